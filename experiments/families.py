@@ -1,0 +1,97 @@
+"""Small models with random weights, one builder per architecture that is tested."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCABULARY = 128
+
+_COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "phi3": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma2": {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 20.0, "sliding_window": 16},
+    "gemma3_text": {"query_pre_attn_scalar": 24, "sliding_window": 16},
+    "gpt_neox": {"rotary_pct": 0.25},
+    "gpt2": {},
+    "olmo2": {},
+    "cohere": {"use_qk_norm": True},
+    "stablelm": {"partial_rotary_factor": 0.5, "qk_layernorm": True},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+}
+FAMILIES = tuple(_SPECIAL)
+"""`model_type` of every tested architecture."""
+
+NO_ROPE = frozenset({"gpt2"})
+NO_GQA = frozenset({"gpt2", "gpt_neox"})
+HYBRID = frozenset({"gemma2", "gemma3_text", "gpt_oss"})
+"""Families whose layers alternate between sliding and full attention."""
+
+
+def supported_implementations(family: str) -> tuple[str, ...]:
+    """Attention implementations that `transformers` offers a family on any machine."""
+    return {
+        "gemma2": ("eager", "flex_attention"),  # sdpa cannot cap logits
+        "gpt_oss": ("eager", "flex_attention"),  # nor take sinks
+    }.get(family, ("eager", "sdpa", "flex_attention"))
+
+
+def build(
+    family: str,
+    *,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    attn_implementation: str = "sdpa",
+    seed: int = 0,
+) -> PreTrainedModel:
+    """A model of `family` with random weights, in eval mode.
+
+    Args:
+        family: one of `FAMILIES`.
+        num_layers: attention layers; hybrid families get as many sliding ones in between.
+        num_kv_heads: ignored by families without grouped heads.
+
+    Raises:
+        ValueError: if the family is not known.
+    """
+    if family not in _SPECIAL:
+        raise ValueError(f"unknown family {family!r}; known: {', '.join(FAMILIES)}")
+    width = num_heads * head_dim
+    config_kwargs: dict[str, Any] = {
+        **_COMMON,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_attention_heads": num_heads,
+        "num_hidden_layers": num_layers,
+        "max_position_embeddings": 4096,
+        **_SPECIAL[family],
+    }
+    if family not in NO_GQA:
+        config_kwargs["num_key_value_heads"] = num_kv_heads
+    if family in ("qwen3", "gemma2", "gemma3_text", "gpt_oss", "mistral", "mixtral", "llama"):
+        config_kwargs["head_dim"] = head_dim
+    if family in HYBRID:
+        config_kwargs["layer_types"] = ["sliding_attention", "full_attention"] * num_layers
+        config_kwargs["num_hidden_layers"] = 2 * num_layers
+    config = AutoConfig.for_model(family, **config_kwargs)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attn_implementation
+        )
+        for parameter in model.parameters():  # default weights are so small that all keys look alike
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+            elif parameter.dim() == 1 and "sinks" not in repr(type(parameter)):
+                parameter.data.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()

@@ -1,0 +1,144 @@
+"""The mechanism: presses installed by PyTorch's own hooks, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from threading import local
+from typing import Any
+
+from torch import Tensor, nn
+
+from press_core.call import AttentionCall
+from press_core.scope import Press, Removable
+from press_core.sites import AttentionSite
+from press_core.steps import fit_mask, is_prefill, observe, prune
+
+CALL = "attention_call"
+"""Keyword argument under which the methods of a press find what the hooks collected."""
+
+
+@dataclass
+class BasePress(Press):
+    """A press in hook terms: after an attention module has run, compress what it cached.
+
+    The methods take what PyTorch hands a forward hook, as kvpress has them, so that a press written
+    for kvpress runs unchanged. The exact queries, which a hook does not get, are in `kwargs`:
+    see `queries`.
+    """
+
+    def compress(
+        self,
+        module: nn.Module,
+        hidden_states: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attentions: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        """The keys and values that stay.
+
+        Args:
+            module: the attention module.
+            hidden_states: `(B, q, D)`, its input.
+            keys, values: `(B, H_kv, S, d)`, as cached.
+            attentions: `(B, H, q, S)` where the attention implementation returns them, or None.
+            kwargs: the keyword arguments of the module's forward.
+
+        Returns:
+            Keys and values, each `(B, H_kv, n, d)`.
+        """
+        raise NotImplementedError
+
+    def forward_hook(
+        self, module: nn.Module, input: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """Called after each forward of an attention module; prunes its layer after a prefill."""
+        collected: _Collected = kwargs[CALL]
+        cache = collected.site.cache(input, kwargs)
+        n_tokens = collected.site.argument("hidden_states", input, kwargs).shape[1]
+        if cache is None or not is_prefill(cache, collected.site.layer_idx, n_tokens):
+            return output
+
+        def compress(call: AttentionCall) -> tuple[Tensor, Tensor]:
+            parts = call.hidden_states, call.keys, call.values, call.attentions
+            return self.compress(module, *parts, {**kwargs, CALL: call})
+
+        call = observe(collected.site, cache, input, kwargs, output, collected.query, False)
+        prune(call, cache, collected.site.argument("attention_mask", input, kwargs), compress)
+        return output
+
+    def check_site(self, site: AttentionSite) -> None:
+        super().check_site(site)
+        if self.uses_queries:
+            site.query_source  # raises where a hook cannot tell what the query is
+
+    def install(self, site: AttentionSite) -> Iterator[Removable]:
+        hook = _SiteHook(self, site)
+        if self.uses_queries:
+            yield site.query_source.module.register_forward_hook(Hook(hook.collect))
+        yield site.module.register_forward_pre_hook(Hook(hook.before), with_kwargs=True)
+        # Prepended, so that of several scopes the inner one acts first.
+        yield site.module.register_forward_hook(Hook(hook.after), with_kwargs=True, prepend=True)
+
+
+def queries(kwargs: dict[str, Any], last: int | None = None) -> Tensor:
+    """The exact queries after RoPE of the (`last`) tokens, `(B, H, last or S, d)`.
+
+    Args:
+        kwargs: the last argument of `score` or `compress`, of a press with `uses_queries = True`.
+    """
+    call: AttentionCall = kwargs[CALL]
+    return call.queries(last)
+
+
+class _Collected:
+    """What hooks know of a call in progress."""
+
+    def __init__(self, site: AttentionSite, query: Tensor | None) -> None:
+        self.site, self.query = site, query
+
+
+class _SiteHook:
+    """The hooks of one scope on one attention module.
+
+    The query has to wait from the projection's hook to the attention's: kept per thread, as several
+    may run the model at once, and released when the attention hook begins.
+    """
+
+    def __init__(self, press: BasePress, site: AttentionSite) -> None:
+        self.press, self.site = press, site
+        self.waiting = local()
+
+    def collect(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        self.waiting.query = self.site.query_source.to_heads(args[0], output)
+
+    def before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return fit_mask(self.site, args, kwargs)
+
+    def after(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        collected = _Collected(self.site, self.waiting.__dict__.pop("query", None))
+        return self.press.forward_hook(module, args, {**kwargs, CALL: collected}, output)
+
+
+class Hook:
+    """A hook that does not come along when its model is copied or pickled.
+
+    PyTorch's hook dictionaries travel with a module; a copy made inside a scope would be pruned for
+    ever. The copy gets a hook that does nothing instead.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+    def __reduce__(self) -> Any:
+        return Hook, (do_nothing,)
+
+
+def do_nothing(*_: Any) -> None:
+    """What is left of a hook in a copy of its model."""

@@ -1,0 +1,12 @@
+"""Observed attention (H2O, arXiv 2306.14048), with hooks."""
+
+from dataclasses import dataclass
+
+from hooks_impl.scorer import CALL, ScorerPress
+from press_core.methods.observed_attention import ObservedAttention, observed_attention_scores
+
+
+@dataclass
+class ObservedAttentionPress(ObservedAttention, ScorerPress):
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):  # type: ignore[no-untyped-def]
+        return observed_attention_scores(kwargs[CALL])

@@ -1,0 +1,12 @@
+"""SnapKV (arXiv 2404.14469), with hooks."""
+
+from dataclasses import dataclass
+
+from hooks_impl.scorer import CALL, ScorerPress
+from press_core.methods.snapkv import SnapKV, snapkv_scores
+
+
+@dataclass
+class SnapKVPress(SnapKV, ScorerPress):
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):  # type: ignore[no-untyped-def]
+        return snapkv_scores(kwargs[CALL], self.window_size, self.kernel_size)

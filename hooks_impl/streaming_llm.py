@@ -1,0 +1,12 @@
+"""StreamingLLM (arXiv 2309.17453), with hooks."""
+
+from dataclasses import dataclass
+
+from hooks_impl.scorer import ScorerPress
+from press_core.methods.streaming_llm import StreamingLLM, streaming_llm_scores
+
+
+@dataclass
+class StreamingLLMPress(StreamingLLM, ScorerPress):
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):  # type: ignore[no-untyped-def]
+        return streaming_llm_scores(keys, self.compression_ratio, self.n_sink)

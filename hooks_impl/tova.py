@@ -1,0 +1,12 @@
+"""TOVA (arXiv 2401.06104), with hooks."""
+
+from dataclasses import dataclass
+
+from hooks_impl.scorer import CALL, ScorerPress
+from press_core.methods.tova import TOVA, tova_scores
+
+
+@dataclass
+class TOVAPress(TOVA, ScorerPress):
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):  # type: ignore[no-untyped-def]
+        return tova_scores(kwargs[CALL])

@@ -1,0 +1,70 @@
+"""The mechanism: presses installed by reversible patches of the attention forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from attention_patch.interception import intercept, with_override
+from attention_patch.reversible import wrap
+from press_core.call import AttentionCall
+from press_core.errors import UnsupportedModelError
+from press_core.scope import Press, Removable
+from press_core.sites import AttentionSite
+from press_core.steps import fit_mask, is_prefill, observe, prune
+
+
+@dataclass
+class BasePress(Press):
+    """A press in patch terms: around the call of an attention module, compress what it cached.
+
+    The methods take one `AttentionCall`: the arguments and results of the call in progress, the
+    exact queries among them.
+    """
+
+    def compress(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        """The keys and values that stay, each `(B, H_kv, n, d)`; see `AttentionCall.keep`."""
+        raise NotImplementedError
+
+    def attention_forward(
+        self, site: AttentionSite, forward: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Called in place of an attention module's forward; prunes its layer after a prefill."""
+        args, kwargs = fit_mask(site, args, kwargs) or (args, kwargs)
+        cache = site.cache(args, kwargs)
+        if cache is None:
+            return forward(*args, **kwargs)
+
+        query = None
+
+        def see_query(function: Any, module: Any, states: Tensor, *rest: Any, **more: Any) -> Any:
+            nonlocal query
+            query = states
+            return function(module, states, *rest, **more)
+
+        seen = with_override(kwargs, see_query) if self.uses_queries else kwargs
+        output = forward(*args, **seen)
+        n_tokens = site.argument("hidden_states", args, kwargs).shape[1]
+        if is_prefill(cache, site.layer_idx, n_tokens):
+            call = observe(site, cache, args, kwargs, output, query, True)
+            prune(call, cache, site.argument("attention_mask", args, kwargs), self.compress)
+        return output
+
+    def check_site(self, site: AttentionSite) -> None:
+        super().check_site(site)
+        if self.uses_queries and not site.passes_kwargs_on:
+            raise UnsupportedModelError(
+                f"{type(site.module).__name__} ({site.name}) does not pass keyword arguments on to "
+                "its attention function, so that a patch cannot see its queries; use the press of "
+                "the same name from hooks_impl"
+            )
+
+    def install(self, site: AttentionSite) -> Iterator[Removable]:
+        if self.uses_queries:
+            yield intercept(site.interface)
+        # The latest layer of a patch is the innermost, so of several scopes the inner acts first.
+        yield wrap(site.module, "forward", partial(self.attention_forward, site))

@@ -1,0 +1,14 @@
+"""SnapKV (arXiv 2404.14469), with patches."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from patch_impl.scorer import AttentionCall, ScorerPress
+from press_core.methods.snapkv import SnapKV, snapkv_scores
+
+
+@dataclass
+class SnapKVPress(SnapKV, ScorerPress):
+    def score(self, call: AttentionCall) -> Tensor:
+        return snapkv_scores(call, self.window_size, self.kernel_size)

@@ -1,0 +1,31 @@
+"""What a press is, whatever installs it: formulas, attention sites, caches, masks and scopes."""
+
+from press_core.caches import PrunedLayer, cache_nbytes, kept_lengths
+from press_core.call import AttentionCall
+from press_core.errors import (
+    HyperparameterError,
+    PressError,
+    ScopeError,
+    UnsupportedCacheError,
+    UnsupportedInputError,
+    UnsupportedModelError,
+)
+from press_core.scope import Press, Scope
+from press_core.sites import AttentionSite, attention_sites
+
+__all__ = [
+    "AttentionCall",
+    "AttentionSite",
+    "HyperparameterError",
+    "Press",
+    "PressError",
+    "PrunedLayer",
+    "Scope",
+    "ScopeError",
+    "UnsupportedCacheError",
+    "UnsupportedInputError",
+    "UnsupportedModelError",
+    "attention_sites",
+    "cache_nbytes",
+    "kept_lengths",
+]

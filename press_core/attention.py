@@ -1,0 +1,54 @@
+"""Attention weights for scoring, grouped by KV head so that no key is repeated.
+
+Weights are those of the model: its scaling, soft-capping and learned sinks take part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from press_core.call import AttentionCall
+from press_core.select import upcast
+from press_core.sites import AttentionSite
+
+
+def window_attention(call: AttentionCall, window: int) -> Tensor:
+    """Causal attention of the last `window` queries over all keys.
+
+    Returns:
+        `(B, H_kv, G, window, S)`, float32 (float64 for float64 states); every row sums to one
+        (less what a learned sink takes).
+    """
+    return _causal_weights(call.site, call.queries(window), call.keys)
+
+
+def attention_blocks(call: AttentionCall, block: int = 128) -> Iterator[Tensor]:
+    """Causal attention of all queries, `block` of them at a time: O(S) memory.
+
+    Yields:
+        `(B, H_kv, G, rows, end)` for the rows before `end`; keys from `end` on are not visible.
+    """
+    queries = call.queries()
+    for start in range(0, call.length, block):
+        end = min(start + block, call.length)
+        yield _causal_weights(call.site, queries[:, :, start:end], call.keys[:, :, :end])
+
+
+def _causal_weights(site: AttentionSite, queries: Tensor, keys: Tensor) -> Tensor:
+    """Weights of queries that are the last of the sequence which `keys` make up."""
+    batch, n_heads, rows, d = queries.shape
+    n_kv, length = keys.shape[1], keys.shape[2]
+    grouped = queries.reshape(batch, n_kv, (n_heads // n_kv) * rows, d)
+    logits = upcast(grouped @ keys.mT).mul_(site.scaling)
+    if site.softcap is not None:
+        logits = torch.tanh(logits / site.softcap) * site.softcap
+    logits = logits.view(batch, n_kv, n_heads // n_kv, rows, length)
+    future = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu(1)
+    logits[..., length - rows :].masked_fill_(future, float("-inf"))
+    if site.sinks is None:
+        return logits.softmax(dim=-1)
+    sinks = site.sinks.to(logits).view(1, n_kv, -1, 1, 1).expand(batch, -1, -1, rows, 1)
+    return torch.cat((logits, sinks), dim=-1).softmax(dim=-1)[..., :-1]

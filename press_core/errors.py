@@ -1,0 +1,28 @@
+"""The errors that presses, scopes and caches raise.
+
+Every message names the value that was given, what is allowed, and what to do about it.
+"""
+
+
+class PressError(Exception):
+    """Base of all errors raised by this project."""
+
+
+class HyperparameterError(PressError, ValueError):
+    """A field of a press has a value outside of its range."""
+
+
+class UnsupportedModelError(PressError):
+    """The model has no attention that this press, with this mechanism, can work on."""
+
+
+class UnsupportedCacheError(PressError):
+    """The cache, or what is asked of it, does not go together with pruning."""
+
+
+class UnsupportedInputError(PressError):
+    """The batch is laid out in a way that a press cannot prune correctly (padding on the right, say)."""
+
+
+class ScopeError(PressError):
+    """A scope is used wrongly: opened twice, or missing where a cache needs one."""

@@ -1,0 +1,30 @@
+"""KeyDiff (Park et al., arXiv 2504.15364): keys unlike the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize
+
+from press_core.scope import Compression
+from press_core.select import upcast
+
+
+@dataclass
+class KeyDiff(Compression):
+    """Keeps the keys that point away from the mean direction (Park et al., arXiv 2504.15364)."""
+
+
+def keydiff_scores(keys: Tensor) -> Tensor:
+    """Negative cosine between each key and the mean of the unit keys.
+
+    Args:
+        keys: `(B, H_kv, S, d)`.
+
+    Returns:
+        `(B, H_kv, S)`, float32.
+    """
+    keys = upcast(keys)
+    anchor = normalize(keys, dim=-1).mean(dim=2, keepdim=True)
+    return -cosine_similarity(keys, anchor, dim=-1)

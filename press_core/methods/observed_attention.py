@@ -1,0 +1,41 @@
+"""Observed attention, the score of H2O (Zhang et al., arXiv 2306.14048)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from press_core.attention import attention_blocks
+from press_core.call import AttentionCall
+from press_core.scope import Compression
+from press_core.select import upcast
+
+
+@dataclass
+class ObservedAttention(Compression):
+    """Keeps the tokens that were attended to most during prefill (H2O, arXiv 2306.14048).
+
+    Where the attention implementation returns weights (eager), those are used; elsewhere they are
+    computed from the exact queries and keys, some rows at a time, in O(S) extra memory.
+    """
+
+    uses_queries = True
+
+
+def observed_attention_scores(call: AttentionCall) -> Tensor:
+    """Mean attention that each key received from the queries that can see it, mean over the group.
+
+    Returns:
+        `(B, H_kv, S)`, float32.
+    """
+    n_kv, length = call.keys.shape[1:3]
+    if call.attentions is not None:
+        received = upcast(call.attentions).sum(dim=2).unflatten(1, (n_kv, -1)).mean(dim=2)
+    else:
+        received = torch.zeros_like(upcast(call.keys[..., 0]))
+        for weights in attention_blocks(call):
+            received[..., : weights.shape[-1]] += weights.sum(dim=3).mean(dim=2)
+    observers = torch.arange(length, 0, -1, device=call.keys.device)
+    return received / observers

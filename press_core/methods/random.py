@@ -1,0 +1,39 @@
+"""Random eviction, the baseline that any method has to beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from press_core.scope import Compression
+
+
+@dataclass
+class Random(Compression):
+    """Evicts tokens at random.
+
+    Attributes:
+        seed: numbers come from `(seed, layer_idx)` and are equal on every device, for every row of
+            a batch and with both mechanisms. None: from torch's global generator.
+    """
+
+    seed: int | None = None
+
+
+def random_scores(keys: Tensor, seed: int | None, layer_idx: int) -> Tensor:
+    """Uniform scores in [0, 1).
+
+    Args:
+        keys: `(B, H_kv, S, d)`.
+
+    Returns:
+        `(B, H_kv, S)`, float32.
+    """
+    batch, n_kv, length, _ = keys.shape
+    generator = None
+    if seed is not None:
+        generator = torch.Generator().manual_seed(hash((seed, layer_idx)) & (2**63 - 1))
+    scores = torch.rand(1, n_kv, length, generator=generator)
+    return scores.to(keys.device).expand(batch, -1, -1)

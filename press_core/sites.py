@@ -1,0 +1,271 @@
+"""Where a model attends: one `AttentionSite` per attention module, found by contract, not by list.
+
+The contract is that of `transformers`' attention interface: a module with a `layer_idx`, whose
+forward takes a `Cache` and hands queries, keys and values to a function of
+`ALL_ATTENTION_FUNCTIONS`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+
+from press_core.errors import UnsupportedModelError
+from press_core.rotary import Rotary, find_rotary_embedding, takes_layer_type
+
+CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
+"""What families call the cache in the signature of their attention forward."""
+
+
+@dataclass(frozen=True)
+class QuerySource:
+    """The projection (or norm) whose output is the query before RoPE: what a hook can collect.
+
+    Attributes:
+        module: the module to hook.
+        to_heads: `(input, output)` of that module to the query, `(B, H, q, d)`.
+    """
+
+    module: nn.Module
+    to_heads: Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """One attention module of one model: what it is called and shaped like.
+
+    Attributes:
+        name: qualified name of the module inside the model.
+        layer_idx: index of its layer in the cache.
+        num_heads, num_kv_heads, head_dim: `H`, `H_kv` and `d`.
+        scaling: factor on the attention logits.
+        softcap: bound of `tanh` soft-capping of the logits, or None (Gemma-2).
+        is_sliding: whether it sees a sliding window only; such layers are left alone.
+        rotary: the rotation of queries and keys, or None where positions enter otherwise.
+        interface: the registry that the module takes its attention function from.
+    """
+
+    name: str
+    module: nn.Module = field(repr=False)
+    layer_idx: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scaling: float
+    softcap: float | None
+    is_sliding: bool
+    rotary: Rotary | None = field(repr=False)
+    interface: Any = field(repr=False)
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """Learned sink logits `(H,)` that take part in the softmax (gpt-oss), or None."""
+        sinks = getattr(self.module, "sinks", None)
+        return sinks if isinstance(sinks, Tensor) else None
+
+    @property
+    def attn_implementation(self) -> str:
+        """Name of the attention implementation in force: "eager", "sdpa" and so on."""
+        return str(self.module.config._attn_implementation)  # type: ignore[union-attr]
+
+    @cached_property
+    def _parameter_names(self) -> tuple[str, ...]:
+        return tuple(inspect.signature(type(self.module).forward).parameters)[1:]
+
+    @cached_property
+    def _cache_name(self) -> str:
+        return next(name for name in CACHE_NAMES if name in self._parameter_names)
+
+    @property
+    def passes_kwargs_on(self) -> bool:
+        """Whether extra keyword arguments of forward reach the attention function."""
+        return "kwargs" in self._parameter_names
+
+    def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The argument called `name` of a call of forward, however it was passed, or None."""
+        if name in kwargs:
+            return kwargs[name]
+        index = self._parameter_names.index(name) if name in self._parameter_names else len(args)
+        return args[index] if index < len(args) else None
+
+    def replace_argument(
+        self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call of forward with the one called `name` set to `value`."""
+        index = self._parameter_names.index(name)
+        if name not in kwargs and index < len(args):
+            return (*args[:index], value, *args[index + 1 :]), kwargs
+        return args, {**kwargs, name: value}
+
+    def cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The cache that a call of forward was given, or None."""
+        return self.argument(self._cache_name, args, kwargs)
+
+    @cached_property
+    def query_source(self) -> QuerySource:
+        """Where a hook finds the query.
+
+        Raises:
+            UnsupportedModelError: if the module computes its query in a way not known here. A
+                patch sees queries whatever the projections are called.
+        """
+        return _query_source(self)
+
+
+def attention_sites(model: nn.Module) -> list[AttentionSite]:
+    """All attention modules of `model` that a press can work on, in the order of their layers.
+
+    Raises:
+        UnsupportedModelError: if there are none, or if all of them are sliding-window layers.
+    """
+    candidates = {name: module for name, module in model.named_modules() if _may_attend(module)}
+    found = [
+        _describe(model, name, module)
+        for name, module in candidates.items()
+        # a decoder layer can look the part too: the attention is what it contains
+        if not any(other.startswith(f"{name}.") for other in candidates)
+    ]
+    if not found:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no attention module that goes through transformers' "
+            "attention interface with a Cache; presses need a decoder of transformers >= 5.2"
+        )
+    sites = [site for site in found if not site.is_sliding]
+    if not sites:
+        raise UnsupportedModelError(
+            f"all {len(found)} attention layers of {type(model).__name__} use a sliding window, "
+            "which bounds their cache already; set sliding_window=None in the config if the model "
+            "was loaded for contexts shorter than its window"
+        )
+    return sites
+
+
+def _may_attend(module: nn.Module) -> bool:
+    if not isinstance(getattr(module, "layer_idx", None), int):
+        return False
+    if not hasattr(module, "config") or getattr(module, "is_cross_attention", False):
+        return False
+    modeling = sys.modules[type(module).__module__]
+    parameters = inspect.signature(type(module).forward).parameters
+    return hasattr(modeling, "ALL_ATTENTION_FUNCTIONS") and any(
+        name in parameters for name in CACHE_NAMES
+    )
+
+
+def _describe(model: nn.Module, name: str, module: Any) -> AttentionSite:
+    config = module.config
+    head_dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+    if head_dim is None:
+        head_dim = config.hidden_size // config.num_attention_heads
+    sliding_window = getattr(module, "sliding_window", _layer_window(config, module.layer_idx))
+    return AttentionSite(
+        name=name,
+        module=module,
+        layer_idx=module.layer_idx,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=head_dim,
+        scaling=float(getattr(module, "scaling", head_dim**-0.5)),
+        softcap=getattr(module, "attn_logit_softcapping", None),
+        is_sliding=sliding_window is not None,
+        rotary=_describe_rotary(model, name, module, head_dim),
+        interface=sys.modules[type(module).__module__].ALL_ATTENTION_FUNCTIONS,  # type: ignore[attr-defined]
+    )
+
+
+def _layer_window(config: Any, layer_idx: int) -> int | None:
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and layer_types[layer_idx] == "full_attention":
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+def _describe_rotary(model: nn.Module, name: str, module: Any, head_dim: int) -> Rotary | None:
+    function = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    parameters = inspect.signature(type(module).forward).parameters
+    if function is None or "position_embeddings" not in parameters:
+        return None
+    if not getattr(module, "use_rope", True):
+        return None
+    embedding = find_rotary_embedding(model, name)
+    layer_type = None
+    if embedding is not None and takes_layer_type(embedding):
+        layer_type = module.config.layer_types[module.layer_idx]
+    return Rotary(function, getattr(module, "rotary_ndims", head_dim), embedding, layer_type)
+
+
+# ---- queries for hooks: the names that families give to their projections -----------------------
+
+_NORMS = ("q_norm", "q_layernorm")
+_KNOWN_CHILDREN = {
+    *("q_proj", "k_proj", "v_proj", "o_proj", "dense", "out_proj", "rotary_emb", "rotary_fn"),
+    *("q_norm", "k_norm", "q_layernorm", "k_layernorm"),
+}
+
+
+def _split_phi3(site: AttentionSite, output: Tensor) -> Tensor:
+    return output[..., : site.num_heads * site.head_dim]  # queries, then keys, then values
+
+
+def _split_gpt_neox(site: AttentionSite, output: Tensor) -> Tensor:
+    per_head = output.unflatten(-1, (site.num_heads, 3 * site.head_dim))
+    return per_head[..., : site.head_dim].flatten(-2)  # query, key and value side by side per head
+
+
+_FUSED = {
+    "Phi3Attention": ("qkv_proj", _split_phi3),
+    "GPTNeoXAttention": ("query_key_value", _split_gpt_neox),
+    "GPT2Attention": ("c_attn", _split_phi3),
+}
+
+
+def _query_source(site: AttentionSite) -> QuerySource:
+    module = site.module
+    family = type(module).__name__
+    if family in _FUSED:
+        name, split = _FUSED[family]
+        return QuerySource(getattr(module, name), lambda _, out: _heads(site, split(site, out)))
+    children = dict(module.named_children())
+    unknown = sorted(set(children) - _KNOWN_CHILDREN)
+    projection: Any = children.get("q_proj")
+    width = site.num_heads * site.head_dim
+    if projection is None or unknown or getattr(projection, "out_features", width) != width:
+        raise UnsupportedModelError(
+            f"a hook cannot tell where {family} ({site.name}) computes its query: known are q_proj "
+            f"with q_norm or q_layernorm, and the fused projections of {', '.join(_FUSED)}; found "
+            f"{', '.join(children) or 'no submodules'}. Use the press of the same name from "
+            "patch_impl, which sees the query itself"
+        )
+    if getattr(module.config, "clip_qkv", None) is not None:
+        raise UnsupportedModelError(
+            f"{family} clips its query after the projection (clip_qkv), where no hook can see it; "
+            "use the press of the same name from patch_impl"
+        )
+    norm = next((children[n] for n in _NORMS if n in children), None)
+    if norm is None:
+        return QuerySource(projection, lambda _, out: _heads(site, out))
+    return QuerySource(norm, lambda inp, out: _normed_heads(site, inp, out))
+
+
+def _heads(site: AttentionSite, output: Tensor) -> Tensor:
+    return output.unflatten(-1, (site.num_heads, site.head_dim)).transpose(1, 2)
+
+
+def _normed_heads(site: AttentionSite, inp: Tensor, output: Tensor) -> Tensor:
+    if output.dim() == 3:  # OLMo-2 norms all heads at once
+        return _heads(site, output)
+    # (B, q, H, d) or (B, H, q, d)? Where q = H the shape does not tell, but the memory does: the
+    # states before the norm are a view of the projection's output, in which heads lie next to
+    # each other and tokens far apart.
+    length, heads = inp.stride(1), inp.stride(2)
+    if output.shape[1] == output.shape[2]:
+        transposed = length < heads
+    else:
+        transposed = output.shape[1] == site.num_heads
+    return output if transposed else output.transpose(1, 2)
