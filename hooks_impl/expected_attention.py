@@ -12,6 +12,6 @@ from press_core.methods.expected_attention import (
 
 @dataclass
 class ExpectedAttentionPress(ExpectedAttention, ScorerPress):
-    def score(self, module, hidden_states, keys, values, attentions, kwargs):  # type: ignore[no-untyped-def]
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
         call = kwargs[CALL]
         return expected_attention_scores(call, *query_statistics(call, self.n_sink), self)

@@ -8,5 +8,5 @@ from press_core.methods.keydiff import KeyDiff, keydiff_scores
 
 @dataclass
 class KeyDiffPress(KeyDiff, ScorerPress):
-    def score(self, module, hidden_states, keys, values, attentions, kwargs):  # type: ignore[no-untyped-def]
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
         return keydiff_scores(keys)

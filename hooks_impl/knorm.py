@@ -8,5 +8,5 @@ from press_core.methods.knorm import Knorm, knorm_scores
 
 @dataclass
 class KnormPress(Knorm, ScorerPress):
-    def score(self, module, hidden_states, keys, values, attentions, kwargs):  # type: ignore[no-untyped-def]
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
         return knorm_scores(keys)

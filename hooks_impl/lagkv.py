@@ -8,5 +8,5 @@ from press_core.methods.lagkv import LagKV, lagkv_scores
 
 @dataclass
 class LagKVPress(LagKV, ScorerPress):
-    def score(self, module, hidden_states, keys, values, attentions, kwargs):  # type: ignore[no-untyped-def]
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
         return lagkv_scores(keys, values, self)

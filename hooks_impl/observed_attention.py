@@ -8,5 +8,5 @@ from press_core.methods.observed_attention import ObservedAttention, observed_at
 
 @dataclass
 class ObservedAttentionPress(ObservedAttention, ScorerPress):
-    def score(self, module, hidden_states, keys, values, attentions, kwargs):  # type: ignore[no-untyped-def]
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
         return observed_attention_scores(kwargs[CALL])

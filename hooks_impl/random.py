@@ -8,5 +8,5 @@ from press_core.methods.random import Random, random_scores
 
 @dataclass
 class RandomPress(Random, ScorerPress):
-    def score(self, module, hidden_states, keys, values, attentions, kwargs):  # type: ignore[no-untyped-def]
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
         return random_scores(keys, self.seed, module.layer_idx)

@@ -8,5 +8,5 @@ from press_core.methods.snapkv import SnapKV, snapkv_scores
 
 @dataclass
 class SnapKVPress(SnapKV, ScorerPress):
-    def score(self, module, hidden_states, keys, values, attentions, kwargs):  # type: ignore[no-untyped-def]
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
         return snapkv_scores(kwargs[CALL], self.window_size, self.kernel_size)

@@ -8,5 +8,5 @@ from press_core.methods.streaming_llm import StreamingLLM, streaming_llm_scores
 
 @dataclass
 class StreamingLLMPress(StreamingLLM, ScorerPress):
-    def score(self, module, hidden_states, keys, values, attentions, kwargs):  # type: ignore[no-untyped-def]
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
         return streaming_llm_scores(keys, self.compression_ratio, self.n_sink)

@@ -8,5 +8,5 @@ from press_core.methods.tova import TOVA, tova_scores
 
 @dataclass
 class TOVAPress(TOVA, ScorerPress):
-    def score(self, module, hidden_states, keys, values, attentions, kwargs):  # type: ignore[no-untyped-def]
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
         return tova_scores(kwargs[CALL])

@@ -1,0 +1,55 @@
+# `make study` and `make test` set everything up by themselves; PYTHON picks the interpreter.
+PYTHON ?= python3
+VENV := .venv
+OLDEST := .venv-oldest
+RUN := $(VENV)/bin/python
+# Two processes, one thread each: tests of small models gain nothing from threads.
+PYTEST := -m pytest -n 2 --dist worksteal
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: study test test-newest test-oldest test-long check format results clean
+
+study: $(VENV)/.installed
+	OMP_NUM_THREADS= $(RUN) -m experiments study
+
+test: test-oldest test-newest
+
+test-newest: $(VENV)/.installed
+	$(RUN) $(PYTEST)
+
+# The same suite on the oldest transformers that is supported, with fewer drawn cases.
+test-oldest: $(OLDEST)/.installed
+	HYPOTHESIS_PROFILE=short $(OLDEST)/bin/python $(PYTEST)
+
+test-long: $(VENV)/.installed
+	HYPOTHESIS_PROFILE=long $(RUN) $(PYTEST)
+
+check: $(VENV)/.installed
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports
+	$(RUN) -m experiments readme --check
+
+format: $(VENV)/.installed
+	$(RUN) -m ruff format .
+	$(RUN) -m ruff check --fix .
+
+# The committed results, and the README's tables from them.
+results: $(VENV)/.installed
+	OMP_NUM_THREADS= $(RUN) -m experiments study --output results
+	$(RUN) -m experiments readme
+
+clean:
+	rm -rf $(VENV) $(OLDEST) study
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+$(OLDEST)/.installed: pyproject.toml constraints.txt constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints-oldest.txt -e ".[dev]"
+	touch $@
