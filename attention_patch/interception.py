@@ -32,7 +32,7 @@ def intercept(interface: Any) -> Patch:
 
 
 def with_override(kwargs: dict[str, Any], override: Override) -> dict[str, Any]:
-    """Keyword arguments for an attention forward that carry `override`, around one already there."""
+    """Keyword arguments for an attention forward, with `override` around any already there."""
     inner = kwargs.get(OVERRIDE)
     if inner is None:
         return {**kwargs, OVERRIDE: override}

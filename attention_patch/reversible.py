@@ -38,7 +38,7 @@ _wrappers: dict[tuple[int, str], list[_Wrapper]] = {}
 """Our wrappers on each (object, attribute), the latest last; several only where others wrap too."""
 
 
-class _Wrapper(wrapt.FunctionWrapper):
+class _Wrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     """What stands in the attribute's place while there are layers."""
 
     def __init__(self, owner: Any, name: str) -> None:
@@ -140,7 +140,8 @@ class _CleanReduce:
 
     def __call__(self, protocol: Any) -> Any:
         owner = self.owner
-        make, args, state, *rest = type(owner).__reduce_ex__(owner, protocol)
+        reduced: Any = type(owner).__reduce_ex__(owner, protocol)
+        make, args, state, *rest = reduced
         state = {name: _beneath(value) for name, value in state.items()}
         return make, args, {n: v for n, v in state.items() if v is not _MISSING}, *rest
 

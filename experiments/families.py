@@ -9,7 +9,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCABULARY = 128
 
-_COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _SPECIAL: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
@@ -89,7 +94,9 @@ def build(
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attn_implementation
         )
-        for parameter in model.parameters():  # default weights are so small that all keys look alike
+        for (
+            parameter
+        ) in model.parameters():  # default weights are so small that all keys look alike
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
             elif parameter.dim() == 1 and "sinks" not in repr(type(parameter)):

@@ -7,10 +7,10 @@ from hooks_impl.knorm import KnormPress
 from hooks_impl.lagkv import LagKVPress
 from hooks_impl.observed_attention import ObservedAttentionPress
 from hooks_impl.random import RandomPress
+from hooks_impl.scorer import ScorerPress
 from hooks_impl.snapkv import SnapKVPress
 from hooks_impl.streaming_llm import StreamingLLMPress
 from hooks_impl.tova import TOVAPress
-from hooks_impl.scorer import ScorerPress
 
 PRESSES: dict[str, type[BasePress]] = {
     press.__name__: press
@@ -29,13 +29,13 @@ PRESSES: dict[str, type[BasePress]] = {
 """Every press of this package by its name."""
 
 __all__ = [
+    "PRESSES",
     "BasePress",
     "ExpectedAttentionPress",
     "KeyDiffPress",
     "KnormPress",
     "LagKVPress",
     "ObservedAttentionPress",
-    "PRESSES",
     "RandomPress",
     "ScorerPress",
     "SnapKVPress",

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from press_core.call import AttentionCall
+from press_core.errors import UnsupportedInputError
 from press_core.scope import Press, Removable
 from press_core.sites import AttentionSite
 from press_core.steps import fit_mask, is_prefill, observe, prune
@@ -71,7 +72,7 @@ class BasePress(Press):
     def check_site(self, site: AttentionSite) -> None:
         super().check_site(site)
         if self.uses_queries:
-            site.query_source  # raises where a hook cannot tell what the query is
+            _ = site.query_source  # raises where a hook cannot tell what the query is
 
     def install(self, site: AttentionSite) -> Iterator[Removable]:
         hook = _SiteHook(self, site)
@@ -88,8 +89,25 @@ def queries(kwargs: dict[str, Any], last: int | None = None) -> Tensor:
     Args:
         kwargs: the last argument of `score` or `compress`, of a press with `uses_queries = True`.
     """
-    call: AttentionCall = kwargs[CALL]
-    return call.queries(last)
+    return observed(kwargs).queries(last)
+
+
+def observed(kwargs: dict[str, Any]) -> AttentionCall:
+    """What the hooks observed of the forward that a method of a press is called for.
+
+    Args:
+        kwargs: the last argument of `score` or `compress`.
+
+    Raises:
+        UnsupportedInputError: if it does not come from an open scope.
+    """
+    call = kwargs.get(CALL)
+    if not isinstance(call, AttentionCall):
+        raise UnsupportedInputError(
+            "no hook has observed this forward; the exact queries are known only while "
+            "`with press(model): ...` is open"
+        )
+    return call
 
 
 class _Collected:

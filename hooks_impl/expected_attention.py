@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from hooks_impl.scorer import CALL, ScorerPress
+from hooks_impl.base import observed
+from hooks_impl.scorer import ScorerPress
 from press_core.methods.expected_attention import (
     ExpectedAttention,
     expected_attention_scores,
@@ -13,5 +14,5 @@ from press_core.methods.expected_attention import (
 @dataclass
 class ExpectedAttentionPress(ExpectedAttention, ScorerPress):
     def score(self, module, hidden_states, keys, values, attentions, kwargs):
-        call = kwargs[CALL]
+        call = observed(kwargs)
         return expected_attention_scores(call, *query_statistics(call, self.n_sink), self)

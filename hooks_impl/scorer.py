@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hooks_impl.base import CALL, BasePress
+from hooks_impl.base import BasePress, observed
 from press_core.scope import Compression
 from press_core.select import n_kept, top_positions
 
@@ -25,7 +25,7 @@ class ScorerPress(Compression, BasePress):
         attentions: Tensor | None,
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """Scores `(B, H_kv, S)`; the higher, the longer a token stays. Arguments: see `compress`."""
+        """Scores `(B, H_kv, S)`, the higher the better, from the arguments of `compress`."""
         raise NotImplementedError
 
     def compress(
@@ -42,5 +42,4 @@ class ScorerPress(Compression, BasePress):
             return keys, values
         scores = self.score(module, hidden_states, keys, values, attentions, kwargs)
         positions = top_positions(scores, n_kept(length, self.compression_ratio))
-        kept: tuple[Tensor, Tensor] = kwargs[CALL].keep(positions)
-        return kept
+        return observed(kwargs).keep(positions)

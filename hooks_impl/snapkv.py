@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
-from hooks_impl.scorer import CALL, ScorerPress
+from hooks_impl.base import observed
+from hooks_impl.scorer import ScorerPress
 from press_core.methods.snapkv import SnapKV, snapkv_scores
 
 
 @dataclass
 class SnapKVPress(SnapKV, ScorerPress):
     def score(self, module, hidden_states, keys, values, attentions, kwargs):
-        return snapkv_scores(kwargs[CALL], self.window_size, self.kernel_size)
+        return snapkv_scores(observed(kwargs), self.window_size, self.kernel_size)

@@ -1,16 +1,17 @@
 """Every press, installed by reversible patches of the attention forwards."""
 
-from patch_impl.base import AttentionCall, BasePress
+from patch_impl.base import BasePress
 from patch_impl.expected_attention import ExpectedAttentionPress
 from patch_impl.keydiff import KeyDiffPress
 from patch_impl.knorm import KnormPress
 from patch_impl.lagkv import LagKVPress
 from patch_impl.observed_attention import ObservedAttentionPress
 from patch_impl.random import RandomPress
+from patch_impl.scorer import ScorerPress
 from patch_impl.snapkv import SnapKVPress
 from patch_impl.streaming_llm import StreamingLLMPress
 from patch_impl.tova import TOVAPress
-from patch_impl.scorer import ScorerPress
+from press_core.call import AttentionCall
 
 PRESSES: dict[str, type[BasePress]] = {
     press.__name__: press
@@ -29,6 +30,7 @@ PRESSES: dict[str, type[BasePress]] = {
 """Every press of this package by its name."""
 
 __all__ = [
+    "PRESSES",
     "AttentionCall",
     "BasePress",
     "ExpectedAttentionPress",
@@ -36,7 +38,6 @@ __all__ = [
     "KnormPress",
     "LagKVPress",
     "ObservedAttentionPress",
-    "PRESSES",
     "RandomPress",
     "ScorerPress",
     "SnapKVPress",

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from patch_impl.base import AttentionCall, BasePress
+from patch_impl.base import BasePress
+from press_core.call import AttentionCall
 from press_core.scope import Compression
 from press_core.select import n_kept, top_positions
 
@@ -16,7 +17,7 @@ class ScorerPress(Compression, BasePress):
     """Keeps, per KV head, the `n = max(1, int(S * (1 - compression_ratio)))` best-scored tokens."""
 
     def score(self, call: AttentionCall) -> Tensor:
-        """Scores `(B, H_kv, S)`; the higher, the longer a token stays."""
+        """Scores `(B, H_kv, S)`, the higher the better."""
         raise NotImplementedError
 
     def compress(self, call: AttentionCall) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from patch_impl.scorer import AttentionCall, ScorerPress
+from patch_impl.scorer import ScorerPress
+from press_core.call import AttentionCall
 from press_core.methods.streaming_llm import StreamingLLM, streaming_llm_scores
 
 

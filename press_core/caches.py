@@ -34,12 +34,15 @@ class PrunedLayer(DynamicLayer):
         n_pruned: slots of the pruned part, those before the tokens that came later.
         padded: whether the batch was padded, so that the mask the model builds from the
             uncompressed sequence would hide the wrong keys.
+        uneven: whether it holds another number of slots than the layer that the model builds the
+            mask of all layers for.
     """
 
     positions: Tensor | None = None
     evicted: int = 0
     n_pruned: int = 0
     padded: bool = False
+    uneven: bool = False
     _mask_in_hand: bool = False
 
     @property
@@ -72,11 +75,12 @@ class PrunedLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if self.padded and not self._mask_in_hand:
+        needs_mask = self.padded or (self.uneven and key_states.shape[2] > 1)
+        if needs_mask and not self._mask_in_hand:
             raise ScopeError(
-                "this cache holds rows of different lengths (a padded batch was pruned), which the "
-                "model's own attention mask does not fit; keep the scope of the press open while "
-                "decoding: `with press(model): model.generate(...)`"
+                "this cache holds rows or layers of different lengths, which the model's own "
+                "attention mask does not fit; keep the scope of the press open while decoding: "
+                "`with press(model): model.generate(...)`"
             )
         self._mask_in_hand = False
         keys, values = super().update(key_states, value_states, *args, **kwargs)
@@ -112,8 +116,9 @@ class PrunedLayer(DynamicLayer):
             self.keys, self.values = self.keys[..., :-remove, :], self.values[..., :-remove, :]
 
     def reset(self) -> None:
-        self.keys = self.values = self.positions = None
-        self.is_initialized = self.padded = self._mask_in_hand = False
+        self.keys = self.values = None  # type: ignore[assignment]
+        self.positions = None
+        self.is_initialized = self.padded = self.uneven = self._mask_in_hand = False
         self.evicted = self.n_pruned = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -152,6 +157,13 @@ def prunable_layer(cache: Any, layer_idx: int) -> DynamicLayer:
             f"{type(layer).__name__}, and only growing layers (DynamicCache) can give tokens up"
         )
     return layer
+
+
+def mask_layer(cache: Cache) -> Any:
+    """The layer whose length the model builds its one mask for: the first that does not slide."""
+    return next(
+        layer for layer in cache.layers if isinstance(layer, DynamicLayer) and not layer.is_sliding
+    )
 
 
 def check_prunable(cache: Any, layer_idx: int) -> None:

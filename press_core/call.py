@@ -130,7 +130,9 @@ class AttentionCall:
             attentions=attentions if attentions is None else attentions[rows, :, first:, first:],
             position_embeddings=embeddings
             and (of_rows(embeddings[0])[:, first:], of_rows(embeddings[1])[:, first:]),
-            position_ids=None if self.position_ids is None else of_rows(self.position_ids)[:, first:],
+            position_ids=None
+            if self.position_ids is None
+            else of_rows(self.position_ids)[:, first:],
             query=None if self.query is None else self.query[rows, :, first:],
             tokens=None if self.tokens is None else self.tokens[rows, :, start:],
         )

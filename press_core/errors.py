@@ -21,7 +21,7 @@ class UnsupportedCacheError(PressError):
 
 
 class UnsupportedInputError(PressError):
-    """The batch is laid out in a way that a press cannot prune correctly (padding on the right, say)."""
+    """The input is laid out so that a press cannot judge it (padded on the right, say)."""
 
 
 class ScopeError(PressError):

@@ -88,8 +88,9 @@ def mask_for_pruned(mask: Any, occupied: Tensor, n_recent: int, like: Tensor, fo
     recent = recent.expand(batch, 1, n_queries, n_recent)
     old = occupied[:, None, None].expand(-1, 1, n_queries, -1)
     if recent.dtype != torch.bool:
-        lowest = torch.finfo(recent.dtype).min
-        old = torch.where(old, 0.0, lowest).to(recent.dtype)
+        hidden = ~old
+        old = torch.zeros_like(old, dtype=recent.dtype)
+        old = old.masked_fill(hidden, torch.finfo(recent.dtype).min)
     return torch.cat((old, recent), dim=-1)
 
 

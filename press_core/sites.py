@@ -175,7 +175,7 @@ def _describe(model: nn.Module, name: str, module: Any) -> AttentionSite:
         softcap=getattr(module, "attn_logit_softcapping", None),
         is_sliding=sliding_window is not None,
         rotary=_describe_rotary(model, name, module, head_dim),
-        interface=sys.modules[type(module).__module__].ALL_ATTENTION_FUNCTIONS,  # type: ignore[attr-defined]
+        interface=sys.modules[type(module).__module__].ALL_ATTENTION_FUNCTIONS,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from press_core.caches import PrunedLayer, check_prunable, prunable_layer
+from press_core.caches import PrunedLayer, check_prunable, mask_layer, prunable_layer
 from press_core.call import AttentionCall
 from press_core.masks import mask_for_pruned, padding
 from press_core.sites import AttentionSite
@@ -105,8 +105,10 @@ def prune(call: AttentionCall, cache: Any, mask: Any, compress: Compress) -> Non
         keys, values = compress(part)
         changed |= keys is not part.keys or values is not part.values
         parts.append(_Part(rows, keys, values, _positions(part, start, keys)))
-    if changed:
-        padded = bool(empty) or (isinstance(layer, PrunedLayer) and layer.padded)
+    pruned = isinstance(layer, PrunedLayer)
+    # Also a layer left whole has to know its padding, once the mask is built for a pruned one.
+    if changed or (not pruned and isinstance(mask_layer(cache), PrunedLayer)):
+        padded = bool(empty) or (pruned and layer.padded)
         _store(cache, call.site.layer_idx, parts, layer.get_seq_length(), padded)
 
 
@@ -154,6 +156,7 @@ def _store(cache: Any, layer_idx: int, parts: list[_Part], seen: int, padded: bo
     )
     former = cache.layers[layer_idx]
     cache.layers[layer_idx] = layer
+    layer.uneven = layer.n_slots != mask_layer(cache).keys.shape[2]
     if former.keys.device != layer.keys.device:
         layer.offload()
 

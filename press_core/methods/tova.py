@@ -14,7 +14,7 @@ from press_core.select import protect, trailing
 
 @dataclass
 class TOVA(Compression):
-    """Keeps what the last query attends to, averaged over all heads (Oren et al., arXiv 2401.06104)."""
+    """Keeps what the last query attends to, over all heads (Oren et al., arXiv 2401.06104)."""
 
     uses_queries = True
 

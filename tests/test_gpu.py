@@ -1,0 +1,75 @@
+"""The promises that only a GPU can test: `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.support import left_padded, token_ids
+from transformers import DynamicCache
+from transformers.utils import is_flash_attn_2_available
+
+import hooks_impl
+import patch_impl
+from experiments.families import build
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
+FIELDS = {"RandomPress": {"seed": 0}, "LagKVPress": {"lag_size": 16}}
+
+
+def prefill(package, name, model, ids, **kwargs):
+    cache = kwargs.pop("cache", None) or DynamicCache(config=model.config)
+    with package.PRESSES[name](compression_ratio=0.5, **FIELDS.get(name, {}))(model):
+        logits = model(ids, past_key_values=cache, **kwargs).logits
+    return cache, logits
+
+
+def assert_same(left, right):
+    for one, other in zip(left.layers, right.layers, strict=True):
+        assert torch.equal(one.keys.cuda(), other.keys.cuda())
+        assert torch.equal(one.values.cuda(), other.values.cuda())
+
+
+@pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_attention_2"])
+@torch.no_grad()
+def test_mechanisms_agree_bit_for_bit(name, dtype, implementation):
+    if implementation == "flash_attention_2":
+        if not is_flash_attn_2_available():
+            pytest.skip("needs the package flash-attn")
+        if dtype == torch.float32:
+            pytest.skip("flash-attn has no float32 kernel")
+    model = build("llama", head_dim=64, dtype=dtype, attn_implementation=implementation).cuda()
+    ids, mask, positions = left_padded(3, 200, [0, 30, 77])
+    inputs = {"attention_mask": mask.cuda(), "position_ids": positions.cuda()}
+    caches, logits = zip(
+        *(prefill(p, name, model, ids.cuda(), **inputs) for p in (hooks_impl, patch_impl)),
+        strict=True,
+    )
+    assert_same(*caches)
+    assert torch.equal(*logits)
+
+
+@both
+@pytest.mark.parametrize("name", ["KnormPress", "SnapKVPress", "ExpectedAttentionPress"])
+@torch.no_grad()
+def test_an_offloaded_cache_keeps_the_same(package, name):
+    model, ids = build("llama", num_layers=4).cuda(), token_ids(2, 200).cuda()
+    plain, _ = prefill(package, name, model, ids)
+    offloaded = DynamicCache(config=model.config, offloading=True)
+    prefill(package, name, model, ids, cache=offloaded)
+    assert_same(plain, offloaded)
+    after = [model(ids[:, :3], past_key_values=cache).logits for cache in (plain, offloaded)]
+    assert torch.equal(*after)
+
+
+@torch.no_grad()
+def test_random_numbers_are_those_of_the_cpu():
+    model, ids = build("llama"), token_ids(1, 100)
+    on_cpu, _ = prefill(hooks_impl, "RandomPress", model, ids)
+    on_gpu, _ = prefill(hooks_impl, "RandomPress", model.cuda(), ids.cuda())
+    assert torch.equal(on_cpu.layers[0].positions, on_gpu.layers[0].positions.cpu())

@@ -1,0 +1,316 @@
+"""A scope leaves nothing behind, however it ends."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.support import snapshot, token_ids
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+
+import hooks_impl
+import patch_impl
+from attention_patch import reversible
+from experiments.families import build
+from press_core import PressError, ScopeError, kept_lengths
+
+PACKAGES = [hooks_impl, patch_impl]
+both = pytest.mark.parametrize("package", PACKAGES, ids=["hooks", "patches"])
+every_press = pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
+
+
+class Broken(RuntimeError):
+    """Raised on purpose, somewhere inside the model."""
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return build("llama", num_layers=3)
+
+
+def run(model: nn.Module, length: int = 40, cache: DynamicCache | None = None) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(token_ids(1, length), past_key_values=cache).logits
+    return logits
+
+
+def kept(model: PreTrainedModel, length: int = 40) -> list[int]:
+    """Tokens that each layer keeps of a prefill."""
+    cache = DynamicCache(config=model.config)
+    run(model, length, cache)
+    return [int(lengths[0, 0]) for lengths in kept_lengths(cache)]
+
+
+def break_layer(model: PreTrainedModel, index: int, error: BaseException) -> None:
+    def explode(*_: object) -> None:
+        raise error
+
+    model.model.layers[index].self_attn.o_proj.register_forward_pre_hook(explode)
+
+
+@both
+@every_press
+def test_normal_exit(package, name, model):
+    before, reference = snapshot(model), run(model)
+    with package.PRESSES[name](compression_ratio=0.5)(model):
+        run(model, 80, DynamicCache(config=model.config))
+        assert snapshot(model) != before
+    assert snapshot(model) == before
+    assert torch.equal(run(model), reference)
+
+
+@both
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("error", [Broken(), KeyboardInterrupt(), GeneratorExit()])
+def test_exception_in_a_layer(package, layer, error, model):
+    break_layer(model, layer, error)
+    before = snapshot(model)
+    with pytest.raises(type(error)), package.SnapKVPress(0.5, window_size=4)(model):
+        run(model, 40, DynamicCache(config=model.config))
+    assert snapshot(model) == before
+
+
+@both
+def test_exception_in_the_press(package, model):
+    class Faulty(package.KnormPress):
+        def score(self, *_):
+            raise Broken
+
+    before = snapshot(model)
+    with pytest.raises(Broken), Faulty(0.5)(model):
+        run(model, 40, DynamicCache(config=model.config))
+    assert snapshot(model) == before
+
+
+@both
+@pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
+def test_exception_while_entering(package, error, model):
+    class Faulty(package.SnapKVPress):
+        def install(self, site):
+            installing = super().install(site)
+            yield next(installing)
+            if site.layer_idx == 2:
+                raise error
+            yield from installing
+
+    before = snapshot(model)
+    with pytest.raises(error), Faulty(0.5)(model):
+        pytest.fail("entered")
+    assert snapshot(model) == before
+
+
+@both
+def test_generator_closed(package, model):
+    def generate() -> Iterator[int]:
+        with package.KnormPress(0.5)(model):
+            yield 1
+            yield 2
+
+    before = snapshot(model)
+    steps = generate()
+    next(steps)
+    assert snapshot(model) != before
+    steps.close()
+    assert snapshot(model) == before
+
+
+@both
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
+def test_closed_in_any_order(package, order, model):
+    before = snapshot(model)
+    ratios = [0.5, 0.2, 0.75]
+    handles = [package.KnormPress(ratio).register(model) for ratio in ratios]
+    still_open = dict(enumerate(ratios))
+    for index in order:
+        handles[index].remove()
+        del still_open[index]
+        expected = 40
+        for ratio in reversed(still_open.values()):
+            expected = max(1, int(expected * (1 - ratio)))
+        assert kept(model) == [expected] * 3
+    assert snapshot(model) == before
+    assert not reversible._wrappers
+
+
+def test_mechanisms_closed_in_any_order(model):
+    before = snapshot(model)
+    first = hooks_impl.KnormPress(0.5).register(model)
+    second = patch_impl.SnapKVPress(0.5, window_size=4).register(model)
+    assert kept(model) == [10] * 3
+    first.remove()
+    assert kept(model) == [20] * 3
+    second.remove()
+    assert snapshot(model) == before
+
+
+@both
+def test_inner_scope_acts_first(package, model):
+    """Sinks and window of what is left, not of the whole: only then the order shows."""
+    cache = DynamicCache(config=model.config)
+    outer = package.StreamingLLMPress(0.5, n_sink=2)
+    inner = package.StreamingLLMPress(0.5, n_sink=10)
+    with outer(model), inner(model):
+        run(model, 40, cache)
+    # inner keeps 0..9 and 30..39; outer then the first 2 and last 8 of these
+    assert cache.layers[0].positions[0, 0].tolist() == [0, 1, *range(32, 40)]
+
+
+@both
+def test_a_press_may_be_open_twice(package, model):
+    press = package.KnormPress(0.5)
+    with press(model), press(model):
+        assert kept(model) == [10] * 3
+    with press(model):
+        assert kept(model) == [20] * 3
+
+
+@both
+def test_a_scope_may_not(package, model):
+    scope = package.KnormPress(0.5)(model)
+    before = snapshot(model)
+    with scope:
+        with pytest.raises(ScopeError, match="open already"):
+            scope.open()
+        assert kept(model) == [20] * 3
+    assert snapshot(model) == before
+    scope.remove()  # documented: closing a closed scope does nothing
+    assert snapshot(model) == before
+    with scope:  # and it can be opened again
+        assert kept(model) == [20] * 3
+
+
+@both
+def test_other_instances_are_untouched(package, model):
+    bystander = build("llama", num_layers=3)
+    before, reference = snapshot(bystander), run(bystander)
+    with package.SnapKVPress(0.5, window_size=4)(model):
+        assert kept(bystander) == [40] * 3
+        assert torch.equal(run(bystander), reference)
+    assert snapshot(bystander) == before
+
+
+@both
+@pytest.mark.parametrize(
+    "make_copy",
+    [
+        copy.deepcopy,
+        lambda model: pickle.loads(pickle.dumps(model)),
+        lambda model: saved_and_loaded(model),
+    ],
+    ids=["deepcopy", "pickle", "torch.save"],
+)
+def test_a_copy_made_inside_a_scope_is_not_pruned(package, make_copy, model):
+    reference = run(model)
+    with package.SnapKVPress(0.5, window_size=4)(model):
+        twin = make_copy(model)
+        assert kept(model) == [20] * 3
+        assert kept(twin) == [40] * 3
+    assert kept(twin) == [40] * 3
+    assert torch.equal(run(twin), reference)
+    if package is patch_impl:  # of hooks, PyTorch copies the (inert) entries along
+        assert all("forward" not in vars(module) for module in twin.modules())
+        assert all("__reduce_ex__" not in vars(module) for module in twin.modules())
+
+
+def saved_and_loaded(model: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    loaded: nn.Module = torch.load(buffer, weights_only=False)
+    return loaded
+
+
+@both
+def test_state_dict_inside_a_scope(package, model):
+    before = model.state_dict()
+    with package.SnapKVPress(0.5)(model):
+        inside = model.state_dict()
+    assert list(before) == list(inside)
+    assert all(torch.equal(before[key], inside[key]) for key in before)
+
+
+@both
+def test_one_model_run_by_several_threads(package, model):
+    """Queries wait for the attention hook per thread; a mix-up would show in the kept sets."""
+    press = package.SnapKVPress(0.5, window_size=4)
+    expected, got, errors = {}, {}, []
+    with press(model):
+        for seed in range(4):
+            expected[seed] = prefill(model, seed)
+
+        def work(seed: int) -> None:
+            try:
+                for _ in range(5):
+                    got[seed] = prefill(model, seed)
+                    assert_same(got[seed], expected[seed])
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not errors
+    assert set(got) == set(range(4))
+
+
+def prefill(model: PreTrainedModel, seed: int) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(token_ids(1, 60, seed=seed), past_key_values=cache)
+    return cache
+
+
+def assert_same(left: DynamicCache, right: DynamicCache) -> None:
+    for one, other in zip(left.layers, right.layers, strict=True):
+        assert torch.equal(one.keys, other.keys)
+        assert torch.equal(one.values, other.values)
+
+
+@both
+def test_entering_and_leaving_from_several_threads(package, model):
+    before = snapshot(model)
+
+    def work() -> None:
+        for _ in range(30):
+            with package.SnapKVPress(0.5)(model):
+                pass
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    after = snapshot(model)
+    assert {key for key in before if before[key] != after.get(key)} == set()
+    assert not reversible._wrappers
+
+
+def test_importing_changes_nothing():
+    """In a process of its own: what `transformers` holds before and after the import."""
+    import subprocess
+    import sys
+
+    program = """
+import torch, transformers
+from tests.support import snapshot
+from experiments.families import build
+model = build("llama")
+before = snapshot(model)
+import press_core, attention_patch, hooks_impl, patch_impl
+assert snapshot(model) == before
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@both
+def test_errors_are_press_errors(package):
+    with pytest.raises(PressError):
+        package.KnormPress(1.0)
