@@ -12,8 +12,8 @@ What `wrapt` leaves open is settled here:
 * *Any order.* All our layers on one attribute share one wrapper, so a layer can be taken from the
   middle. The latest layer is the innermost: it runs first on the way out of the call.
 * *Other owners.* If somebody else has wrapped or replaced the attribute since, their change stays.
-  Our wrapper, once it has no layers, passes calls through and unlinks itself as soon as it is the
-  attribute again.
+  Our wrapper, once it has no layers, passes calls through, and unlinks itself when it is called or
+  patched again as the attribute.
 * *Copies.* `deepcopy` and `pickle` of a patched `nn.Module` give a clean module.
 * *Threads.* Layers are replaced as a whole, under a lock; calls read them without one.
 """
@@ -35,7 +35,7 @@ Layer = Callable[..., Any]
 _MISSING = object()
 _lock = RLock()
 _wrappers: dict[tuple[int, str], list[_Wrapper]] = {}
-"""Our wrappers on each (object, attribute), the latest last; several only where others wrap too."""
+"""Our wrappers with layers, by (object, attribute); several only where others wrap in between."""
 
 
 class _Wrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
@@ -45,24 +45,37 @@ class _Wrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         self._self_original = vars(owner).get(name, _MISSING)
         self._self_target, self._self_name = owner, name
         self._self_layers: tuple[Layer, ...] = ()
-        super().__init__(getattr(owner, name), self._self_run)
+        # Of a class the attribute itself, not what it binds to: wrapt binds it call by call.
+        wrapped = _inherited(owner, name) if isinstance(owner, type) else getattr(owner, name)
+        super().__init__(wrapped, self._self_run)
 
     def _self_run(self, wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        layers = self._self_layers
+        layers, owner = self._self_layers, self._self_target
         if not layers:
-            _unlink_unused(self._self_target, self._self_name)
-        if self._self_original is _MISSING:  # somebody may have patched the class meanwhile
-            owner = self._self_target
-            wrapped = getattr(type(owner), self._self_name).__get__(owner)
+            _unlink_unused(owner, self._self_name)
+        if self._self_original is _MISSING and not isinstance(owner, type):
+            wrapped = _inherited(type(owner), self._self_name)  # patched meanwhile, perhaps
+            wrapped = wrapped.__get__(owner) if hasattr(wrapped, "__get__") else wrapped
         for layer in layers:
             wrapped = partial(layer, wrapped)
         return wrapped(*args, **kwargs)
 
+    # Copies meet a wrapper itself only where somebody else has kept it (accelerate keeps the
+    # forward that it replaces in the module): they get what lies beneath.
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.__wrapped__, memo)  # reached only through somebody else's wrapper
+        return copy.deepcopy(self.__wrapped__, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__wrapped__.__reduce_ex__(protocol)
+
+
+def _inherited(cls: type, name: str) -> Any:
+    """The attribute `name` of `cls` as it stands in its own or a base's dictionary, unbound."""
+    for base in cls.__mro__:
+        if name in vars(base):
+            return vars(base)[name]
+    return getattr(cls, name)  # of its metaclass, or the AttributeError that says what is missing
 
 
 class Patch:
@@ -77,10 +90,13 @@ class Patch:
             wrapper, self._wrapper = self._wrapper, None
             if wrapper is None:
                 return
+            owner, name = wrapper._self_target, wrapper._self_name
             wrapper._self_layers = tuple(
                 layer for layer in wrapper._self_layers if layer is not self._layer
             )
-            _unlink_unused(wrapper._self_target, wrapper._self_name)
+            if not wrapper._self_layers:
+                _forget(wrapper)
+            _unlink_unused(owner, name)
 
 
 def wrap(owner: Any, name: str, layer: Layer) -> Patch:
@@ -93,42 +109,52 @@ def wrap(owner: Any, name: str, layer: Layer) -> Patch:
 
     Raises:
         AttributeError: if there is no such attribute.
+        TypeError: if the object does not let its attributes be set.
     """
+    layer = partial(layer)  # an object of its own, so that the same layer can be put on twice
     with _lock:
-        _unlink_unused(owner, name)
         wrapper = vars(owner).get(name)
-        wrappers = _wrappers.setdefault((id(owner), name), [])
-        if not any(wrapper is ours for ours in wrappers):
+        if type(wrapper) is not _Wrapper or wrapper._self_target is not owner:
             wrapper = _Wrapper(owner, name)
-            wrappers.append(wrapper)
             setattr(owner, name, wrapper)
-            if isinstance(owner, nn.Module):
-                owner.__dict__.setdefault("__reduce_ex__", _CleanReduce(owner))
-        layer = partial(layer)  # its own object, so that the same layer can be put on twice
+        _remember(wrapper)
         wrapper._self_layers = (layer, *wrapper._self_layers)
         return Patch(wrapper, layer)
 
 
 def _unlink_unused(owner: Any, name: str) -> None:
-    """Take our wrappers off, from the top, as long as they have no layers left."""
+    """Put back what stood beneath our wrapper if it is the attribute and has no layers left.
+
+    Where somebody else's change is on top, it stays; ours passes calls through until then.
+    """
     with _lock:
-        wrappers = _wrappers.get((id(owner), name), [])
-        while wrappers and not wrappers[-1]._self_layers:
-            if vars(owner).get(name) is not wrappers[-1]:
-                return  # somebody else's change is on top: it stays, ours passes calls through
-            original = wrappers.pop()._self_original
-            if original is _MISSING:
+        while type(wrapper := vars(owner).get(name)) is _Wrapper:
+            if wrapper._self_target is not owner or wrapper._self_layers:
+                return
+            if wrapper._self_original is _MISSING:
                 delattr(owner, name)
             else:
-                setattr(owner, name, original)
-        if not wrappers:
-            _wrappers.pop((id(owner), name), None)
-            _forget_copying(owner)
+                setattr(owner, name, wrapper._self_original)
 
 
-def _forget_copying(owner: Any) -> None:
-    patched = any(key[0] == id(owner) for key in _wrappers)
-    if not patched and isinstance(vars(owner).get("__reduce_ex__"), _CleanReduce):
+def _remember(wrapper: _Wrapper) -> None:
+    owner = wrapper._self_target
+    live = _wrappers.setdefault((id(owner), wrapper._self_name), [])
+    if not any(wrapper is other for other in live):
+        live.append(wrapper)
+    if isinstance(owner, nn.Module):
+        owner.__dict__.setdefault("__reduce_ex__", _CleanReduce(owner))
+
+
+def _forget(wrapper: _Wrapper) -> None:
+    owner, key = wrapper._self_target, (id(wrapper._self_target), wrapper._self_name)
+    _wrappers[key] = [other for other in _wrappers[key] if other is not wrapper]
+    if not _wrappers[key]:
+        del _wrappers[key]
+    patched = any(owner_id == id(owner) for owner_id, _ in _wrappers)
+    if not patched and isinstance(
+        getattr(owner, "__dict__", {}).get("__reduce_ex__"), _CleanReduce
+    ):
         del owner.__dict__["__reduce_ex__"]
 
 
@@ -142,13 +168,14 @@ class _CleanReduce:
         owner = self.owner
         reduced: Any = type(owner).__reduce_ex__(owner, protocol)
         make, args, state, *rest = reduced
-        state = {name: _beneath(value) for name, value in state.items()}
+        state = {name: _beneath(name, value) for name, value in state.items()}
         return make, args, {n: v for n, v in state.items() if v is not _MISSING}, *rest
 
 
-def _beneath(value: Any) -> Any:
+def _beneath(name: str, value: Any) -> Any:
+    """What a copy gets for the attribute `name`."""
     if isinstance(value, _CleanReduce):
         return _MISSING
-    while type(value) is _Wrapper:
+    while type(value) is _Wrapper and value._self_name == name:
         value = value._self_original
     return value

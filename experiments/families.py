@@ -94,11 +94,10 @@ def build(
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attn_implementation
         )
-        for (
-            parameter
-        ) in model.parameters():  # default weights are so small that all keys look alike
+        # Default weights are so small that all keys look alike.
+        for parameter in model.parameters():
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-            elif parameter.dim() == 1 and "sinks" not in repr(type(parameter)):
+            else:
                 parameter.data.add_(0.1 * torch.randn_like(parameter))
     return model.eval()

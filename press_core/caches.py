@@ -36,6 +36,7 @@ class PrunedLayer(DynamicLayer):
             uncompressed sequence would hide the wrong keys.
         uneven: whether it holds another number of slots than the layer that the model builds the
             mask of all layers for.
+        steps_masked: whether the attention implementation takes a mask for single tokens too.
     """
 
     positions: Tensor | None = None
@@ -43,6 +44,7 @@ class PrunedLayer(DynamicLayer):
     n_pruned: int = 0
     padded: bool = False
     uneven: bool = False
+    steps_masked: bool = False
     _mask_in_hand: bool = False
 
     @property
@@ -75,7 +77,7 @@ class PrunedLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        needs_mask = self.padded or (self.uneven and key_states.shape[2] > 1)
+        needs_mask = self.padded or (self.uneven and (key_states.shape[2] > 1 or self.steps_masked))
         if needs_mask and not self._mask_in_hand:
             raise ScopeError(
                 "this cache holds rows or layers of different lengths, which the model's own "

@@ -34,11 +34,15 @@ def padding(mask: Any, length: int) -> list[int]:
     n_visible = visible.sum(dim=-1)
     columns = torch.arange(length, device=visible.device)
     left_padded = columns >= (length - n_visible)[:, None]
-    if not torch.equal(visible, left_padded):
-        row = int((visible != left_padded).any(dim=-1).nonzero()[0])
+    # Padding sees nothing; of sequences packed one after the other each token sees itself.
+    wrong = (visible != left_padded) | (_visible_to_itself(mask, length) > left_padded)
+    wrong |= (n_visible == 0)[:, None]
+    if wrong.any():
+        row = int(wrong.any(dim=-1).nonzero()[0])
         raise UnsupportedInputError(
-            f"row {row} of the batch masks other tokens than padding on its left; presses need "
-            'left-padded batches (tokenizer.padding_side = "left") and no custom attention mask'
+            f"row {row} of the batch masks other tokens than padding on its left, or all of them; "
+            'presses need left-padded batches (tokenizer.padding_side = "left") and no custom '
+            "attention mask"
         )
     lengths: list[int] = (length - n_visible).tolist()
     return lengths if any(lengths) else []
@@ -47,16 +51,31 @@ def padding(mask: Any, length: int) -> list[int]:
 def _visible_to_last_query(mask: Any, length: int) -> Tensor:
     """`(B, length)` bool: the keys that the last query may see."""
     if isinstance(mask, BlockMask):
-        batch, _, _, _ = mask.shape
-        device = mask.kv_num_blocks.device
-        rows = torch.arange(batch, device=device)[:, None]
-        keys = torch.arange(length, device=device)[None]
-        last, head = torch.full_like(rows, length - 1), torch.zeros_like(rows)
-        return mask.mask_mod(rows, head, last, keys).expand(batch, length)
+        return _ask(mask, torch.full((length,), length - 1), torch.arange(length))
     if mask.dim() == 2:
         return mask[:, -length:].bool()
-    last_row = mask[:, 0, -1, :length]
-    return last_row if last_row.dtype == torch.bool else last_row >= 0
+    return _as_bool(mask[:, 0, -1, :length])
+
+
+def _visible_to_itself(mask: Any, length: int) -> Tensor:
+    """`(B, length)` bool: the tokens that may see themselves."""
+    if isinstance(mask, BlockMask):
+        return _ask(mask, torch.arange(length), torch.arange(length))
+    if mask.dim() == 2:
+        return mask[:, -length:].bool()
+    return _as_bool(mask[:, 0].diagonal(dim1=-2, dim2=-1)[:, :length])
+
+
+def _as_bool(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask >= 0
+
+
+def _ask(mask: BlockMask, queries: Tensor, keys: Tensor) -> Tensor:
+    """`(B, n)` bool: whether each of `n` queries may see the key beside it."""
+    batch, device = mask.shape[0], mask.kv_num_blocks.device
+    rows = torch.arange(batch, device=device)[:, None]
+    asked = mask.mask_mod(rows, torch.zeros_like(rows), queries.to(device), keys.to(device))
+    return asked.expand(batch, len(keys))
 
 
 def mask_for_pruned(mask: Any, occupied: Tensor, n_recent: int, like: Tensor, form: str) -> Any:
@@ -87,11 +106,16 @@ def mask_for_pruned(mask: Any, occupied: Tensor, n_recent: int, like: Tensor, fo
         recent = mask[..., -n_recent:]
     recent = recent.expand(batch, 1, n_queries, n_recent)
     old = occupied[:, None, None].expand(-1, 1, n_queries, -1)
-    if recent.dtype != torch.bool:
-        hidden = ~old
-        old = torch.zeros_like(old, dtype=recent.dtype)
-        old = old.masked_fill(hidden, torch.finfo(recent.dtype).min)
+    if form == "eager":  # added to the logits
+        dtype = like.dtype if recent.dtype == torch.bool else recent.dtype
+        old, recent = _as_float(old, dtype), _as_float(recent, dtype)
     return torch.cat((old, recent), dim=-1)
+
+
+def _as_float(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def _ones(rows: int, columns: int, like: Tensor) -> Tensor:

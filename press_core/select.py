@@ -29,7 +29,8 @@ def protect(scores: Tensor, protected: Tensor) -> Tensor:
     length = scores.shape[-1]
     recency = torch.arange(1, length + 1, device=scores.device, dtype=scores.dtype) / length
     top = scores.amax(dim=(1, 2), keepdim=True)
-    return torch.where(protected, top + recency, scores)
+    # A share of the largest score, so that the ranks among the protected survive rounding.
+    return torch.where(protected, top + (1 + top.abs()) * recency, scores)
 
 
 def top_positions(scores: Tensor, n: int) -> Tensor:

@@ -49,6 +49,8 @@ class AttentionSite:
         is_sliding: whether it sees a sliding window only; such layers are left alone.
         rotary: the rotation of queries and keys, or None where positions enter otherwise.
         interface: the registry that the module takes its attention function from.
+        parameters: names of the parameters of its forward, in order.
+        cache_name: which of them is the cache.
     """
 
     name: str
@@ -62,6 +64,8 @@ class AttentionSite:
     is_sliding: bool
     rotary: Rotary | None = field(repr=False)
     interface: Any = field(repr=False)
+    parameters: tuple[str, ...] = field(repr=False)
+    cache_name: str = field(repr=False)
 
     @property
     def sinks(self) -> Tensor | None:
@@ -74,38 +78,30 @@ class AttentionSite:
         """Name of the attention implementation in force: "eager", "sdpa" and so on."""
         return str(self.module.config._attn_implementation)  # type: ignore[union-attr]
 
-    @cached_property
-    def _parameter_names(self) -> tuple[str, ...]:
-        return tuple(inspect.signature(type(self.module).forward).parameters)[1:]
-
-    @cached_property
-    def _cache_name(self) -> str:
-        return next(name for name in CACHE_NAMES if name in self._parameter_names)
-
     @property
     def passes_kwargs_on(self) -> bool:
         """Whether extra keyword arguments of forward reach the attention function."""
-        return "kwargs" in self._parameter_names
+        return "kwargs" in self.parameters
 
     def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The argument called `name` of a call of forward, however it was passed, or None."""
         if name in kwargs:
             return kwargs[name]
-        index = self._parameter_names.index(name) if name in self._parameter_names else len(args)
+        index = self.parameters.index(name) if name in self.parameters else len(args)
         return args[index] if index < len(args) else None
 
     def replace_argument(
         self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call of forward with the one called `name` set to `value`."""
-        index = self._parameter_names.index(name)
+        index = self.parameters.index(name)
         if name not in kwargs and index < len(args):
             return (*args[:index], value, *args[index + 1 :]), kwargs
         return args, {**kwargs, name: value}
 
     def cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The cache that a call of forward was given, or None."""
-        return self.argument(self._cache_name, args, kwargs)
+        return self.argument(self.cache_name, args, kwargs)
 
     @cached_property
     def query_source(self) -> QuerySource:
@@ -164,6 +160,7 @@ def _describe(model: nn.Module, name: str, module: Any) -> AttentionSite:
     if head_dim is None:
         head_dim = config.hidden_size // config.num_attention_heads
     sliding_window = getattr(module, "sliding_window", _layer_window(config, module.layer_idx))
+    parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
     return AttentionSite(
         name=name,
         module=module,
@@ -176,6 +173,8 @@ def _describe(model: nn.Module, name: str, module: Any) -> AttentionSite:
         is_sliding=sliding_window is not None,
         rotary=_describe_rotary(model, name, module, head_dim),
         interface=sys.modules[type(module).__module__].ALL_ATTENTION_FUNCTIONS,
+        parameters=parameters,
+        cache_name=next(name for name in CACHE_NAMES if name in parameters),
     )
 
 

@@ -109,7 +109,7 @@ def prune(call: AttentionCall, cache: Any, mask: Any, compress: Compress) -> Non
     # Also a layer left whole has to know its padding, once the mask is built for a pruned one.
     if changed or (not pruned and isinstance(mask_layer(cache), PrunedLayer)):
         padded = bool(empty) or (pruned and layer.padded)
-        _store(cache, call.site.layer_idx, parts, layer.get_seq_length(), padded)
+        _store(cache, call.site, parts, layer.get_seq_length(), padded)
 
 
 def _empty_slots(layer: Any, mask: Any, call: AttentionCall) -> list[int]:
@@ -136,7 +136,7 @@ def _positions(part: AttentionCall, start: int, keys: Tensor) -> Tensor | None:
     return kept + start if part.tokens is None else part.tokens.gather(-1, kept)
 
 
-def _store(cache: Any, layer_idx: int, parts: list[_Part], seen: int, padded: bool) -> None:
+def _store(cache: Any, site: AttentionSite, parts: list[_Part], seen: int, padded: bool) -> None:
     layer = PrunedLayer()
     n = max(part.keys.shape[2] for part in parts)
     order = torch.tensor([row for part in parts for row in part.rows]).argsort()
@@ -154,9 +154,10 @@ def _store(cache: Any, layer_idx: int, parts: list[_Part], seen: int, padded: bo
         seen,
         padded,
     )
-    former = cache.layers[layer_idx]
-    cache.layers[layer_idx] = layer
+    former = cache.layers[site.layer_idx]
+    cache.layers[site.layer_idx] = layer
     layer.uneven = layer.n_slots != mask_layer(cache).keys.shape[2]
+    layer.steps_masked = site.attn_implementation in ("eager", "flex_attention")
     if former.keys.device != layer.keys.device:
         layer.offload()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support import snapshot, token_ids
 from torch import nn
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM, StaticCache
 
@@ -17,6 +16,7 @@ from press_core import (
     UnsupportedModelError,
     kept_lengths,
 )
+from tests.support import snapshot, token_ids
 
 PACKAGES = [hooks_impl, patch_impl]
 both = pytest.mark.parametrize("package", PACKAGES, ids=["hooks", "patches"])
@@ -26,7 +26,9 @@ both = pytest.mark.parametrize("package", PACKAGES, ids=["hooks", "patches"])
 @pytest.mark.parametrize("ratio", [-0.1, 1.0, 1.5, float("nan")])
 @pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
 def test_ratio_outside_of_its_range(package, ratio, name):
-    with pytest.raises(HyperparameterError, match=r"compression_ratio must be a number in \[0, 1\)"):
+    with pytest.raises(
+        HyperparameterError, match=r"compression_ratio must be a number in \[0, 1\)"
+    ):
         package.PRESSES[name](compression_ratio=ratio)
 
 
@@ -74,7 +76,7 @@ def test_a_model_of_sliding_layers_only(package):
         hidden_size=32, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1,
         intermediate_size=32, vocab_size=64, sliding_window=16,
     )  # fmt: skip
-    with pytest.raises(UnsupportedModelError, match="all 1 attention layers .* sliding window"):
+    with pytest.raises(UnsupportedModelError, match=r"all 1 attention layers .* sliding window"):
         package.KnormPress(0.5).register(MistralForCausalLM(config))
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support import left_padded, token_ids
 from transformers import DynamicCache
 
 import hooks_impl
 import patch_impl
 from experiments.families import build
 from press_core import PressError, ScopeError, UnsupportedInputError, cache_nbytes, kept_lengths
+from tests.support import left_padded, token_ids
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 implementations = pytest.mark.parametrize("implementation", ["sdpa", "eager"])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support import left_padded, token_ids
 from transformers import DynamicCache
 from transformers.utils import is_flash_attn_2_available
 
 import hooks_impl
 import patch_impl
 from experiments.families import build
+from tests.support import left_padded, token_ids
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from tests.support import token_ids
 from torch import nn
 from transformers import DynamicCache
 
 from experiments.families import build
 from hooks_impl import BasePress, KnormPress, ScorerPress, queries
 from press_core import kept_lengths
+from tests.support import token_ids
 
 
 @dataclass

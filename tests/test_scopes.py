@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.support import snapshot, token_ids
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
@@ -19,13 +18,14 @@ import patch_impl
 from attention_patch import reversible
 from experiments.families import build
 from press_core import PressError, ScopeError, kept_lengths
+from tests.support import snapshot, token_ids
 
 PACKAGES = [hooks_impl, patch_impl]
 both = pytest.mark.parametrize("package", PACKAGES, ids=["hooks", "patches"])
 every_press = pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
 
 
-class Broken(RuntimeError):
+class BrokenError(RuntimeError):
     """Raised on purpose, somewhere inside the model."""
 
 
@@ -67,7 +67,7 @@ def test_normal_exit(package, name, model):
 
 @both
 @pytest.mark.parametrize("layer", [0, 1, 2])
-@pytest.mark.parametrize("error", [Broken(), KeyboardInterrupt(), GeneratorExit()])
+@pytest.mark.parametrize("error", [BrokenError(), KeyboardInterrupt(), GeneratorExit()])
 def test_exception_in_a_layer(package, layer, error, model):
     break_layer(model, layer, error)
     before = snapshot(model)
@@ -80,16 +80,16 @@ def test_exception_in_a_layer(package, layer, error, model):
 def test_exception_in_the_press(package, model):
     class Faulty(package.KnormPress):
         def score(self, *_):
-            raise Broken
+            raise BrokenError
 
     before = snapshot(model)
-    with pytest.raises(Broken), Faulty(0.5)(model):
+    with pytest.raises(BrokenError), Faulty(0.5)(model):
         run(model, 40, DynamicCache(config=model.config))
     assert snapshot(model) == before
 
 
 @both
-@pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [BrokenError, KeyboardInterrupt])
 def test_exception_while_entering(package, error, model):
     class Faulty(package.SnapKVPress):
         def install(self, site):
