@@ -46,7 +46,9 @@ class _Wrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         self._self_target, self._self_name = owner, name
         self._self_layers: tuple[Layer, ...] = ()
         # Of a class the attribute itself, not what it binds to: wrapt binds it call by call.
-        wrapped = _inherited(owner, name) if isinstance(owner, type) else getattr(owner, name)
+        wrapped = getattr(owner, name)
+        if isinstance(owner, type):
+            wrapped = _inherited(owner, name, wrapped)
         super().__init__(wrapped, self._self_run)
 
     def _self_run(self, wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -54,7 +56,7 @@ class _Wrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         if not layers:
             _unlink_unused(owner, self._self_name)
         if self._self_original is _MISSING and not isinstance(owner, type):
-            wrapped = _inherited(type(owner), self._self_name)  # patched meanwhile, perhaps
+            wrapped = _inherited(type(owner), self._self_name, wrapped)  # patched meanwhile, maybe
             wrapped = wrapped.__get__(owner) if hasattr(wrapped, "__get__") else wrapped
         for layer in layers:
             wrapped = partial(layer, wrapped)
@@ -70,12 +72,12 @@ class _Wrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         return self.__wrapped__.__reduce_ex__(protocol)
 
 
-def _inherited(cls: type, name: str) -> Any:
+def _inherited(cls: type, name: str, default: Any) -> Any:
     """The attribute `name` of `cls` as it stands in its own or a base's dictionary, unbound."""
     for base in cls.__mro__:
         if name in vars(base):
             return vars(base)[name]
-    return getattr(cls, name)  # of its metaclass, or the AttributeError that says what is missing
+    return default
 
 
 class Patch:
@@ -114,7 +116,7 @@ def wrap(owner: Any, name: str, layer: Layer) -> Patch:
     layer = partial(layer)  # an object of its own, so that the same layer can be put on twice
     with _lock:
         wrapper = vars(owner).get(name)
-        if type(wrapper) is not _Wrapper or wrapper._self_target is not owner:
+        if not _is_ours(wrapper, owner, name):
             wrapper = _Wrapper(owner, name)
             setattr(owner, name, wrapper)
         _remember(wrapper)
@@ -128,13 +130,17 @@ def _unlink_unused(owner: Any, name: str) -> None:
     Where somebody else's change is on top, it stays; ours passes calls through until then.
     """
     with _lock:
-        while type(wrapper := vars(owner).get(name)) is _Wrapper:
-            if wrapper._self_target is not owner or wrapper._self_layers:
+        while _is_ours(wrapper := vars(owner).get(name), owner, name):
+            if wrapper._self_layers:
                 return
             if wrapper._self_original is _MISSING:
                 delattr(owner, name)
             else:
                 setattr(owner, name, wrapper._self_original)
+
+
+def _is_ours(value: Any, owner: Any, name: str) -> bool:
+    return type(value) is _Wrapper and value._self_target is owner and value._self_name == name
 
 
 def _remember(wrapper: _Wrapper) -> None:

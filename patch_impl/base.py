@@ -56,11 +56,11 @@ class BasePress(Press):
 
     def check_site(self, site: AttentionSite) -> None:
         super().check_site(site)
-        if self.uses_queries and not site.passes_kwargs_on:
+        if self.uses_queries and not site.goes_through_interface:
             raise UnsupportedModelError(
-                f"{type(site.module).__name__} ({site.name}) does not pass keyword arguments on to "
-                "its attention function, so that a patch cannot see its queries; use the press of "
-                "the same name from hooks_impl"
+                f"{type(site.module).__name__} ({site.name}) does not call a function of the "
+                "attention registry with its keyword arguments, so that no patch sees its queries; "
+                "use the press of the same name from hooks_impl"
             )
 
     def install(self, site: AttentionSite) -> Iterator[Removable]:

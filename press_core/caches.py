@@ -197,7 +197,7 @@ def _kept(layer: Any) -> Tensor:
         return torch.zeros(0, 0, dtype=torch.int64)
     kept = torch.full(keys.shape[:2], keys.shape[2], dtype=torch.int64, device=keys.device)
     if isinstance(layer, PrunedLayer) and layer.positions is not None:
-        kept -= (layer.positions < 0).sum(dim=-1)
+        kept -= (layer.positions < 0).sum(dim=-1).to(kept.device)
     return kept
 
 

@@ -106,7 +106,7 @@ def mask_for_pruned(mask: Any, occupied: Tensor, n_recent: int, like: Tensor, fo
         recent = mask[..., -n_recent:]
     recent = recent.expand(batch, 1, n_queries, n_recent)
     old = occupied[:, None, None].expand(-1, 1, n_queries, -1)
-    if form == "eager":  # added to the logits
+    if form == "eager" or recent.dtype != torch.bool:  # added to the logits
         dtype = like.dtype if recent.dtype == torch.bool else recent.dtype
         old, recent = _as_float(old, dtype), _as_float(recent, dtype)
     return torch.cat((old, recent), dim=-1)

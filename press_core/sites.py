@@ -79,9 +79,10 @@ class AttentionSite:
         return str(self.module.config._attn_implementation)  # type: ignore[union-attr]
 
     @property
-    def passes_kwargs_on(self) -> bool:
-        """Whether extra keyword arguments of forward reach the attention function."""
-        return "kwargs" in self.parameters
+    def goes_through_interface(self) -> bool:
+        """Whether keyword arguments of forward reach a function of `interface`."""
+        upcast = getattr(self.module, "reorder_and_upcast_attn", False)  # GPT-2 has its own, then
+        return "kwargs" in self.parameters and not (upcast and self.attn_implementation == "eager")
 
     def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The argument called `name` of a call of forward, however it was passed, or None."""
@@ -168,7 +169,7 @@ def _describe(model: nn.Module, name: str, module: Any) -> AttentionSite:
         num_heads=config.num_attention_heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         head_dim=head_dim,
-        scaling=float(getattr(module, "scaling", head_dim**-0.5)),
+        scaling=_scaling(module, head_dim),
         softcap=getattr(module, "attn_logit_softcapping", None),
         is_sliding=sliding_window is not None,
         rotary=_describe_rotary(model, name, module, head_dim),
@@ -176,6 +177,17 @@ def _describe(model: nn.Module, name: str, module: Any) -> AttentionSite:
         parameters=parameters,
         cache_name=next(name for name in CACHE_NAMES if name in parameters),
     )
+
+
+def _scaling(module: Any, head_dim: int) -> float:
+    if hasattr(module, "scaling"):
+        return float(module.scaling)
+    scaling: float = head_dim**-0.5
+    if module.config._attn_implementation == "eager":  # where GPT-2 of transformers 5.2 heeds these
+        scaling = scaling if getattr(module, "scale_attn_weights", True) else 1.0
+        if getattr(module, "scale_attn_by_inverse_layer_idx", False):
+            scaling /= module.layer_idx + 1
+    return scaling
 
 
 def _layer_window(config: Any, layer_idx: int) -> int | None:

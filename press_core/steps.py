@@ -157,7 +157,8 @@ def _store(cache: Any, site: AttentionSite, parts: list[_Part], seen: int, padde
     former = cache.layers[site.layer_idx]
     cache.layers[site.layer_idx] = layer
     layer.uneven = layer.n_slots != mask_layer(cache).keys.shape[2]
-    layer.steps_masked = site.attn_implementation in ("eager", "flex_attention")
+    # Of those that transformers has, these alone can do without a mask for a single token.
+    layer.steps_masked = not site.attn_implementation.startswith(("sdpa", "flash"))
     if former.keys.device != layer.keys.device:
         layer.offload()
 

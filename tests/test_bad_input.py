@@ -141,3 +141,18 @@ def test_never_zero(package, name):
         with package.PRESSES[name](compression_ratio=0.999)(model):
             model(token_ids(1, length), past_key_values=cache)
         assert all(int(kept.min()) >= 1 for kept in kept_lengths(cache))
+
+
+def test_queries_that_no_patch_can_see():
+    """The other way round: GPT-2 can be told to attend by itself, past the registry."""
+    model = build("gpt2", attn_implementation="eager")
+    for block in model.transformer.h:
+        block.attn.reorder_and_upcast_attn = True
+    before = snapshot(model)
+    with pytest.raises(UnsupportedModelError, match="hooks_impl"):
+        patch_impl.TOVAPress(0.5).register(model)
+    assert snapshot(model) == before
+    cache = DynamicCache(config=model.config)
+    with hooks_impl.TOVAPress(0.5)(model), torch.no_grad():
+        model(token_ids(1, 40), past_key_values=cache)
+    assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [20, 20]

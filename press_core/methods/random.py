@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from press_core.scope import Compression
+from press_core.scope import Compression, require
 
 
 @dataclass
@@ -20,6 +20,15 @@ class Random(Compression):
     """
 
     seed: int | None = None
+
+    def validate(self) -> None:
+        super().validate()
+        fits = self.seed is None or 0 <= self.seed < 2**32
+        require(self, "seed", fits, "None or a whole number in [0, 2**32)")
+
+
+_LAYERS = 2**16
+"""More layers than any model has, so that no two (seed, layer) pairs share a generator's seed."""
 
 
 def random_scores(keys: Tensor, seed: int | None, layer_idx: int) -> Tensor:
@@ -34,6 +43,6 @@ def random_scores(keys: Tensor, seed: int | None, layer_idx: int) -> Tensor:
     batch, n_kv, length, _ = keys.shape
     generator = None
     if seed is not None:
-        generator = torch.Generator().manual_seed(hash((seed, layer_idx)) & (2**63 - 1))
-    scores = torch.rand(1, n_kv, length, generator=generator)
+        generator = torch.Generator().manual_seed(seed * _LAYERS + layer_idx)
+    scores = torch.rand(1, n_kv, length, generator=generator, dtype=torch.float32)
     return scores.to(keys.device).expand(batch, -1, -1)

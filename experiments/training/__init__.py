@@ -1,0 +1,1 @@
+"""How the models that ship with the experiments were trained."""

@@ -1,0 +1,167 @@
+"""An override reaches the calls that carry it, and no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from attention_patch import intercept, reversible, with_override
+from experiments.families import build
+
+
+class Registry:
+    """As `AttentionInterface`: hands a function out by its name."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def get_interface(self, name: str, default: Any) -> Any:
+        return {"attend": self.attend}.get(name, default)
+
+    def attend(self, module: str, *args: int, **kwargs: Any) -> str:
+        self.calls.append(kwargs)
+        return f"{module}{args}"
+
+
+def _asked(registry: Registry, **kwargs: Any) -> str:
+    """What an attention module does: ask for the function, and call it."""
+    function = registry.get_interface("attend", default=None)
+    result: str = function("module", 1, 2, scaling=0.5, **kwargs)
+    return result
+
+
+def _tagging(tag: str) -> Any:
+    def override(function: Any, *args: Any, **kwargs: Any) -> str:
+        return f"{tag}[{function(*args, **kwargs)}]"
+
+    return override
+
+
+def test_a_call_that_carries_an_override_is_run_by_it() -> None:
+    registry = Registry()
+    seen: list[Any] = []
+
+    def override(function: Any, *args: Any, **kwargs: Any) -> str:
+        seen.append((args, kwargs))
+        return f"over {function(*args, **kwargs)}"
+
+    patch = intercept(registry)
+    assert _asked(registry, **with_override({"mask": 7}, override)) == "over module(1, 2)"
+    assert seen == [(("module", 1, 2), {"scaling": 0.5, "mask": 7})]
+    assert registry.calls == [{"scaling": 0.5, "mask": 7}]  # no trace of the override
+    patch.remove()
+
+
+def test_other_calls_get_the_function_as_it_is() -> None:
+    registry = Registry()
+    patch = intercept(registry)
+    assert _asked(registry) == "module(1, 2)"
+    assert _asked(registry, **with_override({}, _tagging("over"))) == "over[module(1, 2)]"
+    assert _asked(registry) == "module(1, 2)"
+    assert registry.calls == [{"scaling": 0.5}] * 3
+    assert registry.get_interface("unknown", lambda x: x + 1)(1) == 2  # the default too
+    patch.remove()
+
+
+def test_an_override_may_answer_itself_or_fail() -> None:
+    registry = Registry()
+    patch = intercept(registry)
+    assert _asked(registry, **with_override({}, lambda *_, **__: "instead")) == "instead"
+    assert registry.calls == []
+
+    def failing(*_: Any, **__: Any) -> str:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        _asked(registry, **with_override({}, failing))
+    assert _asked(registry) == "module(1, 2)"
+    patch.remove()
+
+
+def test_two_overrides_compose_the_later_around_the_former() -> None:
+    registry = Registry()
+    patch = intercept(registry)
+    kwargs = with_override(with_override({}, _tagging("former")), _tagging("later"))
+    assert _asked(registry, **kwargs) == "later[former[module(1, 2)]]"
+    patch.remove()
+
+
+def test_the_given_keyword_arguments_are_not_touched() -> None:
+    given = with_override({"mask": 7}, _tagging("former"))
+    before = dict(given)
+    with_override(given, _tagging("later"))
+    assert given == before
+
+
+def test_an_override_runs_once_under_several_interceptions() -> None:
+    registry = Registry()
+    patches = [intercept(registry) for _ in range(3)]
+    kwargs = with_override({}, _tagging("over"))
+    for patch in patches:
+        assert _asked(registry, **kwargs) == "over[module(1, 2)]"
+        patch.remove()
+
+
+def test_a_registry_is_restored() -> None:
+    registry = Registry()
+    before = dict(vars(registry))
+    outer, inner = intercept(registry), intercept(registry)
+    outer.remove()
+    inner.remove()
+    assert vars(registry) == before
+    assert not reversible._wrappers
+    assert registry.get_interface("attend", None) == registry.attend
+
+
+# ---- transformers' own registry ------------------------------------------------------------------
+
+IDS = torch.arange(3, 12)[None]
+
+
+@torch.no_grad()
+def test_an_override_reaches_each_attention_of_its_forward() -> None:
+    model = build("llama")
+    expected = model(IDS).logits
+    shapes: list[Any] = []
+
+    def watching(function: Any, module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        shapes.append((module.layer_idx, tuple(query.shape)))
+        return function(module, query, *args, **kwargs)
+
+    patch = intercept(ALL_ATTENTION_FUNCTIONS)
+    logits = model(IDS, **with_override({}, watching)).logits
+    patch.remove()
+    assert shapes == [(0, (1, 4, 9, 16)), (1, (1, 4, 9, 16))]
+    assert torch.equal(logits, expected)
+
+
+@torch.no_grad()
+def test_an_override_changes_its_own_forward_and_no_other() -> None:
+    one, other = build("llama"), build("qwen2", attn_implementation="eager")
+    expected = [model(IDS).logits for model in (one, other)]
+
+    def blind(function: Any, module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output, weights = function(module, query, *args, **kwargs)
+        return torch.zeros_like(output), weights
+
+    patch = intercept(ALL_ATTENTION_FUNCTIONS)
+    blinded = one(IDS, **with_override({}, blind)).logits
+    during = [model(IDS).logits for model in (one, other)]
+    patch.remove()
+    assert not torch.allclose(blinded, expected[0])
+    for logits, before in zip(during, expected, strict=True):
+        assert torch.equal(logits, before)
+
+
+def test_transformers_registry_is_restored() -> None:
+    before = dict(vars(ALL_ATTENTION_FUNCTIONS))
+    names = list(ALL_ATTENTION_FUNCTIONS)
+    patch = intercept(ALL_ATTENTION_FUNCTIONS)
+    assert list(ALL_ATTENTION_FUNCTIONS) == names
+    patch.remove()
+    assert vars(ALL_ATTENTION_FUNCTIONS) == before
+    assert list(ALL_ATTENTION_FUNCTIONS) == names

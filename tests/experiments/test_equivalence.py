@@ -1,0 +1,319 @@
+"""The experiment `equivalence` and its command: what is equal, what differs, bad input."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+import pandas as pd
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import hooks_impl
+import patch_impl
+from experiments import equivalence
+from experiments.compare import Difference, Inputs, compare, pair, run
+from experiments.equivalence import Cell, family_subject, registered, run_grid
+from experiments.facts import build_tokenizer
+from experiments.families import VOCABULARY, build
+from press_core import Press, UnsupportedModelError
+from press_core.scope import Compression
+
+app = typer.Typer()
+app.command("equivalence")(equivalence.command)
+SMALL = ["--family", "llama", "--dtype", "float32", "--attn", "sdpa", "--length", "20"]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def words(result):
+    """What was printed, without boxes and line breaks."""
+    return " ".join(re.sub("[│╭╮╰╯─]", " ", result.output).split())
+
+
+# ---- presses of a user's own ---------------------------------------------------------------------
+
+
+@dataclass
+class NewestPress(hooks_impl.ScorerPress):
+    """Keeps the most recent tokens."""
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        return torch.arange(keys.shape[2]).expand(keys.shape[:3]).float()
+
+
+@dataclass
+class NewestPatch(patch_impl.ScorerPress):
+    def score(self, call):
+        return torch.arange(call.length).expand(call.keys.shape[:3]).float()
+
+
+@dataclass
+class NewestButOnePatch(NewestPatch):
+    """Differs in the last KV head of the second layer, where the first token is kept."""
+
+    def score(self, call):
+        scores = super().score(call).clone()
+        if call.site.layer_idx == 1:
+            scores[:, -1, 0] = call.length
+        return scores
+
+
+@dataclass
+class NudgedPatch(patch_impl.KnormPress):
+    """Differs in one bit of one value of the first layer."""
+
+    def compress(self, call):
+        keys, values = super().compress(call)
+        values = values.clone()
+        if call.site.layer_idx == 0:
+            values[-1, 1, 2, 3] = torch.nextafter(values[-1, 1, 2, 3], torch.tensor(torch.inf))
+        return keys, values
+
+
+@dataclass
+class RefusingPatch(NewestPatch):
+    def check_site(self, site):
+        raise UnsupportedModelError(f"not on {site.name}")
+
+
+@dataclass
+class NoRatioPress(Press):
+    """A press without a compression ratio."""
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def test_status_is_0_where_all_is_equal():
+    result = invoke("--press", "KnormPress", "--press", "SnapKVPress", "--ratio", "0.5", *SMALL)
+    assert result.exit_code == 0, result.output
+    assert "All 4 cells are equal, bit for bit" in words(result)
+    assert re.search(r"SnapKVPress\W+2/2", result.output)
+
+
+def test_a_pair_of_ones_own_that_agrees():
+    result = invoke("--press", f"{__name__}:NewestPress,{__name__}:NewestPatch", *SMALL)
+    assert result.exit_code == 0, result.output
+    assert "NewestPress / NewestPatch" in result.output
+
+
+def test_status_is_1_where_anything_differs_and_the_first_place_is_named():
+    pair_of_ones_own = f"{__name__}:NewestPress,{__name__}:NewestButOnePatch"
+    result = invoke("--press", pair_of_ones_own, "--press", "KnormPress", "--ratio", "0.5", *SMALL)
+    assert result.exit_code == 1
+    assert "2 cells differ, of 4" in words(result)
+    # of 20 tokens the hook press keeps 10 to 19, the patch press 0 and 11 to 19
+    place = "kept positions after the prefill differ first at layer 1, row 0, head 1, position 0"
+    assert f"{place}: hook 10, patch 0" in words(result)
+    assert "sdpa, padded" in words(result)
+
+
+def test_status_is_1_where_one_mechanism_refuses():
+    result = invoke("--press", f"{__name__}:NewestPress,{__name__}:RefusingPatch", *SMALL)
+    assert result.exit_code == 1
+    assert "hook runs, patch UnsupportedModelError: not on model.layers.0.self_attn" in words(
+        result
+    )
+
+
+def test_status_is_1_where_there_is_nothing_to_compare():
+    result = invoke("--press", "ExpectedAttentionPress", *SMALL, "--family", "gpt2")
+    assert result.exit_code == 0, "llama was compared"
+    assert "Both refuse ExpectedAttentionPress on gpt2" in words(result)
+    result = invoke("--press", "ExpectedAttentionPress", "--family", "gpt2", "--dtype", "float32")
+    assert result.exit_code == 1
+    assert "Nothing was compared" in words(result)
+
+
+def test_a_model_of_ones_own(tmp_path):
+    folder = tmp_path / "mine"
+    build("qwen3", num_layers=1).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    options = ("--press", "TOVAPress", "--ratio", "0.5", "--dtype", "bfloat16", "--length", "20")
+    result = invoke("--model", str(folder), *options)
+    assert result.exit_code == 0, result.output
+    assert "All 4 cells are equal" in words(result)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--press", "SnapPress"], "'SnapPress' is unknown; choose from ExpectedAttentionPress, "),
+        (["--press", f"{__name__}:NewestPress"], "names 1 press; give two"),
+        (["--press", "no_such_module:A,no_such_module:B"], "No module named 'no_such_module'"),
+        (["--press", f"{__name__}:A,{__name__}:B"], "cannot import"),
+        (["--press", "pathlib:Path,pathlib:Path"], "'pathlib:Path' is no press"),
+        (["--press", f"{__name__}:NoRatioPress,{__name__}:NewestPatch"], "no compression_ratio"),
+        (["--ratio", "1"], "1.0 is not in [0, 1)"),
+        (["--ratio", "-0.5"], "-0.5 is not in [0, 1)"),
+        (["--family", "lama"], "'lama' is unknown; choose from llama, mistral"),
+        (["--dtype", "int8"], "'int8' is unknown; choose from float32, bfloat16"),
+        (["--family", "gemma2", "--attn", "sdpa"], "none of gemma2 has sdpa; eager works"),
+        (["--family", "llama", "--model", "facts-llama"], "either --model or --family"),
+        (["--length", "0"], "Invalid value for '--length'"),
+        (["--device", "abacus"], "cannot use 'abacus'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_bad_input_is_told_in_a_line(arguments, message):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    unbroken = words(result).replace(" ", "")  # long names are broken anywhere
+    assert message.replace(" ", "") in unbroken
+    assert "Traceback" not in result.output
+
+
+# ---- the table, its summary and its figure -------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cells():
+    names = ("ExpectedAttentionPress", "KnormPress")
+    subjects = [family_subject("llama", ["sdpa"]), family_subject("gpt2", ["eager"])]
+    return run_grid({n: registered(n) for n in names}, [0.5], subjects, ["float32"], length=20)
+
+
+def test_the_table_has_one_row_per_cell(cells):
+    assert list(cells.columns) == list(Cell._fields)
+    places = cells[["press", "family", "padded"]].itertuples(index=False, name=None)
+    assert set(places) == {
+        (press, family, padded)
+        for press in ("ExpectedAttentionPress", "KnormPress")
+        for family in ("llama", "gpt2")
+        for padded in (False, True)
+    }
+    assert cells["equal"].all()
+    refused = cells[cells["refusal"] != ""]
+    assert set(zip(refused["press"], refused["family"], strict=True)) == {
+        ("ExpectedAttentionPress", "gpt2")
+    }
+    assert (refused["tokens"] == 0).all()
+    # two rows of 20 tokens, or 20 and 13; then a question of 4 and one decode step for each
+    assert set(cells[cells["family"] == "llama"]["tokens"]) == {50, 43}
+
+
+def test_summary_and_figure_can_be_made_from_the_file(cells, tmp_path):
+    cells.to_csv(tmp_path / "equivalence.csv", index=False)
+    tables = {"equivalence": pd.read_csv(tmp_path / "equivalence.csv")}
+    summary = equivalence.EXPERIMENT.summary(tables)
+    assert "**6 of 6 cells are equal bit for bit**" in summary
+    assert "| KnormPress | 4 | 4 |" in summary
+    assert "- Both refuse ExpectedAttentionPress on gpt2:" in summary
+    (figure,) = equivalence.EXPERIMENT.figures(tables).values()
+    labels = [text.get_text() for text in figure.axes[0].texts]
+    assert labels == ["2/2", "refused", "2/2", "2/2"]
+
+
+def test_summary_and_figure_show_differences(cells):
+    cells = cells.copy()
+    cells.loc[2, ["equal", "difference"]] = [False, "keys differ first at layer 0"]
+    tables = {"equivalence": cells}
+    summary = equivalence.EXPERIMENT.summary(tables)
+    assert "**5 of 6 cells are equal bit for bit**" in summary
+    assert "- KnormPress at ratio 0.5 on llama, float32, sdpa, not padded: keys differ" in summary
+    (figure,) = equivalence.EXPERIMENT.figures(tables).values()
+    assert "1/2" in [text.get_text() for text in figure.axes[0].texts]
+
+
+# ---- the comparison underneath -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+INPUTS = Inputs.random(VOCABULARY, (30, 30))
+PADDED = Inputs.random(VOCABULARY, (30, 20))
+
+
+def test_one_bit_is_found(model):
+    hook, patch = hooks_impl.KnormPress(0.5), NudgedPatch(0.5)
+    difference = compare(model, hook, patch, INPUTS)
+    kept = run(model, hook, INPUTS).pruned[0]
+    expected = kept.values[-1, 1, 2, 3].item()
+    assert difference == Difference(
+        where="values after the prefill",
+        layer=0,
+        row=1,
+        head=1,
+        position=int(kept.positions[1, 1, 2]),
+        hook_value=expected,
+        patch_value=torch.tensor(expected).nextafter(torch.tensor(torch.inf)).item(),
+    )
+    assert str(difference).startswith("values after the prefill differ first at layer 0, row 1")
+
+
+def test_positions_count_padding(model):
+    difference = compare(model, NewestPress(0.5), NewestButOnePatch(0.5), PADDED)
+    assert difference is not None
+    assert (difference.layer, difference.row, difference.head) == (1, 0, 1)
+    swapped = Inputs.random(VOCABULARY, (20, 30))
+    difference = compare(model, NewestPress(0.5), NewestButOnePatch(0.5), swapped)
+    # the first row is padded by ten, so that its first token stands at place ten
+    assert difference is not None
+    assert (difference.row, difference.position, difference.patch_value) == (0, 10, 10)
+
+
+@pytest.mark.parametrize("inputs", [INPUTS, PADDED], ids=["whole", "padded"])
+def test_a_run_equals_itself_even_with_random_numbers_and_nan(model, inputs):
+    hook, patch = pair("RandomPress", compression_ratio=0.5, seed=None)
+    before = torch.get_rng_state()
+    assert compare(model, hook, patch, inputs) is None
+    assert torch.equal(torch.get_rng_state(), before)
+    broken = build("llama", num_layers=1)
+    broken.get_input_embeddings().weight.data[5:50] = float("nan")
+    assert run(broken, hook, inputs).logits[0].isnan().any()
+    assert compare(broken, hook, patch, inputs) is None
+
+
+def test_later_forwards_are_compared_too(model):
+    @dataclass
+    class LatePatch(patch_impl.KnormPress):
+        """Leaves the cache alone and changes the output of every forward of one token."""
+
+        def attention_forward(self, site, forward, *args, **kwargs):
+            output, *rest = super().attention_forward(site, forward, *args, **kwargs)
+            return (output + 1 if output.shape[1] == 1 else output), *rest
+
+    difference = compare(model, hooks_impl.KnormPress(0.5), LatePatch(0.5), INPUTS)
+    assert difference is not None
+    assert difference.where == "logits of forward 2 after it"
+    assert difference.position == 34
+    assert (difference.layer, difference.head) == (None, None)
+
+
+def test_different_numbers_of_kept_tokens_differ_in_shape(model):
+    press = hooks_impl.KnormPress(0.5)
+    difference = compare(model, press, replace(press, compression_ratio=0.8), INPUTS)
+    assert difference is not None
+    assert difference.where == "shapes of the keys after the prefill"
+    assert (difference.hook_value, difference.patch_value) == (
+        "(2, 2, 15, 16) torch.float32",
+        "(2, 2, 5, 16) torch.float32",
+    )
+
+
+def test_a_press_that_does_not_say_what_it_keeps(model):
+    @dataclass
+    class EveryOther(Compression, hooks_impl.BasePress):
+        first: int = 0
+
+        def compress(self, module, hidden_states, keys, values, attentions, kwargs):
+            return keys[:, :, self.first :: 2], values[:, :, self.first :: 2]
+
+    assert compare(model, EveryOther(), EveryOther(), INPUTS) is None
+    difference = compare(model, EveryOther(), EveryOther(first=1), INPUTS)
+    assert difference is not None
+    assert (difference.where, difference.layer) == ("keys after the prefill", 0)
+
+
+def test_both_refusing_is_the_refusal(model):
+    press = RefusingPatch(0.5)
+    with pytest.raises(UnsupportedModelError, match="not on"):
+        compare(model, press, press, INPUTS)

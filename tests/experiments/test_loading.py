@@ -1,0 +1,105 @@
+"""Models by short name, by path and by hub id, and errors that say what to give instead."""
+
+from __future__ import annotations
+
+import huggingface_hub.constants
+import pytest
+import torch
+from transformers.utils import logging
+
+from experiments import loading
+from experiments.facts import build_tokenizer
+from experiments.families import build
+from experiments.loading import SHIPPED, ModelNotFoundError, load_model, short_name
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    build("llama", num_layers=1).save_pretrained(path)
+    build_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+def test_a_local_model_is_loaded_as_asked_for(folder):
+    model, tokenizer = load_model(str(folder), dtype=torch.bfloat16, attn_implementation="eager")
+    assert not model.training
+    assert model.config._attn_implementation == "eager"
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert tokenizer.get_vocab() == build_tokenizer().get_vocab()
+    expected = build("llama", num_layers=1).to(torch.bfloat16).state_dict()
+    loaded = model.state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+
+
+def test_defaults_are_float32_and_sdpa(folder):
+    model, _ = load_model(str(folder), device="cpu")
+    assert model.dtype == torch.float32
+    assert model.config._attn_implementation == "sdpa"
+    assert model.device.type == "cpu"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_transformers_shows_progress_as_before(folder, enabled):
+    before = logging.is_progress_bar_enabled()
+    switch = {True: logging.enable_progress_bar, False: logging.disable_progress_bar}
+    try:
+        switch[enabled]()
+        load_model(str(folder))
+        assert logging.is_progress_bar_enabled() is enabled
+    finally:
+        switch[before]()
+
+
+def test_the_shipped_facts_model_is_found():
+    model, tokenizer = load_model("facts-llama")
+    assert model.config.vocab_size == len(tokenizer)
+    assert tokenizer.get_vocab() == build_tokenizer().get_vocab()
+
+
+def test_a_shipped_model_that_is_not_there_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "_MODELS", tmp_path)
+    with pytest.raises(ModelNotFoundError, match=r"facts-llama.*missing"):
+        load_model("facts-llama")
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("name", ["facts-lama", "owner/no-such-model"])
+def test_a_name_that_only_the_hub_could_know(name):
+    """Without a network: what was given, and what would have done."""
+    with pytest.raises(ModelNotFoundError, match="no network") as caught:
+        load_model(name)
+    assert name in str(caught.value)
+    assert all(shipped in str(caught.value) for shipped in SHIPPED)
+
+
+def test_a_folder_that_holds_no_model(tmp_path):
+    with pytest.raises(ModelNotFoundError, match=r"folder with a config\.json") as caught:
+        load_model(str(tmp_path))
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./here/not/there", "two words", "a/b/c"])
+def test_a_path_that_does_not_exist_is_not_looked_for_on_the_hub(name, monkeypatch):
+    monkeypatch.setattr(loading, "_load", lambda *_: pytest.fail("asked the hub"))
+    with pytest.raises(ModelNotFoundError, match="there is no folder") as caught:
+        load_model(name)
+    assert repr(name) in str(caught.value)
+
+
+def test_a_broken_model_is_not_said_to_be_missing(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(Exception, match="config") as caught:
+        load_model(str(tmp_path))
+    assert not isinstance(caught.value, ModelNotFoundError)
+
+
+def test_tables_call_a_model_by_its_last_folder(folder):
+    assert short_name(str(folder)) == short_name(f"{folder}/") == "tiny"
+    assert short_name("facts-llama") == "facts-llama"
+    assert short_name("owner/model") == "owner/model"

@@ -1,0 +1,271 @@
+"""Times taken in turn: what is slow is found slow, and nothing stays on the model."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from experiments import overhead
+from experiments.facts import build_tokenizer
+from experiments.families import build
+from experiments.overhead import BARE, EMPTY_HOOK, EMPTY_WRAPPER, Condition, Size
+from press_core import attention_sites, kept_lengths
+from tests.support import snapshot, token_ids
+
+SLOW = Condition("slow")
+SMALL = Size(
+    context=80,
+    prefill_rounds=7,
+    decode_rounds=7,
+    scope_rounds=7,
+    call_rounds=7,
+    prefill_repeats=1,
+    repeats=2,
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+@pytest.fixture(scope="module")
+def table(model):
+    before = snapshot(model)
+    table = overhead.measure({"tiny": model}, SMALL, progress=False)["overhead"]
+    assert snapshot(model) == before
+    return table
+
+
+class Sleeping:
+    """A mechanism that is slow to enter and to leave, and while it is open."""
+
+    asleep = False
+
+    def __enter__(self):
+        time.sleep(0.01)
+        Sleeping.asleep = True
+
+    def __exit__(self, *_):
+        time.sleep(0.02)
+        Sleeping.asleep = False
+
+
+def work():
+    time.sleep(0.004 if Sleeping.asleep else 0.002)
+
+
+# ---- taking times ------------------------------------------------------------------------------
+
+
+def test_a_slow_mechanism_is_found_slow():
+    scopes = {BARE: nullcontext, EMPTY_HOOK: nullcontext, SLOW: Sleeping}
+    times = overhead.in_turn(scopes, work, rounds=9)
+    rows = overhead.compare(times, "none", "decode").set_index("mechanism")
+    assert rows.loc["slow", "ratio"] == pytest.approx(2, rel=0.25)
+    assert rows.loc["slow", "low"] > 1.5
+    assert rows.loc["empty hook", "ratio"] == pytest.approx(1, rel=0.25)
+    assert rows.loc["slow", "baseline_ms"] == pytest.approx(2, rel=0.5)
+    assert (rows["rounds"] == 9).all()
+
+
+def test_slow_to_enter_and_slow_to_leave_are_told_apart():
+    scopes = {BARE: nullcontext, SLOW: Sleeping}
+    enter, leave = overhead.opening_in_turn(scopes, work, rounds=3)
+    assert enter[SLOW].min() >= 0.01
+    assert leave[SLOW].min() >= 0.02
+    assert enter[SLOW].min() < 0.02
+    assert 0.002 <= enter[BARE].min() < 0.01
+
+
+def test_conditions_take_turns_and_the_first_round_does_not_count():
+    order, advanced = [], []
+
+    @contextmanager
+    def scope(name):
+        order.append(name)
+        yield
+
+    names = [BARE, EMPTY_HOOK, SLOW]
+    scopes = {name: lambda name=name: scope(name) for name in names}
+    prepared, ran = [], []
+    times = overhead.in_turn(
+        scopes,
+        lambda: ran.append(1),
+        rounds=3,
+        repeats=2,
+        prepare=lambda: prepared.append(1),
+        advance=lambda: advanced.append(1),
+    )
+    assert order == names + names[1:] + names[:1] + names[2:] + names[:2] + names
+    assert len(ran) == len(prepared) == 4 * 3 * 2
+    assert len(advanced) == 3
+    assert {len(seconds) for seconds in times.values()} == {3}
+
+
+def test_an_error_inside_closes_the_scope_and_starts_the_garbage_collector_again():
+    import gc
+
+    def fail():
+        raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        overhead.in_turn({SLOW: Sleeping}, fail, rounds=1)
+    assert not Sleeping.asleep
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("n", "low", "high"),  # ranks counted from 0, of the textbook's sign-test interval
+    [(100, 39, 60), (20, 5, 14), (9, 1, 7), (6, 0, 5), (5, 0, 4), (1, 0, 0)],
+)
+def test_interval_of_the_median(n, low, high):
+    values = np.random.default_rng(0).permutation(n)
+    assert overhead.median_interval(values) == (low, high)
+
+
+# ---- the empty mechanisms ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("empty", [overhead.EmptyHooks, overhead.EmptyWrappers])
+def test_empty_mechanisms_change_nothing_and_leave_nothing(model, empty):
+    before, expected = snapshot(model), model(token_ids(1, 9)).logits
+    modules = [site.module for site in attention_sites(model)]
+    with empty(modules):
+        assert snapshot(model) != before
+        assert torch.equal(model(token_ids(1, 9)).logits, expected)
+    assert snapshot(model) == before
+
+
+def test_empty_mechanisms_are_called(model, monkeypatch):
+    called = []
+    modules = [site.module for site in attention_sites(model)]
+    monkeypatch.setattr(overhead, "_nothing", lambda *_: called.append("hook"))
+
+    def pass_through(wrapped, _, args, kwargs):
+        called.append("wrapper")
+        return wrapped(*args, **kwargs)
+
+    monkeypatch.setattr(overhead, "_pass_through", pass_through)
+    with overhead.EmptyHooks(modules), overhead.EmptyWrappers(modules):
+        model(token_ids(1, 9))
+    assert called == ["hook", "wrapper", "hook"] * len(modules)
+
+
+# ---- phases ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_every_decode_step_starts_from_the_same_pruned_cache(model, monkeypatch):
+    seen = []
+
+    def look(_, args, kwargs):
+        cache = kwargs["past_key_values"]
+        seen.append([lengths.tolist() for lengths in kept_lengths(cache)])
+
+    with model.register_forward_pre_hook(look, with_kwargs=True):
+        overhead.decode_times(model, SMALL)
+    assert len(seen) == (SMALL.decode_rounds + 1) * SMALL.repeats * 7
+    assert all(kept == [[[40, 40]], [[40, 40]]] for kept in seen)
+
+
+def test_every_phase_has_every_condition(table):
+    pressed = {(press, mechanism) for press in overhead.PRESSES for mechanism in ("hook", "patch")}
+    empty = {("none", "empty hook"), ("none", "empty wrapper")}
+    assert set(table["phase"]) == {"call", "prefill", "decode", "enter", "leave"}
+    for phase in ("prefill", "decode", "enter", "leave"):
+        rows = table[(table["phase"] == phase) & (table["baseline"] == "bare")]
+        assert set(zip(rows["press"], rows["mechanism"], strict=True)) == pressed | empty
+        assert not rows.duplicated(["press", "mechanism", "compression_ratio"]).any()
+    prefill = table[(table["phase"] == "prefill") & (table["press"] != "none")]
+    assert set(prefill["compression_ratio"]) == {0.0, 0.5}
+
+
+def test_every_mechanism_is_compared_with_its_own_empty_one(table):
+    decode = table[table["phase"] == "decode"].groupby("mechanism")["baseline"].agg(set)
+    assert decode["hook"] == {"bare", "empty hook"}
+    assert decode["patch"] == {"bare", "empty wrapper", "hook"}
+    assert decode["empty hook"] == {"bare"}
+
+
+def test_ratios_lie_in_their_intervals(table):
+    assert (table["low"] > 0).all()
+    assert (table["low"] <= table["ratio"]).all()
+    assert (table["ratio"] <= table["high"]).all()
+    assert (table["rounds"] == 7).all()
+    assert (table[["ms", "baseline_ms"]] > 0).all(axis=None)
+
+
+def test_a_press_is_open_while_its_times_are_taken(model):
+    """Prefill under a press has to do more than prefill without."""
+    opened = []
+    scopes = overhead.scopes(model, (0.5,))
+    for condition, scope in scopes.items():
+        with scope():
+            cache = model(token_ids(1, 80)).past_key_values
+        opened.append((condition.mechanism, cache.layers[0].keys.shape[2]))
+    assert opened == [
+        ("bare", 80),
+        ("empty hook", 80),
+        ("empty wrapper", 80),
+        *[("hook", 40), ("patch", 40)] * 2,
+    ]
+    assert list(scopes)[:3] == [BARE, EMPTY_HOOK, EMPTY_WRAPPER]
+
+
+# ---- figure, summary, command ------------------------------------------------------------------
+
+
+def test_figure_has_a_panel_per_phase_and_a_point_per_condition(table):
+    figure = overhead.figures({"overhead": table})["overhead"]
+    prefill, decode = figure.axes
+    points = [
+        [line.get_xdata()[0] for line in axes.get_lines() if line.get_marker() in ("o", "s")]
+        for axes in (prefill, decode)
+    ]
+    assert [len(p) for p in points] == [2 + 2 * 2 * 2, 2 + 2 * 2]
+    rows = table[(table["phase"] == "decode") & (table["baseline"] == "bare")]
+    assert sorted(points[1]) == sorted(rows["ratio"])
+
+
+def test_summary_names_every_condition(table):
+    text = overhead.summary({"overhead": table})
+    assert text.count("| tiny | prefill |") == 4
+    assert text.count("| tiny | decode |") == 2
+    assert "To enter a scope on `tiny`" in text
+
+
+@pytest.fixture(scope="module")
+def cli(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    app = typer.Typer()
+    app.command()(overhead.command)
+    arguments = ["--model", str(folder), "--context", "80", "--prefill-rounds", "2"]
+    return lambda *more: CliRunner().invoke(app, [*arguments, *more], env={"COLUMNS": "120"})
+
+
+def test_command_writes_what_it_shows(cli, tmp_path):
+    result = cli("--decode-rounds", "2", "--output", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "Decode with an open scope, tiny" in result.output
+    assert set(pd.read_csv(tmp_path / "overhead.csv")["model"]) == {"tiny", "empty module"}
+    assert (tmp_path / "overhead.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--ratio", "1"], "ratio"), (["--model", "/no/such/folder"], "/no/such/folder")],
+)
+def test_command_says_what_is_wrong(cli, options, message):
+    result = cli(*options)
+    assert result.exit_code == 2
+    assert message in result.output

@@ -1,0 +1,336 @@
+"""The facts task on pruned caches: what is evicted before what is asked, and what tables say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import matplotlib
+import pandas as pd
+import pytest
+import torch
+import typer
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+import hooks_impl
+import patch_impl
+from experiments import plots, quality
+from experiments.facts import VOCABULARY, build_tokenizer, draw
+from experiments.families import build
+from experiments.loading import load_model
+from experiments.quality import Condition, Task, answer_seen, answer_unseen, wilson
+from press_core import kept_lengths
+
+both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
+protocols = pytest.mark.parametrize("answer", [answer_unseen, answer_seen])
+PAIRS = [("KnormPress", "hook"), ("KnormPress", "patch")]
+SMALL = Task(context=32, facts=4, samples=3, seen_samples=10)
+
+
+def tiny_model():
+    """Random, in float64, so that answers do not hang on rounding."""
+    config = LlamaConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).double()
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def facts_llama():
+    return load_model("facts-llama")[0]
+
+
+def batch_of(rows=3, context=32, facts=4, seed=0):
+    return draw(rows, context, facts, torch.Generator().manual_seed(seed))
+
+
+def caches_when_asked(model, answer, press, batch):
+    """What each layer keeps, per forward that finds something in its cache."""
+    found = []
+
+    def look(_, args, kwargs):
+        cache = kwargs["past_key_values"]
+        if cache.get_seq_length():
+            found.append((kwargs["input_ids"], kept_lengths(cache), cache.get_seq_length()))
+
+    with model.register_forward_pre_hook(look, with_kwargs=True):
+        answer(model, press, batch)
+    return found
+
+
+# ---- intervals ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("right", "total", "low", "high"),
+    [  # Newcombe, Statistics in Medicine 17 (1998) 857-872, table I, method 3
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0000, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_wilson_interval(right, total, low, high):
+    assert wilson(right, total) == pytest.approx((low, high), abs=5e-5)
+    mirrored = wilson(total - right, total)
+    assert mirrored == pytest.approx((1 - high, 1 - low), abs=5e-5)
+
+
+# ---- protocols ---------------------------------------------------------------------------------
+
+
+@both
+@protocols
+def test_ratio_zero_answers_as_no_press_does(model, package, answer):
+    press = package.SnapKVPress(compression_ratio=0.0, window_size=8)
+    assert torch.equal(answer(model, press, batch_of()), answer(model, None, batch_of()))
+
+
+@both
+def test_unseen_asks_every_question_of_what_is_left_of_the_context(model, package):
+    batch = batch_of(rows=3, context=32, facts=4)
+    press = package.KnormPress(compression_ratio=0.75)
+    ((asked, kept, seen),) = caches_when_asked(model, answer_unseen, press, batch)
+    assert torch.equal(asked, batch.question_ids.reshape(12, 2))
+    assert seen == 33
+    for lengths in kept:  # a quarter of <bos> and 32 words, in a copy per question
+        assert torch.equal(lengths, torch.full((12, 2), 8))
+
+
+@both
+def test_seen_prunes_the_question_too_and_runs_its_last_token_again(model, package):
+    batch = batch_of(rows=3, context=32, facts=4)
+    press = package.KnormPress(compression_ratio=0.75)
+    ((asked, kept, seen),) = caches_when_asked(model, answer_seen, press, batch)
+    assert torch.equal(asked, batch.question_ids[:, 0, 1:])
+    assert seen == 35
+    for lengths in kept:
+        assert torch.equal(lengths, torch.full((3, 2), 8))
+
+
+def test_questions_do_not_see_each_other(model):
+    """Each is answered as if it were the only one."""
+    batch, press = batch_of(), hooks_impl.KeyDiffPress(compression_ratio=0.5)
+    together = answer_unseen(model, press, batch)
+    for i in range(batch.answer_ids.shape[1]):
+        alone = batch.__class__(
+            batch.context_ids,
+            batch.question_ids[:, i : i + 1],
+            batch.answer_ids[:, i : i + 1],
+            batch.positions[:, i : i + 1],
+        )
+        assert torch.equal(answer_unseen(model, press, alone)[:, 0], together[:, i])
+
+
+def test_unseen_without_a_press_is_one_long_forward(model):
+    batch = batch_of()
+    answers = answer_unseen(model, None, batch)
+    for i in range(batch.answer_ids.shape[1]):
+        text = torch.cat((batch.context_ids, batch.question_ids[:, i]), dim=1)
+        assert torch.equal(model(text).logits[:, -1].argmax(-1), answers[:, i])
+
+
+def test_the_scope_is_closed_afterwards(model):
+    for package in (hooks_impl, patch_impl):
+        answer_seen(model, package.KnormPress(compression_ratio=0.5), batch_of())
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert "forward" not in vars(module)
+
+
+def test_the_shipped_model_tells_seen_from_unseen(facts_llama):
+    """Read again at its own place, a question is understood; TOVA keeps what it looks at."""
+    batch = batch_of(rows=24, context=64, facts=8, seed=1)
+    truth, press = batch.answer_ids, hooks_impl.TOVAPress(compression_ratio=0.8)
+
+    def share(answers):
+        return (answers == truth[:, : answers.shape[1]]).double().mean().item()
+
+    assert share(answer_unseen(facts_llama, None, batch)) > 0.95
+    assert share(answer_seen(facts_llama, None, batch)) > 0.9
+    seen, unseen = (share(f(facts_llama, press, batch)) for f in (answer_seen, answer_unseen))
+    assert seen > 0.8
+    assert unseen < 0.6
+
+
+# ---- tables ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tables(model):
+    measured = quality.conditions(PAIRS, [0.0, 0.5, 0.8])
+    return quality.measure(model, measured, SMALL, model_name="tiny", progress=False)
+
+
+def test_a_row_per_condition_and_kind_of_question(tables):
+    table = tables["quality"]
+    assert len(table) == 2 * (1 + 2 * 2)
+    assert not table.duplicated(["press", "mechanism", "ratio", "question"]).any()
+    assert set(table.loc[table["ratio"] == 0, "press"]) == {"none"}
+    unseen, seen = (table[table["question"] == q] for q in ("unseen", "seen"))
+    assert set(unseen["samples"]) == {3}
+    assert set(unseen["answers"]) == {12}
+    assert set(seen["samples"]) == set(seen["answers"]) == {10}
+    assert ((table["low"] <= table["accuracy"]) & (table["accuracy"] <= table["high"])).all()
+
+
+def test_accuracy_counts_right_answers(monkeypatch, model):
+    def two_of_three_wrong(model, press, batch):
+        answers = batch.answer_ids.clone()
+        answers[:2] += 1
+        return answers
+
+    monkeypatch.setitem(quality._PROTOCOLS, "unseen", two_of_three_wrong)
+    table = quality.measure(
+        model, quality.conditions([], [0.0]), SMALL, model_name="tiny", progress=False
+    )["quality"]
+    assert table.set_index("question")["accuracy"]["unseen"] == pytest.approx(1 / 3)
+
+
+def test_mechanisms_agree_on_every_answer(tables):
+    agreement = tables["quality_agreement"]
+    assert len(agreement) == 4
+    assert (agreement["answers"] == agreement["same"]).all()
+    assert "same answer to every one of 44 questions" in quality.summary(tables)
+
+
+def test_a_mechanism_that_answers_otherwise_is_noticed(monkeypatch, model):
+    class Other(hooks_impl.KnormPress):
+        def score(self, *arguments):
+            return -super().score(*arguments)
+
+    monkeypatch.setitem(patch_impl.PRESSES, "KnormPress", Other)
+    measured = quality.conditions(PAIRS, [0.8])
+    tables = quality.measure(model, measured, SMALL, model_name="tiny", progress=False)
+    assert tables["quality_agreement"]["same"].sum() < tables["quality_agreement"]["answers"].sum()
+    assert "different answers" in quality.summary(tables)
+
+
+def test_contexts_are_the_same_for_every_condition():
+    first, again = SMALL.batches("seen"), SMALL.batches("seen")
+    assert [len(batch.context_ids) for batch in first] == [8, 2]
+    assert all(torch.equal(a.context_ids, b.context_ids) for a, b in zip(first, again, strict=True))
+
+
+# ---- choosing presses --------------------------------------------------------------------------
+
+
+def test_presses_that_need_more_than_a_ratio_are_not_measured(monkeypatch):
+    @dataclass
+    class Wrapper(hooks_impl.BasePress):
+        press: hooks_impl.BasePress
+        compression_ratio: float = 0.0
+
+    monkeypatch.setitem(hooks_impl.PRESSES, "WrapperPress", Wrapper)
+    names = quality.press_names()
+    assert "WrapperPress" not in names
+    assert {"KnormPress", "SnapKVPress", "RandomPress", "TOVAPress"} <= set(names)
+
+
+def test_random_eviction_repeats():
+    assert Condition("RandomPress", "hook", 0.5).make().seed is not None
+
+
+def test_a_press_that_the_model_does_not_suit_is_left_out_and_named():
+    names = ["ExpectedAttentionPress", "KnormPress"]
+    pairs, refusals = quality.fitting(build("gpt2"), names, ["hook", "patch"])
+    assert pairs == [("KnormPress", "hook"), ("KnormPress", "patch")]
+    assert [r.split(":")[0] for r in refusals] == [
+        "ExpectedAttentionPress (hook)",
+        "ExpectedAttentionPress (patch)",
+    ]
+
+
+def test_another_vocabulary_is_refused():
+    tokenizer = build_tokenizer()
+    quality.check_vocabulary(tokenizer, "facts")
+    tokenizer.add_tokens(["zebra"])
+    with pytest.raises(ValueError, match="vocabulary"):
+        quality.check_vocabulary(tokenizer, "zoo")
+
+
+# ---- figure, summary, command ------------------------------------------------------------------
+
+
+def test_figure_draws_a_line_per_press_and_the_patch_on_it(tables):
+    before = dict(matplotlib.rcParams)
+    figure = quality.figures(tables)["quality"]
+    assert dict(matplotlib.rcParams) == before
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        "Question unseen by the press",
+        "Question seen by the press",
+    ]
+    for axes in figure.axes:
+        lines = [line for line in axes.get_lines() if len(line.get_xdata()) > 2]
+        marks = [line for line in axes.get_lines() if line.get_marker() == "s"]
+        assert len(lines) == len(marks) == 1
+        assert lines[0].get_xydata()[1:].tolist() == marks[0].get_xydata().tolist()
+
+
+def test_every_press_has_a_look_of_its_own():
+    looks = [str(plots.press_line(name) | {"label": ""}) for name in hooks_impl.PRESSES]
+    assert len(set(looks)) == len(looks)
+    assert plots.press_line("UnknownPress") == plots.press_line("UnknownPress")
+
+
+def test_summary_has_a_row_per_press_and_a_column_per_ratio(tables):
+    lines = quality.summary(tables).splitlines()
+    (row,) = [line for line in lines if line.startswith("| Knorm")]
+    assert row.count("%") == 4
+    assert "unseen, 80% evicted" in "".join(lines)
+
+
+@pytest.fixture(scope="module")
+def cli(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model().float().save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    app = typer.Typer()
+    app.command()(quality.command)
+    arguments = ["--model", str(folder), "--context", "32", "--facts", "4", "--seen-samples", "2"]
+    return lambda *more: CliRunner().invoke(app, [*arguments, *more], env={"COLUMNS": "120"})
+
+
+def test_command_writes_what_it_shows(cli, tmp_path):
+    options = ["--press", "KnormPress", "--mechanism", "patch", "--samples", "2"]
+    result = cli(*options, "--ratio", "0", "--ratio", "0.5", "--output", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "Knorm" in result.output
+    assert "patch" in result.output
+    table = pd.read_csv(tmp_path / "quality.csv")
+    assert set(table["mechanism"]) == {"bare", "patch"}
+    assert set(table["model"]) == {"tiny"}
+    assert (tmp_path / "quality.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--press", "NoSuchPress"], "NoSuchPress"),
+        (["--ratio", "1.5"], "compression_ratio"),
+        (["--facts", "40"], "facts"),
+        (["--model", "/no/such/folder"], "/no/such/folder"),
+    ],
+)
+def test_command_says_what_is_wrong(cli, options, message):
+    result = cli(*options)
+    assert result.exit_code == 2
+    assert message in result.output

@@ -1,0 +1,467 @@
+"""The study's folder, its report, and the README's tables from it."""
+
+import json
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from io import StringIO
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from typer.testing import CliRunner
+
+import experiments
+from experiments import UserError, report
+from experiments.cli import app
+from experiments.experiment import Experiment
+from experiments.readme import blocks, fill
+from experiments.report import MAX_ROWS, describe, headline, read_table, write_report, write_table
+from experiments.study import run_study
+
+
+def line_figure(tables):
+    figure = Figure(figsize=(3, 2))
+    axes = figure.subplots()
+    axes.plot(next(iter(tables.values()))["x"])
+    axes.set_title("A line")
+    axes.set_xlabel("row")
+    axes.set_ylabel("x")
+    return figure
+
+
+def tiny(name: str, **changed) -> Experiment:
+    """An experiment of one table `name` with a column x, and a figure of the same name."""
+    experiment = Experiment(
+        name=name,
+        title=f"The {name} experiment",
+        question=f"What about {name}?",
+        run=lambda: {name: pd.DataFrame({"x": [0.1, 2.0, 3.5], "word": ["a", "b", "c"]})},
+        figures=lambda tables: {name: line_figure(tables)},
+        summary=lambda tables: (
+            f"The mean of {name} is\n{tables[name]['x'].mean():.3f}.\n\n"
+            f"| x |\n|--:|\n| {tables[name]['x'].iloc[-1]} |"
+        ),
+        repeat=f"python -m experiments {name}",
+    )
+    return replace(experiment, **changed)
+
+
+def failing() -> dict:
+    raise RuntimeError("no <luck>\n [today]")
+
+
+ONE, TWO = tiny("one"), tiny("two")
+BROKEN = tiny("broken", run=failing)
+
+
+def study(chosen, folder):
+    """Run a study; returns who failed, and what was printed."""
+    printed = StringIO()
+    return run_study(chosen, folder, Console(file=printed, width=200)), printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("study")
+    assert study([ONE, TWO], path)[0] == []
+    return path
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Offer experiments to the commands, in place of the study's own."""
+
+    def register(*chosen: Experiment) -> None:
+        monkeypatch.setattr(experiments, "EXPERIMENTS", tuple(e.name for e in chosen))
+        for experiment in chosen:
+            module = SimpleNamespace(EXPERIMENT=experiment)
+            monkeypatch.setitem(sys.modules, f"experiments.{experiment.name}", module)
+
+    return register
+
+
+class Page(HTMLParser):
+    """What a page refers to, says and shows."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags, self.references, self.images, self.text = [], [], [], ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.tags.append(tag)
+        self.references += [
+            value
+            for name, value in attrs
+            if name in ("src", "href", "srcset", "data", "poster", "action")
+        ]
+        if tag == "img":
+            self.images.append(attributes)
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def page(folder) -> Page:
+    return Page((folder / "report.html").read_text(encoding="utf-8"))
+
+
+# ---- the folder --------------------------------------------------------------------------------
+
+
+def test_everything_is_written(folder):
+    assert {path.name for path in folder.iterdir()} == {
+        *("one.csv", "one.png", "two.csv", "two.png"),
+        *("run.json", "report.md", "report.html"),
+    }
+    assert (folder / "one.csv").read_text() == "x,word\n0.1,a\n2.0,b\n3.5,c\n"
+    assert (folder / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_manifest(folder):
+    run = json.loads((folder / "run.json").read_text())
+    assert set(run["versions"]) == {"python", "torch", "transformers", "wrapt", "pandas"}
+    assert run["versions"]["torch"] == torch.__version__
+    assert run["machine"]["cpu_count"] >= 1
+    assert run["seed"] == 0
+    assert run["date"].endswith("+00:00")
+    assert "commit" in run
+    assert list(run["experiments"]) == ["one", "two"]
+    one = run["experiments"]["one"]
+    assert one["tables"] == ["one"]
+    assert one["figures"] == {"one": "A line: x against row"}
+    assert one["error"] is None
+    assert one["seconds"] > 0
+
+
+def test_an_experiment_that_fails_takes_nothing_from_the_others(tmp_path):
+    failed, printed = study([ONE, BROKEN, TWO], tmp_path)
+    assert failed == ["broken"]
+    assert "Traceback" in printed
+    assert "no <luck>" in printed
+    assert {"one.csv", "one.png", "two.csv", "two.png"} <= {p.name for p in tmp_path.iterdir()}
+    shown = page(tmp_path)
+    assert "RuntimeError: no <luck> [today]" in shown.text
+    assert "The mean of two is" in shown.text
+    text = (tmp_path / "report.md").read_text()
+    assert "**This experiment failed:** `RuntimeError: no <luck> [today]`" in text
+    assert "The mean of two is" in text
+
+
+@pytest.mark.parametrize("part", ["figures", "summary"])
+def test_tables_survive_a_figure_or_a_summary_that_fails(tmp_path, part):
+    def fail(tables):
+        raise KeyError("column")
+
+    assert study([replace(ONE, **{part: fail}), TWO], tmp_path)[0] == ["one"]
+    assert (tmp_path / "one.csv").exists()
+    assert "KeyError: 'column'" in page(tmp_path).text
+
+
+def test_two_experiments_cannot_write_one_table(tmp_path):
+    assert study([ONE, tiny("two", run=ONE.run)], tmp_path)[0] == ["two"]
+    assert "written by an experiment before" in page(tmp_path).text
+
+
+def test_a_second_study_replaces_the_first_and_nothing_else(tmp_path):
+    study([ONE, TWO], tmp_path)
+    (tmp_path / "README.md").write_text("mine")
+    study([TWO], tmp_path)
+    assert not (tmp_path / "one.csv").exists()
+    assert not (tmp_path / "one.png").exists()
+    assert (tmp_path / "two.csv").exists()
+    assert (tmp_path / "README.md").read_text() == "mine"
+    assert "mean of one" not in page(tmp_path).text
+
+
+def test_results_do_not_depend_on_the_order_of_experiments(tmp_path):
+    def run():
+        return {"drawn": pd.DataFrame({"x": torch.rand(3).tolist()})}
+
+    drawing = tiny("drawn", run=run, summary=lambda tables: "Drawn.", figures=lambda tables: {})
+    study([drawing], tmp_path / "alone")
+    study([tiny("drawing", run=lambda: {"first": run()["drawn"]}), drawing], tmp_path / "second")
+    alone, second = (tmp_path / name / "drawn.csv" for name in ("alone", "second"))
+    assert alone.read_text() == second.read_text()
+
+
+def test_csv_files_keep_values(tmp_path):
+    table = pd.DataFrame(
+        {
+            "float": [0.1 + 0.2, 1e-17, float("nan")],
+            "word": ["None", "NA", "null"],
+            "flag": [True, False, True],
+            "n": pd.array([1, None, 3], dtype="Int64"),
+        }
+    )
+    write_table(table, tmp_path / "t.csv")
+    read = read_table(tmp_path / "t.csv")
+    assert read["float"].tolist()[:2] == table["float"].tolist()[:2]
+    assert pd.isna(read["float"][2])
+    assert read["word"].tolist() == ["None", "NA", "null"]
+    assert read["flag"].tolist() == [True, False, True]
+    assert read["n"].dropna().tolist() == [1, 3]
+
+
+# ---- the report --------------------------------------------------------------------------------
+
+
+def test_the_page_needs_no_other_file(folder):
+    html = (folder / "report.html").read_text(encoding="utf-8")
+    shown = Page(html)
+    assert all(ref.startswith(("#", "data:")) for ref in shown.references), shown.references
+    assert "url(" not in html
+    assert "@import" not in html
+    assert "script" not in shown.tags
+    assert "prefers-color-scheme: dark" in html
+    assert 'name="viewport"' in html
+
+
+def test_the_page_reads_as_a_paper(folder):
+    shown = page(folder)
+    assert shown.tags.count("h1") == 1
+    text = " ".join(shown.text.split())
+    order = [
+        "must you patch its code",
+        "What about one? The mean of one is 1.867.",
+        "What about two? The mean of two is 1.867.",
+        "The one experiment",
+        "Figure 1. A line: x against row",
+        "Full table one.csv, 3 rows",
+        "Repeat it: python -m experiments one",
+        "The two experiment",
+        "Figure 2.",
+        "How this was made",
+        torch.__version__,
+    ]
+    places = []
+    for words in order:
+        places.append(text.index(words, places[-1] if places else 0))
+    assert places == sorted(places)
+    assert [image["alt"] for image in shown.images] == ["A line: x against row"] * 2
+    assert shown.tags.count("details") == 2
+
+
+def test_the_markdown_report(folder):
+    text = (folder / "report.md").read_text()
+    assert "| What about one? | The mean of one is 1.867. |" in text
+    assert "![A line: x against row](one.png)" in text
+    assert "| x |\n|--:|\n| 3.5 |" in text
+    assert "[two.csv](two.csv), 3 rows" in text
+
+
+def test_a_report_is_rebuilt_from_the_folder_byte_by_byte(folder, tmp_path):
+    copied = tmp_path / "elsewhere"
+    copied.mkdir()
+    for path in folder.iterdir():
+        if not path.name.startswith("report"):
+            (copied / path.name).write_bytes(path.read_bytes())
+    write_report(copied, [TWO, ONE])  # the order is that of the study
+    for name in ("report.md", "report.html"):
+        assert (copied / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_a_report_follows_its_tables(folder, tmp_path):
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "one.csv").write_text("x,word\n7.0,a\n")
+    write_report(tmp_path, [ONE, TWO])
+    assert "The mean of one is\n7.000." in (tmp_path / "report.md").read_text()
+    assert "7.000" in page(tmp_path).text
+
+
+def test_nothing_in_the_data_becomes_markup(tmp_path):
+    evil = "<script>alert(1)</script>"
+    experiment = tiny(
+        "evil",
+        title=evil,
+        question=evil,
+        run=lambda: {"evil": pd.DataFrame({"x": [1], evil: [evil]})},
+        summary=lambda tables: f"{evil} **bold**",
+    )
+    study([experiment], tmp_path)
+    shown = page(tmp_path)
+    assert "script" not in shown.tags
+    assert "strong" in shown.tags
+    assert shown.text.count(evil) == 7  # question and answer twice each, title, column, cell
+
+
+def test_long_tables_are_cut_and_say_so(tmp_path):
+    rows = MAX_ROWS + 5
+    long = tiny("long", run=lambda: {"long": pd.DataFrame({"x": range(100_000, 100_000 + rows)})})
+    study([long], tmp_path)
+    shown = page(tmp_path)
+    assert f"{rows} rows" in shown.text
+    assert f"The first {MAX_ROWS} rows" in shown.text
+    assert str(100_000 + MAX_ROWS - 1) in shown.text
+    assert str(100_000 + MAX_ROWS) not in shown.text
+
+
+def test_headline_is_the_first_paragraph():
+    assert headline("# Title\n\n- a list\n\nThe *answer*,\nin short.\n\nMore.") == (
+        "The *answer*, in short."
+    )
+    assert headline("| a |\n|---|\n| b |") == ""
+
+
+def test_what_a_figure_shows():
+    figure = Figure()
+    left, right = figure.subplots(1, 2)
+    for axes, title in ((left, "Left\nside"), (right, "Right")):
+        axes.set_title(title, loc="left")
+        axes.set_xlabel("ratio")
+    left.set_ylabel("answers")
+    assert describe(figure) == "Left side; Right: answers against ratio"
+    figure.set_label("Answers by ratio")
+    assert describe(figure) == "Answers by ratio"
+
+
+# ---- commands ----------------------------------------------------------------------------------
+
+runner = CliRunner()
+
+
+def test_study_and_report_commands(registered, tmp_path):
+    registered(ONE, TWO)
+    result = runner.invoke(app, ["study", "--output", str(tmp_path / "s")])
+    assert result.exit_code == 0, result.output
+    assert "2 of 2: The two experiment" in result.stderr
+    html = (tmp_path / "s" / "report.html").read_bytes()
+    (tmp_path / "s" / "report.html").unlink()
+    result = runner.invoke(app, ["report", "--input", str(tmp_path / "s")])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "s" / "report.html").read_bytes() == html
+
+
+def test_study_exits_with_1_if_an_experiment_fails(registered, tmp_path):
+    registered(BROKEN, TWO)
+    result = runner.invoke(app, ["study", "--output", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "[today]" in result.stdout
+    assert "mean of two" in page(tmp_path).text
+
+
+def test_report_can_redraw(registered, tmp_path):
+    study([ONE], tmp_path)
+    before = (tmp_path / "one.png").read_bytes()
+
+    def relabelled(tables):
+        figure = line_figure(tables)
+        figure.axes[0].set_title("A better title")
+        return {"one": figure}
+
+    registered(replace(ONE, figures=relabelled))
+    runner.invoke(app, ["report", "--input", str(tmp_path)], catch_exceptions=False)
+    assert (tmp_path / "one.png").read_bytes() == before
+    runner.invoke(app, ["report", "--input", str(tmp_path), "--redraw"], catch_exceptions=False)
+    assert (tmp_path / "one.png").read_bytes() != before
+    assert page(tmp_path).images[0]["alt"] == "A better title: x against row"
+
+
+def test_report_refuses_a_folder_that_holds_no_study(registered, folder, tmp_path):
+    registered(ONE)
+    for where, words in ((tmp_path, "holds no study"), (folder, "'two', which is not")):
+        result = runner.invoke(app, ["report", "--input", str(where)])
+        assert result.exit_code == 2
+        assert words in result.stderr
+    (tmp_path / report.MANIFEST).write_text("{")
+    assert "is not JSON" in runner.invoke(app, ["report", "--input", str(tmp_path)]).stderr
+
+
+# ---- the README --------------------------------------------------------------------------------
+
+README = """# Title
+
+<!-- table: verdict -->
+<!-- /table -->
+
+Between.
+
+<!-- table: two -->
+old
+<!-- /table -->
+End.
+"""
+
+
+def test_readme_blocks_are_filled_once(folder):
+    contents = blocks(folder, [ONE, TWO])
+    assert set(contents) == {"verdict", "one", "two"}
+    filled, stale = fill(README, contents)
+    assert stale == ["verdict", "two"]
+    assert filled == (
+        "# Title\n\n"
+        "<!-- table: verdict -->\n\n"
+        "| Question | Answer |\n|---|---|\n"
+        "| What about one? | The mean of one is 1.867. |\n"
+        "| What about two? | The mean of two is 1.867. |\n\n"
+        "<!-- /table -->\n\n"
+        "Between.\n\n"
+        "<!-- table: two -->\n\n"
+        "The mean of two is\n1.867.\n\n| x |\n|--:|\n| 3.5 |\n\n"
+        "<!-- /table -->\n"
+        "End.\n"
+    )
+    assert fill(filled, contents) == (filled, [])
+
+
+def test_readme_command(registered, folder, tmp_path):
+    registered(ONE, TWO)
+    path = tmp_path / "README.md"
+    path.write_text(README)
+    options = ["readme", "--readme", str(path), "--results", str(folder)]
+
+    stale = runner.invoke(app, [*options, "--check"])
+    assert stale.exit_code == 1
+    assert "verdict, two" in stale.stderr
+    assert path.read_text() == README
+
+    assert runner.invoke(app, options).exit_code == 0
+    fresh = path.read_text()
+    assert "1.867" in fresh
+    assert runner.invoke(app, [*options, "--check"]).exit_code == 0
+    assert runner.invoke(app, options).exit_code == 0
+    assert path.read_text() == fresh
+
+    path.write_text(fresh.replace("| 3.5 |", "| 3.6 |"))
+    stale = runner.invoke(app, [*options, "--check"])
+    assert stale.exit_code == 1
+    assert ": two;" in stale.stderr
+
+
+def test_a_readme_without_tables_needs_no_results(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text("# Title\n")
+    result = runner.invoke(
+        app, ["readme", "--readme", str(path), "--results", "nowhere", "--check"]
+    )
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("<!-- table: three -->\n<!-- /table -->", "no table is called 'three'; there are verdict"),
+        ("\n<!-- table: one -->\n", "line 2: the block opened here lacks its"),
+        ("<!-- /table -->", "line 1: <!-- /table --> closes a block that nothing opens"),
+        (
+            "<!-- table: one -->\n<!-- table: two -->\n<!-- /table -->",
+            "line 2: <!-- table: two --> inside the block that line 1 opens",
+        ),
+    ],
+)
+def test_wrong_markers_are_refused(folder, text, words):
+    with pytest.raises(UserError) as refused:
+        fill(text, blocks(folder, [ONE, TWO]))
+    assert words in str(refused.value)
+
+
+def test_a_failed_study_fills_no_readme(tmp_path):
+    study([ONE, BROKEN], tmp_path)
+    with pytest.raises(UserError, match="broken failed in the study"):
+        blocks(tmp_path, [ONE, BROKEN])

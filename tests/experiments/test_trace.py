@@ -1,0 +1,283 @@
+"""A trace tells what happens, in the order in which it happens, and leaves nothing behind."""
+
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import hooks_impl
+import patch_impl
+from experiments import trace as tracing
+from experiments.compare import PressPair, pair
+from experiments.families import build
+from experiments.report import read_table, write_table
+from experiments.trace import Event, to_table, trace
+from press_core import kept_lengths
+from tests.support import snapshot, token_ids
+
+LENGTH = 80
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+@pytest.fixture(autouse=True)
+def _one_run(monkeypatch):
+    monkeypatch.setattr(tracing, "RUNS", 1)
+
+
+@pytest.fixture(scope="module")
+def snapkv(model):
+    """Two decode steps after a prefill of 80 tokens, half of which SnapKV evicts."""
+    return trace(model, pair("SnapKVPress", compression_ratio=0.5), length=LENGTH, decode=2)
+
+
+def events_of(events: list[Event], mechanism: str, step: int, layer: int) -> list[str]:
+    where = mechanism, step, layer
+    return [e.event for e in events if (e.mechanism, e.step, e.layer) == where]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_hooks_of_a_prefill_in_order(snapkv, layer):
+    assert events_of(snapkv, "hook", 0, layer) == [
+        "80 hidden states enter",
+        "pre-hook leaves the mask",
+        "hook on q_proj collects 80 queries",
+        "attention runs over 80 keys",
+        "press scores 80 keys",
+        "forward hook prunes 80 → 40",
+    ]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_patches_of_a_prefill_in_order(snapkv, layer):
+    assert events_of(snapkv, "patch", 0, layer) == [
+        "80 hidden states enter",
+        "wrapper enters, leaves the mask",
+        "attention function is intercepted: 80 queries seen",
+        "attention runs over 80 keys",
+        "press scores 80 keys",
+        "wrapper prunes 80 → 40",
+    ]
+
+
+def test_decode_steps(snapkv):
+    assert events_of(snapkv, "hook", 1, 0) == [
+        "1 hidden state enters",
+        "pre-hook leaves the mask",
+        "hook on q_proj collects 1 query",
+        "attention runs over 41 keys",
+        "forward hook leaves 41 keys",
+    ]
+    assert events_of(snapkv, "patch", 2, 1) == [
+        "1 hidden state enters",
+        "wrapper enters, leaves the mask",
+        "attention function is intercepted: 1 query seen",
+        "attention runs over 42 keys",
+        "wrapper leaves 42 keys",
+    ]
+
+
+@pytest.mark.parametrize("mechanism", ["hook", "patch"])
+def test_layers_follow_each_other(snapkv, mechanism):
+    order = [(e.step, e.layer) for e in snapkv if e.mechanism == mechanism]
+    assert order == sorted(order)
+    assert set(order) == {(step, layer) for step in range(3) for layer in range(2)}
+
+
+@pytest.mark.parametrize("mechanism", ["hook", "patch"])
+def test_numbers_of_a_prefill(snapkv, mechanism):
+    ends = [
+        e for e in snapkv if e.keys_kept is not None and (e.mechanism, e.step) == (mechanism, 0)
+    ]
+    n_bytes = 2 * 2 * 16 * 4  # keys and values, KV heads, channels, float32
+    for layer, end in enumerate(ends):
+        assert (end.layer, end.hidden_states_length, end.keys_made) == (layer, 80, 80)
+        assert (end.keys_kept, end.bytes_before, end.bytes_after) == (
+            40,
+            80 * n_bytes,
+            40 * n_bytes,
+        )
+
+
+@pytest.mark.parametrize("mechanism", ["hook", "patch"])
+def test_a_traced_model_keeps_what_an_untraced_one_keeps(model, snapkv, mechanism):
+    package = {"hook": hooks_impl, "patch": patch_impl}[mechanism]
+    cache = DynamicCache()
+    with torch.inference_mode(), package.SnapKVPress(0.5)(model):
+        model(token_ids(1, LENGTH), past_key_values=cache)
+    told = [e.keys_kept for e in snapkv if e.mechanism == mechanism and e.step == 0 and e.keys_kept]
+    assert told == [int(kept.max()) for kept in kept_lengths(cache)]
+
+
+def test_a_press_that_reads_no_queries_collects_none(model):
+    events = trace(model, pair("KnormPress", compression_ratio=0.25), length=20)
+    assert events_of(events, "hook", 0, 0) == [
+        "20 hidden states enter",
+        "pre-hook leaves the mask",
+        "attention runs over 20 keys",
+        "press scores 20 keys",
+        "forward hook prunes 20 → 15",
+    ]
+    assert events_of(events, "patch", 0, 0) == [
+        "20 hidden states enter",
+        "wrapper enters, leaves the mask",
+        "attention runs over 20 keys",
+        "press scores 20 keys",
+        "wrapper prunes 20 → 15",
+    ]
+
+
+def test_ratio_zero_prunes_nothing(model):
+    events = trace(model, pair("KnormPress", compression_ratio=0.0), length=20)
+    assert events_of(events, "hook", 0, 1)[-1] == "forward hook leaves 20 keys"
+    assert events_of(events, "patch", 0, 1)[-1] == "wrapper leaves 20 keys"
+    assert not any("scores" in e.event for e in events)
+
+
+@dataclass
+class MeddlingPress(hooks_impl.KnormPress):
+    """When the second layer is done, prunes the first one once more."""
+
+    def forward_hook(self, module, input, kwargs, output):
+        output = super().forward_hook(module, input, kwargs, output)
+        if module.layer_idx == 1:
+            layer = kwargs["past_key_values"].layers[0]
+            layer.keys, layer.values = layer.keys[..., :3, :], layer.values[..., :3, :]
+        return output
+
+
+def test_pruning_another_layer_is_told(model):
+    events = trace(model, PressPair(MeddlingPress(0.5), patch_impl.KnormPress(0.5)), length=20)
+    assert [e.event for e in events if e.mechanism == "hook"][-1] == (
+        "forward hook of layer 1 changes 10 → 3"
+    )
+    table = to_table(events, model="m", press="KnormPress", ratio=0.5)
+    assert "1 time a press changed the cache of another layer" in tracing.summary({"trace": table})
+
+
+@pytest.mark.parametrize("mechanism", ["hook", "patch"])
+def test_a_mask_that_is_replaced_is_told(model, mechanism):
+    """Of a padded batch that was pruned, the mask of the model does not fit."""
+    press = getattr(pair("KnormPress", compression_ratio=0.5), mechanism)
+    cache = DynamicCache()
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[0, :6] = 0
+    recorder = tracing.Recorder(mechanism, model, cache)
+    with torch.inference_mode(), recorder.recorded(press)(model):
+        model(token_ids(2, 20), attention_mask=mask, past_key_values=cache)
+        recorder.step = 1
+        longer = torch.cat((mask, mask.new_ones(2, 1)), dim=1)
+        model(token_ids(2, 1), attention_mask=longer, past_key_values=cache)
+    replaced = [(e.step, e.layer) for e in recorder.events if "replaces the mask" in e.event]
+    assert replaced == [(1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("family", "projection", "layers"),
+    [
+        ("gpt_neox", "query_key_value", [0, 1]),
+        ("gpt2", "c_attn", [0, 1]),
+        ("qwen3", "q_norm", [0, 1]),
+        ("gemma3_text", "q_norm", [1, 3]),
+    ],
+)
+def test_families(family, projection, layers):
+    events = trace(build(family), pair("SnapKVPress", compression_ratio=0.5), length=LENGTH)
+    assert sorted({e.layer for e in events}) == layers  # sliding layers are left alone
+    for layer in layers:
+        assert f"hook on {projection} collects 80 queries" in events_of(events, "hook", 0, layer)
+        assert events_of(events, "patch", 0, layer)[-1] == "wrapper prunes 80 → 40"
+
+
+def test_only_time_in_the_press_is_counted(model, monkeypatch):
+    """20 ms in the score are the press', 100 ms in attention and projection are the model's."""
+
+    def slow(function, seconds):
+        return lambda *args, **kwargs: (time.sleep(seconds), function(*args, **kwargs))[1]
+
+    attention = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", slow(attention, 0.1))
+    projection = model.model.layers[0].self_attn.o_proj
+    monkeypatch.setattr(projection, "forward", slow(projection.forward, 0.1))
+    presses = [
+        type("Slow", (package.SnapKVPress,), {"score": slow(package.SnapKVPress.score, 0.02)})(0.5)
+        for package in (hooks_impl, patch_impl)
+    ]
+    events = trace(model, PressPair(*presses), length=LENGTH)
+    assert sum(event.press_us or 0 for event in events) < 170_000
+    scored = [event.press_us for event in events if event.event.startswith("press scores")]
+    assert len(scored) == 4
+    assert min(scored) >= 20_000
+
+
+def test_median_of_several_runs():
+    runs = [Event("hook", 0, 0, "e", press_us=us) for us in (1.0, 50.0, 3.0)]
+    assert tracing._with_median_time(*runs).press_us == 3.0
+    assert tracing._with_median_time(*[Event("hook", 0, 0, "e")] * 3).press_us is None
+
+
+def test_nothing_is_left(model):
+    before = snapshot(model)
+    trace(model, pair("SnapKVPress", compression_ratio=0.5), length=LENGTH, decode=1)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("package", [hooks_impl, patch_impl])
+def test_nothing_is_left_after_an_error(model, package):
+    def fail(self, *args):
+        raise RuntimeError("while scoring")
+
+    failing = type("Failing", (package.SnapKVPress,), {"score": fail})(0.5)
+    before = snapshot(model)
+    with pytest.raises(RuntimeError, match="while scoring"):
+        trace(model, PressPair(failing, failing), length=LENGTH)
+    assert snapshot(model) == before
+
+
+def test_the_press_itself_is_not_changed(model):
+    presses = pair("SnapKVPress", compression_ratio=0.5)
+    trace(model, presses, length=LENGTH)
+    for press in presses:
+        assert vars(press) == {"compression_ratio": 0.5, "window_size": 64, "kernel_size": 5}
+
+
+def test_figure_and_summary_come_from_the_csv_file(snapkv, tmp_path):
+    table = to_table(snapkv, model="llama", press="SnapKVPress", ratio=0.5)
+    write_table(table, tmp_path / "trace.csv")
+    read = read_table(tmp_path / "trace.csv")
+    assert read["keys_made"].dropna().tolist() == table["keys_made"].dropna().tolist()
+    text = tracing.summary({"trace": read})
+    assert text == tracing.summary({"trace": table})
+    assert text.startswith(
+        "With both mechanisms every layer receives 80 hidden states, makes 80 keys per head, and "
+        "keeps 40 of them when its own press has acted; no press ever changed the cache of another "
+        "layer (SnapKV at ratio 0.5, 2 layers of `llama`)."
+    )
+    assert "| 1 | 80 | 80 | 40 | 20.0 | 10.0 |" in text
+    assert "| hook on q_proj collects 80 queries | attention function is intercepted" in text
+    left, right = tracing.figures({"trace": read})["trace"].axes
+    for panel, name in ((left, "hooks"), (right, "patches")):
+        assert panel.get_title(loc="left") == name
+        widths = [bar.get_width() for bar in panel.patches]
+        assert widths == [80, 80, 80, 80, 40, 40]  # entered, made and kept, of two layers
+
+
+def test_columns(snapkv):
+    table = to_table(snapkv, model="llama", press="SnapKVPress", ratio=0.5)
+    assert list(table.columns[:10]) == [
+        "mechanism",
+        "step",
+        "layer",
+        "event",
+        "hidden_states_length",
+        "keys_made",
+        "keys_kept",
+        "bytes_before",
+        "bytes_after",
+        "press_us",
+    ]

@@ -1,0 +1,143 @@
+"""Rotations are the model's own, and can be undone and averaged."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from experiments.families import FAMILIES, NO_ROPE, build
+from press_core import attention_sites
+from press_core.rotary import Rotary
+
+ROPE_FAMILIES = [family for family in FAMILIES if family not in NO_ROPE]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ROPE_FAMILIES)
+def test_rotate_has_the_bits_that_the_attention_function_receives(
+    family: str, dtype: torch.dtype, record: Callable[..., Any]
+) -> None:
+    recorded = record(family, 7, dtype)
+    (before_rope,) = recorded.before_rope
+    # StableLM hands the rotated channels over only; the others pass RoPE by unchanged
+    untouched = recorded.query[..., before_rope.shape[-1] :]
+    query = torch.cat((before_rope, untouched), dim=-1)
+
+    rotated = recorded.site.rotary.rotate(query, *recorded.position_embeddings)
+
+    assert rotated.dtype == dtype
+    assert torch.equal(rotated, recorded.query)
+    assert not torch.equal(rotated, query)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ROPE_FAMILIES)
+def test_unrotate_inverts_rotate(
+    family: str, dtype: torch.dtype, record: Callable[..., Any]
+) -> None:
+    recorded = record(family, 7, dtype)
+    rotary, (cos, sin) = recorded.site.rotary, recorded.position_embeddings
+    x = torch.randn(2, 4, 7, 16)
+    rotated = rotary.rotate(x, cos.float(), sin.float())
+    torch.testing.assert_close(rotary.unrotate(rotated, cos, sin), x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unrotate_gives_single_precision(dtype: torch.dtype, record: Callable[..., Any]) -> None:
+    recorded = record("llama", 7, dtype)
+    unrotated = recorded.site.rotary.unrotate(recorded.query, *recorded.position_embeddings)
+    assert unrotated.dtype == torch.float32
+    (before_rope,) = recorded.before_rope
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(unrotated, before_rope.float(), atol=tolerance, rtol=tolerance)
+
+
+def test_unrotate_undoes_the_scale_of_yarn() -> None:
+    rotary = _llama_rotary(
+        rope_type="yarn", factor=8.0, original_max_position_embeddings=64, rope_theta=10000.0
+    )
+    x = torch.randn(1, 2, 9, 8)
+    cos, sin = rotary.embeddings(x, torch.arange(9)[None])
+    assert (cos.square() + sin.square() > 1.1).all()  # scaled: not a rotation alone
+    torch.testing.assert_close(rotary.unrotate(rotary.rotate(x, cos, sin), cos, sin), x)
+
+
+@pytest.mark.parametrize("family", ROPE_FAMILIES)
+def test_the_average_is_the_mean_of_all_rotations(family: str) -> None:
+    site = attention_sites(build(family, num_layers=1, attn_implementation="eager"))[0]
+    rotary: Any = site.rotary
+    x, start = torch.randn(2, 4, 16), torch.tensor([[5], [40]])
+
+    average = rotary.average(x, start, 30)
+
+    assert average.shape == (2, 1, 16, 16)
+    of_layer = () if rotary.layer_type is None else (rotary.layer_type,)
+    for row in range(2):
+        total = torch.zeros(4, 16)
+        for position in range(30):
+            at = torch.tensor([[int(start[row, 0]) + position]])
+            cos, sin = rotary.embedding(x, at, *of_layer)
+            total += rotary.rotate(x[row][None, :, None], cos, sin)[0, :, 0]
+        torch.testing.assert_close(x[row] @ average[row, 0].mT, total / 30, atol=1e-5, rtol=1e-4)
+
+
+def test_one_start_serves_all_rows() -> None:
+    rotary = _llama_rotary(rope_type="default", rope_theta=10000.0)
+    x = torch.randn(3, 2, 8)
+    one, each = (rotary.average(x, torch.full((n, 1), 12), 6) for n in (1, 3))
+    assert torch.equal(one.expand_as(each), each)
+
+
+def test_channels_beyond_a_partial_rotation_are_averaged_unchanged() -> None:
+    site = attention_sites(build("gpt_neox"))[0]  # a quarter of the channels rotate
+    average = site.rotary.average(torch.zeros(16), torch.tensor([[3]]), 20)[0, 0]  # type: ignore[union-attr]
+    assert torch.equal(average[4:, 4:], torch.eye(12))
+    assert not average[4:, :4].any()
+    assert not average[:4, 4:].any()
+
+
+def test_a_layer_of_its_own_kind_gets_its_own_frequencies(record: Callable[..., Any]) -> None:
+    recorded = record("gemma3_text", 7)  # sliding and full layers differ in their base frequency
+    cos, sin = recorded.site.rotary.embeddings(recorded.query, torch.arange(7)[None])
+    given = recorded.position_embeddings
+    assert torch.equal(cos, given[0])
+    assert torch.equal(sin, given[1])
+
+
+def test_asking_for_far_positions_leaves_no_trace_on_the_model() -> None:
+    rotary = _llama_rotary(rope_type="dynamic", factor=2.0, rope_theta=10000.0)
+    x = torch.zeros(1, 8)
+    before = copy.deepcopy(_state(rotary))
+    near = rotary.embeddings(x, torch.arange(4)[None])
+    rotary.average(x, torch.tensor([[100_000]]), 8)
+    assert all(torch.equal(a, b) for a, b in zip(_state(rotary), before, strict=True))
+    again = rotary.embeddings(x, torch.arange(4)[None])
+    assert all(torch.equal(a, b) for a, b in zip(near, again, strict=True))
+
+
+def _state(rotary: Rotary) -> list[Tensor]:
+    assert rotary.embedding is not None
+    return [buffer for _, buffer in rotary.embedding.named_buffers()]
+
+
+def _llama_rotary(**rope_parameters: Any) -> Rotary:
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=512,
+        rope_parameters=rope_parameters,
+    )
+    rotary = attention_sites(AutoModelForCausalLM.from_config(config))[0].rotary
+    assert rotary is not None
+    return rotary

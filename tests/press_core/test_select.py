@@ -1,0 +1,117 @@
+"""How many tokens are kept, and which."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from press_core.select import (
+    gather_tokens,
+    leading,
+    n_kept,
+    protect,
+    top_positions,
+    trailing,
+    upcast,
+)
+
+
+@pytest.mark.parametrize(
+    ("length", "ratio", "kept"),
+    [(10, 0.5, 5), (11, 0.5, 5), (100, 0.25, 75), (7, 0.0, 7), (3, 0.9, 1), (1, 0.5, 1)],
+)
+def test_a_ratio_keeps_the_rest_rounded_down_and_never_nothing(
+    length: int, ratio: float, kept: int
+) -> None:
+    assert n_kept(length, ratio) == kept
+
+
+@given(st.integers(1, 10_000), st.floats(0, 1, exclude_max=True))
+def test_the_number_kept_is_possible(length: int, ratio: float) -> None:
+    assert 1 <= n_kept(length, ratio) <= length
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_the_best_scores_are_kept_in_temporal_order(data: st.DataObject) -> None:
+    length = data.draw(st.integers(1, 20))
+    n = data.draw(st.integers(1, length))
+    scores = torch.tensor(
+        data.draw(
+            st.lists(
+                st.lists(st.integers(-3, 3), min_size=length, max_size=length),
+                min_size=3,
+                max_size=3,
+            )
+        )
+    ).double()[None]
+
+    kept = top_positions(scores, n)
+
+    assert kept.shape == (1, 3, n)
+    assert kept.dtype == torch.int64
+    for row, positions in zip(scores[0].tolist(), kept[0].tolist(), strict=True):
+        assert positions == sorted(set(positions))
+        dropped = [row[j] for j in range(length) if j not in positions]
+        assert not dropped or max(dropped) <= min(row[j] for j in positions)
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_protected_tokens_stand_above_all_others_the_latest_highest(data: st.DataObject) -> None:
+    length = data.draw(st.integers(2, 24))
+    magnitude = data.draw(st.sampled_from([1e-3, 1.0, 1e3, 1e6]))
+    protected = torch.tensor(
+        data.draw(st.lists(st.booleans(), min_size=length, max_size=length)), dtype=torch.bool
+    )
+    seed = data.draw(st.integers(0, 1000))
+    scores = magnitude * torch.randn(2, 3, length, generator=torch.Generator().manual_seed(seed))
+
+    result = protect(scores, protected)
+
+    assert torch.equal(result[..., ~protected], scores[..., ~protected])
+    if protected.any():
+        raised = result[..., protected]
+        assert (raised.diff(dim=-1) > 0).all()
+        if not protected.all():
+            others = result[..., ~protected]
+            assert (raised.amin(dim=-1) > others.amax(dim=-1)).all()
+
+
+def test_states_are_gathered_per_kv_head_for_all_its_query_heads() -> None:
+    states = torch.randn(2, 6, 9, 4)
+    positions = torch.stack([torch.randperm(9)[:5].sort().values for _ in range(6)]).view(2, 3, 5)
+
+    gathered = gather_tokens(states, positions)
+
+    assert gathered.shape == (2, 6, 5, 4)
+    for row in range(2):
+        for head in range(6):
+            for slot in range(5):
+                token = int(positions[row, head // 2, slot])
+                assert torch.equal(gathered[row, head, slot], states[row, head, token])
+
+
+@pytest.mark.parametrize(
+    ("n", "first", "last"),
+    [(0, "....", "...."), (1, "x...", "...x"), (4, "xxxx", "xxxx"), (9, "xxxx", "xxxx")],
+)
+def test_ends_of_a_sequence(n: int, first: str, last: str) -> None:
+    keys = torch.zeros(2, 3, 4, 5)
+    assert leading(keys, n).tolist() == [mark == "x" for mark in first]
+    assert trailing(keys, n).tolist() == [mark == "x" for mark in last]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_precise_states_are_used_as_they_are(dtype: torch.dtype) -> None:
+    x = torch.randn(3, dtype=dtype)
+    assert upcast(x) is x
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_turned_into_single(dtype: torch.dtype) -> None:
+    x = torch.randn(3).to(dtype)
+    assert upcast(x).dtype == torch.float32
+    assert torch.equal(upcast(x).to(dtype), x)
