@@ -44,7 +44,9 @@ def supported_implementations(family: str) -> tuple[str, ...]:
     """Attention implementations that `transformers` offers a family on any machine."""
     return {
         "gemma2": ("eager", "flex_attention"),  # sdpa cannot cap logits
-        "gpt_oss": ("eager", "flex_attention"),  # nor take sinks
+        "gpt_oss": ("eager",),  # nor take sinks, which flex can on a GPU only
+        "gpt2": ("eager", "sdpa"),
+        "stablelm": ("eager", "sdpa"),
     }.get(family, ("eager", "sdpa", "flex_attention"))
 
 

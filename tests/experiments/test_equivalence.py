@@ -9,11 +9,12 @@ import pandas as pd
 import pytest
 import torch
 import typer
+from hypothesis import given, settings
 from typer.testing import CliRunner
 
 import hooks_impl
 import patch_impl
-from experiments import equivalence
+from experiments import equivalence, strategies
 from experiments.compare import Difference, Inputs, compare, pair, run
 from experiments.equivalence import Cell, family_subject, registered, run_grid
 from experiments.facts import build_tokenizer
@@ -155,7 +156,7 @@ def test_a_model_of_ones_own(tmp_path):
         (["--dtype", "int8"], "'int8' is unknown; choose from float32, bfloat16"),
         (["--family", "gemma2", "--attn", "sdpa"], "none of gemma2 has sdpa; eager works"),
         (["--family", "llama", "--model", "facts-llama"], "either --model or --family"),
-        (["--length", "0"], "Invalid value for '--length'"),
+        (["--length", "1"], "Invalid value for '--length'"),
         (["--device", "abacus"], "cannot use 'abacus'"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
@@ -283,7 +284,7 @@ def test_later_forwards_are_compared_too(model):
 
     difference = compare(model, hooks_impl.KnormPress(0.5), LatePatch(0.5), INPUTS)
     assert difference is not None
-    assert difference.where == "logits of forward 2 after it"
+    assert difference.where == "logits of forward 2 after the prefill"
     assert difference.position == 34
     assert (difference.layer, difference.head) == (None, None)
 
@@ -311,6 +312,23 @@ def test_a_press_that_does_not_say_what_it_keeps(model):
     difference = compare(model, EveryOther(), EveryOther(first=1), INPUTS)
     assert difference is not None
     assert (difference.where, difference.layer) == ("keys after the prefill", 0)
+
+
+pairs_of_ones_own = strategies.pairs_of(
+    NewestPress, NewestPatch, compression_ratio=strategies.ratios()
+)
+
+
+@settings(max_examples=20, derandomize=True, deadline=None)
+@given(strategies.cases(pairs_of_ones_own, max_length=20))
+def test_strategies_take_presses_of_ones_own(case):
+    assert case.difference() is None
+
+
+@settings(max_examples=20, derandomize=True, deadline=None)
+@given(presses=strategies.press_pairs("SnapKVPress"), inputs=strategies.inputs(VOCABULARY))
+def test_strategies_serve_a_model_of_ones_own(model, presses, inputs):
+    assert compare(model, presses.hook, presses.patch, inputs) is None
 
 
 def test_both_refusing_is_the_refusal(model):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.utils import logging
 
-from experiments import loading
+from experiments import UserError, loading
 from experiments.facts import build_tokenizer
 from experiments.families import build
 from experiments.loading import SHIPPED, ModelNotFoundError, load_model, short_name
@@ -97,6 +97,12 @@ def test_a_broken_model_is_not_said_to_be_missing(tmp_path):
     with pytest.raises(Exception, match="config") as caught:
         load_model(str(tmp_path))
     assert not isinstance(caught.value, ModelNotFoundError)
+
+
+@pytest.mark.parametrize("device", ["nonsense", "cuda:99"])
+def test_a_device_that_is_not_there(folder, device):
+    with pytest.raises(UserError, match=device):
+        load_model(str(folder), device=device)
 
 
 def test_tables_call_a_model_by_its_last_folder(folder):

@@ -9,10 +9,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner
 
 from experiments import overhead
+from experiments.cli import app
 from experiments.facts import build_tokenizer
 from experiments.families import build
 from experiments.overhead import BARE, EMPTY_HOOK, EMPTY_WRAPPER, Condition, Size
@@ -178,13 +178,13 @@ def test_every_decode_step_starts_from_the_same_pruned_cache(model, monkeypatch)
 
 def test_every_phase_has_every_condition(table):
     pressed = {(press, mechanism) for press in overhead.PRESSES for mechanism in ("hook", "patch")}
-    empty = {("none", "empty hook"), ("none", "empty wrapper")}
+    empty = {("no press", "empty hook"), ("no press", "empty wrapper")}
     assert set(table["phase"]) == {"call", "prefill", "decode", "enter", "leave"}
     for phase in ("prefill", "decode", "enter", "leave"):
         rows = table[(table["phase"] == phase) & (table["baseline"] == "bare")]
         assert set(zip(rows["press"], rows["mechanism"], strict=True)) == pressed | empty
         assert not rows.duplicated(["press", "mechanism", "compression_ratio"]).any()
-    prefill = table[(table["phase"] == "prefill") & (table["press"] != "none")]
+    prefill = table[(table["phase"] == "prefill") & (table["press"] != "no press")]
     assert set(prefill["compression_ratio"]) == {0.0, 0.5}
 
 
@@ -247,9 +247,7 @@ def cli(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "tiny"
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
-    app = typer.Typer()
-    app.command()(overhead.command)
-    arguments = ["--model", str(folder), "--context", "80", "--prefill-rounds", "2"]
+    arguments = ["overhead", "--model", str(folder), "--context", "80", "--prefill-rounds", "2"]
     return lambda *more: CliRunner().invoke(app, [*arguments, *more], env={"COLUMNS": "120"})
 
 

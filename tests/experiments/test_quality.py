@@ -8,13 +8,13 @@ import matplotlib
 import pandas as pd
 import pytest
 import torch
-import typer
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import hooks_impl
 import patch_impl
-from experiments import plots, quality
+from experiments import UserError, plots, quality
+from experiments.cli import app
 from experiments.facts import VOCABULARY, build_tokenizer, draw
 from experiments.families import build
 from experiments.loading import load_model
@@ -184,7 +184,7 @@ def test_a_row_per_condition_and_kind_of_question(tables):
     table = tables["quality"]
     assert len(table) == 2 * (1 + 2 * 2)
     assert not table.duplicated(["press", "mechanism", "ratio", "question"]).any()
-    assert set(table.loc[table["ratio"] == 0, "press"]) == {"none"}
+    assert set(table.loc[table["ratio"] == 0, "press"]) == {"no press"}
     unseen, seen = (table[table["question"] == q] for q in ("unseen", "seen"))
     assert set(unseen["samples"]) == {3}
     assert set(unseen["answers"]) == {12}
@@ -263,7 +263,7 @@ def test_another_vocabulary_is_refused():
     tokenizer = build_tokenizer()
     quality.check_vocabulary(tokenizer, "facts")
     tokenizer.add_tokens(["zebra"])
-    with pytest.raises(ValueError, match="vocabulary"):
+    with pytest.raises(UserError, match="vocabulary"):
         quality.check_vocabulary(tokenizer, "zoo")
 
 
@@ -303,14 +303,31 @@ def cli(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "tiny"
     tiny_model().float().save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
-    app = typer.Typer()
-    app.command()(quality.command)
-    arguments = ["--model", str(folder), "--context", "32", "--facts", "4", "--seen-samples", "2"]
+    arguments = [
+        "quality",
+        "--model",
+        str(folder),
+        "--context",
+        "32",
+        "--facts",
+        "4",
+        "--seen-samples",
+        "2",
+    ]
     return lambda *more: CliRunner().invoke(app, [*arguments, *more], env={"COLUMNS": "120"})
 
 
 def test_command_writes_what_it_shows(cli, tmp_path):
-    options = ["--press", "KnormPress", "--mechanism", "patch", "--samples", "2"]
+    options = [
+        "--press",
+        "KnormPress",
+        "--mechanism",
+        "patch",
+        "--samples",
+        "2",
+        "--seen-samples",
+        "2",
+    ]
     result = cli(*options, "--ratio", "0", "--ratio", "0.5", "--output", str(tmp_path))
     assert result.exit_code == 0, result.output
     assert "Knorm" in result.output

@@ -1,0 +1,142 @@
+"""The front door: `python -m experiments --help`.
+
+Help has to come at once, and the modules behind the commands import torch: each is imported when
+its command is called, and not before.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from experiments import UserError
+
+_HELP = """\
+To change what a transformer keeps in its KV cache, must you patch its code, or are hooks enough, \
+and what does each cost?
+
+Every press (a policy that evicts tokens from the cache) is built here twice: with PyTorch's own \
+hooks, and with reversible patches of the attention forwards. The commands below watch both at \
+work, check that both leave the same bits, and measure what each costs.
+
+New here? Start with [bold]trace[/bold]; [bold]study[/bold] runs everything and writes one page.
+"""
+
+
+class _Entry(NamedTuple):
+    """A command, known by its name and help before its module is imported."""
+
+    panel: str
+    help: str
+
+
+_LOOK, _MEASURE, _REPORT = "Look", "Measure", "Report"
+COMMANDS: dict[str, _Entry] = {
+    "trace": _Entry(_LOOK, "Follow one forward step by step, hook and patch side by side."),
+    "equivalence": _Entry(_MEASURE, "Check that both mechanisms leave the same bits."),
+    "overhead": _Entry(_MEASURE, "Measure what each mechanism costs in time and memory."),
+    "quality": _Entry(_MEASURE, "Measure what eviction costs in answers, press by press."),
+    "study": _Entry(_REPORT, "Run all experiments and write tables, figures and the report."),
+    "report": _Entry(_REPORT, "Rebuild report.md and report.html from the tables of a study."),
+    "readme": _Entry(_REPORT, "Rewrite the README's tables from the committed results."),
+}
+"""Commands in the order in which a newcomer needs them; each is `command` of its module."""
+
+
+class FrontDoor(TyperGroup):
+    """Imports the module of a command when it is called; tells user errors in one line."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0] if args else ""
+        if name in COMMANDS:
+            self.commands[name] = _load(name)
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            if ctx.params.get("debug") or not _is_users(error):
+                raise
+            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(2) from None
+
+
+def _load(name: str) -> Any:
+    command = typer.Typer(add_completion=False)
+    command.command(name)(import_module(f"experiments.{name}").command)
+    return get_command(command)
+
+
+def _is_users(error: Exception) -> bool:
+    """Whether `error` says what its user should do otherwise, so that a traceback adds nothing."""
+    from experiments.loading import ModelNotFoundError
+    from press_core.errors import PressError
+
+    if isinstance(error, OSError):
+        return not isinstance(error, BrokenPipeError)
+    return isinstance(error, (UserError, PressError, ModelNotFoundError))
+
+
+app = typer.Typer(
+    cls=FrontDoor,
+    help=_HELP,
+    rich_markup_mode="rich",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # a traceback that is shown is asked for: show it as it is
+)
+
+
+@app.callback()
+def _front_door(
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug",
+            envvar="HOOK_OR_PATCH_DEBUG",
+            help="Show the traceback of an error, rather than one line.",
+        ),
+    ] = False,
+) -> None:
+    """Options of all commands; `FrontDoor` reads them."""
+
+
+def _announce(name: str, entry: _Entry) -> None:
+    """Let `--help` list a command whose module is not imported yet."""
+
+    def not_loaded() -> None:
+        raise AssertionError(f"{name} was called before its module was imported")
+
+    app.command(name, help=entry.help, rich_help_panel=entry.panel)(not_loaded)
+
+
+for _name, _entry in COMMANDS.items():
+    _announce(_name, _entry)
+
+train = typer.Typer(no_args_is_help=True, help="Train the small models that ship with the study.")
+app.add_typer(train, name="train", rich_help_panel="Models")
+
+_Output = Annotated[Path, typer.Option(help="Folder for the trained model.")]
+_Seed = Annotated[int, typer.Option(help="Seed of weights and data.")]
+
+
+@train.command("facts")
+def train_facts(output: _Output, seed: _Seed = 0) -> None:
+    """Train facts-llama, which retrieves facts from a context; about an hour on two cores."""
+    from experiments.training.facts import train
+
+    train(output, seed=seed)
+
+
+@train.command("stdlib")
+def train_stdlib(output: _Output, seed: _Seed = 0) -> None:
+    """Train stdlib-neox, a GPT-NeoX that writes Python as the standard library does."""
+    from experiments.training.stdlib import train
+
+    train(output, seed=seed)

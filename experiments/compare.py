@@ -1,0 +1,331 @@
+"""One model, one input, two presses: do both leave the same bits?
+
+```python
+inputs = Inputs.random(model.config.vocab_size, lengths=(64, 40), question=5, steps=2)
+difference = compare(model, hooks_impl.SnapKVPress(0.5), patch_impl.SnapKVPress(0.5), inputs)
+print(difference or "the same bits")
+```
+
+Bits are compared, not numbers: a NaN equals itself, and 0.0 does not equal -0.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+import hooks_impl
+import patch_impl
+from press_core import Press, PressError
+
+Presses = Press | Sequence[Press]
+"""A press, or presses for nested scopes, the outermost first."""
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class PressPair(NamedTuple):
+    """The same press with both mechanisms."""
+
+    hook: Press
+    patch: Press
+
+
+def pair(name: str, **fields: Any) -> PressPair:
+    """The press registered as `name`, with both mechanisms and the same fields.
+
+    Raises:
+        KeyError: if no press has that name.
+        HyperparameterError: if a field is out of range.
+    """
+    return PressPair(hooks_impl.PRESSES[name](**fields), patch_impl.PRESSES[name](**fields))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is run inside the scope: a context, which is pruned, and the forwards after it.
+
+    Attributes:
+        context: `(B, S)` int64 token ids.
+        following: ids of the forwards after the prefill, each `(B, q)` int64: a question of
+            several tokens, decode steps of one.
+        attention_mask: `(B, S)` int64, 0 where a row is padded (on the left); None: no padding.
+    """
+
+    context: Tensor
+    following: tuple[Tensor, ...] = ()
+    attention_mask: Tensor | None = None
+
+    @classmethod
+    def random(
+        cls,
+        vocab_size: int,
+        lengths: Sequence[int],
+        question: int = 4,
+        steps: int = 2,
+        seed: int = 0,
+        distinct: bool = False,
+    ) -> Inputs:
+        """Random token ids, without the first few of the vocabulary (padding, start, end).
+
+        Args:
+            vocab_size: number of token ids, more than 3.
+            lengths: tokens of each row; shorter rows are padded on the left.
+            question: tokens of the forward after the prefill; 0: there is none.
+            steps: forwards of one token after that.
+            distinct: draw no token twice within a row's context (`max(lengths) <= vocab_size - 3`).
+        """
+        generator = torch.Generator().manual_seed(seed)
+        batch, longest = len(lengths), max(lengths)
+
+        def drawn(width: int) -> Tensor:
+            return torch.randint(3, vocab_size, (batch, width), generator=generator)
+
+        context = drawn(longest)
+        if distinct:
+            rows = [torch.randperm(vocab_size - 3, generator=generator) for _ in lengths]
+            context = 3 + torch.stack(rows)[:, :longest]
+        following = [drawn(width) for width in [question] * (question > 0) + [1] * steps]
+        padding = longest - torch.tensor(lengths)
+        mask = (torch.arange(longest) >= padding[:, None]).long() if padding.any() else None
+        return cls(context, tuple(following), mask)
+
+    def row(self, index: int) -> Inputs:
+        """One row of the batch by itself, without its padding."""
+        context = self.context[index : index + 1]
+        if self.attention_mask is not None:
+            context = context[:, self.attention_mask[index] == 1]
+        return Inputs(context, tuple(ids[index : index + 1] for ids in self.following))
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that are run, padding not counted."""
+        context = self.context.numel() if self.attention_mask is None else self.attention_mask.sum()
+        return int(context) + sum(ids.numel() for ids in self.following)
+
+    def forwards(self, device: torch.device) -> Iterator[dict[str, Tensor]]:
+        """Arguments of each forward; masks and positions are those that `generate` would pass."""
+        past = 0
+        for ids in (self.context, *self.following):
+            arguments = {"input_ids": ids}
+            past += ids.shape[1]
+            if self.attention_mask is not None:
+                n_new = past - self.context.shape[1]
+                new = torch.ones(len(ids), n_new, dtype=torch.int64)
+                mask = torch.cat((self.attention_mask, new), dim=1)
+                positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+                arguments |= {"attention_mask": mask, "position_ids": positions}
+            yield {name: tensor.to(device) for name, tensor in arguments.items()}
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """What a layer of a cache holds at one moment.
+
+    Attributes:
+        kind: class name of the layer.
+        seen: tokens that it has seen.
+        keys, values: `(B, H_kv, n, d)`.
+        positions: `(B, H_kv, n_pruned)` int32, see `PrunedLayer`; None where nothing was pruned or
+            the press did not say what it kept.
+    """
+
+    kind: str
+    seen: int
+    keys: Tensor
+    values: Tensor
+    positions: Tensor | None
+
+    def position(self, row: int, head: int, slot: int) -> int:
+        """Place in the sequence (padding counted) of what lies in `slot`.
+
+        The slot itself, counted from the newest token, where the press did not say what it kept.
+        """
+        if self.positions is not None and slot < self.positions.shape[-1]:
+            return int(self.positions[row, head, slot])
+        return slot + self.seen - self.keys.shape[2]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a run left: the cache after the prefill and at the end, and the logits of each forward.
+
+    Attributes:
+        logits: one `(B, q, vocabulary)` per forward.
+    """
+
+    pruned: list[LayerState]
+    final: list[LayerState]
+    logits: list[Tensor] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing in which two runs differ.
+
+    Attributes:
+        where: what differs, and when.
+        layer, row, head: the first place where it does; None where there is no such thing.
+        position: token of the sequence, padding counted.
+        hook_value, patch_value: what the two runs have there.
+    """
+
+    where: str
+    layer: int | None
+    row: int | None
+    head: int | None
+    position: int | None
+    hook_value: int | float | str
+    patch_value: int | float | str
+
+    def __str__(self) -> str:
+        places = ("layer", "row", "head", "position")
+        found = [f"{name} {getattr(self, name)}" for name in places]
+        named = ", ".join(place for place in found if not place.endswith("None"))
+        first = f" differ first at {named}" if named else " differ"
+        return f"{self.where}{first}: hook {self.hook_value}, patch {self.patch_value}"
+
+
+def compare(
+    model: PreTrainedModel, hook: Presses, patch: Presses, inputs: Inputs
+) -> Difference | None:
+    """Run `model` on `inputs` inside the scope of one press, then of the other, and compare.
+
+    Compared are, bit for bit, the cache after the prefill (kind of each layer, tokens seen, slots,
+    positions, keys, values), the logits of every forward, and the cache at the end.
+
+    Args:
+        model: left as it was.
+        hook, patch: the press with each mechanism, or as many presses for nested scopes, the
+            outermost first.
+
+    Returns:
+        The first difference, or None. That one mechanism refuses what the other does is one too.
+
+    Raises:
+        PressError: if both mechanisms refuse.
+    """
+    runs = [_run_or_refusal(model, presses, inputs) for presses in (hook, patch)]
+    refusals = [run if isinstance(run, PressError) else None for run in runs]
+    if refusals[0] is not None and type(refusals[0]) is type(refusals[1]):
+        raise refusals[0]
+    if any(refusals):
+        said = [f"{type(r).__name__}: {r}" if r else "runs" for r in refusals]
+        return Difference("refusals", None, None, None, None, *said)
+    first, second = runs
+    assert isinstance(first, Trace)
+    assert isinstance(second, Trace)
+    return next(_differences(first, second), None)
+
+
+def run(model: PreTrainedModel, presses: Presses, inputs: Inputs) -> Trace:
+    """Run `model` on `inputs` inside the scope of `presses`.
+
+    Torch's global generator starts from the same state each time and is left as it was.
+    """
+    pruned: list[LayerState] = []
+    logits = []
+    cache = DynamicCache(config=model.config)
+    with ExitStack() as scopes, torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(0)
+        for press in presses if isinstance(presses, Sequence) else [presses]:
+            scopes.enter_context(press(model))
+        for arguments in inputs.forwards(model.device):
+            output = model(**arguments, past_key_values=cache, use_cache=True)
+            logits.append(output.logits)
+            pruned = pruned or _states(cache)
+    return Trace(pruned, _states(cache), logits)
+
+
+def _run_or_refusal(model: PreTrainedModel, presses: Presses, inputs: Inputs) -> Trace | PressError:
+    try:
+        return run(model, presses, inputs)
+    except PressError as refusal:
+        return refusal
+
+
+def _states(cache: DynamicCache) -> list[LayerState]:
+    """References suffice: a layer replaces its tensors when it grows and never writes into them."""
+    return [
+        LayerState(
+            type(layer).__name__,
+            int(layer.get_seq_length()),
+            layer.keys,
+            layer.values,
+            getattr(layer, "positions", None),
+        )
+        for layer in cache.layers
+    ]
+
+
+def _differences(hook: Trace, patch: Trace) -> Iterator[Difference]:
+    yield from _cache_differences("after the prefill", hook.pruned, patch.pruned)
+    past = 0
+    for index, logits in enumerate(zip(hook.logits, patch.logits, strict=True)):
+        at = _first_unequal(*logits)
+        if at is not None:
+            forward = f"forward {index} after the prefill" if index else "the prefill"
+            values = [states[tuple(at)].item() for states in logits]
+            yield Difference(f"logits of {forward}", None, at[0], None, past + at[1], *values)
+        past += logits[0].shape[1]
+    yield from _cache_differences("at the end", hook.final, patch.final)
+
+
+def _cache_differences(
+    when: str, hook: list[LayerState], patch: list[LayerState]
+) -> Iterator[Difference]:
+    if len(hook) != len(patch):
+        counts = len(hook), len(patch)
+        yield Difference(f"numbers of layers {when}", None, None, None, None, *counts)
+    for layer, states in enumerate(zip(hook, patch, strict=False)):
+        yield from _layer_differences(when, layer, *states)
+
+
+def _layer_differences(
+    when: str, layer: int, hook: LayerState, patch: LayerState
+) -> Iterator[Difference]:
+    facts: dict[str, tuple[int | str, int | str]] = {
+        "kinds of layer": (hook.kind, patch.kind),
+        "tokens seen": (hook.seen, patch.seen),
+        "shapes of the keys": (_shape(hook.keys), _shape(patch.keys)),
+        "shapes of the values": (_shape(hook.values), _shape(patch.values)),
+        "positions known": (_shape(hook.positions), _shape(patch.positions)),
+    }
+    for where, values in facts.items():
+        if values[0] != values[1]:
+            yield Difference(f"{where} {when}", layer, None, None, None, *values)
+            return
+    if hook.positions is not None and patch.positions is not None:
+        at = _first_unequal(hook.positions, patch.positions)
+        if at is not None:
+            kept = [int(positions[tuple(at)]) for positions in (hook.positions, patch.positions)]
+            # The smaller is kept by one of the two only; -1 marks a slot that is empty there.
+            position = max(kept) if min(kept) < 0 else min(kept)
+            yield Difference(f"kept positions {when}", layer, at[0], at[1], position, *kept)
+    for name in ("keys", "values"):
+        states = getattr(hook, name), getattr(patch, name)
+        at = _first_unequal(*states)
+        if at is not None:
+            numbers = [state[tuple(at)].item() for state in states]
+            position = hook.position(*at[:3])
+            yield Difference(f"{name} {when}", layer, at[0], at[1], position, *numbers)
+
+
+def _shape(states: Tensor | None) -> str:
+    return "none" if states is None else f"{tuple(states.shape)} {states.dtype}"
+
+
+def _first_unequal(hook: Tensor, patch: Tensor) -> list[int] | None:
+    """Index of the first element whose bits differ, in the order of the dimensions."""
+    as_integers = _INTEGERS[hook.element_size()]
+    hook, patch = hook.contiguous().view(as_integers), patch.contiguous().view(as_integers)
+    if torch.equal(hook, patch):
+        return None
+    index: list[int] = (hook != patch).nonzero()[0].tolist()
+    return index

@@ -1,0 +1,128 @@
+"""Loading the models that experiments run on: shipped with the repository, local, from the hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from experiments import UserError
+
+SHIPPED: tuple[str, ...] = ("facts-llama", "stdlib-neox")
+"""Short names of the models that come with the repository."""
+
+_MODELS = Path(__file__).parent / "models"
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+class ModelNotFoundError(ValueError):
+    """There is no model of the name that was given."""
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attn_implementation: str = "sdpa",
+    device: torch.device | str | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model in eval mode, and its tokenizer.
+
+    Args:
+        name: a short name from `SHIPPED`, the path of a folder that `save_pretrained` wrote, or the
+            id of a model on the hub, which is downloaded if it is not in the local cache.
+        dtype: of the weights, whatever they are stored in.
+        attn_implementation: "eager", "sdpa", "flex_attention" and so on.
+        device: where to put the model; the CPU by default.
+
+    Raises:
+        ModelNotFoundError: if `name` is none of the three, or the hub cannot be reached.
+        UserError: if the device cannot be used.
+    """
+    folder = _folder(name)
+    if folder is not None:
+        return _load(str(folder), dtype, attn_implementation, device)
+    try:
+        return _load(name, dtype, attn_implementation, device)
+    except OSError as error:
+        raise ModelNotFoundError(
+            f"cannot load a model called {name!r}: it is neither {_shipped()} nor an existing "
+            "folder, and the hub gave no such model (no network, no such id, or no permission); "
+            f"the cause was: {_first_sentence(error)}"
+        ) from error
+
+
+def short_name(name: str) -> str:
+    """What tables call the model that `load_model(name)` loads: no folder but the last."""
+    return Path(name).resolve().name if Path(name).is_dir() else name
+
+
+def _folder(name: str) -> Path | None:
+    """Where on this machine the model lies; None if `name` can only be a hub id."""
+    folder = _MODELS / name if name in SHIPPED else Path(name).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    if name in SHIPPED:
+        raise ModelNotFoundError(
+            f"the shipped model {name!r} is missing from this installation: there is no "
+            f"{folder / 'config.json'}; get it from the repository of hook-or-patch"
+        )
+    if folder.exists():
+        raise ModelNotFoundError(
+            f"{name!r} is no model: a model is a folder with a config.json, as save_pretrained "
+            "writes it"
+        )
+    if not _HUB_ID.fullmatch(name):
+        raise ModelNotFoundError(
+            f"there is no folder {name!r}; give {_shipped()}, the path of a folder with a "
+            "config.json, or a hub id such as owner/model"
+        )
+    return None
+
+
+def _load(
+    source: str, dtype: torch.dtype, attn_implementation: str, device: torch.device | str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    with _no_progress_bar(Path(source).is_dir()):
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, attn_implementation=attn_implementation
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    if device is not None:
+        try:
+            model = model.to(device)
+        except (RuntimeError, AssertionError) as error:  # torch raises either
+            reason = _first_sentence(error)
+            raise UserError(f"cannot put the model on the device {device!r}: {reason}") from error
+    return model.eval(), tokenizer
+
+
+@contextmanager
+def _no_progress_bar(wanted: bool) -> Iterator[None]:
+    """No bar of `transformers` while small local files are read; a download keeps its own."""
+    hide = wanted and logging.is_progress_bar_enabled()
+    if hide:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hide:
+            logging.enable_progress_bar()
+
+
+def _shipped() -> str:
+    return f"a shipped model ({', '.join(SHIPPED)})"
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".")

@@ -1,0 +1,232 @@
+"""The one look of the study's figures: style, colours of presses and mechanisms, small helpers.
+
+```python
+with style():
+    figure, (left, right) = new_figure(columns=2)
+    left.plot(x, y, **press_line("SnapKVPress"))
+    percent_axis(left.yaxis)
+    legend_outside(figure, left)
+save(figure, Path("figure.png"))
+```
+
+Figures are made without pyplot, so that drawing them leaves no state behind: no figure manager, no
+backend chosen, no setting of matplotlib changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+INK, MUTED, GRID = "#222222", "#6b6b6b", "#e4e4e4"
+"""Colours of text, of what should stay in the background, and of grid lines."""
+
+# Typed loosely: matplotlib lists its settings as literals, other ones in every release.
+_STYLE: Any = {
+    "figure.facecolor": "white",
+    "figure.dpi": 150,
+    "savefig.dpi": 150,
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib, so that figures agree everywhere
+    "font.size": 9,
+    "text.color": INK,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": MUTED,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 4.5,
+}
+
+# The palette of Okabe and Ito, told apart with any colour vision; its yellow is darkened, as it
+# would vanish on white.
+_BLACK, _ORANGE, _SKY, _GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+_GOLD, _BLUE, _VERMILLION, _PURPLE, _GREY = "#A58B00", "#0072B2", "#D55E00", "#CC79A7", "#8C8C8C"
+
+_Dashes = tuple[float, ...]
+_SOLID: _Dashes = ()
+_DASHED: _Dashes = (4, 1.5)
+_DOTTED: _Dashes = (1, 1.2)
+_MIXED: _Dashes = (5, 1.2, 1, 1.2)
+
+_PRESSES: dict[str, tuple[str, _Dashes]] = {
+    # baselines
+    "RandomPress": (_GREY, _DOTTED),
+    "StreamingLLMPress": (_GREY, _SOLID),
+    # what queries look at
+    "ObservedAttentionPress": (_GREEN, _SOLID),
+    "SnapKVPress": (_BLUE, _SOLID),
+    "PyramidKVPress": (_BLUE, _DASHED),
+    "TOVAPress": (_SKY, _SOLID),
+    "ExpectedAttentionPress": (_PURPLE, _SOLID),
+    "ExpectedAttentionStatsPress": (_PURPLE, _DASHED),
+    "QFilterPress": (_PURPLE, _DOTTED),
+    "FinchPress": (_BLUE, _DOTTED),
+    "NonCausalAttnPress": (_GREEN, _DASHED),
+    # what keys and values look like
+    "KnormPress": (_ORANGE, _SOLID),
+    "KeyDiffPress": (_VERMILLION, _SOLID),
+    "LagKVPress": (_GOLD, _DASHED),
+    "LeverageScorePress": (_ORANGE, _DASHED),
+    "CompactorPress": (_VERMILLION, _DASHED),
+    "CURPress": (_GOLD, _DOTTED),
+    # what was learned or measured beforehand
+    "KVzipPress": (_BLACK, _SOLID),
+    "KVzapPress": (_BLACK, _DOTTED),
+    "DuoAttentionPress": (_BLACK, _DASHED),
+    # budgets and other wrappers
+    "AdaKVPress": (_SKY, _DASHED),
+    "CriticalKVPress": (_GREEN, _DOTTED),
+    "CriticalAdaKVPress": (_SKY, _DOTTED),
+    "ChunkKVPress": (_VERMILLION, _DOTTED),
+    "ChunkPress": (_ORANGE, _DOTTED),
+    "BlockPress": (_GREEN, _MIXED),
+}
+_OTHERS = [
+    (colour, _MIXED)
+    for colour in (_BLUE, _ORANGE, _SKY, _VERMILLION, _PURPLE, _GOLD, _BLACK, _GREY)
+]
+
+_MECHANISMS: dict[str, tuple[str, str]] = {
+    "bare": (_GREY, "D"),
+    "none": (_GREY, "D"),
+    "hook": (_BLUE, "o"),
+    "patch": (_VERMILLION, "s"),
+    "empty hook": (_SKY, "o"),
+    "empty wrapper": (_ORANGE, "s"),
+}
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """The study's settings of matplotlib, for as long as the block lasts."""
+    with matplotlib.rc_context(_STYLE):
+        yield
+
+
+def new_figure(
+    rows: int = 1,
+    columns: int = 1,
+    *,
+    width: float = 7.2,
+    height: float = 3.4,
+    **subplots: Any,
+) -> tuple[Figure, list[Axes]]:
+    """An empty figure in the study's style.
+
+    Args:
+        rows, columns: grid of panels.
+        width, height: of the whole figure, in inches.
+        subplots: passed on to `Figure.subplots`, such as `sharey=True`.
+
+    Returns:
+        The figure, and its panels row by row.
+    """
+    with style():
+        figure = Figure(figsize=(width, height), layout="constrained")
+        axes = list(figure.subplots(rows, columns, squeeze=False, **subplots).flat)
+        for panel in axes:
+            # Ticks are made when the figure is drawn, perhaps outside of the style.
+            panel.tick_params(length=0, labelsize=_STYLE["xtick.labelsize"], labelcolor=INK)
+            panel.grid(color=GRID, linewidth=_STYLE["grid.linewidth"])
+    return figure, axes
+
+
+def press_colour(name: str) -> str:
+    """The colour of a press, the same in every figure: `"#rrggbb"`."""
+    return _press_look(name)[0]
+
+
+def press_line(name: str) -> dict[str, Any]:
+    """Keyword arguments of `Axes.plot` for the line of a press: colour, dashes and label.
+
+    Presses that share a colour differ in their dashes.
+    """
+    colour, dashes = _press_look(name)
+    line: dict[str, Any] = {"color": colour, "label": press_label(name)}
+    return line | ({"dashes": dashes} if dashes else {})
+
+
+def press_label(name: str) -> str:
+    """What figures and tables call a press: `"SnapKVPress"` is `"SnapKV"`."""
+    return name.removesuffix("Press")
+
+
+def _press_look(name: str) -> tuple[str, _Dashes]:
+    # A press that is not known keeps one look too, whatever others are drawn with it.
+    return _PRESSES.get(name) or _OTHERS[crc32(name.encode()) % len(_OTHERS)]
+
+
+def mechanism_colour(name: str) -> str:
+    """The colour of a mechanism ("hook", "patch", ...), the same in every figure.
+
+    Raises:
+        KeyError: if there is no such mechanism.
+    """
+    return _MECHANISMS[name][0]
+
+
+def mechanism_marker(name: str) -> str:
+    """The marker of a mechanism, in matplotlib's letters.
+
+    Raises:
+        KeyError: if there is no such mechanism.
+    """
+    return _MECHANISMS[name][1]
+
+
+def percent_axis(axis: Axis) -> None:
+    """Label an axis of shares in [0, 1] in per cent."""
+    axis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+
+
+def legend_outside(figure: Figure, axes: Axes, **legend: Any) -> None:
+    """Put the legend of what `axes` shows to the right of all panels.
+
+    Args:
+        legend: passed on to `Figure.legend`, such as `title=...` or `handles=...`.
+    """
+    handles, labels = axes.get_legend_handles_labels()
+    legend = {"handles": handles, "labels": labels} | legend
+    if "handles" in legend and legend["handles"] is not handles:
+        legend["labels"] = [handle.get_label() for handle in legend["handles"]]
+    with style():
+        shown = figure.legend(
+            loc="outside right center", alignment="left", handlelength=2.6, **legend
+        )
+        shown.get_title().set_fontsize(_STYLE["legend.fontsize"])
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure to a file, as PNG or whatever its suffix says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with style():
+        figure.savefig(path)

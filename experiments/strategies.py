@@ -1,0 +1,278 @@
+"""Hypothesis strategies for models, inputs and presses, to compose into tests of one's own.
+
+```python
+@given(strategies.press_pairs("SnapKVPress"), strategies.inputs(my_model.config.vocab_size))
+def test_both_mechanisms_agree_on_my_model(presses, inputs):
+    assert compare(my_model, presses.hook, presses.patch, inputs) is None
+
+my_pairs = strategies.pairs_of(MyHookPress, MyPatchPress, compression_ratio=strategies.ratios())
+
+@given(strategies.cases(my_pairs))
+def test_my_press_is_the_same_twice(case):
+    assert case.difference() is None
+```
+
+What is drawn is described by numbers, so that a failing case prints as a few readable lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+from transformers import PreTrainedModel
+
+import hooks_impl
+from experiments.compare import Difference, Inputs, PressPair, compare, pair
+from experiments.families import (
+    FAMILIES,
+    NO_GQA,
+    NO_ROPE,
+    VOCABULARY,
+    build,
+    supported_implementations,
+)
+from press_core import Press
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_LENGTH = 80
+"""Longest context that is drawn by default, in tokens."""
+
+
+class Heads(NamedTuple):
+    """Shape of the attention of a model."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+HEADS = (
+    Heads(4, 4, 16),
+    Heads(4, 2, 16),
+    Heads(8, 2, 8),
+    Heads(6, 3, 16),
+    Heads(4, 1, 32),
+)
+"""One, two and four query heads per KV head."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A small model with seeded random weights; equal specs share one model.
+
+    Attributes:
+        num_layers: attention layers; hybrid families get as many sliding ones in between.
+        heads: families without grouped heads use `num_heads` and `head_dim` of it.
+    """
+
+    family: str
+    num_layers: int
+    heads: Heads
+    dtype: torch.dtype
+    attn_implementation: str
+    device: str = "cpu"
+
+    def build(self) -> PreTrainedModel:
+        """The model; to be left as it was found, for others have it too."""
+        return _build(self)
+
+
+@cache
+def _build(spec: ModelSpec) -> PreTrainedModel:
+    model = build(
+        spec.family,
+        num_layers=spec.num_layers,
+        dtype=spec.dtype,
+        attn_implementation=spec.attn_implementation,
+        **spec.heads._asdict(),
+    )
+    return model.to(spec.device)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison of both mechanisms.
+
+    Attributes:
+        presses: one per scope, the outermost first.
+    """
+
+    model: ModelSpec
+    presses: tuple[PressPair, ...]
+    inputs: Inputs
+
+    def difference(self) -> Difference | None:
+        """The first difference between the mechanisms, or None."""
+        hooks, patches = zip(*self.presses, strict=True)
+        return compare(self.model.build(), hooks, patches, self.inputs)
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+
+@st.composite
+def model_specs(
+    draw: DrawFn,
+    families: Sequence[str] = FAMILIES,
+    heads: Sequence[Heads] = HEADS,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    implementations: Sequence[str] = ("eager", "sdpa"),
+    max_layers: int = 2,
+    device: str = "cpu",
+) -> ModelSpec:
+    """Models of `families`, each with an attention implementation that its family has."""
+    offered = {
+        family: [name for name in supported_implementations(family) if name in implementations]
+        for family in families
+    }
+    family = draw(st.sampled_from([family for family in families if offered[family]]))
+    shapes = [h for h in heads if h.num_heads == h.num_kv_heads or family not in NO_GQA]
+    return ModelSpec(
+        family,
+        draw(st.integers(1, max_layers)),
+        draw(st.sampled_from(shapes or heads)),
+        draw(st.sampled_from(dtypes)),
+        draw(st.sampled_from(offered[family])),
+        device,
+    )
+
+
+# ---- inputs --------------------------------------------------------------------------------------
+
+
+def lengths(max_length: int = MAX_LENGTH, also: Sequence[int] = ()) -> SearchStrategy[int]:
+    """Lengths of a context, in tokens; short ones and those of `also` more often than others."""
+    special = st.sampled_from([n for n in (1, 2, *also) if n <= max_length])
+    return st.one_of(st.integers(1, max_length), st.integers(1, min(16, max_length)), special)
+
+
+@st.composite
+def inputs(
+    draw: DrawFn,
+    vocab_size: int = VOCABULARY,
+    max_length: int = MAX_LENGTH,
+    also: Sequence[int] = (),
+    max_batch: int = 3,
+    padded: bool | None = None,
+    distinct: bool = False,
+) -> Inputs:
+    """Random tokens: a context, then a question of several tokens, decode steps, both or neither.
+
+    Args:
+        also: lengths to draw often, such as the number of heads.
+        padded: whether rows differ in length; None: both.
+        distinct: no token twice within a row, so that no two tokens tie for no other reason.
+    """
+    longest = draw(lengths(max_length, also).filter(lambda length: length > 1 or not padded))
+    if padded is None:
+        padded = longest > 1 and max_batch > 1 and draw(st.booleans())
+    rows = [longest]
+    if padded:
+        shorter = st.integers(1, max(1, longest - 1))
+        rows += draw(st.lists(shorter, min_size=1, max_size=max_batch - 1))
+    else:
+        rows *= draw(st.integers(1, max_batch))
+    return draw(
+        st.builds(
+            Inputs.random,
+            st.just(vocab_size),
+            lengths=st.permutations(rows).map(tuple),
+            question=st.integers(0, 5),
+            steps=st.integers(0, 2),
+            seed=st.integers(0, 2**16),
+            distinct=st.just(distinct),
+        )
+    )
+
+
+# ---- presses -------------------------------------------------------------------------------------
+
+
+def ratios() -> SearchStrategy[float]:
+    """Compression ratios in [0, 1), the common ones more often than others."""
+    common = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99])
+    return st.one_of(common, st.floats(0, 1, exclude_max=True))
+
+
+FIELDS: dict[str, dict[str, SearchStrategy[Any]]] = {
+    "ExpectedAttentionPress": {
+        "n_future_positions": st.integers(1, 64),
+        "n_sink": st.integers(0, 6),
+        "use_covariance": st.booleans(),
+        "use_vnorm": st.booleans(),
+        "epsilon": st.sampled_from([0.0, 1e-3, 1.0]),
+    },
+    "LagKVPress": {
+        "n_sink": st.integers(0, 6),
+        "lag_size": st.integers(1, 12),
+        "cross_scoring": st.booleans(),
+    },
+    "RandomPress": {"seed": st.integers(0, 2**16)},
+    "SnapKVPress": {
+        "window_size": st.integers(1, 16),
+        "kernel_size": st.sampled_from([1, 3, 5, 7]),
+    },
+    "StreamingLLMPress": {"n_sink": st.integers(0, 8)},
+}
+"""Hyperparameters beside the ratio, small enough for short contexts. Other presses have none."""
+
+
+def pairs_of(
+    hook: Callable[..., Press], patch: Callable[..., Press], **fields: SearchStrategy[Any]
+) -> SearchStrategy[PressPair]:
+    """Pairs of any two press classes, both with the same drawn `fields`."""
+    drawn = st.fixed_dictionaries(fields)
+    return drawn.map(lambda values: PressPair(hook(**values), patch(**values)))
+
+
+def press_pairs(*names: str) -> SearchStrategy[PressPair]:
+    """Pairs of the registered presses called `names` (none: of all), hyperparameters drawn.
+
+    Raises:
+        KeyError: if a name is not known.
+    """
+    known = [_fields_of(name) for name in names or sorted(hooks_impl.PRESSES)]
+    return st.one_of([st.builds(pair, st.just(name), **fields) for name, fields in known])
+
+
+def _fields_of(name: str) -> tuple[str, dict[str, SearchStrategy[Any]]]:
+    hooks_impl.PRESSES[name]
+    return name, {"compression_ratio": ratios(), **FIELDS.get(name, {})}
+
+
+# ---- all together --------------------------------------------------------------------------------
+
+
+@st.composite
+def cases(
+    draw: DrawFn,
+    presses: SearchStrategy[PressPair] | None = None,
+    models: SearchStrategy[ModelSpec] | None = None,
+    max_length: int = MAX_LENGTH,
+    scopes: tuple[int, int] = (1, 1),
+) -> Case:
+    """Models, presses and inputs that go together.
+
+    Args:
+        presses: drawn once per scope; None: all registered ones.
+        models: None: all families.
+        scopes: smallest and largest number of nested scopes.
+    """
+    spec = draw(model_specs() if models is None else models)
+    pairs = press_pairs() if presses is None else presses
+    stack = st.lists(
+        pairs.filter(lambda drawn: fits(drawn, spec)), min_size=scopes[0], max_size=scopes[1]
+    )
+    also = (spec.heads.num_heads, spec.heads.num_kv_heads)
+    return Case(spec, tuple(draw(stack)), draw(inputs(max_length=max_length, also=also)))
+
+
+def fits(presses: PressPair, spec: ModelSpec) -> bool:
+    """Whether the family has the position embeddings that a press asks for."""
+    return not (presses.hook.uses_rope and spec.family in NO_ROPE)

@@ -1,0 +1,163 @@
+"""All experiments, one after the other, into one folder: tables, figures, manifest and report."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import traceback
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import set_seed
+
+from experiments import load_experiments
+from experiments.experiment import Experiment
+from experiments.report import (
+    MANIFEST,
+    draw,
+    read_manifest,
+    read_table,
+    write_manifest,
+    write_report,
+    write_table,
+)
+
+SEED = 0
+"""What Python's, NumPy's and torch's generators are set to before each experiment."""
+
+
+def run_study(experiments: Sequence[Experiment], output: Path, console: Console) -> list[str]:
+    """Run `experiments` in order and write everything into `output`.
+
+    An experiment that fails takes nothing from the others; the report says that it did. Files of
+    an earlier study in the same folder, as named by its manifest, are removed first.
+
+    Args:
+        output: folder for the CSV and PNG files, `run.json`, `report.md` and `report.html`; made
+            if absent.
+        console: where progress and tracebacks go.
+
+    Returns:
+        Names of the experiments that failed.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    _remove_former(output)
+    entries: dict[str, dict[str, Any]] = {}
+    manifest = _circumstances() | {"experiments": entries}
+    for number, experiment in enumerate(experiments, 1):
+        # Plain lines: experiments draw progress bars of their own.
+        console.rule(f"{number} of {len(experiments)}: {experiment.title}", align="left")
+        entry: dict[str, Any] = {"seconds": 0.0, "error": None, "tables": [], "figures": {}}
+        start = perf_counter()
+        try:
+            _run(experiment, output, entry, [t for e in entries.values() for t in e["tables"]])
+        except Exception as error:
+            entry["error"] = " ".join(f"{type(error).__name__}: {error}".split())
+            console.print(traceback.format_exc(), markup=False, highlight=False)
+        entry["seconds"] = round(perf_counter() - start, 2)
+        entries[experiment.name] = entry
+        write_manifest(manifest, output)  # what is done survives an interrupt
+        console.print(f"{'failed' if entry['error'] else 'done'} in {entry['seconds']:.1f} s")
+    write_report(output, experiments)
+    return [name for name, entry in entries.items() if entry["error"]]
+
+
+def _run(experiment: Experiment, output: Path, entry: dict[str, Any], taken: list[str]) -> None:
+    set_seed(SEED)
+    tables = experiment.run()
+    for name, table in tables.items():
+        if name in taken:
+            raise ValueError(f"a table {name!r} was written by an experiment before this one")
+        write_table(table, output / f"{name}.csv")
+        entry["tables"].append(name)
+    # From here on as whoever rebuilds the report will: from the files.
+    tables = {name: read_table(output / f"{name}.csv") for name in tables}
+    entry["figures"] = draw(experiment, tables, output)
+    experiment.summary(tables)
+
+
+def _remove_former(output: Path) -> None:
+    if not (output / MANIFEST).exists():
+        return
+    for entry in read_manifest(output)["experiments"].values():
+        for name in entry["tables"]:
+            (output / f"{name}.csv").unlink(missing_ok=True)
+        for name in entry["figures"]:
+            (output / f"{name}.png").unlink(missing_ok=True)
+
+
+def _circumstances() -> dict[str, Any]:
+    """When, with what and on what a study is run."""
+    libraries = ("torch", "transformers", "wrapt", "pandas")
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "seed": SEED,
+        "versions": {"python": platform.python_version()}
+        | {library: version(library) for library in libraries},
+        "machine": {
+            "system": f"{platform.system()} {platform.machine()}",
+            "cpu_count": os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+            "gpu": gpu,
+        },
+    }
+
+
+def _commit() -> str | None:
+    """The git commit of this code, "+changes" if Python files differ from it, None if unknown."""
+    here = Path(__file__)
+
+    def git(*args: str) -> subprocess.CompletedProcess[str]:
+        command = ["git", "-C", str(here.parent), *args]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    try:
+        if git("ls-files", "--error-unmatch", here.name).returncode:
+            return None  # installed somewhere, perhaps inside of another repository
+        commit = git("rev-parse", "HEAD").stdout.strip()
+        changed = git("diff", "--quiet", "HEAD", "--", ":/*.py").returncode
+    except OSError:
+        return None
+    return f"{commit}+changes" if changed else commit
+
+
+def _outcome(output: Path) -> Table:
+    table = Table(title=f"study in {output}", title_justify="left")
+    table.add_column("experiment")
+    table.add_column("seconds", justify="right")
+    table.add_column("outcome")
+    for name, entry in read_manifest(output)["experiments"].items():
+        outcome = (
+            entry["error"] or f"{len(entry['tables'])} tables, {len(entry['figures'])} figures"
+        )
+        table.add_row(name, f"{entry['seconds']:.1f}", Text(outcome))
+    return table
+
+
+def command(
+    output: Annotated[
+        Path, typer.Option(help="Folder to write to; `results` for the committed results.")
+    ] = Path("study"),
+) -> None:
+    """Run all experiments and write tables, figures and the report into one folder.
+
+    Open report.html in the folder afterwards. The exit status is 1 if an experiment failed; the
+    report then holds the results of the others.
+    """
+    failed = run_study(load_experiments(), output, Console(stderr=True))
+    Console().print(_outcome(output))
+    typer.echo(f"report: {output / 'report.html'}")
+    if failed:
+        raise typer.Exit(1)
