@@ -39,7 +39,7 @@ _LOOK, _MEASURE, _REPORT = "Look", "Measure", "Report"
 COMMANDS: dict[str, _Entry] = {
     "trace": _Entry(_LOOK, "Follow one forward step by step, hook and patch side by side."),
     "equivalence": _Entry(_MEASURE, "Check that both mechanisms leave the same bits."),
-    "overhead": _Entry(_MEASURE, "Measure what each mechanism costs in time and memory."),
+    "overhead": _Entry(_MEASURE, "Measure what each mechanism costs in time."),
     "quality": _Entry(_MEASURE, "Measure what eviction costs in answers, press by press."),
     "study": _Entry(_REPORT, "Run all experiments and write tables, figures and the report."),
     "report": _Entry(_REPORT, "Rebuild report.md and report.html from the tables of a study."),

@@ -536,6 +536,8 @@ def summary(tables: Tables) -> str:
     """What was measured, as Markdown."""
     overhead = tables["overhead"]
     lines = [
+        sentence_on_decoding(overhead),
+        "",
         "Ratios of times taken in turn: median over rounds, with its 95% interval.",
         "",
         "| model | phase | press | hook / bare | patch / bare | hook / empty hook "
@@ -576,14 +578,30 @@ def _cell(rows: pd.DataFrame, mechanism: str, baseline: str) -> str:
     return f"{row['ratio']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
 
 
+def sentence_on_decoding(overhead: pd.DataFrame) -> str:
+    """What an open scope does to the time of a decode step, over all models and presses."""
+    steps = overhead[(overhead["phase"] == "decode") & (overhead["press"] != NO_PRESS)]
+    ratios = steps.groupby(["mechanism", "baseline"])["ratio"].agg(["min", "max"])
+
+    def span(mechanism: str, baseline: str) -> str:
+        of_pair = ratios.xs((mechanism, baseline))
+        return f"{of_pair['min']:.2f} to {of_pair['max']:.2f} times"
+
+    return (
+        f"With a scope open a decode step takes {span('hook', 'empty hook')} as long as with an "
+        f"empty hook, and {span('patch', 'empty wrapper')} as long as with an empty wrapper; "
+        f"patches take {span('patch', 'hook')} the time of hooks."
+    )
+
+
 def sentence_on_opening(overhead: pd.DataFrame) -> str:
     """What entering and leaving take, in decode steps of the bare model."""
     rows = overhead[(overhead["baseline"] == "bare") & (overhead["press"] != NO_PRESS)]
     model = rows["model"].iloc[0]
     of_model = rows[rows["model"] == model].groupby(["phase", "mechanism"])["ratio"].max()
     return (
-        f"To enter a scope on `{model}` takes as long as {of_model['enter', 'hook']:.2f} decode "
-        f"steps with hooks and {of_model['enter', 'patch']:.2f} with patches, to leave it "
+        f"To enter a scope on `{model}` takes up to {of_model['enter', 'hook']:.2f} decode steps "
+        f"with hooks and {of_model['enter', 'patch']:.2f} with patches, to leave it "
         f"{of_model['leave', 'hook']:.3f} and {of_model['leave', 'patch']:.3f}."
     )
 
@@ -659,6 +677,8 @@ def _show(overhead: pd.DataFrame) -> None:
     console = Console()
     shown = overhead[overhead["phase"].isin(_PHASES)]
     for _, rows in shown.groupby(["model", "phase"], sort=False):
+        first = rows.iloc[0]
+        console.print(f"{first['phase'].capitalize()} with an open scope, {first['model']}")
         console.print(_rich_table(rows))
     console.print("Median of the ratio, with its 95% interval.")
     console.print(sentence_on_opening(overhead))
@@ -666,12 +686,7 @@ def _show(overhead: pd.DataFrame) -> None:
 
 
 def _rich_table(rows: pd.DataFrame) -> Table:
-    first = rows.iloc[0]
-    table = Table(
-        title=f"{first['phase'].capitalize()} with an open scope, {first['model']}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-    )
+    table = Table(box=SIMPLE_HEAD)
     for heading in ("press", "mechanism"):
         table.add_column(heading, no_wrap=True)
     for heading in ("time / bare", "time / empty"):

@@ -15,13 +15,14 @@ backend chosen, no setting of matplotlib changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import matplotlib
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
@@ -117,7 +118,6 @@ _OTHERS = [
 
 _MECHANISMS: dict[str, tuple[str, str]] = {
     "bare": (_GREY, "D"),
-    "none": (_GREY, "D"),
     "hook": (_BLUE, "o"),
     "patch": (_VERMILLION, "s"),
     "empty hook": (_SKY, "o"),
@@ -171,8 +171,9 @@ def press_line(name: str) -> dict[str, Any]:
     Presses that share a colour differ in their dashes.
     """
     colour, dashes = _press_look(name)
-    line: dict[str, Any] = {"color": colour, "label": press_label(name)}
-    return line | ({"dashes": dashes} if dashes else {})
+    # Dashed above solid: where two lines coincide both can be seen.
+    line: dict[str, Any] = {"color": colour, "label": press_label(name), "zorder": 2}
+    return line | ({"dashes": dashes, "zorder": 2.5} if dashes else {})
 
 
 def press_label(name: str) -> str:
@@ -208,21 +209,16 @@ def percent_axis(axis: Axis) -> None:
     axis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
 
 
-def legend_outside(figure: Figure, axes: Axes, **legend: Any) -> None:
-    """Put the legend of what `axes` shows to the right of all panels.
+def legend_outside(figure: Figure, axes: Axes, handles: Sequence[Artist] | None = None) -> None:
+    """Put a legend to the right of all panels.
 
     Args:
-        legend: passed on to `Figure.legend`, such as `title=...` or `handles=...`.
+        axes: the panel whose labelled artists are listed.
+        handles: what to list instead, by its labels.
     """
-    handles, labels = axes.get_legend_handles_labels()
-    legend = {"handles": handles, "labels": labels} | legend
-    if "handles" in legend and legend["handles"] is not handles:
-        legend["labels"] = [handle.get_label() for handle in legend["handles"]]
+    shown = axes.get_legend_handles_labels()[0] if handles is None else list(handles)
     with style():
-        shown = figure.legend(
-            loc="outside right center", alignment="left", handlelength=2.6, **legend
-        )
-        shown.get_title().set_fontsize(_STYLE["legend.fontsize"])
+        figure.legend(handles=shown, loc="outside right center", alignment="left", handlelength=2.6)
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -340,7 +340,7 @@ def _draw_panel(panel: Axes, quality: pd.DataFrame) -> None:
             line["ratio"], line["low"], line["high"], color=look["color"], alpha=0.09, linewidth=0
         )
         patch = rows[rows["mechanism"] == "patch"]
-        panel.plot(patch["ratio"], patch["accuracy"], color=look["color"], **_PATCH)
+        panel.plot(patch["ratio"], patch["accuracy"], color=look["color"], zorder=3, **_PATCH)
     panel.set_xticks(sorted(quality["ratio"].unique()))
 
 
@@ -381,6 +381,8 @@ def summary(tables: Tables) -> str:
     shown = [ratio for ratio in (0.5, 0.8, 0.9) if ratio in set(quality["ratio"])]
     columns = [(question, ratio) for question in (UNSEEN, SEEN) for ratio in shown]
     lines = [
+        f"{sentence_on_agreement(tables['quality_agreement'])} {_sentence_on_best(quality)}",
+        "",
         _sentence_on_task(quality),
         "",
         "| press | " + " | ".join(f"{q}, {r:.0%} evicted" for q, r in columns) + " |",
@@ -390,8 +392,19 @@ def summary(tables: Tables) -> str:
         rows = quality[quality["press"] == name].groupby(["question", "ratio"])["accuracy"].first()
         cells = [f"{rows[c]:.1%}" if c in rows.index else "" for c in columns]
         lines.append(f"| {press_label(name)} | " + " | ".join(cells) + " |")
-    notes = [sentence_on_agreement(tables["quality_agreement"]), *_notes(quality)]
-    return "\n".join([*lines, "", *notes])
+    return "\n".join([*lines, "", *_notes(quality)])
+
+
+def _sentence_on_best(quality: pd.DataFrame) -> str:
+    """Which press answers best, where it has not seen the question."""
+    unseen = quality[(quality["question"] == UNSEEN) & (quality["press"] != NO_PRESS)]
+    best = []
+    for ratio, rows in unseen.groupby("ratio"):
+        row = rows.sort_values("accuracy", kind="stable").iloc[-1]
+        best.append(f"{press_label(row['press'])} ({row['accuracy']:.0%}) at {ratio:.0%} evicted")
+    if not best:
+        return ""
+    return f"Most answers are right, the question unseen, with {', '.join(best)}."
 
 
 def _sentence_on_task(quality: pd.DataFrame) -> str:
@@ -519,7 +532,7 @@ def _chosen(
     unknown = sorted(set(names or ()) - set(press_names()))
     if unknown:
         raise typer.BadParameter(
-            f"no {', '.join(unknown)} can be made from a compression ratio alone; there are "
+            f"cannot make {', '.join(unknown)} from a compression ratio alone; what can be made is "
             f"{', '.join(press_names())}",
             param_hint="--press",
         )
@@ -534,20 +547,20 @@ def _show(tables: Tables) -> None:
     console = Console()
     quality = tables["quality"]
     for question in (UNSEEN, SEEN):
-        console.print(_rich_table(quality[quality["question"] == question], question))
+        rows = quality[quality["question"] == question]
+        first = rows.iloc[0]
+        # Beside the table, not as its title, which a narrow table would break into many lines.
+        console.print(f"Right answers in % by share of the tokens evicted, question {question}")
+        console.print(_rich_table(rows))
+        console.print(
+            f"{first['model']}, {first['context']} words, {first['facts']} facts; "
+            f"{first['answers']} answers each, with half the width of the 95% interval\n"
+        )
     console.print(sentence_on_agreement(tables["quality_agreement"]))
 
 
-def _rich_table(quality: pd.DataFrame, question: str) -> Table:
-    first = quality.iloc[0]
-    table = Table(
-        title=f"Right answers in % by share of the tokens evicted, question {question}",
-        caption=f"{first['model']}, {first['context']} words, {first['facts']} facts; "
-        f"{first['answers']} answers each, with half the width of the 95% interval",
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-    )
+def _rich_table(quality: pd.DataFrame) -> Table:
+    table = Table(box=SIMPLE_HEAD)
     table.add_column("press", no_wrap=True)
     table.add_column("mechanism", no_wrap=True)
     ratios = sorted(quality["ratio"].unique())

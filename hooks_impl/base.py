@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from threading import local
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -65,7 +65,7 @@ class BasePress(Press):
             parts = call.hidden_states, call.keys, call.values, call.attentions
             return self.compress(module, *parts, {**kwargs, CALL: call})
 
-        call = observe(collected.site, cache, input, kwargs, output, collected.query, False)
+        call = observe(collected.site, cache, input, kwargs, output, collected.query(), False)
         prune(call, cache, collected.site.argument("attention_mask", input, kwargs), compress)
         return output
 
@@ -110,11 +110,19 @@ def observed(kwargs: dict[str, Any]) -> AttentionCall:
     return call
 
 
-class _Collected:
-    """What hooks know of a call in progress."""
+class _Collected(NamedTuple):
+    """What hooks know of a call in progress.
 
-    def __init__(self, site: AttentionSite, query: Tensor | None) -> None:
-        self.site, self.query = site, query
+    Attributes:
+        projected: input and output of the module that makes the query, or None.
+    """
+
+    site: AttentionSite
+    projected: tuple[Tensor, Tensor] | None
+
+    def query(self) -> Tensor | None:
+        """The query before RoPE, `(B, H, q, d)`, or None."""
+        return self.site.query_source.to_heads(*self.projected) if self.projected else None
 
 
 class _SiteHook:
@@ -129,7 +137,7 @@ class _SiteHook:
         self.waiting = local()
 
     def collect(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        self.waiting.query = self.site.query_source.to_heads(args[0], output)
+        self.waiting.projected = args[0], output
 
     def before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return fit_mask(self.site, args, kwargs)
@@ -137,7 +145,7 @@ class _SiteHook:
     def after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        collected = _Collected(self.site, self.waiting.__dict__.pop("query", None))
+        collected = _Collected(self.site, self.waiting.__dict__.pop("projected", None))
         return self.press.forward_hook(module, args, {**kwargs, CALL: collected}, output)
 
 
