@@ -90,3 +90,8 @@ def test_same_fields_and_defaults(name):
 def test_defaults_are_those_of_kvpress(name, defaults):
     press = hooks_impl.PRESSES[name]()
     assert dataclasses.asdict(press) == {"compression_ratio": 0.0, **defaults}
+
+
+def test_all_packages_are_typed():
+    for name in ("press_core", "attention_patch", "hooks_impl", "patch_impl", "experiments"):
+        assert (ROOT / name / "py.typed").exists()
