@@ -10,11 +10,17 @@ from torch import Tensor
 
 from press_core.caches import PrunedLayer, check_prunable, mask_layer, prunable_layer
 from press_core.call import AttentionCall
+from press_core.errors import UnsupportedInputError
 from press_core.masks import mask_for_pruned, padding
 from press_core.sites import AttentionSite
 
 Compress = Callable[[AttentionCall], tuple[Tensor, Tensor]]
 """From a call to the keys and values that stay, each `(B, H_kv, n, d)`."""
+
+
+_SAY_WHAT_IS_KEPT = (
+    "let its compress return what AttentionCall.keep(positions) gives, or write it as a ScorerPress"
+)
 
 
 class _Part(NamedTuple):
@@ -70,8 +76,18 @@ def observe(
     query: Tensor | None,
     query_is_rotated: bool,
 ) -> AttentionCall:
-    """The call that has just ended, seen from its arguments, its output and the cache it filled."""
+    """The call that has just ended, seen from its arguments, its output and the cache it filled.
+
+    Raises:
+        UnsupportedInputError: if an inner scope pruned the layer and did not say what it kept, so
+            that nobody knows which queries and positions its keys belong to.
+    """
     layer = prunable_layer(cache, site.layer_idx)
+    if _is_pruned(layer) and layer.positions is None:
+        raise UnsupportedInputError(
+            f"the press of an inner scope pruned {site.name} without saying which tokens it kept; "
+            f"open that scope outermost, or {_SAY_WHAT_IS_KEPT}"
+        )
     hidden_states = site.argument("hidden_states", args, kwargs)
     weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
     tokens = layer.positions if isinstance(layer, PrunedLayer) else None
@@ -105,11 +121,21 @@ def prune(call: AttentionCall, cache: Any, mask: Any, compress: Compress) -> Non
         keys, values = compress(part)
         changed |= keys is not part.keys or values is not part.values
         parts.append(_Part(rows, keys, values, _positions(part, start, keys)))
-    pruned = isinstance(layer, PrunedLayer)
+    if empty and any(part.positions is None for part in parts):
+        raise UnsupportedInputError(
+            "a padded batch was pruned by a press that does not say which tokens it kept, so that "
+            f"its rows cannot be told from their padding; {_SAY_WHAT_IS_KEPT}"
+        )
+    pruned = _is_pruned(layer)
     # Also a layer left whole has to know its padding, once the mask is built for a pruned one.
     if changed or (not pruned and isinstance(mask_layer(cache), PrunedLayer)):
         padded = bool(empty) or (pruned and layer.padded)
         _store(cache, call.site, parts, layer.get_seq_length(), padded)
+
+
+def _is_pruned(layer: Any) -> bool:
+    """Whether `layer` was pruned, or its padding dropped, since it was last reset."""
+    return isinstance(layer, PrunedLayer) and layer.n_pruned > 0
 
 
 def _empty_slots(layer: Any, mask: Any, call: AttentionCall) -> list[int]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import nn
 from transformers import DynamicCache
 
 from experiments.families import build
 from hooks_impl import BasePress, KnormPress, ScorerPress, queries
-from press_core import kept_lengths
-from tests.support import token_ids
+from press_core import UnsupportedInputError, kept_lengths
+from tests.support import left_padded, token_ids
 
 
 @dataclass
@@ -73,6 +74,29 @@ def test_compress_with_layers_of_different_length():
     kept, logits = prefill(EveryOther())
     assert kept == [15, 30]
     assert torch.isfinite(logits).all()
+
+
+def test_a_press_that_does_not_say_what_it_kept_is_refused_where_that_matters():
+    """Its keys could be told neither from padding nor which queries they belong to."""
+    model = build("llama", num_layers=2)
+    ids, mask, _ = left_padded(2, 30, [0, 7])
+    with (
+        torch.no_grad(),
+        EveryOther()(model),
+        pytest.raises(UnsupportedInputError, match="padded batch"),
+    ):
+        model(ids, attention_mask=mask, past_key_values=DynamicCache(config=model.config))
+    with (
+        torch.no_grad(),
+        KnormPress(0.5)(model),
+        EveryOther()(model),
+        pytest.raises(UnsupportedInputError, match="inner scope"),
+    ):
+        model(ids, past_key_values=DynamicCache(config=model.config))
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), EveryOther()(model), KnormPress(0.5)(model):
+        model(ids, past_key_values=cache)
+    assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [8, 15]
 
 
 def test_forward_hook():
