@@ -9,12 +9,16 @@ export OMP_NUM_THREADS ?= 1
 # All cores, and threads that sleep while they wait: spinning ones disturb what is measured.
 QUIETLY := env -u OMP_NUM_THREADS OMP_WAIT_POLICY=passive
 
-.PHONY: study test test-newest test-oldest test-long check format results clean
+# The other implementation of the presses, in a process of its own: importing it rewrites
+# transformers' attention registry.
+ORACLE := $(OLDEST)/bin/python -m pytest tests/oracle
+
+.PHONY: study test test-newest test-oldest test-oracle test-long parity oracle-timing check format results clean
 
 study: $(VENV)/.installed
 	$(QUIETLY) $(RUN) -m experiments study
 
-test: test-oldest test-newest
+test: test-oldest test-oracle test-newest
 
 test-newest: $(VENV)/.installed
 	$(RUN) $(PYTEST)
@@ -22,6 +26,18 @@ test-newest: $(VENV)/.installed
 # The same suite on the oldest transformers that is supported, with fewer drawn cases.
 test-oldest: $(OLDEST)/.installed
 	HYPOTHESIS_PROFILE=short $(OLDEST)/bin/python $(PYTEST)
+
+# The same kept sets as kvpress.
+test-oracle: $(OLDEST)/.installed
+	$(ORACLE)
+
+# docs/parity.md, from such a run.
+parity: $(OLDEST)/.installed
+	$(ORACLE) --write-parity
+
+# Time inside each press against kvpress: results/oracle-timing.csv.
+oracle-timing: $(OLDEST)/.installed
+	$(QUIETLY) $(OLDEST)/bin/python -m tests.oracle.timing
 
 test-long: $(VENV)/.installed
 	HYPOTHESIS_PROFILE=long $(RUN) $(PYTEST)
@@ -53,5 +69,5 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 $(OLDEST)/.installed: pyproject.toml constraints.txt constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
-		-c constraints-oldest.txt -e ".[dev]"
+		-c constraints-oldest.txt -e ".[dev,oracle]"
 	touch $@

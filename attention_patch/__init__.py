@@ -1,6 +1,7 @@
-"""Reversible patches, and scoped interception of attention functions."""
+"""Reversible patches, scoped interception of attention functions, and head-wise attention."""
 
+from attention_patch.headwise import headwise
 from attention_patch.interception import intercept, with_override
 from attention_patch.reversible import Patch, wrap
 
-__all__ = ["Patch", "intercept", "with_override", "wrap"]
+__all__ = ["Patch", "headwise", "intercept", "with_override", "wrap"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl
 import patch_impl
-from press_core import Press, PressError
+from press_core import Press, PressError, RaggedLayer
 
 Presses = Press | Sequence[Press]
 """A press, or presses for nested scopes, the outermost first."""
@@ -40,11 +40,24 @@ class PressPair(NamedTuple):
 def pair(name: str, **fields: Any) -> PressPair:
     """The press registered as `name`, with both mechanisms and the same fields.
 
+    A field that is a pair itself, or a list of pairs, stands for the press of the same mechanism.
+
     Raises:
         KeyError: if no press has that name.
         HyperparameterError: if a field is out of range.
     """
-    return PressPair(hooks_impl.PRESSES[name](**fields), patch_impl.PRESSES[name](**fields))
+    hook = {field: _side(value, 0) for field, value in fields.items()}
+    patch = {field: _side(value, 1) for field, value in fields.items()}
+    return PressPair(hooks_impl.PRESSES[name](**hook), patch_impl.PRESSES[name](**patch))
+
+
+def _side(value: Any, side: int) -> Any:
+    """What stands for `value` with one mechanism."""
+    if isinstance(value, PressPair):
+        return value[side]
+    if isinstance(value, list) and any(isinstance(item, PressPair) for item in value):
+        return [_side(item, side) for item in value]
+    return value
 
 
 @dataclass(frozen=True)
@@ -103,6 +116,17 @@ class Inputs:
             context = context[:, self.attention_mask[index] == 1]
         return Inputs(context, tuple(ids[index : index + 1] for ids in self.following))
 
+    def with_delimiter(self, token_id: int, question: int) -> Inputs:
+        """The same with the token `token_id` in the context of each row, `question` tokens from its
+        end or, in rows that are shorter, after their first."""
+        context = self.context.clone()
+        lengths = torch.full((len(context),), context.shape[1])
+        if self.attention_mask is not None:
+            lengths = self.attention_mask.sum(dim=-1)
+        place = context.shape[1] - 1 - torch.minimum(torch.tensor(question), lengths - 1)
+        context[torch.arange(len(context)), place.clamp(max=context.shape[1] - 2)] = token_id
+        return replace(self, context=context)
+
     @property
     def n_tokens(self) -> int:
         """Tokens that are run, padding not counted."""
@@ -133,7 +157,7 @@ class LayerState:
         seen: tokens that it has seen.
         keys, values: `(B, H_kv, n, d)`.
         positions: `(B, H_kv, n_pruned)` int32, see `PrunedLayer`; None where nothing was pruned or
-            the press did not say what it kept.
+            the press did not say what it kept. Heads of different lengths are aligned on the right.
     """
 
     kind: str
@@ -251,17 +275,16 @@ def _run_or_refusal(model: PreTrainedModel, presses: Presses, inputs: Inputs) ->
 
 
 def _states(cache: DynamicCache) -> list[LayerState]:
-    """References suffice: a layer replaces its tensors when it grows and never writes into them."""
-    return [
-        LayerState(
-            type(layer).__name__,
-            int(layer.get_seq_length()),
-            layer.keys,
-            layer.values,
-            getattr(layer, "positions", None),
-        )
-        for layer in cache.layers
-    ]
+    """References suffice where a layer replaces its tensors when it grows."""
+    return [_state(layer) for layer in cache.layers]
+
+
+def _state(layer: Any) -> LayerState:
+    keys, values, positions = layer.keys, layer.values, getattr(layer, "positions", None)
+    if isinstance(layer, RaggedLayer):
+        keys, values, positions = layer.dense()
+    kind, seen = type(layer).__name__, int(layer.get_seq_length())
+    return LayerState(kind, seen, keys, values, positions)
 
 
 def _differences(hook: Trace, patch: Trace) -> Iterator[Difference]:

@@ -25,7 +25,8 @@ from transformers import PreTrainedModel
 
 import hooks_impl
 from experiments import UserError
-from experiments.compare import Inputs, PressPair, compare, pair
+from experiments.catalogue import DELIMITER, example_pair, fitted_pair
+from experiments.compare import Inputs, PressPair, compare
 from experiments.experiment import Experiment, Tables
 from experiments.families import FAMILIES, HYBRID, build, supported_implementations
 from experiments.plots import new_figure, press_label, style
@@ -39,14 +40,6 @@ IMPLEMENTATIONS = ("eager", "sdpa")
 RATIOS = (0.25, 0.75)
 LENGTH = 64
 """Tokens of a context in the study."""
-
-# Windows and blocks that fit into a short context; otherwise such presses would do nothing.
-_FIELDS: dict[str, dict[str, Any]] = {
-    "ExpectedAttentionPress": {"n_future_positions": 64},
-    "LagKVPress": {"lag_size": 8},
-    "RandomPress": {"seed": 0},
-    "SnapKVPress": {"window_size": 8},
-}
 
 
 # ---- the grid ------------------------------------------------------------------------------------
@@ -85,7 +78,7 @@ def family_subject(
 
 def registered(name: str) -> PressMaker:
     """The press registered as `name`, with windows that fit into the contexts used here."""
-    return lambda ratio: pair(name, compression_ratio=ratio, **_FIELDS.get(name, {}))
+    return lambda ratio: example_pair(name, ratio)
 
 
 class Cell(NamedTuple):
@@ -148,16 +141,18 @@ def run_grid(
             progress.update(task, description=f"{subject.name} {dtype} {implementation}")
             model = subject.load(getattr(torch, dtype), implementation)
             for (name, make), ratio, padded in combinations:
-                result = _compare(model, make(ratio), _inputs(model, length, padded))
+                both = fitted_pair(make(ratio), model)
+                result = _compare(model, both, _inputs(model, length, padded, name))
                 place = (name, ratio, subject.name, dtype, implementation, padded)
                 cells.append(Cell(*place, *result))
                 progress.advance(task)
     return pd.DataFrame(cells, columns=list(Cell._fields))
 
 
-def _inputs(model: PreTrainedModel, length: int, padded: bool) -> Inputs:
+def _inputs(model: PreTrainedModel, length: int, padded: bool, press: str) -> Inputs:
     lengths = (length, max(1, length * 2 // 3)) if padded else (length, length)
-    return Inputs.random(model.config.get_text_config().vocab_size, lengths, steps=1)
+    inputs = Inputs.random(model.config.get_text_config().vocab_size, lengths, steps=1)
+    return inputs.with_delimiter(DELIMITER, question=6) if press == "FinchPress" else inputs
 
 
 def _compare(

@@ -23,14 +23,17 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 from transformers import PreTrainedModel
 
 import hooks_impl
+from experiments.catalogue import DELIMITER, PROMPTS, fitted_pair
 from experiments.compare import Difference, Inputs, PressPair, compare, pair
 from experiments.families import (
     FAMILIES,
+    HYBRID,
     NO_GQA,
     NO_ROPE,
     VOCABULARY,
@@ -200,27 +203,134 @@ def ratios() -> SearchStrategy[float]:
     return st.one_of(common, st.floats(0, 1, exclude_max=True))
 
 
+def _scorers() -> SearchStrategy[PressPair]:
+    """Pairs of presses that score tokens, for presses that wrap one."""
+    return st.deferred(lambda: press_pairs(*SCORERS))
+
+
+SCORERS = (
+    *("KnormPress", "SnapKVPress", "ExpectedAttentionPress", "LagKVPress", "StreamingLLMPress"),
+    *("KeyDiffPress", "TOVAPress", "CriticalKVPress", "ObservedAttentionPress", "QFilterPress"),
+)
+"""Presses that are drawn for others to wrap: of each kind of input one or two."""
+
+_EVEN = ("KnormPress", "SnapKVPress", "PyramidKVPress", "ChunkKVPress", "BlockPress", "ThinKPress")
+_WINDOW = {"window_size": st.integers(1, 16), "kernel_size": st.sampled_from([1, 3, 5, 7])}
+_EXPECTED = {
+    "n_future_positions": st.integers(1, 64),
+    "n_sink": st.integers(0, 6),
+    "use_covariance": st.booleans(),
+    "use_vnorm": st.booleans(),
+    "epsilon": st.sampled_from([0.0, 1e-3, 1.0]),
+}
+_RATIO = {"compression_ratio": ratios()}
+_ADAKV = {"press": _scorers(), "alpha_safeguard": st.sampled_from([0.0, 0.2, 0.5, 1.0])}
+_CRITICAL = {
+    "epsilon": st.sampled_from([0.0, 1e-4, 1.0]),
+    "first_stage_ratio": st.sampled_from([0.0, 0.5, 1.0]),
+}
+
 FIELDS: dict[str, dict[str, SearchStrategy[Any]]] = {
-    "ExpectedAttentionPress": {
-        "n_future_positions": st.integers(1, 64),
-        "n_sink": st.integers(0, 6),
-        "use_covariance": st.booleans(),
-        "use_vnorm": st.booleans(),
-        "epsilon": st.sampled_from([0.0, 1e-3, 1.0]),
+    "AdaKVPress": _ADAKV,
+    "BlockPress": {"press": _scorers(), "block_size": st.integers(1, 24)},
+    "CURPress": {
+        "num_sinks": st.integers(0, 6),
+        "leverage_type": st.sampled_from(["key", "value", "kv_avg", "kv_product"]),
+        "use_random_leverage": st.booleans(),
+        "use_local_approximation": st.booleans(),
+        "local_window_size": st.integers(1, 20),
+        **_RATIO,
     },
+    "ChunkKVPress": {"press": _scorers(), "chunk_length": st.integers(1, 24)},
+    "ChunkPress": {"press": _scorers(), "chunk_length": st.integers(1, 40)},
+    "CompactorPress": {
+        "sink_size_start": st.integers(0, 8),
+        "sink_size_end": st.integers(0, 4),
+        "chunk_size": st.integers(1, 40),
+        "sketch_dimension": st.integers(1, 24),
+        "blending": st.sampled_from([None, 0.0, 0.5, 1.0]),
+        **_RATIO,
+    },
+    "ComposedPress": {
+        "presses": st.deferred(lambda: st.lists(press_pairs(*_EVEN), min_size=1, max_size=3))
+    },
+    "CriticalAdaKVPress": {**_ADAKV, **_CRITICAL},
+    "CriticalKVPress": {
+        "press": st.deferred(lambda: press_pairs("KnormPress", "SnapKVPress", "TOVAPress")),
+        **_CRITICAL,
+    },
+    "DMSPress": {
+        "press": st.deferred(lambda: press_pairs("KnormPress", "RandomPress", "KVzapPress")),
+        "threshold": st.floats(-6, 1),
+        "sliding_window_size": st.integers(1, 16),
+        "decoding": st.booleans(),
+    },
+    "DecodingPress": {
+        "base_press": _scorers(),
+        "compression_interval": st.integers(1, 3),
+        "target_size": st.integers(1, 60),
+        "hidden_states_buffer_size": st.integers(1, 8),
+    },
+    "DuoAttentionPress": {
+        "head_compression_ratio": st.floats(0, 1),
+        "sink_size": st.integers(0, 6),
+        "recent_size": st.integers(1, 12),
+    },
+    "ExpectedAttentionPress": {**_EXPECTED, **_RATIO},
+    "ExpectedAttentionStatsPress": {**_EXPECTED, "n_sink": st.just(4), **_RATIO},
+    "FinchPress": {
+        "chunk_length": st.one_of(st.none(), st.integers(1, 40)),
+        "normalize_scores": st.booleans(),
+        "delimiter_token_id": st.just(DELIMITER),
+        **_RATIO,
+    },
+    "KVzapPress": {"model_type": st.just("mlp"), **_RATIO},
+    "KVzipPress": {
+        "layerwise": st.booleans(),
+        "n_sink": st.integers(0, 6),
+        "kvzip_plus_normalization": st.booleans(),
+        "chunk_size": st.integers(8, 64),
+        "prompts": st.just(PROMPTS),
+        **_RATIO,
+    },
+    "KeyRerotationPress": {"press": _scorers()},
     "LagKVPress": {
         "n_sink": st.integers(0, 6),
         "lag_size": st.integers(1, 12),
         "cross_scoring": st.booleans(),
+        **_RATIO,
     },
-    "RandomPress": {"seed": st.integers(0, 2**16)},
-    "SnapKVPress": {
-        "window_size": st.integers(1, 16),
-        "kernel_size": st.sampled_from([1, 3, 5, 7]),
+    "LeverageScorePress": {"sketch_dimension": st.integers(1, 24), **_RATIO},
+    "NonCausalAttnPress": {"chunk_size": st.integers(1, 40), **_RATIO},
+    "PerLayerCompressionPress": {
+        "press": _scorers(),
+        "compression_ratios": st.lists(ratios(), min_size=1, max_size=4),
     },
-    "StreamingLLMPress": {"n_sink": st.integers(0, 8)},
+    "PrefillDecodingPress": {
+        "prefilling_press": st.deferred(lambda: press_pairs(*_EVEN)),
+        "decoding_press": st.deferred(lambda: press_pairs("DecodingPress")),
+    },
+    "PyramidKVPress": {**_WINDOW, "beta": st.integers(1, 30), **_RATIO},
+    "RandomPress": {"seed": st.integers(0, 2**16), **_RATIO},
+    "SimLayerKVPress": {
+        "lazy_threshold": st.floats(0, 1),
+        "n_last": st.integers(1, 3),
+        "n_recent": st.integers(4, 20),
+        "n_initial": st.integers(0, 4),
+    },
+    "SnapKVPress": {**_WINDOW, **_RATIO},
+    "StreamingLLMDecodingPress": {
+        "max_capacity": st.integers(7, 60),
+        "n_sink": st.integers(0, 6),
+        "rerotate": st.booleans(),
+    },
+    "StreamingLLMPress": {"n_sink": st.integers(0, 8), **_RATIO},
+    "ThinKPress": {
+        "key_channel_compression_ratio": ratios(),
+        "window_size": st.integers(1, 40),
+    },
 }
-"""Hyperparameters beside the ratio, small enough for short contexts. Other presses have none."""
+"""Hyperparameters, small enough for short contexts. Presses not named have a ratio alone."""
 
 
 def pairs_of(
@@ -243,7 +353,19 @@ def press_pairs(*names: str) -> SearchStrategy[PressPair]:
 
 def _fields_of(name: str) -> tuple[str, dict[str, SearchStrategy[Any]]]:
     hooks_impl.PRESSES[name]
-    return name, {"compression_ratio": ratios(), **FIELDS.get(name, {})}
+    return name, FIELDS.get(name, _RATIO)
+
+
+def nestable_pairs() -> SearchStrategy[PressPair]:
+    """Pairs of presses that may be opened inside each other, and in any order."""
+    alone = {"ComposedPress", "FinchPress", "KVzapPress", "ExpectedAttentionStatsPress"}
+    return press_pairs(
+        *(
+            name
+            for name, press in sorted(hooks_impl.PRESSES.items())
+            if press.evicts == "tokens" and name not in alone and isinstance(press.evicts, str)
+        )
+    )
 
 
 # ---- all together --------------------------------------------------------------------------------
@@ -270,7 +392,14 @@ def cases(
         pairs.filter(lambda drawn: fits(drawn, spec)), min_size=scopes[0], max_size=scopes[1]
     )
     also = (spec.heads.num_heads, spec.heads.num_kv_heads)
-    return Case(spec, tuple(draw(stack)), draw(inputs(max_length=max_length, also=also)))
+    drawn = [fitted_pair(pair, spec.build()) for pair in draw(stack)]
+    given = draw(inputs(max_length=max_length, also=also))
+    if any(isinstance(pair.hook, hooks_impl.FinchPress) for pair in drawn):
+        assume(given.context.shape[1] > 1)
+        given = given.with_delimiter(DELIMITER, draw(st.integers(1, 12)))
+    if any(isinstance(pair.hook, hooks_impl.KVzipPress) for pair in drawn):
+        assume(spec.family not in HYBRID or given.attention_mask is None)  # refused
+    return Case(spec, tuple(drawn), given)
 
 
 def fits(presses: PressPair, spec: ModelSpec) -> bool:

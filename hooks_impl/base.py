@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from attention_patch.headwise import check_interface, serve
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
-from press_core.scope import Press, Removable
+from press_core.forward import Forward
+from press_core.scope import Press, Removable, Run
 from press_core.sites import AttentionSite
-from press_core.steps import fit_mask, is_prefill, observe, prune
+from press_core.steps import after, before
 
 CALL = "attention_call"
 """Keyword argument under which the methods of a press find what the hooks collected."""
@@ -27,6 +29,8 @@ class BasePress(Press):
     for kvpress runs unchanged. The exact queries, which a hook does not get, are in `kwargs`:
     see `queries`.
     """
+
+    mechanism = "hooks"
 
     def compress(
         self,
@@ -56,26 +60,25 @@ class BasePress(Press):
     ) -> Any:
         """Called after each forward of an attention module; prunes its layer after a prefill."""
         collected: _Collected = kwargs[CALL]
-        cache = collected.site.cache(input, kwargs)
-        n_tokens = collected.site.argument("hidden_states", input, kwargs).shape[1]
-        if cache is None or not is_prefill(cache, collected.site.layer_idx, n_tokens):
-            return output
 
         def compress(call: AttentionCall) -> tuple[Tensor, Tensor]:
-            parts = call.hidden_states, call.keys, call.values, call.attentions
-            return self.compress(module, *parts, {**kwargs, CALL: call})
+            return self.compress(*arguments(call, kwargs))
 
-        call = observe(collected.site, cache, input, kwargs, output, collected.query(), False)
-        prune(call, cache, collected.site.argument("attention_mask", input, kwargs), compress)
+        forward = Forward(self, collected.site, collected.run, input, kwargs)
+        after(forward, output, collected.query(), False, compress)
         return output
 
     def check_site(self, site: AttentionSite) -> None:
         super().check_site(site)
+        if self.needs_attention:
+            check_interface(site)
         if self.uses_queries:
             _ = site.query_source  # raises where a hook cannot tell what the query is
 
-    def install(self, site: AttentionSite) -> Iterator[Removable]:
-        hook = _SiteHook(self, site)
+    def install(self, site: AttentionSite, run: Run) -> Iterator[Removable]:
+        hook = _SiteHook(self, site, run)
+        if self.needs_attention:  # a hook can choose what heads keep, but not attend over it
+            yield from serve(site)
         if self.uses_queries:
             yield site.query_source.module.register_forward_hook(Hook(hook.collect))
         yield site.module.register_forward_pre_hook(Hook(hook.before), with_kwargs=True)
@@ -110,6 +113,16 @@ def observed(kwargs: dict[str, Any]) -> AttentionCall:
     return call
 
 
+def arguments(call: AttentionCall, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What the methods of a press take, for `call`: to hand a part of a call to another press.
+
+    Args:
+        kwargs: the last argument of the method that hands it on.
+    """
+    states = call.hidden_states, call.keys, call.values, call.attentions
+    return call.site.module, *states, {**kwargs, CALL: call}
+
+
 class _Collected(NamedTuple):
     """What hooks know of a call in progress.
 
@@ -118,6 +131,7 @@ class _Collected(NamedTuple):
     """
 
     site: AttentionSite
+    run: Run
     projected: tuple[Tensor, Tensor] | None
 
     def query(self) -> Tensor | None:
@@ -132,20 +146,22 @@ class _SiteHook:
     may run the model at once, and released when the attention hook begins.
     """
 
-    def __init__(self, press: BasePress, site: AttentionSite) -> None:
-        self.press, self.site = press, site
+    def __init__(self, press: BasePress, site: AttentionSite, run: Run) -> None:
+        self.press, self.site, self.run = press, site, run
         self.waiting = local()
 
     def collect(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         self.waiting.projected = args[0], output
 
     def before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return fit_mask(self.site, args, kwargs)
+        forward = Forward(self.press, self.site, self.run, args, kwargs)
+        before(forward)
+        return forward.args, forward.kwargs
 
     def after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        collected = _Collected(self.site, self.waiting.__dict__.pop("projected", None))
+        collected = _Collected(self.site, self.run, self.waiting.__dict__.pop("projected", None))
         return self.press.forward_hook(module, args, {**kwargs, CALL: collected}, output)
 
 

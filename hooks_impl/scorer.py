@@ -9,12 +9,14 @@ from torch import Tensor, nn
 
 from hooks_impl.base import BasePress, observed
 from press_core.scope import Compression
-from press_core.select import n_kept, top_positions
+from press_core.select import top_positions
 
 
 @dataclass
-class ScorerPress(Compression, BasePress):
-    """Keeps, per KV head, the `n = max(1, int(S * (1 - compression_ratio)))` best-scored tokens."""
+class Scorer(BasePress):
+    """Keeps, per KV head, as many of the best-scored tokens as its `budget` says."""
+
+    scores_tokens = True
 
     def score(
         self,
@@ -37,9 +39,14 @@ class ScorerPress(Compression, BasePress):
         attentions: Tensor | None,
         kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        length = keys.shape[2]
-        if self.compression_ratio == 0 or not self.acts_on(length):
+        call = observed(kwargs)
+        n = self.budget(call)
+        if n >= call.length or not self.acts_on(call.length):
             return keys, values
         scores = self.score(module, hidden_states, keys, values, attentions, kwargs)
-        positions = top_positions(scores, n_kept(length, self.compression_ratio))
-        return observed(kwargs).keep(positions)
+        return call.keep(top_positions(scores, n))
+
+
+@dataclass
+class ScorerPress(Compression, Scorer):
+    """Keeps, per KV head, the `n = max(1, int(S * (1 - compression_ratio)))` best-scored tokens."""

@@ -9,13 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
+from attention_patch.headwise import check_interface, serve
 from attention_patch.interception import intercept, with_override
 from attention_patch.reversible import wrap
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedModelError
-from press_core.scope import Press, Removable
+from press_core.forward import Forward
+from press_core.scope import Press, Removable, Run
 from press_core.sites import AttentionSite
-from press_core.steps import fit_mask, is_prefill, observe, prune
+from press_core.steps import after, before
 
 
 @dataclass
@@ -26,19 +28,18 @@ class BasePress(Press):
     exact queries among them.
     """
 
+    mechanism = "patches"
+
     def compress(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """The keys and values that stay, each `(B, H_kv, n, d)`; see `AttentionCall.keep`."""
         raise NotImplementedError
 
     def attention_forward(
-        self, site: AttentionSite, forward: Any, *args: Any, **kwargs: Any
+        self, site: AttentionSite, run: Run, forward: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Called in place of an attention module's forward; prunes its layer after a prefill."""
-        args, kwargs = fit_mask(site, args, kwargs) or (args, kwargs)
-        cache = site.cache(args, kwargs)
-        if cache is None:
-            return forward(*args, **kwargs)
-
+        step = Forward(self, site, run, args, kwargs)
+        before(step)
         query = None
 
         def see_query(function: Any, module: Any, states: Tensor, *rest: Any, **more: Any) -> Any:
@@ -46,16 +47,15 @@ class BasePress(Press):
             query = states
             return function(module, states, *rest, **more)
 
-        seen = with_override(kwargs, see_query) if self.uses_queries else kwargs
-        output = forward(*args, **seen)
-        n_tokens = site.argument("hidden_states", args, kwargs).shape[1]
-        if is_prefill(cache, site.layer_idx, n_tokens):
-            call = observe(site, cache, args, kwargs, output, query, True)
-            prune(call, cache, site.argument("attention_mask", args, kwargs), self.compress)
+        seen = with_override(step.kwargs, see_query) if self.uses_queries else step.kwargs
+        output = forward(*step.args, **seen)
+        after(step, output, query, True, self.compress)
         return output
 
     def check_site(self, site: AttentionSite) -> None:
         super().check_site(site)
+        if self.needs_attention:
+            check_interface(site)
         if self.uses_queries and not site.goes_through_interface:
             raise UnsupportedModelError(
                 f"{type(site.module).__name__} ({site.name}) does not call a function of the "
@@ -63,8 +63,10 @@ class BasePress(Press):
                 "use the press of the same name from hooks_impl"
             )
 
-    def install(self, site: AttentionSite) -> Iterator[Removable]:
+    def install(self, site: AttentionSite, run: Run) -> Iterator[Removable]:
+        if self.needs_attention:
+            yield from serve(site)
         if self.uses_queries:
             yield intercept(site.interface)
         # The latest layer of a patch is the innermost, so of several scopes the inner acts first.
-        yield wrap(site.module, "forward", partial(self.attention_forward, site))
+        yield wrap(site.module, "forward", partial(self.attention_forward, site, run))

@@ -9,19 +9,26 @@ from torch import Tensor
 from patch_impl.base import BasePress
 from press_core.call import AttentionCall
 from press_core.scope import Compression
-from press_core.select import n_kept, top_positions
+from press_core.select import top_positions
 
 
 @dataclass
-class ScorerPress(Compression, BasePress):
-    """Keeps, per KV head, the `n = max(1, int(S * (1 - compression_ratio)))` best-scored tokens."""
+class Scorer(BasePress):
+    """Keeps, per KV head, as many of the best-scored tokens as its `budget` says."""
+
+    scores_tokens = True
 
     def score(self, call: AttentionCall) -> Tensor:
         """Scores `(B, H_kv, S)`, the higher the better."""
         raise NotImplementedError
 
     def compress(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        if self.compression_ratio == 0 or not self.acts_on(call.length):
+        n = self.budget(call)
+        if n >= call.length or not self.acts_on(call.length):
             return call.keys, call.values
-        positions = top_positions(self.score(call), n_kept(call.length, self.compression_ratio))
-        return call.keep(positions)
+        return call.keep(top_positions(self.score(call), n))
+
+
+@dataclass
+class ScorerPress(Compression, Scorer):
+    """Keeps, per KV head, the `n = max(1, int(S * (1 - compression_ratio)))` best-scored tokens."""

@@ -12,4 +12,4 @@ from press_core.methods.streaming_llm import StreamingLLM, streaming_llm_scores
 @dataclass
 class StreamingLLMPress(StreamingLLM, ScorerPress):
     def score(self, call: AttentionCall) -> Tensor:
-        return streaming_llm_scores(call.keys, self.compression_ratio, self.n_sink)
+        return streaming_llm_scores(call.keys, self.budget(call), self.n_sink)

@@ -1,6 +1,6 @@
 """What a press is, whatever installs it: formulas, attention sites, caches, masks and scopes."""
 
-from press_core.caches import PrunedLayer, cache_nbytes, kept_lengths
+from press_core.caches import cache_nbytes, kept_lengths
 from press_core.call import AttentionCall
 from press_core.errors import (
     HyperparameterError,
@@ -10,6 +10,8 @@ from press_core.errors import (
     UnsupportedInputError,
     UnsupportedModelError,
 )
+from press_core.layers import PrunedLayer
+from press_core.ragged import RaggedLayer
 from press_core.scope import Press, Scope
 from press_core.sites import AttentionSite, attention_sites
 
@@ -20,6 +22,7 @@ __all__ = [
     "Press",
     "PressError",
     "PrunedLayer",
+    "RaggedLayer",
     "Scope",
     "ScopeError",
     "UnsupportedCacheError",

@@ -22,22 +22,24 @@ def window_attention(call: AttentionCall, window: int) -> Tensor:
         `(B, H_kv, G, window, S)`, float32 (float64 for float64 states); every row sums to one
         (less what a learned sink takes).
     """
-    return _causal_weights(call.site, call.queries(window), call.keys)
+    return causal_weights(call.site, call.queries(window), call.keys)
 
 
 def attention_blocks(call: AttentionCall, block: int = 128) -> Iterator[Tensor]:
-    """Causal attention of all queries, `block` of them at a time: O(S) memory.
+    """Causal attention of all (known) queries, `block` of them at a time: O(S) memory.
 
     Yields:
         `(B, H_kv, G, rows, end)` for the rows before `end`; keys from `end` on are not visible.
     """
     queries = call.queries()
-    for start in range(0, call.length, block):
-        end = min(start + block, call.length)
-        yield _causal_weights(call.site, queries[:, :, start:end], call.keys[:, :, :end])
+    older = call.length - queries.shape[2]
+    for start in range(0, queries.shape[2], block):
+        part = queries[:, :, start : start + block]
+        end = older + start + part.shape[2]
+        yield causal_weights(call.site, part, call.keys[:, :, :end])
 
 
-def _causal_weights(site: AttentionSite, queries: Tensor, keys: Tensor) -> Tensor:
+def causal_weights(site: AttentionSite, queries: Tensor, keys: Tensor) -> Tensor:
     """Weights of queries that are the last of the sequence which `keys` make up."""
     batch, n_heads, rows, d = queries.shape
     n_kv, length = keys.shape[1], keys.shape[2]

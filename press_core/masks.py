@@ -16,11 +16,12 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from press_core.errors import UnsupportedInputError
 
 
-def padding(mask: Any, length: int) -> list[int]:
+def padding(mask: Any, length: int, prefill: bool = True) -> list[int]:
     """How many tokens of padding stand on the left of each row.
 
     Args:
-        mask: the mask of a prefill over `length` tokens, in any form named above.
+        mask: a mask of which the first `length` columns are asked about, in any form named above.
+        prefill: whether its queries are those same `length` tokens.
 
     Returns:
         One number per row of the mask, or an empty list where nothing is padded.
@@ -30,13 +31,14 @@ def padding(mask: Any, length: int) -> list[int]:
     """
     if mask is None:
         return []
-    visible = _visible_to_last_query(mask, length)
+    visible = _visible_to_last_query(mask, length, prefill)
     n_visible = visible.sum(dim=-1)
     columns = torch.arange(length, device=visible.device)
     left_padded = columns >= (length - n_visible)[:, None]
     # Padding sees nothing; of sequences packed one after the other each token sees itself.
-    wrong = (visible != left_padded) | (_visible_to_itself(mask, length) > left_padded)
-    wrong |= (n_visible == 0)[:, None]
+    wrong = (visible != left_padded) | (n_visible == 0)[:, None]
+    if prefill:
+        wrong |= _visible_to_itself(mask, length) > left_padded
     if wrong.any():
         row = int(wrong.any(dim=-1).nonzero()[0])
         raise UnsupportedInputError(
@@ -48,12 +50,13 @@ def padding(mask: Any, length: int) -> list[int]:
     return lengths if any(lengths) else []
 
 
-def _visible_to_last_query(mask: Any, length: int) -> Tensor:
+def _visible_to_last_query(mask: Any, length: int, prefill: bool) -> Tensor:
     """`(B, length)` bool: the keys that the last query may see."""
     if isinstance(mask, BlockMask):
-        return _ask(mask, torch.full((length,), length - 1), torch.arange(length))
+        last = mask.seq_lengths[0] - 1
+        return _ask(mask, torch.full((length,), last), torch.arange(length))
     if mask.dim() == 2:
-        return mask[:, -length:].bool()
+        return (mask[:, -length:] if prefill else mask[:, :length]).bool()
     return _as_bool(mask[:, 0, -1, :length])
 
 

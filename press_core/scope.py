@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
 from press_core.errors import HyperparameterError, ScopeError, UnsupportedModelError
+from press_core.select import n_kept
 from press_core.sites import AttentionSite, attention_sites
+
+if TYPE_CHECKING:
+    from press_core.call import AttentionCall
 
 
 class Removable(Protocol):
@@ -35,12 +41,35 @@ class Press:
     twice on one model (the inner scope acts first).
 
     Attributes:
+        mechanism: class attribute; how it installs itself, "hooks" or "patches".
         uses_queries: class attribute; whether the press reads the exact queries.
         uses_rope: class attribute; whether it needs rotary position embeddings.
+        scores_tokens: class attribute; whether it gives each token a score, with a method `score`.
+        scores_alone: class attribute; whether a token's score depends on no other token.
+        scores_once: class attribute; whether it can do so only together with the forward of all
+            these tokens.
+        evicts: class attribute; what it evicts: "tokens" (as many of each head), "heads" (other
+            tokens, and another number, of each head), "channels" or "nothing" in the prefill.
+        acts_in_prefill, acts_in_decoding: class attributes; after which forwards it prunes: those
+            that find their layer empty, and all others.
+        n_remembered: class attribute; of how many of the last tokens it wants the hidden states and
+            queries while decoding.
+        decides_per_row: class attribute; whether rows of a batch may keep different numbers.
+        needs_attention: class attribute; whether attention itself has to honour what it keeps.
     """
 
+    mechanism = ""
     uses_queries = False
     uses_rope = False
+    scores_tokens = False
+    scores_alone = False
+    scores_once = False
+    evicts = "tokens"
+    acts_in_prefill = True
+    acts_in_decoding = False
+    n_remembered = 0
+    decides_per_row = False
+    needs_attention = False
 
     def __call__(self, model: nn.Module) -> Scope:
         """The scope `with press(model): ...`; nothing is installed before it is entered."""
@@ -65,20 +94,62 @@ class Press:
     def post_init_from_model(self, model: nn.Module) -> None:
         """Fill in what depends on the model; called when a scope opens."""
 
+    def resolve(self, model: nn.Module) -> Press:
+        """The press as it acts on `model`: itself, or a copy with what depends on the model."""
+        return self
+
+    def with_ratio(self, compression_ratio: float) -> Press:
+        """A copy of this press that evicts another share of the tokens.
+
+        Raises:
+            HyperparameterError: if it cannot be told a ratio.
+        """
+        if "compression_ratio" not in getattr(self, "__dataclass_fields__", {}):
+            raise HyperparameterError(
+                f"{type(self).__name__} cannot be told a compression ratio; wrap a press with the "
+                "field compression_ratio"
+            )
+        return replace(self, compression_ratio=compression_ratio)  # type: ignore[call-arg]
+
+    def compress(self, *args: Any, **kwargs: Any) -> Any:
+        """What stays of a call; see the `BasePress` of the mechanism."""
+        raise NotImplementedError
+
+    def score(self, *args: Any, **kwargs: Any) -> Any:
+        """A score for each token of a call; see the `ScorerPress` of the mechanism."""
+        raise NotImplementedError
+
+    def is_due(self, n_steps: int, length: int) -> bool:
+        """Whether to prune after `n_steps` decoding steps, of `length` tokens in the layer."""
+        return True
+
+    def before(self, forward: Any) -> None:
+        """Called before each forward of an attention module; see `press_core.steps.Forward`."""
+
     def check_site(self, site: AttentionSite) -> None:
         """Refuse an attention module that the press cannot work on, before anything is installed.
 
         Raises:
             UnsupportedModelError: saying what is missing and what to use instead.
         """
-        if self.uses_rope and site.rotary is None:
-            raise UnsupportedModelError(
-                f"{type(self).__name__} needs rotary position embeddings, and "
-                f"{type(site.module).__name__} ({site.name}) has none; SnapKVPress and KnormPress "
-                "work on any model"
-            )
+        check_rope(self, site)
 
-    def install(self, site: AttentionSite) -> Iterator[Removable]:
+    def acts_on(self, length: int) -> bool:
+        """Whether a context of `length` tokens is long enough; a shorter one is left whole."""
+        return True
+
+    def budget(self, call: AttentionCall) -> int:
+        """How many of the tokens of `call` each KV head keeps, on average where heads differ."""
+        return call.target or call.length
+
+    def install_on(
+        self, model: nn.Module, sites: list[AttentionSite], run: Run
+    ) -> Iterator[Removable]:
+        """Install the press on a model, yielding what takes it off again."""
+        for site in sites:
+            yield from self.install(site, run)
+
+    def install(self, site: AttentionSite, run: Run) -> Iterator[Removable]:
         """Install the press on one attention module, yielding what takes it off again."""
         raise NotImplementedError
 
@@ -96,9 +167,22 @@ class Compression(Press):
     def validate(self) -> None:
         require(self, "compression_ratio", 0 <= self.compression_ratio < 1, "a number in [0, 1)")
 
-    def acts_on(self, length: int) -> bool:
-        """Whether a context of `length` tokens is long enough; a shorter one is left whole."""
-        return True
+    def budget(self, call: AttentionCall) -> int:
+        return call.target or n_kept(call.length, self.compression_ratio)
+
+
+def check_rope(press: Press, site: AttentionSite) -> None:
+    """Refuse a module without the rotary position embeddings that `press` needs.
+
+    Raises:
+        UnsupportedModelError: naming both.
+    """
+    if press.uses_rope and site.rotary is None:
+        raise UnsupportedModelError(
+            f"{type(press).__name__} needs rotary position embeddings, and "
+            f"{type(site.module).__name__} ({site.name}) has none; SnapKVPress and KnormPress "
+            "work on any model"
+        )
 
 
 def require(press: Any, field: str, holds: bool, allowed: str) -> None:
@@ -107,6 +191,51 @@ def require(press: Any, field: str, holds: bool, allowed: str) -> None:
         raise HyperparameterError(
             f"{type(press).__name__}({field}={getattr(press, field)!r}): {field} must be {allowed}"
         )
+
+
+@dataclass
+class Run:
+    """What one scope accumulates while it is open.
+
+    Attributes:
+        n_sites: attention modules that the press is installed on.
+        layers: per layer, how many tokens the layer had seen when it was pruned last, and how many
+            of them each KV head kept, on average.
+        n_compressions: per layer, how often it was pruned.
+        key: tells this run from all others of the process.
+    """
+
+    n_sites: int = 0
+    layers: dict[int, tuple[float, float]] = field(default_factory=dict)
+    n_compressions: dict[int, int] = field(default_factory=dict)
+    key: int = field(default_factory=itertools.count().__next__)
+
+    def record(self, layer_idx: int, seen: float, kept: float) -> None:
+        """Note that a layer was pruned: of `seen` tokens each KV head keeps `kept` on average."""
+        self.layers[layer_idx] = seen, kept
+        self.n_compressions[layer_idx] = self.n_compressions.get(layer_idx, 0) + 1
+
+    @property
+    def compression_ratio(self) -> float:
+        """Share of the tokens that was evicted, over all layers."""
+        seen = self.n_sites * max((seen for seen, _ in self.layers.values()), default=0)
+        evicted = sum(seen - kept for seen, kept in self.layers.values())
+        return evicted / seen if seen else 0.0
+
+
+_latest: dict[int, Run] = {}
+
+
+def latest_run(press: Press) -> Run:
+    """The run of the scope of `press` that was opened last (an empty one where there is none)."""
+    return _latest.get(id(press)) or Run()
+
+
+def _remember(press: Press, run: Run) -> None:
+    # Beside the press, not on it: opening a scope does not change what a press is.
+    if id(press) not in _latest:
+        weakref.finalize(press, _latest.pop, id(press), None)
+    _latest[id(press)] = run
 
 
 class Scope:
@@ -119,6 +248,7 @@ class Scope:
 
     def __init__(self, press: Press, model: nn.Module) -> None:
         self.press, self.model = press, model
+        self.run = Run()
         self._installed: ExitStack | None = None
         self._lock = Lock()
 
@@ -139,12 +269,17 @@ class Scope:
             self.press.post_init_from_model(self.model)
             sites = attention_sites(self.model)
             for site in sites:
-                self.press.check_site(site)
+                check_rope(self.press, site)
+            press = self.press.resolve(self.model)
+            for site in sites:
+                press.check_site(site)
+            run = Run(len(sites))
             with ExitStack() as installed:
-                for site in sites:
-                    for removable in self.press.install(site):
-                        installed.callback(removable.remove)
+                for removable in press.install_on(self.model, sites, run):
+                    installed.callback(removable.remove)
                 self._installed = installed.pop_all()
+            self.run = run
+            _remember(self.press, run)
 
     def remove(self) -> None:
         """Take the press off the model; without effect on a scope that is not open."""

@@ -46,6 +46,21 @@ def top_positions(scores: Tensor, n: int) -> Tensor:
     return scores.topk(n, dim=-1, sorted=False).indices.sort(dim=-1).values
 
 
+def best_first(scores: Tensor, n: int | Tensor) -> Tensor:
+    """`(B, H_kv, S)` bool: the `n` best scores of each KV head.
+
+    Args:
+        scores: `(B, H_kv, S)`.
+        n: the same for all heads, or `(B, H_kv, 1)`.
+    """
+    if isinstance(n, int):
+        chosen = torch.zeros_like(scores, dtype=torch.bool)
+        return chosen.scatter_(-1, scores.topk(n, dim=-1, sorted=False).indices, True)
+    order = scores.argsort(dim=-1, descending=True)
+    places = torch.arange(scores.shape[-1], device=scores.device)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, places < n)
+
+
 def gather_tokens(states: Tensor, positions: Tensor) -> Tensor:
     """The states at `positions` of every KV head.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -51,6 +51,7 @@ class AttentionSite:
         interface: the registry that the module takes its attention function from.
         parameters: names of the parameters of its forward, in order.
         cache_name: which of them is the cache.
+        depth, n_sites: the how-manyeth it is of the model's attention modules that presses work on.
     """
 
     name: str
@@ -66,6 +67,8 @@ class AttentionSite:
     interface: Any = field(repr=False)
     parameters: tuple[str, ...] = field(repr=False)
     cache_name: str = field(repr=False)
+    depth: int = 0
+    n_sites: int = 1
 
     @property
     def sinks(self) -> Tensor | None:
@@ -95,7 +98,7 @@ class AttentionSite:
         self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call of forward with the one called `name` set to `value`."""
-        index = self.parameters.index(name)
+        index = self.parameters.index(name) if name in self.parameters else len(args)
         if name not in kwargs and index < len(args):
             return (*args[:index], value, *args[index + 1 :]), kwargs
         return args, {**kwargs, name: value}
@@ -140,7 +143,7 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
             "which bounds their cache already; set sliding_window=None in the config if the model "
             "was loaded for contexts shorter than its window"
         )
-    return sites
+    return [replace(site, depth=i, n_sites=len(sites)) for i, site in enumerate(sites)]
 
 
 def _may_attend(module: nn.Module) -> bool:

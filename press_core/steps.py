@@ -1,198 +1,263 @@
-"""What every mechanism does around an attention forward: fit the mask before, prune after."""
+"""What every mechanism does around an attention forward: fit the arguments before, prune after."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import QuantizedLayer
 
-from press_core.caches import PrunedLayer, check_prunable, mask_layer, prunable_layer
+from press_core.caches import check_prunable, prunable_layer
 from press_core.call import AttentionCall
-from press_core.errors import UnsupportedInputError
+from press_core.errors import UnsupportedCacheError, UnsupportedInputError
+from press_core.forward import Forward
+from press_core.layers import ExactLayer, Journal, Pruned, adopted, states_of
 from press_core.masks import mask_for_pruned, padding
-from press_core.sites import AttentionSite
+from press_core.pruning import SAY_WHAT_IS_KEPT, Compress, is_pruned, positions_in, prune
+from press_core.ragged import RaggedLayer
 
-Compress = Callable[[AttentionCall], tuple[Tensor, Tensor]]
-"""From a call to the keys and values that stay, each `(B, H_kv, n, d)`."""
-
-
-_SAY_WHAT_IS_KEPT = (
-    "let its compress return what AttentionCall.keep(positions) gives, or write it as a ScorerPress"
-)
+# ---- before --------------------------------------------------------------------------------------
 
 
-class _Part(NamedTuple):
-    rows: list[int]
-    keys: Tensor
-    values: Tensor
-    positions: Tensor | None
-
-
-def fit_mask(
-    site: AttentionSite, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of an attention forward with a mask that fits a layer pruned before.
-
-    The model builds one mask for all layers, from the uncompressed columns; it fits neither rows of
-    different lengths nor layers of different lengths.
-
-    Returns:
-        New arguments, or None where the given ones fit.
+def before(forward: Forward) -> None:
+    """Fit cache and arguments to each other.
 
     Raises:
         UnsupportedCacheError: if the cache is of a kind that cannot be pruned.
     """
-    cache = site.cache(args, kwargs)
-    if cache is None:
-        return None
-    check_prunable(cache, site.layer_idx)
-    layer = cache.layers[site.layer_idx] if site.layer_idx < len(cache.layers) else None
-    if not isinstance(layer, PrunedLayer) or layer.n_slots == 0:
-        return None
-    layer.expect_mask()
-    hidden_states = site.argument("hidden_states", args, kwargs)
-    mask = site.argument("attention_mask", args, kwargs)
+    if forward.cache is None:
+        return
+    press, cache, index = forward.press, forward.cache, forward.site.layer_idx
+    check_prunable(cache, index)
+    if press.evicts == "heads" and getattr(cache, "offloading", False):
+        raise UnsupportedCacheError(
+            f"{type(press).__name__} keeps other tokens for each head, and attends over them where "
+            "they lie; use a DynamicCache without offloading"
+        )
+    layer = forward.layer
+    if layer is None or layer.get_seq_length() == 0:
+        if press.acts_in_prefill and isinstance(layer, QuantizedLayer):
+            cache.layers[index] = ExactLayer(layer)
+        return
+    press.before(forward)
+    if isinstance(forward.layer, Pruned):
+        forward.layer.serve()
+        _fit_mask(forward, forward.layer)
+        _fit_positions(forward, forward.layer)
+
+
+def _fit_mask(forward: Forward, layer: Pruned) -> None:
+    """Give the forward a mask that fits a layer pruned before.
+
+    The model builds one mask for all layers, from the uncompressed columns; it fits neither rows of
+    different lengths nor layers of different lengths.
+    """
+    hidden_states, mask = forward.hidden_states, forward.argument("attention_mask")
     n_keys = layer.n_slots + hidden_states.shape[1]
     if not layer.padded and (mask is None or mask.shape[-1] == n_keys):
-        return None
+        return
     occupied, n_recent = layer.occupied(), n_keys - layer.n_pruned
-    mask = mask_for_pruned(mask, occupied, n_recent, hidden_states, site.attn_implementation)
-    return site.replace_argument("attention_mask", mask, args, kwargs)
+    form = forward.site.attn_implementation
+    mask = mask_for_pruned(mask, occupied, n_recent, hidden_states, form)
+    forward.replace("attention_mask", mask)
 
 
-def is_prefill(cache: Any, layer_idx: int, n_tokens: int) -> bool:
-    """Whether the layer held nothing before the forward of `n_tokens` that has just ended."""
-    return bool(cache.layers[layer_idx].get_seq_length() == n_tokens)
+def _fit_positions(forward: Forward, layer: Pruned) -> None:
+    """Let positions continue from where the keys were turned to, whatever the model counts."""
+    if layer.rotary_positions is None:
+        return
+    hidden_states = forward.hidden_states
+    lag = 0 if layer.rotary_padding is None else layer.rotary_padding[:, None]
+    start = layer.get_seq_length() - lag
+    steps = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+    positions = (start + steps).view(-1, len(steps))
+    given = forward.argument("position_ids")
+    if given is not None and torch.equal(given.expand_as(positions), positions):
+        return
+    rotary = forward.site.rotary
+    assert rotary is not None
+    forward.replace("position_embeddings", rotary.embeddings(hidden_states, positions))
+    if given is not None:
+        forward.replace("position_ids", positions)
 
 
-def observe(
-    site: AttentionSite,
-    cache: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    output: Any,
-    query: Tensor | None,
-    query_is_rotated: bool,
+def prune_before(forward: Forward, compress: Compress) -> None:
+    """Prune a layer before the forward, by what it holds alone."""
+    layer, device = forward.layer, forward.hidden_states.device
+    _require_known(forward, layer)
+    call = _call(
+        forward,
+        *states_of(layer),
+        hidden_states=forward.hidden_states[:, :0],
+        position_embeddings=None,
+        position_ids=None,
+        rotary_positions=_rotary_positions(layer, forward.first_position - 1, device),
+        decoding=True,
+    )
+    prune(forward, call, compress)
+
+
+def row_lengths(forward: Forward) -> Tensor:
+    """How many tokens each row of the layer holds, `(B,)` int64."""
+    layer, batch = forward.layer, forward.hidden_states.shape[0]
+    n_slots = layer.n_slots if isinstance(layer, Pruned) else layer.get_seq_length()
+    held = torch.full((batch,), n_slots, device=forward.hidden_states.device)
+    mask = forward.argument("attention_mask")
+    if is_pruned(layer):
+        return held - (~layer.occupied()).sum(dim=-1).to(held.device) if layer.padded else held
+    empty = padding(mask, n_slots, prefill=False)
+    return held - torch.tensor(empty, device=held.device) if empty else held
+
+
+# ---- after ---------------------------------------------------------------------------------------
+
+
+def after(
+    forward: Forward, output: Any, query: Tensor | None, query_is_rotated: bool, compress: Compress
+) -> None:
+    """Prune the layer that the forward has filled, if this is the press's time to act.
+
+    Args:
+        output: what the attention module has returned.
+        query: `(B, H, q, d)`, if the press asked for it.
+        query_is_rotated: whether that is the query after RoPE.
+        compress: what the press does with a call.
+    """
+    if forward.cache is None:
+        return
+    layer, press = prunable_layer(forward.cache, forward.site.layer_idx), forward.press
+    seen = layer.get_seq_length() + getattr(layer, "forgotten", 0)
+    if seen == forward.hidden_states.shape[1]:
+        if press.acts_in_prefill:
+            call = _observed_prefill(forward, layer, output, query, query_is_rotated)
+            prune(forward, call, compress)
+    elif press.acts_in_decoding:
+        step = _observed_step(forward, query, query_is_rotated)
+        if step is not None:
+            prune(forward, step, compress)
+
+
+def _call(forward: Forward, keys: Tensor, values: Tensor, **fields: Any) -> AttentionCall:
+    device = forward.hidden_states.device  # an offloaded cache is brought back to the model
+    fields = {"position_embeddings": forward.argument("position_embeddings"), **fields}
+    fields = {"position_ids": forward.argument("position_ids"), **fields}
+    fields = {"hidden_states": forward.hidden_states, **fields}
+    return AttentionCall(
+        site=forward.site, keys=keys.to(device), values=values.to(device), **fields
+    )
+
+
+def _observed_prefill(
+    forward: Forward, layer: Any, output: Any, query: Tensor | None, query_is_rotated: bool
 ) -> AttentionCall:
-    """The call that has just ended, seen from its arguments, its output and the cache it filled.
+    """The prefill that has just ended, seen from its arguments, its output and the layer it filled.
 
     Raises:
         UnsupportedInputError: if an inner scope pruned the layer and did not say what it kept, so
             that nobody knows which queries and positions its keys belong to.
     """
-    layer = prunable_layer(cache, site.layer_idx)
-    if _is_pruned(layer) and layer.positions is None:
-        raise UnsupportedInputError(
-            f"the press of an inner scope pruned {site.name} without saying which tokens it kept; "
-            f"open that scope outermost, or {_SAY_WHAT_IS_KEPT}"
-        )
-    hidden_states = site.argument("hidden_states", args, kwargs)
+    _require_known(forward, layer)
     weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
-    tokens = layer.positions if isinstance(layer, PrunedLayer) else None
-    device = hidden_states.device  # an offloaded cache is brought back to where the model computes
-    return AttentionCall(
-        site=site,
-        hidden_states=hidden_states,
-        keys=layer.keys.to(device),
-        values=layer.values.to(device),
+    pruned = is_pruned(layer)
+    tokens = layer.positions.long() if pruned else None
+    turned_to = layer.rotary_positions if pruned else None
+    return _call(
+        forward,
+        *states_of(layer),
         attentions=weights if tokens is None and isinstance(weights, Tensor) else None,
-        position_embeddings=site.argument("position_embeddings", args, kwargs),
-        position_ids=site.argument("position_ids", args, kwargs),
         query=query,
         query_is_rotated=query_is_rotated,
-        tokens=None if tokens is None else tokens.long().to(device),
+        tokens=None if tokens is None else tokens.to(forward.hidden_states.device),
+        rotary_positions=None if turned_to is None else turned_to.long(),
     )
 
 
-def prune(call: AttentionCall, cache: Any, mask: Any, compress: Compress) -> None:
-    """Let `compress` choose, for the rows of each padding apart, and store what it keeps.
+def _observed_step(
+    forward: Forward, query: Tensor | None, query_is_rotated: bool
+) -> AttentionCall | None:
+    """What is known of the last tokens while decoding, or None if the press is not due.
+
+    Queries are remembered as they are after RoPE, so that both mechanisms remember the same.
+    """
+    cache, index, press = forward.cache, forward.site.layer_idx, forward.press
+    if isinstance(forward.layer, RaggedLayer) and press.evicts == "heads":
+        return _new_tokens(forward, forward.layer, query, query_is_rotated)
+    if not isinstance(forward.layer, Pruned):
+        _require_known(forward, forward.layer)
+        cache.layers[index] = adopted(forward.layer)
+    layer = forward.layer
+    journal = layer.journals.setdefault(forward.run.key, Journal())
+    batch, device = forward.hidden_states.shape[0], forward.hidden_states.device
+    here = _call(forward, layer.keys, layer.values, query=query, query_is_rotated=query_is_rotated)
+    cos_sin, ids = here.position_embeddings, here.position_ids
+    journal.note(
+        press.n_remembered or here.hidden_states.shape[1],
+        hidden_states=here.hidden_states,
+        query=None if query is None else here.queries(),
+        cos=None if cos_sin is None else cos_sin[0].expand(batch, -1, -1),
+        sin=None if cos_sin is None else cos_sin[1].expand(batch, -1, -1),
+        position_ids=None if ids is None else ids.expand(batch, -1).unsqueeze(-1),
+    )
+    if not press.is_due(journal.n_steps, layer.n_slots):
+        return None
+    _require_known(forward, layer)
+    known = journal.states
+    return _call(
+        forward,
+        *states_of(layer),
+        hidden_states=known.get("hidden_states", forward.hidden_states[:, :0]),
+        query=known.get("query"),
+        query_is_rotated=True,
+        position_embeddings=(known["cos"], known["sin"]) if "cos" in known else None,
+        position_ids=known["position_ids"].squeeze(-1) if "position_ids" in known else None,
+        rotary_positions=_rotary_positions(layer, None if ids is None else ids[:, -1], device),
+        decoding=True,
+    )
+
+
+def _rotary_positions(layer: Any, last: Tensor | None, device: torch.device) -> Tensor:
+    """To which position each key of `layer` is rotated, `(1 or B, 1 or H_kv, S)` int64.
 
     Args:
-        call: the prefill that has just ended.
-        cache: the cache that it filled.
-        mask: the attention mask that the module was given.
+        last: position of the last token that the layer has seen, `(1 or B,)`.
     """
-    layer = prunable_layer(cache, call.site.layer_idx)
-    empty = _empty_slots(layer, mask, call)
-    parts, changed = [], False
-    for rows, start, part in call.parts(empty):
-        keys, values = compress(part)
-        changed |= keys is not part.keys or values is not part.values
-        parts.append(_Part(rows, keys, values, _positions(part, start, keys)))
-    if empty and any(part.positions is None for part in parts):
+    if isinstance(layer, Pruned):
+        turned_to = layer.all_rotary_positions()
+        if turned_to is not None:
+            return turned_to.to(device)
+    positions = positions_in(layer)
+    assert positions is not None
+    if last is None:
+        return positions.to(device)
+    n_padding = layer.get_seq_length() + getattr(layer, "forgotten", 0) - 1 - last
+    return positions.to(device) - n_padding.view(-1, 1, 1)
+
+
+def _new_tokens(
+    forward: Forward, layer: RaggedLayer, query: Tensor | None, query_is_rotated: bool
+) -> AttentionCall:
+    """The tokens of this forward alone, of a layer whose heads differ in length."""
+    n_new = forward.hidden_states.shape[1]
+    newest = layer._ends[:, None] - n_new + torch.arange(n_new, device=layer.keys.device)
+    shape = layer.batch, layer.n_heads, n_new, -1
+    keys, values = (states[newest.flatten()].view(shape) for states in (layer.keys, layer.values))
+    call = _call(
+        forward, keys, values, query=query, query_is_rotated=query_is_rotated, decoding=True
+    )
+    call.remembered = layer.recall(n_new)
+    return call
+
+
+def _require_known(forward: Forward, layer: Any) -> None:
+    name = forward.site.name
+    if isinstance(layer, RaggedLayer) or getattr(layer, "channels", None) is not None:
         raise UnsupportedInputError(
-            "a padded batch was pruned by a press that does not say which tokens it kept, so that "
-            f"its rows cannot be told from their padding; {_SAY_WHAT_IS_KEPT}"
+            f"the press of an inner scope has left {name} with heads of different lengths or "
+            "channels, which no press can prune again; open that scope outermost"
         )
-    pruned = _is_pruned(layer)
-    # Also a layer left whole has to know its padding, once the mask is built for a pruned one.
-    if changed or (not pruned and isinstance(mask_layer(cache), PrunedLayer)):
-        padded = bool(empty) or (pruned and layer.padded)
-        _store(cache, call.site, parts, layer.get_seq_length(), padded)
-
-
-def _is_pruned(layer: Any) -> bool:
-    """Whether `layer` was pruned, or its padding dropped, since it was last reset."""
-    return isinstance(layer, PrunedLayer) and layer.n_pruned > 0
-
-
-def _empty_slots(layer: Any, mask: Any, call: AttentionCall) -> list[int]:
-    """Slots on the left of each row that hold padding, or nothing since an inner scope pruned."""
-    if call.tokens is None:
-        return padding(mask, call.length)
-    if not layer.padded:
-        return []
-    empty: list[int] = (call.tokens[:, 0] < 0).sum(dim=-1).tolist()
-    return empty
-
-
-def _positions(part: AttentionCall, start: int, keys: Tensor) -> Tensor | None:
-    """Positions in the sequence of the kept `keys`, `(B, H_kv, n)`; None if the press said none.
-
-    Args:
-        start: padding on the left that was cut off before the press saw the call.
-    """
-    kept = part.kept
-    if kept is None:
-        if keys.shape[2] != part.length:
-            return None
-        kept = torch.arange(part.length, device=keys.device).expand(keys.shape[:3])
-    return kept + start if part.tokens is None else part.tokens.gather(-1, kept)
-
-
-def _store(cache: Any, site: AttentionSite, parts: list[_Part], seen: int, padded: bool) -> None:
-    layer = PrunedLayer()
-    n = max(part.keys.shape[2] for part in parts)
-    order = torch.tensor([row for part in parts for row in part.rows]).argsort()
-
-    def joined(states: list[Tensor], empty: float) -> Tensor:
-        if len(states) == 1:
-            return states[0]
-        return torch.cat([_pad_left(s, n, empty) for s in states])[order.to(states[0].device)]
-
-    positions = [part.positions for part in parts if part.positions is not None]
-    layer.hold(
-        joined([part.keys for part in parts], 0),
-        joined([part.values for part in parts], 0),
-        joined(positions, -1) if len(positions) == len(parts) else None,
-        seen,
-        padded,
-    )
-    former = cache.layers[site.layer_idx]
-    cache.layers[site.layer_idx] = layer
-    layer.uneven = layer.n_slots != mask_layer(cache).keys.shape[2]
-    # Of those that transformers has, these alone can do without a mask for a single token.
-    layer.steps_masked = not site.attn_implementation.startswith(("sdpa", "flash"))
-    if former.keys.device != layer.keys.device:
-        layer.offload()
-
-
-def _pad_left(states: Tensor, n: int, value: float) -> Tensor:
-    """`states` `(B, H, m, ...)` with slots holding `value` on the left, `n` in all."""
-    missing = n - states.shape[2]
-    if not missing:
-        return states
-    shape = (*states.shape[:2], missing, *states.shape[3:])
-    return torch.cat((states.new_full(shape, value), states), dim=2)
+    if is_pruned(layer) and layer.positions is None:
+        raise UnsupportedInputError(
+            f"the press of an inner scope pruned {name} without saying which tokens it kept; "
+            f"open that scope outermost, or {SAY_WHAT_IS_KEPT}"
+        )

@@ -92,8 +92,8 @@ def test_exception_in_the_press(package, model):
 @pytest.mark.parametrize("error", [BrokenError, KeyboardInterrupt])
 def test_exception_while_entering(package, error, model):
     class Faulty(package.SnapKVPress):
-        def install(self, site):
-            installing = super().install(site)
+        def install(self, site, run):
+            installing = super().install(site, run)
             yield next(installing)
             if site.layer_idx == 2:
                 raise error

@@ -47,7 +47,8 @@ class ExpectedAttention(Compression):
 
 def query_statistics(call: AttentionCall, n_sink: int) -> tuple[Tensor, Tensor]:
     """Mean `(B, H, d)` and covariance `(B, H, d, d)` of the queries before RoPE, sinks left out."""
-    queries = call.queries_before_rope()[:, :, n_sink:]
+    queries = call.queries_before_rope()
+    queries = queries[:, :, max(0, n_sink - call.length + queries.shape[2]) :]
     mean = queries.mean(dim=2, keepdim=True)
     centred = queries - mean
     return mean.squeeze(2), centred.mT @ centred / queries.shape[2]

@@ -14,6 +14,8 @@ from press_core.select import upcast
 class Knorm(Compression):
     """Keeps the keys of smallest L2 norm (Devoto et al., arXiv 2406.11430)."""
 
+    scores_alone = True
+
 
 def knorm_scores(keys: Tensor) -> Tensor:
     """Negative L2 norm of each key: `(B, H_kv, S, d)` to `(B, H_kv, S)`."""

@@ -37,5 +37,6 @@ def observed_attention_scores(call: AttentionCall) -> Tensor:
         received = torch.zeros_like(upcast(call.keys[..., 0]))
         for weights in attention_blocks(call):
             received[..., : weights.shape[-1]] += weights.sum(dim=3).mean(dim=2)
-    observers = torch.arange(length, 0, -1, device=call.keys.device)
+    n_queries = length if call.tokens is not None else call.hidden_states.shape[1]
+    observers = torch.arange(length, 0, -1, device=call.keys.device).clamp(max=max(1, n_queries))
     return received / observers

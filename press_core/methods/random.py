@@ -21,6 +21,8 @@ class Random(Compression):
 
     seed: int | None = None
 
+    scores_alone = True
+
     def validate(self) -> None:
         super().validate()
         fits = self.seed is None or 0 <= self.seed < 2**32
@@ -29,6 +31,11 @@ class Random(Compression):
 
 _LAYERS = 2**16
 """More layers than any model has, so that no two (seed, layer) pairs share a generator's seed."""
+
+
+def layer_generator(seed: int, layer_idx: int) -> torch.Generator:
+    """The CPU generator of one seed and layer."""
+    return torch.Generator().manual_seed(seed * _LAYERS + layer_idx)
 
 
 def random_scores(keys: Tensor, seed: int | None, layer_idx: int) -> Tensor:
@@ -43,6 +50,6 @@ def random_scores(keys: Tensor, seed: int | None, layer_idx: int) -> Tensor:
     batch, n_kv, length, _ = keys.shape
     generator = None
     if seed is not None:
-        generator = torch.Generator().manual_seed(seed * _LAYERS + layer_idx)
+        generator = layer_generator(seed, layer_idx)
     scores = torch.rand(1, n_kv, length, generator=generator, dtype=torch.float32)
     return scores.to(keys.device).expand(batch, -1, -1)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from press_core.scope import Compression, require
-from press_core.select import n_kept
 
 
 @dataclass
@@ -31,17 +30,17 @@ class StreamingLLM(Compression):
         return length > self.n_sink
 
 
-def streaming_llm_scores(keys: Tensor, compression_ratio: float, n_sink: int) -> Tensor:
+def streaming_llm_scores(keys: Tensor, budget: int, n_sink: int) -> Tensor:
     """1 for the sinks and for the recent tokens that the budget leaves room for, 0 between.
 
     Args:
         keys: `(B, H_kv, S, d)`.
+        budget: how many tokens are to be kept.
 
     Returns:
         `(B, H_kv, S)`, float32.
     """
     batch, n_kv, length, _ = keys.shape
-    budget = n_kept(length, compression_ratio)
     scores = torch.ones(length, device=keys.device)
     scores[n_sink : length - max(0, budget - n_sink)] = 0
     if budget < n_sink:  # room for some of the sinks only: the first ones

@@ -108,7 +108,7 @@ def test_a_padded_layer_is_not_updated_without_a_mask_made_for_it() -> None:
     with pytest.raises(ScopeError, match="keep the scope of the press open"):
         layer.update(*_states(1))
     assert layer.get_seq_length() == SEEN
-    layer.expect_mask()
+    layer.serve()
     layer.update(*_states(1))
     assert layer.get_seq_length() == SEEN + 1
     with pytest.raises(ScopeError):  # one mask serves one update
@@ -122,7 +122,7 @@ def test_an_uneven_layer_takes_several_tokens_only_with_a_mask_made_for_it(n_tok
     if n_tokens > 1:
         with pytest.raises(ScopeError, match="keep the scope of the press open"):
             layer.update(*_states(n_tokens))
-        layer.expect_mask()
+        layer.serve()
     layer.update(*_states(n_tokens))
     assert layer.get_seq_length() == SEEN + n_tokens
 

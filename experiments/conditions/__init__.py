@@ -1,0 +1,313 @@
+"""Four ways to decode a cache of which every head keeps other tokens.
+
+```python
+full, kept = prefill(model, AdaKVPress(SnapKVPress(0.5)), input_ids=context)
+condition = CONDITIONS["mask by hook"]
+with condition.open(model, kept):
+    model(question, past_key_values=condition.cache(full, kept))
+```
+
+All give the same logits, and differ in what they touch, hold and cost:
+
+| name | how | touches |
+|---|---|---|
+| `fake keys` | evicted keys become keys that nothing attends to, anew at each step | forwards, registry |
+| `mask by patch` | a mask per head, handed to the attention function by a patch | forwards, registry |
+| `mask by hook` | a mask per head, handed to the attention module by a forward pre-hook | hooks |
+| `ragged` | what is evicted is gone; a patched attention function reads what is left | both patches |
+
+In the first three what is evicted is known by the scope, not by the cache, and every token that the
+prefill has seen is still stored: they are experimental conditions, not how presses work here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers import Cache, DynamicCache
+
+from attention_patch import headwise, intercept, with_override, wrap
+from press_core import (
+    AttentionSite,
+    Press,
+    RaggedLayer,
+    UnsupportedInputError,
+    UnsupportedModelError,
+    attention_sites,
+)
+from press_core.caches import layer_at
+from press_core.masks import mask_for_pruned
+
+Kept = dict[int, Tensor]
+"""By layer of the cache: which tokens of the prefill each head keeps, `(B, H_kv, S)` bool, padding
+never. A layer that is not listed keeps all."""
+
+FAR = 1e3
+"""How far below zero a logit has to be to vanish from any softmax."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One way to decode.
+
+    Attributes:
+        name: as in `CONDITIONS`.
+        open: from a model and what is kept to the scope in which it is decoded.
+        frees: whether what is evicted is gone from the cache.
+    """
+
+    name: str
+    open: Callable[[nn.Module, Kept], AbstractContextManager[Any]]
+    frees: bool
+
+    def cache(self, full: Cache, kept: Kept) -> Cache:
+        """What to decode inside `open`, of a prefill that stored everything."""
+        return evicted(full, kept) if self.frees else full
+
+
+@torch.no_grad()
+def prefill(model: Any, press: Press, **inputs: Tensor) -> tuple[Cache, Kept]:
+    """The whole cache of a prefill, and what a head-wise `press` keeps of it."""
+    with press(model):
+        pruned = model(**inputs, use_cache=True).past_key_values
+    return model(**inputs, use_cache=True).past_key_values, kept_in(pruned)
+
+
+def kept_in(cache: Cache) -> Kept:
+    """What each head keeps in the layers that a head-wise press has pruned."""
+    layers = enumerate(cache.layers)
+    return {index: _kept(layer) for index, layer in layers if isinstance(layer, RaggedLayer)}
+
+
+def _kept(layer: RaggedLayer) -> Tensor:
+    kept = torch.zeros(len(layer.counts), layer.seen, dtype=torch.bool, device=layer.device)
+    for head, (start, count) in enumerate(zip(layer.starts, layer.counts, strict=True)):
+        kept[head, layer.slots[start : start + count].long()] = True
+    return kept.view(-1, layer.n_heads, layer.seen)
+
+
+def evicted(full: Cache, kept: Kept) -> DynamicCache:
+    """A cache that holds what is kept of `full`, which stays as it is."""
+    cache = DynamicCache()
+    for index, layer in enumerate(full.layers):
+        if index in kept:
+            seen = layer.get_seq_length()
+            positions = torch.arange(seen, device=layer.keys.device).view(1, 1, -1)
+            layer = RaggedLayer.of(layer.keys, layer.values, kept[index], positions, seen)
+        cache.layers.append(copy(layer))
+    return cache
+
+
+# ---- the scopes ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def fake_keys(model: nn.Module, kept: Kept) -> Iterator[None]:
+    """Give evicted positions, at each step, a key that no query of that step attends to.
+
+    Raises:
+        UnsupportedModelError: if the model caps its logits, so that none can vanish.
+    """
+    with ExitStack() as opened:
+        for site, heads in sites_of(model, kept):
+            if site.softcap is not None:
+                raise UnsupportedModelError(
+                    f"{site.name} keeps all logits within ±{site.softcap:g}, so that no key can be "
+                    "overlooked; use a mask or ragged storage"
+                )
+            slots = (~heads).nonzero(as_tuple=True)
+            override_attention(opened, site, heads.shape[-1], partial(_with_fake_keys, site, slots))
+        yield
+
+
+@contextmanager
+def mask_by_patch(model: nn.Module, kept: Kept) -> Iterator[None]:
+    """Add to the logits of each head a mask, inside a patched attention function."""
+    with ExitStack() as opened:
+        for site, heads in sites_of(model, kept):
+            override_attention(opened, site, heads.shape[-1], partial(_with_mask, site, heads))
+        yield
+
+
+@contextmanager
+def mask_by_hook(model: nn.Module, kept: Kept) -> Iterator[None]:
+    """Replace the mask that attention modules are given by one for each head; patch nothing."""
+    with ExitStack() as opened:
+        for site, heads in sites_of(model, kept):
+            hook = partial(_replace_mask, site, heads)
+            handle = site.module.register_forward_pre_hook(hook, with_kwargs=True)
+            opened.callback(handle.remove)
+        yield
+
+
+def ragged(model: nn.Module, kept: Kept) -> headwise:
+    """Attend over what is kept, where it lies."""
+    return headwise(model)
+
+
+CONDITIONS: dict[str, Condition] = {
+    condition.name: condition
+    for condition in (
+        Condition("fake keys", fake_keys, frees=False),
+        Condition("mask by patch", mask_by_patch, frees=False),
+        Condition("mask by hook", mask_by_hook, frees=False),
+        Condition("ragged", ragged, frees=True),
+    )
+}
+"""Every condition by its name."""
+
+
+def sites_of(model: nn.Module, kept: Kept) -> list[tuple[AttentionSite, Tensor]]:
+    """The sites whose heads keep different tokens, and what they keep, `(B, H_kv, S)` bool."""
+    sites = attention_sites(model)
+    return [(site, kept[site.layer_idx]) for site in sites if site.layer_idx in kept]
+
+
+def override_attention(opened: ExitStack, site: AttentionSite, length: int, override: Any) -> None:
+    """Run `override` around the attention function of `site`, once `length` tokens are cached."""
+
+    def forward(call_next: Any, *args: Any, **kwargs: Any) -> Any:
+        if _n_cached(site, args, kwargs) >= length:
+            kwargs = with_override(kwargs, override)
+        return call_next(*args, **kwargs)
+
+    opened.callback(intercept(site.interface).remove)
+    opened.callback(wrap(site.module, "forward", forward).remove)
+
+
+def _n_cached(site: AttentionSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Tokens that the layer holds before a forward."""
+    cache = site.cache(args, kwargs)
+    layer = None if cache is None else layer_at(cache, site.layer_idx)
+    return 0 if layer is None else int(layer.get_seq_length())
+
+
+# ---- masks ---------------------------------------------------------------------------------------
+
+
+def _with_mask(
+    site: AttentionSite,
+    kept: Tensor,
+    function: Any,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> Any:
+    mask = head_mask(site, kept, attention_mask, query[:, 0], key.shape[2], additive=True)
+    return function(module, query, key, value, mask, **kwargs)
+
+
+def _replace_mask(
+    site: AttentionSite, kept: Tensor, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    n_cached = _n_cached(site, args, kwargs)
+    if n_cached < kept.shape[-1]:  # the prefill itself
+        return None
+    hidden_states = site.argument("hidden_states", args, kwargs)
+    mask = site.argument("attention_mask", args, kwargs)
+    n_keys, additive = n_cached + hidden_states.shape[1], site.attn_implementation == "eager"
+    mask = head_mask(site, kept, mask, hidden_states, n_keys, additive)
+    return site.replace_argument("attention_mask", mask, args, kwargs)
+
+
+def head_mask(
+    site: AttentionSite, kept: Tensor, mask: Any, like: Tensor, n_keys: int, additive: bool
+) -> Any:
+    """What the model's own mask shows, without what each head has evicted.
+
+    Args:
+        kept: `(B, H_kv, S)` bool, of the first `S` keys.
+        mask: as the model built it for all heads, in any form.
+        like: of the dtype of the states, `(B, q, channels)`.
+        additive: whether to give numbers to be added to the logits, not bools.
+
+    Returns:
+        `(B, H, q, n_keys)`, or a `BlockMask` of that shape under flex attention.
+
+    Raises:
+        UnsupportedInputError: if the attention implementation takes no mask of that shape.
+    """
+    length, group = kept.shape[-1], site.num_heads // kept.shape[1]
+    form, held = site.attn_implementation, kept.any(dim=1)
+    shared = mask_for_pruned(mask, held, n_keys - length, like, form)
+    if isinstance(shared, BlockMask):
+        return _block_mask(shared, kept, group, (like.shape[1], n_keys))
+    if shared.dim() == 2:
+        raise UnsupportedInputError(
+            f"{form} takes masks of shape (B, S), the same for all heads; decode a head-wise "
+            "compressed cache inside attention_patch.headwise(model)"
+        )
+    visible = shared if shared.dtype == torch.bool else shared >= 0
+    visible = visible.repeat(1, site.num_heads, 1, 1)
+    visible[..., :length] &= kept.repeat_interleave(group, dim=1).unsqueeze(2)
+    if not additive:
+        return visible
+    added = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
+    return added.masked_fill_(~visible, torch.finfo(like.dtype).min)
+
+
+def _block_mask(shared: BlockMask, kept: Tensor, group: int, shape: tuple[int, int]) -> BlockMask:
+    batch, n_kv, length = kept.shape
+
+    def sees(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        of_head = kept[b, h // group, kv.clamp(max=length - 1)] | (kv >= length)
+        return shared.mask_mod(b, h, q, kv) & of_head
+
+    return create_block_mask(sees, batch, n_kv * group, *shape, device=str(kept.device))
+
+
+# ---- fake keys -----------------------------------------------------------------------------------
+
+
+def _with_fake_keys(
+    site: AttentionSite,
+    slots: tuple[Tensor, ...],
+    function: Any,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    *rest: Any,
+    **kwargs: Any,
+) -> Any:
+    rows, heads, _ = slots
+    key[slots] = unattended(query, key.shape[1], site.scaling).to(key.dtype)[rows, heads]
+    return function(module, query, key, *rest, **kwargs)
+
+
+def unattended(query: Tensor, n_kv: int, scaling: float) -> Tensor:
+    """For each KV head a key that every query of its group gives a logit of `-FAR` or less.
+
+    It is the one of least squares, which exists as long as the queries lie on one side of some
+    hyperplane; of no more queries than channels they nearly always do.
+
+    Args:
+        query: `(B, H, q, d)`.
+
+    Returns:
+        `(B, H_kv, d)`, float32 or better.
+
+    Raises:
+        UnsupportedInputError: if least squares find no such key.
+    """
+    grouped = query.unflatten(1, (n_kv, -1)).flatten(2, 3)  # (B, H_kv, G * q, d)
+    grouped = grouped.to(torch.promote_types(grouped.dtype, torch.float32))
+    wanted = grouped.new_full((*grouped.shape[:3], 1), -FAR / scaling)
+    keys = torch.linalg.lstsq(grouped, wanted).solution
+    highest = (grouped @ keys).amax(dim=(2, 3), keepdim=True) * scaling
+    if not bool((highest < -FAR / 1000).all()):  # closer to zero it would drown in rounding
+        raise UnsupportedInputError(
+            f"found no key that all {grouped.shape[2]} queries of a group, of {grouped.shape[3]} "
+            "channels each, overlook; ask fewer tokens at a time"
+        )
+    return (keys * (-FAR / highest).clamp(min=1)).squeeze(-1)

@@ -1,0 +1,205 @@
+"""The four conditions tried on a model: with which attention implementations do they work?
+
+Nothing is taken from documentation: a condition works where its logits are those of a reference,
+which masks the full cache head by head and computes attention in float64.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from functools import partial
+from typing import Any, NamedTuple
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+
+import hooks_impl
+from experiments.compare import Inputs
+from experiments.conditions import (
+    CONDITIONS,
+    Condition,
+    Kept,
+    head_mask,
+    kept_in,
+    override_attention,
+    sites_of,
+)
+from press_core import AttentionSite, attention_sites
+
+IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
+SAME, OTHER, REFUSED = "same logits", "other logits", "error"
+"""Outcomes."""
+
+
+# ---- the reference -------------------------------------------------------------------------------
+
+
+@contextmanager
+def reference(model: nn.Module, kept: Kept) -> Iterator[None]:
+    """Attend in float64 over all that is stored, what each head has evicted masked away."""
+    with ExitStack() as opened:
+        for site, heads in sites_of(model, kept):
+            override = partial(_dense, site, heads)
+            override_attention(opened, site, heads.shape[-1], override)
+        yield
+
+
+def _dense(
+    site: AttentionSite,
+    kept: Tensor,
+    function: Any,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    mask = head_mask(site, kept, attention_mask, query[:, 0], key.shape[2], additive=True)
+    group = query.shape[1] // key.shape[1]
+    keys, values = (x.double().repeat_interleave(group, dim=1) for x in (key, value))
+    logits = query.double() @ keys.mT * site.scaling
+    if site.softcap is not None:
+        logits = (logits / site.softcap).tanh() * site.softcap
+    logits = logits.masked_fill(mask < 0, float("-inf"))
+    if site.sinks is not None:
+        sinks = site.sinks.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        logits = torch.cat((logits, sinks), dim=-1)
+    weights = logits.softmax(dim=-1)[..., : key.shape[2]]
+    return (weights @ values).to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+# ---- trying --------------------------------------------------------------------------------------
+
+
+class Reach(NamedTuple):
+    """What a scope changes while it is open.
+
+    Attributes:
+        hooks: attention modules with a hook more.
+        forwards: attention modules with another forward.
+        registry: whether attention functions are found another way.
+    """
+
+    hooks: int
+    forwards: int
+    registry: bool
+
+
+def reach(model: PreTrainedModel, condition: Condition, kept: Kept) -> Reach:
+    """What `condition` changes on `model`, seen by opening it."""
+    sites = attention_sites(model)
+
+    def look() -> tuple[list[int], list[Any], list[Any]]:
+        hooks = [len(s.module._forward_hooks) + len(s.module._forward_pre_hooks) for s in sites]
+        forwards = [vars(site.module).get("forward") for site in sites]
+        return hooks, forwards, [vars(site.interface).get("get_interface") for site in sites]
+
+    before = look()
+    with condition.open(model, kept):
+        after = look()
+    hooks, forwards, registry = (
+        sum(old is not new for old, new in zip(*pair, strict=True))
+        for pair in zip(before, after, strict=True)
+    )
+    return Reach(hooks, forwards, registry > 0)
+
+
+def trials(
+    model: PreTrainedModel,
+    *,
+    lengths: Sequence[int] = (96, 80),
+    advance: Callable[[], None] = lambda: None,
+) -> pd.DataFrame:
+    """Try every condition with every attention implementation.
+
+    A padded batch is pruned to half by `AdaKVPress(KnormPress)`; then comes a question, short or
+    with more tokens than a head has channels, and two decode steps.
+
+    Args:
+        model: left as it was.
+        lengths: tokens of the rows of the batch.
+        advance: called after each trial.
+
+    Returns:
+        Columns `condition`, `implementation`, `question` (tokens), `outcome`, `difference` (largest
+        of all logits), `highest` (logit), `why` (of an error), and those of `Reach`.
+    """
+    own, sites = model.config._attn_implementation, attention_sites(model)
+    short_and_long = 3, max(site.head_dim for site in sites) + 4
+    rows = []
+    try:
+        for n_question in short_and_long:
+            inputs = Inputs.random(model.config.vocab_size, lengths, question=n_question)
+            trial = _Trial(model, inputs)
+            for implementation in IMPLEMENTATIONS:
+                for condition in CONDITIONS.values():
+                    rows.append(trial.outcome(condition, implementation))
+                    rows[-1]["question"] = n_question
+                    advance()
+    finally:
+        model.set_attn_implementation(own)
+    return pd.DataFrame(rows)
+
+
+N_TRIALS = 2 * len(IMPLEMENTATIONS) * len(CONDITIONS)
+"""How often `trials` calls `advance`."""
+
+
+class _Trial:
+    """One batch, pruned once and decoded in many ways."""
+
+    def __init__(self, model: PreTrainedModel, inputs: Inputs) -> None:
+        model.set_attn_implementation("eager")  # which every family has
+        self.model = model
+        context, *self.following = list(inputs.forwards(model.device))
+        with torch.no_grad(), hooks_impl.AdaKVPress(hooks_impl.KnormPress(0.5))(model):
+            self.kept = kept_in(self._run(context, None))
+        with torch.no_grad():
+            self.full = self._run(context, None)
+        self.expected = self.logits(Condition("reference", reference, frees=False))
+        self.highest = float(self.expected.abs().max())
+
+    def _run(self, arguments: dict[str, Tensor], cache: Cache | None) -> Any:
+        return self.model(**arguments, past_key_values=cache, use_cache=True).past_key_values
+
+    @torch.no_grad()
+    def logits(self, condition: Condition) -> Tensor:
+        """Of all tokens after the context, `(B, n, vocabulary)` float64."""
+        cache = condition.cache(deepcopy(self.full), self.kept)
+        with condition.open(self.model, self.kept):
+            outputs = [
+                self.model(**arguments, past_key_values=cache).logits.double()
+                for arguments in self.following
+            ]
+        return torch.cat(outputs, dim=1)
+
+    def outcome(self, condition: Condition, implementation: str) -> dict[str, Any]:
+        """What comes of `condition` with an attention implementation: a row of the table."""
+        row: dict[str, Any] = {"condition": condition.name, "implementation": implementation}
+        row |= {"question": 0, "outcome": REFUSED, "difference": float("nan")}
+        row |= {"highest": self.highest, "why": ""} | Reach(0, 0, False)._asdict()
+        try:
+            self.model.set_attn_implementation(implementation)
+            row |= reach(self.model, condition, self.kept)._asdict()
+            with _flex_uncompiled():
+                logits = self.logits(condition)
+        except Exception as error:  # whatever the libraries raise is the result
+            return row | {"why": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+        difference = float((logits - self.expected).abs().max())
+        rounding = torch.finfo(self.model.dtype).eps ** 0.5 * self.highest
+        outcome = SAME if difference <= rounding else OTHER
+        return row | {"outcome": outcome, "difference": difference}
+
+
+@contextmanager
+def _flex_uncompiled() -> Iterator[None]:
+    """Run flex attention as it is: on a CPU its kernel takes half a minute to compile."""
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        yield

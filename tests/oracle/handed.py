@@ -1,0 +1,155 @@
+"""What kvpress finds on the hub or draws at random, handed to both sides alike.
+
+Where kvpress has no argument for it, its own way of getting it is replaced for the moment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from kvpress.presses import expected_attention_with_stats as with_stats
+from kvpress.presses import kvzap_press, qfilter_press
+from torch import Tensor
+from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
+
+from press_core.methods import kvzip
+from press_core.methods.duo_attention import HeadScores
+from press_core.methods.expected_attention_stats import ExpectedAttentionStats
+from press_core.methods.kvzap import KVzapRegressor
+from press_core.methods.leverage_score import sketch
+from press_core.methods.qfilter import QFilters
+from tests.oracle.running import Context, token_ids
+
+N_LAYERS, N_HEADS, N_KV, D, WIDTH, HIDDEN = 3, 4, 2, 16, 64, 24
+"""Of the models in `running`."""
+
+
+def random(*shape: int) -> Tensor:
+    """Normal numbers, the same for the same shape."""
+    generator = torch.Generator().manual_seed(len(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+FILTERS = QFilters(random(N_LAYERS, N_KV, D))
+_ROOT = random(N_LAYERS, N_HEADS, D, D) / D
+STATS = ExpectedAttentionStats(random(N_LAYERS, N_HEADS, D), _ROOT @ _ROOT.mT)
+LINEAR = KVzapRegressor(random(N_LAYERS, N_KV, WIDTH), random(N_LAYERS, N_KV))
+MLP = KVzapRegressor(
+    random(N_LAYERS, N_KV, HIDDEN),
+    random(N_LAYERS, N_KV),
+    random(N_LAYERS, HIDDEN, WIDTH),
+    random(N_LAYERS, HIDDEN),
+)
+HEAD_SCORES = HeadScores(random(N_LAYERS, N_KV))
+PROMPTS = kvzip.RepeatPrompts(first=[5, 8, 6], following=[5, 9, 6, 7, 4], suffix=[3])
+DELIMITER = 1
+
+
+def q_filters(press: Any, filters: QFilters) -> Any:
+    """kvpress's `press` with `filters`."""
+    module = qfilter_press.QFilters(*filters.directions.shape)
+    return _from_the_hub(press, module, {"q_filters": filters.directions})
+
+
+def stats(press: Any, stats: ExpectedAttentionStats) -> Any:
+    """kvpress's `press` with `stats`."""
+    about = {"dataset_name": "", "model_name": "", "num_samples": 0, "sample_seq_len": 0}
+    module = with_stats.ExpectedAttentionStats(*stats.mean.shape, n_sink=4, **about)
+    return _from_the_hub(press, module, {"query_mean": stats.mean, "query_cov": stats.covariance})
+
+
+def kvzap(press: Any, regressor: KVzapRegressor) -> Any:
+    """kvpress's `press` with `regressor`."""
+    n_layers, n_kv = regressor.bias.shape
+    hidden = None if regressor.hidden_bias is None else regressor.hidden_bias.shape[1]
+    width = regressor.sizes["hidden_size"]
+    config = kvzap_press.KVzapConfig(
+        input_dim=width, output_dim=n_kv, n_modules=n_layers, hidden_dim=hidden
+    )
+    last = "" if hidden is None else "2."
+    parts = {f"{last}weight": regressor.weight, f"{last}bias": regressor.bias}
+    if hidden is not None:
+        parts |= {"0.weight": regressor.hidden_weight, "0.bias": regressor.hidden_bias}
+    tensors = {f"layers.{i}.{name}": x[i] for name, x in parts.items() for i in range(n_layers)}
+    return _from_the_hub(press, kvzap_press.KVzapModel(config), tensors)
+
+
+def _from_the_hub(press: Any, found: torch.nn.Module, tensors: dict[str, Tensor]) -> Any:
+    """`press`, or the press in it, which finds `found` wherever it looks for one."""
+    found.to(next(iter(tensors.values())).dtype).load_state_dict(tensors)
+    scorer = getattr(press, "press", press)
+    load = scorer.post_init_from_model
+
+    def post_init_from_model(model: Any) -> None:
+        with patch.object(type(found), "from_pretrained", lambda *_, **__: found):
+            load(model)
+
+    scorer.post_init_from_model = post_init_from_model
+    return press
+
+
+def head_scores(press: Any, scores: HeadScores, sink_size: int, recent_size: int) -> Any:
+    """kvpress's `press` with `scores`, and what streaming heads keep."""
+    press.load_attention_pattern = lambda _: (sink_size, recent_size, scores.scores.numpy())
+    return press
+
+
+def delimiter(press: Any) -> Any:
+    """kvpress's `press` with `DELIMITER`."""
+    press.delimiter_token, press.delimiter_token_id = "<sep>", DELIMITER
+    return press
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prefill of `length` tokens, of which the last ask a question, and a delimiter."""
+
+    length: int
+    question_length: int
+
+    def __call__(self, model: PreTrainedModel, press: Any, past: DynamicCache) -> None:
+        parts = [self.length - self.question_length, self.question_length]
+        given, asked = token_ids(self.length).split(parts, dim=1)
+        ids = torch.cat((given, torch.tensor([[DELIMITER]]), asked), dim=1)
+        with torch.no_grad(), press(model):
+            model(ids, past_key_values=past)
+
+    def __str__(self) -> str:
+        return f"{self.length} tokens, the last {self.question_length} a question"
+
+
+class PromptTokenizer:
+    """Knows the words that kvpress asks for a repetition in."""
+
+    chat_template = None
+
+    def encode(self, text: str, **_: Any) -> Tensor:
+        ids = {kvzip.FIRST: PROMPTS.first, kvzip.NEXT: PROMPTS.following, "\n": PROMPTS.suffix}
+        return torch.tensor([ids.get(text, [])], dtype=torch.long)
+
+
+class Repeated(Context):
+    """A context that kvpress asks to repeat in the words of `PROMPTS`."""
+
+    def __call__(self, model: PreTrainedModel, press: Any, past: DynamicCache) -> None:
+        with patch.object(AutoTokenizer, "from_pretrained", lambda *_, **__: PromptTokenizer()):
+            super().__call__(model, press, past)
+
+
+def our_sketch(press: Any) -> Any:
+    """kvpress's `press`, drawing this repository's numbers."""
+    score, randn = press.score, torch.randn
+
+    def score_with_it(module: Any, hidden_states: Tensor, keys: Tensor, *rest: Any) -> Tensor:
+        def ours(*shape: int, **_: Any) -> Tensor:
+            with patch.object(torch, "randn", randn):
+                return sketch(shape[-3:], module.layer_idx, keys).expand(shape)
+
+        with patch.object(torch, "randn", ours):
+            return score(module, hidden_states, keys, *rest)
+
+    press.score = score_with_it
+    return press

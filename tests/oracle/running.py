@@ -1,0 +1,175 @@
+"""One press on one small model: what every layer holds afterwards, whoever wrote the press.
+
+Nothing that a press says about itself is believed. The values that the model makes are recorded on
+their way into the cache; a token is held where they are still there, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from experiments.families import build
+from press_core import RaggedLayer, attention_sites
+
+VOCABULARY = 1024
+
+Press = Any
+Run = Callable[[PreTrainedModel, Press, DynamicCache], None]
+"""Runs a model once with a press, filling the cache."""
+
+
+class RecordingCache(DynamicCache):
+    """A cache that remembers all values it was ever given, whatever happens to them.
+
+    Attributes:
+        made: per layer, values `(B, H_kv, q, d)`, forward by forward.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, list[Tensor]] = defaultdict(list)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.made[layer_idx].append(value_states)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+class Head(NamedTuple):
+    """What one KV head of one row of the batch holds.
+
+    Attributes:
+        positions: `(n,)` int64, in the sequence, in the order in which they lie in the cache.
+        keys: `(n, d)`, in that order.
+    """
+
+    positions: Tensor
+    keys: Tensor
+
+    def in_time(self) -> Head:
+        """The same in temporal order."""
+        order = self.positions.argsort()
+        return Head(self.positions[order], self.keys[order])
+
+    @property
+    def kept(self) -> list[int]:
+        """Positions in temporal order."""
+        return self.positions.sort().values.tolist()
+
+
+Held = list[list[Head]]
+"""Per layer, the heads of all rows, row by row."""
+
+
+class Setting(NamedTuple):
+    """A small random model."""
+
+    family: str = "llama"
+    n_layers: int = 3
+    dtype: torch.dtype = torch.float64
+    attn_implementation: str = "sdpa"
+
+    def __str__(self) -> str:
+        parts = [self.family, str(self.dtype).removeprefix("torch.")]
+        if self.attn_implementation != "sdpa":
+            parts.append(self.attn_implementation)
+        if self.n_layers == 1:
+            parts.append("one layer")
+        return ", ".join(parts)
+
+
+@cache
+def model_for(whose: str, setting: Setting) -> PreTrainedModel:
+    """The same weights for everyone, but nobody's model is touched by anybody else."""
+    model = build(
+        setting.family,
+        num_layers=setting.n_layers,
+        dtype=setting.dtype,
+        attn_implementation=setting.attn_implementation,
+        seed=1,
+    )
+    embedding = model.resize_token_embeddings(VOCABULARY, mean_resizing=False)
+    torch.nn.init.normal_(embedding.weight, generator=torch.Generator().manual_seed(1))
+    return model
+
+
+def token_ids(length: int, batch: int = 1, seed: int = 0) -> Tensor:
+    """`(batch, length)` token ids, none of them twice in a row, so that no two values are equal."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randperm(VOCABULARY - 3, generator=generator)[:length] + 3 for _ in range(batch)]
+    return torch.stack(rows)
+
+
+@dataclass(frozen=True)
+class Context:
+    """A prefill of `length` tokens, and `then` more tokens one by one."""
+
+    length: int
+    batch: int = 1
+    then: int = 0
+
+    def __call__(self, model: PreTrainedModel, press: Press, past: DynamicCache) -> None:
+        ids = token_ids(self.length + self.then, self.batch)
+        with torch.no_grad(), press(model):
+            model(ids[:, : self.length], past_key_values=past)
+            for i in range(self.length, ids.shape[1]):
+                # kvpress leaves it to its users to say where a token stands.
+                model(ids[:, i : i + 1], past_key_values=past, position_ids=torch.tensor([[i]]))
+
+    def __str__(self) -> str:
+        rows = f"{self.batch} rows of " if self.batch > 1 else ""
+        return f"{rows}{self.length}{f' + {self.then}' if self.then else ''} tokens"
+
+
+def held_after(run: Run, press: Press, model: PreTrainedModel) -> Held:
+    """What the layers hold after `run`, with a press of this repository or of kvpress."""
+    past, sites = RecordingCache(), attention_sites(model)
+    for site in sites:
+        site.module.__dict__.pop("masked_key_indices", None)  # kvpress leaves the last run's there
+    torch.manual_seed(0)
+    run(model, press, past)
+    made = {index: torch.cat(values, dim=2) for index, values in past.made.items()}
+    return [
+        [
+            Head(_positions_of(values, made[index][row, head]), keys)
+            for row, head, keys, values in _heads(past.layers[index], site.module)
+        ]
+        for index, site in enumerate(sites)
+    ]
+
+
+def _heads(layer: Any, module: nn.Module) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """Row, KV head, keys and values `(n, d)` of each head of a layer."""
+    if isinstance(layer, RaggedLayer):
+        for index in range(len(layer.counts)):
+            yield (*divmod(index, layer.n_heads), *layer.head(index))
+        return
+    batch, n_kv = layer.keys.shape[:2]
+    kept = layer.values.any(dim=-1)  # shorter rows have empty slots on their left
+    masked = getattr(module, "masked_key_indices", None)  # how kvpress lets heads differ
+    if masked is not None:
+        kept[tuple(masked)] = False
+    for row in range(batch):
+        for head in range(n_kv):
+            mine = kept[row, head]
+            yield row, head, layer.keys[row, head][mine], layer.values[row, head][mine]
+
+
+def _positions_of(values: Tensor, made: Tensor) -> Tensor:
+    """Which of the values `(S, d)` that were made the held ones `(n, d)` are, `(n,)` int64.
+
+    Of equal ones the first, which are the context's where it was replayed.
+    """
+    known, order = made[:, 0].sort(stable=True)
+    positions = order[torch.searchsorted(known, values[:, 0].contiguous()).clamp(max=len(made) - 1)]
+    assert torch.equal(made[positions], values), "the cache holds values that were never made"
+    return positions

@@ -1,0 +1,394 @@
+"""Presses that learned something about a model, with both mechanisms."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+import hooks_impl
+import hooks_impl.expected_attention_stats
+import hooks_impl.kvzap
+import hooks_impl.qfilter
+import patch_impl
+import patch_impl.expected_attention_stats
+import patch_impl.kvzap
+import patch_impl.qfilter
+from experiments.compare import Inputs, compare, run
+from experiments.facts import draw
+from experiments.families import FAMILIES, NO_ROPE, build, supported_implementations
+from experiments.loading import load_model
+from experiments.quality import answer_unseen
+from experiments.training.fitted import fact_batches, fit, random_fields
+from press_core import Press, PressError, UnsupportedModelError, kept_lengths
+from press_core.fitted import Fitted, FittedError
+from press_core.methods.kvzap import KVzapRegressor
+from press_core.methods.qfilter import qfilter_scores
+from tests.support import left_padded, snapshot, token_ids
+
+PRESSES: dict[str, tuple[Any, Any]] = {
+    "ExpectedAttentionStatsPress": (
+        hooks_impl.expected_attention_stats.ExpectedAttentionStatsPress,
+        patch_impl.expected_attention_stats.ExpectedAttentionStatsPress,
+    ),
+    "QFilterPress": (hooks_impl.qfilter.QFilterPress, patch_impl.qfilter.QFilterPress),
+    "KVzapPress": (hooks_impl.kvzap.KVzapPress, patch_impl.kvzap.KVzapPress),
+}
+FIELD = {
+    "ExpectedAttentionStatsPress": "stats",
+    "QFilterPress": "filters",
+    "KVzapPress": "regressor",
+}
+
+
+@pytest.fixture(params=PRESSES)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=[0, 1], ids=["hooks", "patches"])
+def mechanism(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+def stand_in_scores(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
+    """Scores that cost nothing, for regressors to learn: norms of the values."""
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+    return [layer.values.norm(dim=-1) for layer in cache.layers]
+
+
+def learn(name: str, mechanism: int, model: PreTrainedModel, batches: Any) -> Fitted:
+    press = PRESSES[name][mechanism]
+    if name == "ExpectedAttentionStatsPress":
+        return press.collect(model, batches)
+    if name == "QFilterPress":
+        return press.fit(model, batches)
+    return press.fit(model, batches, stand_in_scores, model_type="linear")
+
+
+def learned(name: str, *args: Any) -> dict[str, Any]:
+    return {FIELD[name]: learn(name, *args)}
+
+
+def same(one: Fitted, two: Fitted) -> bool:
+    return all(torch.equal(x, two.tensors[key]) for key, x in one.tensors.items())
+
+
+def close(one: Fitted, two: Fitted) -> None:
+    for key, tensor in one.tensors.items():
+        torch.testing.assert_close(tensor, two.tensors[key], atol=1e-4, rtol=1e-3)
+
+
+# ---- both mechanisms -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_mechanisms_learn_the_same(name: str, family: str) -> None:
+    if family in NO_ROPE and name == "ExpectedAttentionStatsPress":
+        pytest.skip(f"{family} has no rotary embeddings, which {name} needs")
+    model = build(family, attn_implementation=supported_implementations(family)[0])
+    batches = [token_ids(2, 30), token_ids(1, 20, seed=1)]
+    assert same(learn(name, 0, model, batches), learn(name, 1, model, batches))
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["equal", "padded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen3", "gemma2"])
+def test_both_mechanisms_keep_the_same(
+    name: str, family: str, dtype: torch.dtype, padded: bool
+) -> None:
+    implementation = supported_implementations(family)[0]
+    model = build(family, dtype=dtype, attn_implementation=implementation)
+    fields = {"compression_ratio": 0.6, **random_fields(name, model)}
+    hook, patch = (press(**fields) for press in PRESSES[name])
+    inputs = Inputs.random(model.config.vocab_size, (40, 23, 9) if padded else (40, 40))
+    assert compare(model, hook, patch, inputs) is None
+
+
+def test_both_mechanisms_keep_the_same_of_what_another_press_has_left(name: str) -> None:
+    model = build("llama")
+    fields = {"compression_ratio": 0.5, **random_fields(name, model)}
+    pairs = []
+    for package, press in zip((hooks_impl, patch_impl), PRESSES[name], strict=True):
+        pairs.append([press(**fields), package.KnormPress(compression_ratio=0.4)])
+    inputs = Inputs.random(model.config.vocab_size, (40, 23), distinct=True)
+    assert compare(model, *pairs, inputs) is None
+    kept = run(model, pairs[0], inputs).pruned[0].keys.shape[2]
+    assert kept == int(int(40 * 0.6) * 0.5)
+
+
+def test_both_have_the_same_fields(name: str) -> None:
+    hook, patch = PRESSES[name]
+    assert [(f.name, f.type, f.default) for f in dataclasses.fields(hook)] == [
+        (f.name, f.type, f.default) for f in dataclasses.fields(patch)
+    ]
+    assert inspect.getdoc(hook) == inspect.getdoc(patch)
+
+
+def test_no_queries_are_read(name: str) -> None:
+    """What was learned replaces them, so the presses work wherever keys can be seen."""
+    assert not any(press.uses_queries for press in PRESSES[name])
+
+
+# ---- learning ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def batches() -> list[Tensor]:
+    return [token_ids(3, 25), token_ids(2, 40, seed=1), token_ids(1, 3, seed=2)]
+
+
+def test_learning_leaves_nothing_on_the_model(
+    name: str, mechanism: int, batches: list[Tensor]
+) -> None:
+    model = build("llama")
+    before, state = snapshot(model), torch.get_rng_state()
+    learn(name, mechanism, model, batches)
+    assert snapshot(model) == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_how_tokens_are_batched_does_not_matter(
+    name: str, mechanism: int, batches: list[Tensor]
+) -> None:
+    model = build("llama")
+    rows = (row[None] for batch in reversed(batches) for row in batch)
+    close(learn(name, mechanism, model, rows), learn(name, mechanism, model, batches))
+
+
+def test_padding_is_not_learned_from(name: str, mechanism: int) -> None:
+    model = build("llama")
+    ids, mask, _ = left_padded(3, 20, [0, 7, 13])
+    padded = [{"input_ids": ids, "attention_mask": mask}]
+    alone = [ids[row : row + 1, n:] for row, n in enumerate([0, 7, 13])]
+    close(learn(name, mechanism, model, padded), learn(name, mechanism, model, alone))
+
+
+def test_nothing_to_learn_from_is_refused(name: str, mechanism: int) -> None:
+    model = build("llama")
+    with pytest.raises(FittedError, match="no token"):
+        learn(name, mechanism, model, [])
+
+
+def test_statistics_need_rotary_embeddings(mechanism: int) -> None:
+    press = PRESSES["ExpectedAttentionStatsPress"][mechanism]
+    with pytest.raises(UnsupportedModelError, match="rotary"):
+        press.collect(build("gpt2"), [token_ids(1, 9)])
+
+
+def test_filters_tell_how_much_keys_are_looked_at() -> None:
+    """On another text, scores go with the mean logit that the queries of a group give a key."""
+    model, _ = load_model("facts-llama")
+    press = PRESSES["QFilterPress"][0]
+    filters, calls = press().resolve(model).filters, list[Any]()
+    with torch.no_grad(), press.collector(calls.append)(model):
+        model(next(fact_batches(1, seed=5))[:4])
+    found = []
+    for call in calls:
+        scores = qfilter_scores(call.keys, filters, call.site.layer_idx)
+        groups = call.queries().unflatten(1, (scores.shape[1], -1))
+        logits = (groups.mean(dim=(2, 3)).unsqueeze(-2) @ call.keys.mT).squeeze(-2)
+        pairs = torch.stack((logits, scores)).transpose(1, 2).flatten(2).unbind(dim=1)
+        found += [float(torch.corrcoef(pair)[0, 1]) for pair in pairs]
+    assert min(found) > 0
+    assert statistics.median(found) > 0.8
+
+
+def test_a_regressor_predicts_what_it_was_taught(mechanism: int) -> None:
+    model, press = build("llama", num_layers=1), PRESSES["KVzapPress"][mechanism]
+    found = press.fit(model, [token_ids(32, 60)], stand_in_scores, model_type="linear")
+    ids = token_ids(1, 40, seed=9)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), press(0.5, regressor=found)(model):
+        model(ids, past_key_values=cache)
+    wanted = stand_in_scores(model, ids)[0][0].topk(20).indices
+    kept = cache.layers[0].positions[0]
+    overlap = [len(set(a.tolist()) & set(b.tolist())) for a, b in zip(wanted, kept, strict=True)]
+    assert min(overlap) >= 13, "by chance there would be 10"
+
+
+# ---- statistics of the prompt itself -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
+def test_statistics_of_the_prompt_itself_keep_what_expected_attention_keeps(
+    family: str, mechanism: int
+) -> None:
+    model = build(family, dtype=torch.float64)
+    inputs = Inputs.random(model.config.vocab_size, (64,), distinct=True)
+    press = PRESSES["ExpectedAttentionStatsPress"][mechanism]
+    package = (hooks_impl, patch_impl)[mechanism]
+    options: dict[str, Any] = {"compression_ratio": 0.5, "n_sink": 3, "n_future_positions": 20}
+    stats = press.collect(model, [inputs.context], n_sink=3)
+    own = run(model, press(stats=stats, **options), inputs)
+    expected = run(model, package.ExpectedAttentionPress(**options), inputs)
+    for layer, reference in zip(own.pruned, expected.pruned, strict=True):
+        assert torch.equal(layer.positions, reference.positions)
+
+
+# ---- what belongs to which model -----------------------------------------------------------------
+
+
+@pytest.fixture
+def two_models(tmp_path: Path) -> list[PreTrainedModel]:
+    """Two models of different shapes, each loaded from its folder."""
+    models = []
+    for index, shape in enumerate([(4, 2, 16), (6, 3, 8)]):
+        folder = tmp_path / f"model-{index}"
+        heads, kv_heads, head_dim = shape
+        model = build("llama", num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
+        model.save_pretrained(folder)
+        models.append(type(model).from_pretrained(folder))
+    return models
+
+
+def opens(press: Press, model: PreTrainedModel) -> list[int]:
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), press(model):
+        model(token_ids(1, 20), past_key_values=cache)
+    return [int(kept.max()) for kept in kept_lengths(cache)]
+
+
+def test_one_press_finds_what_belongs_to_each_of_two_models(
+    name: str, mechanism: int, two_models: list[PreTrainedModel]
+) -> None:
+    press = PRESSES[name][mechanism](compression_ratio=0.5)
+    for model in two_models:
+        given = random_fields(name, model)[FIELD[name]]
+        given.save(model.config.name_or_path)
+    for model in [*two_models, two_models[0]]:
+        assert opens(press, model) == [10, 10]
+        resolved = press.resolve(model)
+        assert resolved is not press
+        assert isinstance(getattr(resolved, FIELD[name]), Fitted)
+        assert getattr(press, FIELD[name]) is None, "a press is not changed by opening it"
+    with press(two_models[0]), press(two_models[1]):
+        pass
+
+
+def test_what_is_missing_is_told_before_anything_is_installed(
+    name: str, mechanism: int, two_models: list[PreTrainedModel]
+) -> None:
+    model, press = two_models[0], PRESSES[name][mechanism](compression_ratio=0.5)
+    before = snapshot(model)
+    with pytest.raises(FittedError, match=rf"{name}\.(fit|collect)\(model, token_batches.*save"):
+        press.register(model)
+    assert snapshot(model) == before
+
+
+def test_what_belongs_to_another_model_is_refused(
+    name: str, mechanism: int, two_models: list[PreTrainedModel]
+) -> None:
+    model, other = two_models
+    press = PRESSES[name][mechanism](compression_ratio=0.5, **random_fields(name, other))
+    before = snapshot(model)
+    heads = "heads=6" if name == "ExpectedAttentionStatsPress" else "kv_heads=3"
+    with pytest.raises(UnsupportedModelError, match=rf"layers=2, {heads}.*cannot.*layers=2"):
+        press.register(model)
+    assert snapshot(model) == before
+
+
+def test_the_number_of_layers_counts(name: str, mechanism: int) -> None:
+    press = PRESSES[name][mechanism](0.5, **random_fields(name, build("llama", num_layers=3)))
+    with pytest.raises(UnsupportedModelError, match=r"layers=3.*layers=2"):
+        press.register(build("llama", num_layers=2))
+
+
+def test_fields_may_be_paths(name: str, mechanism: int, tmp_path: Path) -> None:
+    model = build("llama")
+    path = random_fields(name, model)[FIELD[name]].save(tmp_path)
+    for given in (path, str(path), tmp_path, str(tmp_path)):
+        assert opens(PRESSES[name][mechanism](0.5, **{FIELD[name]: given}), model) == [10, 10]
+
+
+def test_a_given_regressor_decides_its_type(mechanism: int, tmp_path: Path) -> None:
+    model = build("llama")
+    given = learn("KVzapPress", mechanism, model, [token_ids(2, 30)])
+    assert isinstance(given, KVzapRegressor)
+    press = PRESSES["KVzapPress"][mechanism](0.5, regressor=given)
+    assert press.model_type == "mlp"
+    assert press.resolve(model).model_type == "linear"
+    given.save(tmp_path)
+    by_type = PRESSES["KVzapPress"][mechanism](0.5, model_type="linear", regressor=tmp_path)
+    assert opens(by_type, model) == [10, 10]
+    with pytest.raises(FittedError, match=r"no kvzap-mlp\.safetensors"):
+        opens(PRESSES["KVzapPress"][mechanism](0.5, regressor=tmp_path), model)
+
+
+# ---- the shipped model ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"model_type": "linear"}], ids=["default", "linear"])
+def test_the_shipped_model_comes_with_what_was_learned(
+    name: str, mechanism: int, options: dict[str, Any]
+) -> None:
+    model, _ = load_model("facts-llama")
+    options = options if name == "KVzapPress" else {}
+    assert opens(PRESSES[name][mechanism](compression_ratio=0.5, **options), model) == [10] * 4
+
+
+@pytest.mark.parametrize("model_type", ["linear", "mlp"])
+def test_shipped_regressors_keep_the_facts(model_type: str, mechanism: int) -> None:
+    model, _ = load_model("facts-llama")
+    press = PRESSES["KVzapPress"][mechanism](compression_ratio=0.9, model_type=model_type)
+    batch = draw(4, 256, 8, torch.Generator().manual_seed(1))
+    right = answer_unseen(model, press, batch) == batch.answer_ids
+    assert right.float().mean() > 0.9
+
+
+def test_the_shipped_files_are_what_learning_them_again_gives(mechanism: int) -> None:
+    model, _ = load_model("facts-llama")
+    for name in ("ExpectedAttentionStatsPress", "QFilterPress"):
+        shipped = getattr(PRESSES[name][mechanism]().resolve(model), FIELD[name])
+        close(learn(name, mechanism, model, fact_batches()), shipped)
+
+
+def test_all_kinds_can_be_fitted_at_once() -> None:
+    learned = fit(build("llama"), lambda _: [token_ids(2, 30)], stand_in_scores)
+    kinds = [(type(fitted).__name__, fitted.file_name) for fitted in learned]
+    assert kinds == [
+        ("ExpectedAttentionStats", "expected_attention_stats.safetensors"),
+        ("QFilters", "qfilters.safetensors"),
+        ("KVzapRegressor", "kvzap-linear.safetensors"),
+        ("KVzapRegressor", "kvzap-mlp.safetensors"),
+    ]
+
+
+def test_kvzip_is_what_regressors_learn_by_default(
+    mechanism: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, press = build("llama"), PRESSES["KVzapPress"][mechanism]
+    made: list[Any] = []
+
+    class Teacher:
+        def __init__(self, **fields: Any) -> None:
+            made.append(fields)
+
+        def resolve(self, _: Any) -> Teacher:
+            return self
+
+        scores = staticmethod(stand_in_scores)
+
+    batches = [token_ids(2, 30)]
+    package = ("hooks_impl", "patch_impl")[mechanism]
+    assert press.teacher.__module__ == f"{package}.kvzip"
+    monkeypatch.setattr(press, "teacher", Teacher)
+    taught = press.fit(model, batches, model_type="linear")
+    assert made == [{"kvzip_plus_normalization": True}]
+    assert same(taught, press.fit(model, batches, stand_in_scores, model_type="linear"))
+
+
+def test_random_fields_are_for_learned_presses_only() -> None:
+    assert random_fields("KnormPress", build("llama")) == {}
+
+
+def test_errors_are_of_one_family() -> None:
+    assert issubclass(FittedError, PressError)
