@@ -78,11 +78,7 @@ def attend(
     Raises:
         UnsupportedInputError: for dropout, which no back end has.
     """
-    if kwargs.get("dropout"):
-        raise UnsupportedInputError(
-            f"attention over head-wise compressed caches has no dropout, got {kwargs['dropout']}; "
-            "call model.eval()"
-        )
+    refuse_dropout(kwargs)
     scaling, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
     visible = _visible(attention_mask, layer.n_recent, query.shape[2], query.device)
     asked = Query(
@@ -95,6 +91,19 @@ def attend(
     )
     output = BACKENDS[backend or choose(layer, asked)](layer, asked)
     return output.transpose(1, 2).contiguous(), None
+
+
+def refuse_dropout(kwargs: dict[str, Any]) -> None:
+    """Refuse keyword arguments of an attention function with dropout.
+
+    Raises:
+        UnsupportedInputError: saying what to do.
+    """
+    if kwargs.get("dropout"):
+        raise UnsupportedInputError(
+            f"attention over compressed heads or channels has no dropout, got {kwargs['dropout']}; "
+            "call model.eval()"
+        )
 
 
 def choose(layer: RaggedLayer, query: Query) -> str:
@@ -182,15 +191,24 @@ def eager(layer: RaggedLayer, query: Query) -> Tensor:
     """The same written out, with soft-capped logits and learned sinks."""
     keys, values, mask = _dense(layer, query)
     grouped = query.states.unflatten(1, (layer.n_heads, -1))  # (B, H_kv, G, q, d)
-    logits = upcast(grouped @ keys.unsqueeze(2).mT) * query.scaling
-    if query.softcap is not None:
-        logits = torch.tanh(logits / query.softcap) * query.softcap
+    logits = capped(grouped @ keys.unsqueeze(2).mT, query.scaling, query.softcap)
     logits = logits.masked_fill(~mask.unsqueeze(2), float("-inf"))
-    if query.sinks is not None:
-        sinks = query.sinks.to(logits).view(1, layer.n_heads, -1, 1, 1)
-        logits = torch.cat((logits, sinks.expand(*logits.shape[:-1], 1)), dim=-1)
-    weights = logits.softmax(dim=-1)[..., : keys.shape[2]]
+    weights = softmax_with_sinks(logits, query.sinks)
     return (weights.to(values.dtype) @ values.unsqueeze(2)).flatten(1, 2)
+
+
+def capped(logits: Tensor, scaling: float, softcap: float | None) -> Tensor:
+    """Scaled logits in float32 or better, soft-capped where the model does that."""
+    logits = upcast(logits) * scaling
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def softmax_with_sinks(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """Weights `(B, H_kv, G, q, n)`; learned `sinks` `(H,)` take their share."""
+    if sinks is None:
+        return logits.softmax(dim=-1)
+    extra = sinks.to(logits).view(1, logits.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
+    return torch.cat((logits, extra), dim=-1).softmax(dim=-1)[..., :-1]
 
 
 def _dense(layer: RaggedLayer, query: Query) -> tuple[Tensor, Tensor, Tensor]:

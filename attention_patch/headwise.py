@@ -7,15 +7,16 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from attention_patch.backends import attend, check_backend
+from attention_patch.channels import attend_channels
 from attention_patch.interception import intercept, with_override
 from attention_patch.reversible import Patch, wrap
 from press_core.caches import layer_at
 from press_core.errors import UnsupportedModelError
 from press_core.forward import Forward
-from press_core.layers import Pruned
+from press_core.layers import ChannelLayer
 from press_core.ragged import RaggedLayer
 from press_core.scope import Press, Run
 from press_core.sites import AttentionSite, attention_sites
@@ -37,8 +38,9 @@ def _forward(
 ) -> Any:
     cache = site.cache(args, kwargs)
     layer = None if cache is None else layer_at(cache, site.layer_idx)
-    if isinstance(layer, Pruned) and layer.channels is not None:
-        return forward(*args, **with_override(kwargs, partial(_cut_channels, site, layer.channels)))
+    if isinstance(layer, ChannelLayer) and layer.n_slots:
+        layer.serve_channels()
+        return forward(*args, **with_override(kwargs, partial(attend_channels, site, layer)))
     if not isinstance(layer, RaggedLayer) or layer.is_served:
         return forward(*args, **kwargs)
     layer.serve()
@@ -46,29 +48,6 @@ def _forward(
         return forward(*args, **with_override(kwargs, partial(attend, site, layer, backend)))
     finally:
         layer.unserve()
-
-
-def _cut_channels(
-    site: AttentionSite,
-    channels: Tensor,
-    function: Any,
-    module: Any,
-    query: Tensor,
-    *rest: Any,
-    **kwargs: Any,
-) -> Any:
-    """Called around an attention function whose keys have some channels only.
-
-    Args:
-        channels: `(B, H_kv, d')`, which.
-    """
-    groups = query.shape[1] // channels.shape[1]
-    if query.shape[-1] != channels.shape[-1]:
-        index = channels.repeat_interleave(groups, dim=1).unsqueeze(2)
-        query = query.gather(-1, index.expand(-1, -1, query.shape[2], -1))
-    scaling = kwargs.get("scaling")  # that of the full head
-    kwargs["scaling"] = site.scaling if scaling is None else scaling
-    return function(module, query, *rest, **kwargs)
 
 
 class headwise:  # noqa: N801 - used like a function: `with headwise(model):`

@@ -112,7 +112,8 @@ def _kept(layer: Any) -> Tensor:
     if isinstance(layer, RaggedLayer):
         return layer.lengths
     keys, _ = states_of(layer)
-    kept = torch.full(keys.shape[:2], keys.shape[2], dtype=torch.int64, device=keys.device)
+    n_slots = layer.n_slots if isinstance(layer, Pruned) else keys.shape[2]
+    kept = torch.full(keys.shape[:2], n_slots, dtype=torch.int64, device=keys.device)
     if isinstance(layer, Pruned) and layer.positions is not None:
         kept -= (layer.positions < 0).sum(dim=-1).to(kept.device)
     return kept
@@ -123,7 +124,7 @@ def cache_nbytes(cache: Cache) -> int:
     storages = {
         storage.data_ptr(): storage.nbytes()
         for layer in cache.layers
-        for name in ("keys", "values")
+        for name in ("keys", "values", "recent_keys")
         for states in _plain_tensors(layer, name)
         if (storage := states.untyped_storage()).nbytes()
     }

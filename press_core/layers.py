@@ -74,7 +74,7 @@ class Pruned:
         misplaced: whether the positions that the model counts do not continue from there.
         sinks: `(B, H_kv, n_sink, d)`: the first keys before RoPE, where they are turned again and
             again.
-        channels: `(B, H_kv, d')` int64: which channels of the keys are stored; None: all.
+        sinks_known: `(B,)` bool: of which rows they are known.
         journals: by scope, what it remembers while decoding.
     """
 
@@ -90,7 +90,7 @@ class Pruned:
     forgotten: int = 0
     misplaced: bool = False
     sinks: Tensor | None = None
-    channels: Tensor | None = None
+    sinks_known: Tensor | None = None
     _served: bool = False
     device: torch.device
 
@@ -160,17 +160,13 @@ class Pruned:
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         needs_mask = self.padded or (self.uneven and (key_states.shape[2] > 1 or self.steps_masked))
-        if (needs_mask or self.misplaced or self.channels is not None) and not self._served:
+        if (needs_mask or self.misplaced) and not self._served:
             raise ScopeError(
                 "this cache holds rows or layers of different lengths, which the model's own "
-                "attention mask does not fit, or other positions or channels than it counts with; "
-                "keep the scope of the press open while decoding: "
-                "`with press(model): model.generate(...)`"
+                "attention mask does not fit, or other positions than it counts with; keep the "
+                "scope of the press open while decoding: `with press(model): model.generate(...)`"
             )
         self._served = False
-        if self.channels is not None:
-            index = self.channels.unsqueeze(2).expand(-1, -1, key_states.shape[2], -1)
-            key_states = key_states.gather(-1, index)
         return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
 
     def get_seq_length(self) -> int:
@@ -227,7 +223,7 @@ class Pruned:
         self._select_rows(torch.arange(batch).repeat_interleave(repeats))
 
     def _select_rows(self, rows: Tensor) -> None:
-        for name in ("positions", "rotary_positions", "rotary_padding", "sinks", "channels"):
+        for name in ("positions", "rotary_positions", "rotary_padding", "sinks", "sinks_known"):
             per_row = getattr(self, name)
             if per_row is not None:
                 setattr(self, name, per_row[rows.to(per_row.device)])
@@ -252,6 +248,66 @@ def n_to_remove(layer: Any, tokens: int) -> int:
 
 class PrunedLayer(Pruned, DynamicLayer):
     """A `DynamicLayer` some of whose tokens were evicted."""
+
+
+class ChannelLayer(PrunedLayer):
+    """A pruned layer that stores some channels of its keys only, and all of those that come later.
+
+    Attributes:
+        keys: `(B, H_kv, n, d')`, of the pruned part.
+        channels: `(B, H_kv, d')` int64, which channels those are.
+        recent_keys: `(B, H_kv, m, d)`, of the tokens that came later.
+        values: `(B, H_kv, n + m, d)`.
+    """
+
+    channels: Tensor
+    recent_keys: Tensor
+    _attended: bool = False
+
+    def cut(self, channels: Tensor, head_dim: int) -> None:
+        """Told which channels the keys that it holds have left of `head_dim`."""
+        self.channels = channels
+        self.recent_keys = self.keys.new_empty(*self.keys.shape[:2], 0, head_dim)
+
+    @property
+    def n_slots(self) -> int:
+        return int(self.values.shape[-2]) if self.is_initialized else 0
+
+    def serve_channels(self) -> None:
+        """Told by an open scope that the attention function will attend over this layer itself."""
+        self._attended = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not self._attended:
+            raise ScopeError(
+                "this cache stores some channels of its keys only, which the model's own attention "
+                "cannot read; decode inside the scope of the press, or inside "
+                "`with attention_patch.headwise(model): ...`"
+            )
+        self._attended = self._served = False
+        self.recent_keys = torch.cat((self.recent_keys, key_states), dim=-2)
+        self.values = torch.cat((self.values, value_states), dim=-2)
+        return key_states, value_states
+
+    def crop(self, tokens: int) -> None:
+        keys, remove = self.keys, n_to_remove(self, tokens)
+        super().crop(tokens)
+        self.keys = keys
+        if remove:
+            self.recent_keys = self.recent_keys[..., :-remove, :]
+
+    def _select_rows(self, rows: Tensor) -> None:
+        super()._select_rows(rows)
+        rows = rows.to(self.channels.device)
+        self.channels, self.recent_keys = self.channels[rows], self.recent_keys[rows]
+
+    def offload(self) -> None:
+        raise UnsupportedCacheError(
+            "a cache with some channels of its keys cannot be offloaded: attention reads it in "
+            "place; use a DynamicCache without offloading"
+        )
 
 
 @cache

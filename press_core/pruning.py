@@ -13,7 +13,7 @@ from press_core.caches import mask_columns, mask_layer
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedCacheError, UnsupportedInputError
 from press_core.forward import Forward
-from press_core.layers import ExactLayer, Journal, Pruned, pruned_like
+from press_core.layers import ChannelLayer, ExactLayer, Journal, Pruned, pruned_like
 from press_core.masks import padding
 from press_core.ragged import RaggedLayer
 
@@ -164,7 +164,7 @@ def positions_in(layer: Any) -> Tensor | None:
 def _store(forward: Forward, former: Any, left: _Left, padded: bool) -> None:
     """Put a pruned layer in the place of `former`."""
     cache, index = forward.cache, forward.site.layer_idx
-    layer = pruned_like(former.quantized if isinstance(former, ExactLayer) else former)
+    layer = _empty_layer(forward, former, left)
     positions = left.of_slots(positions_in(former))
     if padded and positions is None:
         raise UnsupportedInputError(
@@ -174,8 +174,9 @@ def _store(forward: Forward, former: Any, left: _Left, padded: bool) -> None:
     seen = former.get_seq_length()
     keys, values = left.joined(lambda part: part.keys, 0), left.joined(lambda part: part.values, 0)
     layer.hold(keys, values, positions, seen, padded)
-    if left.parts[0].call.channels is not None:
-        layer.channels = left.per_row(lambda part: part.call.channels)  # type: ignore[arg-type, return-value]
+    if isinstance(layer, ChannelLayer):
+        channels = left.per_row(lambda part: part.call.channels)  # type: ignore[arg-type, return-value]
+        layer.cut(channels, left.call.keys.shape[-1])
     _turn(layer, former, left, seen)
     if isinstance(former, Pruned):
         layer.journals = {
@@ -194,6 +195,22 @@ def _store(forward: Forward, former: Any, left: _Left, padded: bool) -> None:
     _record(forward, former, layer, left, kept)
     if former.keys.device != layer.keys.device:
         layer.offload()
+
+
+def _empty_layer(forward: Forward, former: Any, left: _Left) -> Any:
+    """A layer that can hold what is left of `former`.
+
+    Raises:
+        UnsupportedCacheError: if there is none.
+    """
+    if left.parts[0].call.channels is None:
+        return pruned_like(former.quantized if isinstance(former, ExactLayer) else former)
+    if isinstance(former, ExactLayer):
+        raise UnsupportedCacheError(
+            f"{type(forward.press).__name__} keeps some channels of the keys, which a "
+            f"{type(former.quantized).__name__} cannot store; use a DynamicCache"
+        )
+    return ChannelLayer()
 
 
 def _turn(layer: Pruned, former: Any, left: _Left, seen: int) -> None:

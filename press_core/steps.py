@@ -12,7 +12,7 @@ from press_core.caches import check_prunable, prunable_layer
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedCacheError, UnsupportedInputError
 from press_core.forward import Forward
-from press_core.layers import ExactLayer, Journal, Pruned, adopted, states_of
+from press_core.layers import ChannelLayer, ExactLayer, Journal, Pruned, adopted, states_of
 from press_core.masks import mask_for_pruned, padding
 from press_core.pruning import SAY_WHAT_IS_KEPT, Compress, is_pruned, positions_in, prune
 from press_core.ragged import RaggedLayer
@@ -30,10 +30,10 @@ def before(forward: Forward) -> None:
         return
     press, cache, index = forward.press, forward.cache, forward.site.layer_idx
     check_prunable(cache, index)
-    if press.evicts == "heads" and getattr(cache, "offloading", False):
+    if press.needs_attention and getattr(cache, "offloading", False):
         raise UnsupportedCacheError(
-            f"{type(press).__name__} keeps other tokens for each head, and attends over them where "
-            "they lie; use a DynamicCache without offloading"
+            f"{type(press).__name__} leaves a cache that attention reads where it lies; use a "
+            "DynamicCache without offloading"
         )
     layer = forward.layer
     if layer is None or layer.get_seq_length() == 0:
@@ -251,7 +251,7 @@ def _new_tokens(
 
 def _require_known(forward: Forward, layer: Any) -> None:
     name = forward.site.name
-    if isinstance(layer, RaggedLayer) or getattr(layer, "channels", None) is not None:
+    if isinstance(layer, (RaggedLayer, ChannelLayer)):
         raise UnsupportedInputError(
             f"the press of an inner scope has left {name} with heads of different lengths or "
             "channels, which no press can prune again; open that scope outermost"

@@ -32,8 +32,8 @@ from experiments.conditions import (
 from press_core import AttentionSite, attention_sites
 
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
-SAME, OTHER, REFUSED = "same logits", "other logits", "error"
-"""Outcomes."""
+SAME, OTHER, ERROR, MISSING = "same logits", "other logits", "error", "not offered"
+"""Outcomes; the last where `transformers` has no such implementation for the model."""
 
 
 # ---- the reference -------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def trials(
         advance: called after each trial.
 
     Returns:
-        Columns `condition`, `implementation`, `question` (tokens), `outcome`, `difference` (largest
+        Columns `question` (tokens), `condition`, `implementation`, `outcome`, `difference` (largest
         of all logits), `highest` (logit), `why` (of an error), and those of `Reach`.
     """
     own, sites = model.config._attn_implementation, attention_sites(model)
@@ -139,8 +139,8 @@ def trials(
             trial = _Trial(model, inputs)
             for implementation in IMPLEMENTATIONS:
                 for condition in CONDITIONS.values():
-                    rows.append(trial.outcome(condition, implementation))
-                    rows[-1]["question"] = n_question
+                    outcome = trial.outcome(condition, implementation)
+                    rows.append({"question": n_question} | outcome)
                     advance()
     finally:
         model.set_attn_implementation(own)
@@ -182,14 +182,15 @@ class _Trial:
     def outcome(self, condition: Condition, implementation: str) -> dict[str, Any]:
         """What comes of `condition` with an attention implementation: a row of the table."""
         row: dict[str, Any] = {"condition": condition.name, "implementation": implementation}
-        row |= {"question": 0, "outcome": REFUSED, "difference": float("nan")}
-        row |= {"highest": self.highest, "why": ""} | Reach(0, 0, False)._asdict()
-        try:
+        row |= {"outcome": MISSING, "difference": float("nan"), "highest": self.highest, "why": ""}
+        row |= Reach(0, 0, False)._asdict()
+        try:  # whatever the libraries raise is the result
             self.model.set_attn_implementation(implementation)
+            row["outcome"] = ERROR
             row |= reach(self.model, condition, self.kept)._asdict()
             with _flex_uncompiled():
                 logits = self.logits(condition)
-        except Exception as error:  # whatever the libraries raise is the result
+        except Exception as error:
             return row | {"why": f"{type(error).__name__}: {' '.join(str(error).split())}"}
         difference = float((logits - self.expected).abs().max())
         rounding = torch.finfo(self.model.dtype).eps ** 0.5 * self.highest

@@ -80,18 +80,22 @@ class StreamingLLMDecoding(Press):
                 "would lose more of them each time; use a DynamicCache"
             )
         assert rotary is not None
-        keys, places = layer.keys, torch.arange(n_sink, device=held.device)
+        keys, places = layer.keys[:, :, :n_sink], torch.arange(n_sink, device=held.device)
         next_position = forward.first_position.to(held.device).expand(len(held))
-        shift = (next_position - self.max_capacity).clamp(min=0)
-        untouched = next_position == held  # nothing of the row was evicted before
-        layer.sinks = getattr(former, "sinks", None)
-        if layer.sinks is None or bool((untouched & (shift > 0)).any()):
-            fresh = rotary.turn(keys[:, :, :n_sink], places.view(1, 1, -1), back=True)
-            known = fresh if layer.sinks is None else layer.sinks
-            layer.sinks = torch.where(untouched.view(-1, 1, 1, 1), fresh, known)
-        turned = rotary.turn(layer.sinks, (shift[:, None] + places).unsqueeze(1)).to(keys.dtype)
-        turned = torch.where((shift > 0).view(-1, 1, 1, 1), turned, keys[:, :, :n_sink])
-        layer.keys = torch.cat((turned, keys[:, :, n_sink:]), dim=2)
+        cut = held > self.max_capacity
+        known = getattr(former, "sinks_known", None)
+        known = torch.zeros_like(cut) if known is None else known
+        first_cut = cut & ~known
+        layer.sinks, layer.sinks_known = getattr(former, "sinks", None), known | cut
+        if bool(first_cut.any()):
+            began = (next_position - held).clamp(min=0)[:, None] + places
+            fresh = rotary.turn(keys, began.unsqueeze(1), back=True)
+            before = fresh if layer.sinks is None else layer.sinks
+            layer.sinks = torch.where(first_cut.view(-1, 1, 1, 1), fresh, before)
+        begin = (next_position - self.max_capacity).clamp(min=0)[:, None] + places
+        turned = rotary.turn(layer.sinks, begin.unsqueeze(1)).to(keys.dtype)
+        turned = torch.where(cut.view(-1, 1, 1, 1), turned, keys)
+        layer.keys = torch.cat((turned, layer.keys[:, :, n_sink:]), dim=2)
 
     def cut(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Keep the sinks and the window of `call`."""

@@ -1,0 +1,187 @@
+"""What a decode step takes and what a cache holds, of everything, of what is kept, in four ways.
+
+Times depend on how many tokens are kept, not on which: caches are filled with random numbers, and
+heads share their budget by random scores, some heads' higher than others'. All conditions take
+turns, as in `experiments.overhead`, and are compared round by round with the full cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from experiments.conditions import CONDITIONS, Kept
+from experiments.families import build
+from experiments.overhead import Condition as Mechanism
+from experiments.overhead import in_turn, median_interval
+from press_core import attention_sites, cache_nbytes
+from press_core.layers import pruned_like
+from press_core.methods.adakv import shared_budget
+from press_core.select import n_kept
+
+FULL, UNIFORM = "full", "uniform"
+"""The cache without a press, and one from which all heads have evicted as many tokens."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured.
+
+    Attributes:
+        contexts: tokens in the cache.
+        ratios: shares of them evicted.
+        rounds: in which every condition takes its turn.
+        repeats: steps of each in a round, of which the quickest counts.
+    """
+
+    contexts: tuple[int, ...] = (1024, 4096)
+    ratios: tuple[float, ...] = (0.5, 0.8)
+    rounds: int = 25
+    repeats: int = 2
+
+
+class Held(NamedTuple):
+    """A cache, and the scope that decodes it."""
+
+    cache: Cache
+    open: Callable[[], AbstractContextManager[Any]]
+
+
+def random_llama() -> PreTrainedModel:
+    """Six layers of 8 query and 4 KV heads, 64 channels each, in float32."""
+    return build("llama", num_layers=6, num_heads=8, num_kv_heads=4, head_dim=64)
+
+
+# ---- caches --------------------------------------------------------------------------------------
+
+
+def full_cache(model: PreTrainedModel, context: int) -> DynamicCache:
+    """A cache of `context` random tokens."""
+    cache, generator = DynamicCache(config=model.config), torch.Generator().manual_seed(context)
+    for site in attention_sites(model):
+        shape = 2, 1, site.num_kv_heads, context, site.head_dim
+        states = torch.randn(shape, generator=generator).to(model.device, model.dtype)
+        cache.update(states[0].clone(), states[1].clone(), site.layer_idx)
+    return cache
+
+
+def head_budgets(cache: Cache, ratio: float) -> Kept:
+    """What heads keep that share a budget by random scores: as many on average, not each."""
+    generator = torch.Generator().manual_seed(0)
+    kept = {}
+    for index, layer in enumerate(cache.layers):
+        shape = layer.keys.shape[:3]
+        of_heads = 0.75 + 0.5 * torch.rand(*shape[:2], 1, generator=generator)
+        scores = torch.rand(shape, generator=generator) * of_heads
+        chosen = shared_budget(scores, n_kept(shape[-1], ratio), alpha_safeguard=0.2)
+        kept[index] = chosen.to(layer.keys.device)
+    return kept
+
+
+def uniform_cache(full: Cache, ratio: float) -> DynamicCache:
+    """What is left of `full` when every head keeps as many tokens."""
+    cache = DynamicCache()
+    for layer in full.layers:
+        seen, pruned = layer.get_seq_length(), pruned_like(layer)
+        n = n_kept(seen, ratio)
+        positions = torch.arange(n, device=layer.keys.device).expand(*layer.keys.shape[:2], -1)
+        keys, values = (states[:, :, :n].clone() for states in (layer.keys, layer.values))
+        pruned.hold(keys, values, positions, seen, False)
+        cache.layers.append(pruned)
+    return cache
+
+
+def caches(
+    model: PreTrainedModel, context: int, ratios: tuple[float, ...]
+) -> dict[Mechanism, Held]:
+    """Everything that is timed at one context length."""
+    full = full_cache(model, context)
+    held = {Mechanism(FULL): Held(full, nullcontext)}
+    for ratio in ratios:
+        uniform, kept = uniform_cache(full, ratio), head_budgets(full, ratio)
+        held[Mechanism(UNIFORM, compression_ratio=ratio)] = Held(uniform, nullcontext)
+        for condition in CONDITIONS.values():
+            opened = partial(condition.open, model, kept)
+            name = Mechanism(condition.name, compression_ratio=ratio)
+            held[name] = Held(condition.cache(full, kept), opened)
+    return held
+
+
+# ---- times ---------------------------------------------------------------------------------------
+
+
+class Decoder:
+    """Runs one decode step after the other, each time on the cache whose turn it is."""
+
+    def __init__(self, model: PreTrainedModel, context: int) -> None:
+        self.model, self.context = model, context
+        self.token = torch.ones(1, 1, dtype=torch.int64, device=model.device)
+        self.cache: Any = None
+        self.states: list[tuple[Tensor, Tensor]] = []
+
+    @contextmanager
+    def turn(self, held: Held) -> Iterator[None]:
+        """The time in which `held` is decoded."""
+        self.cache = held.cache
+        self.states = [(layer.keys, layer.values) for layer in held.cache.layers]
+        with held.open():
+            yield
+        self.restore()
+
+    def step(self) -> None:
+        """Decode one token."""
+        self.model(input_ids=self.token, past_key_values=self.cache)
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+
+    def restore(self) -> None:
+        """Take the token away again: no state that was there has been written to.
+
+        The first three conditions share the tensors of the full cache, which are put back, as a
+        step leaves longer copies; ragged layers write into the room that they have.
+        """
+        for layer, states in zip(self.cache.layers, self.states, strict=True):
+            decoded = layer.get_seq_length() - self.context
+            if decoded and layer.keys is states[0]:
+                layer.crop(-decoded)
+            elif decoded:
+                layer.keys, layer.values = states
+
+
+@torch.inference_mode()
+def decode_times(
+    model: PreTrainedModel, context: int, size: Size, advance: Callable[[], None] = lambda: None
+) -> pd.DataFrame:
+    """Times and bytes at one context length.
+
+    Returns:
+        Columns `context`, `condition`, `ratio` (evicted); `time` the median of the ratio to the
+        full cache over rounds, `low` and `high` its 95% interval; `ms` and `full_ms` the median
+        milliseconds, for context; `bytes` and `full_bytes` that the caches hold; `rounds`.
+    """
+    held, decoder = caches(model, context, size.ratios), Decoder(model, context)
+    n_bytes = {name: cache_nbytes(one.cache) for name, one in held.items()}
+    scopes = {name: partial(decoder.turn, one) for name, one in held.items()}
+    run = partial(in_turn, scopes, decoder.step, prepare=decoder.restore, advance=advance)
+    times, full = run(rounds=size.rounds, repeats=size.repeats), Mechanism(FULL)
+    rows = []
+    for name, seconds in times.items():
+        ratios = seconds / times[full]
+        low, high = median_interval(ratios)
+        rows.append(
+            {"context": context, "condition": name.mechanism, "ratio": name.compression_ratio}
+            | {"time": float(np.median(ratios)), "low": low, "high": high}
+            | {"ms": 1e3 * float(np.median(seconds))}
+            | {"full_ms": 1e3 * float(np.median(times[full]))}
+            | {"bytes": n_bytes[name], "full_bytes": n_bytes[full], "rounds": len(seconds)}
+        )
+    return pd.DataFrame(rows)
