@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import patch_impl
+from experiments.catalogue import DELIMITER, example_pair, fitted_pair
 from experiments.families import VOCABULARY
+from press_core import Press
 
 _GLOBAL_HOOKS = (
     "_global_forward_hooks",
@@ -24,6 +28,20 @@ def token_ids(batch: int, length: int, seed: int = 0) -> Tensor:
     """`(batch, length)` random token ids without special tokens."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
+
+
+def example_for(package: Any, name: str, ratio: float, model: PreTrainedModel) -> Press:
+    """The press `name` of a package, ready for `model` and for contexts of a few dozen tokens."""
+    pair = fitted_pair(example_pair(name, ratio), model)
+    return pair.patch if package is patch_impl else pair.hook
+
+
+def context_for(name: str, length: int) -> Tensor:
+    """`(1, length)` token ids that the press `name` can prune."""
+    ids = token_ids(1, length)
+    if name == "FinchPress":  # which asks for a delimiter between context and question
+        ids[:, -8] = DELIMITER
+    return ids
 
 
 def left_padded(batch: int, length: int, padding: list[int]) -> tuple[Tensor, Tensor, Tensor]:

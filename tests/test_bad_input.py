@@ -16,15 +16,20 @@ from press_core import (
     UnsupportedModelError,
     kept_lengths,
 )
-from tests.support import snapshot, token_ids
+from tests.support import context_for, example_for, snapshot, token_ids
 
 PACKAGES = [hooks_impl, patch_impl]
+TOLD_A_RATIO = sorted(
+    name
+    for name, press in hooks_impl.PRESSES.items()
+    if "compression_ratio" in press.__dataclass_fields__
+)
 both = pytest.mark.parametrize("package", PACKAGES, ids=["hooks", "patches"])
 
 
 @both
 @pytest.mark.parametrize("ratio", [-0.1, 1.0, 1.5, float("nan")])
-@pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
+@pytest.mark.parametrize("name", TOLD_A_RATIO)
 def test_ratio_outside_of_its_range(package, ratio, name):
     with pytest.raises(
         HyperparameterError, match=r"compression_ratio must be a number in \[0, 1\)"
@@ -136,10 +141,13 @@ def test_a_window_larger_than_the_context(package, length):
 @torch.no_grad()
 def test_never_zero(package, name):
     model = build("llama")
+    press = example_for(package, name, 0.999, model)
     for length in (1, 2, 3, 70):
+        if length < 10 and name == "FinchPress":
+            continue  # no room for a delimiter
         cache = DynamicCache(config=model.config)
-        with package.PRESSES[name](compression_ratio=0.999)(model):
-            model(token_ids(1, length), past_key_values=cache)
+        with press(model):
+            model(context_for(name, length), past_key_values=cache)
         assert all(int(kept.min()) >= 1 for kept in kept_lengths(cache))
 
 

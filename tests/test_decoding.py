@@ -66,7 +66,7 @@ def watched() -> Iterator[dict[int, list[tuple[Tensor, Tensor]]]]:
 class Whole:
     """A model with a cache that nothing is evicted from, of which each head may see some.
 
-    It is to be another than the one with the open scope: made the same way, it has the same weights.
+    It is another than the one with the open scope; made the same way, it has the same weights.
 
     Attributes:
         visible: per layer `(B, H_kv, n)` bool, which of its first `n` tokens each head may see;

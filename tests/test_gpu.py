@@ -9,20 +9,20 @@ from transformers.utils import is_flash_attn_2_available
 
 import hooks_impl
 import patch_impl
+from experiments.catalogue import DELIMITER
 from experiments.families import build
-from tests.support import left_padded, token_ids
+from tests.support import example_for, left_padded, token_ids
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
-FIELDS = {"RandomPress": {"seed": 0}, "LagKVPress": {"lag_size": 16}}
 
 
 def prefill(package, name, model, ids, **kwargs):
     cache = kwargs.pop("cache", None) or DynamicCache(config=model.config)
-    with package.PRESSES[name](compression_ratio=0.5, **FIELDS.get(name, {}))(model):
+    with example_for(package, name, 0.5, model)(model):
         logits = model(ids, past_key_values=cache, **kwargs).logits
     return cache, logits
 
@@ -45,6 +45,7 @@ def test_mechanisms_agree_bit_for_bit(name, dtype, implementation):
             pytest.skip("flash-attn has no float32 kernel")
     model = build("llama", head_dim=64, dtype=dtype, attn_implementation=implementation).cuda()
     ids, mask, positions = left_padded(3, 200, [0, 30, 77])
+    ids[:, -8] = DELIMITER if name == "FinchPress" else ids[:, -8]
     inputs = {"attention_mask": mask.cuda(), "position_ids": positions.cuda()}
     caches, logits = zip(
         *(prefill(p, name, model, ids.cuda(), **inputs) for p in (hooks_impl, patch_impl)),

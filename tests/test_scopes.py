@@ -18,7 +18,7 @@ import patch_impl
 from attention_patch import reversible
 from experiments.families import build
 from press_core import PressError, ScopeError, kept_lengths
-from tests.support import snapshot, token_ids
+from tests.support import context_for, example_for, snapshot, token_ids
 
 PACKAGES = [hooks_impl, patch_impl]
 both = pytest.mark.parametrize("package", PACKAGES, ids=["hooks", "patches"])
@@ -57,9 +57,13 @@ def break_layer(model: PreTrainedModel, index: int, error: BaseException) -> Non
 @both
 @every_press
 def test_normal_exit(package, name, model):
+    press = example_for(package, name, 0.5, model)
     before, reference = snapshot(model), run(model)
-    with package.PRESSES[name](compression_ratio=0.5)(model):
-        run(model, 80, DynamicCache(config=model.config))
+    with press(model), torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        model(context_for(name, 80), past_key_values=cache)
+        for _ in range(3):
+            model(token_ids(1, 1), past_key_values=cache)
         assert snapshot(model) != before
     assert snapshot(model) == before
     assert torch.equal(run(model), reference)

@@ -40,7 +40,7 @@ KV = [(row, head) for row in range(BATCH) for head in range(KV_HEADS)]
 SCORES: dict[str, Callable[[AttentionCall], Tensor]] = {
     "random": lambda call: random_scores(call.keys, 0, 1),
     "knorm": lambda call: knorm_scores(call.keys),
-    "streaming_llm": lambda call: streaming_llm_scores(call.keys, 0.5, 4),
+    "streaming_llm": lambda call: streaming_llm_scores(call.keys, 11, 4),
     "snapkv": lambda call: snapkv_scores(call, 6, 5),
     "tova": tova_scores,
     "observed_attention": observed_attention_scores,
@@ -438,7 +438,7 @@ def test_streaming_llm_keeps_exactly_the_sinks_and_the_most_recent(
     length: int, ratio: float, n_sink: int
 ) -> None:
     n = n_kept(length, ratio)
-    scores = streaming_llm_scores(torch.zeros(1, 2, length, 1), ratio, n_sink)
+    scores = streaming_llm_scores(torch.zeros(1, 2, length, 1), n, n_sink)
     if n_sink >= n:
         expected = list(range(n))  # the budget has room for sinks only
     else:
