@@ -24,22 +24,22 @@ class PrefillDecoding(Nested):
 
     def validate(self) -> None:
         super().validate()
-        prefilling, decoding = self.prefilling_press, self.decoding_press
-        if prefilling is not None:
-            check_inner(self, "prefilling_press", prefilling)
-            fits = prefilling.acts_in_prefill and not prefilling.acts_in_decoding
-            kinds = ("tokens",) if decoding is not None else ("tokens", "heads", "channels")
-            allowed = "a press that acts after the prefill"
-            if decoding is not None:
-                allowed += " and leaves heads of one length, which can be pruned again"
-            freed = getattr(prefilling, "free_memory", False)
-            zeroed = prefilling.evicts == "channels" and not freed
-            require(
-                self, "prefilling_press", fits and (prefilling.evicts in kinds or zeroed), allowed
-            )
-        if decoding is not None:
-            check_inner(self, "decoding_press", decoding)
-            require(self, "decoding_press", isinstance(decoding, Decoding), "a DecodingPress")
+        if self.prefilling_press is not None:
+            check_inner(self, "prefilling_press", self.prefilling_press)
+            require(self, "prefilling_press", *self._takes(self.prefilling_press))
+        if self.decoding_press is not None:
+            check_inner(self, "decoding_press", self.decoding_press)
+            fits = isinstance(self.decoding_press, Decoding)
+            require(self, "decoding_press", fits, "a DecodingPress")
+
+    def _takes(self, press: Press) -> tuple[bool, str]:
+        """Whether `press` can act before the decoding press, and what can."""
+        fits = press.acts_in_prefill and not press.acts_in_decoding
+        allowed = "a press that acts after the prefill"
+        if self.decoding_press is None:
+            return fits, allowed
+        again = "and leaves heads of one length, with all channels, which can be pruned again"
+        return fits and not press.needs_attention, f"{allowed} {again}"
 
     def at(self, call: AttentionCall) -> Press:
         """The press whose turn it is."""

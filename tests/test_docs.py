@@ -1,0 +1,73 @@
+"""What the documentation tells its readers to do works."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("press_core", "attention_patch", "hooks_impl", "patch_impl", "experiments", "tests")
+FREE_TESTS = ("house", "scopes", "generation", "bad_input", "hooks_equal_patches")
+_BLOCK = re.compile(r'```(\w+)(?: title="(.*?)")?\n(.*?)```', re.DOTALL)
+
+
+def blocks(page: str) -> list[tuple[str, str, str]]:
+    """Language, title and text of the code blocks of a page."""
+    return _BLOCK.findall((ROOT / "docs" / page).read_text())
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of the project that a test may change."""
+    for name in FOLDERS:
+        ignored = shutil.ignore_patterns("__pycache__", "stdlib-neox")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def register(path: Path, line: str) -> None:
+    """Add a press to the `__init__.py` of a package."""
+    name = line.split()[-1]
+    text = line + path.read_text()
+    text = text.replace("    for press in (\n", f"    for press in (\n        {name},\n")
+    path.write_text(text.replace("__all__ = [\n", f'__all__ = [\n    "{name}",\n'))
+
+
+def run(checkout: Path, *arguments: str) -> str:
+    environment = os.environ | {"HYPOTHESIS_PROFILE": "short", "PYTHONPATH": str(checkout)}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=checkout,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_adding_a_press(checkout):
+    for _, title, text in blocks("adding-a-press.md"):
+        path = checkout / title
+        if path.name == "__init__.py":
+            register(path, text)
+        elif title:
+            path.write_text(text)
+    free = [f"tests/test_{name}.py" for name in FREE_TESTS]
+    found = run(
+        checkout, "-m", "pytest", "-q", "-rA", "-p", "no:xdist", "-k", "ValueNormPress", *free
+    )
+    for name in FREE_TESTS:
+        assert f"PASSED tests/test_{name}.py" in found
+    run(checkout, "-m", "pytest", "-q", "-p", "no:xdist", "tests/press_core/test_value_norm.py")
+    commands = [text for language, _, text in blocks("adding-a-press.md") if language == "bash"]
+    equivalence = next(text for text in commands if "--family" in text)
+    assert "equal" in run(checkout, *equivalence.split()[1:])
