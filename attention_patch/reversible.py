@@ -13,7 +13,8 @@ What `wrapt` leaves open is settled here:
   middle. The latest layer is the innermost: it runs first on the way out of the call.
 * *Other owners.* If somebody else has wrapped or replaced the attribute since, their change stays.
   Our wrapper, once it has no layers, passes calls through, and unlinks itself when it is called or
-  patched again as the attribute.
+  patched again as the attribute. If somebody puts back what stood there before, our layers go with
+  it: `Patch.is_lost` tells.
 * *Copies.* `deepcopy` and `pickle` of a patched `nn.Module` give a clean module.
 * *Threads.* Layers are replaced as a whole, under a lock; calls read them without one.
 """
@@ -99,6 +100,24 @@ class Patch:
             if not wrapper._self_layers:
                 _forget(wrapper)
             _unlink_unused(owner, name)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether somebody has put back an attribute from before this patch, which is still open.
+
+        True only where that is certain: an attribute that is none of ours may call ours.
+        """
+        wrapper = self._wrapper
+        if wrapper is None:
+            return False
+        owner, name = wrapper._self_target, wrapper._self_name
+        value = vars(owner).get(name, _MISSING)
+        while value is not wrapper and _is_ours(value, owner, name):
+            value = value._self_original
+        if value is wrapper:
+            return False
+        bare = getattr(value, "__func__", None) is _inherited(type(owner), name, _MISSING)
+        return value is _MISSING or value is wrapper._self_original or bare
 
 
 def wrap(owner: Any, name: str, layer: Layer) -> Patch:

@@ -13,9 +13,9 @@ from attention_patch.headwise import check_interface, serve
 from attention_patch.interception import intercept, with_override
 from attention_patch.reversible import wrap
 from press_core.call import AttentionCall
-from press_core.errors import UnsupportedModelError
+from press_core.errors import ScopeError, UnsupportedModelError
 from press_core.forward import Forward
-from press_core.scope import Press, Removable, Run
+from press_core.scope import LOST, Press, Removable, Run
 from press_core.sites import AttentionSite
 from press_core.steps import after, before
 
@@ -69,4 +69,13 @@ class BasePress(Press):
         if self.uses_queries:
             yield intercept(site.interface)
         # The latest layer of a patch is the innermost, so of several scopes the inner acts first.
-        yield wrap(site.module, "forward", partial(self.attention_forward, site, run))
+        forward = partial(self._forward, len(run.patches), site, run)
+        run.patches.append(wrap(site.module, "forward", forward))
+        yield run.patches[-1]
+
+    def _forward(self, index: int, site: AttentionSite, run: Run, *args: Any, **kwargs: Any) -> Any:
+        if run.patches[index - 1].is_lost:  # each looks after its neighbour, the first at the last
+            raise ScopeError(
+                f"{type(self).__name__} prunes some layers and no longer others: {LOST}"
+            )
+        return self.attention_forward(site, run, *args, **kwargs)

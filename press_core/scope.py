@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -202,12 +203,14 @@ class Run:
         layers: per layer, how many tokens the layer had seen when it was pruned last, and how many
             of them each KV head kept, on average.
         n_compressions: per layer, how often it was pruned.
+        patches: what stands in the place of the sites' forwards, in their order, and can be lost.
         key: tells this run from all others of the process.
     """
 
     n_sites: int = 0
     layers: dict[int, tuple[float, float]] = field(default_factory=dict)
     n_compressions: dict[int, int] = field(default_factory=dict)
+    patches: list[Any] = field(default_factory=list)
     key: int = field(default_factory=itertools.count().__next__)
 
     def record(self, layer_idx: int, seen: float, kept: float) -> None:
@@ -222,6 +225,13 @@ class Run:
         evicted = sum(seen - kept for seen, kept in self.layers.values())
         return evicted / seen if seen else 0.0
 
+
+LOST = (
+    "somebody has put back what this scope had patched (as accelerate's remove_hook_from_module "
+    "does with a forward that it had replaced before), and nothing was pruned there since; take "
+    "such changes off before the scope opens, or make them inside of it"
+)
+"""What is said of a scope some of whose patches are gone."""
 
 _latest: dict[int, Run] = {}
 
@@ -286,6 +296,8 @@ class Scope:
         with self._lock:
             installed, self._installed = self._installed, None
         if installed is not None:
+            if any(patch.is_lost for patch in self.run.patches):
+                warnings.warn(f"{type(self.press).__name__}: {LOST}", RuntimeWarning, stacklevel=2)
             installed.close()
 
     def __enter__(self) -> Scope:

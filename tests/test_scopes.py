@@ -318,3 +318,18 @@ assert snapshot(model) == before
 def test_errors_are_press_errors(package):
     with pytest.raises(PressError):
         package.KnormPress(1.0)
+
+
+def test_a_patch_that_somebody_takes_away_is_not_silent(model):
+    """As accelerate does when hooks that it added before the scope are removed inside of it."""
+    modules = [layer.self_attn for layer in model.model.layers]
+    former = modules[1].forward
+    modules[1].forward = lambda *args, **kwargs: former(*args, **kwargs)
+    scope = patch_impl.KnormPress(0.5).register(model)
+    modules[1].forward = former
+    with pytest.raises(ScopeError, match="prunes some layers and no longer others"):
+        run(model, 40, DynamicCache(config=model.config))
+    with pytest.warns(RuntimeWarning, match="put back what this scope had patched"):
+        scope.remove()
+    del modules[1].forward
+    assert kept(model) == [40, 40, 40]

@@ -660,6 +660,49 @@ def _plus_one(module: Any, x: Any) -> Any:
     return module._old_forward(x) + 1
 
 
+def _put_back(module: Any, former: Any) -> None:
+    module.forward = former
+
+
+def _delete(module: Any, _: Any) -> None:
+    del module.forward
+
+
+@pytest.mark.parametrize("take", [_put_back, _delete])
+def test_a_patch_that_somebody_took_away_says_so(take: Callable[[Any, Any], None]) -> None:
+    module: Any = Doubling()
+    former = module.forward
+    patches = [wrap(module, "forward", _tenfold)]
+    assert not patches[0].is_lost
+    take(module, former)
+    assert patches[0].is_lost
+    assert float(module(3)) == 6
+    patches.append(wrap(module, "forward", _tenfold))
+    assert [patch.is_lost for patch in patches] == [True, False]
+    for patch in patches:
+        patch.remove()
+        assert not patch.is_lost
+    vars(module).pop("forward", None)  # what was put back is somebody else's
+    assert float(module(3)) == 6
+
+
+def test_a_patch_beneath_a_foreign_wrapper_is_not_lost() -> None:
+    module: Any = Doubling()
+    patch = wrap(module, "forward", _tenfold)
+    module._old_forward = module.forward
+    module.forward = functools.partial(_plus_one, module)
+    assert not patch.is_lost
+    later = wrap(module, "forward", _tenfold)
+    assert not patch.is_lost
+    module.forward = module._old_forward
+    del module._old_forward
+    assert not patch.is_lost
+    assert later.is_lost
+    later.remove()
+    patch.remove()
+    assert "forward" not in vars(module)
+
+
 # ---- threads -------------------------------------------------------------------------------------
 
 
