@@ -143,6 +143,16 @@ def wrap(owner: Any, name: str, layer: Layer) -> Patch:
         return Patch(wrapper, layer)
 
 
+def is_covered(owner: Any, name: str) -> bool:
+    """Whether somebody else's wrapper stands above layers of ours on an attribute.
+
+    A layer that is added then cannot get beneath it, and so comes out as the outermost.
+    """
+    with _lock:
+        wrapper = vars(owner).get(name)
+        return any(other is not wrapper for other in _wrappers.get((id(owner), name), ()))
+
+
 def _unlink_unused(owner: Any, name: str) -> None:
     """Put back what stood beneath our wrapper if it is the attribute and has no layers left.
 

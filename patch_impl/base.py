@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attention_patch.headwise import check_interface, serve
 from attention_patch.interception import intercept, with_override
-from attention_patch.reversible import wrap
+from attention_patch.reversible import is_covered, wrap
 from press_core.call import AttentionCall
 from press_core.errors import ScopeError, UnsupportedModelError
 from press_core.forward import Forward
@@ -64,6 +64,12 @@ class BasePress(Press):
             )
 
     def install(self, site: AttentionSite, run: Run) -> Iterator[Removable]:
+        if is_covered(site.module, "forward"):
+            raise ScopeError(
+                f"somebody has wrapped the forward of {site.name} since another scope was opened "
+                "there, so that this press could not act before that one; open this scope first, "
+                "or close the other"
+            )
         if self.needs_attention:
             yield from serve(site)
         if self.uses_queries:

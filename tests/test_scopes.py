@@ -333,3 +333,16 @@ def test_a_patch_that_somebody_takes_away_is_not_silent(model):
         scope.remove()
     del modules[1].forward
     assert kept(model) == [40, 40, 40]
+
+
+def test_a_scope_that_could_not_act_before_the_others_is_refused(model):
+    module = model.model.layers[1].self_attn
+    with patch_impl.KnormPress(0.5)(model):
+        former = module.forward
+        module.forward = lambda *args, **kwargs: former(*args, **kwargs)
+        with pytest.raises(ScopeError, match="somebody has wrapped the forward"):
+            patch_impl.SnapKVPress(0.5, window_size=4).register(model)
+        with hooks_impl.SnapKVPress(0.5, window_size=4)(model):  # after the patch, as ever
+            assert kept(model) == [10, 10, 10]
+        module.forward = former
+    assert kept(model) == [40, 40, 40]
