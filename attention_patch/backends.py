@@ -80,7 +80,7 @@ def attend(
     """
     refuse_dropout(kwargs)
     scaling, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
-    visible = _visible(attention_mask, layer.n_recent, query.shape[2], query.device)
+    visible = visible_tokens(attention_mask, layer.n_recent, query.shape[2], query.device)
     asked = Query(
         query,
         visible,
@@ -89,7 +89,8 @@ def attend(
         site.softcap,
         site.sinks if sinks is None else sinks,
     )
-    output = BACKENDS[backend or choose(layer, asked)](layer, asked)
+    layer.attended_by = backend or choose(layer, asked)
+    output = BACKENDS[layer.attended_by](layer, asked)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -134,8 +135,16 @@ def check_backend(name: str, site: AttentionSite) -> None:
         )
 
 
-def _visible(mask: Any, n_recent: int, n_queries: int, device: torch.device) -> Tensor | None:
-    """`(1 or B, q, n_recent)` bool: which of the latest tokens each query sees; None: all."""
+def visible_tokens(mask: Any, n_recent: int, n_queries: int, device: torch.device) -> Tensor | None:
+    """`(1 or B, q, n_recent)` bool: which of the latest tokens each query sees; None: all.
+
+    Args:
+        mask: of an attention function, in any form: None, `(B, n)`, `(B, 1, q, n)` of bools or
+            of what is added to the logits, or the `BlockMask` of flex attention.
+
+    Raises:
+        UnsupportedInputError: for a mask of each head.
+    """
     if mask is None and n_queries == 1:
         return None
     causal = torch.ones(n_queries, n_recent, dtype=torch.bool, device=device)
@@ -150,6 +159,11 @@ def _visible(mask: Any, n_recent: int, n_queries: int, device: torch.device) -> 
         visible = seen.expand(mask.shape[0], n_queries, n_recent)
     elif mask.dim() == 2:
         visible = mask[:, None, mask.shape[1] - n_recent :].bool() & causal
+    elif mask.shape[1] != 1:
+        raise UnsupportedInputError(
+            f"an attention mask of shape {tuple(mask.shape)} hides other tokens from each head, "
+            "which no compressed head can follow; use one of shape (B, 1, q, n)"
+        )
     else:
         recent = mask[:, 0, :, mask.shape[-1] - n_recent :]
         visible = recent if recent.dtype == torch.bool else recent >= 0
@@ -236,7 +250,7 @@ def flex(layer: RaggedLayer, query: Query) -> Tensor:
 
     def sees(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         head, asking = q // n_queries, q % n_queries
-        recent = (n_recent - place[kv]).clamp(min=0)
+        recent = (n_recent - place[kv]).clamp(0, n_recent - 1)  # spare room has no place
         seen = visible[head // layer.n_heads, asking, recent] | (place[kv] > n_recent)
         return (document[kv] == head) & seen
 

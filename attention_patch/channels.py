@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
-from attention_patch.backends import capped, refuse_dropout, softmax_with_sinks
-from press_core.errors import UnsupportedInputError
+from attention_patch.backends import capped, refuse_dropout, softmax_with_sinks, visible_tokens
 from press_core.layers import ChannelLayer
 from press_core.sites import AttentionSite
 
@@ -34,14 +32,9 @@ def attend_channels(
         `(B, q, H, d)`, and no weights.
 
     Raises:
-        UnsupportedInputError: for dropout, and for masks of flex attention.
+        UnsupportedInputError: for dropout, and for a mask of each head.
     """
     refuse_dropout(kwargs)
-    if isinstance(attention_mask, BlockMask):
-        raise UnsupportedInputError(
-            "attention over keys with some channels takes no mask of flex_attention; load the "
-            'model with attn_implementation="sdpa"'
-        )
     scaling, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
     scaling = site.scaling if scaling is None else scaling
     grouped = query.unflatten(1, (layer.channels.shape[1], -1))  # (B, H_kv, G, q, d)
@@ -54,20 +47,9 @@ def attend_channels(
         dim=-1,
     )
     logits = capped(logits, scaling, site.softcap)
-    logits = logits + _bias(attention_mask, logits)
+    visible = visible_tokens(attention_mask, logits.shape[-1], logits.shape[-2], logits.device)
+    if visible is not None:
+        logits = logits.masked_fill(~visible[:, None, None], float("-inf"))
     weights = softmax_with_sinks(logits, site.sinks if sinks is None else sinks)
     output = weights.to(value.dtype) @ layer.values.unsqueeze(2)
     return output.flatten(1, 2).transpose(1, 2).contiguous(), None
-
-
-def _bias(mask: Tensor | None, logits: Tensor) -> Tensor:
-    """What to add to `logits` `(B, H_kv, G, q, n)`: minus infinity where a key is not visible."""
-    q, n = logits.shape[-2:]
-    causal = torch.ones(q, n, dtype=torch.bool, device=logits.device).tril(n - q)
-    if mask is None:
-        visible = causal[None, None, None]
-    elif mask.dim() == 2:
-        visible = (mask[:, None, -n:].bool() & causal)[:, None, None]
-    else:
-        visible = (mask if mask.dtype == torch.bool else mask >= 0).unsqueeze(2)
-    return torch.zeros_like(logits[:1, :1, :1]).masked_fill(~visible, float("-inf"))

@@ -68,6 +68,19 @@ def check_prunable(cache: Any, layer_idx: int) -> None:
     prunable_layer(cache, layer_idx)
 
 
+def refuse_offloading(press: Any, cache: Any) -> None:
+    """Refuse a cache that moves its layers away beneath the attention that reads them in place.
+
+    Raises:
+        UnsupportedCacheError: naming the press.
+    """
+    if getattr(cache, "offloading", False):
+        raise UnsupportedCacheError(
+            f"{type(press).__name__} leaves a cache that attention reads where it lies; use a "
+            "DynamicCache without offloading"
+        )
+
+
 def row_alone(cache: Cache, row: int, start: int) -> Cache:
     """A cache that holds one row of `cache`, which stays as it is.
 

@@ -20,6 +20,9 @@ from press_core.errors import ScopeError, UnsupportedCacheError
 # transformers 5.2 crops to a length, later releases crop a number of tokens away.
 _CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 
+# Later releases than 5.2 reorder what is quantized when they next dequantize it.
+_REORDERS_QUANTIZED = hasattr(QuantizedLayer, "_apply_pending_reorder")
+
 
 @dataclass
 class Journal:
@@ -210,17 +213,29 @@ class Pruned:
         self.journals = {}
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        if not _REORDERS_QUANTIZED:
+            self._refuse_rows_of_quantized()
         super().reorder_cache(beam_idx)  # type: ignore[misc]
         self._select_rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        self._refuse_rows_of_quantized()
         super().batch_select_indices(indices)  # type: ignore[misc]
         self._select_rows(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self._refuse_rows_of_quantized()
         batch = self.keys.shape[0] if self.n_slots else 0
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]
         self._select_rows(torch.arange(batch).repeat_interleave(repeats))
+
+    def _refuse_rows_of_quantized(self) -> None:
+        # transformers would select those of the tokens that wait to be quantized, and no others.
+        if isinstance(self, QuantizedLayer):
+            raise UnsupportedCacheError(
+                "rows of a quantized layer cannot be selected or repeated, nor its beams reordered "
+                "by transformers 5.2; use a DynamicCache, or a newer transformers for beam search"
+            )
 
     def _select_rows(self, rows: Tensor) -> None:
         for name in ("positions", "rotary_positions", "rotary_padding", "sinks", "sinks_known"):
@@ -280,6 +295,8 @@ class ChannelLayer(PrunedLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:  # reset
+            raise ScopeError("this cache was reset while it had lost channels; make a new one")
         if not self._attended:
             raise ScopeError(
                 "this cache stores some channels of its keys only, which the model's own attention "
@@ -298,8 +315,14 @@ class ChannelLayer(PrunedLayer):
         if remove:
             self.recent_keys = self.recent_keys[..., :-remove, :]
 
+    def reset(self) -> None:
+        super().reset()
+        self.channels = self.recent_keys = None  # type: ignore[assignment]
+
     def _select_rows(self, rows: Tensor) -> None:
         super()._select_rows(rows)
+        if not self.is_initialized:
+            return
         rows = rows.to(self.channels.device)
         self.channels, self.recent_keys = self.channels[rows], self.recent_keys[rows]
 
@@ -339,6 +362,21 @@ class ExactLayer(DynamicLayer):
     def __init__(self, quantized: QuantizedLayer) -> None:
         super().__init__()
         self.quantized = quantized
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if self.is_initialized:
+            self._refuse()
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def reset(self) -> None:
+        self._refuse()
+
+    def _refuse(self) -> None:
+        raise UnsupportedCacheError(
+            "the prefill of this quantized cache failed, and left exact keys in it; make a new one"
+        )
 
 
 def is_quantized(layer: Any) -> bool:

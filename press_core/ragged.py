@@ -39,6 +39,7 @@ class RaggedLayer(DynamicLayer):
         mean_padding: padding per row of what the layer has seen, on average.
         remembered: `(B, H_kv, w)`, scores of the last `w` tokens, for presses that evict tokens
             some time after they have judged them; see `remember`.
+        attended_by: the back end of `attention_patch` that attended over it last.
     """
 
     slots: Tensor
@@ -50,6 +51,7 @@ class RaggedLayer(DynamicLayer):
     n_recent: int = 0
     mean_padding: float = 0.0
     remembered: Tensor | None = None
+    attended_by: str | None = None
     _remembered_until: int = 0
     _ends: Tensor
     _served: bool = False
@@ -217,6 +219,8 @@ class RaggedLayer(DynamicLayer):
     def crop(self, tokens: int) -> None:
         """Take the most recent tokens away again; see `Pruned.crop`."""
         remove = n_to_remove(self, tokens)
+        if not remove:
+            return
         if remove > self.n_recent:
             raise UnsupportedCacheError(
                 f"cannot crop {remove} tokens off a pruned layer: {self.n_recent} came after the "
@@ -241,11 +245,13 @@ class RaggedLayer(DynamicLayer):
         self.batch_select_indices(torch.arange(self.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        if not self.is_initialized:
+            return
         rows = torch.arange(self.batch)[indices.cpu()].tolist()
         heads = [row * self.n_heads + head for row in rows for head in range(self.n_heads)]
-        index, spare = self._indices(heads), self.spare
+        index = self._indices(heads)
         self.counts = [self.counts[head] for head in heads]
-        self._lay_out(self.keys[index], self.values[index], self.slots[index], spare)
+        self._lay_out(self.keys[index], self.values[index], self.slots[index], 0)
         if self.remembered is not None:
             self.remembered = self.remembered[rows]
 

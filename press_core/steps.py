@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import QuantizedLayer
 
-from press_core.caches import check_prunable, prunable_layer
+from press_core.caches import check_prunable, prunable_layer, refuse_offloading
 from press_core.call import AttentionCall
-from press_core.errors import UnsupportedCacheError, UnsupportedInputError
+from press_core.errors import UnsupportedInputError
 from press_core.forward import Forward
 from press_core.layers import ChannelLayer, ExactLayer, Journal, Pruned, adopted, states_of
 from press_core.masks import mask_for_pruned, padding
@@ -30,11 +30,8 @@ def before(forward: Forward) -> None:
         return
     press, cache, index = forward.press, forward.cache, forward.site.layer_idx
     check_prunable(cache, index)
-    if press.needs_attention and getattr(cache, "offloading", False):
-        raise UnsupportedCacheError(
-            f"{type(press).__name__} leaves a cache that attention reads where it lies; use a "
-            "DynamicCache without offloading"
-        )
+    if press.needs_attention:
+        refuse_offloading(press, cache)
     layer = forward.layer
     if layer is None or layer.get_seq_length() == 0:
         if press.acts_in_prefill and isinstance(layer, QuantizedLayer):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from press_core.attention import causal_weights
-from press_core.caches import prunable_layer, row_alone
+from press_core.caches import prunable_layer, refuse_offloading, row_alone
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedCacheError, UnsupportedInputError
 from press_core.methods.criticalkv import output_weight
@@ -166,6 +166,7 @@ class KVzip(Compression):
         cache = getattr(output, "past_key_values", None) if cache is None else cache
         if cache is None or self.compression_ratio == 0:
             return
+        refuse_offloading(self, cache)
         ids = token_ids(body, args, kwargs, "KVzip replays the tokens of the context")
         layers = {site.layer_idx: prunable_layer(cache, site.layer_idx) for site in sites}
         if any(layer.get_seq_length() != ids.shape[1] for layer in layers.values()):

@@ -126,7 +126,8 @@ class AgainstLists(RuleBasedStateMachine):
     @rule(data=st.data())
     def crop(self, data: Any) -> None:
         n = data.draw(st.integers(0, self.recent))
-        self.layer.crop(-n)
+        if n or not CROPS_TO_LENGTH:
+            self.layer.crop(-n)
         if n:
             self.rows = [[head[:-n] for head in row] for row in self.rows]
         self.seen, self.recent = self.seen - n, self.recent - n
@@ -299,7 +300,7 @@ def test_only_a_scope_may_append() -> None:
         layer.update(*new)
     layer.serve()
     layer.update(*new)
-    with pytest.raises(ScopeError, match="no scope is open|scope of the press"):
+    with pytest.raises(ScopeError, match="scope of the press"):
         layer.update(*new)  # one serving, one update
     layer.serve()
     layer.unserve()
@@ -324,11 +325,12 @@ def test_what_was_evicted_does_not_come_back(remove) -> None:
 
 def test_cropped_room_is_used_again() -> None:
     layer, _ = ragged(KEPT, 10)
+    append(layer, 30)
+    layer.crop(-30)
+    storage = layer.keys
     for seed in range(3):  # three questions on one context
         new, _ = append(layer, 30, seed)
-        if seed:
-            assert layer.keys is storage
-        storage = layer.keys
+        assert layer.keys is storage
         assert torch.equal(layer.head(1)[0][1:], new[0, 1])
         layer.crop(-30)
         assert held(layer) == KEPT
@@ -410,7 +412,7 @@ def test_scores_of_the_last_tokens_are_remembered() -> None:
     assert torch.equal(layer.recall(0), scores[[1, 1, 0]])
 
 
-@given(st.integers(0, 3), st.integers(1, 3))
+@given(st.integers(1, 3), st.integers(1, 3))
 def test_scores_of_cropped_tokens_are_forgotten(n_cropped, n_new) -> None:
     layer, _ = ragged(KEPT, 10)
     append(layer, 3)

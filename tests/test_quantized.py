@@ -1,0 +1,450 @@
+"""Quantized caches: exact keys are judged, and what is kept of them is quantized."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, QuantizedCache
+from transformers.cache_utils import QuantizedLayer
+
+import hooks_impl
+import patch_impl
+from experiments.families import build
+from press_core import (
+    PressError,
+    ScopeError,
+    UnsupportedCacheError,
+    UnsupportedInputError,
+    cache_nbytes,
+    kept_lengths,
+)
+from press_core.layers import Pruned
+from tests.support import example_for, left_padded, snapshot, token_ids
+
+pytest.importorskip("optimum.quanto", reason="needs optimum-quanto, a back end of QuantizedCache")
+pytest.importorskip("hqq", reason="needs hqq, a back end of QuantizedCache")
+
+both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
+kinds = pytest.mark.parametrize(
+    ("backend", "nbits"), [("quanto", 4), ("quanto", 2), ("hqq", 4), ("hqq", 2)]
+)
+LENGTH, RESIDUAL = 40, 6
+# Later releases than 5.2 reorder what is quantized when they next dequantize it.
+REORDERS = hasattr(QuantizedLayer, "_apply_pending_reorder")
+
+
+@pytest.fixture
+def model() -> Any:
+    return build("llama")
+
+
+def quantized(model: Any, backend: str = "quanto", nbits: int = 4, **options: Any) -> Any:
+    """A cache whose last few tokens wait to be quantized, in groups of 16 numbers."""
+    options = {"residual_length": RESIDUAL, "q_group_size": 16, **options}
+    return QuantizedCache(backend, model.config, nbits=nbits, **options)
+
+
+def numbers(states: Any) -> list[Tensor]:
+    """Codes, scales and shifts of quantized states, whatever made them."""
+    if isinstance(states, dict):
+        return [x for name in sorted(states) for x in numbers(states[name])]
+    if isinstance(states, tuple):
+        return [x for part in states for x in numbers(part)]
+    if hasattr(states, "__tensor_flatten__"):
+        return [
+            x for name in states.__tensor_flatten__()[0] for x in numbers(getattr(states, name))
+        ]
+    return [states] if isinstance(states, Tensor) else []
+
+
+def assert_same_bits(layer: Any, expected: Any) -> None:
+    """Both hold the same codes, and the same tokens that wait to be quantized."""
+    for name in ("_quantized_keys", "_quantized_values"):
+        one, other = numbers(getattr(layer, name)), numbers(getattr(expected, name))
+        assert len(one) == len(other) >= 3
+        for codes, expected_codes in zip(one, other, strict=True):
+            assert codes.dtype == expected_codes.dtype
+            assert torch.equal(codes, expected_codes)
+    assert torch.equal(layer.keys, expected.keys)
+    assert torch.equal(layer.values, expected.values)
+
+
+def filled_by_hand(cache: Any, model: Any, press: Any, ids: Tensor) -> tuple[Any, Any]:
+    """`cache` with the keys and values that `press` leaves in a plain one; and that one."""
+    plain = DynamicCache(config=model.config)
+    with press(model), torch.no_grad():
+        model(ids, past_key_values=plain)
+    for i, layer in enumerate(plain.layers):
+        cache.layers[i].update(layer.keys, layer.values)
+    return cache, plain
+
+
+# Any number of tokens and every kind of input; each evicts as many tokens of every head.
+EVEN = ["SnapKVPress", "KnormPress", "PyramidKVPress", "ObservedAttentionPress", "ThinKPress"]
+EVEN += ["ComposedPress", "KeyRerotationPress", "ChunkKVPress"]
+
+
+@both
+@kinds
+@pytest.mark.parametrize("name", EVEN)
+@torch.no_grad()
+def test_it_is_what_quantizing_the_pruned_keys_gives(package, backend, nbits, name, model):
+    press, ids = example_for(package, name, 0.5, model), token_ids(2, LENGTH)
+    expected, plain = filled_by_hand(quantized(model, backend, nbits), model, press, ids)
+    cache = quantized(model, backend, nbits)
+    with press(model):
+        logits = model(ids, past_key_values=cache).logits
+    assert torch.equal(logits, model(ids).logits)  # the prefill itself sees exact keys
+    for layer, by_hand, exact in zip(cache.layers, expected.layers, plain.layers, strict=True):
+        assert isinstance(layer, QuantizedLayer)
+        assert type(by_hand) in type(layer).__mro__
+        assert_same_bits(layer, by_hand)
+        assert torch.equal(layer.positions, exact.positions)
+        assert layer.get_seq_length() == exact.get_seq_length()
+    for found, whole in zip(kept_lengths(cache), kept_lengths(plain), strict=True):
+        assert torch.equal(found, whole)
+
+
+@both
+@kinds
+@torch.no_grad()
+def test_decoding_goes_on_as_from_there(package, backend, nbits, model):
+    """Through several fillings of the residual window, and a question at once."""
+    press, ids = package.SnapKVPress(0.5, window_size=8), token_ids(2, LENGTH)
+    expected, _ = filled_by_hand(quantized(model, backend, nbits), model, press, ids)
+    cache = quantized(model, backend, nbits)
+    with press(model):
+        model(ids, past_key_values=cache)
+    seen, n_flushed = LENGTH, 0
+    for n_new in [1] * 8 + [3] + [1] * 9:
+        new = token_ids(2, n_new, seed=seen)
+        positions = torch.arange(seen, seen + n_new)[None]
+        logits = model(new, past_key_values=cache).logits
+        by_hand = model(new, past_key_values=expected, position_ids=positions).logits
+        assert torch.equal(logits, by_hand)
+        for layer, other in zip(cache.layers, expected.layers, strict=True):
+            assert_same_bits(layer, other)
+        seen += n_new
+        n_flushed += cache.layers[0].keys.dim() < 4
+        assert cache.get_seq_length() == seen
+        assert kept_lengths(cache)[0].unique().tolist() == [seen - LENGTH // 2]
+    assert n_flushed >= 2
+
+
+@both
+@pytest.mark.parametrize("axes", [(0, 0), (-1, -1), (0, -1)])
+@torch.no_grad()
+def test_other_axes_and_groups(package, axes, model):
+    options = {"axis_key": axes[0], "axis_value": axes[1], "q_group_size": 8}
+    press, ids = package.KnormPress(0.5), token_ids(1, LENGTH)
+    expected, _ = filled_by_hand(quantized(model, **options), model, press, ids)
+    cache = quantized(model, **options)
+    with press(model):
+        model(ids, past_key_values=cache)
+    for layer, by_hand in zip(cache.layers, expected.layers, strict=True):
+        assert_same_bits(layer, by_hand)
+
+
+@both
+@kinds
+@torch.no_grad()
+def test_nothing_evicted_leaves_the_layers_as_they_were(package, backend, nbits, model):
+    caches = [quantized(model, backend, nbits) for _ in range(2)]
+    kept = [type(layer) for layer in caches[0].layers]
+    ids = [token_ids(2, LENGTH), *token_ids(2, 9).split(1, dim=1)]
+    plain = [model(new, past_key_values=caches[0]).logits for new in ids]
+    with package.SnapKVPress(0.0, window_size=8)(model):
+        pressed = [model(new, past_key_values=caches[1]).logits for new in ids]
+    assert [type(layer) for layer in caches[1].layers] == kept
+    assert all(torch.equal(one, other) for one, other in zip(plain, pressed, strict=True))
+    for layer, other in zip(caches[1].layers, caches[0].layers, strict=True):
+        assert_same_bits(layer, other)
+
+
+@both
+@kinds
+@torch.no_grad()
+def test_bytes_are_those_of_the_codes(package, backend, nbits):
+    model = build("llama", head_dim=64)
+    sizes = {}
+    for ratio in (0.0, 0.5):
+        for kind in ("plain", "quantized"):
+            options = {"nbits": nbits, "q_group_size": 64}
+            plain = kind == "plain"
+            cache = DynamicCache() if plain else quantized(model, backend, **options)
+            with package.KnormPress(ratio)(model):
+                model(token_ids(1, 256), past_key_values=cache)
+            sizes[kind, ratio] = cache_nbytes(cache)
+    assert sizes["quantized", 0.5] == pytest.approx(sizes["quantized", 0.0] / 2, rel=0.01)
+    # Per group of 64 numbers: codes, a scale and a shift of up to 4 bytes each.
+    assert sizes["quantized", 0.5] <= sizes["plain", 0.5] * (nbits / 32 + 8 / (4 * 64)) * 1.01
+
+
+@both
+@kinds
+@torch.no_grad()
+def test_rows_of_a_padded_batch(package, backend, nbits, model):
+    """Rows of other lengths share one layer; each gives about what it gives alone."""
+    padding, press = [0, 13], package.SnapKVPress(0.5, window_size=4)
+    ids, mask, positions = left_padded(2, LENGTH, padding)
+    cache, exact = quantized(model, backend, nbits), DynamicCache(config=model.config)
+    for one in (cache, exact):
+        with press(model):
+            model(ids, attention_mask=mask, position_ids=positions, past_key_values=one)
+    for layer, plain in zip(cache.layers, exact.layers, strict=True):
+        assert torch.equal(layer.positions, plain.positions)
+        by_hand = quantized(model, backend, nbits).layers[0]
+        by_hand.update(plain.keys, plain.values)
+        assert_same_bits(layer, by_hand)
+    longer = torch.cat((mask, mask.new_ones(2, 1)), dim=1)
+    with pytest.raises(ScopeError):
+        model(ids[:, :1], attention_mask=longer, past_key_values=cache)
+    with press(model):
+        logits = model(
+            ids[:, :1],
+            attention_mask=longer,
+            position_ids=positions[:, -1:] + 1,
+            past_key_values=cache,
+        ).logits
+    assert logits.isfinite().all()
+
+
+@both
+@kinds
+def test_generate(package, backend, nbits, model):
+    ids = token_ids(2, LENGTH)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with package.SnapKVPress(0.5, window_size=8)(model):
+        cache = quantized(model, backend, nbits)
+        together = model.generate(ids, past_key_values=cache, **options)
+        assert all(isinstance(layer, Pruned) for layer in cache.layers)
+        by_hand, cache = ids, quantized(model, backend, nbits)
+        with torch.no_grad():
+            logits = model(ids, past_key_values=cache).logits
+            for _ in range(12):
+                new = logits[:, -1:].argmax(dim=-1)
+                by_hand = torch.cat((by_hand, new), dim=1)
+                logits = model(new, past_key_values=cache).logits
+    assert torch.equal(together, by_hand)
+
+
+@kinds
+@pytest.mark.parametrize("name", ["SnapKVPress", "DecodingPress", "StreamingLLMDecodingPress"])
+@torch.no_grad()
+def test_both_mechanisms_leave_the_same_bits(backend, nbits, name, model):
+    caches, logits = [], []
+    forwards = [token_ids(2, LENGTH), token_ids(2, 3, seed=1), *token_ids(2, 10).split(1, dim=1)]
+    for package in (hooks_impl, patch_impl):
+        caches.append(quantized(model, backend, nbits))
+        with example_for(package, name, 0.5, model)(model):
+            logits.append([model(ids, past_key_values=caches[-1]).logits for ids in forwards])
+    assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))
+    for one, other in zip(*(cache.layers for cache in caches), strict=True):
+        assert_same_bits(one, other)
+
+
+# ---- while decoding ------------------------------------------------------------------------------
+
+
+@both
+@kinds
+@torch.no_grad()
+def test_what_is_read_is_pruned_and_written_back(package, backend, nbits, model):
+    """By the norms of the keys as they are read, which quantizing has changed."""
+    press, cache = (
+        package.DecodingPress(package.KnormPress(), 4, 20),
+        quantized(model, backend, nbits),
+    )
+    pruned = 0
+    with press(model):
+        model(token_ids(2, LENGTH), past_key_values=cache)
+        for step in range(1, 13):
+            before = [everything(layer) for layer in cache.layers]
+            new = collected(model, cache, token_ids(2, 1, seed=step))
+            for i, layer in enumerate(cache.layers):
+                keys, values = (torch.cat(x, 2) for x in zip(before[i], new[i], strict=True))
+                if step % 4:
+                    assert kept_lengths(cache)[i].unique().tolist() == [keys.shape[2]]
+                    continue
+                best = (-keys.norm(dim=-1)).topk(20, dim=-1).indices.sort(dim=-1).values
+                index = best.unsqueeze(-1).expand(-1, -1, -1, keys.shape[-1])
+                by_hand = quantized(model, backend, nbits).layers[0]
+                by_hand.update(keys.gather(2, index), values.gather(2, index))
+                assert_same_bits(layer, by_hand)
+                pruned += 1
+            assert cache.get_seq_length() == LENGTH + step
+    assert pruned == 6
+
+
+def everything(layer: Any) -> tuple[Tensor, Tensor]:
+    """All keys and values of a layer, as its next update would read them."""
+    read = []
+    for name in ("keys", "values"):
+        states, recent = (
+            layer._dequantize(getattr(layer, f"_quantized_{name}")),
+            getattr(layer, name),
+        )
+        read.append(torch.cat((states, recent), dim=2) if recent.numel() else states)
+    return read[0], read[1]
+
+
+def collected(model: Any, cache: Any, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The exact new keys and values per layer of a forward."""
+    found: list[tuple[Tensor, Tensor]] = []
+    update = type(cache).update
+
+    def watching(self: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found.append((keys, values))
+        return update(self, keys, values, *args, **kwargs)
+
+    cache.update = watching.__get__(cache)
+    try:
+        model(ids, past_key_values=cache)
+    finally:
+        del cache.update
+    return found
+
+
+@both
+@kinds
+@torch.no_grad()
+def test_endless_generation_holds_its_capacity(package, backend, nbits, model):
+    press = package.StreamingLLMDecodingPress(max_capacity=16, n_sink=3)
+    cache = quantized(model, backend, nbits)
+    with press(model):
+        for step in range(30):
+            model(token_ids(1, 1, seed=step), past_key_values=cache)
+            n_held = {int(n) for kept in kept_lengths(cache) for n in kept.flatten()}
+            assert n_held == {min(step + 1, 17)}
+    assert cache.get_seq_length() == 30
+    for layer in cache.layers:
+        assert layer.all_positions()[0, 0].tolist() == [0, 1, 2, *range(16, 30)]
+
+
+# ---- what cannot be ------------------------------------------------------------------------------
+
+HEADWISE = {
+    "AdaKVPress": "keeps other tokens for each head",
+    "CriticalAdaKVPress": "keeps other tokens for each head",
+    "DMSPress": "keeps other tokens for each head",
+    "DuoAttentionPress": "keeps other tokens for each head",
+    "KVzipPress": "use it alone, with a",
+}
+
+
+@both
+@pytest.mark.parametrize("backend", ["quanto", "hqq"])
+@pytest.mark.parametrize("name", HEADWISE)
+@torch.no_grad()
+def test_head_wise_presses_are_refused(package, backend, name, model):
+    press, cache, before = example_for(package, name, 0.5, model), quantized(model, backend), None
+    before = snapshot(model)
+    with (
+        pytest.raises(UnsupportedCacheError, match=f"{HEADWISE[name]}.*DynamicCache"),
+        press(model),
+    ):
+        model(token_ids(1, LENGTH), past_key_values=cache)
+    assert snapshot(model) == before
+
+
+@both
+@torch.no_grad()
+def test_fewer_channels_are_refused(package, model):
+    press = package.ThinKPress(0.5, window_size=8, free_memory=True)
+    message = (
+        "keeps some channels of the keys.*QuantoQuantizedLayer cannot store; use a DynamicCache"
+    )
+    with press(model), pytest.raises(UnsupportedCacheError, match=message):
+        model(token_ids(1, LENGTH), past_key_values=quantized(model))
+
+
+@both
+@torch.no_grad()
+def test_a_cache_whose_prefill_has_failed_is_refused(package, model):
+    """It holds exact keys, and would go on to do so."""
+
+    class Faulty(package.KnormPress):
+        def score(self, *_: Any) -> Any:
+            raise ZeroDivisionError
+
+    cache, ids = quantized(model), token_ids(1, LENGTH)
+    with pytest.raises(ZeroDivisionError), Faulty(0.5)(model):
+        model(ids, past_key_values=cache)
+    with pytest.raises(UnsupportedCacheError, match=r"failed.*make a new one"):
+        model(ids[:, :1], past_key_values=cache)
+    with pytest.raises(UnsupportedCacheError, match=r"failed.*make a new one"):
+        cache.reset()
+
+
+@both
+@torch.no_grad()
+def test_what_is_quantized_is_not_cropped(package, model):
+    cache = quantized(model)
+    with package.KnormPress(0.5)(model):
+        model(token_ids(1, LENGTH), past_key_values=cache)
+    model(token_ids(1, 3), past_key_values=cache)
+    expected = [everything(layer) for layer in cache.layers]
+    with pytest.raises(UnsupportedCacheError, match="cannot give back its latest tokens"):
+        cache.crop(-2)
+    for layer, states in zip(cache.layers, expected, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(everything(layer), states, strict=True))
+
+
+@both
+@kinds
+@pytest.mark.parametrize("n_later", [0, 3, RESIDUAL])
+@torch.no_grad()
+def test_rows_are_reordered_or_it_is_refused(package, backend, nbits, n_later, model):
+    """What is quantized and what waits for it follow alike; never one without the other."""
+    cache, rows = quantized(model, backend, nbits), torch.tensor([2, 0, 0])
+    with package.KnormPress(0.5)(model):
+        model(token_ids(3, LENGTH), past_key_values=cache)
+        for step in range(n_later):
+            model(token_ids(3, 1, seed=step), past_key_values=cache)
+    expected = [everything(layer) for layer in cache.layers]
+    for operate in (
+        lambda: cache.batch_select_indices(torch.tensor([1])),
+        lambda: cache.batch_repeat_interleave(2),
+    ):
+        with pytest.raises(UnsupportedCacheError, match="rows of a quantized layer"):
+            operate()
+    if not REORDERS:
+        with pytest.raises(UnsupportedCacheError, match="rows of a quantized layer"):
+            cache.reorder_cache(rows)
+        return
+    cache.reorder_cache(rows)
+    new = collected(model, cache, token_ids(3, 1))
+    for layer, old, own in zip(cache.layers, expected, new, strict=True):
+        read = layer.update(*(x[:, :, :0] for x in own))
+        for states, before, last in zip(read, old, own, strict=True):
+            found = states[:, :, : before.shape[2]]
+            if layer.keys.numel():  # else it was quantized once more
+                assert torch.equal(found, before[rows])
+                assert torch.equal(states[:, :, before.shape[2] :], last)
+            torch.testing.assert_close(found, before[rows], rtol=0, atol=0.8)
+    with pytest.raises(PressError):
+        cache.crop(-1)
+
+
+@both
+@torch.no_grad()
+def test_a_press_that_does_not_say_what_it_kept(package, model):
+    """Keys are stored all the same; while decoding nobody can tell which tokens they are."""
+
+    class Half(package.BasePress):
+        def compress(self, *args: Any) -> Any:
+            keys, values = args[2:4] if len(args) > 1 else (args[0].keys, args[0].values)
+            return keys[:, :, ::2].contiguous(), values[:, :, ::2].contiguous()
+
+    cache = quantized(model)
+    with Half()(model):
+        model(token_ids(1, LENGTH), past_key_values=cache)
+    assert kept_lengths(cache)[0].tolist() == [[20, 20]]
+    with (
+        package.DecodingPress(package.KnormPress(), 1, 10)(model),
+        pytest.raises(UnsupportedInputError, match="without saying which tokens it kept"),
+    ):
+        model(token_ids(1, 1), past_key_values=cache)
