@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
+SUBJECTS := .venv-subjects
 RUN := $(VENV)/bin/python
 # Two processes, one thread each: tests of small models gain nothing from threads.
 PYTEST := -m pytest -n 2 --dist worksteal
@@ -13,7 +14,8 @@ QUIETLY := env -u OMP_NUM_THREADS OMP_WAIT_POLICY=passive
 # transformers' attention registry.
 ORACLE := $(OLDEST)/bin/python -m pytest tests/oracle
 
-.PHONY: study test test-newest test-oldest test-oracle test-long parity oracle-timing check format results clean
+.PHONY: study test test-newest test-oldest test-oracle test-long
+.PHONY: parity oracle-timing subjects check format results clean
 
 study: $(VENV)/.installed
 	$(QUIETLY) $(RUN) -m experiments study
@@ -39,6 +41,9 @@ parity: $(OLDEST)/.installed
 oracle-timing: $(OLDEST)/.installed
 	$(QUIETLY) $(OLDEST)/bin/python -m tests.oracle.timing
 
+# Where `python -m experiments intrusiveness` finds the libraries that it audits.
+subjects: $(SUBJECTS)/.installed $(OLDEST)/.installed
+
 test-long: $(VENV)/.installed
 	HYPOTHESIS_PROFILE=long $(RUN) $(PYTEST)
 
@@ -54,20 +59,26 @@ format: $(VENV)/.installed
 	$(RUN) -m ruff check --fix .
 
 # The committed results, and the README's tables from them.
-results: $(VENV)/.installed
+results: $(VENV)/.installed subjects
 	$(QUIETLY) $(RUN) -m experiments study --output results
 	$(RUN) -m experiments readme
 
 clean:
-	rm -rf $(VENV) $(OLDEST) study
+	rm -rf $(VENV) $(OLDEST) $(SUBJECTS) study
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
 	touch $@
 
 $(OLDEST)/.installed: pyproject.toml constraints.txt constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
 		-c constraints-oldest.txt -e ".[dev,oracle]"
+	touch $@
+
+$(SUBJECTS)/.installed: pyproject.toml constraints.txt constraints-subjects.txt
+	$(PYTHON) -m venv $(SUBJECTS)
+	$(SUBJECTS)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt -c constraints-subjects.txt -e ".[study,subjects]"
 	touch $@

@@ -25,6 +25,7 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from threading import RLock
+from types import FunctionType
 from typing import Any
 
 import wrapt
@@ -58,7 +59,7 @@ class _Wrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
             _unlink_unused(owner, self._self_name)
         if self._self_original is _MISSING and not isinstance(owner, type):
             wrapped = _inherited(type(owner), self._self_name, wrapped)  # patched meanwhile, maybe
-            wrapped = wrapped.__get__(owner) if hasattr(wrapped, "__get__") else wrapped
+            wrapped = _bound(wrapped, owner)
         for layer in layers:
             wrapped = partial(layer, wrapped)
         return wrapped(*args, **kwargs)
@@ -79,6 +80,15 @@ def _inherited(cls: type, name: str, default: Any) -> Any:
         if name in vars(base):
             return vars(base)[name]
     return default
+
+
+def _bound(attribute: Any, owner: Any) -> Any:
+    """An inherited attribute as `owner` has it."""
+    if isinstance(attribute, FunctionType):
+        # Not a method: at a graph break torch.compile looks methods up by their name again, and
+        # would find our wrapper there.
+        return partial(attribute, owner)
+    return attribute.__get__(owner) if hasattr(attribute, "__get__") else attribute
 
 
 class Patch:

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # help has to come at once, and this imports pandas
     from experiments.experiment import Experiment
 
-EXPERIMENTS: tuple[str, ...] = ("equivalence", "overhead", "quality", "trace")
+EXPERIMENTS: tuple[str, ...] = (
+    *("equivalence", "intrusiveness", "isolation", "coexistence", "overhead"),
+    *("headwise", "quality", "evaluate", "trace"),
+)
 """Modules of this package that hold an experiment, in the order of the report.
 
 Each has an `EXPERIMENT`, an `experiments.experiment.Experiment`, and a function `command` for the

@@ -39,8 +39,13 @@ _LOOK, _MEASURE, _REPORT = "Look", "Measure", "Report"
 COMMANDS: dict[str, _Entry] = {
     "trace": _Entry(_LOOK, "Follow one forward step by step, hook and patch side by side."),
     "equivalence": _Entry(_MEASURE, "Check that both mechanisms leave the same bits."),
+    "intrusiveness": _Entry(_MEASURE, "Audit what each mechanism, and each library, touches."),
+    "isolation": _Entry(_MEASURE, "See which other models, copies and caches a press changes."),
+    "coexistence": _Entry(_MEASURE, "See who gets along with accelerate, PEFT, torch.compile..."),
     "overhead": _Entry(_MEASURE, "Measure what each mechanism costs in time."),
+    "headwise": _Entry(_MEASURE, "Compare budgets shared among heads with equal ones."),
     "quality": _Entry(_MEASURE, "Measure what eviction costs in answers, press by press."),
+    "evaluate": _Entry(_MEASURE, "Sweep models, presses and datasets; can be interrupted."),
     "study": _Entry(_REPORT, "Run all experiments and write tables, figures and the report."),
     "report": _Entry(_REPORT, "Rebuild report.md and report.html from the tables of a study."),
     "readme": _Entry(_REPORT, "Rewrite the README's tables from the committed results."),
@@ -140,3 +145,16 @@ def train_stdlib(output: _Output, seed: _Seed = 0) -> None:
     from experiments.training.stdlib import train
 
     train(output, seed=seed)
+
+
+@train.command("fitted")
+def train_fitted(
+    model: Annotated[str, typer.Option(help="A model that knows the facts task.")] = "facts-llama",
+    output: Annotated[
+        Path | None, typer.Option(help="Folder to write to.", show_default="the model's")
+    ] = None,
+) -> None:
+    """Learn what KVzapPress and other presses know about facts-llama; about a minute."""
+    from experiments.training.fitted import train
+
+    train(model, output)

@@ -37,7 +37,8 @@ PressMaker = Callable[[float], PressPair]
 
 DTYPES = ("float32", "bfloat16", "float16")
 IMPLEMENTATIONS = ("eager", "sdpa")
-RATIOS = (0.25, 0.75)
+RATIOS = (0.5,)
+"""One in the study, where presses, families, dtypes and implementations make thousands of cells."""
 LENGTH = 64
 """Tokens of a context in the study."""
 
@@ -201,10 +202,10 @@ def _figures(tables: Tables) -> dict[str, Figure]:
     presses, families = list(cells["press"].unique()), list(cells["family"].unique())
     counts = _counts(cells, ["press", "family"])
     shades = [[_shade(counts, (press, family)) for family in families] for press in presses]
-    figure, (axes,) = new_figure(width=9.5, height=0.34 * len(presses) + 1.3)
+    figure, (axes,) = new_figure(width=9.5, height=0.25 * len(presses) + 1.3)
     with style():
         colours = ListedColormap([_GREY, _RED, _GREEN])
-        axes.pcolormesh(shades, cmap=colours, vmin=0, vmax=2, edgecolors="white", linewidth=2)
+        axes.pcolormesh(shades, cmap=colours, vmin=0, vmax=2, edgecolors="white", linewidth=1.5)
         for row, column in product(range(len(presses)), range(len(families))):
             label = _label(counts, (presses[row], families[column]))
             axes.text(column + 0.5, row + 0.5, label, ha="center", va="center", fontsize=7.5)
@@ -251,7 +252,8 @@ def _summary(tables: Tables) -> str:
 
 def _grid(cells: pd.DataFrame) -> str:
     return (
-        f"{_number(cells['press'].nunique(), 'press', 'presses')}; ratios "
+        f"{_number(cells['press'].nunique(), 'press', 'presses')}; "
+        f"{'ratio' if cells['ratio'].nunique() == 1 else 'ratios'} "
         f"{_listed(cells['ratio'])}; {_number(cells['family'].nunique(), 'model', 'models')}; "
         f"{_listed(cells['dtype'])}; {_listed(cells['attn_implementation'])}; rows of equal "
         "length, and padded ones"

@@ -43,7 +43,8 @@ def load_model(
             id of a model on the hub, which is downloaded if it is not in the local cache.
         dtype: of the weights, whatever they are stored in.
         attn_implementation: "eager", "sdpa", "flex_attention" and so on.
-        device: where to put the model; the CPU by default.
+        device: where to put the model; the CPU by default. "auto" spreads it over all devices that
+            there are, and over memory and disk where it does not fit (needs accelerate).
 
     Raises:
         ModelNotFoundError: if `name` is none of the three, or the hub cannot be reached.
@@ -93,12 +94,13 @@ def _folder(name: str) -> Path | None:
 def _load(
     source: str, dtype: torch.dtype, attn_implementation: str, device: torch.device | str | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    spread = {"device_map": "auto"} if device == "auto" else {}
     with _no_progress_bar(Path(source).is_dir()):
         model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, attn_implementation=attn_implementation
+            source, dtype=dtype, attn_implementation=attn_implementation, **spread
         )
         tokenizer = AutoTokenizer.from_pretrained(source)
-    if device is not None:
+    if device is not None and not spread:
         try:
             model = model.to(device)
         except (RuntimeError, AssertionError) as error:  # torch raises either

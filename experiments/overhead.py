@@ -15,6 +15,10 @@ so that the mechanism alone is left); *decode*, single-token steps on one pruned
 same for all conditions, the bare model included; *enter* and *leave*, installing on all attention
 modules of the model and taking off, against one bare decode step; *call*, one call of a module that
 computes nothing.
+
+Presses are at their usual settings (`experiments.usual`). The cache that is decoded is one that a
+KnormPress has pruned, whatever press is open: what attention over heads of different lengths costs
+is another question.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import partial
 from math import comb
 from pathlib import Path
@@ -45,7 +50,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl
-import patch_impl
+from experiments.compare import Inputs
 from experiments.experiment import Experiment, Tables
 from experiments.families import build
 from experiments.loading import load_model, short_name
@@ -60,17 +65,17 @@ from experiments.plots import (
     save,
     style,
 )
-from press_core import attention_sites
+from experiments.usual import MECHANISMS, press_name, suited_pair
+from press_core import Press, attention_sites
+from press_core.methods.finch import Finch
 
 PRESSES = ("KnormPress", "SnapKVPress")
-"""One press that needs no queries, and one that does."""
+"""What the study measures: one press that needs no queries, and one that does."""
 
 NO_PRESS = "no press"
 _EMPTY = {"hook": "empty hook", "patch": "empty wrapper"}
-_MECHANISMS: dict[str, dict[str, Any]] = {
-    "hook": hooks_impl.PRESSES,
-    "patch": patch_impl.PRESSES,
-}
+_DELIMITER = 0
+"""In every context, for FinchPress: a token that the bare model knows too."""
 _RANDOM = "random Llama, width 512"
 
 
@@ -158,20 +163,33 @@ def _pass_through(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str,
     return wrapped(*args, **kwargs)
 
 
-def scopes(model: PreTrainedModel, compression_ratios: Sequence[float]) -> Scopes:
-    """The bare model, the empty mechanisms, and every press of `PRESSES` with both mechanisms."""
+def scopes(
+    model: PreTrainedModel,
+    size: Size,
+    compression_ratios: Sequence[float],
+    presses: Sequence[str] = PRESSES,
+) -> Scopes:
+    """The bare model, the empty mechanisms, and every press with both mechanisms.
+
+    Args:
+        presses: names of any presses.
+    """
     modules = [site.module for site in attention_sites(model)]
     opened: dict[Condition, Callable[[], AbstractContextManager[Any]]] = {
         BARE: nullcontext,
         EMPTY_HOOK: partial(EmptyHooks, modules),
         EMPTY_WRAPPER: partial(EmptyWrappers, modules),
     }
-    for name in PRESSES:
+    for name in presses:
         for ratio in compression_ratios:
-            for mechanism, presses in _MECHANISMS.items():
-                press = presses[name](compression_ratio=ratio)
-                opened[Condition(mechanism, name, ratio)] = partial(press, model)
+            pair = suited_pair(name, ratio, size.context, model)
+            for mechanism, press in zip(MECHANISMS, pair, strict=True):
+                opened[Condition(mechanism, name, ratio)] = partial(_with_delimiter(press), model)
     return opened
+
+
+def _with_delimiter(press: Press) -> Press:
+    return replace(press, delimiter_token_id=_DELIMITER) if isinstance(press, Finch) else press
 
 
 # ---- taking times ------------------------------------------------------------------------------
@@ -295,7 +313,10 @@ def _binomial_half(n: int, k: int) -> float:
 
 @torch.inference_mode()
 def prefill_times(
-    model: PreTrainedModel, size: Size, advance: Callable[[], None] = _nothing
+    model: PreTrainedModel,
+    size: Size,
+    presses: Sequence[str] = PRESSES,
+    advance: Callable[[], None] = _nothing,
 ) -> Times:
     """Seconds per prefill of `size.context` tokens: see `in_turn`.
 
@@ -308,7 +329,7 @@ def prefill_times(
         model.base_model(input_ids=input_ids, past_key_values=DynamicCache())
         _wait(model)
 
-    opened = scopes(model, (size.compression_ratio, 0.0))
+    opened = scopes(model, size, (size.compression_ratio, 0.0), presses)
     return in_turn(
         opened, run, rounds=size.prefill_rounds, repeats=size.prefill_repeats, advance=advance
     )
@@ -316,12 +337,15 @@ def prefill_times(
 
 @torch.inference_mode()
 def decode_times(
-    model: PreTrainedModel, size: Size, advance: Callable[[], None] = _nothing
+    model: PreTrainedModel,
+    size: Size,
+    presses: Sequence[str] = PRESSES,
+    advance: Callable[[], None] = _nothing,
 ) -> Times:
     """Seconds per single-token step on a pruned cache, of one length for all conditions."""
     step, prepare = _decoding(model, size)
     return in_turn(
-        scopes(model, (size.compression_ratio,)),
+        scopes(model, size, (size.compression_ratio,), presses),
         step,
         rounds=size.decode_rounds,
         repeats=size.repeats,
@@ -332,30 +356,32 @@ def decode_times(
 
 @torch.inference_mode()
 def opening_times(
-    model: PreTrainedModel, size: Size, advance: Callable[[], None] = _nothing
+    model: PreTrainedModel,
+    size: Size,
+    presses: Sequence[str] = PRESSES,
+    advance: Callable[[], None] = _nothing,
 ) -> tuple[Times, Times]:
     """Seconds to enter and seconds to leave a scope; `BARE` is a decode step of the bare model."""
     step, prepare = _decoding(model, size)
-    opened = scopes(model, (size.compression_ratio,))
+    opened = scopes(model, size, (size.compression_ratio,), presses)
     return opening_in_turn(opened, step, rounds=size.scope_rounds, prepare=prepare, advance=advance)
 
 
 def _decoding(model: PreTrainedModel, size: Size) -> tuple[Callable[[], None], Callable[[], None]]:
-    """A decode step on a pruned cache, and what takes the token away again that it added."""
-    cache = DynamicCache()
+    """A decode step on a pruned cache, and what makes that cache anew."""
+    pruned = DynamicCache()
     with hooks_impl.KnormPress(compression_ratio=size.compression_ratio)(model):
-        model.base_model(input_ids=_context(model, size), past_key_values=cache)
-    pruned = cache.get_seq_length()
+        model.base_model(input_ids=_context(model, size), past_key_values=pruned)
     token = torch.ones(1, 1, dtype=torch.int64, device=model.device)
+    cache = pruned
 
     def step() -> None:
         model(input_ids=token, past_key_values=cache)
         _wait(model)
 
     def restore() -> None:
-        decoded = cache.get_seq_length() - pruned
-        if decoded:  # transformers 5.2 takes crop(0) to mean the length to crop to
-            cache.crop(-decoded)
+        nonlocal cache
+        cache = deepcopy(pruned)  # a press may have done more to it than add a token
 
     return step, restore
 
@@ -382,7 +408,7 @@ def _context(model: PreTrainedModel, size: Size) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     shape = 1, size.context
     ids = torch.randint(1, model.config.vocab_size, shape, generator=generator)
-    return ids.to(model.device)
+    return Inputs(ids).with_delimiter(_DELIMITER, question=8).context.to(model.device)
 
 
 def _wait(model: PreTrainedModel) -> None:
@@ -434,12 +460,17 @@ def _baselines(condition: Condition, measured: list[Condition], phase: str) -> l
 
 
 def measure(
-    subjects: Mapping[str, PreTrainedModel], size: Size, *, progress: bool = True
+    subjects: Mapping[str, PreTrainedModel],
+    size: Size,
+    presses: Sequence[str] = PRESSES,
+    *,
+    progress: bool = True,
 ) -> Tables:
     """All phases on all subjects.
 
     Args:
         subjects: models by the name that the table gives them.
+        presses: names of any presses.
         progress: show a bar on stderr.
 
     Returns:
@@ -456,9 +487,9 @@ def measure(
 
         parts.append(compare(call_times(size, advance=advance), "empty module", "call"))
         for name, model in subjects.items():
-            parts.append(compare(prefill_times(model, size, advance), name, "prefill"))
-            parts.append(compare(decode_times(model, size, advance), name, "decode"))
-            enter, leave = opening_times(model, size, advance)
+            parts.append(compare(prefill_times(model, size, presses, advance), name, "prefill"))
+            parts.append(compare(decode_times(model, size, presses, advance), name, "decode"))
+            enter, leave = opening_times(model, size, presses, advance)
             parts += [compare(enter, name, "enter"), compare(leave, name, "leave")]
     return {"overhead": pd.concat(parts, ignore_index=True)}
 
@@ -481,14 +512,15 @@ def figures(tables: Tables) -> dict[str, Figure]:
     overhead = tables["overhead"]
     shown = overhead[overhead["phase"].isin(_PHASES) & (overhead["baseline"] == "bare")]
     models = list(dict.fromkeys(shown["model"]))
+    height = 0.7 + len(models) * (0.9 + 0.2 * len(_drawn(shown)))
     with style():
         figure, axes = new_figure(
-            len(models), 2, width=8.6, height=0.7 + 2.1 * len(models), sharey=True, sharex="col"
+            len(models), 2, width=8.6, height=height, sharey=True, sharex="col"
         )
         panels = [(model, phase) for model in models for phase in _PHASES]
         for panel, (model, phase) in zip(axes, panels, strict=True):
             rows = shown[(shown["model"] == model) & (shown["phase"] == phase)]
-            _draw_panel(panel, rows)
+            _draw_panel(panel, rows, _drawn(shown))
             panel.set_title(f"{model}: {phase}")
         for panel in axes[-2:]:
             panel.set_xlabel("time / time of the bare model")
@@ -499,9 +531,12 @@ def figures(tables: Tables) -> dict[str, Figure]:
 _PHASES = ("prefill", "decode")
 
 
-def _draw_panel(panel: Axes, rows: pd.DataFrame) -> None:
-    names = [(NO_PRESS, mechanism) for mechanism in _EMPTY.values()]
-    names += [(press, mechanism) for press in PRESSES for mechanism in _EMPTY]
+def _drawn(overhead: pd.DataFrame) -> list[tuple[str, str]]:
+    """Press and mechanism of each line of a panel."""
+    return list(dict.fromkeys(zip(overhead["press"], overhead["mechanism"], strict=True)))
+
+
+def _draw_panel(panel: Axes, rows: pd.DataFrame, names: list[tuple[str, str]]) -> None:
     panel.axvline(1, color=MUTED, linewidth=1)
     records: list[dict[Any, Any]] = rows.to_dict("records")
     for row in records:
@@ -638,6 +673,13 @@ def command(
             "and a random Llama of width 512."
         ),
     ] = None,
+    press: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Press to measure, such as SnapKV; repeat it for several.",
+            show_default=", ".join(map(press_label, PRESSES)),
+        ),
+    ] = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens of the prefill.")] = Size.context,
     ratio: Annotated[
         float, typer.Option(help="Share of the tokens that presses evict, in (0, 1).")
@@ -661,11 +703,12 @@ def command(
     if not subjects:
         subjects["facts-llama"] = load_model("facts-llama", device=device)[0]
         subjects[_RANDOM] = _random_llama().to(device)
+    names = list(map(press_name, press or PRESSES))
     for subject in subjects.values():
-        for scope in scopes(subject, (ratio,)).values():
+        for scope in scopes(subject, size, (ratio,), names).values():
             with scope():  # refuses a model that a press does not suit before anything is run
                 pass
-    tables = measure(subjects, size)
+    tables = measure(subjects, size, names)
     _show(tables["overhead"])
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)

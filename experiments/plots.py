@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import matplotlib
 from matplotlib.artist import Artist
@@ -110,11 +109,18 @@ _PRESSES: dict[str, tuple[str, _Dashes]] = {
     "ChunkKVPress": (_VERMILLION, _DOTTED),
     "ChunkPress": (_ORANGE, _DOTTED),
     "BlockPress": (_GREEN, _MIXED),
+    "ComposedPress": (_GREY, _DASHED),
+    "KeyRerotationPress": (_BLUE, _MIXED),
+    "PerLayerCompressionPress": (_SKY, _MIXED),
+    "DMSPress": (_BLACK, _MIXED),
+    # other things than tokens of a prefill
+    "ThinKPress": (_PURPLE, _MIXED),
+    "SimLayerKVPress": (_GOLD, _SOLID),
+    "DecodingPress": (_ORANGE, _MIXED),
+    "PrefillDecodingPress": (_VERMILLION, _MIXED),
+    "StreamingLLMDecodingPress": (_GREY, _MIXED),
 }
-_OTHERS = [
-    (colour, _MIXED)
-    for colour in (_BLUE, _ORANGE, _SKY, _VERMILLION, _PURPLE, _GOLD, _BLACK, _GREY)
-]
+_UNKNOWN = (_GOLD, _MIXED)
 
 _MECHANISMS: dict[str, tuple[str, str]] = {
     "bare": (_GREY, "D"),
@@ -182,8 +188,7 @@ def press_label(name: str) -> str:
 
 
 def _press_look(name: str) -> tuple[str, _Dashes]:
-    # A press that is not known keeps one look too, whatever others are drawn with it.
-    return _PRESSES.get(name) or _OTHERS[crc32(name.encode()) % len(_OTHERS)]
+    return _PRESSES.get(name, _UNKNOWN)
 
 
 def mechanism_colour(name: str) -> str:

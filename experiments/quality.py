@@ -9,14 +9,15 @@ question is run once more, at its own position, on the pruned cache, and the ans
 (Asking the whole question again would not do: a model trained to be asked once finds the first
 asking, not the fact.)
 
-Both are done inside one open scope, and for both mechanisms on the same contexts.
+Both are done inside one open scope, and for both mechanisms on the same contexts. Presses are at
+their usual settings (`experiments.usual`); what was learned about the model lies beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -25,8 +26,9 @@ import pandas as pd
 import torch
 import typer
 from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import track
@@ -35,36 +37,37 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 import hooks_impl
-import patch_impl
 from experiments import UserError
 from experiments.experiment import Experiment, Tables
 from experiments.facts import VOCABULARY, FactBatch, draw
 from experiments.loading import load_model, short_name
-from experiments.plots import (
-    INK,
-    MUTED,
-    legend_outside,
-    new_figure,
-    percent_axis,
-    press_label,
-    press_line,
-    save,
-    style,
-)
+from experiments.plots import INK, mechanism_colour, new_figure, press_label, save, style
+from experiments.usual import MECHANISMS, WRAPPED, press_name, usual
 from press_core import Press, PressError
+from press_core.methods.finch import Finch
 from press_core.select import n_kept
 
-MECHANISMS: dict[str, dict[str, Any]] = {
-    "hook": hooks_impl.PRESSES,
-    "patch": patch_impl.PRESSES,
-}
-"""Every press class by mechanism and name."""
-
-RATIOS = (0.0, 0.25, 0.5, 0.8, 0.9)
+RATIOS = (0.0, 0.5, 0.8, 0.9)
 NO_PRESS = "no press"
 """What the table calls the model without a press, measured once: ratio 0 evicts nothing."""
 
 UNSEEN, SEEN = "unseen", "seen"
+
+NOT_COMPARED: dict[str, str] = {
+    "ComposedPress": "a combination of presses that are compared by themselves",
+    "PerLayerCompressionPress": "with one ratio for all layers it is the press that it wraps",
+    "DMSPress": "told a threshold: how much it evicts depends on the context",
+    "SimLayerKVPress": "told a threshold: how much it evicts depends on the context",
+    "ThinKPress": "evicts channels of the keys, at most half of the cache",
+    "DecodingPress": "evicts while decoding, and an answer is one token",
+    "PrefillDecodingPress": "evicts while decoding, and an answer is one token",
+    "StreamingLLMDecodingPress": "evicts while decoding, and an answer is one token",
+}
+"""Presses of which the experiment could not say what evicting a share of the tokens costs."""
+
+NEEDS_QUESTION = ("FinchPress",)
+"""Presses that choose by the question, and have nothing to do where it is not seen."""
+
 _BATCH = 8
 """Contexts per forward; on a CPU more only fall out of its caches."""
 
@@ -83,8 +86,8 @@ class Task:
 
     context: int = 512
     facts: int = 8
-    samples: int = 64
-    seen_samples: int = 64
+    samples: int = 16
+    seen_samples: int = 24
     seed: int = 512
 
     def batches(self, question: str) -> list[FactBatch]:
@@ -102,27 +105,25 @@ class Condition(NamedTuple):
     mechanism: str
     ratio: float
 
-    def make(self) -> Press | None:
-        """The press, all fields but the ratio at their defaults, seeded where it is random."""
+    def make(self, length: int) -> Press | None:
+        """The press for contexts of `length` tokens, None where there is none.
+
+        Raises:
+            HyperparameterError: if the ratio is out of range.
+        """
         if self.press == NO_PRESS:
             return None
-        press: type[Press] = MECHANISMS[self.mechanism][self.press]
-        seeded = {"seed": 0} if "seed" in _field_names(press) else {}
-        return press(compression_ratio=self.ratio, **seeded)  # type: ignore[call-arg]
+        return usual(MECHANISMS[self.mechanism], self.press, self.ratio, length)
+
+    @property
+    def questions(self) -> tuple[str, ...]:
+        """The kinds of question that it can be asked."""
+        return (SEEN,) if self.press in NEEDS_QUESTION else (UNSEEN, SEEN)
 
 
 def press_names() -> list[str]:
-    """Presses that can be made from a compression ratio alone."""
-    return sorted(
-        name
-        for name, press in hooks_impl.PRESSES.items()
-        if "compression_ratio" in _field_names(press)
-        and all(f.default is not MISSING or f.default_factory is not MISSING for f in fields(press))
-    )
-
-
-def _field_names(press: type[Press]) -> set[str]:
-    return {field.name for field in fields(press)}
+    """Presses that evict a given share of a context."""
+    return sorted(set(hooks_impl.PRESSES) - set(NOT_COMPARED))
 
 
 # ---- the two protocols -------------------------------------------------------------------------
@@ -159,11 +160,16 @@ def answer_seen(model: PreTrainedModel, press: Press | None, batch: FactBatch) -
     Returns:
         `(B, 1)` int64, the likeliest of all tokens after the question.
     """
-    text = torch.cat((batch.context_ids, batch.question_ids[:, 0]), dim=1).to(model.device)
-    position = torch.full_like(text[:, -1:], text.shape[1] - 1)
+    context, question = batch.context_ids, batch.question_ids[:, 0]
+    last = question[:, -1:].to(model.device)
+    position = torch.full_like(last, context.shape[1] + question.shape[1] - 1)
+    parts = [context, question]
+    if isinstance(press, Finch):
+        assert press.delimiter_token_id is not None
+        parts.insert(1, torch.full_like(context[:, :1], press.delimiter_token_id))
     with _scope(press, model):
-        cache = _prefill(model, text)
-        logits = model(input_ids=text[:, -1:], position_ids=position, past_key_values=cache).logits
+        cache = _prefill(model, torch.cat(parts, dim=1))
+        logits = model(input_ids=last, position_ids=position, past_key_values=cache).logits
     return logits[:, -1].argmax(dim=-1, keepdim=True).cpu()
 
 
@@ -220,7 +226,7 @@ def fitting(
     for name in names:
         for mechanism in mechanisms:
             try:
-                press = Condition(name, mechanism, 0.5).make()
+                press = Condition(name, mechanism, 0.5).make(Task.context)
                 assert press is not None
                 press.register(model).remove()
             except PressError as error:
@@ -263,12 +269,12 @@ def measure(
         mechanisms answered, how many answers (tokens) are the same.
     """
     batches = {question: task.batches(question) for question in _PROTOCOLS}
-    work = [(question, condition) for question in _PROTOCOLS for condition in conditions]
+    work = [(question, c) for question in _PROTOCOLS for c in conditions if question in c.questions]
     rows: list[dict[str, Any]] = []
     answered: dict[tuple[str, float, str], dict[str, Tensor]] = {}
     shown = track(work, "quality", console=Console(stderr=True), disable=not progress)
     for question, condition in shown:
-        press, answer = condition.make(), _PROTOCOLS[question]
+        press, answer = condition.make(task.context), _PROTOCOLS[question]
         answers = torch.cat([answer(model, press, batch) for batch in batches[question]])
         truth = torch.cat([b.answer_ids[:, : answers.shape[1]] for b in batches[question]])
         right, total = int((answers == truth).sum()), truth.numel()
@@ -310,69 +316,65 @@ def _tell_refusals(refusals: Sequence[str]) -> None:
 
 
 def figures(tables: Tables) -> dict[str, Figure]:
-    """Accuracy against compression ratio: `quality`, a panel per kind of question."""
-    quality = tables["quality"]
+    """Accuracy by press and compression ratio: `quality`, a panel per kind of question."""
+    quality, agreement = tables["quality"], tables["quality_agreement"]
+    names = _by_accuracy(quality)
+    ratios = [ratio for ratio in sorted(quality["ratio"].unique()) if ratio > 0]
+    width, height = 3.0 + 1.1 * 2 * len(ratios), 1.2 + 0.23 * len(names)
+    figure, axes = new_figure(columns=2, width=width, height=height, sharey=True)
     with style():
-        figure, axes = new_figure(columns=2, width=9.0, height=3.9, sharey=True)
         for panel, question in zip(axes, (UNSEEN, SEEN), strict=True):
-            _draw_panel(panel, quality[quality["question"] == question])
-            panel.set_title(f"Question {question} by the press")
+            of_question = quality[quality["question"] == question]
+            unlike = agreement[
+                (agreement["question"] == question) & (agreement["same"] < agreement["answers"])
+            ]
+            _draw_panel(panel, of_question, names, ratios)
+            for name, ratio in zip(unlike["press"], unlike["ratio"], strict=True):
+                corner = ratios.index(ratio), names.index(name)
+                panel.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=_UNLIKE, linewidth=2))
+            panel.set_title(f"Question {question}: right answers in %")
             panel.set_xlabel("share of the tokens evicted")
-            percent_axis(panel.xaxis)
-        axes[0].set_ylabel("right answers")
-        axes[0].set_ylim(-0.02, 1.02)
-        percent_axis(axes[0].yaxis)
-        legend_outside(figure, axes[0], handles=_legend(quality))
+            panel.set_xticks([i + 0.5 for i in range(len(ratios))], [f"{r:.0%}" for r in ratios])
+            panel.grid(False)
+            panel.spines[:].set_visible(False)
+        axes[0].set_yticks([i + 0.5 for i in range(len(names))], map(press_label, names))
+        axes[0].set_ylim(len(names), 0)
+    figure.set_label(
+        "Right answers in % with half the width of their 95% interval, by press and share of the "
+        "tokens evicted, the question unseen (left) and seen (right) by the press"
+        + (": framed where hook and patch differ" if _differ(agreement) else "")
+    )
     return {"quality": figure}
 
 
-def _draw_panel(panel: Axes, quality: pd.DataFrame) -> None:
-    bare = quality[quality["press"] == NO_PRESS]
-    if not bare.empty:
-        panel.axhline(bare["accuracy"].iloc[0], **_BARE)
-    for name in _by_accuracy(quality):
-        rows = quality[quality["press"] == name]
-        first = "hook" if (rows["mechanism"] == "hook").any() else "patch"
-        line = pd.concat((bare, rows[rows["mechanism"] == first])).sort_values("ratio")
-        look = press_line(name)
-        panel.plot(line["ratio"], line["accuracy"], **look)
-        panel.fill_between(
-            line["ratio"], line["low"], line["high"], color=look["color"], alpha=0.09, linewidth=0
-        )
-        patch = rows[rows["mechanism"] == "patch"]
-        panel.plot(patch["ratio"], patch["accuracy"], color=look["color"], zorder=3, **_PATCH)
-    panel.set_xticks(sorted(quality["ratio"].unique()))
+_SHADES = LinearSegmentedColormap.from_list("accuracy", ["#ffffff", mechanism_colour("hook")])
+_UNLIKE = mechanism_colour("patch")
 
 
-_BARE: dict[str, Any] = {"color": MUTED, "linewidth": 0.9, "linestyle": (0, (5, 3))}
-_PATCH: dict[str, Any] = {
-    "linestyle": "none",
-    "marker": "s",
-    "markerfacecolor": "white",
-    "markeredgewidth": 1.2,
-    "markersize": 4.5,
-}
+def _draw_panel(panel: Axes, quality: pd.DataFrame, names: list[str], ratios: list[float]) -> None:
+    """A cell for each press and ratio, shaded by accuracy; empty where nothing was measured."""
+    cells = quality[quality["ratio"] > 0].drop_duplicates(["press", "ratio"])
+    table = cells.pivot(index="press", columns="ratio", values="accuracy")
+    shares = table.reindex(index=names, columns=ratios)
+    panel.pcolormesh(shares, cmap=_SHADES, vmin=0, vmax=1, edgecolors="white", linewidth=1.5)
+    records: list[dict[Any, Any]] = cells.to_dict("records")
+    for row in records:
+        place = ratios.index(row["ratio"]) + 0.5, names.index(row["press"]) + 0.5
+        colour = "white" if row["accuracy"] > 0.6 else INK
+        text = _text(row["accuracy"], row["low"], row["high"])
+        panel.text(*place, text, ha="center", va="center", fontsize=7.5, color=colour)
+
+
+def _differ(agreement: pd.DataFrame) -> bool:
+    return bool((agreement["same"] < agreement["answers"]).any())
 
 
 def _by_accuracy(quality: pd.DataFrame) -> list[str]:
-    """Presses, the best on average (over the questions not seen, if there are any) first."""
+    """Presses, the best on average first; last those that were asked seen questions only."""
     pressed = quality[quality["press"] != NO_PRESS]
-    unseen = pressed[pressed["question"] == UNSEEN]
-    mean = (pressed if unseen.empty else unseen).groupby("press")["accuracy"].mean()
-    return [str(name) for name in mean.sort_values(ascending=False).index]
-
-
-def _legend(quality: pd.DataFrame) -> list[Line2D]:
-    presses = [Line2D([], [], **press_line(name)) for name in _by_accuracy(quality)]
-    mechanisms = set(quality["mechanism"])
-    notes = [Line2D([], [], linestyle="none", label="")]
-    if "hook" in mechanisms:
-        notes.append(Line2D([], [], color=INK, label="line: hook"))
-    if "patch" in mechanisms:
-        notes.append(Line2D([], [], color=INK, label="squares: patch", **_PATCH))
-    if NO_PRESS in set(quality["press"]):
-        notes.append(Line2D([], [], label="nothing evicted", **_BARE))
-    return presses + notes
+    means = pressed.pivot_table(index="press", columns="question", values="accuracy")
+    order = [question for question in (UNSEEN, SEEN) if question in means]
+    return [str(name) for name in means.sort_values(order, ascending=False).index]
 
 
 def summary(tables: Tables) -> str:
@@ -392,7 +394,7 @@ def summary(tables: Tables) -> str:
         rows = quality[quality["press"] == name].groupby(["question", "ratio"])["accuracy"].first()
         cells = [f"{rows[c]:.1%}" if c in rows.index else "" for c in columns]
         lines.append(f"| {press_label(name)} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", *_notes(quality)])
+    return "\n".join([*lines, ""] + [f"- {note}" for note in _notes(quality)])
 
 
 def _sentence_on_best(quality: pd.DataFrame) -> str:
@@ -400,11 +402,17 @@ def _sentence_on_best(quality: pd.DataFrame) -> str:
     unseen = quality[(quality["question"] == UNSEEN) & (quality["press"] != NO_PRESS)]
     best = []
     for ratio, rows in unseen.groupby("ratio"):
-        row = rows.sort_values("accuracy", kind="stable").iloc[-1]
-        best.append(f"{press_label(row['press'])} ({row['accuracy']:.0%}) at {ratio:.0%} evicted")
+        highest = rows["accuracy"].max()
+        names = rows.loc[rows["accuracy"] == highest, "press"].drop_duplicates().map(press_label)
+        best.append(f"{_listed(names)} ({highest:.0%}) at {ratio:.0%} evicted")
     if not best:
         return ""
-    return f"Most answers are right, the question unseen, with {', '.join(best)}."
+    return f"Most answers are right, the question unseen, with {'; '.join(best)}."
+
+
+def _listed(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _sentence_on_task(quality: pd.DataFrame) -> str:
@@ -450,10 +458,27 @@ def _notes(quality: pd.DataFrame) -> list[str]:
     window = hooks_impl.SnapKVPress().window_size
     if "SnapKVPress" in accuracy and n_kept(context + 1, strongest) <= window:
         notes.append(
-            f"With {strongest:.0%} evicted SnapKV can keep no more than its window of {window} "
-            "tokens, the most recent ones."
+            f"With {strongest:.0%} evicted SnapKV, and what wraps it, can keep no more than its "
+            f"window of {window} tokens, the most recent ones."
         )
-    return notes
+    return [*notes, *_notes_on_presses(set(quality["press"]))]
+
+
+def _notes_on_presses(shown: set[str]) -> Iterator[str]:
+    for inner in sorted(set(WRAPPED.values())):
+        outer = [
+            press_label(name) for name in sorted(shown & set(WRAPPED)) if WRAPPED[name] == inner
+        ]
+        if outer:
+            verb = "wraps" if len(outer) == 1 else "wrap"
+            yield f"{_listed(outer)} {verb} {press_label(inner)}."
+    if asked := sorted(shown & set(NEEDS_QUESTION)):
+        yield f"{_listed(map(press_label, asked))} chooses by the question, so it has to see it."
+    reasons: dict[str, list[str]] = {}
+    for name, reason in NOT_COMPARED.items():
+        reasons.setdefault(reason, []).append(press_label(name))
+    left_out = "; ".join(f"{_listed(names)} ({reason})" for reason, names in reasons.items())
+    yield f"Not compared: {left_out}."
 
 
 EXPERIMENT = Experiment(
@@ -518,7 +543,7 @@ def command(
     pairs = _chosen(loaded, press, [m.value for m in mechanism or Mechanism])
     measured = conditions(pairs, ratio or RATIOS)
     for condition in measured:
-        condition.make()  # refuses a ratio out of range before anything is run
+        condition.make(context)  # refuses a ratio out of range before anything is run
     tables = measure(loaded, measured, task, model_name=short_name(model))
     _show(tables)
     if output is not None:
@@ -526,18 +551,17 @@ def command(
 
 
 def _chosen(
-    model: PreTrainedModel, names: list[str] | None, mechanisms: list[str]
+    model: PreTrainedModel, chosen: list[str] | None, mechanisms: list[str]
 ) -> list[tuple[str, str]]:
     """The presses asked for, all of which have to fit the model; or all that fit it."""
-    unknown = sorted(set(names or ()) - set(press_names()))
-    if unknown:
-        raise typer.BadParameter(
-            f"cannot make {', '.join(unknown)} from a compression ratio alone; what can be made is "
-            f"{', '.join(press_names())}",
-            param_hint="--press",
+    names = [press_name(name) for name in chosen or press_names()]
+    for name in set(names) & set(NOT_COMPARED):
+        raise UserError(
+            f"{name} is not compared here ({NOT_COMPARED[name]}); choose from "
+            f"{', '.join(map(press_label, press_names()))}"
         )
-    pairs, refusals = fitting(model, names or press_names(), mechanisms)
-    if names and refusals:
+    pairs, refusals = fitting(model, names, mechanisms)
+    if chosen and refusals:
         raise UserError("; ".join(refusals))
     _tell_refusals(refusals)
     return pairs
@@ -583,8 +607,11 @@ def _cell(quality: pd.DataFrame, ratio: float) -> str:
     row = quality[quality["ratio"] == ratio]
     if row.empty:
         return ""
-    accuracy, low, high = (100 * row[name].iloc[0] for name in ("accuracy", "low", "high"))
-    return f"{accuracy:.0f} ±{(high - low) / 2:.0f}"
+    return _text(*(row[name].iloc[0] for name in ("accuracy", "low", "high")))
+
+
+def _text(accuracy: float, low: float, high: float) -> str:
+    return f"{100 * accuracy:.0f} ±{50 * (high - low):.0f}"
 
 
 def _write(tables: Tables, output: Path) -> None:

@@ -1,9 +1,10 @@
 """One forward told step by step, hook and patch side by side.
 
 Nothing here is a script of what ought to happen. For the duration of a trace a copy of the press
-reports when its hooks or its wrapper run, and the model reports when hidden states enter an
-attention module and when its attention function runs; what the layers hold is read off the cache
-around each of these. The order of the events is the order in which they arrive.
+(and of those that it wraps) reports when its hooks or its wrapper run, and the model reports when
+hidden states enter an attention module and when its attention function runs; what the layers hold
+is read off the cache around each of these. The order of the events is the order in which they
+arrive.
 
 Times are medians over a few runs and include some µs of recording: enough to see where time goes,
 but no benchmark. For that see `experiments.overhead`.
@@ -16,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
@@ -35,17 +37,19 @@ from rich.text import Text
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-import hooks_impl
 from attention_patch.interception import OVERRIDE, with_override
 from attention_patch.reversible import wrap
-from experiments import UserError
-from experiments.compare import PressPair, pair
+from experiments.catalogue import DELIMITER
+from experiments.compare import Inputs, PressPair
 from experiments.experiment import Experiment, Tables
 from experiments.families import FAMILIES, build, supported_implementations
 from experiments.loading import load_model, short_name
 from experiments.plots import GRID, MUTED, mechanism_colour, new_figure, press_label, save, style
+from experiments.usual import press_name, suited_pair
 from press_core import AttentionSite, Press, attention_sites, cache_nbytes, kept_lengths
-from press_core.scope import Removable
+from press_core.methods.finch import Finch
+from press_core.models import body_argument
+from press_core.scope import Removable, Run
 
 MODEL, PRESS, RATIO, LENGTH, DECODE = "facts-llama", "SnapKVPress", 0.5, 512, 1
 """What the study traces; the defaults of the command."""
@@ -72,7 +76,8 @@ class Event:
         event: what happened, in words.
         hidden_states_length: tokens whose hidden states entered the layer in this step.
         keys_made: keys per head that the layer added to its cache in this step.
-        keys_kept: keys per head that the layer's cache holds after the press.
+        keys_kept: keys per head that the layer's cache holds after the press; the mean, rounded,
+            where heads hold different numbers.
         bytes_before, bytes_after: key and value storage of the layer's cache around the press.
         press_us: µs spent in the press since its last event; None for what the model does.
     """
@@ -96,6 +101,33 @@ class _Layer:
     n_hidden: int = 0
     n_before: int = 0
     n_made: int = 0
+
+
+class _Held(NamedTuple):
+    """What one layer of the cache holds.
+
+    Attributes:
+        lengths: keys of each row and head.
+        storage: of the keys: another one where they were replaced.
+        nbytes: of keys and values.
+    """
+
+    lengths: tuple[int, ...] = ()
+    storage: int = 0
+    nbytes: int = 0
+
+    @property
+    def mean(self) -> int:
+        """Keys per head."""
+        return round(sum(self.lengths) / len(self.lengths)) if self.lengths else 0
+
+    def __str__(self) -> str:
+        low, high = min(self.lengths, default=0), max(self.lengths, default=0)
+        return f"{low}" if low == high else f"{low} to {high}"
+
+
+_NOTHING = _Held()
+_BODY = {"hook": "hook on the decoder", "patch": "wrapper of the decoder"}
 
 
 class _Stopwatch:
@@ -141,9 +173,10 @@ class Recorder:
         self.events: list[Event] = []
         self._sites = {id(site.module): site for site in attention_sites(model)}
         self._layers = {site.layer_idx: _Layer() for site in self._sites.values()}
-        self._index = 0  # of the layer that was entered last
+        self._index = min(self._layers)  # of the layer that was entered last
         self._watch = _Stopwatch()
         self._intercepted = False
+        self._replayed: list[int] | None = None  # tokens of forwards that the press itself makes
 
     def tell(self, layer: int, event: str, press: bool, **known: int) -> None:
         """Add an event, of the press or of the model."""
@@ -167,10 +200,13 @@ class Recorder:
     def _hidden_states_enter(
         self, site: AttentionSite, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self._index, slots = site.layer_idx, self._slots()
         n_hidden = site.argument("hidden_states", args, kwargs).shape[1]
-        n_before = slots[self._index] if self._index < len(slots) else 0
-        self._layers[self._index] = _Layer(n_hidden, n_before)
+        if self._replayed is not None:
+            if site.layer_idx == min(self._layers):
+                self._replayed.append(n_hidden)
+            return
+        self._index = site.layer_idx
+        self._layers[self._index] = _Layer(n_hidden, self._held(self._index).mean)
         event = f"{_count(n_hidden, 'hidden state')} {'enters' if n_hidden == 1 else 'enter'}"
         self.tell(self._index, event, press=False, hidden_states_length=n_hidden)
 
@@ -183,6 +219,9 @@ class Recorder:
         interfaces = {id(site.interface): site.interface for site in self._sites.values()}
         for interface in interfaces.values():
             yield wrap(interface, "get_interface", self._hand_out)
+        # Over heads of different lengths another function attends. (Not `from attention_patch
+        # import headwise`: that is the scope of the same name.)
+        yield wrap(import_module("attention_patch.headwise"), "attend", self._attention_by_head)
 
     def _hand_out(self, get_interface: Any, *args: Any, **kwargs: Any) -> Any:
         return partial(self._attention_runs, get_interface(*args, **kwargs))
@@ -191,38 +230,81 @@ class Recorder:
         self, function: Any, module: nn.Module, query: Tensor, key: Tensor, *rest: Any, **more: Any
     ) -> Any:
         site = self._sites.get(id(module))
-        if site is None:  # a layer that presses leave alone, or a model in another thread
+        # Also layers that presses leave alone, and models in other threads, come here.
+        if site is None or self._replayed is not None:
             return function(module, query, key, *rest, **more)
-        index, layer = site.layer_idx, self._layers[site.layer_idx]
+        made = key.shape[2] - self._layers[site.layer_idx].n_before
+        over = _count(key.shape[2], "key")
+        self._attends(site.layer_idx, query, made, f"attention runs over {over}")
+        with self._watch.inside(press=False):
+            return function(module, query, key, *rest, **more)
+
+    def _attention_by_head(
+        self,
+        attend: Callable[..., Any],
+        site: AttentionSite,
+        layer: Any,
+        backend: Any,
+        function: Any,
+        module: nn.Module,
+        query: Tensor,
+        *rest: Any,
+        **more: Any,
+    ) -> Any:
+        if id(module) in self._sites and self._replayed is None:
+            held = self._held(site.layer_idx)
+            made = held.mean - self._layers[site.layer_idx].n_before
+            event = f"attention runs head by head over {held} keys"
+            self._attends(site.layer_idx, query, made, event)
+        with self._watch.inside(press=False):
+            return attend(site, layer, backend, function, module, query, *rest, **more)
+
+    def _attends(self, index: int, query: Tensor, made: int, event: str) -> None:
         if self._intercepted:
             self._intercepted = False
             queries = _count(query.shape[2], "query", "queries")
             self.tell(index, f"attention function is intercepted: {queries} seen", press=True)
-        layer.n_made = key.shape[2] - layer.n_before
-        event = f"attention runs over {_count(key.shape[2], 'key')}"
-        self.tell(index, event, press=False, keys_made=layer.n_made)
-        with self._watch.inside(press=False):
-            return function(module, query, key, *rest, **more)
+        self._layers[index].n_made = made
+        self.tell(index, event, press=False, keys_made=made)
 
     # ... and the press
 
-    def recorded(self, press: Press) -> Press:
-        """A copy of `press` that reports what it does; `press` itself is not changed."""
+    def recorded(self, press: Press, model: nn.Module) -> Press:
+        """A copy of `press` as it acts on `model`, which reports what it does."""
+        return self._twin(press.resolve(model), "press")
+
+    def _twin(self, press: Press, called: str) -> Press:
         twin, methods = copy(press), type(press)
+        for name, value in vars(press).items():  # presses that it wraps
+            vars(twin)[name] = self._twin_of_field(value)
+        vars(twin)["resolve"] = lambda model: twin
         watchers: dict[str, Callable[..., Any]] = {
             "install": self._install,
-            "score": self._score,
+            "score": partial(self._score, called),
+            "with_ratio": partial(self._told_ratio, called),
             "attention_forward": self._wrapped_forward,
+            "without_delimiter": self._without_delimiter,
+            "after_body": self._after_body,
         }
         for name, watcher in watchers.items():
             if hasattr(methods, name):
                 vars(twin)[name] = partial(watcher, partial(getattr(methods, name), twin))
         return twin
 
+    def _twin_of_field(self, value: Any) -> Any:
+        if isinstance(value, Press):
+            return self._twin(value, press_label(type(value).__name__))
+        if isinstance(value, (list, tuple)):
+            return [self._twin_of_field(item) for item in value]
+        return value
+
+    def _told_ratio(self, called: str, with_ratio: Callable[[float], Press], ratio: float) -> Press:
+        return self._twin(with_ratio(ratio), called)
+
     def _install(
-        self, install: Callable[..., Iterator[Removable]], site: AttentionSite
+        self, install: Callable[..., Iterator[Removable]], site: AttentionSite, run: Run
     ) -> Iterator[Removable]:
-        for removable in install(site):
+        for removable in install(site, run):
             if isinstance(removable, torch.utils.hooks.RemovableHandle):
                 # The hook gets a recorder around it in its very place, and goes with its handle.
                 hooks: Any = removable.hooks_dict_ref()
@@ -239,12 +321,30 @@ class Recorder:
                 return self._collecting_hook if name else self._forward_hook, name
         raise AssertionError(f"a hook outside of {site.name}")
 
-    def _pre_hook(self, hook: Any, site: AttentionSite, _: str, *args: Any) -> Any:
+    def _pre_hook(
+        self,
+        hook: Any,
+        site: AttentionSite,
+        _: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        held = self._all_held()
         with self._watch.inside(press=True):
-            result = hook(*args)
-        mask = "leaves" if result is None else "replaces"
-        self.tell(site.layer_idx, f"pre-hook {mask} the mask", press=True)
+            result = hook(module, args, kwargs)
+        self._enters("pre-hook", "", site, held, (args, kwargs), result or (args, kwargs))
         return result
+
+    def _enters(
+        self, who: str, enters: str, site: AttentionSite, held: list[_Held], given: Any, now: Any
+    ) -> None:
+        """Tell what the press did before the attention module runs."""
+        index, masks = site.layer_idx, [site.argument("attention_mask", *a) for a in (given, now)]
+        if self._changes(who, index, held):
+            self._layers[index].n_before = self._held(index).mean
+        mask = "leaves" if masks[0] is masks[1] else "replaces"
+        self.tell(index, f"{who} {enters}{mask} the mask", press=True)
 
     def _collecting_hook(self, hook: Any, site: AttentionSite, name: str, *args: Any) -> Any:
         with self._watch.inside(press=True):
@@ -254,43 +354,41 @@ class Recorder:
         return result
 
     def _forward_hook(self, hook: Any, site: AttentionSite, _: str, *args: Any) -> Any:
-        slots, nbytes = self._slots(), self._nbytes(site.layer_idx)
+        held = self._all_held()
         with self._watch.inside(press=True):
             result = hook(*args)
-        self._conclude("forward hook", site.layer_idx, slots, nbytes)
+        self._conclude("forward hook", site.layer_idx, held)
         return result
 
-    def _score(self, score: Callable[..., Tensor], *args: Any) -> Tensor:
+    def _score(self, called: str, score: Callable[..., Tensor], *args: Any) -> Tensor:
         scores = score(*args)
-        self.tell(self._index, f"press scores {_count(scores.shape[-1], 'key')}", press=True)
+        self.tell(self._index, f"{called} scores {_count(scores.shape[-1], 'key')}", press=True)
         return scores
 
     def _wrapped_forward(
         self,
         attention_forward: Callable[..., Any],
         site: AttentionSite,
+        run: Run,
         forward: Any,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        slots: list[int] = []
-        nbytes, given = 0, (args, kwargs)
+        held, given = self._all_held(), (args, kwargs)
 
         def beneath(*args: Any, **kwargs: Any) -> Any:
-            nonlocal slots, nbytes
+            nonlocal held
             with self._watch.inside(press=False):
-                before, now = (site.argument("attention_mask", *a) for a in (given, (args, kwargs)))
-                mask = "leaves" if now is before else "replaces"
-                self.tell(site.layer_idx, f"wrapper enters, {mask} the mask", press=True)
+                self._enters("wrapper", "enters, ", site, held, given, (args, kwargs))
                 if OVERRIDE in kwargs:
                     kwargs = with_override(kwargs, self._intercept)
                 output = forward(*args, **kwargs)
-                slots, nbytes = self._slots(), self._nbytes(site.layer_idx)
+                held = self._all_held()
             return output
 
         with self._watch.inside(press=True):
-            output = attention_forward(site, beneath, *args, **kwargs)
-        self._conclude("wrapper", site.layer_idx, slots, nbytes)
+            output = attention_forward(site, run, beneath, *args, **kwargs)
+        self._conclude("wrapper", site.layer_idx, held)
         return output
 
     def _intercept(self, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -299,32 +397,86 @@ class Recorder:
         with self._watch.inside(press=True):
             return function(*args, **kwargs)
 
-    def _conclude(self, who: str, index: int, slots: list[int], nbytes: int) -> None:
-        """Tell what the press did to the cache since it had `slots` and the layer `nbytes`."""
-        after, layer = self._slots(), self._layers[index]
-        known = {
+    def _without_delimiter(
+        self, without_delimiter: Callable[..., Any], body: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        n_given = body_argument(body, "input_ids", args, kwargs).shape[1]
+        with self._watch.inside(press=True):
+            result = without_delimiter(body, args, kwargs)
+        n_left = body_argument(body, "input_ids", *result).shape[1]
+        self._index = min(self._layers)
+        event = f"{_BODY[self.mechanism]} passes {n_left} of {_count(n_given, 'token')} on"
+        self.tell(self._index, event, press=True)
+        return result
+
+    def _after_body(self, after_body: Callable[..., Any], *args: Any) -> None:
+        """Around what happens when all layers have run: the press may run them again."""
+        if self._replayed is not None:
+            return after_body(*args)
+        held, self._replayed = self._all_held(), []
+        with self._watch.inside(press=True):
+            after_body(*args)
+        replayed, self._replayed = self._replayed, None
+        who = _BODY[self.mechanism]
+        if replayed:
+            forwards = _count(len(replayed), "forward")
+            event = f"{who} runs the model again: {forwards} of {sum(replayed):,} tokens"
+            self.tell(self._index, event, press=True)
+        for index in self._layers:
+            self._conclude(who, index, held, itself_only=True)
+        return None
+
+    def _conclude(self, who: str, index: int, held: list[_Held], itself_only: bool = False) -> None:
+        """Tell what the press did to the cache, which held `held` before.
+
+        Args:
+            itself_only: not what it did to layers other than `index`.
+        """
+        if not self._changes(who, index, held):
+            left = self._held(index)
+            keys = f"{left} keys" if left.mean != 1 else "1 key"
+            self.tell(index, f"{who} leaves {keys}", press=True, **self._known(index, held))
+        for other in self._layers:
+            before, after = held[other] if other < len(held) else _NOTHING, self._held(other)
+            if other != index and not itself_only and after.lengths != before.lengths:
+                event = f"{who}{_ELSEWHERE}{index} changes {before} → {after}"
+                self.tell(other, event, press=True, keys_kept=after.mean)
+
+    def _changes(self, who: str, index: int, held: list[_Held]) -> bool:
+        """Tell whether layer `index`, among `held` before, has lost keys or got others."""
+        before, after = held[index] if index < len(held) else _NOTHING, self._held(index)
+        if after.lengths != before.lengths:
+            event = f"{who}{_PRUNES}{before} → {after}"
+        elif after.storage != before.storage:
+            event = f"{who} rewrites {after} keys"
+        else:
+            return False
+        self.tell(index, event, press=True, **self._known(index, held))
+        return True
+
+    def _known(self, index: int, held: list[_Held]) -> dict[str, int]:
+        """The numbers of an event that concludes what happens to layer `index`."""
+        layer, after = self._layers[index], self._held(index)
+        return {
             "hidden_states_length": layer.n_hidden,
             "keys_made": layer.n_made,
-            "keys_kept": after[index],
-            "bytes_before": nbytes,
-            "bytes_after": self._nbytes(index),
+            "keys_kept": after.mean,
+            "bytes_before": held[index].nbytes if index < len(held) else 0,
+            "bytes_after": after.nbytes,
         }
-        if after[index] == slots[index]:
-            event = f"{who} leaves {_count(after[index], 'key')}"
-        else:
-            event = f"{who}{_PRUNES}{slots[index]} → {after[index]}"
-        self.tell(index, event, press=True, **known)
-        for other in range(len(after)):
-            if other != index and after[other] != slots[other]:
-                event = f"{who}{_ELSEWHERE}{index} changes {slots[other]} → {after[other]}"
-                self.tell(other, event, press=True, keys_kept=after[other])
 
-    def _slots(self) -> list[int]:
-        """Keys per head that each layer of the cache holds."""
-        return [int(n.max()) if n.numel() else 0 for n in kept_lengths(self.cache)]
+    def _held(self, index: int) -> _Held:
+        """What layer `index` of the cache holds."""
+        if index >= len(self.cache.layers):
+            return _NOTHING
+        alone = Cache(layers=[self.cache.layers[index]])
+        lengths = tuple(kept_lengths(alone)[0].flatten().tolist())
+        if not lengths:
+            return _NOTHING
+        return _Held(lengths, alone.layers[0].keys.data_ptr(), cache_nbytes(alone))
 
-    def _nbytes(self, index: int) -> int:
-        return cache_nbytes(Cache(layers=[self.cache.layers[index]]))
+    def _all_held(self) -> list[_Held]:
+        return [self._held(index) for index in range(len(self.cache.layers))]
 
 
 def _count(n: int, noun: str, nouns: str = "") -> str:
@@ -351,11 +503,15 @@ def trace(
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(seed)
     # Past the first ids, which most vocabularies give to special tokens.
-    prompt = torch.randint(3, vocabulary, (1, length), generator=generator).to(model.device)
+    prompt = torch.randint(3, vocabulary, (1, length), generator=generator)
+    if isinstance(presses.hook, Finch):
+        prompt = Inputs(prompt).with_delimiter(DELIMITER, question=8).context
     runs: dict[str, list[list[Event]]] = {mechanism: [] for mechanism in presses._fields}
     for _ in range(RUNS):  # in turn, so that a busy moment of the machine meets both
         for mechanism, press in presses._asdict().items():
-            runs[mechanism].append(_record(model, mechanism, press, prompt, decode))
+            runs[mechanism].append(
+                _record(model, mechanism, press, prompt.to(model.device), decode)
+            )
     return [event for own in runs.values() for event in map(_with_median_time, *own)]
 
 
@@ -374,7 +530,7 @@ def _record(
     with ExitStack() as undo:
         for removable in recorder.watch_entries():
             undo.callback(removable.remove)
-        undo.enter_context(recorder.recorded(press)(model))
+        undo.enter_context(recorder.recorded(press, model)(model))
         for removable in recorder.watch_attention():
             undo.callback(removable.remove)
         for recorder.step in range(decode + 1):
@@ -587,22 +743,10 @@ def run() -> Tables:
 
 
 def _trace(model: str, press: str, ratio: float, length: int, decode: int) -> pd.DataFrame:
-    name = _press_name(press)
-    try:
-        presses = pair(name, compression_ratio=ratio)
-    except TypeError as error:
-        raise UserError(f"{name} cannot be made from a ratio alone: {error}") from error
-    events = trace(_model(model), presses, length=length, decode=decode)
+    name, loaded = press_name(press), _model(model)
+    presses = suited_pair(name, ratio, length, loaded)
+    events = trace(loaded, presses, length=length, decode=decode)
     return to_table(events, model=short_name(model), press=name, ratio=ratio)
-
-
-def _press_name(press: str) -> str:
-    """The registered name of a press, given with or without "Press", in any case."""
-    for name in hooks_impl.PRESSES:
-        if press.lower() in (name.lower(), press_label(name).lower()):
-            return name
-    known = ", ".join(map(press_label, hooks_impl.PRESSES))
-    raise UserError(f"there is no press {press!r}; there are {known}")
 
 
 def _model(name: str) -> PreTrainedModel:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from attention_patch.headwise import check_interface, serve
 from press_core.call import AttentionCall
-from press_core.errors import UnsupportedInputError
+from press_core.errors import ScopeError, UnsupportedInputError
 from press_core.forward import Forward
 from press_core.scope import Press, Removable, Run
 from press_core.sites import AttentionSite
@@ -65,7 +65,8 @@ class BasePress(Press):
             return self.compress(*arguments(call, kwargs))
 
         forward = Forward(self, collected.site, collected.run, input, kwargs)
-        after(forward, output, collected.query(), False, compress)
+        query = collected.query() if self.uses_queries else None
+        after(forward, output, query, False, compress)
         return output
 
     def check_site(self, site: AttentionSite) -> None:
@@ -127,16 +128,27 @@ class _Collected(NamedTuple):
     """What hooks know of a call in progress.
 
     Attributes:
-        projected: input and output of the module that makes the query, or None.
+        projected: input and output of the module that makes the query; None: it has not run.
     """
 
     site: AttentionSite
     run: Run
     projected: tuple[Tensor, Tensor] | None
 
-    def query(self) -> Tensor | None:
-        """The query before RoPE, `(B, H, q, d)`, or None."""
-        return self.site.query_source.to_heads(*self.projected) if self.projected else None
+    def query(self) -> Tensor:
+        """The query before RoPE, `(B, H, q, d)`.
+
+        Raises:
+            ScopeError: if another module makes it than the one with the hook.
+        """
+        source = self.site.query_source
+        if self.projected is None or not source.is_in_place(self.site.module):
+            raise ScopeError(
+                f"the module that computes the query of {self.site.name} was replaced after this "
+                "scope had opened (as PEFT does with adapters), and its hook sees another query; "
+                "open the scope after such changes, or use the press from patch_impl"
+            )
+        return source.to_heads(*self.projected)
 
 
 class _SiteHook:

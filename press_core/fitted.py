@@ -228,7 +228,7 @@ def find(
     model: Any,
     *,
     fit: str,
-    hub_id: Callable[[str], str],
+    hub_id: Callable[[str], str] | None = None,
     file_name: str | None = None,
 ) -> F:
     """What a press knows about `model`, on the model's device.
@@ -237,7 +237,8 @@ def find(
         given: itself, or where it lies. None: the file of its name in the folder that the model was
             loaded from, or the repository on the hub if the model itself comes from there.
         fit: Python that makes one, for the error message; `model` and `token_batches` in it.
-        hub_id: from the name of a model on the hub to the repository that belongs to it.
+        hub_id: from the name of a model on the hub to the repository that belongs to it; None:
+            nobody publishes such.
         file_name: what the file is called in a folder; None: `kind.file_names`.
 
     Raises:
@@ -251,20 +252,24 @@ def find(
     return given.to(device_of(model))
 
 
-def _search(kind: type[F], model: Any, fit: str, hub_id: Callable[[str], str], file_name: str) -> F:
+def _search(
+    kind: type[F], model: Any, fit: str, hub_id: Callable[[str], str] | None, file_name: str
+) -> F:
     name = str(getattr(getattr(model, "config", None), "name_or_path", None) or "")
     if name and Path(name).is_dir():
         path = Path(name) / file_name
         if path.is_file():
             return kind.load(path)
+        published = "" if hub_id is None else hub_id(Path(name).resolve().name)
+        such_as = f", such as the hub id {published!r} if it is published" if published else ""
         raise FittedError(
-            f"there is no {path}; make it once, {fit}.save({name!r}), or hand over where one lies, "
-            f"such as the hub id {hub_id(Path(name).resolve().name)!r} if it is published"
+            f"there is no {path}; make it once, {fit}.save({name!r}), or hand over where one lies"
+            f"{such_as}"
         )
-    if not _HUB_ID.fullmatch(name):
+    if hub_id is None or not _HUB_ID.fullmatch(name):
         raise FittedError(
-            f"nothing was learned about this {type(model).__name__}, which comes neither from a "
-            f"folder nor from the hub; hand over what {fit} returns"
+            f"nothing was learned about this {type(model).__name__} that could be found by itself; "
+            f"hand over what {fit} returns"
         )
     try:
         return kind.load(hub_id(name), (PUBLISHED_FILE,))

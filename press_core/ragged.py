@@ -190,8 +190,10 @@ class RaggedLayer(DynamicLayer):
             self.slots, self._ends = self.slots.clone(), self._ends.clone()
         steps = torch.arange(n_new, device=self.device)
         index = (self._ends[:, None] + steps).flatten()
-        self.keys.index_copy_(0, index, key_states.detach().flatten(0, 2))
-        self.values.index_copy_(0, index, value_states.detach().flatten(0, 2))
+        # Under autocast a decode step may come in another dtype than the prefill did.
+        keys, values = (states.detach().flatten(0, 2) for states in (key_states, value_states))
+        self.keys.index_copy_(0, index, keys.to(self.keys.dtype))
+        self.values.index_copy_(0, index, values.to(self.values.dtype))
         self.slots[index] = (self.seen + steps).to(torch.int32).repeat(len(self.counts))
         self._ends += n_new
         self.counts = [count + n_new for count in self.counts]

@@ -35,6 +35,10 @@ class QuerySource:
     module: nn.Module
     to_heads: Callable[[Tensor, Tensor], Tensor]
 
+    def is_in_place(self, attention: nn.Module) -> bool:
+        """Whether the module still is what the attention module calls, and not a part of that."""
+        return any(child is self.module for child in attention.children())
+
 
 @dataclass(frozen=True)
 class AttentionSite:

@@ -21,16 +21,34 @@ import patch_impl
 import patch_impl.expected_attention_stats
 import patch_impl.kvzap
 import patch_impl.qfilter
+from experiments import UserError
 from experiments.compare import Inputs, compare, run
 from experiments.facts import draw
 from experiments.families import FAMILIES, NO_ROPE, build, supported_implementations
 from experiments.loading import load_model
 from experiments.quality import answer_unseen
-from experiments.training.fitted import fact_batches, fit, random_fields
-from press_core import Press, PressError, UnsupportedModelError, kept_lengths
-from press_core.fitted import Fitted, FittedError
+from experiments.training.fitted import (
+    HELD_OUT_SEED,
+    RECENT,
+    SINKS,
+    correlations,
+    fact_batches,
+    fit,
+    kvzip_plus,
+    train,
+)
+from press_core import (
+    Press,
+    PressError,
+    UnsupportedModelError,
+    attention_sites,
+    kept_lengths,
+)
+from press_core.fitted import Fitted, FittedError, model_sizes
+from press_core.methods.duo_attention import HeadScores, streaming_heads
+from press_core.methods.expected_attention_stats import ExpectedAttentionStats
 from press_core.methods.kvzap import KVzapRegressor
-from press_core.methods.qfilter import qfilter_scores
+from press_core.methods.qfilter import QFilters, qfilter_scores
 from tests.support import left_padded, snapshot, token_ids
 
 PRESSES: dict[str, tuple[Any, Any]] = {
@@ -76,6 +94,26 @@ def learn(name: str, mechanism: int, model: PreTrainedModel, batches: Any) -> Fi
 
 def learned(name: str, *args: Any) -> dict[str, Any]:
     return {FIELD[name]: learn(name, *args)}
+
+
+def random_fields(name: str, model: PreTrainedModel, seed: int = 0) -> dict[str, Any]:
+    """Fields of the press `name` that hold something drawn at random, of the sizes of `model`."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = model_sizes(attention_sites(model)[0])
+    n, kv_heads, d = sizes["layers"], sizes["kv_heads"], sizes["head_dim"]
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    if name == "ExpectedAttentionStatsPress":
+        spread = drawn(n, sizes["heads"], d, d)
+        covariance = spread @ spread.mT / d
+        return {"stats": ExpectedAttentionStats(drawn(n, sizes["heads"], d), covariance)}
+    if name == "QFilterPress":
+        return {"filters": QFilters(drawn(n, kv_heads, d))}
+    width, hidden = sizes["hidden_size"], 8
+    output = drawn(n, kv_heads, hidden), drawn(n, kv_heads)
+    return {"regressor": KVzapRegressor(*output, drawn(n, hidden, width), drawn(n, hidden))}
 
 
 def same(one: Fitted, two: Fitted) -> bool:
@@ -349,14 +387,83 @@ def test_the_shipped_files_are_what_learning_them_again_gives(mechanism: int) ->
     for name in ("ExpectedAttentionStatsPress", "QFilterPress"):
         shipped = getattr(PRESSES[name][mechanism]().resolve(model), FIELD[name])
         close(learn(name, mechanism, model, fact_batches()), shipped)
+    duo: Any = (hooks_impl, patch_impl)[mechanism].DuoAttentionPress
+    measured = duo.measure(model, fact_batches(), SINKS, RECENT)
+    close(measured, duo().resolve(model).head_scores)
+
+
+@pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
+def test_the_shipped_model_comes_with_head_scores(package: Any) -> None:
+    model, _ = load_model("facts-llama")
+    press = package.DuoAttentionPress(0.25, sink_size=SINKS, recent_size=RECENT)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), press(model):
+        model(next(fact_batches(1, seed=5))[:1, :60], past_key_values=cache)
+    kept = torch.cat(kept_lengths(cache))  # 4 layers of 4 KV heads
+    assert sorted(kept.flatten().tolist()) == [32] * 4 + [60] * 12
+    shipped = press.resolve(model).head_scores
+    assert torch.equal(kept == 32, streaming_heads(shipped.scores, 0.25))
+
+
+def test_the_shipped_head_scores_tell_which_heads_can_stream() -> None:
+    model, _ = load_model("facts-llama")
+    shipped: Any = hooks_impl.DuoAttentionPress().resolve(model)
+    scores = shipped.head_scores.scores
+    batch = draw(8, 256, 8, torch.Generator().manual_seed(1))
+
+    def right(scores: Tensor, share: float) -> float:
+        options: dict[str, Any] = {"sink_size": SINKS, "recent_size": RECENT}
+        press = hooks_impl.DuoAttentionPress(share, head_scores=HeadScores(scores), **options)
+        return float((answer_unseen(model, press, batch) == batch.answer_ids).float().mean())
+
+    assert right(scores, 0.25) > 0.95
+    assert right(scores, 0.5) > right(-scores, 0.5) + 0.2
+
+
+@pytest.mark.parametrize(("model_type", "mean"), [("linear", 0.85), ("mlp", 0.9)])
+def test_shipped_regressors_predict_scores_of_other_contexts(model_type: Any, mean: float) -> None:
+    model, _ = load_model("facts-llama")
+    press: Any = hooks_impl.KVzapPress(model_type=model_type).resolve(model)
+    (batch,) = fact_batches(1, seed=HELD_OUT_SEED)
+    found = correlations(model, press.regressor, batch[:16], kvzip_plus(model))
+    assert found.shape == (4, 4)
+    assert found.mean() > mean
+    assert found.min() > 0.75
+
+
+def test_correlations_know_nothing_from_something() -> None:
+    model = build("llama", num_layers=1)
+    taught: Any = hooks_impl.KVzapPress.fit(
+        model, [token_ids(32, 60)], stand_in_scores, model_type="linear"
+    )
+    nothing = random_fields("KVzapPress", model)["regressor"]
+    ids = token_ids(8, 60, seed=9)
+    assert correlations(model, taught, ids, stand_in_scores).min() > 0.5
+    assert correlations(model, nothing, ids, stand_in_scores).abs().max() < 0.5
+
+
+def test_one_command_makes_all_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train("facts-llama", tmp_path, batches=1)
+    printed = capsys.readouterr().out
+    names = {path.name for path in tmp_path.iterdir()}
+    shipped = Path(load_model("facts-llama")[0].config.name_or_path)
+    assert names == {path.name for path in shipped.glob("*.safetensors")} - {"model.safetensors"}
+    assert all(str(tmp_path / name) in printed for name in names)
+    assert printed.count("correlation with KVzip+ on other contexts: 0.") == 2
+
+
+def test_a_model_that_knows_no_facts_is_refused() -> None:
+    with pytest.raises(UserError, match="vocabulary"):
+        train("stdlib-neox")
 
 
 def test_all_kinds_can_be_fitted_at_once() -> None:
-    learned = fit(build("llama"), lambda _: [token_ids(2, 30)], stand_in_scores)
+    learned = fit(build("llama"), lambda _: [token_ids(2, 40)], stand_in_scores)
     kinds = [(type(fitted).__name__, fitted.file_name) for fitted in learned]
     assert kinds == [
         ("ExpectedAttentionStats", "expected_attention_stats.safetensors"),
         ("QFilters", "qfilters.safetensors"),
+        ("HeadScores", "duo_head_scores.safetensors"),
         ("KVzapRegressor", "kvzap-linear.safetensors"),
         ("KVzapRegressor", "kvzap-mlp.safetensors"),
     ]
@@ -384,10 +491,6 @@ def test_kvzip_is_what_regressors_learn_by_default(
     taught = press.fit(model, batches, model_type="linear")
     assert made == [{"kvzip_plus_normalization": True}]
     assert same(taught, press.fit(model, batches, stand_in_scores, model_type="linear"))
-
-
-def test_random_fields_are_for_learned_presses_only() -> None:
-    assert random_fields("KnormPress", build("llama")) == {}
 
 
 def test_errors_are_of_one_family() -> None:

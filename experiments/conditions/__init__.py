@@ -11,10 +11,10 @@ All give the same logits, and differ in what they touch, hold and cost:
 
 | name | how | touches |
 |---|---|---|
-| `fake keys` | evicted keys become keys that nothing attends to, anew at each step | forwards, registry |
-| `mask by patch` | a mask per head, handed to the attention function by a patch | forwards, registry |
-| `mask by hook` | a mask per head, handed to the attention module by a forward pre-hook | hooks |
-| `ragged` | what is evicted is gone; a patched attention function reads what is left | both patches |
+| `fake keys` | at each step evicted keys become ones that nothing attends to | forwards, registry |
+| `mask by patch` | a mask per head, handed to the attention function | forwards, registry |
+| `mask by hook` | a mask per head, handed to the attention module by a pre-hook | hooks |
+| `ragged` | evicted tokens are gone; attention reads what is left | forwards, registry |
 
 In the first three what is evicted is known by the scope, not by the cache, and every token that the
 prefill has seen is still stored: they are experimental conditions, not how presses work here.

@@ -23,7 +23,7 @@ from experiments.conditions import CONDITIONS, Kept
 from experiments.families import build
 from experiments.overhead import Condition as Mechanism
 from experiments.overhead import in_turn, median_interval
-from press_core import attention_sites, cache_nbytes
+from press_core import RaggedLayer, attention_sites, cache_nbytes
 from press_core.layers import pruned_like
 from press_core.methods.adakv import shared_budget
 from press_core.select import n_kept
@@ -151,7 +151,7 @@ class Decoder:
         """
         for layer, states in zip(self.cache.layers, self.states, strict=True):
             decoded = layer.get_seq_length() - self.context
-            if decoded and layer.keys is states[0]:
+            if decoded and isinstance(layer, RaggedLayer):
                 layer.crop(-decoded)
             elif decoded:
                 layer.keys, layer.values = states

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,7 +33,10 @@ from press_core import AttentionSite, attention_sites
 
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
 SAME, OTHER, ERROR, MISSING = "same logits", "other logits", "error", "not offered"
-"""Outcomes; the last where `transformers` has no such implementation for the model."""
+"""Outcomes; the last where the model itself is not right with the implementation."""
+
+NOTHING = Condition("nothing", lambda *_: nullcontext(), frees=False)
+"""The model as it is, on the full cache."""
 
 
 # ---- the reference -------------------------------------------------------------------------------
@@ -138,9 +141,9 @@ def trials(
             inputs = Inputs.random(model.config.vocab_size, lengths, question=n_question)
             trial = _Trial(model, inputs)
             for implementation in IMPLEMENTATIONS:
+                why_not = trial.why_not(implementation)
                 for condition in CONDITIONS.values():
-                    outcome = trial.outcome(condition, implementation)
-                    rows.append({"question": n_question} | outcome)
+                    rows.append(trial.outcome(condition, implementation, why_not))
                     advance()
     finally:
         model.set_attn_implementation(own)
@@ -158,12 +161,15 @@ class _Trial:
         model.set_attn_implementation("eager")  # which every family has
         self.model = model
         context, *self.following = list(inputs.forwards(model.device))
+        self.n_question = self.following[0]["input_ids"].shape[1]
         with torch.no_grad(), hooks_impl.AdaKVPress(hooks_impl.KnormPress(0.5))(model):
             self.kept = kept_in(self._run(context, None))
         with torch.no_grad():
             self.full = self._run(context, None)
         self.expected = self.logits(Condition("reference", reference, frees=False))
         self.highest = float(self.expected.abs().max())
+        self.rounding = torch.finfo(model.dtype).eps ** 0.5 * self.highest
+        self.plain = self.logits(NOTHING)
 
     def _run(self, arguments: dict[str, Tensor], cache: Cache | None) -> Any:
         return self.model(**arguments, past_key_values=cache, use_cache=True).past_key_values
@@ -172,30 +178,44 @@ class _Trial:
     def logits(self, condition: Condition) -> Tensor:
         """Of all tokens after the context, `(B, n, vocabulary)` float64."""
         cache = condition.cache(deepcopy(self.full), self.kept)
-        with condition.open(self.model, self.kept):
+        with condition.open(self.model, self.kept), _flex_uncompiled():
             outputs = [
                 self.model(**arguments, past_key_values=cache).logits.double()
                 for arguments in self.following
             ]
         return torch.cat(outputs, dim=1)
 
-    def outcome(self, condition: Condition, implementation: str) -> dict[str, Any]:
-        """What comes of `condition` with an attention implementation: a row of the table."""
-        row: dict[str, Any] = {"condition": condition.name, "implementation": implementation}
-        row |= {"outcome": MISSING, "difference": float("nan"), "highest": self.highest, "why": ""}
-        row |= Reach(0, 0, False)._asdict()
-        try:  # whatever the libraries raise is the result
+    def why_not(self, implementation: str) -> str:
+        """Why the model cannot decode with an implementation, whatever is evicted; "" if it can."""
+        try:
             self.model.set_attn_implementation(implementation)
-            row["outcome"] = ERROR
-            row |= reach(self.model, condition, self.kept)._asdict()
-            with _flex_uncompiled():
-                logits = self.logits(condition)
+            difference = float((self.logits(NOTHING) - self.plain).abs().max())
         except Exception as error:
-            return row | {"why": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+            return _told(error)
+        if difference <= self.rounding:
+            return ""
+        return f"with nothing evicted its logits are {difference:.2g} off those of eager attention"
+
+    def outcome(self, condition: Condition, implementation: str, why_not: str) -> dict[str, Any]:
+        """What comes of `condition` with an attention implementation: a row of the table."""
+        row = {"question": self.n_question, "condition": condition.name}
+        row |= {"implementation": implementation, "outcome": MISSING, "difference": float("nan")}
+        row |= {"highest": self.highest, "why": why_not, **Reach(0, 0, False)._asdict()}
+        if why_not:
+            return row
+        row["outcome"] = ERROR
+        try:  # whatever the libraries raise is the result
+            row |= reach(self.model, condition, self.kept)._asdict()
+            logits = self.logits(condition)
+        except Exception as error:
+            return row | {"why": _told(error)}
         difference = float((logits - self.expected).abs().max())
-        rounding = torch.finfo(self.model.dtype).eps ** 0.5 * self.highest
-        outcome = SAME if difference <= rounding else OTHER
+        outcome = SAME if difference <= self.rounding else OTHER
         return row | {"outcome": outcome, "difference": difference}
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 @contextmanager

@@ -1,42 +1,48 @@
 """What learned presses know about a shipped model: measured, and saved beside it.
 
-    python -m experiments.training.fitted --model facts-llama
+    python -m experiments train fitted
 
-Writes the query statistics of ExpectedAttentionStatsPress, the directions of QFilterPress and the
-regressors of KVzapPress, all learned from contexts of the facts task with questions about them.
+Writes the query statistics of ExpectedAttentionStatsPress, the directions of QFilterPress, the head
+scores of DuoAttentionPress and the regressors of KVzapPress, all learned from contexts of the facts
+task with questions about them; and says how well the regressors predict other contexts.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
-from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
 from experiments.facts import draw
 from experiments.loading import load_model
+from experiments.quality import check_vocabulary
+from hooks_impl.collector import Collector
+from hooks_impl.duo_attention import DuoAttentionPress
 from hooks_impl.expected_attention_stats import ExpectedAttentionStatsPress
 from hooks_impl.kvzap import KVzapPress
 from hooks_impl.kvzip import KVzipPress
 from hooks_impl.qfilter import QFilterPress
-from press_core import attention_sites
-from press_core.fitted import Fitted, model_sizes
-from press_core.methods.expected_attention_stats import ExpectedAttentionStats
-from press_core.methods.kvzap import KVzapRegressor, Scores
-from press_core.methods.qfilter import QFilters
+from press_core import AttentionCall
+from press_core.fitted import Fitted, run
+from press_core.methods.kvzap import SMALLEST_SCORE, KVzapRegressor, Scores, kvzap_scores
 
 CONTEXTS = (64, 128, 256, 512, 1024)
 """Words of a context, in turn."""
 FACTS = 8
 TOKENS_PER_BATCH = 4096
 BATCHES = 10
-SEED = 2_000_000
-"""Of the contexts; another than those of training and evaluation."""
+MAX_TOKENS = 65_536
+"""Of which regressors hold the hidden states: more than there are in all batches."""
+SEED, HELD_OUT_SEED = 2_000_000, 3_000_000
+"""Of the contexts to learn from, and of others; neither is that of training or evaluation."""
+SINKS, RECENT = 4, 28
+"""What streaming heads keep while head scores are measured: the last queries are the questions."""
 
 
 def fact_batches(count: int = BATCHES, seed: int = SEED) -> Iterator[Tensor]:
@@ -66,13 +72,17 @@ def fit(
     """
     yield ExpectedAttentionStatsPress.collect(model, token_batches("query statistics"))
     yield QFilterPress.fit(model, token_batches("Q-filters"))
-    if scores is None:
-        teacher: Any = KVzipPress(kvzip_plus_normalization=True).resolve(model)
-        scores = teacher.scores
-    assert scores is not None
-    once = _Once(scores)
-    yield KVzapPress.fit(model, token_batches("linear regressor"), once, model_type="linear")
-    yield KVzapPress.fit(model, token_batches("mlp regressor"), once, model_type="mlp")
+    yield DuoAttentionPress.measure(model, token_batches("head scores"), SINKS, RECENT)
+    once = _Once(scores or kvzip_plus(model))
+    for kind in ("linear", "mlp"):
+        batches = token_batches(f"{kind} regressor")
+        yield KVzapPress.fit(model, batches, once, model_type=kind, max_tokens=MAX_TOKENS)
+
+
+def kvzip_plus(model: PreTrainedModel) -> Scores:
+    """The scores of KVzip+, which regressors learn."""
+    teacher: Any = KVzipPress(kvzip_plus_normalization=True).resolve(model)
+    return teacher.scores
 
 
 class _Once:
@@ -89,53 +99,54 @@ class _Once:
         return self.known[key]
 
 
-def random_fields(press: str, model: PreTrainedModel, seed: int = 0) -> dict[str, Any]:
-    """Fields that make the learned press of a name work on a model that nobody has measured.
-
-    What it then knows about the model is drawn at random: enough to compare mechanisms.
-
-    Args:
-        press: name of any press.
+def correlations(
+    model: PreTrainedModel, regressor: KVzapRegressor, ids: Tensor, scores: Scores
+) -> Tensor:
+    """How well `regressor` predicts the logarithm of `scores` of the tokens `ids` `(B, S)`.
 
     Returns:
-        No field for a press that learns nothing.
+        `(L, H_kv)`: Pearson's correlation over all tokens.
     """
-    generator = torch.Generator().manual_seed(seed)
-    sizes = model_sizes(attention_sites(model)[0])
-    n, kv_heads, d = sizes["layers"], sizes["kv_heads"], sizes["head_dim"]
+    predicted: dict[int, Tensor] = {}
 
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+    def see(call: AttentionCall) -> None:
+        predicted[call.site.layer_idx] = kvzap_scores(call, regressor)
 
-    if press == "ExpectedAttentionStatsPress":
-        spread = drawn(n, sizes["heads"], d, d)
-        covariance = spread @ spread.mT / d
-        return {"stats": ExpectedAttentionStats(drawn(n, sizes["heads"], d), covariance)}
-    if press == "QFilterPress":
-        return {"filters": QFilters(drawn(n, kv_heads, d))}
-    if press == "KVzapPress":
-        width, hidden = sizes["hidden_size"], 8
-        output = drawn(n, kv_heads, hidden), drawn(n, kv_heads)
-        return {"regressor": KVzapRegressor(*output, drawn(n, hidden, width), drawn(n, hidden))}
-    return {}
+    run(model, [ids], Collector(see, uses_queries=False))
+    wanted = [layer.clamp(min=SMALLEST_SCORE).log() for layer in scores(model, ids)]
+    pairs = torch.stack((torch.stack(list(predicted.values())), torch.stack(wanted)))
+    pairs = pairs.transpose(2, 3).flatten(3)  # (2, L, H_kv, B * S)
+    centred = pairs - pairs.mean(dim=-1, keepdim=True)
+    one, other = centred / centred.norm(dim=-1, keepdim=True)
+    return (one * other).sum(dim=-1)
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="facts-llama", help="a model that knows the facts task")
-    parser.add_argument("--output", type=Path, help="folder to write to (default: the model's)")
-    parser.add_argument("--batches", type=int, default=BATCHES, help="batches to learn from")
-    arguments = parser.parse_args()
-    model, _ = load_model(arguments.model)
+def train(name: str = "facts-llama", output: Path | None = None, batches: int = BATCHES) -> None:
+    """Learn everything about a model of the facts task and save it.
+
+    Args:
+        name: of the model, as `load_model` takes it.
+        output: folder to write to; None: that of the model, where presses look.
+        batches: of about `TOKENS_PER_BATCH` tokens to learn from.
+
+    Raises:
+        UserError: if the model has another vocabulary than the facts task.
+    """
+    model, tokenizer = load_model(name)
+    check_vocabulary(tokenizer, name)
+    out, err = Console(soft_wrap=True), Console(stderr=True)
 
     def token_batches(learned: str) -> Iterable[Tensor]:
-        batches = fact_batches(arguments.batches)
-        return tqdm(batches, desc=learned, unit="batch", total=arguments.batches)
+        return track(fact_batches(batches), learned, total=batches, console=err)
 
-    for fitted in fit(model, token_batches):
-        print(fitted.save(arguments.output or Path(model.config.name_or_path)))
-
-
-if __name__ == "__main__":
-    main()
+    (held_out,) = fact_batches(1, seed=HELD_OUT_SEED)
+    teacher = _Once(kvzip_plus(model))
+    for fitted in fit(model, token_batches, teacher):
+        out.print(str(fitted.save(output or Path(model.config.name_or_path))), highlight=False)
+        if isinstance(fitted, KVzapRegressor):
+            found = correlations(model, fitted, held_out, teacher)
+            out.print(
+                f"  correlation with KVzip+ on other contexts: {found.mean():.2f} on average over "
+                f"layers and heads, {found.min():.2f} to {found.max():.2f}",
+                highlight=False,
+            )

@@ -110,7 +110,7 @@ class DuoAttention(Press):
             sizes = self.sink_size, self.recent_size
             return replace(self, head_scores=type(self).measure(model, batches, *sizes))
         make = f"{type(self).__name__}.measure(model, token_batches)"
-        scores = find(HeadScores, self.head_scores, model, fit=make, hub_id=lambda name: name)
+        scores = find(HeadScores, self.head_scores, model, fit=make)
         return replace(self, head_scores=scores)
 
     def check_site(self, site: AttentionSite) -> None:

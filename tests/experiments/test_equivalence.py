@@ -144,7 +144,7 @@ def test_a_model_of_ones_own(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--press", "SnapPress"], "'SnapPress' is unknown; choose from ExpectedAttentionPress, "),
+        (["--press", "SnapPress"], "'SnapPress' is unknown; choose from AdaKVPress, "),
         (["--press", f"{__name__}:NewestPress"], "names 1 press; give two"),
         (["--press", "no_such_module:A,no_such_module:B"], "No module named 'no_such_module'"),
         (["--press", f"{__name__}:A,{__name__}:B"], "cannot import"),
@@ -196,6 +196,14 @@ def test_the_table_has_one_row_per_cell(cells):
     assert (refused["tokens"] == 0).all()
     # two rows of 20 tokens, or 20 and 13; then a question of 4 and one decode step for each
     assert set(cells[cells["family"] == "llama"]["tokens"]) == {50, 43}
+
+
+def test_all_presses_agree_on_a_family():
+    subject = family_subject("llama", ["sdpa"])
+    cells = run_grid(subjects=[subject], dtypes=["float32"], length=40)
+    assert set(cells["press"]) == set(hooks_impl.PRESSES)
+    assert (cells["tokens"] > 0).all(), "no press is refused"
+    assert cells["equal"].all(), cells.loc[~cells["equal"], "difference"].tolist()
 
 
 def test_summary_and_figure_can_be_made_from_the_file(cells, tmp_path):

@@ -105,6 +105,13 @@ def test_a_device_that_is_not_there(folder, device):
         load_model(str(folder), device=device)
 
 
+def test_a_model_may_be_spread_over_what_there_is():
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        logits = [load_model("facts-llama", device=d)[0](ids).logits.cpu() for d in (None, "auto")]
+    torch.testing.assert_close(*logits)
+
+
 def test_tables_call_a_model_by_its_last_folder(folder):
     assert short_name(str(folder)) == short_name(f"{folder}/") == "tiny"
     assert short_name("facts-llama") == "facts-llama"

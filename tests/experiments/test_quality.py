@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import matplotlib
 import pandas as pd
@@ -233,20 +233,43 @@ def test_contexts_are_the_same_for_every_condition():
 # ---- choosing presses --------------------------------------------------------------------------
 
 
-def test_presses_that_need_more_than_a_ratio_are_not_measured(monkeypatch):
-    @dataclass
-    class Wrapper(hooks_impl.BasePress):
-        press: hooks_impl.BasePress
-        compression_ratio: float = 0.0
+def test_every_press_is_compared_or_there_is_a_reason():
+    assert set(quality.NOT_COMPARED) < set(hooks_impl.PRESSES)
+    assert len(quality.press_names()) == len(hooks_impl.PRESSES) - len(quality.NOT_COMPARED)
 
-    monkeypatch.setitem(hooks_impl.PRESSES, "WrapperPress", Wrapper)
-    names = quality.press_names()
-    assert "WrapperPress" not in names
-    assert {"KnormPress", "SnapKVPress", "RandomPress", "TOVAPress"} <= set(names)
+
+@pytest.mark.parametrize("name", quality.press_names())
+def test_presses_evict_what_they_are_told(name, facts_llama):
+    """Of a context as long as those compared, on the model that they are compared on."""
+    press, batch = Condition(name, "patch", 0.75).make(256), batch_of(rows=1, context=256)
+    answer = answer_seen if name in quality.NEEDS_QUESTION else answer_unseen
+    ((_, kept, _),) = caches_when_asked(facts_llama, answer, press, batch)
+    share = torch.cat(kept).double().mean() / batch.context_ids.shape[1]
+    # by heads (there are 16) and by chunks (of 20 tokens) not to the token
+    assert 0.75 - 1 / 16 <= 1 - share <= 0.75 + 1 / 16
 
 
 def test_random_eviction_repeats():
-    assert Condition("RandomPress", "hook", 0.5).make().seed is not None
+    assert Condition("RandomPress", "hook", 0.5).make(512).seed is not None
+
+
+@both
+def test_finch_sees_the_question_and_the_model_no_delimiter(model, package):
+    batch, mechanism = batch_of(), "hook" if package is hooks_impl else "patch"
+    press = Condition("FinchPress", mechanism, 0.0).make(32)
+    assert torch.equal(answer_seen(model, press, batch), answer_seen(model, None, batch))
+    press = Condition("FinchPress", mechanism, 0.75).make(32)
+    ((asked, kept, _),) = caches_when_asked(model, answer_seen, press, batch)
+    assert torch.equal(asked, batch.question_ids[:, 0, 1:])
+    assert all(torch.equal(lengths, torch.full((3, 2), 8)) for lengths in kept)
+
+
+def test_what_needs_a_question_is_not_asked_without():
+    measured = quality.conditions([("FinchPress", "hook")], [0.5])
+    table = quality.measure(
+        tiny_model(), measured, replace(SMALL, seen_samples=1), model_name="tiny", progress=False
+    )["quality"]
+    assert table["question"].tolist() == ["seen"]
 
 
 def test_a_press_that_the_model_does_not_suit_is_left_out_and_named():
@@ -270,19 +293,48 @@ def test_another_vocabulary_is_refused():
 # ---- figure, summary, command ------------------------------------------------------------------
 
 
-def test_figure_draws_a_line_per_press_and_the_patch_on_it(tables):
+def shown_in(axes):
+    """Texts in the cells of a panel, from the top and the left."""
+    ordered = sorted(axes.texts, key=lambda text: text.get_position()[::-1])
+    return [text.get_text() for text in ordered]
+
+
+def test_figure_has_a_cell_per_press_ratio_and_question(tables):
     before = dict(matplotlib.rcParams)
     figure = quality.figures(tables)["quality"]
     assert dict(matplotlib.rcParams) == before
     assert [axes.get_title(loc="left") for axes in figure.axes] == [
-        "Question unseen by the press",
-        "Question seen by the press",
+        "Question unseen: right answers in %",
+        "Question seen: right answers in %",
     ]
-    for axes in figure.axes:
-        lines = [line for line in axes.get_lines() if len(line.get_xdata()) > 2]
-        marks = [line for line in axes.get_lines() if line.get_marker() == "s"]
-        assert len(lines) == len(marks) == 1
-        assert lines[0].get_xydata()[1:].tolist() == marks[0].get_xydata().tolist()
+    assert "differ" not in figure.get_label()
+    table = tables["quality"].drop_duplicates(["press", "ratio", "question"])
+    for axes, question in zip(figure.axes, ("unseen", "seen"), strict=True):
+        rows = table[(table["question"] == question) & (table["ratio"] > 0)]
+        cells = [
+            f"{100 * row.accuracy:.0f} ±{50 * (row.high - row.low):.0f}"
+            for row in rows.itertuples()
+        ]
+        assert shown_in(axes) == cells
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["50%", "80%"]
+        assert not axes.patches
+
+
+def test_figure_frames_where_mechanisms_differ(tables):
+    agreement = tables["quality_agreement"].copy()
+    wrong = (agreement["ratio"] == 0.8) & (agreement["question"] == "seen")
+    agreement.loc[wrong, "same"] -= 1
+    figure = quality.figures(tables | {"quality_agreement": agreement})["quality"]
+    assert [[frame.get_xy() for frame in axes.patches] for axes in figure.axes] == [[], [(1, 0)]]
+    assert "framed where hook and patch differ" in figure.get_label()
+
+
+def test_figure_leaves_cells_empty_that_were_not_measured(tables):
+    table = tables["quality"]
+    table = table[(table["question"] == "seen") | (table["press"] == "no press")]
+    unseen, seen = quality.figures(tables | {"quality": table})["quality"].axes
+    assert shown_in(unseen) == []
+    assert len(shown_in(seen)) == 2
 
 
 def test_every_press_has_a_look_of_its_own():
@@ -296,6 +348,18 @@ def test_summary_has_a_row_per_press_and_a_column_per_ratio(tables):
     (row,) = [line for line in lines if line.startswith("| Knorm")]
     assert row.count("%") == 4
     assert "unseen, 80% evicted" in "".join(lines)
+    assert lines[-1].startswith("- Not compared: Composed (a combination of presses ")
+
+
+def test_summary_names_all_of_the_best(tables):
+    table = tables["quality"].copy()
+    other = table[table["press"] == "KnormPress"].assign(press="AdaKVPress")
+    table = pd.concat((table, other))
+    table.loc[table["ratio"] == 0.8, "accuracy"] = 0.5
+    table.loc[(table["ratio"] == 0.5) & (table["press"] == "KnormPress"), "accuracy"] = 0.75
+    text = quality.summary(tables | {"quality": table})
+    assert "with Knorm (75%) at 50% evicted; Knorm and AdaKV (50%) at 80% evicted." in text
+    assert "- AdaKV wraps SnapKV." in text
 
 
 @pytest.fixture(scope="module")
@@ -341,7 +405,8 @@ def test_command_writes_what_it_shows(cli, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--press", "NoSuchPress"], "NoSuchPress"),
+        (["--press", "NoSuchPress"], "there is no press 'NoSuchPress'; there are AdaKV, "),
+        (["--press", "thinkpress"], "evicts channels of the keys"),
         (["--ratio", "1.5"], "compression_ratio"),
         (["--facts", "40"], "facts"),
         (["--model", "/no/such/folder"], "/no/such/folder"),

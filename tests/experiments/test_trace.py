@@ -1,19 +1,24 @@
 """A trace tells what happens, in the order in which it happens, and leaves nothing behind."""
 
+import re
 import time
 from dataclasses import dataclass
 
+import pandas as pd
 import pytest
 import torch
 from transformers import DynamicCache
+from typer.testing import CliRunner
 
 import hooks_impl
 import patch_impl
 from experiments import trace as tracing
+from experiments.cli import app
 from experiments.compare import PressPair, pair
 from experiments.families import build
 from experiments.report import read_table, write_table
 from experiments.trace import Event, to_table, trace
+from experiments.usual import suited_pair
 from press_core import kept_lengths
 from tests.support import snapshot, token_ids
 
@@ -139,6 +144,137 @@ def test_ratio_zero_prunes_nothing(model):
     assert not any("scores" in e.event for e in events)
 
 
+# ---- other presses than scorers ------------------------------------------------------------------
+
+
+def of_press(model, name, ratio=0.5, length=LENGTH, decode=1):
+    return trace(model, suited_pair(name, ratio, length, model), length=length, decode=decode)
+
+
+@pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
+def test_any_press_can_be_traced(model, name):
+    before = snapshot(model)
+    events = of_press(model, name)
+    assert snapshot(model) == before
+    table = to_table(events, model="llama", press=name, ratio=0.5)
+    hook, patch = (table[table["mechanism"] == m].reset_index() for m in ("hook", "patch"))
+    numbers = ["step", "layer", "keys_made", "keys_kept", "bytes_before", "bytes_after"]
+    ends = [side[side["keys_kept"].notna()].reset_index()[numbers] for side in (hook, patch)]
+    pd.testing.assert_frame_equal(*ends)
+    assert set(zip(hook["step"], hook["layer"], strict=True)) == {
+        (s, i) for s in (0, 1) for i in (0, 1)
+    }
+    assert tracing.summary({"trace": table}).startswith("With both mechanisms every layer receives")
+
+
+def test_wrappers_name_the_press_that_scores(model):
+    events = events_of(of_press(model, "ComposedPress", length=200), "hook", 0, 0)
+    assert events[-3:] == [
+        "Knorm scores 200 keys",
+        "SnapKV scores 141 keys",
+        "forward hook prunes 200 → 99",
+    ]
+    events = events_of(of_press(model, "CriticalKVPress"), "patch", 0, 1)
+    assert events[-3:] == [
+        "SnapKV scores 80 keys",
+        "press scores 80 keys",
+        "wrapper prunes 80 → 40",
+    ]
+    for name in ("AdaKVPress", "PerLayerCompressionPress"):
+        assert "SnapKV scores 80 keys" in events_of(of_press(model, name), "patch", 0, 1)
+
+
+@pytest.mark.parametrize("mechanism", ["hook", "patch"])
+def test_heads_of_different_lengths(model, mechanism):
+    events = of_press(model, "AdaKVPress", ratio=0.3, length=200)
+    who = {"hook": "forward hook", "patch": "wrapper"}[mechanism]
+    pruned = events_of(events, mechanism, 0, 0)[-1]
+    low, high = map(int, re.fullmatch(rf"{who} prunes 200 → (\d+) to (\d+)", pruned).groups())
+    assert low < 140 < high
+    assert next(e.keys_kept for e in events if e.event == pruned) == 140
+    step = events_of(events, mechanism, 1, 0)
+    assert f"attention runs head by head over {low + 1} to {high + 1} keys" in step
+    assert step[-1] == f"{who} leaves {low + 1} to {high + 1} keys"
+
+
+def test_pruning_before_attention_is_told(model):
+    events = of_press(model, "StreamingLLMDecodingPress")
+    assert events_of(events, "hook", 1, 0) == [
+        "1 hidden state enters",
+        "pre-hook prunes 80 → 40",
+        "pre-hook leaves the mask",
+        "attention runs over 41 keys",
+        "forward hook leaves 41 keys",
+    ]
+    assert events_of(events, "patch", 1, 0) == [
+        "1 hidden state enters",
+        "wrapper prunes 80 → 40",
+        "wrapper enters, leaves the mask",
+        "attention runs over 41 keys",
+        "wrapper leaves 41 keys",
+    ]
+    made = [e.keys_made for e in events if e.event == "attention runs over 41 keys"]
+    assert made == [1] * 4
+
+
+def test_pruning_while_decoding_is_told(model):
+    events = of_press(model, "DecodingPress", length=200, decode=2)
+    assert events_of(events, "hook", 0, 0)[-1] == "forward hook leaves 200 keys"
+    for step, n in ((1, 201), (2, 101)):
+        assert events_of(events, "patch", step, 1)[-2:] == [
+            f"SnapKV scores {n} keys",
+            f"wrapper prunes {n} → 100",
+        ]
+
+
+def test_channels_that_are_dropped_are_told(model):
+    events = of_press(model, "ThinKPress")
+    assert events_of(events, "hook", 0, 0)[-1] == "forward hook rewrites 80 keys"
+    assert events_of(events, "hook", 1, 0)[-1] == "forward hook leaves 81 keys"
+
+
+def test_a_delimiter_that_is_taken_out_is_told(model):
+    events = of_press(model, "FinchPress")
+    for mechanism, who in (("hook", "hook on"), ("patch", "wrapper of")):
+        assert events_of(events, mechanism, 0, 0)[:2] == [
+            f"{who} the decoder passes 79 of 80 tokens on",
+            "79 hidden states enter",
+        ]
+        assert events_of(events, mechanism, 1, 0)[0].endswith("passes 1 of 1 token on")
+
+
+def test_running_the_model_again_is_told(model):
+    """KVzip lets the model repeat its context, and prunes all layers then."""
+    events = of_press(model, "KVzipPress")
+    for mechanism, who in (("hook", "hook on"), ("patch", "wrapper of")):
+        assert events_of(events, mechanism, 0, 0)[:2] == [
+            "80 hidden states enter",
+            "attention runs over 80 keys",
+        ]
+        # the context in one chunk, behind four tokens that ask for it
+        again = f"{who} the decoder runs the model again: 1 forward of 84 tokens"
+        assert events_of(events, mechanism, 0, 1)[2] == again
+        assert sum(e.event == again for e in events) == 1
+        ends = [events_of(events, mechanism, 0, layer)[-1] for layer in (0, 1)]
+        assert all(end.startswith(f"{who} the decoder prunes 80 → ") for end in ends)
+
+
+def test_command(tmp_path):
+    options = ["--model", "llama", "--length", "40", "--decode", "0", "--ratio", "0.5"]
+    invoke = CliRunner().invoke
+    result = invoke(app, ["trace", "--press", "adakv", *options, "--output", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "AdaKV at ratio 0.5" in result.output
+    assert set(pd.read_csv(tmp_path / "trace.csv")["press"]) == {"AdaKVPress"}
+    assert (tmp_path / "trace.png").stat().st_size > 10_000
+    result = invoke(app, ["trace", "--press", "SnapPress", *options])
+    assert result.exit_code == 2
+    assert "there is no press 'SnapPress'; there are AdaKV, Block, " in result.output
+
+
+# ---- what must not happen ------------------------------------------------------------------------
+
+
 @dataclass
 class MeddlingPress(hooks_impl.KnormPress):
     """When the second layer is done, prunes the first one once more."""
@@ -168,7 +304,7 @@ def test_a_mask_that_is_replaced_is_told(model, mechanism):
     mask = torch.ones(2, 20, dtype=torch.long)
     mask[0, :6] = 0
     recorder = tracing.Recorder(mechanism, model, cache)
-    with torch.inference_mode(), recorder.recorded(press)(model):
+    with torch.inference_mode(), recorder.recorded(press, model)(model):
         model(token_ids(2, 20), attention_mask=mask, past_key_values=cache)
         recorder.step = 1
         longer = torch.cat((mask, mask.new_ones(2, 1)), dim=1)

@@ -1,0 +1,308 @@
+"""Everything that a mechanism could touch, as it stands at one moment.
+
+Objects are recorded themselves, not by their ids: what a snapshot names stays alive as long as the
+snapshot, so that no id is given away twice. Configurations, settings and weights are recorded by
+value, as they change in place.
+"""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import hashlib
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from itertools import chain
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils.generic import GeneralInterface
+
+CALL, INSTANCE, CLASS, THREAD, PROCESS = REACHES = (
+    "this call",
+    "this instance",
+    "this class",
+    "this thread",
+    "this process",
+)
+"""Who is affected by a change, from the fewest to the most.
+
+`CALL`: one call, in its arguments and on its stack. `INSTANCE`: whoever uses this model, its
+modules or its configuration. `CLASS`: all models whose classes come from the same file. `THREAD`:
+every model that this thread runs. `PROCESS`: every model.
+"""
+
+
+class Place(NamedTuple):
+    """Where something is recorded.
+
+    Attributes:
+        reach: one of `REACHES`.
+        kind: what it is: "hook", "attribute", "class attribute" and so on.
+        owner: path of the module in the model, or name of the class, Python module or registry.
+        name: of the attribute or entry there.
+    """
+
+    reach: str
+    kind: str
+    owner: str
+    name: str
+
+
+Snapshot = dict[Place, Any]
+Entries = Iterator[tuple[Place, Any]]
+
+_MAPPINGS = (dict, OrderedDict, defaultdict)
+_TABLES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
+_SHARED = (
+    "transformers.cache_utils",
+    "transformers.integrations.eager_paged",
+    "transformers.integrations.flash_attention",
+    "transformers.integrations.flex_attention",
+    "transformers.integrations.sdpa_attention",
+    "transformers.masking_utils",
+    "transformers.modeling_layers",
+    "transformers.modeling_utils",
+)
+"""Python modules that models of all kinds lean on; other modeling files are added as loaded."""
+_TORCH = (
+    "torch",
+    "torch._C._nn",
+    "torch.nn",
+    "torch.nn.functional",
+    "torch.nn.modules.module",
+    "torch.overrides",
+)
+_NOT_OWN = ("__builtins__", "__warningregistry__")
+"""Globals that Python puts into every file: the same dictionary, and who was warned of what."""
+_SETTINGS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "default dtype": (PROCESS, torch.get_default_dtype),
+    "deterministic algorithms": (PROCESS, torch.are_deterministic_algorithms_enabled),
+    "threads": (PROCESS, torch.get_num_threads),
+    "autocast": (THREAD, lambda: torch.is_autocast_enabled("cpu")),
+    "gradients": (THREAD, torch.is_grad_enabled),
+    "inference mode": (THREAD, torch.is_inference_mode_enabled),
+    "trace function": (THREAD, sys.gettrace),
+    "profile function": (THREAD, sys.getprofile),
+}
+
+
+def snapshot(model: nn.Module) -> Snapshot:
+    """All that `model` reaches and all that reaches it: objects by identity, settings by value."""
+    homes = dict.fromkeys(type(module).__module__ for module in model.modules())
+    own = [name for name in homes if not _is_shared(name)]
+    files = chain.from_iterable(_file(name, CLASS) for name in own)
+    collects = gc.isenabled()
+    gc.disable()  # thousands of small tuples and no garbage: collecting takes twice as long as this
+    try:
+        return dict(chain(_instances(model), _classes(model), files, _process(own)))
+    finally:
+        if collects:
+            gc.enable()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two snapshots have the same object, or an equal value, in a place."""
+    if one is other:
+        return True
+    # Python makes some values anew at each look; equal ones are the same.
+    plain = (int, float, complex, str, bytes, torch.dtype, torch.device, CodeType)
+    return type(one) is type(other) and isinstance(one, plain) and one == other
+
+
+# ---- this instance -----------------------------------------------------------------------------
+
+
+def _instances(model: nn.Module) -> Entries:
+    configs: set[int] = set()
+    for owner, module in model.named_modules(remove_duplicate=False):
+        yield Place(INSTANCE, "class of a module", owner, "__class__"), type(module)
+        for name, value in list(vars(module).items()):
+            if isinstance(value, (PreTrainedConfig, GenerationConfig)):
+                yield Place(INSTANCE, "attribute", owner, name), value
+                if id(value) not in configs:
+                    configs.add(id(value))
+                    yield from _config(_joined(owner, name), value)
+            elif name in _TABLES:
+                for entry, item in list(value.items()):
+                    yield Place(INSTANCE, _TABLES[name], owner, entry), item
+                    if isinstance(item, Tensor):
+                        content = Place(INSTANCE, "content of a tensor", owner, entry)
+                        yield content, _fingerprint(item)
+            else:
+                yield from _nested(Place(INSTANCE, _kind(name), owner, name), value)
+
+
+def _kind(name: str) -> str:
+    if name.endswith(("_with_kwargs", "_always_called")):
+        return "hook flag"
+    return "hook" if name.endswith("_hooks") else "attribute"
+
+
+def _config(owner: str, config: Any) -> Entries:
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            yield from _config(_joined(owner, name), value)
+        else:
+            yield Place(INSTANCE, "configuration", owner, name), repr(value)
+
+
+def _fingerprint(tensor: Tensor) -> str:
+    """Tells whether shape, dtype or any bit of a dense tensor have changed."""
+    # Modes that are open under audit are not to see what the auditor does.
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return _content(tensor)
+
+
+def _content(tensor: Tensor) -> str:
+    described = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device}"
+    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
+        return described
+    flat = tensor.detach().cpu().contiguous().flatten()
+    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+        return described  # a subclass need not have bytes of its own
+    content = hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
+    return f"{described} {content}"
+
+
+# ---- this class --------------------------------------------------------------------------------
+
+
+def _is_shared(module_name: str) -> bool:
+    """Whether a Python module serves models of all kinds, rather than one family."""
+    package, *rest = module_name.split(".")
+    return package in ("torch", "builtins") or (
+        package == "transformers" and rest[:1] != ["models"]
+    )
+
+
+def _classes(model: nn.Module) -> Entries:
+    classes = dict.fromkeys(cls for m in model.modules() for cls in type(m).__mro__[:-1])
+    for cls in classes:
+        yield from _class(cls, PROCESS if _is_shared(cls.__module__) else CLASS)
+
+
+def _class(cls: type, reach: str) -> Entries:
+    owner = f"{cls.__module__}.{cls.__qualname__}"
+    for name, value in list(vars(cls).items()):
+        if name == "_global_mapping":  # recorded as a registry
+            continue
+        yield from _nested(Place(reach, "class attribute", owner, name), value, depth=1)
+
+
+def _file(name: str, reach: str) -> Entries:
+    """The globals of a Python module, and the classes that it defines."""
+    yield from _globals(name, reach)
+    for value in list(vars(sys.modules[name]).values()) if name in sys.modules else ():
+        if isinstance(value, type) and value.__module__ == name:
+            yield from _class(value, reach)
+
+
+def _globals(name: str, reach: str) -> Entries:
+    for key, value in list(vars(sys.modules[name]).items()) if name in sys.modules else ():
+        if key in _NOT_OWN:
+            continue
+        if isinstance(value, ModuleType) and sys.modules.get(f"{name}.{key}") is value:
+            continue  # an import leaves the submodule in its parent: counted as imported
+        yield from _nested(Place(reach, "module global", name, key), value, depth=1)
+
+
+# ---- this thread, this process -----------------------------------------------------------------
+
+
+def _process(own: list[str]) -> Entries:
+    loaded = [n for n in list(sys.modules) if ".modeling_" in n and n.startswith("transformers.")]
+    files = [name for name in dict.fromkeys((*_SHARED, *loaded)) if name not in own]
+    for name in (*files, builtins.__name__):
+        yield from _file(name, PROCESS)
+    for name in _TORCH:
+        yield from _globals(name, PROCESS)
+    yield from _class(torch.Tensor, PROCESS)
+    yield from _registries([*files, *own])
+    for name, (reach, read) in _SETTINGS.items():
+        yield Place(reach, "setting", "torch", name), read()
+    for stack in (_get_current_function_mode_stack, _get_current_dispatch_mode_stack):
+        for index, mode in enumerate(stack()):
+            yield Place(THREAD, "torch mode", stack.__name__.strip("_"), str(index)), mode
+    yield from _nested(Place(PROCESS, "import system", "sys", "meta_path"), sys.meta_path)
+    for name, module in list(sys.modules.items()):
+        yield Place(PROCESS, "imported module", "sys.modules", name), module
+
+
+def _registries(names: list[str]) -> Entries:
+    """The entries of attention and mask registries: those of all, and those of each object."""
+    kinds = {AttentionInterface: "attention registry", AttentionMaskInterface: "mask registry"}
+    for cls, kind in kinds.items():
+        place = Place(PROCESS, kind, cls.__name__, "_global_mapping")
+        yield from _nested(place, cls._global_mapping)
+    seen = set()
+    for name in names:
+        for value in list(vars(sys.modules[name]).values()) if name in sys.modules else ():
+            if isinstance(value, GeneralInterface) and id(value) not in seen:
+                seen.add(id(value))
+                kind = kinds.get(type(value), "registry")
+                owner = f"{type(value).__name__} of {name}"
+                for key, entry in list(vars(value).items()):
+                    yield from _nested(Place(PROCESS, kind, owner, key), entry)
+
+
+# ---- this call ---------------------------------------------------------------------------------
+
+
+def call_places(frame: FrameType | None, end: CodeType) -> Snapshot:
+    """The stack from `frame` up to the function whose code is `end`, and what its calls carry.
+
+    Functions are recorded by name and how often they occur; of the calls of attention modules, the
+    names of the keyword arguments that their signature does not list.
+    """
+    found: Snapshot = {}
+    counts: dict[tuple[str, str], int] = {}
+    while frame is not None and frame.f_code is not end:
+        file = frame.f_globals.get("__name__", "?")
+        name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
+        counts[file, name] = counts.get((file, name), 0) + 1
+        found[Place(CALL, "frame", file, f"{name} #{counts[file, name]}")] = frame.f_code
+        called = frame.f_locals.get("self")
+        attends = isinstance(getattr(called, "layer_idx", None), int)
+        if attends and file == type(called).__module__:
+            for argument in frame.f_locals.get("kwargs") or ():
+                found[Place(CALL, "argument", name, str(argument))] = argument
+        frame = frame.f_back
+    return found
+
+
+# ---- containers --------------------------------------------------------------------------------
+
+
+def _nested(place: Place, value: Any, depth: int = 3) -> Entries:
+    """A value, what a container holds, and the code that a function runs."""
+
+    def inside(suffix: str) -> Place:
+        return Place(place.reach, place.kind, place.owner, f"{place.name}{suffix}")
+
+    if isinstance(value, FunctionType):
+        yield place, value
+        yield inside(".__code__"), value.__code__
+    elif type(value) in _MAPPINGS:
+        yield place, value
+        for key, item in list(value.items()) if depth else ():
+            yield from _nested(inside(f"[{key!r}]"), item, depth - 1)
+    elif isinstance(value, (list, tuple)):
+        yield place, value if isinstance(value, list) else tuple  # tuples: by what they hold
+        for index, item in enumerate(value) if depth else ():
+            yield from _nested(inside(f"[{index}]"), item, depth - 1)
+    elif isinstance(value, (set, frozenset)):
+        yield place, repr(sorted(map(repr, value)))
+    else:
+        yield place, value
+
+
+def _joined(owner: str, name: str) -> str:
+    return f"{owner}.{name}" if owner else name

@@ -1,0 +1,383 @@
+"""Uniform against head-wise budgets: the same scores, shared out in two ways.
+
+Each pair judges tokens in one way. Its *uniform* press keeps as many tokens in every head; its
+*head-wise* press keeps as many in all, and lets heads (of a layer, or of the model) compete for
+them. Both compress the same contexts of the facts task before any question is known, and answer
+the same questions, so that they are compared context by context. DuoAttention is paired with
+StreamingLLM: what its streaming heads keep, all heads keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import replace
+from math import ceil, isnan
+from typing import Any, NamedTuple
+
+import pandas as pd
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import hooks_impl
+from experiments import UserError
+from experiments.facts import FactBatch
+from experiments.quality import (
+    NO_PRESS,
+    UNSEEN,
+    Task,
+    answer_unseen,
+    check_vocabulary,
+    wilson,
+)
+from press_core import Press, attention_sites, cache_nbytes, kept_lengths
+from press_core.fitted import FittedError
+from press_core.methods.duo_attention import HeadScores
+from press_core.select import best_first, n_kept
+
+UNIFORM, HEADWISE = "uniform", "head-wise"
+ALL = "all"
+"""What the table of differences calls the mean over all pairs."""
+
+_WINDOW = 16
+"""Of SnapKV: its default of 64 would leave nothing to choose where less than that is kept."""
+_SINK, _LEAST = 4, 16
+"""First tokens that streaming heads keep, and the fewest tokens that they keep in all."""
+
+
+class Pair(NamedTuple):
+    """One way to judge tokens, with two kinds of budget.
+
+    Attributes:
+        name: of the pair, that of its head-wise press.
+        uniform_name: of the other press.
+        uniform, headwise: make the presses from the share of tokens to evict.
+    """
+
+    name: str
+    uniform_name: str
+    uniform: Callable[[float], Press]
+    headwise: Callable[[float], Press]
+
+    def presses(self, ratio: float) -> dict[str, Press]:
+        """Both presses by the kind of their budgets."""
+        return {UNIFORM: self.uniform(ratio), HEADWISE: self.headwise(ratio)}
+
+
+# ---- the pairs -----------------------------------------------------------------------------------
+
+
+def pairs(model: PreTrainedModel, task: Asked) -> list[Pair]:
+    """Everything that is compared, installed by hooks (patches leave the same bits).
+
+    Args:
+        task: what will be asked; where nobody has measured the heads of `model` for DuoAttention,
+            they are measured on other contexts of the same kind.
+    """
+    duo = Streaming(head_scores(model, task), task.length)
+    return [
+        _shared("SnapKV", _snapkv),
+        _shared("ExpectedAttention", hooks_impl.ExpectedAttentionPress),
+        _shared("Knorm", hooks_impl.KnormPress),
+        Pair(
+            "CriticalAdaKV(SnapKV)",
+            "CriticalKV(SnapKV)",
+            lambda ratio: hooks_impl.CriticalKVPress(_snapkv(ratio)),
+            lambda ratio: hooks_impl.CriticalAdaKVPress(_snapkv(ratio)),
+        ),
+        Pair("DuoAttention", "StreamingLLM", hooks_impl.StreamingLLMPress, duo.press),
+        Pair("KVzip", "KVzip, uniform", EvenKVzipPress, hooks_impl.KVzipPress),
+    ]
+
+
+def _shared(name: str, scorer: Callable[[float], Any]) -> Pair:
+    return Pair(f"AdaKV({name})", name, scorer, lambda r: hooks_impl.AdaKVPress(scorer(r)))
+
+
+def _snapkv(ratio: float) -> hooks_impl.SnapKVPress:
+    return hooks_impl.SnapKVPress(ratio, window_size=_WINDOW)
+
+
+class EvenKVzipPress(hooks_impl.KVzipPress):
+    """KVzip whose heads keep as many tokens each."""
+
+    def choose(self, scores: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Which tokens of a row each head keeps, `(H_kv, S)` bool per layer; from its scores."""
+        chosen = {}
+        for index, layer in scores.items():
+            raised = layer.clone()
+            raised[..., : self.n_sink] = float("inf")
+            chosen[index] = best_first(raised, n_kept(layer.shape[-1], self.compression_ratio))[0]
+        return chosen
+
+
+class Streaming:
+    """DuoAttention presses that evict a given share of all tokens.
+
+    As few heads stream as can give up that many and still keep `_LEAST` tokens each; they keep as
+    many recent tokens as makes the share come out.
+
+    Args:
+        scores: of the heads.
+        length: tokens of a context.
+    """
+
+    def __init__(self, scores: HeadScores, length: int) -> None:
+        self.scores, self.length = scores, length
+
+    def press(self, ratio: float) -> hooks_impl.DuoAttentionPress:
+        """The press that evicts the share `ratio`, or what comes nearest to it."""
+        n_heads = int(self.scores.scores.isfinite().sum())
+        evicted = ratio * n_heads * self.length  # in all heads together
+        n_streaming = min(n_heads, max(1, ceil(evicted / (self.length - _LEAST))))
+        kept = max(_LEAST, round(self.length - evicted / n_streaming))
+        return hooks_impl.DuoAttentionPress(
+            n_streaming / n_heads,
+            head_scores=self.scores,
+            sink_size=_SINK,
+            recent_size=kept - _SINK,
+        )
+
+
+def head_scores(model: PreTrainedModel, task: Asked) -> HeadScores:
+    """DuoAttention's scores of the heads: what lies beside the model, or else measured."""
+    try:
+        known = hooks_impl.DuoAttentionPress().resolve(model)
+    except FittedError:
+        contexts = [ids for batch in task.others() for ids in task.contexts(batch)]
+        return hooks_impl.DuoAttentionPress.measure(model, contexts, _SINK, task.length // 4)
+    assert isinstance(known, hooks_impl.DuoAttentionPress)
+    assert isinstance(known.head_scores, HeadScores)
+    return known.head_scores
+
+
+# ---- what is asked -------------------------------------------------------------------------------
+
+
+class Asked:
+    """The facts task as token ids, for models that speak its language."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.batches = task, task.batches(UNSEEN)
+        self.length = self.contexts(self.batches[0])[0].shape[1]
+
+    def others(self) -> list[FactBatch]:
+        """Contexts that are drawn in the same way, and never asked about."""
+        return replace(self.task, samples=8, seed=self.task.seed + 1).batches(UNSEEN)
+
+    def contexts(self, batch: FactBatch) -> list[Tensor]:
+        """Token ids of the contexts of a batch, `(rows, S)`, those of one length together."""
+        return [batch.context_ids]
+
+    def right(self, model: PreTrainedModel, press: Press | None, batch: FactBatch) -> Tensor:
+        """Which questions are answered rightly after `press`: `(rows, facts)` bool."""
+        return answer_unseen(model, press, batch) == batch.answer_ids
+
+
+class AskedInWords(Asked):
+    """The facts task in words, for models with a tokenizer of their own.
+
+    An answer is right if each of its tokens is the likeliest after the ones before.
+    """
+
+    def __init__(self, task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        super().__init__(task)
+
+    def contexts(self, batch: FactBatch) -> list[Tensor]:
+        return [self._ids(batch.text(row).context, start=True) for row in range(_rows(batch))]
+
+    def _ids(self, words: str, start: bool = False) -> Tensor:
+        """`(1, n)`; what continues a text begins without special tokens."""
+        encoded: Any = self.tokenizer(words, add_special_tokens=start, return_tensors="pt")
+        return encoded.input_ids
+
+    @torch.inference_mode()
+    def right(self, model: PreTrainedModel, press: Press | None, batch: FactBatch) -> Tensor:
+        rows = []
+        for row, context in enumerate(self.contexts(batch)):
+            text = batch.text(row)
+            with nullcontext() if press is None else press(model):
+                cache = _prefill(model, context)
+                rows.append(
+                    [
+                        self._is_right(model, deepcopy(cache), f" {question}", f" {answer}")
+                        for question, answer in zip(text.questions, text.answers, strict=True)
+                    ]
+                )
+        return torch.tensor(rows)
+
+    def _is_right(self, model: PreTrainedModel, cache: Any, question: str, answer: str) -> bool:
+        wanted = self._ids(answer)
+        ids = torch.cat((self._ids(question), wanted), dim=1)[:, :-1].to(model.device)
+        logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=wanted.shape[1]).logits
+        return torch.equal(logits.argmax(dim=-1).cpu(), wanted)
+
+
+def asked(tokenizer: PreTrainedTokenizerBase, task: Task) -> Asked:
+    """The task for a model: as token ids where it was trained on them, else in words."""
+    try:
+        check_vocabulary(tokenizer, "the model")
+    except UserError:
+        return AskedInWords(task, tokenizer)
+    return Asked(task)
+
+
+def _rows(batch: FactBatch) -> int:
+    return len(batch.context_ids)
+
+
+def _prefill(model: PreTrainedModel, context: Tensor) -> Any:
+    return model.base_model(input_ids=context.to(model.device), use_cache=True).past_key_values
+
+
+# ---- measuring -----------------------------------------------------------------------------------
+
+
+class Held(NamedTuple):
+    """What a press leaves of a cache.
+
+    Attributes:
+        shares: of its tokens that each head keeps, `(L, H_kv)`, mean over contexts.
+        bytes: of key and value storage, spare room included.
+    """
+
+    shares: Tensor
+    bytes: int
+
+
+@torch.inference_mode()
+def held(model: PreTrainedModel, press: Press | None, contexts: Sequence[Tensor]) -> Held:
+    """What is held of contexts after their prefill."""
+    shares, n_bytes = [], 0
+    for ids in contexts:
+        with nullcontext() if press is None else press(model):
+            cache = _prefill(model, ids)
+        lengths = torch.stack([kept_lengths(cache)[s.layer_idx] for s in attention_sites(model)])
+        shares.append(lengths.transpose(0, 1) / ids.shape[1])  # (rows, L, H_kv)
+        n_bytes += cache_nbytes(cache)
+    return Held(torch.cat(shares).mean(dim=0).cpu(), n_bytes)
+
+
+def compare(
+    model: PreTrainedModel,
+    task: Asked,
+    ratios: Sequence[float],
+    *,
+    model_name: str,
+    advance: Callable[[], None] = lambda: None,
+) -> dict[str, pd.DataFrame]:
+    """Answer all questions from caches with uniform and with head-wise budgets.
+
+    Args:
+        ratios: shares of the tokens to evict, in (0, 1).
+        model_name: what the tables call the model.
+        advance: called after each press.
+
+    Returns:
+        `headwise_accuracy`: a row per press and ratio: `pair`, `budgets`, `press`, `ratio`;
+        `accuracy` with its 95% Wilson interval `low`, `high`; `evicted` share of tokens and `bytes`
+        over those of the full cache, as measured on the first contexts; `contexts`, `answers`,
+        `context` (words), `facts`, `model`.
+        `headwise_difference`: head-wise minus uniform accuracy by `pair` and `ratio`, see
+        `differences`.
+        `headwise_budgets`: by head-wise `press`, `ratio`, `layer` and `head` the `share` of its
+        tokens that a head keeps.
+    """
+    measured = _Measured(model, task, model_name)
+    advance()
+    right: dict[tuple[str, float, str], Tensor] = {}
+    for pair in pairs(model, task):
+        for ratio in ratios:
+            for budgets, press in pair.presses(ratio).items():
+                name = pair.name if budgets == HEADWISE else pair.uniform_name
+                row = {"pair": pair.name, "budgets": budgets, "press": name, "ratio": ratio}
+                right[pair.name, ratio, budgets] = measured.add(press, row)
+                advance()
+    return {
+        "headwise_accuracy": pd.DataFrame(measured.rows),
+        "headwise_difference": differences(right),
+        "headwise_budgets": pd.DataFrame(measured.shares),
+    }
+
+
+N_PAIRS = 6
+"""How many pairs there are: `compare` calls `advance` twice for each and ratio, and once more."""
+
+
+class _Measured:
+    """Rows of the tables as they come."""
+
+    def __init__(self, model: PreTrainedModel, task: Asked, model_name: str) -> None:
+        self.model, self.task, self.model_name = model, task, model_name
+        self.first = task.contexts(task.batches[0])
+        self.full = held(model, None, self.first).bytes
+        self.rows: list[dict[str, Any]] = []
+        self.shares: list[dict[str, Any]] = []
+        bare = {"pair": NO_PRESS, "budgets": "full", "press": NO_PRESS, "ratio": 0.0}
+        self.add(None, bare)
+
+    def add(self, press: Press | None, row: dict[str, Any]) -> Tensor:
+        """Measure a press; gives which questions it answers, `(contexts, facts)` bool."""
+        batches = self.task.batches
+        right = torch.cat([self.task.right(self.model, press, batch) for batch in batches])
+        left, total = held(self.model, press, self.first), right.numel()
+        low, high = wilson(int(right.sum()), total)
+        self.rows.append(
+            row
+            | {"accuracy": int(right.sum()) / total, "low": low, "high": high}
+            | {"evicted": 1 - float(left.shares.mean()), "bytes": left.bytes / self.full}
+            | {"contexts": len(right), "answers": total, "context": self.task.task.context}
+            | {"facts": self.task.task.facts, "model": self.model_name}
+        )
+        if row["budgets"] == HEADWISE:
+            of_press = {"press": row["press"], "ratio": row["ratio"]}
+            self.shares += [
+                of_press | {"layer": layer, "head": head, "share": float(share)}
+                for layer, shares in enumerate(left.shares)
+                for head, share in enumerate(shares)
+            ]
+        return right
+
+
+# ---- differences ---------------------------------------------------------------------------------
+
+
+def differences(right: dict[tuple[str, float, str], Tensor]) -> pd.DataFrame:
+    """Head-wise minus uniform, compared context by context.
+
+    Args:
+        right: by pair, ratio and kind of budgets: which questions, `(contexts, facts)` bool.
+
+    Returns:
+        Columns `pair`, `ratio`, `difference` of the accuracies, `low` and `high` its 95% interval,
+        `contexts`. The mean over all pairs is there as the pair `ALL`, the mean over all ratios as
+        a row whose `ratio` is missing.
+    """
+    pairs = dict.fromkeys(pair for pair, _, _ in right)
+    ratios = dict.fromkeys(ratio for _, ratio, _ in right)
+    rows = []
+    for pair in (*pairs, ALL):
+        for ratio in (*ratios, float("nan")):
+            chosen = [
+                right[name, share, HEADWISE].double() - right[name, share, UNIFORM].double()
+                for name in pairs
+                for share in ratios
+                if pair in (name, ALL) and (ratio == share or isnan(ratio))
+            ]
+            per_context = torch.stack(chosen).mean(dim=(0, 2))
+            rows.append((pair, ratio, *paired_interval(per_context)))
+    columns = ["pair", "ratio", "difference", "low", "high", "contexts"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def paired_interval(values: Tensor, z: float = 1.959964) -> tuple[float, float, float, int]:
+    """Mean of differences `(n,)`, its 95% interval by the normal approximation, and their number.
+
+    With a single value the interval is unbounded.
+    """
+    n, mean = len(values), float(values.mean())
+    spread = z * float(values.std()) / n**0.5 if n > 1 else float("inf")
+    return mean, mean - spread, mean + spread, n

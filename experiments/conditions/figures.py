@@ -1,0 +1,197 @@
+"""Figures of `experiments.headwise`: one for each of its tables that can be drawn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
+
+from experiments.conditions import CONDITIONS
+from experiments.conditions.budgets import ALL, HEADWISE, UNIFORM
+from experiments.conditions.timing import FULL
+from experiments.plots import (
+    INK,
+    MUTED,
+    legend_outside,
+    mechanism_colour,
+    new_figure,
+    percent_axis,
+    press_colour,
+    style,
+)
+from experiments.quality import NO_PRESS
+
+_BUDGETS: dict[str, dict[str, Any]] = {
+    UNIFORM: {"color": mechanism_colour("bare"), "marker": "o", "linestyle": (0, (4, 1.5))},
+    HEADWISE: {"color": mechanism_colour("hook"), "marker": "s"},
+}
+_CONDITIONS: dict[str, dict[str, Any]] = {
+    FULL: {"color": MUTED, "linewidth": 1, "linestyle": (0, (5, 3))},
+    UNIFORM: {"color": INK, "marker": "D"},
+    "fake keys": {"color": mechanism_colour("empty wrapper"), "marker": "v"},
+    "mask by patch": {"color": mechanism_colour("patch"), "marker": "s"},
+    "mask by hook": {"color": mechanism_colour("hook"), "marker": "o"},
+    "ragged": {"color": press_colour("ObservedAttentionPress"), "marker": "^"},
+}
+"""Looks by condition, in the order of the legend."""
+
+HEAT_MAPS = ("AdaKV(SnapKV)", "DuoAttention", "KVzip")
+"""The presses whose head budgets are drawn."""
+
+
+def accuracy(table: pd.DataFrame) -> Figure:
+    """Accuracy against the share evicted, a panel for each pair of presses."""
+    pressed = table[table["press"] != NO_PRESS]
+    names = list(dict.fromkeys(pressed["pair"]))
+    grid = {"sharex": True, "sharey": True}
+    figure, axes = new_figure(-(-len(names) // 3), 3, width=9.0, height=4.8, **grid)
+    for panel, name in zip(axes, names, strict=False):
+        of_pair = pressed[pressed["pair"] == name].sort_values("ratio")
+        presses = of_pair.groupby("budgets")["press"].first()
+        for budgets, look in _BUDGETS.items():
+            rows = of_pair[of_pair["budgets"] == budgets]
+            panel.plot(rows["ratio"], rows["accuracy"], label=f"{budgets} budgets", **look)
+            band = {"color": look["color"], "alpha": 0.15, "linewidth": 0}
+            panel.fill_between(rows["ratio"], rows["low"], rows["high"], **band)
+        panel.set_title(f"{presses[HEADWISE]}\nand {presses[UNIFORM]}")
+        panel.set_xticks(sorted(pressed["ratio"].unique()))
+        percent_axis(panel.xaxis)
+        percent_axis(panel.yaxis)
+    axes[0].set_ylim(-0.03, 1.03)
+    figure.supxlabel("share of the tokens evicted", fontsize=9)
+    figure.supylabel("right answers", fontsize=9)
+    legend_outside(figure, axes[0])
+    figure.set_label(
+        "Right answers against the share of the tokens evicted, with uniform and with head-wise "
+        "budgets, a panel for each pair of presses; bands are 95% intervals"
+    )
+    return figure
+
+
+def difference(table: pd.DataFrame) -> Figure:
+    """Head-wise minus uniform accuracy with its interval, by pair and ratio."""
+    pairs = list(dict.fromkeys(table["pair"]))
+    ratios = sorted(table["ratio"].dropna().unique())
+    figure, (panel,) = new_figure(width=7.2, height=0.9 + 0.55 * len(pairs))
+    panel.axvline(0, color=MUTED, linewidth=1)
+    for index, ratio in enumerate(ratios):
+        rows = table[table["ratio"] == ratio]
+        offset = 0.66 * (index + 0.5) / len(ratios) - 0.33
+        places = [pairs.index(pair) + offset for pair in rows["pair"]]
+        shade = press_colour("SnapKVPress"), 0.35 + 0.65 * index / max(len(ratios) - 1, 1)
+        panel.hlines(places, rows["low"], rows["high"], color=[shade], linewidth=1.8)
+        look: dict[str, Any] = {"color": shade, "marker": "s", "linestyle": "none"}
+        panel.plot(rows["difference"], places, label=f"{ratio:.0%} evicted", **look)
+    names = ["mean of all" if pair == ALL else pair for pair in pairs]
+    panel.set_yticks(range(len(pairs)), names)
+    panel.set_ylim(len(pairs) - 0.4, -0.6)
+    panel.grid(visible=False, axis="y")
+    panel.set_xlabel("right answers, head-wise minus uniform budgets (points)")
+    panel.xaxis.set_major_formatter(
+        FuncFormatter(lambda share, _: f"{100 * share:+.0f}" if share else "0")
+    )
+    legend_outside(figure, panel)
+    return figure
+
+
+def budgets(table: pd.DataFrame) -> Figure:
+    """Heat maps of the share of its tokens that each head keeps."""
+    ratio = min(table["ratio"].unique(), key=lambda ratio: (abs(ratio - 0.8), ratio))
+    shown = table[(table["ratio"] == ratio) & table["press"].isin(HEAT_MAPS)]
+    names = list(dict.fromkeys(shown["press"]))
+    n_layers, n_heads = shown["layer"].max() + 1, shown["head"].max() + 1
+    height = 1.3 + 0.42 * n_layers
+    figure, axes = new_figure(1, len(names), width=9.0, height=height, sharey=True)
+    for panel, name in zip(axes, names, strict=True):
+        shares = shown[shown["press"] == name].pivot_table("share", "layer", "head")
+        image = panel.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+        panel.set_title(f"{name}, {ratio:.0%} evicted")
+        panel.set_xlabel("KV head")
+        panel.set_xticks(range(n_heads))
+        panel.grid(visible=False)
+        if n_layers * n_heads <= 64:  # with more of them numbers would not be readable
+            _write_shares(panel, shares)
+    axes[0].set_yticks(range(n_layers))
+    axes[0].set_ylabel("layer")
+    whole = PercentFormatter(xmax=1, decimals=0)
+    figure.colorbar(image, ax=axes, label="share of its tokens that a head keeps", format=whole)
+    return figure
+
+
+def _write_shares(panel: Axes, shares: pd.DataFrame) -> None:
+    look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
+    for layer, of_layer in enumerate(shares.to_numpy()):
+        for head, share in enumerate(of_layer):
+            panel.text(head, layer, f"{share:.0%}", color="white" if share > 0.55 else INK, **look)
+
+
+def decoding(table: pd.DataFrame) -> Figure:
+    """Time against context length at each ratio, and bytes, over those of the full cache."""
+    ratios = sorted(table.loc[table["condition"] != FULL, "ratio"].unique())
+    n_panels = len(ratios) + 1
+    figure, axes = new_figure(1, n_panels, width=3.0 * n_panels, height=3.4)
+    *timed, last = axes
+    for panel, ratio in zip(timed, ratios, strict=True):
+        _draw_times(panel, table[table["ratio"] == ratio])
+        panel.set_title(f"Time, {ratio:.0%} evicted")
+        panel.sharey(timed[0])
+    timed[0].set_ylabel("step / step on the full cache")
+    # Few rounds give wide intervals, which may leave the figure; no median does.
+    timed[0].set_ylim(0, min(1.05 * table["high"].max(), 1.5 * table["time"].max()))
+    _draw_bytes(last, table)
+    legend_outside(figure, axes[0], handles=[_handle(name) for name in _CONDITIONS])
+    return figure
+
+
+def _draw_times(panel: Axes, table: pd.DataFrame) -> None:
+    contexts = sorted(table["context"].unique())
+    panel.axhline(1, **_CONDITIONS[FULL])
+    for name in (UNIFORM, *CONDITIONS):
+        rows = table[table["condition"] == name].sort_values("context")
+        panel.plot(rows["context"], rows["time"], **_CONDITIONS[name])
+        band = {"color": _CONDITIONS[name]["color"], "alpha": 0.12, "linewidth": 0}
+        panel.fill_between(rows["context"], rows["low"], rows["high"], **band)
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(contexts, [f"{context / 1024:g}k" for context in contexts])
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.set_xlabel("tokens seen")
+
+
+def _draw_bytes(panel: Axes, table: pd.DataFrame) -> None:
+    longest = table[table["context"] == table["context"].max()]
+    panel.axhline(1, **_CONDITIONS[FULL])
+    # What coincides is drawn in different sizes, the largest first.
+    for size, name in zip((10, 7.5, 5, 7.5, 5), (*CONDITIONS, UNIFORM), strict=True):
+        rows = longest[longest["condition"] == name].sort_values("ratio")
+        share = rows["bytes"] / rows["full_bytes"]
+        panel.plot(rows["ratio"], share, **_CONDITIONS[name] | {"markersize": size})
+    panel.set_title("Bytes held")
+    panel.set_ylim(0, 1.08)
+    panel.set_ylabel("cache / full cache")
+    panel.set_xlabel("share of the tokens evicted")
+    panel.set_xticks(sorted(longest.loc[longest["condition"] != FULL, "ratio"].unique()))
+    panel.margins(x=0.3)
+    percent_axis(panel.xaxis)
+
+
+def _handle(name: str) -> Line2D:
+    label = {FULL: "full cache", UNIFORM: "uniform budgets"}.get(name, f"head-wise, {name}")
+    return Line2D([], [], label=label, **_CONDITIONS[name])
+
+
+_FIGURES = {
+    "headwise_accuracy": accuracy,
+    "headwise_difference": difference,
+    "headwise_budgets": budgets,
+    "headwise_decoding": decoding,
+}
+
+
+def figures(tables: dict[str, pd.DataFrame]) -> dict[str, Figure]:
+    """A figure for each of the tables that can be drawn, by the table's name."""
+    with style():
+        return {name: draw(tables[name]) for name, draw in _FIGURES.items() if name in tables}

@@ -1,0 +1,32 @@
+"""What every dataset is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One question about one context. Samples with the same context may share its cache.
+
+    Attributes:
+        task: which part of the dataset it belongs to.
+        context: what is compressed.
+        question: what follows the context, separators included.
+        answers: the references.
+        metric: name of the function of `metrics` that scores a prediction.
+        max_new_tokens: how long an answer may be.
+        answer_prefix: how the answer begins, given to the model.
+        choices: all answers that the task knows, for metrics that choose among them.
+        one_line: score the first line of a prediction only.
+    """
+
+    task: str
+    context: str
+    question: str
+    answers: tuple[str, ...]
+    metric: str
+    max_new_tokens: int
+    answer_prefix: str = ""
+    choices: tuple[str, ...] = ()
+    one_line: bool = False

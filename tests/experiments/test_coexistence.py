@@ -1,0 +1,144 @@
+"""The matrix of who gets along: it can tell right from wrong, and ours is never wrong."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pandas as pd
+import pytest
+import torch
+
+import hooks_impl
+from experiments import UserError, coexistence
+from experiments.coexistence import (
+    AFTER,
+    BEFORE,
+    ERROR,
+    INSIDE,
+    OURS,
+    PHASES,
+    RIGHT,
+    WRONG,
+    command,
+    figures,
+    measure,
+    summary,
+    try_out,
+)
+from experiments.companions import COMPANIONS, Companion
+from tests.support import snapshot
+
+QUICK = [name for name, companion in COMPANIONS.items() if not companion.is_slow]
+# A hook cannot follow a query projection that is replaced while it is open, and says so.
+REPLACES_PROJECTIONS = ("PEFT LoRA", "PEFT LoRA, merged", "quanto int8 weights")
+
+
+@pytest.mark.parametrize("mechanism", OURS)
+@pytest.mark.parametrize("companion", QUICK)
+def test_nothing_is_silently_wrong_for_ours(mechanism, companion):
+    for phase in PHASES:
+        row = try_out(mechanism, COMPANIONS[companion], phase)
+        replaced = companion in REPLACES_PROJECTIONS and phase == INSIDE
+        if mechanism == "hooks, SnapKV" and replaced:
+            assert row["outcome"] == ERROR
+            assert "ScopeError: the module that computes the query" in row["detail"]
+        else:
+            assert row["outcome"] == RIGHT, row
+
+
+@pytest.mark.parametrize("mechanism", ["hooks, SnapKV", "patches, SnapKV", "patches, AdaKV"])
+def test_ours_may_be_compiled(mechanism):
+    row = try_out(mechanism, COMPANIONS["torch.compile"], BEFORE)
+    assert row["outcome"] == RIGHT, row
+
+
+@pytest.mark.parametrize("companion", COMPANIONS)
+def test_companions_undo_what_they_do(companion):
+    model = coexistence.llama()
+    before, logits = snapshot(model), model(coexistence.IDS).logits
+    with COMPANIONS[companion].used(model):
+        pass
+    # PEFT takes the adapter out of the weights again by arithmetic.
+    torch.testing.assert_close(model(coexistence.IDS).logits, logits)
+    changed = {key for key, value in snapshot(model).items() if before.get(key) != value}
+    # accelerate and checkpointing leave attributes; no forward but accelerate's own.
+    if "accelerate" not in companion:
+        assert not [key for key in changed if key.endswith(".forward")]
+
+
+def test_a_plain_class_patch_does_not_see_a_module_that_accelerate_hooks():
+    row = try_out("class patch", COMPANIONS["accelerate hook"], BEFORE)
+    assert row["outcome"] == WRONG
+    assert "slots" in row["detail"]
+
+
+@contextmanager
+def spoilt(model):
+    """Other logits than the model's, once a press has been open."""
+    yield lambda *args, **kwargs: model(*args, **kwargs)
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+
+
+def test_a_companion_that_spoils_the_model_is_wrong():
+    row = try_out("hooks", Companion("spoilt", spoilt), INSIDE)
+    assert row["outcome"] == WRONG
+    assert row["detail"].startswith("inside, alone again")
+
+
+def test_a_press_that_does_not_act_is_wrong(monkeypatch):
+    idle = lambda: hooks_impl.KnormPress(0.0)  # noqa: E731
+    monkeypatch.setitem(coexistence.MECHANISMS, "hooks", idle)
+    row = try_out("hooks", COMPANIONS["nothing else"], BEFORE)
+    assert row["outcome"] == WRONG
+    assert "layers hold [24, 24] slots, not [12, 12]" in row["detail"]
+
+
+def test_a_press_that_stays_is_wrong(monkeypatch):
+    @contextmanager
+    def staying(model):
+        hooks_impl.KnormPress(0.5).register(model)
+        yield
+
+    monkeypatch.setitem(coexistence.MECHANISMS, "hooks", lambda: staying)
+    row = try_out("hooks", COMPANIONS["nothing else"], AFTER)
+    assert (row["outcome"], row["detail"][:15]) == (WRONG, "after the scope")
+
+
+def table(**outcomes):
+    rows = [
+        {"mechanism": name, "companion": "PEFT LoRA", "phase": phase, "outcome": outcome}
+        for name, found in outcomes.items()
+        for phase, outcome in zip(PHASES, found, strict=True)
+    ]
+    return {"coexistence": pd.DataFrame(rows).assign(detail="so it is")}
+
+
+def test_the_summary_is_read_off_the_table():
+    said = summary(table(hooks=[RIGHT, ERROR, RIGHT], other=[RIGHT, WRONG, ERROR]))
+    assert "Hooks and patches of this project: 2 right, 1 error (of 3)." in said
+    assert "The other mechanisms: 1 right, 1 error, 1 wrong (of 3)." in said
+    assert "| PEFT LoRA | error | wrong |" in said
+    assert "- hooks, PEFT LoRA, inside the scope: so it is" in said
+    assert "What is not right" not in summary(table(hooks=[RIGHT] * 3))
+
+
+def test_the_figure_draws_every_cell():
+    found = table(hooks=[RIGHT] * 3, patches=[RIGHT, WRONG, RIGHT])
+    figure = figures(found)["coexistence"]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["\N{MIDDLE DOT}", "wrong"]
+
+
+def test_command(tmp_path, capsys):
+    command(["hooks"], ["inference mode"], tmp_path)
+    assert "3 right (of 3)" in capsys.readouterr().out
+    assert len(pd.read_csv(tmp_path / "coexistence.csv")) == 3
+    assert (tmp_path / "coexistence.png").exists()
+    with pytest.raises(UserError, match="no companion is called 'PEFT'"):
+        command(["hooks"], ["PEFT"], None)
+
+
+def test_slow_companions_are_left_to_ours():
+    cells = coexistence.cells(["hooks", "class patch"], ["torch.compile"])
+    assert [(name, phase) for name, _, phase in cells] == [("hooks", BEFORE), ("hooks", INSIDE)]
+    assert len(measure(["hooks"], ["nothing else"], progress=False)["coexistence"]) == len(PHASES)

@@ -1,0 +1,288 @@
+"""Four ways to decode a head-wise pruned cache: the same logits, and nothing stays behind."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext, suppress
+from copy import deepcopy
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import hooks_impl
+from experiments.conditions import (
+    CONDITIONS,
+    FAR,
+    Condition,
+    evicted,
+    fake_keys,
+    head_mask,
+    kept_in,
+    prefill,
+    sites_of,
+    unattended,
+)
+from experiments.conditions.timing import (
+    FULL,
+    UNIFORM,
+    Decoder,
+    Size,
+    caches,
+    decode_times,
+    full_cache,
+    head_budgets,
+    uniform_cache,
+)
+from experiments.conditions.trial import (
+    ERROR,
+    IMPLEMENTATIONS,
+    MISSING,
+    N_TRIALS,
+    OTHER,
+    SAME,
+    reach,
+    trials,
+)
+from experiments.families import build, supported_implementations
+from press_core import (
+    RaggedLayer,
+    UnsupportedInputError,
+    UnsupportedModelError,
+    cache_nbytes,
+    kept_lengths,
+)
+from press_core.select import n_kept
+from tests.support import snapshot, token_ids
+
+every_condition = pytest.mark.parametrize("condition", CONDITIONS.values(), ids=lambda c: c.name)
+PRESS = hooks_impl.AdaKVPress(hooks_impl.KnormPress(0.5))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+@pytest.fixture(scope="module")
+def pruned(model):
+    """A full cache of 40 tokens, and what AdaKV keeps of it."""
+    return prefill(model, PRESS, input_ids=token_ids(2, 40))
+
+
+@pytest.fixture(scope="module")
+def flex_was_used():
+    """At its first use torch changes `nn.Module`, for good."""
+    trials(build("llama", num_layers=1), lengths=(24,))
+
+
+def logits(model, condition, full, kept, ids):
+    cache = condition.cache(deepcopy(full), kept)
+    with condition.open(model, kept), torch.no_grad():
+        return torch.cat([model(part, past_key_values=cache).logits for part in ids], dim=1)
+
+
+# ---- the same logits -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt_oss", "gemma2"])
+def test_conditions_give_the_logits_of_the_reference_on(family, flex_was_used):
+    offered = supported_implementations(family)
+    model = build(family, attn_implementation=offered[0])
+    for implementation in (*IMPLEMENTATIONS, offered[0]):  # transformers notes it on the class
+        with suppress(ValueError):
+            model.set_attn_implementation(implementation)
+    before, advanced = snapshot(model), []
+    table = trials(model, lengths=(40, 32), advance=lambda: advanced.append(1))
+    assert snapshot(model) == before
+    assert len(table) == len(advanced) == N_TRIALS == 2 * len(IMPLEMENTATIONS) * len(CONDITIONS)
+    of = table[table["implementation"].isin(offered)]
+    for (name, question), rows in of.groupby(["condition", "question"]):
+        # No key is overlooked by more queries than a head has channels, or under capped logits.
+        fails = name == "fake keys" and (question > 16 or family == "gemma2")
+        assert set(rows["outcome"]) == {ERROR if fails else SAME}, (name, question)
+    unsupported = table[~table["implementation"].isin(offered)]
+    assert set(unsupported["outcome"]) <= {MISSING}
+    assert (table["why"].fillna("") != "").equals(table["outcome"].isin([ERROR, MISSING]))
+
+
+@every_condition
+def test_where_heads_agree_it_is_a_shorter_cache(model, condition):
+    """A reference without any mask: the same tokens cut out of the cache."""
+    ids, kept_tokens = token_ids(1, 30), torch.arange(30) % 3 != 1
+    with torch.no_grad():
+        full = model(ids, use_cache=True).past_key_values
+    kept = {layer: kept_tokens.expand(1, 2, 30).clone() for layer in range(2)}
+    cut = DynamicCache()
+    for index, layer in enumerate(full.layers):
+        cut.update(layer.keys[:, :, kept_tokens], layer.values[:, :, kept_tokens], index)
+    question = token_ids(1, 3, seed=1)
+    with torch.no_grad():
+        expected = model(
+            question, past_key_values=cut, position_ids=torch.arange(30, 33)[None]
+        ).logits
+    ours = logits(model, condition, full, kept, [question])
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+
+
+def test_a_condition_that_is_wrong_is_found_out(model, monkeypatch):
+    """One that attends to what was evicted."""
+    wrong = Condition("mask by hook", lambda *_: nullcontext(), frees=False)
+    monkeypatch.setitem(CONDITIONS, "mask by hook", wrong)
+    table = trials(model, lengths=(40,))
+    assert set(table.loc[table["condition"] == "mask by hook", "outcome"]) == {OTHER}
+    assert set(table.loc[table["condition"] == "ragged", "outcome"]) == {SAME}
+
+
+# ---- scopes --------------------------------------------------------------------------------------
+
+
+@every_condition
+def test_nothing_stays_on_the_model(model, pruned, condition):
+    full, kept = pruned
+    before = snapshot(model)
+    logits(model, condition, full, kept, [token_ids(2, 3, seed=1)])
+    assert snapshot(model) == before
+    with condition.open(model, kept):
+        assert snapshot(model) != before
+    with pytest.raises(RuntimeError, match="inside"), condition.open(model, kept):
+        raise RuntimeError("inside")
+    assert snapshot(model) == before
+
+
+@every_condition
+def test_a_prefill_inside_the_scope_is_as_ever(model, pruned, condition):
+    ids = token_ids(2, 12, seed=3)
+    expected = model(ids).logits
+    with condition.open(model, pruned[1]):
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_what_conditions_touch(model, pruned):
+    touched = {name: reach(model, condition, pruned[1]) for name, condition in CONDITIONS.items()}
+    assert touched.pop("mask by hook") == (2, 0, False)
+    assert set(touched.values()) == {(0, 2, True)}
+
+
+def test_only_ragged_storage_frees_memory(pruned):
+    full, kept = pruned
+    held = {c.name: cache_nbytes(c.cache(full, kept)) for c in CONDITIONS.values()}
+    assert held.pop("ragged") <= 0.6 * cache_nbytes(full)
+    assert set(held.values()) == {cache_nbytes(full)}
+
+
+# ---- what is kept --------------------------------------------------------------------------------
+
+
+def test_what_is_kept_is_read_off_the_cache(model):
+    ids = token_ids(2, 40)
+    with PRESS(model):
+        cache = model(ids, use_cache=True).past_key_values
+    kept = kept_in(cache)
+    assert set(kept) == {0, 1}
+    for layer, heads in kept.items():
+        assert torch.equal(heads.sum(dim=-1), kept_lengths(cache)[layer])
+        assert heads.sum() == 2 * 2 * n_kept(40, 0.5)
+        assert torch.equal(heads, kept_in(evicted(model(ids).past_key_values, kept))[layer])
+
+
+def test_evicting_leaves_the_full_cache_as_it_is(model, pruned):
+    full, kept = deepcopy(pruned[0]), pruned[1]
+    left = evicted(full, kept)
+    with CONDITIONS["ragged"].open(model, kept), torch.no_grad():
+        model(token_ids(2, 1), past_key_values=left)
+    assert left.get_seq_length() == 41
+    for layer, untouched in zip(full.layers, pruned[0].layers, strict=True):
+        assert not isinstance(layer, RaggedLayer)
+        assert torch.equal(layer.keys, untouched.keys)
+
+
+# ---- masks and fake keys -------------------------------------------------------------------------
+
+
+def test_masks_per_head_are_refused_where_there_are_none(model, pruned, monkeypatch):
+    monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
+    (site, heads), _ = sites_of(model, pruned[1])
+    with pytest.raises(UnsupportedInputError, match="the same for all heads"):
+        head_mask(site, heads, None, torch.zeros(2, 1, 64), 41, additive=False)
+
+
+@pytest.mark.parametrize(("n_queries", "scaling"), [(1, 0.25), (8, 0.25), (4, 1.0)])
+def test_a_fake_key_is_overlooked_by_all_queries(n_queries, scaling):
+    queries = torch.randn(3, 4, n_queries, 32, generator=torch.Generator().manual_seed(0))
+    keys = unattended(queries, 2, scaling)
+    of_heads = keys.repeat_interleave(2, dim=1).unsqueeze(2)
+    assert keys.shape == (3, 2, 32)
+    assert ((queries * of_heads).sum(dim=-1) * scaling).max() <= -0.99 * FAR
+
+
+def test_queries_on_all_sides_have_no_fake_key():
+    query = torch.randn(1, 1, 1, 8)
+    opposed = torch.cat((query, -query), dim=2)
+    with pytest.raises(UnsupportedInputError, match="ask fewer tokens"):
+        unattended(opposed, 1, 0.5)
+
+
+def test_fake_keys_are_refused_where_logits_are_capped_and_nothing_is_installed():
+    model = build("gemma2", attn_implementation="eager")
+    _, kept = prefill(model, PRESS, input_ids=token_ids(1, 40))
+    before = snapshot(model)
+    with pytest.raises(UnsupportedModelError, match="±20"), fake_keys(model, kept):
+        pass
+    assert snapshot(model) == before
+
+
+# ---- times ---------------------------------------------------------------------------------------
+
+SIZE = Size(contexts=(256,), ratios=(0.5, 0.8), rounds=3, repeats=1)
+
+
+def test_every_cache_is_timed_and_weighed(model):
+    before, advanced = snapshot(model), []
+    table = decode_times(model, 256, SIZE, lambda: advanced.append(1))
+    assert snapshot(model) == before
+    assert len(advanced) == 3
+    pressed = [(name, ratio) for ratio in SIZE.ratios for name in (UNIFORM, *CONDITIONS)]
+    found = list(zip(table["condition"], table["ratio"], strict=True))
+    assert found == [(FULL, 0.0), *pressed]
+    assert ((table["low"] > 0) & (table["low"] <= table["time"])).all()
+    assert (table["time"] <= table["high"]).all()
+    assert table["time"].iloc[0] == 1
+    share = (table["bytes"] / table["full_bytes"]).to_list()
+    frees = dict(zip(found, share, strict=True))
+    for name, ratio in pressed:
+        stored = name in (UNIFORM, "ragged")
+        assert frees[name, ratio] <= (1 - ratio) * 1.03 if stored else frees[name, ratio] == 1
+
+
+def test_random_budgets_differ_by_head_and_come_out_even(model):
+    kept = head_budgets(full_cache(model, 200), 0.8)
+    for heads in kept.values():
+        counts = heads.sum(dim=-1).flatten()
+        assert counts.sum() == n_kept(200, 0.8) * len(counts)
+        assert counts.unique().numel() > 1
+
+
+def test_every_timed_step_starts_from_the_same_cache(model):
+    """A second step gives the logits of the first, and no condition spoils the cache of another."""
+    held, decoder, given = caches(model, 64, (0.5,)), Decoder(model, 64), {}
+    hook = model.register_forward_hook(lambda *seen: outputs.append(seen[-1].logits))
+    with hook, torch.inference_mode():
+        for _ in range(2):
+            for name, one in held.items():
+                outputs = []
+                with decoder.turn(one):
+                    decoder.step()
+                    decoder.restore()
+                    decoder.step()
+                assert torch.equal(*outputs)
+                assert torch.equal(given.setdefault(name, outputs[0]), outputs[0])
+    by_condition = {name.mechanism: states for name, states in given.items()}
+    for name in CONDITIONS:
+        torch.testing.assert_close(by_condition[name], by_condition["ragged"], rtol=0, atol=1e-5)
+    assert not torch.allclose(by_condition[FULL], by_condition["ragged"], atol=1e-3)
+
+
+def test_a_uniform_cache_holds_as_many_tokens_of_each_head(model):
+    cache = uniform_cache(full_cache(model, 64), 0.75)
+    assert all((lengths == 16).all() for lengths in kept_lengths(cache))
+    assert cache.get_seq_length() == 64

@@ -1,0 +1,362 @@
+"""Samples that are generated and samples that are published, and how they are scored."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+
+import pytest
+
+from experiments import UserError
+from experiments.evaluation.datasets import SOURCES, contexts_of, expand, load
+from experiments.evaluation.datasets.published import SETS
+from experiments.evaluation.metrics import METRICS, score
+from experiments.evaluation.sample import Sample
+from experiments.loading import load_model
+
+SYNTHETIC = expand("synthetic@1500")
+FACTS = expand("facts@64")
+
+
+@pytest.fixture(scope="module")
+def facts_tokenizer():
+    return load_model("facts-llama")[1]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_model("stdlib-neox")[1]
+
+
+def prompt(sample):
+    return sample.context + sample.question + sample.answer_prefix
+
+
+# ---- generated ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", SYNTHETIC)
+@pytest.mark.parametrize("words", ["characters", "words"])
+def test_samples_are_as_long_as_asked_for(text, words, tokenizer, facts_tokenizer):
+    """Whatever a token is: nearly all words are unknown to the second one."""
+    chosen = tokenizer if words == "characters" else facts_tokenizer
+    samples = load(text, 4, 0, chosen, "model")
+    for sample in samples:
+        length = len(chosen(prompt(sample))["input_ids"]) + sample.max_new_tokens
+        assert 0.9 * 1500 < length <= 1500
+
+
+@pytest.mark.parametrize("text", [*SYNTHETIC, *FACTS])
+def test_a_seed_says_it_all(text, facts_tokenizer):
+    def make(seed):
+        return load(text, 5, seed, facts_tokenizer, "facts-llama")
+
+    assert make(0) == make(0)
+    assert len(make(0)) == 5
+    assert {sample.context for sample in make(0)}.isdisjoint(s.context for s in make(1))
+    assert len({(sample.context, sample.question) for sample in make(0)}) == 5
+
+
+@pytest.mark.parametrize("text", [*SYNTHETIC, *FACTS])
+def test_the_right_answer_is_right_and_any_other_is_wrong(text, facts_tokenizer):
+    for sample in load(text, 3, 0, facts_tokenizer, "facts-llama"):
+        assert score(sample, " ".join(sample.answers)) == 1
+        assert score(sample, "nothing of the kind") == 0
+        assert all(
+            answer not in sample.question + sample.answer_prefix for answer in sample.answers
+        )
+        assert all(answer in sample.context for answer in sample.answers)
+
+
+@pytest.mark.parametrize(
+    ("task", "keys", "values", "asked"),
+    [("single", 1, 1, 1), ("multikey", 4, 1, 1), ("multivalue", 1, 4, 1), ("multiquery", 4, 1, 4)],
+)
+def test_needles(tokenizer, task, keys, values, asked):
+    for sample in load(f"synthetic/niah_{task}@1000", 3, 0, tokenizer, "model"):
+        found = re.findall(r"One secret number of ([\w-]+) is (\d+)\.", sample.context)
+        assert Counter(Counter(name for name, _ in found).values()) == {values: keys}
+        wanted = [number for name, number in found if name in sample.question]
+        assert sorted(wanted) == sorted(sample.answers)
+        assert len(wanted) == values * asked
+
+
+def test_variables_are_those_that_the_chain_reaches(tokenizer):
+    for sample in load("synthetic/variable_tracking@1000", 3, 0, tokenizer, "model"):
+        number = re.search(r"value (\d+)", sample.question)[1]
+        held = {}
+        for name, value in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\.", sample.context):
+            held[name] = held.get(value, value)  # chains are told in their order
+        assert {name for name, value in held.items() if value == number} == set(sample.answers)
+        assert len(sample.answers) == 5
+
+
+@pytest.mark.parametrize(("task", "n"), [("common_words", 10), ("frequent_words", 3)])
+@pytest.mark.parametrize("length", [1200, 4000])
+def test_the_most_common_words_are_so_without_a_tie(tokenizer, task, n, length):
+    for sample in load(f"synthetic/{task}@{length}", 3, 0, tokenizer, "model"):
+        text = sample.context.split("\n", 1)[1].rstrip(".")
+        counts = Counter(word for word in text.split() if not word.rstrip(".").isdigit())
+        ranked = counts.most_common()
+        assert {word for word, _ in ranked[:n]} == set(sample.answers)
+        assert ranked[n - 1][1] > ranked[n][1]
+
+
+def test_questions_are_about_one_person(tokenizer):
+    for sample in load("synthetic/qa@1500", 5, 0, tokenizer, "model"):
+        (portrait,) = [
+            line
+            for line in sample.context.split("\n")
+            if (found := re.match(r"Portrait \d+: (\w+ \w+)", line)) and found[1] in sample.question
+        ]
+        assert sample.answers[0] in portrait
+
+
+def test_facts_that_share_a_context_are_asked_of_one_cache(facts_tokenizer):
+    samples = load("facts/multiquery@64", 10, 0, facts_tokenizer, "facts-llama")
+    assert [len(group) for group in contexts_of(samples)] == [4, 4, 2]
+    assert len(contexts_of(load("facts/single@64", 10, 0, facts_tokenizer, "facts-llama"))) == 10
+
+
+def test_all_tasks_of_a_dataset():
+    assert expand("facts") == ["facts/single@512", "facts/multikey@512", "facts/multiquery@512"]
+    assert expand("synthetic/qa@100") == ["synthetic/qa@100"]
+    assert expand("longbench/hotpotqa") == ["longbench/hotpotqa"]
+    assert len(expand("ruler")) == 13
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("nosuch", "there is no dataset 'nosuch'.*one of facts, synthetic, needle"),
+        ("facts/", "there is no dataset 'facts/'"),
+        ("facts/triple", "facts has no task 'triple'; it has single, multikey, multiquery"),
+        ("math500@100", "samples of math500 have their own"),
+    ],
+)
+def test_datasets_that_are_not_there(text, words):
+    with pytest.raises(UserError, match=words):
+        expand(text)
+
+
+def test_what_cannot_be_made(tokenizer, facts_tokenizer):
+    with pytest.raises(UserError, match="which 'stdlib-neox' does not share; use synthetic"):
+        load("facts/single@64", 1, 0, tokenizer, "stdlib-neox")
+    with pytest.raises(UserError, match="does not fit in a context of 20 words"):
+        load("facts/multikey@20", 1, 0, facts_tokenizer, "facts-llama")
+    with pytest.raises(UserError, match=r"does not fit into 40 tokens.*a length of about \d+"):
+        load("synthetic/qa@40", 1, 0, tokenizer, "stdlib-neox")
+
+
+# ---- published ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Writes local copies of repositories; returns the folder that holds them."""
+    datasets = pytest.importorskip("datasets", reason="the extra [evaluate] is not installed")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+
+    def write(name, files, card=""):
+        for path, rows in files.items():
+            file = tmp_path / name / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if card:
+            (tmp_path / name / "README.md").write_text(f"---\n{card}---\n")
+        return str(tmp_path)
+
+    return write
+
+
+def configs(*names):
+    """The card of a repository with a configuration per task."""
+    lines = [
+        f"- config_name: {name}\n  data_files:\n  - split: test\n    path: {name}/test.jsonl\n"
+        for name in names
+    ]
+    return "configs:\n" + "".join(lines)
+
+
+def test_ruler(hub, tokenizer):
+    common = {"context": "the text", "question": "the question", "max_new_tokens": 30}
+    rows = [
+        {"task": "vt", **common, "answer_prefix": "They are", "answer": ["AB", "CD"]},
+        {"task": "qa_1", **common, "answer_prefix": "Answer:", "answer": ["Rome", "Roma"]},
+        {"task": "vt", **common, "answer_prefix": "They are", "answer": ["EF"]},
+    ]
+    data = hub("ruler", {"8192/test.jsonl": rows})
+    first, second = load("ruler/vt@8192", 9, 0, tokenizer, "model", data)
+    expected = Sample("vt", "the text", "the question", ("AB", "CD"), "match_all", 30, "They are")
+    assert first == expected
+    assert second.answers == ("EF",)
+    assert score(first, "ab") == 0.5
+    (qa,) = load("ruler/qa_1@8192", 9, 0, tokenizer, "model", data)
+    assert score(qa, "It is ROMA.") == 1
+    with pytest.raises(UserError, match="has no rows of the task 'cwe'"):
+        load("ruler/cwe@8192", 9, 0, tokenizer, "model", data)
+
+
+def test_longbench(hub, tokenizer):
+    row = {"context": "c", "question": "q", "answer_prefix": "p", "length": 1, "language": "en"}
+    trec = row | {"answers": ["Food"], "all_classes": ["Food", "Other"], "max_new_tokens": 64}
+    hotpot = row | {"answers": ["a tall tower"], "all_classes": None, "max_new_tokens": 32}
+    files = {"trec/test.jsonl": [trec], "hotpotqa/test.jsonl": [hotpot]}
+    data = hub("longbench", files, configs("trec", "hotpotqa"))
+    (sample,) = load("longbench/trec", 9, 0, tokenizer, "model", data)
+    assert sample.choices == ("Food", "Other")
+    assert score(sample, "\nFood\nOther") == 1  # one line
+    assert score(sample, "Food or Other") == 0.5
+    (sample,) = load("longbench/hotpotqa", 9, 0, tokenizer, "model", data)
+    assert score(sample, "The tower, tall.") == 1
+    assert score(sample, "tower") == pytest.approx(2 / 3)
+
+
+def test_the_columns_of_the_original_longbench_will_do(hub, tokenizer):
+    row = {"input": "who?", "context": "c", "answers": ["x"], "all_classes": None, "_id": "1"}
+    data = hub("longbench", {"qasper/test.jsonl": [row]}, configs("qasper"))
+    (sample,) = load("longbench/qasper", 9, 0, tokenizer, "model", data)
+    assert (sample.question, sample.max_new_tokens, sample.answer_prefix) == ("who?", 64, "")
+
+
+def test_loogle(hub, tokenizer):
+    row = {"context": "c", "question": "q", "answer_prefix": "", "task": "x", "max_new_tokens": 9}
+    cloze = row | {"answer": "{'<mask-0>': 'Ada', '<mask-1>': 'Paris'}"}
+    data = hub(
+        "loogle",
+        {"shortdep_cloze/test.jsonl": [cloze], "shortdep_qa/test.jsonl": [row | {"answer": "a b"}]},
+        configs("shortdep_cloze", "shortdep_qa"),
+    )
+    (sample,) = load("loogle/shortdep_cloze", 9, 0, tokenizer, "model", data)
+    assert sample.answers == ("Ada", "Paris")
+    (sample,) = load("loogle/shortdep_qa", 9, 0, tokenizer, "model", data)
+    assert score(sample, "a c") == 0.5
+
+
+def test_infinitebench(hub, tokenizer):
+    row = {"context": "c", "question": "q", "answer_prefix": "", "max_new_tokens": 6}
+    data = hub(
+        "infinitebench",
+        {
+            "passkey/test.jsonl": [row | {"answer": ["71432"]}],
+            "longbook_choice_eng/test.jsonl": [row | {"answer": ["Mary", "B"]}],
+        },
+        configs("passkey", "longbook_choice_eng"),
+    )
+    (sample,) = load("infinitebench/passkey", 9, 0, tokenizer, "model", data)
+    assert [score(sample, text) for text in ("it is 71432.", "714321")] == [1, 0]
+    (sample,) = load("infinitebench/longbook_choice_eng", 9, 0, tokenizer, "model", data)
+    assert [score(sample, text) for text in ("B. Mary", "A", "Bath")] == [1, 0, 0]
+
+
+@pytest.mark.parametrize(("name", "split"), [("math500", "test"), ("aime24", "train")])
+def test_mathematics(hub, tokenizer, name, split):
+    data = hub(name, {f"{split}.jsonl": [{"problem": "p", "answer": "\\frac{1}{2}", "id": 7}]})
+    task = expand(name)[0]
+    (sample,) = load(task, 9, 0, tokenizer, "model", data)
+    assert sample.context == "p"
+    assert "\\boxed{}" in sample.question
+    assert score(sample, r"first \boxed{3}, then \boxed{ \dfrac{1}{2} }.") == 1
+    assert score(sample, r"\boxed{\frac{1}{2") == 0
+
+
+def test_a_needle_in_essays(hub, tokenizer):
+    essays = [{"title": str(i), "text": "This is a sentence of an essay. " * 40} for i in range(9)]
+    data = hub("needle", {"train.jsonl": essays})
+    samples = load("needle@512", 5, 0, tokenizer, "model", data)
+    depths = [sample.context.index("The keeper") / len(sample.context) for sample in samples]
+    assert depths == pytest.approx([0, 0.25, 0.5, 0.75, 0.95], abs=0.06)
+    for sample in samples:
+        assert len(tokenizer(prompt(sample))["input_ids"]) == pytest.approx(496, abs=25)
+        assert score(sample, " under the blue flower pot.") == 1
+    with pytest.raises(UserError, match=r"needs \d+ tokens of essays, and there are \d+"):
+        load("needle@99999", 5, 0, tokenizer, "model", data)
+
+
+def test_some_of_many_are_chosen_by_the_seed(hub, tokenizer):
+    rows = [{"problem": f"p{i}", "answer": str(i)} for i in range(50)]
+    data = hub("math500", {"test.jsonl": rows})
+
+    def chosen(seed):
+        return [s.context for s in load("math500/math", 5, seed, tokenizer, "model", data)]
+
+    assert chosen(0) == chosen(0)
+    assert chosen(0) != chosen(1)
+    assert len(set(chosen(0))) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "row", "words"),
+    [
+        ("math500", "math500/math", {"problem": "p"}, "needs answer, and has problem"),
+        (
+            "longbench",
+            "longbench/qasper",
+            {"text": "c", "input": "q"},
+            "needs context and answers or answer or outputs, and has text, input",
+        ),
+        (
+            "math500",
+            "math500/math",
+            {"problem": "p", "answer": ""},
+            "row 0.*empty context or answer",
+        ),
+        (
+            "math500",
+            "math500/math",
+            {"problem": " ", "answer": "1"},
+            "row 0.*empty context or answ",
+        ),
+    ],
+)
+def test_columns_that_are_missing_are_named(hub, tokenizer, name, task, row, words):
+    path = "qasper/test.jsonl" if name == "longbench" else "test.jsonl"
+    data = hub(name, {path: [row]}, configs("qasper") if name == "longbench" else "")
+    with pytest.raises(UserError, match=words):
+        load(task, 9, 0, tokenizer, "model", data)
+
+
+def test_ruler_without_tasks_and_copies_that_are_not_there(hub, tokenizer):
+    data = hub("ruler", {"4096/test.jsonl": [{"context": "c", "question": "q", "answer": ["a"]}]})
+    with pytest.raises(UserError, match="lacks a column: it needs task"):
+        load("ruler/vt", 9, 0, tokenizer, "model", data)
+    with pytest.raises(UserError, match=r"cannot load loogle .*--data.* simonjegou/loogle"):
+        load("loogle/shortdep_qa", 9, 0, tokenizer, "model", data)
+
+
+# ---- metrics -----------------------------------------------------------------------------------
+
+
+def test_every_task_has_a_metric():
+    assert {metric for found in SETS.values() for metric in found.metrics.values()} <= set(METRICS)
+    assert all(source.tasks for source in SOURCES.values())
+
+
+@pytest.mark.parametrize(
+    ("metric", "prediction", "answers", "expected"),
+    [
+        ("match_all", "12 and 34", ["12", "34", "56", "78"], 0.5),
+        ("match_any", "it is PARIS", ["Lyon", "Paris"], 1),
+        ("f1", "the cat sat", ["a cat", "dog"], 2 / 3),
+        ("f1", "", ["cat"], 0),
+        ("rouge_l", "a b c d", ["a x c", "z"], 4 / 7),
+        ("rouge_l", "b a", ["a b"], 0.5),
+        ("choice", "Number, I think", ["Number"], 1),
+        ("numbers", "Paragraph 3, not 5", ["Paragraph 3"], 0.5),
+        ("numbers", "none", ["Paragraph 3"], 0),
+        ("first_number", "-4.5 or 3", ["-4.5"], 1),
+        ("letter", "The answer is C", ["C"], 1),
+        ("code", "# comment\nreturn x\n", ["return x"], 1),
+        ("boxed", r"\boxed{070}", ["70"], 1),
+        ("boxed", "70", ["70"], 0),
+    ],
+)
+def test_metrics(metric, prediction, answers, expected):
+    assert METRICS[metric](prediction, answers, ()) == pytest.approx(expected)
+
+
+def test_a_choice_within_the_right_one_is_not_another():
+    assert METRICS["choice"]("animal name", ["animal name"], ["animal name", "animal", "x"]) == 1
+    assert METRICS["choice"]("animal", ["animal name"], ["animal name", "animal"]) == 0

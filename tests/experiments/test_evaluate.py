@@ -1,0 +1,572 @@
+"""Sweeps: what is asked for, what is answered, and that nothing is lost, doubled or mixed up."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import sys
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+import hooks_impl
+import patch_impl
+from experiments import UserError, evaluate, report
+from experiments.evaluate import STUDY, sweep
+from experiments.evaluation import setup, store
+from experiments.evaluation.cells import NO_PRESS, Cell, plan, press_text, run_cell
+from experiments.evaluation.datasets import load
+from experiments.evaluation.engines import Failure, on_ray, serial
+from experiments.evaluation.presses import make_press, takes_ratio
+from experiments.evaluation.settings import Settings, settings_from
+from experiments.evaluation.setup import model_fingerprint, setup_of
+from experiments.evaluation.store import Store
+from experiments.loading import load_model
+from press_core import HyperparameterError
+
+SMALL = Settings(
+    dataset=("facts/single@48", "facts/multiquery@48"),
+    press=("SnapKVPress(window_size=8)",),
+    ratio=(0.0, 0.5),
+    samples=8,
+    threads=1,
+)
+SETUP = {"model": "facts-llama", "seed": 0, "versions": {"torch": "1"}, "made_with": {"date": "x"}}
+EXAMPLES = sorted(Path(evaluate.__file__).parent.glob("evaluation/examples/*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def run_sweep(settings, folder, **ray):
+    """Run a sweep in `folder`; returns results, failures and what was printed."""
+    printed = StringIO()
+    kept = Store(folder, SETUP)
+    return *sweep(settings, kept, Console(file=printed, width=200), **ray), printed.getvalue()
+
+
+def without_time(results):
+    return results.drop(columns="seconds")
+
+
+# ---- presses as text ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("SnapKVPress", lambda p: p.SnapKVPress(0.25)),
+        ("SnapKVPress()", lambda p: p.SnapKVPress(0.25)),
+        ("SnapKVPress(0.9, window_size=8)", lambda p: p.SnapKVPress(0.25, window_size=8)),
+        (
+            "AdaKVPress(SnapKVPress(), alpha_safeguard=0.1)",
+            lambda p: p.AdaKVPress(p.SnapKVPress(0.25), alpha_safeguard=0.1),
+        ),
+        ("RandomPress", lambda p: p.RandomPress(0.25, seed=7)),
+        ("RandomPress(seed=3)", lambda p: p.RandomPress(0.25, seed=3)),
+        (
+            "ComposedPress([KnormPress(ratio), TOVAPress(ratio)])",
+            lambda p: p.ComposedPress([p.KnormPress(0.25), p.TOVAPress(0.25)]),
+        ),
+        (
+            "DuoAttentionPress(head_compression_ratio=ratio)",
+            lambda p: p.DuoAttentionPress(head_compression_ratio=0.25),
+        ),
+        ("PyramidKVPress(beta=1e1)", lambda p: p.PyramidKVPress(0.25, beta=10.0)),
+    ],
+)
+def test_a_press_is_what_its_text_says(text, expected):
+    for mechanism, package in (("hook", hooks_impl), ("patch", patch_impl)):
+        press = make_press(text, mechanism, 0.25, 7)
+        assert press == expected(package)
+        assert make_press(repr(press), mechanism, None, 0) == press
+
+
+def test_presses_with_a_size_of_their_own():
+    text = "DecodingPress(KnormPress(), target_size=64)"
+    assert not takes_ratio(text, "hook")
+    assert takes_ratio("SnapKVPress", "hook")
+    assert takes_ratio("DuoAttentionPress(head_compression_ratio=ratio)", "patch")
+    with pytest.raises(HyperparameterError, match="cannot be told a compression ratio"):
+        make_press(text, "hook", 0.5, 0)
+    press = make_press(text, "hook", None, 0)
+    assert press == hooks_impl.DecodingPress(hooks_impl.KnormPress(), target_size=64)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("NoPress", "there is no press 'NoPress'.*there are AdaKVPress, BlockPress"),
+        ("SnapKVPress(size=3)", "SnapKVPress has no size; its fields are compression_ratio, wind"),
+        ("SnapKVPress(", "cannot read the press"),
+        ("AdaKVPress()", "cannot make 'AdaKVPress.*press"),
+        ("SnapKVPress(__import__('os'))", "there is no press '__import__'"),
+        ("SnapKVPress(x.y)", "x.y is not allowed"),
+        ("SnapKVPress(open('x').read())", "is not allowed"),
+        ("3", "'3' is no press"),
+        ("KnormPress(1, 2, 3)", "KnormPress has no 3 fields"),
+    ],
+)
+def test_what_is_no_press_is_refused_in_words(text, words):
+    with pytest.raises(UserError, match=words):
+        make_press(text, "hook", None, 0)
+
+
+# ---- settings and cells ------------------------------------------------------------------------
+
+
+def test_flags_override_the_file(tmp_path):
+    file = tmp_path / "sweep.yaml"
+    file.write_text("press: [KnormPress, TOVAPress]\nratio: 0.25\nsamples: 3\nthreads: null\n")
+    settings = settings_from(file, {"samples": 5, "ratio": None, "dataset": ["facts/single"]})
+    assert settings == Settings(
+        press=("KnormPress", "TOVAPress"), ratio=(0.25,), samples=5, dataset=("facts/single",)
+    )
+    file.write_text("generation: {do_sample: true, temperature: 0.5}")
+    expected = {"do_sample": True, "temperature": 0.5}
+    assert dict(settings_from(file, {}).generation) == expected
+    assert settings_from(None, {}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("presses: [KnormPress]", "has presses, which is no setting; there are model, press"),
+        ("samples: many", "samples is 'many'; it must be int"),
+        ("samples: true", "samples is True; it must be int"),
+        ("samples: 0", "samples is 0; it must be 1 or more"),
+        ("ratio: [0.5, high]", "ratio is 'high'; it must be a number"),
+        ("ratio: 1", r"ratio is 1.0; it must be a number in \[0, 1\)"),
+        ("press: []", "press is empty"),
+        ("mechanism: hooks", "mechanism is 'hooks'; it must be one of hook, patch"),
+        ("dtype: int8", "dtype is 'int8'"),
+        ("compress_questions: 1", "compress_questions is 1; it must be bool"),
+        ("generation: greedy", "generation is 'greedy'"),
+        ("- a\n- b", "must be a YAML mapping"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(tmp_path, text, words):
+    (tmp_path / "sweep.yaml").write_text(text)
+    with pytest.raises(UserError, match=words):
+        settings_from(tmp_path / "sweep.yaml", {})
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(UserError, match="there is no file"):
+        settings_from(tmp_path / "sweep.yaml", {})
+
+
+def test_cells_are_the_grid_each_once():
+    decoding = "DecodingPress(KnormPress())"
+    settings = Settings(
+        dataset=("facts", "facts/single"),
+        press=("SnapKVPress", decoding, "SnapKVPress"),
+        ratio=(0.0, 0.5, 0.8),
+    )
+    cells = plan(settings)
+    assert len(set(cells)) == len({cell.key for cell in cells}) == len(cells) == 3 * (1 + 4 + 2)
+    single = [cell[1:] for cell in cells if cell.dataset == "facts/single@512"]
+    assert single == [
+        (NO_PRESS, 0.0, "bare"),
+        ("SnapKVPress", 0.5, "hook"),
+        ("SnapKVPress", 0.8, "hook"),
+        ("SnapKVPress", 0.5, "patch"),
+        ("SnapKVPress", 0.8, "patch"),
+        (decoding, None, "hook"),
+        (decoding, None, "patch"),
+    ]
+
+
+def test_mistakes_show_before_anything_is_run():
+    with pytest.raises(UserError, match="there is no press"):
+        plan(replace(SMALL, press=("KnormPress", "nosuch")))
+    with pytest.raises(UserError, match="there is no dataset"):
+        plan(replace(SMALL, dataset=("nosuch",)))
+    with pytest.raises(HyperparameterError, match="window_size"):
+        plan(replace(SMALL, press=("SnapKVPress(window_size=0)",)))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
+def test_examples_can_be_planned(path):
+    settings = settings_from(path, {})
+    assert plan(settings)
+    if path.stem == "study":
+        assert settings == STUDY
+
+
+def test_a_cell_scores_what_the_model_answers():
+    """Against the model called by hand, one context and one question at a time."""
+    settings, cell = SMALL, Cell("facts/multiquery@48", "SnapKVPress(window_size=8)", 0.5, "patch")
+    model, tokenizer = load_model("facts-llama")
+    rows = run_cell(settings, cell)
+    samples = load(cell.dataset, 8, 0, tokenizer, "facts-llama")
+    press = patch_impl.SnapKVPress(0.5, window_size=8)
+    for row, sample in zip(rows, samples, strict=True):
+        context = tokenizer(sample.context, return_tensors="pt").input_ids
+        question = tokenizer(sample.question, add_special_tokens=False, return_tensors="pt")
+        with torch.no_grad(), press(model):
+            cache = model(context, use_cache=True).past_key_values
+            logits = model(question.input_ids, past_key_values=cache).logits
+        assert row["prediction"] == tokenizer.decode(logits[0, -1].argmax())
+        assert row["score"] == float(row["prediction"] == sample.answers[0])
+        assert (row["question"], row["answers"]) == (sample.question, list(sample.answers))
+
+
+def test_a_cell_is_the_same_whatever_ran_before():
+    sampled = (("do_sample", True), ("eos_token_id", [2, 3]))
+    settings = replace(SMALL, press=("RandomPress",), generation=sampled)
+    cell = Cell("facts/single@48", "RandomPress", 0.5, "hook")
+    first = run_cell(settings, cell)
+    torch.manual_seed(99)
+    state = torch.get_rng_state()
+    run_cell(settings, Cell("facts/multiquery@48", "RandomPress", 0.5, "patch"))
+    assert run_cell(settings, cell) == first
+    assert torch.equal(torch.get_rng_state(), state)
+    assert run_cell(settings, cell._replace(mechanism="patch")) == first
+    assert run_cell(replace(settings, seed=1), cell) != first
+
+
+# ---- sweeps ------------------------------------------------------------------------------------
+
+
+def test_a_sweep_keeps_all_it_takes_to_repeat_it(tmp_path):
+    results, failures, _ = run_sweep(SMALL, tmp_path)
+    assert failures == {}
+    assert len(results) == len(plan(SMALL)) == 6
+    found = pd.read_csv(tmp_path / "predictions.csv", dtype=str)
+    assert len(found) == 6 * 8
+    one = found[(found["dataset"] == "facts/single@48") & (found["mechanism"] == "hook")]
+    assert set(one["press_text"]) == {
+        "SnapKVPress(compression_ratio=0.5, window_size=8, kernel_size=5)"
+    }
+    scores = found.assign(score=found["score"].astype(float))
+    mean = scores.groupby(["dataset", "mechanism"])["score"].mean()
+    for row in results.itertuples():
+        assert mean[row.dataset, row.mechanism] == row.score
+        assert row.low <= row.score <= row.high
+    by_mechanism = [set(found[found["mechanism"] == m]["prediction"]) for m in ("hook", "patch")]
+    assert by_mechanism[0] == by_mechanism[1]
+
+
+def test_an_interrupted_sweep_continues(tmp_path, monkeypatch):
+    whole = run_sweep(SMALL, tmp_path / "whole")[0]
+    ran = []
+
+    def interrupted(settings, cell):
+        if len(ran) == 2:
+            raise KeyboardInterrupt
+        ran.append(cell)
+        return run_cell(settings, cell)
+
+    monkeypatch.setattr(evaluate, "run_cell", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(SMALL, tmp_path / "cut")
+    monkeypatch.setattr(evaluate, "run_cell", lambda s, c: ran.append(c) or run_cell(s, c))
+    continued, _, printed = run_sweep(SMALL, tmp_path / "cut")
+    assert sorted(ran) == sorted(plan(SMALL))  # each once
+    assert "2 of 6 cells are finished already" in printed
+    pd.testing.assert_frame_equal(without_time(continued), without_time(whole))
+    again, _, _ = run_sweep(SMALL, tmp_path / "cut")
+    assert len(ran) == 6
+    pd.testing.assert_frame_equal(again, continued)
+
+
+def damage(path, how):
+    files = sorted((path / "cells").iterdir())
+    predictions, record = files[0], files[0].with_suffix(".json")
+    if how == "predictions cut":
+        predictions.write_bytes(predictions.read_bytes()[:-20])
+    elif how == "predictions gone":
+        predictions.unlink()
+    elif how == "record cut":
+        record.write_bytes(record.read_bytes()[:30])
+    elif how == "record empty":
+        record.write_text("")
+    elif how == "record gone":
+        record.unlink()
+    elif how == "part left over":
+        record.rename(record.with_name(f".{record.name}.part"))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "predictions cut",
+        "predictions gone",
+        "record cut",
+        "record empty",
+        "record gone",
+        "part left over",
+    ],
+)
+def test_what_is_half_written_is_run_again(tmp_path, monkeypatch, how):
+    settings = replace(SMALL, dataset=("facts/single@48",))
+    before = run_sweep(settings, tmp_path)[0]
+    damage(tmp_path, how)
+    ran = []
+    monkeypatch.setattr(evaluate, "run_cell", lambda s, c: ran.append(c) or run_cell(s, c))
+    after, _, printed = run_sweep(settings, tmp_path)
+    assert len(ran) == 1
+    assert ("1 cells were damaged" in printed) == (how not in ("record gone", "part left over"))
+    pd.testing.assert_frame_equal(without_time(after), without_time(before))
+    assert len(pd.read_csv(tmp_path / "predictions.csv")) == 3 * 8
+
+
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+    settings = replace(SMALL, dataset=("facts/single@48",))
+    expected = run_sweep(settings, tmp_path / "whole")[0]
+    writes, fsync = [], os.fsync
+
+    def full(descriptor):
+        writes.append(descriptor)
+        if len(writes) == 5:  # setup, first cell, predictions of the second: now its record
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(store.os, "fsync", full)
+    with pytest.raises(UserError, match=r"cannot write .*No space left.*the same command again"):
+        run_sweep(settings, tmp_path / "full")
+    left = {path.name for path in (tmp_path / "full").rglob("*")}
+    assert not [name for name in left if name.endswith(".part")]
+    monkeypatch.setattr(store.os, "fsync", fsync)
+    ran = []
+    monkeypatch.setattr(evaluate, "run_cell", lambda s, c: ran.append(c) or run_cell(s, c))
+    results = run_sweep(settings, tmp_path / "full")[0]
+    assert len(ran) == 2
+    pd.testing.assert_frame_equal(without_time(results), without_time(expected))
+
+
+def test_a_cell_that_fails_takes_nothing_from_the_others(tmp_path):
+    wrong = "PerLayerCompressionPress(SnapKVPress(window_size=8), [ratio])"
+    settings = replace(SMALL, dataset=("facts/single@48",), press=(wrong, "KnormPress"))
+    results, failures, printed = run_sweep(settings, tmp_path)
+    assert len(results) == 3
+    assert {cell.press for cell in failures} == {wrong}
+    assert all("4" in reason for reason in failures.values())  # layers of the model
+    assert printed.count("HyperparameterError") == 2
+    assert "4 cells" not in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("seed", 1), ("versions", {"torch": "2"}), ("samples", 3)]
+)
+def test_set_ups_are_not_mixed(tmp_path, name, value):
+    Store(tmp_path, SETUP)
+    Store(tmp_path, SETUP | {"made_with": {"date": "later"}})
+    with pytest.raises(UserError, match=f"another set-up.*{name} was .*give another --output"):
+        Store(tmp_path, SETUP | {name: value})
+
+
+def test_a_folder_that_does_not_say_what_it_holds(tmp_path):
+    run_sweep(replace(SMALL, dataset=("facts/single@48",), ratio=(0.0,)), tmp_path)
+    (tmp_path / "setup.json").write_text("{")
+    with pytest.raises(UserError, match="is not JSON"):
+        Store(tmp_path, SETUP)
+    (tmp_path / "setup.json").unlink()
+    with pytest.raises(UserError, match=r"no setup\.json that says of what"):
+        Store(tmp_path, SETUP)
+
+
+ROWS = [
+    {"sample": i, "context": c, "question": "q", "answers": ["1"], "prediction": p}
+    | {"metric": "f1", "score": s}
+    for i, c, p, s in [(0, "12e4", "007", 1.0), (1, "3456", ' a,\n"b" ', 0.1), (2, "0", "", 0.0)]
+]
+
+
+@pytest.mark.parametrize("file_format", ["csv", "parquet"])
+def test_predictions_come_back_as_they_were(tmp_path, file_format):
+    if file_format == "parquet":
+        pytest.importorskip("pyarrow", reason="the extra [evaluate] is not installed")
+    kept, cell = Store(tmp_path, SETUP, file_format), Cell("d", "KnormPress", None, "hook")
+    assert not kept.finished(cell)
+    kept.save(cell, ROWS, {"press_text": "p", "seconds": 1})
+    assert kept.finished(cell)
+    found = kept.predictions()
+    for name in ("sample", "context", "prediction", "score"):
+        assert list(found[name]) == [row[name] for row in ROWS]
+    assert json.loads(found["answers"][0]) == ["1"]
+    kept.write_tables([cell])
+    assert {path.name for path in tmp_path.glob(f"*.{file_format}")} == {
+        f"results.{file_format}",
+        f"predictions.{file_format}",
+    }
+
+
+def test_parquet_needs_its_library(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"hook-or-patch\[evaluate\]"):
+        Store(tmp_path, SETUP, "parquet")
+
+
+# ---- what made the results ---------------------------------------------------------------------
+
+
+def test_the_set_up_says_what_made_the_results(tmp_path):
+    made = setup_of(SMALL)
+    assert made["versions"]["torch"] == torch.__version__
+    assert made["threads"] == 1
+    assert {"date", "commit", "machine"} <= set(made["made_with"])
+    assert not {"press", "ratio", "mechanism", "dataset"} & set(made)
+    Store(tmp_path, made)
+    Store(tmp_path, setup_of(replace(SMALL, press=("KnormPress",), ratio=(0.9,))))
+    with pytest.raises(UserError, match="seed was 0, is 1"):
+        Store(tmp_path, setup_of(replace(SMALL, seed=1)))
+
+
+def test_other_weights_are_another_model(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(Path(evaluate.__file__).parent / "models" / "facts-llama", folder)
+    assert model_fingerprint(str(folder)) == model_fingerprint("facts-llama")
+    model = load_model(str(folder))[0]
+    model.lm_head.weight.data[-1, -1] += 1
+    model.save_pretrained(folder)
+    assert model_fingerprint(str(folder)) != model_fingerprint("facts-llama")
+
+
+def test_other_code_is_another_set_up(tmp_path, monkeypatch):
+    (tmp_path / "press_core").mkdir()
+    (tmp_path / "press_core" / "a.py").write_text("x = 1")
+    monkeypatch.setattr(setup, "_ROOT", tmp_path)
+    monkeypatch.setattr(setup, "_CODE", ("press_core",))
+    before = setup.code_digest()
+    (tmp_path / "press_core" / "a.py").write_text("x = 2")
+    assert setup.code_digest() != before
+
+
+# ---- engines -----------------------------------------------------------------------------------
+
+
+def test_the_serial_engine_goes_on_after_a_failure():
+    found = list(serial([1, 0, 2], lambda n: 2 // n))
+    reason = "ZeroDivisionError: integer division or modulo by zero"
+    assert found == [(1, 2), (0, Failure(reason)), (2, 1)]
+
+
+def test_ray_is_asked_for_where_it_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"hook-or-patch\[ray\].*leave out --on ray"):
+        list(on_ray([1], str))
+
+
+# ---- command -----------------------------------------------------------------------------------
+
+app = typer.Typer()
+app.command()(evaluate.command)
+
+
+def call(*args):
+    small = "--samples", "4", "--threads", "1", "--dataset", "facts/single@48"
+    return CliRunner().invoke(app, [*small, *map(str, args)], env={"COLUMNS": "160"})
+
+
+def test_the_command(tmp_path):
+    args = ["--press", "KnormPress", "--ratio", "0", "--ratio", "0.5", "--output", tmp_path]
+    result = call(*args)
+    assert result.exit_code == 0, result.output
+    for words in ("facts/single@48", "no press", "Knorm", "50%", "patch", f"results: {tmp_path}"):
+        assert words in result.output
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "setup.json",
+        "cells",
+        "results.csv",
+        "predictions.csv",
+    }
+    again = call(*args)
+    assert "3 of 3 cells are finished already" in again.output
+    other = call(*args, "--seed", "3")
+    assert isinstance(other.exception, UserError)
+    assert "seed was 0, is 3" in str(other.exception)
+
+
+def test_the_command_reads_a_file_and_tells_failures(tmp_path):
+    (tmp_path / "sweep.yaml").write_text(
+        "press: PerLayerCompressionPress(KnormPress(), [ratio])\nratio: [0.5]\nmechanism: hook\n"
+    )
+    result = call("--config", tmp_path / "sweep.yaml", "--output", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "no result: facts/single@48 PerLayerCompressionPress" in result.output
+
+
+def test_an_interrupted_command_says_how_to_continue(tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate, "run_cell", interrupt)
+    result = call("--output", tmp_path)
+    assert result.exit_code == 130
+    assert "the same command continues" in result.output
+
+
+# ---- the study ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    few = replace(
+        STUDY,
+        dataset=("facts/single@96", "facts/multikey@96", "facts/multiquery@96"),
+        press=("KnormPress", "AdaKVPress(SnapKVPress(window_size=8))"),
+        samples=4,
+        threads=1,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "STUDY", few)
+        made = evaluate.EXPERIMENT.run()
+    path = tmp_path_factory.mktemp("study") / "evaluate.csv"
+    report.write_table(made["evaluate"], path)
+    return {"evaluate": report.read_table(path)}
+
+
+def test_the_study_reads_its_tables(tables):
+    text = evaluate.EXPERIMENT.summary(tables)
+    assert "Hook and patch gave the same answers in all of 12 cells." in text
+    assert "| press | one fact, 50% evicted | 1 of 16 facts, 50% evicted |" in text
+    table = tables["evaluate"]
+    value = table[
+        (table["dataset"] == "facts/multikey@96")
+        & (table["press"] == "KnormPress")
+        & (table["ratio"] == 0.8)
+    ]["score"].iloc[0]
+    line = next(line for line in text.splitlines() if line.startswith("| Knorm |"))
+    assert line.split("|")[6].strip() == f"{value:.1%}"
+    assert "| AdaKV(SnapKV(window_size=8)) |" in text
+
+
+def test_the_study_does_not_claim_agreement_that_is_not_there(tables):
+    table = tables["evaluate"].copy()
+    table.loc[(table["mechanism"] == "patch").idxmax(), "answers"] = "something else"
+    text = evaluate.EXPERIMENT.summary({"evaluate": table})
+    assert "Hook and patch gave other answers in 1 of 12 cells." in text
+
+
+def test_the_figure_shows_every_score(tables):
+    figure = evaluate.EXPERIMENT.figures(tables)["evaluate"]
+    assert [axes.get_title("left") for axes in figure.axes] == [
+        "50% of the context evicted",
+        "80% of the context evicted",
+    ]
+    shown = [text.get_text() for axes in figure.axes for text in axes.texts]
+    table = tables["evaluate"]
+    hooks = table[table["mechanism"] == "hook"]
+    assert sorted(shown) == sorted(f"{score:.0%}" for score in hooks["score"])
+
+
+def test_the_press_of_a_cell_is_told_in_full():
+    cell = Cell("facts/single@48", "RandomPress", 0.5, "hook")
+    assert press_text(replace(SMALL, seed=3), cell) == "RandomPress(compression_ratio=0.5, seed=3)"
+    assert press_text(SMALL, Cell("facts/single@48", NO_PRESS, 0.0, "bare")) == NO_PRESS

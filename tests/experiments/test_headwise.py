@@ -1,0 +1,424 @@
+"""Head-wise against uniform budgets: what is compared, and what is read off the tables."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+import hooks_impl
+from experiments import UserError, headwise
+from experiments.cli import app
+from experiments.conditions import CONDITIONS, budgets
+from experiments.conditions.budgets import (
+    ALL,
+    HEADWISE,
+    N_PAIRS,
+    UNIFORM,
+    AskedInWords,
+    EvenKVzipPress,
+    Streaming,
+    asked,
+    differences,
+    head_scores,
+    held,
+    paired_interval,
+    pairs,
+)
+from experiments.conditions.timing import FULL, Size
+from experiments.conditions.trial import OTHER, SAME
+from experiments.facts import VOCABULARY, build_tokenizer
+from experiments.families import build
+from experiments.loading import load_model
+from experiments.quality import NO_PRESS, Task
+from press_core.methods.duo_attention import HeadScores
+from press_core.select import n_kept
+from tests.support import snapshot
+
+SMALL = Task(context=96, facts=4, samples=3)
+RATIOS = (0.5, 0.8)
+
+
+@pytest.fixture(scope="module")
+def facts_llama():
+    return load_model("facts-llama")
+
+
+@pytest.fixture(scope="module")
+def tables(facts_llama):
+    model, tokenizer = facts_llama
+    before = snapshot(model)
+    tables = headwise.measure_budgets(
+        model, asked(tokenizer, SMALL), RATIOS, model_name="facts-llama", progress=False
+    )
+    assert snapshot(model) == before
+    timed, size = build("llama"), Size(contexts=(128, 256), ratios=RATIOS, rounds=2, repeats=1)
+    tables |= headwise.measure_decoding(timed, size, model_name="tiny", progress=False)
+    return tables | headwise.measure_conditions(["llama"], progress=False)
+
+
+# ---- what is compared ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.5, 0.7, 0.9, 0.96])
+@pytest.mark.parametrize(("layers", "heads", "length"), [(4, 4, 513), (2, 2, 200), (32, 8, 4096)])
+def test_streaming_heads_evict_the_share_asked_for(ratio, layers, heads, length):
+    scores = HeadScores(torch.rand(layers, heads, generator=torch.Generator().manual_seed(0)))
+    press = Streaming(scores, length).press(ratio)
+    kept = press.sink_size + press.recent_size
+    evicted = press.head_compression_ratio * (1 - kept / length)
+    possible = min(ratio, 1 - 16 / length)  # no head keeps less than 16 tokens
+    assert evicted == pytest.approx(possible, abs=1 / length)
+    assert kept >= 16
+
+
+def test_streaming_leaves_out_heads_that_no_press_works_on():
+    scores = torch.rand(4, 2)
+    scores[::2] = float("inf")
+    press = Streaming(HeadScores(scores), 100).press(0.5)
+    assert press.head_compression_ratio * 4 == pytest.approx(3)  # two heads could not give up 0.5
+
+
+def test_uniform_kvzip_keeps_the_best_of_each_head_and_the_sinks():
+    scores = torch.rand(1, 2, 20)
+    press = EvenKVzipPress(0.75, n_sink=2)
+    chosen = press.choose({3: scores})[3]
+    assert torch.equal(chosen.sum(dim=-1), torch.tensor([5, 5]))
+    assert chosen[:, :2].all()
+    best = scores[0, :, 2:].topk(3).indices + 2
+    assert chosen.gather(1, best).all()
+
+
+def test_both_presses_of_a_pair_hold_as_many_tokens(facts_llama):
+    model, tokenizer = facts_llama
+    task = asked(tokenizer, SMALL)
+    contexts = task.contexts(task.batches[0])
+    found = pairs(model, task)
+    assert len(found) == N_PAIRS == len({pair.name for pair in found})
+    for pair in found:
+        left = {name: held(model, press, contexts) for name, press in pair.presses(0.7).items()}
+        assert float(left[UNIFORM].shares.mean()) == pytest.approx(n_kept(97, 0.7) / 97)
+        assert left[UNIFORM].shares.unique().numel() == 1
+        assert float(left[HEADWISE].shares.mean()) == pytest.approx(0.3, abs=0.01)
+        assert left[HEADWISE].shares.unique().numel() > 1
+        assert left[HEADWISE].bytes == pytest.approx(left[UNIFORM].bytes, rel=0.03)
+
+
+def test_what_is_held_is_weighed_whole(facts_llama):
+    model, _ = facts_llama
+    ids = torch.randint(4, 600, (2, 50))
+    full = held(model, None, [ids, ids])
+    assert (full.shares == 1).all()
+    assert full.shares.shape == (4, 4)
+    assert full.bytes == 2 * 2 * (2 * 50) * 4 * 4 * 16 * 4  # twice keys and values in float32
+
+
+def random_model(width=32):
+    """Not from a folder, so that nothing lies beside it."""
+    config = LlamaConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=width,
+        intermediate_size=width,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def test_heads_that_nobody_measured_are_measured():
+    task = asked(build_tokenizer(), SMALL)
+    scores = head_scores(random_model(), task).scores
+    assert scores.shape == (2, 2)
+    assert ((scores >= 0) & (scores <= 1)).all()
+    for batch, other in zip(task.batches, task.others(), strict=False):
+        assert not torch.equal(batch.context_ids, other.context_ids[: len(batch.context_ids)])
+
+
+def test_scores_beside_the_model_are_taken(facts_llama, monkeypatch, tmp_path):
+    model, tokenizer = facts_llama
+    known = HeadScores(torch.arange(16.0).view(4, 4))
+    known.save(tmp_path)
+    monkeypatch.setattr(model.config, "name_or_path", str(tmp_path))
+    assert torch.equal(head_scores(model, asked(tokenizer, SMALL)).scores, known.scores)
+
+
+# ---- asking in words -----------------------------------------------------------------------------
+
+
+def test_a_vocabulary_of_its_own_is_asked_in_words():
+    tokenizer = build_tokenizer()
+    assert type(asked(tokenizer, SMALL)) is budgets.Asked
+    tokenizer.add_tokens(["zebra"])
+    assert type(asked(tokenizer, SMALL)) is AskedInWords
+
+
+@pytest.mark.parametrize("press", [None, hooks_impl.AdaKVPress(hooks_impl.KeyDiffPress(0.7))])
+def test_words_are_answered_as_tokens_are(facts_llama, press):
+    model, tokenizer = facts_llama
+    in_words, in_tokens = AskedInWords(SMALL, tokenizer), budgets.Asked(SMALL)
+    (batch,) = in_tokens.batches
+    assert in_words.length == in_tokens.length == 97
+    assert torch.equal(torch.cat(in_words.contexts(batch)), batch.context_ids)
+    right = in_tokens.right(model, press, batch)
+    assert torch.equal(in_words.right(model, press, batch), right)
+    assert right.float().mean() > (0.9 if press is None else 0.1)
+
+
+def test_every_token_of_an_answer_has_to_be_right(facts_llama, monkeypatch):
+    model, tokenizer = facts_llama
+    task = AskedInWords(SMALL, tokenizer)
+    (batch,) = task.batches
+    own = task._ids
+
+    def two_tokens(words, start=False):
+        ids = own(words, start)
+        return torch.cat((ids, ids), dim=1) if ids.shape[1] == 1 else ids  # "tea tea"
+
+    monkeypatch.setattr(task, "_ids", two_tokens)
+    assert not task.right(model, None, batch).any()
+
+
+# ---- differences ---------------------------------------------------------------------------------
+
+
+def test_interval_of_paired_differences():
+    values = torch.tensor(np.random.default_rng(0).normal(0.3, 1, 400))
+    mean, low, high, n = paired_interval(values)
+    assert n == 400
+    assert mean == pytest.approx(float(values.mean()))
+    spread = pytest.approx(1.96 * float(values.std()) / 20, rel=1e-4)
+    assert (high - mean, mean - low) == (spread, spread)
+    assert paired_interval(torch.tensor([0.5]))[1:3] == (-float("inf"), float("inf"))
+
+
+def test_differences_are_taken_context_by_context():
+    hard, easy = [False] * 4, [True] * 4
+    uniform = torch.tensor([hard, easy, hard, easy])
+    headwise_ = uniform.clone()
+    headwise_[:, 0] = True  # one more of the hard ones: the same in each pair of contexts
+    right = {("a", 0.5, UNIFORM): uniform, ("a", 0.5, HEADWISE): headwise_}
+    right |= {("b", 0.5, UNIFORM): uniform, ("b", 0.5, HEADWISE): uniform}
+    table = differences(right)
+    at, mean = table[table["ratio"] == 0.5], table[table["ratio"].isna()]
+    assert at["pair"].to_list() == mean["pair"].to_list() == ["a", "b", ALL]
+    assert at["difference"].to_list() == mean["difference"].to_list()  # of a single ratio
+    table = at.set_index("pair")
+    assert table.loc["a", "difference"] == pytest.approx(0.125)
+    assert table.loc["a", "contexts"] == 4
+    # Between contexts accuracy differs by 1, but the difference by 0.25 alone.
+    expected = 1.959964 * torch.tensor([0.25, 0, 0.25, 0]).std().item() / 2
+    assert table.loc["a", "high"] - 0.125 == pytest.approx(expected)
+    assert (table.loc["b", ["difference", "low", "high"]] == 0).all()
+    assert table.loc[ALL, "difference"] == pytest.approx(0.0625)
+
+
+def test_the_mean_over_ratios_is_taken_context_by_context_too():
+    truth = torch.tensor([[True], [False]])
+    right = {("a", 0.5, UNIFORM): ~truth, ("a", 0.5, HEADWISE): truth}
+    right |= {("a", 0.8, UNIFORM): truth, ("a", 0.8, HEADWISE): ~truth}
+    table = differences(right)
+    assert (table.loc[table["ratio"].notna(), "high"] > 0.5).all()
+    # What one ratio gains in each context the other loses.
+    assert (table.loc[table["ratio"].isna(), ["difference", "low", "high"]] == 0).all(axis=None)
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def test_a_row_per_press_and_ratio(tables):
+    accuracy = tables["headwise_accuracy"]
+    assert len(accuracy) == 1 + 2 * N_PAIRS * len(RATIOS)
+    assert not accuracy.duplicated(["pair", "budgets", "ratio"]).any()
+    assert set(accuracy["answers"]) == {12}
+    assert set(accuracy["contexts"]) == {3}
+    assert ((accuracy["low"] <= accuracy["accuracy"]) & (accuracy["accuracy"] <= 1)).all()
+    bare = accuracy[accuracy["press"] == NO_PRESS].iloc[0]
+    assert (bare["evicted"], bare["bytes"]) == (0, 1)
+    pressed = accuracy[accuracy["press"] != NO_PRESS]
+    assert (pressed["bytes"] <= (1 - pressed["ratio"]) * 1.03).all()
+    assert np.allclose(pressed["evicted"], pressed["ratio"], atol=0.011)
+
+
+def test_differences_are_those_of_the_accuracies(tables):
+    by = tables["headwise_accuracy"].set_index(["pair", "budgets", "ratio"])["accuracy"]
+    single = tables["headwise_difference"].query("pair != @ALL and ratio.notna()")
+    assert len(single) == N_PAIRS * len(RATIOS)
+    for row in single.to_dict("records"):
+        pair, ratio = row["pair"], row["ratio"]
+        expected = by[pair, HEADWISE, ratio] - by[pair, UNIFORM, ratio]
+        assert row["difference"] == pytest.approx(expected)
+        assert row["low"] <= row["difference"] <= row["high"]
+
+
+def test_budgets_of_heads_add_up(tables):
+    shares = tables["headwise_budgets"]
+    assert shares["share"].between(0, 1).all()
+    mean = shares.groupby(["press", "ratio"])["share"].mean()
+    assert np.allclose(mean, 1 - mean.index.get_level_values("ratio"), atol=0.011)
+    duo = shares[(shares["press"] == "DuoAttention") & (shares["ratio"] == 0.5)]["share"]
+    assert duo.nunique() == 2  # heads retrieve, or stream
+    assert duo.max() == 1
+
+
+def test_layers_share_a_budget_with_kvzip_alone(tables):
+    shares = tables["headwise_budgets"].query("ratio == 0.5")
+    of_layers = shares.groupby(["press", "layer"])["share"].mean().unstack()
+    assert of_layers.loc["AdaKV(SnapKV)"].max() - of_layers.loc["AdaKV(SnapKV)"].min() < 1e-6
+    assert of_layers.loc["KVzip"].max() - of_layers.loc["KVzip"].min() > 0.01
+
+
+def test_every_context_is_timed(tables):
+    decoding = tables["headwise_decoding"]
+    assert set(decoding["model"]) == {"tiny"}
+    assert decoding.groupby("context").size().to_dict() == {128: 11, 256: 11}
+
+
+def test_sliding_layers_are_not_timed():
+    model = build("gemma3_text")
+    with pytest.raises(UserError, match="sliding window"):
+        headwise.measure_decoding(model, Size((64,), (0.5,), 1, 1), model_name="g", progress=False)
+
+
+def test_a_bar_goes_to_its_end(monkeypatch, facts_llama):
+    model, tokenizer = facts_llama
+    moved = []
+    monkeypatch.setattr(budgets, "held", lambda *_: budgets.Held(torch.ones(1, 1), 1))
+    task = asked(tokenizer, SMALL)
+    monkeypatch.setattr(task, "right", lambda *_: torch.ones(3, 4, dtype=torch.bool))
+    budgets.compare(model, task, RATIOS, model_name="m", advance=lambda: moved.append(1))
+    assert len(moved) == 1 + 2 * N_PAIRS * len(RATIOS)
+
+
+# ---- summary -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shift", "verdict"),
+    [
+        (0.3, "helped on"),
+        (-0.3, "cost answers on"),
+        (0.0, "made no difference that could be shown"),
+    ],
+)
+def test_summary_says_whether_budgets_helped(tables, shift, verdict):
+    table = tables["headwise_difference"].copy()
+    table[["difference", "low", "high"]] = shift + np.array([0.0, -0.1, 0.1])
+    told = headwise.sentence_on_budgets(tables | {"headwise_difference": table})
+    assert told.startswith(f"Head-wise budgets {verdict}")
+    assert f"by {100 * shift:+.1f} [" in told
+    assert f"They {verdict.removesuffix(' on')} with AdaKV(SnapKV) {100 * shift:+.1f} [" in told
+    better, worse = (12 * (sign * shift > 0.1) for sign in (1, -1))
+    assert f"Of 12 single comparisons {better} are better and {worse} worse" in told
+
+
+def test_summary_says_whether_a_patch_is_needed(tables):
+    table = tables["headwise_conditions"]
+    told = headwise.sentence_on_patching(tables)
+    assert "needs no patch" in told
+    assert "6 of 6 trials (llama: eager, sdpa, flex_attention)" in told
+    broken = table.copy()
+    broken.loc[(table["condition"] == "mask by hook").idxmax(), "outcome"] = OTHER
+    told = headwise.sentence_on_patching({"headwise_conditions": broken})
+    assert "needs a patch" in told
+    assert "5 of 6" in told
+    patched = table.assign(registry=True)
+    assert "needs a patch" in headwise.sentence_on_patching({"headwise_conditions": patched})
+
+
+def test_summary_says_whether_memory_is_freed(tables):
+    table = tables["headwise_decoding"]
+    told = headwise.sentence_on_freeing(tables)
+    assert "That mask frees nothing: with 80% of 256 tokens evicted" in told
+    row = table[(table["context"] == 256) & (table["ratio"] == 0.8)].set_index("condition")
+    assert f"{row.loc['ragged', 'time']:.2f} [{row.loc['ragged', 'low']:.2f}," in told
+    freed = {"headwise_decoding": table.assign(bytes=table["bytes"] // 2)}
+    assert "That mask frees memory" in headwise.sentence_on_freeing(freed)
+
+
+def test_summary_shows_every_table(tables):
+    text = headwise.summary(tables)
+    for pair in tables["headwise_accuracy"]["press"].unique():
+        assert pair == NO_PRESS or f"| {pair} |" in text
+    for name in CONDITIONS:
+        assert f"| {name}, 80% evicted |" in text
+    assert (
+        f"| llama, sdpa | 3 tokens: {SAME}, 20 tokens: error | {SAME} | {SAME} | {SAME} |" in text
+    )
+    assert "| frees memory | no | no | no | yes |" in text
+    assert (
+        "| touches | forwards, attention registry | forwards, attention registry | hooks |" in text
+    )
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    widths = {line.count("|") for line in lines}
+    assert widths == {5, 6}
+
+
+def test_summary_is_the_same_off_the_files(tables, tmp_path):
+    from experiments.report import read_table, write_table
+
+    for name, table in tables.items():
+        write_table(table, tmp_path / f"{name}.csv")
+    again = {name: read_table(tmp_path / f"{name}.csv") for name in tables}
+    assert headwise.summary(again) == headwise.summary(tables)
+
+
+# ---- figures and command -------------------------------------------------------------------------
+
+
+def test_figures_show_what_the_tables_hold(tables):
+    figures = headwise.figures(tables)
+    assert set(figures) == set(tables) - {"headwise_conditions"}
+    accuracy = figures["headwise_accuracy"].axes
+    assert len(accuracy) == N_PAIRS
+    assert [len(panel.get_lines()) for panel in accuracy] == [2] * N_PAIRS
+    (panel,) = figures["headwise_difference"].axes
+    points = [len(line.get_xdata()) for line in panel.get_lines() if line.get_marker() == "s"]
+    assert points == [N_PAIRS + 1] * len(RATIOS)
+    maps = [panel for panel in figures["headwise_budgets"].axes if panel.get_images()]
+    assert len(maps) == 3
+    assert [len(panel.texts) for panel in maps] == [16] * 3
+    *timed, weighed = figures["headwise_decoding"].axes
+    assert [len(panel.get_lines()) for panel in (*timed, weighed)] == [6, 6, 6]
+
+
+@pytest.fixture(scope="module")
+def cli(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    random_model().save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    arguments = ["headwise", "--model", str(folder), "--samples", "2", "--facts", "2"]
+    arguments += ["--context", "64", "--contexts", "64", "--rounds", "1", "--ratio", "0.5"]
+    return lambda *more: CliRunner().invoke(app, [*arguments, *more], env={"COLUMNS": "160"})
+
+
+def test_command_writes_what_it_shows(cli, tmp_path):
+    result = cli("--part", "budgets", "--part", "decoding", "--output", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "AdaKV(SnapKV)" in result.output
+    assert "ragged, 50% evicted" in result.output
+    written = {path.name for path in tmp_path.iterdir()}
+    names = {f"headwise_{name}" for name in ("accuracy", "difference", "budgets", "decoding")}
+    assert written == {f"{name}.{kind}" for name in names for kind in ("csv", "png")}
+    decoding = pd.read_csv(tmp_path / "headwise_decoding.csv")
+    assert set(decoding["model"]) == {"tiny"}
+    assert set(decoding["context"]) == {64}
+    assert FULL in set(decoding["condition"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ratio", "1"], "ratio"),
+        (["--facts", "80"], "facts"),
+        (["--model", "/no/such/folder"], "/no/such/folder"),
+        (["--part", "nothing"], "nothing"),
+    ],
+)
+def test_command_says_what_is_wrong(cli, options, message):
+    result = cli(*options)
+    assert result.exit_code == 2
+    assert message in result.output

@@ -1,0 +1,288 @@
+"""Hooks and patches touch what they say and leave nothing; what others leave is found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from experiments import UserError, intrusiveness
+from experiments.audit import CALL, CLASS, INSTANCE, LEFT, OPEN, PROCESS, RUNNING, THREAD
+from experiments.intrusiveness import EXITS, leftovers, mechanisms, seen_from_inside, touched
+from experiments.ladder import LADDER
+from experiments.subjects import LIBRARIES, Subject
+from experiments.subjects.interrupted import interrupted
+
+OURS = [name for name in mechanisms() if name.split(",")[0] in ("hooks", "patches")]
+INSPECTED = ("signature", "source", "name", "method")
+every_exit = pytest.mark.parametrize("how", EXITS)
+
+
+def reaches(name, when):
+    changes = touched(mechanisms()[name])
+    return set(changes[changes["when"] == when]["reach"])
+
+
+# ---- touched and left --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OURS)
+@every_exit
+def test_nothing_of_ours_is_left(name, how):
+    row = leftovers(mechanisms()[name], how)
+    assert (row["leftovers"], row["error"]) == (0, ""), row
+
+
+@pytest.mark.parametrize(
+    ("name", "reach"),
+    [
+        ("hooks", {INSTANCE}),
+        ("hooks, SnapKV", {INSTANCE}),
+        ("plain hook", {INSTANCE}),
+        ("patches", {INSTANCE}),
+        ("patches, SnapKV", {INSTANCE, PROCESS}),  # the registry hands out functions that listen
+        ("hooks, AdaKV(SnapKV)", {INSTANCE, PROCESS}),  # head-wise attention takes a patch
+        ("plain instance patch", {INSTANCE}),
+        ("function mode", {THREAD}),
+        ("registry patch", {PROCESS}),
+        ("class patch", {CLASS}),
+        ("function patch", {CLASS}),
+        ("permanent class patch", {CLASS}),
+    ],
+)
+def test_how_far_a_mechanism_reaches(name, reach):
+    assert reaches(name, OPEN) == reach
+
+
+def test_the_attention_interface_reaches_configuration_and_registries():
+    kinds = set(touched(mechanisms()["attention interface"])["kind"])
+    assert {"configuration", "attention registry", "mask registry"} <= kinds
+
+
+def test_exact_queries_ride_in_the_arguments_of_a_patched_call():
+    assert CALL in reaches("patches, SnapKV", RUNNING)
+
+
+@pytest.mark.parametrize("name", ["plain instance patch", "permanent class patch"])
+@every_exit
+def test_what_others_leave_is_found(name, how):
+    row = leftovers(mechanisms()[name], how)
+    assert row["leftovers"] > 0
+    assert row["example"].endswith(".forward")
+
+
+def test_an_error_of_leaving_is_noted():
+    row = leftovers(mechanisms()["attention interface"], "outer scope first")
+    assert row["error"].startswith("ValueError: Specified `attn_implementation=")
+    assert row["leftovers"] > 1
+
+
+@every_exit
+def test_every_exit_runs_the_model_inside_of_the_scope(how):
+    """Otherwise nothing could be left of what is only done in a call."""
+    ran = []
+
+    def opens(model):
+        model.model.layers[0].self_attn.register_forward_hook(lambda *_: ran.append(how))
+        return LADDER["hooks"].press(0.5)(model)
+
+    row = leftovers(opens, how)
+    assert row["leftovers"] > 0
+    assert ran
+
+
+# ---- from inside -------------------------------------------------------------------------------
+
+
+def test_the_bare_model_from_inside():
+    row = seen_from_inside(None)
+    assert {row[name] for name in INSPECTED} == {True}
+    assert row["called by"] == "_call_impl (module.py)"
+    assert row["frames to an error of the press"] == 0
+    assert row["frames to an error of the layer"] > 0
+
+
+@pytest.mark.parametrize("name", ["hooks", "patches"])
+def test_ours_from_inside(name):
+    row, bare = seen_from_inside(name), seen_from_inside(None)
+    assert {row[name] for name in ("signature", "source", "name")} == {True}
+    assert row["class"] == bare["class"] == "LlamaAttention"
+    extra = row["frames to an error of the layer"] - bare["frames to an error of the layer"]
+    assert extra >= 1
+    assert row["path"].split(" > ")[0] in ("_wrapped_call_impl", "__call__")
+    assert "compress" in row["path"]
+
+
+def test_a_plain_patch_from_inside():
+    row = seen_from_inside("plain instance patch")
+    assert {row[name] for name in INSPECTED} == {False}
+
+
+def test_a_registry_patch_cannot_be_seen_on_the_module():
+    row = seen_from_inside("registry patch")
+    assert {row[name] for name in INSPECTED} == {True}
+
+
+# ---- libraries ---------------------------------------------------------------------------------
+
+ROW = {"library": "peft", "version": "1.0", "transformers": "5.0", "subject": "LoRA", "error": ""}
+CHANGE = {"when": LEFT, "reach": INSTANCE, "how": "added", "kind": "hook", "changes": 2}
+
+
+def environment(folder: Path, *, output: str = "", status: int = 0) -> Path:
+    """A virtual environment whose Python prints `output`."""
+    python = folder / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    (folder / "output").write_text(output)
+    stream = 2 if status else 1
+    python.write_text(f"#!/bin/sh\ncat {folder}/output >&{stream}\nexit {status}\n")
+    python.chmod(0o755)
+    return folder
+
+
+def test_what_an_environment_prints_is_the_table(tmp_path):
+    rows = [{**ROW, "changes": [CHANGE]}, {**ROW, "subject": "import", "changes": []}]
+    table = intrusiveness.audit_libraries([environment(tmp_path, output=json.dumps(rows))])
+    own = table[table["library"] == "peft"].set_index("subject")
+    assert own.loc["LoRA", ["when", "reach", "changes"]].tolist() == [LEFT, INSTANCE, 2]
+    assert own.loc["import", "changes"] == 0
+    others = table[table["library"] != "peft"]
+    assert set(others["library"]) == {lib.distribution for lib in LIBRARIES} - {"peft"}
+    assert others["error"].str.contains("`make subjects` installs it").all()
+
+
+def test_the_first_environment_that_has_a_library_counts(tmp_path):
+    folders = [
+        environment(tmp_path / version, output=json.dumps([{**ROW, **of, "changes": []}]))
+        for version, of in (("a", {"transformers": "5.9"}), ("b", {"transformers": "5.2"}))
+    ]
+    table = intrusiveness.audit_libraries(folders)
+    assert table[table["library"] == "peft"]["transformers"].tolist() == ["5.9"]
+
+
+def test_an_environment_that_is_not_there_has_no_library(tmp_path):
+    table = intrusiveness.audit_libraries([tmp_path / "nowhere"])
+    assert len(table) == len(LIBRARIES)
+    assert table["error"].str.startswith("not run").all()
+
+
+def test_an_environment_that_fails_says_why(tmp_path):
+    broken = environment(tmp_path, output="Traceback\nImportError: no torch", status=1)
+    with pytest.raises(UserError, match="ImportError: no torch"):
+        intrusiveness.audit_libraries([broken])
+
+
+def test_the_subjects_run_in_an_environment_without_libraries():
+    command = [sys.executable, "-m", "experiments.subjects", "no-such-library"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == []
+
+
+@pytest.mark.skipif(not find_spec("accelerate"), reason="accelerate is not installed here")
+def test_accelerate_leaves_a_forward_behind():
+    command = [sys.executable, "-m", "experiments.subjects", "accelerate"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = {row["subject"]: row for row in json.loads(done.stdout)}
+    assert all(row["error"] == "" for row in rows.values()), rows
+    left = rows["add_hook_to_module, remove_hook_from_module"]["changes"][-1]
+    assert (left["when"], left["changes"], left["example"]) == (LEFT, 1, ".forward")
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.distribution)
+def test_every_library_has_subjects_whether_it_is_installed_or_not(library):
+    first, *others = library.subjects
+    assert first.name == "import"
+    assert others
+    assert all(isinstance(subject, Subject) for subject in others)
+
+
+def test_an_interrupted_scope_is_left():
+    left = []
+
+    class Scope:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, kind, *_):
+            left.append(kind)
+
+    with interrupted(Scope()):
+        assert not left
+    assert left == [KeyboardInterrupt]
+
+
+# ---- tables, figures, command ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    chosen = ["hooks", "plain instance patch"]
+    rows = [{**ROW, "changes": [CHANGE]}, {**ROW, "subject": "import", "changes": []}]
+    folder = environment(tmp_path_factory.mktemp("env") / "e", output=json.dumps(rows))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(intrusiveness, "mechanisms", lambda: {n: mechanisms()[n] for n in chosen})
+        return intrusiveness.measure([folder], progress=False)
+
+
+def test_tables_hold_every_mechanism(tables):
+    names = {"hooks", "plain instance patch"}
+    assert set(tables["intrusiveness"]["mechanism"]) == names
+    exits = tables["intrusiveness_exits"]
+    assert len(exits) == 2 * len(EXITS)
+    assert set(tables["intrusiveness_inside"]["mechanism"]) == names | {"bare"}
+
+
+def test_summary_says_what_is_left(tables):
+    text = intrusiveness.summary(tables)
+    assert text.startswith("Hooks and patches leave 0 entries behind")
+    assert "plain instance patch (" in text.split("\n")[0]
+    assert "| peft | 1.0 | LoRA | 0 | 2 | 0 | 0 | 0 |" in text
+    assert "| kvpress |  | not run" in text
+
+
+def test_figures_show_the_counts(tables):
+    figures = intrusiveness.figures(tables)
+    assert set(figures) == {"intrusiveness", "intrusiveness_libraries"}
+    after = figures["intrusiveness"].axes[1]
+    shown = [text.get_text() for text in after.texts]
+    left = tables["intrusiveness_exits"]["leftovers"].astype(str)
+    assert sorted(shown) == sorted(left)
+
+
+def test_libraries_are_not_drawn_where_none_was_audited(tables):
+    libraries = intrusiveness.audit_libraries([])
+    figures = intrusiveness.figures({**tables, "intrusiveness_libraries": libraries})
+    assert set(figures) == {"intrusiveness"}
+
+
+@pytest.fixture
+def cli(monkeypatch):
+    monkeypatch.setattr(
+        intrusiveness, "mechanisms", lambda: {"patches": LADDER["patches"].press(0.5)}
+    )
+    app = typer.Typer()
+    app.command()(intrusiveness.command)
+    return lambda *options: CliRunner().invoke(app, options, env={"COLUMNS": "160"})
+
+
+def test_command_writes_what_it_shows(cli, tmp_path):
+    folder = environment(tmp_path / "env", output="[]")
+    result = cli("--environment", str(folder), "--output", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "patches" in result.output
+    assert "make subjects" in result.output
+    assert set(pd.read_csv(tmp_path / "intrusiveness.csv")["mechanism"]) == {"patches"}
+    assert (tmp_path / "intrusiveness.png").stat().st_size > 10_000
+
+
+def test_command_says_that_a_folder_is_no_environment(cli, tmp_path):
+    result = cli("--environment", str(tmp_path))
+    assert isinstance(result.exception, UserError)
+    assert "bin/python" in str(result.exception)

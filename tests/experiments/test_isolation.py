@@ -1,0 +1,193 @@
+"""Bystanders that are changed are found changed, and those of hooks and patches are not."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from experiments import UserError, isolation
+from experiments.audit import differences, snapshot
+from experiments.families import build
+from experiments.isolation import (
+    ERROR,
+    FOR_GOOD,
+    OUTCOMES,
+    RECOVERS,
+    SITUATIONS,
+    UNTOUCHED,
+    Answer,
+    Seen,
+    answer,
+    outcome,
+    try_out,
+)
+from experiments.ladder import LADDER
+
+SHARED = "an instance with the same module"
+
+
+@pytest.fixture(scope="module")
+def table():
+    return isolation.measure(["hooks", "patches", "plain hook"], progress=False)["isolation"]
+
+
+# ---- outcomes ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mine():
+    return answer(build("llama"))
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    return answer(build("llama", seed=1))
+
+
+def test_the_same_model_answers_the_same_bits(mine):
+    assert mine.difference(answer(build("llama"))) == ""
+
+
+def test_one_bit_is_a_difference(mine):
+    states = [tensor.clone() for tensor in mine.states]
+    states[-1].view(torch.int32)[0, 0, -1, -1] ^= 1
+    assert mine.difference(Answer(mine.logits, states, mine.seen)).startswith("off by")
+    logits = [*mine.logits[:-1], mine.logits[-1] + 1]
+    assert mine.difference(Answer(logits, mine.states, mine.seen)) == "off by 1"
+
+
+def test_differences_of_a_cache_are_named(mine):
+    shorter = [states[:, :, 1:] for states in mine.states]
+    assert mine.difference(Answer(mine.logits, shorter, mine.seen)) == "keeps 25 slots of 26"
+    seen = [length - 1 for length in mine.seen]
+    assert mine.difference(Answer(mine.logits, mine.states, seen)) == "has seen 25 tokens, not 26"
+
+
+def test_outcomes(mine, theirs):
+    broken = KeyError("gone")
+    assert outcome(Seen(mine, mine, mine, mine)) == (UNTOUCHED, "")
+    assert outcome(Seen(mine, theirs, mine, mine))[0] == RECOVERS
+    assert outcome(Seen(mine, theirs, mine, theirs))[0] == FOR_GOOD
+    assert outcome(Seen(mine, mine, mine, theirs))[0] == FOR_GOOD
+    assert outcome(Seen(mine, broken, mine, mine)) == (ERROR, "inside: KeyError: 'gone'")
+    assert outcome(Seen(mine, mine, mine, broken)) == (ERROR, "after: KeyError: 'gone'")
+
+
+def test_an_error_in_the_reference_is_no_outcome(mine):
+    with pytest.raises(KeyError):
+        outcome(Seen(KeyError("reference"), mine, mine, mine))
+
+
+def test_a_thread_hands_its_error_on():
+    def fail():
+        raise KeyError("in the thread")
+
+    assert isinstance(isolation.in_thread(fail), KeyError)
+
+
+# ---- the matrix --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["hooks", "patches"])
+def test_hooks_and_patches_reach_nobody_but_who_shares_the_module(name, table):
+    own = table[table["mechanism"] == name].set_index("situation")["outcome"]
+    assert set(own.index) == set(SITUATIONS)
+    assert own.pop(SHARED) == RECOVERS
+    assert set(own) == {UNTOUCHED}, own
+
+
+@pytest.mark.parametrize(
+    ("name", "situation", "expected"),
+    [
+        ("plain hook", "a deep copy made inside", FOR_GOOD),
+        ("plain instance patch", "a deep copy made inside", FOR_GOOD),
+        ("plain instance patch", "two scopes, the outer closed first", FOR_GOOD),
+        ("attention interface", "an instance with the same config", RECOVERS),
+        ("attention interface", "an instance with the same weights", UNTOUCHED),
+        ("attention interface", "a deep copy made inside", ERROR),
+        ("attention interface", "two scopes, the outer closed first", ERROR),
+        ("function mode", "instances of other classes", RECOVERS),
+        ("function mode", "an instance in another thread", UNTOUCHED),
+        ("function mode", "the model, in another thread", RECOVERS),
+        ("function mode", "two scopes, the outer closed first", RECOVERS),
+        ("registry patch", "instances of other classes", RECOVERS),
+        ("registry patch", "an instance in another thread", RECOVERS),
+        ("class patch", "instances of the class", RECOVERS),
+        ("class patch", "instances of other classes", UNTOUCHED),
+        ("class patch", "one press on two models", RECOVERS),
+        ("function patch", "a cache filled before", FOR_GOOD),
+        ("permanent class patch", "the model, after", FOR_GOOD),
+        ("permanent class patch", "instances of the class", FOR_GOOD),
+        ("permanent class patch", "instances of other classes", UNTOUCHED),
+    ],
+)
+def test_what_reaches_whom(name, situation, expected):
+    row = try_out(LADDER[name], situation)
+    assert row["outcome"] == expected, row
+    assert (row["detail"] == "") == (expected == UNTOUCHED)
+
+
+def test_all_bystanders_count():
+    row = try_out(LADDER["class patch"], "instances of the class")
+    assert (row["bystanders"], row["touched"]) == (isolation.N_INSTANCES, isolation.N_INSTANCES)
+    row = try_out(LADDER["hooks"], "instances of the class")
+    assert (row["bystanders"], row["touched"]) == (isolation.N_INSTANCES, 0)
+
+
+def test_a_cell_is_the_same_every_time():
+    one, other = (try_out(LADDER["registry patch"], "instances of the class") for _ in range(2))
+    assert one == other
+
+
+@pytest.mark.parametrize("name", ["permanent class patch", "attention interface", "function mode"])
+def test_nothing_is_carried_over_to_the_next_cell(name):
+    model = build("llama")
+    answer(model)
+    before = snapshot(model)
+    try_out(LADDER[name], "two scopes, the outer closed first")
+    assert differences(before, snapshot(model)) == ()
+
+
+# ---- figure, summary, command ------------------------------------------------------------------
+
+
+def test_figure_has_a_cell_per_row(table):
+    figure = isolation.figures({"isolation": table})["isolation"]
+    panel = figure.axes[0]
+    assert len(panel.patches) == len(table)
+    texts = [text.get_text() for text in panel.texts]
+    assert texts.count("stays") == (table["outcome"] == FOR_GOOD).sum() > 0
+    assert [t.get_text() for t in panel.get_yticklabels()] == list(SITUATIONS)
+
+
+def test_summary_counts_and_lists(table):
+    text = isolation.summary({"isolation": table})
+    assert f"Of {len(SITUATIONS)} situations" in text
+    assert f"hooks {len(SITUATIONS) - 1}, patches {len(SITUATIONS) - 1}, plain hook " in text
+    assert "- plain hook, a deep copy made inside: after: keeps" in text
+    assert set(table["outcome"]) <= set(OUTCOMES)
+
+
+@pytest.fixture
+def cli():
+    app = typer.Typer()
+    app.command()(isolation.command)
+    return lambda *options: CliRunner().invoke(app, options, env={"COLUMNS": "140"})
+
+
+def test_command_writes_what_it_shows(cli, tmp_path):
+    result = cli("--mechanism", "patches", "--output", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "a deep copy made inside" in result.output
+    assert set(pd.read_csv(tmp_path / "isolation.csv")["mechanism"]) == {"patches"}
+    assert (tmp_path / "isolation.png").stat().st_size > 10_000
+
+
+def test_command_says_which_mechanisms_there_are(cli):
+    result = cli("--mechanism", "magic")
+    assert isinstance(result.exception, UserError)
+    assert "'magic'" in str(result.exception)
+    assert "class patch" in str(result.exception)

@@ -1,0 +1,433 @@
+"""Many questions about one compressed context: the same answers as by hand, and nothing left."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import DynamicCache, QuantizedCache, pipeline, set_seed
+
+import hooks_impl
+import patch_impl
+from experiments import UserError
+from experiments.facts import build_tokenizer, draw
+from experiments.loading import load_model
+from experiments.pipeline import TASK, ContextAnswerer
+from experiments.quality import answer_seen, answer_unseen
+from press_core import RaggedLayer, kept_lengths
+from tests.support import snapshot
+
+both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
+
+PRESSES = {
+    "none": lambda p: None,
+    "snapkv": lambda p: p.SnapKVPress(0.5, window_size=8),
+    "adakv": lambda p: p.AdaKVPress(p.SnapKVPress(0.5, window_size=8)),
+    "pyramid": lambda p: p.PyramidKVPress(0.5, window_size=4),
+    "rerotated": lambda p: p.KeyRerotationPress(p.KeyDiffPress(0.4)),
+    "channels": lambda p: p.ThinKPress(0.3, window_size=8, free_memory=True),
+    "decoding": lambda p: p.DecodingPress(p.KnormPress(), compression_interval=2, target_size=40),
+    "streaming": lambda p: p.StreamingLLMDecodingPress(max_capacity=40),
+    "dms": lambda p: p.DMSPress(p.RandomPress(seed=0), 0.3, sliding_window_size=8, decoding=True),
+    "kvzip": lambda p: p.KVzipPress(0.5),
+    "finch": lambda p: p.FinchPress(0.4),
+}
+STAY_OPEN = {"adakv", "pyramid", "channels", "decoding", "streaming", "dms", "kvzip"}
+presses = pytest.mark.parametrize("name", list(PRESSES))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model("facts-llama")[0].double()  # no rounding error decides an answer
+
+
+@pytest.fixture
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture
+def answerer(model, tokenizer):
+    return ContextAnswerer(model, tokenizer)
+
+
+def facts(contexts=3, words=48, n=4, seed=0):
+    batch = draw(contexts, words, n, torch.Generator().manual_seed(seed))
+    return batch, [batch.text(i) for i in range(contexts)]
+
+
+def uneven(texts):
+    """The contexts without their last words, of different lengths."""
+    return [" ".join(t.context.split()[: 48 - 9 * i]) for i, t in enumerate(texts)]
+
+
+def words(tokenizer, answers):
+    return [[tokenizer.decode(token) for token in row] for row in answers]
+
+
+# ---- answers -----------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("name", ["none", "snapkv", "adakv", "rerotated", "dms", "kvzip"])
+def test_answers_are_those_from_the_pruned_cache(model, answerer, package, name):
+    batch, texts = facts()
+    press = PRESSES[name](package)
+    expected = words(answerer.tokenizer, answer_unseen(model, press, batch))
+    questions = [text.questions for text in texts]
+    found = answerer([t.context for t in texts], questions, press=press, max_new_tokens=1)
+    assert found == expected
+
+
+@both
+@pytest.mark.parametrize("name", ["none", "snapkv", "adakv"])
+def test_questions_can_be_compressed_with_the_context(model, answerer, package, name):
+    batch, texts = facts()
+    press = PRESSES[name](package)
+    expected = words(answerer.tokenizer, answer_seen(model, press, batch))
+    found = answerer(
+        [t.context for t in texts],
+        [t.questions[:1] for t in texts],
+        press=press,
+        compress_questions=True,
+        max_new_tokens=1,
+    )
+    assert found == expected
+
+
+@both
+@presses
+@pytest.mark.parametrize("together", [False, True], ids=["unseen", "seen"])
+def test_rows_of_a_batch_are_those_of_the_row_alone(answerer, package, name, together):
+    texts = facts()[1]
+    contexts, press = uneven(texts), PRESSES[name](package)
+    questions = [t.questions[:2] for t in texts]
+    options = {"press": press, "max_new_tokens": 4, "compress_questions": together}
+    found = answerer(contexts, questions, **options)
+    alone = [answerer(c, q, **options) for c, q in zip(contexts, questions, strict=True)]
+    assert found == alone
+
+
+@both
+@presses
+def test_no_question_sees_another(answerer, package, name):
+    (text,) = facts(1)[1]
+    options = {"press": PRESSES[name](package), "max_new_tokens": 3}
+    questions = [*text.questions, "? alice ? bob"]  # of other lengths too
+    at_once = answerer(text.context, questions, **options)
+    backwards = answerer(text.context, questions[::-1], **options)
+    assert at_once == backwards[::-1]
+    assert at_once == [answerer(text.context, [q], **options)[0] for q in questions]
+
+
+@both
+@pytest.mark.parametrize("name", [name for name in PRESSES if name != "finch"])
+def test_a_given_cache_holds_the_compressed_context_and_no_question(model, answerer, package, name):
+    (text,) = facts(1)[1]
+    press = PRESSES[name](package)
+    expected, cache = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    ids = answerer.tokenizer(text.context, return_tensors="pt").input_ids
+    with torch.no_grad(), press(model) if press else torch.no_grad():
+        model(ids, past_key_values=expected)
+    answerer(text.context, text.questions, press=press, cache=cache, max_new_tokens=4)
+    for one, other in zip(cache.layers, expected.layers, strict=True):
+        assert one.get_seq_length() == other.get_seq_length()
+        states = [
+            x.dense() if isinstance(x, RaggedLayer) else (x.keys, x.values) for x in (one, other)
+        ]
+        assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
+
+
+def test_a_cache_with_something_in_it_is_refused(model, answerer):
+    cache = DynamicCache(config=model.config)
+    answerer("river alice tea", ["? alice"], cache=cache, max_new_tokens=1)
+    with pytest.raises(UserError, match="holds 4 tokens"):
+        answerer("river alice tea", ["? alice"], cache=cache)
+
+
+@both
+def test_quantized_caches(package):
+    pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
+    single, tokenizer = load_model("facts-llama")
+    answerer, text = ContextAnswerer(single, tokenizer), facts(1)[1][0]
+    cache = QuantizedCache("quanto", single.config, nbits=4, q_group_size=16, residual_length=8)
+    press = package.SnapKVPress(0.3, window_size=8)
+    found = answerer(text.context, text.questions, press=press, cache=cache, max_new_tokens=1)
+    again = answerer(
+        text.context,
+        text.questions,
+        press=press,
+        cache=QuantizedCache("quanto", single.config, nbits=4, q_group_size=16, residual_length=8),
+        max_new_tokens=1,
+    )
+    assert found == again
+    assert {int(n) for kept in kept_lengths(cache) for n in kept.flatten()} == {int(49 * 0.7)}
+
+
+# ---- Finch -------------------------------------------------------------------------------------
+
+
+@both
+def test_finch_gets_its_delimiter(model, answerer, package):
+    """What the pipeline keeps is what a prompt with a delimiter written by hand keeps."""
+    (text,) = facts(1)[1]
+    tokenizer, press = build_tokenizer(), package.FinchPress(0.5, rerotate_keys=False)
+    cache, expected = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    answerer(text.context, text.questions[:1], press=press, cache=cache, max_new_tokens=1)
+    assert press == package.FinchPress(0.5, rerotate_keys=False)
+    press.update_model_and_tokenizer(model, tokenizer)
+    prompt = f"{text.context} <|finch_sep|> {text.questions[0]}"
+    with torch.no_grad(), press(model):
+        model(tokenizer(prompt, return_tensors="pt").input_ids, past_key_values=expected)
+    for one, other in zip(cache.layers, expected.layers, strict=True):
+        assert torch.equal(one.positions, other.positions)
+        assert torch.equal(one.keys, other.keys)
+
+
+# ---- scopes ------------------------------------------------------------------------------------
+
+
+@both
+@presses
+def test_the_press_is_open_as_long_as_it_is_needed(model, answerer, package, name):
+    clean, seen = snapshot(model), []
+
+    def look(_, args, kwargs):
+        if kwargs["past_key_values"].get_seq_length():
+            seen.append(snapshot(model) != during_nothing)
+
+    with model.register_forward_pre_hook(look, with_kwargs=True):
+        during_nothing = snapshot(model)
+        (text,) = facts(1)[1]
+        options = {"press": PRESSES[name](package), "max_new_tokens": 2}
+        answerer(text.context, text.questions[:1], **options)
+        unpadded = set(seen)
+        seen.clear()
+        answerer([text.context, "river " + text.context], text.questions[:1], **options)
+    assert unpadded == {name in STAY_OPEN}
+    assert set(seen) == {name != "none"}  # a padded batch that was pruned needs its mask
+    assert snapshot(model) == clean
+
+
+@both
+def test_an_error_leaves_nothing_open(model, answerer, package):
+    clean = snapshot(model)
+    with pytest.raises(ValueError, match="temperature"):
+        answerer(
+            "river alice tea", ["? alice"], press=package.KnormPress(0.5), temperature="hot",
+            do_sample=True,
+        )  # fmt: skip
+    assert snapshot(model) == clean
+
+
+# ---- generation --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "temperature": 0.7},
+        {"num_beams": 3},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"repetition_penalty": 5.0},
+    ],
+)
+def test_without_a_press_it_is_generate(model, answerer, options):
+    (text,) = facts(1)[1]
+    prompt = answerer.tokenizer(f"{text.context} {text.questions[0]}", return_tensors="pt")
+    set_seed(1)
+    expected = model.generate(**prompt, max_new_tokens=5, **options)[:, prompt.input_ids.shape[1] :]
+    set_seed(1)
+    (found,) = answerer(text.context, text.questions[:1], max_new_tokens=5, **options)
+    expected = [answerer.tokenizer.decode(row) for row in expected]
+    assert found == (expected if len(expected) > 1 else expected[0])
+
+
+def test_answers_end_before_the_end_of_sequence(model, answerer):
+    (text,) = facts(1)[1]
+    (long,) = answerer(text.context, text.questions[:1], max_new_tokens=6)
+    end = answerer.tokenizer.convert_tokens_to_ids(long.split()[2])
+    (short,) = answerer(text.context, text.questions[:1], max_new_tokens=6, eos_token_id=end)
+    assert short.split() == long.split()[: long.split().index(long.split()[2])]
+
+
+# ---- text --------------------------------------------------------------------------------------
+
+
+def tokens_read(model, answerer, *args, **options):
+    """All tokens that the model reads before it answers."""
+    read = []
+
+    def look(_, args, kwargs):
+        read.extend(kwargs["input_ids"][0].tolist())
+
+    with model.register_forward_pre_hook(look, with_kwargs=True):
+        answerer(*args, max_new_tokens=1, **options)
+    return read
+
+
+@pytest.mark.parametrize("content", ["message.content", "message.content | trim"])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_chat_template_goes_around_context_and_question(model, answerer, content, together):
+    answerer.tokenizer.chat_template = (
+        "<bos>{% for message in messages %}open {{ " + content + " }} close{% endfor %}"
+        "{% if add_generation_prompt %} north {{ mood }}{% endif %}"
+    )
+    options = {"template_options": {"mood": "quiet"}, "answer_prefix": " same"}
+    read = tokens_read(
+        model, answerer, "river alice tea", [" ? alice"], compress_questions=together, **options
+    )
+    expected = "<bos> open river alice tea ? alice close north quiet same"
+    assert answerer.tokenizer.decode(read) == expected
+    plain = tokens_read(model, answerer, "river alice tea", ["? alice"], chat_template=False)
+    assert answerer.tokenizer.decode(plain) == "<bos> river alice tea ? alice"
+
+
+def test_a_template_that_is_not_there_is_not_invented(answerer):
+    with pytest.raises(UserError, match="chat_template=True, and the tokenizer has none"):
+        answerer("river alice tea", ["? alice"], chat_template=True)
+
+
+def test_each_context_may_have_an_answer_prefix(model, answerer):
+    contexts = ["river alice tea of", "river helen drum of"]
+    found = answerer(contexts, [""], answer_prefix=["? alice", "? helen"], max_new_tokens=1)
+    assert found == [["tea"], ["drum"]]
+
+
+def test_long_contexts_lose_their_middle(model, answerer):
+    context = " ".join(["river"] * 20 + ["alice", "tea"] + ["stone"] * 20)
+    read = tokens_read(model, answerer, context, ["? alice"], max_context_length=11)
+    assert answerer.tokenizer.decode(read) == (
+        "<bos> river river river river <unk> <unk> <unk> <unk> <unk> <unk> ? alice"
+    )
+
+
+def test_shorter_rows_need_something_to_be_filled_with(model, answerer):
+    contexts = ["river alice tea of", "of of alice tea of"]
+    expected = answerer(contexts, ["? alice"], max_new_tokens=1)
+    answerer.tokenizer.pad_token = None
+    with pytest.raises(UserError, match=r"neither a padding token nor .* set tokenizer.pad_token"):
+        answerer(contexts, ["? alice"], max_new_tokens=1)
+    assert answerer(contexts[:1] * 2, ["? alice"], max_new_tokens=1) == expected[:1] * 2
+    answerer.tokenizer.eos_token = "near"
+    assert answerer(contexts, ["? alice"], max_new_tokens=1) == expected
+
+
+@pytest.mark.parametrize(
+    ("contexts", "questions", "options", "words"),
+    [
+        ("", ["? a"], {}, "context 0 is ''"),
+        (["a", " \n"], ["? a"], {}, r"context 1 is ' \\n'"),
+        ([], ["? a"], {}, "there is no context"),
+        ([3], ["? a"], {}, "context 0 is 3"),
+        ("river", [], {}, r"questions is \[\]"),
+        ("river", "? a", {}, "give a list of at least one question"),
+        ("river", [None], {}, "a question is None"),
+        (["a", "b"], [["? a"]], {}, "questions for 1 contexts, and 2 contexts"),
+        (["a", "b"], [["? a"], []], {}, "each context needs a list of texts"),
+        ("river", [""], {}, "there is nothing to answer"),
+        ("river", ["of " * 2048], {}, "the question takes 2048 tokens, more than the 2048"),
+        ("of " * 2048, ["? a"], {}, "take 2049 and 2 tokens.*max_context_length=2046 or less"),
+        ("river", ["? a"], {"max_positions": 3}, "take 2 and 2 tokens, more than the 3 positions"),
+        ("river of of", ["? a"], {"max_context_length": 1}, "it must be 2 or more"),
+    ],
+)
+def test_bad_input_is_refused_in_words(answerer, contexts, questions, options, words):
+    with pytest.raises(UserError, match=words):
+        answerer(contexts, questions, **options)
+
+
+# ---- the pipeline of transformers --------------------------------------------------------------
+
+
+@pytest.fixture
+def pipe(model, tokenizer):
+    return pipeline(TASK, model=model, tokenizer=tokenizer)
+
+
+@both
+def test_the_pipeline_answers_as_the_class_does(answerer, pipe, package):
+    texts = facts()[1]
+    contexts, questions = uneven(texts), [list(t.questions) for t in texts]
+    options = {"press": package.AdaKVPress(package.SnapKVPress(0.5, window_size=8))}
+    options |= {"max_new_tokens": 2}
+    expected = answerer(contexts, questions, **options)
+    asked = pipe(contexts[0], question=questions[0][1], **options)
+    assert asked == {"answer": expected[0][1]}
+    assert pipe(contexts[0], questions=questions[0], **options) == {"answers": expected[0]}
+    several = [{"answers": row} for row in expected]
+    for size in (1, 2, 3):
+        assert pipe(contexts, questions=questions, batch_size=size, **options) == several
+    items = ({"context": c, "questions": q} for c, q in zip(contexts, questions, strict=True))
+    assert list(pipe(items, **options)) == several
+    same = pipe(contexts, question=questions[0][0], batch_size=3, **options)
+    assert same[0] == {"answer": expected[0][0]}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "words"),
+    [
+        ("river alice tea", {}, "give a list of at least one question"),
+        ("river alice tea", {"question": "? a", "questions": ["? a"]}, "give one of the two"),
+        ([], {"question": "? a"}, "there is no context"),
+        ([], {}, "there is no context"),
+        ("", {"question": "? a"}, "context 0 is ''"),
+    ],
+)
+def test_the_pipeline_refuses_bad_input(pipe, inputs, options, words):
+    with pytest.raises(UserError, match=words):
+        pipe(inputs, **options)
+
+
+def test_the_pipeline_loads_a_model_by_its_path():
+    pipe = pipeline(TASK, model="experiments/models/facts-llama")
+    assert pipe("river alice tea of", question="? alice", max_new_tokens=1) == {"answer": "tea"}
+
+
+def test_only_this_module_registers_the_pipeline():
+    code = (
+        "from transformers.pipelines import PIPELINE_REGISTRY as known\n"
+        "import attention_patch, hooks_impl, patch_impl, press_core\n"
+        "before = known.get_supported_tasks()\n"
+        "import experiments.pipeline\n"
+        "print(sorted(set(known.get_supported_tasks()) - set(before)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == f"['{TASK}']"
+
+
+# ---- models that are spread over devices -------------------------------------------------------
+
+
+def touched(model):
+    """A snapshot but for the weights, which accelerate brings and takes away."""
+    return {key: value for key, value in snapshot(model).items() if "_parameters" not in key}
+
+
+@both
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "finch", "kvzip", "decoding"])
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_dispatched_models(model, answerer, tmp_path, package, name, place):
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    texts = facts()[1]
+    options = {"press": PRESSES[name](package), "max_new_tokens": 3}
+    args = uneven(texts), [t.questions[:2] for t in texts]
+    offloaded = copy.deepcopy(model)
+    spread = {f"model.layers.{i}": "cpu" if i < 2 else place for i in range(4)}
+    rest = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
+    offloaded = accelerate.dispatch_model(
+        offloaded,
+        spread | dict.fromkeys(rest, "cpu"),
+        main_device="cpu",
+        offload_dir=tmp_path,
+        force_hooks=True,
+    )
+    before = touched(offloaded)
+    assert ContextAnswerer(offloaded, answerer.tokenizer)(*args, **options) == answerer(
+        *args, **options
+    )
+    assert touched(offloaded) == before
