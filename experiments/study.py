@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import set_seed
 
-from experiments import load_experiments
+from experiments import UserError, load_experiments
 from experiments.experiment import Experiment
 from experiments.report import (
     MANIFEST,
@@ -36,7 +36,12 @@ SEED = 0
 """What Python's, NumPy's and torch's generators are set to before each experiment."""
 
 
-def run_study(experiments: Sequence[Experiment], output: Path, console: Console) -> list[str]:
+def run_study(
+    experiments: Sequence[Experiment],
+    output: Path,
+    console: Console,
+    only: Sequence[str] = (),
+) -> list[str]:
     """Run `experiments` in order and write everything into `output`.
 
     An experiment that fails takes nothing from the others; the report says that it did. Files of
@@ -46,18 +51,27 @@ def run_study(experiments: Sequence[Experiment], output: Path, console: Console)
         output: folder for the CSV and PNG files, `run.json`, `report.md` and `report.html`; made
             if absent.
         console: where progress and tracebacks go.
+        only: names of the experiments to run; what the folder holds of the others stays. Empty: all.
 
     Returns:
         Names of the experiments that failed.
+
+    Raises:
+        UserError: if a name is not known, or the folder lacks an experiment that is not run.
     """
+    former = _kept_entries(experiments, output, only)
+    chosen = [experiment for experiment in experiments if experiment.name not in former]
     output.mkdir(parents=True, exist_ok=True)
-    _remove_former(output)
-    entries: dict[str, dict[str, Any]] = {}
-    manifest = _circumstances() | {"experiments": entries}
-    for number, experiment in enumerate(experiments, 1):
+    _remove_former(output, keep=former)
+    entries: dict[str, dict[str, Any]] = {e.name: former.get(e.name, {}) for e in experiments}
+    entries = {name: entry for name, entry in entries.items() if entry}
+    circumstances = circumstances_now()
+    manifest = circumstances | {"experiments": entries}
+    for number, experiment in enumerate(chosen, 1):
         # Plain lines: experiments draw progress bars of their own.
-        console.rule(f"{number} of {len(experiments)}: {experiment.title}", align="left")
+        console.rule(f"{number} of {len(chosen)}: {experiment.title}", align="left")
         entry: dict[str, Any] = {"seconds": 0.0, "error": None, "tables": [], "figures": {}}
+        entry["commit"] = circumstances["commit"]
         start = perf_counter()
         try:
             _run(experiment, output, entry, [t for e in entries.values() for t in e["tables"]])
@@ -68,6 +82,8 @@ def run_study(experiments: Sequence[Experiment], output: Path, console: Console)
         entries[experiment.name] = entry
         write_manifest(manifest, output)  # what is done survives an interrupt
         console.print(f"{'failed' if entry['error'] else 'done'} in {entry['seconds']:.1f} s")
+    manifest["experiments"] = {e.name: entries[e.name] for e in experiments}
+    write_manifest(manifest, output)
     write_report(output, experiments)
     return [name for name, entry in entries.items() if entry["error"]]
 
@@ -86,17 +102,37 @@ def _run(experiment: Experiment, output: Path, entry: dict[str, Any], taken: lis
     experiment.summary(tables)
 
 
-def _remove_former(output: Path) -> None:
+def _kept_entries(
+    experiments: Sequence[Experiment], output: Path, only: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """What the manifest in `output` says of the experiments that are not run again."""
+    known = [experiment.name for experiment in experiments]
+    for name in only:
+        if name not in known:
+            raise UserError(f"no experiment is called {name!r}; there are {', '.join(known)}")
+    others = [name for name in known if only and name not in only]
+    entries = read_manifest(output)["experiments"] if others else {}
+    lacking = [name for name in others if name not in entries]
+    if lacking:
+        raise UserError(
+            f"{output} holds no {', '.join(lacking)}; run these too, or the whole study"
+        )
+    return {name: entries[name] for name in others}
+
+
+def _remove_former(output: Path, keep: Collection[str]) -> None:
     if not (output / MANIFEST).exists():
         return
-    for entry in read_manifest(output)["experiments"].values():
-        for name in entry["tables"]:
-            (output / f"{name}.csv").unlink(missing_ok=True)
-        for name in entry["figures"]:
-            (output / f"{name}.png").unlink(missing_ok=True)
+    for name, entry in read_manifest(output)["experiments"].items():
+        if name in keep:
+            continue
+        for table in entry["tables"]:
+            (output / f"{table}.csv").unlink(missing_ok=True)
+        for figure in entry["figures"]:
+            (output / f"{figure}.png").unlink(missing_ok=True)
 
 
-def _circumstances() -> dict[str, Any]:
+def circumstances_now() -> dict[str, Any]:
     """When, with what and on what a study is run."""
     libraries = ("torch", "transformers", "wrapt", "pandas")
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -150,13 +186,20 @@ def command(
     output: Annotated[
         Path, typer.Option(help="Folder to write to; `results` for the committed results.")
     ] = Path("study"),
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Experiment to run; what the folder holds of the others stays. Repeatable.",
+            show_default="all",
+        ),
+    ] = None,
 ) -> None:
     """Run all experiments and write tables, figures and the report into one folder.
 
     Open report.html in the folder afterwards. The exit status is 1 if an experiment failed; the
     report then holds the results of the others.
     """
-    failed = run_study(load_experiments(), output, Console(stderr=True))
+    failed = run_study(load_experiments(), output, Console(stderr=True), only or ())
     Console().print(_outcome(output))
     typer.echo(f"report: {output / 'report.html'}")
     if failed:

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 import experiments
 from experiments.evaluation.settings import SWEPT, Settings
 from experiments.loading import SHIPPED
-from experiments.study import _circumstances
+from experiments.study import circumstances_now
 
 _ROOT = Path(experiments.__file__).resolve().parents[1]
 _CODE = (
@@ -28,7 +28,7 @@ _ENDS = 2**20  # bytes of a file, at its start and its end, that tell it from an
 
 def setup_of(settings: Settings) -> dict[str, Any]:
     """The settings that cells share, the model and the versions; `made_with` is for information."""
-    made_with = _circumstances()
+    made_with = circumstances_now()
     versions = made_with.pop("versions")
     made_with.pop("seed")
     shared = {name: value for name, value in asdict(settings).items() if name not in SWEPT}

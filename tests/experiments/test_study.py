@@ -179,6 +179,28 @@ def test_a_second_study_replaces_the_first_and_nothing_else(tmp_path):
     assert "mean of one" not in page(tmp_path).text
 
 
+def test_some_experiments_can_be_run_again_alone(tmp_path):
+    study([ONE, TWO], tmp_path)
+    ran = []
+
+    def run():
+        ran.append("two")
+        return {"two": pd.DataFrame({"x": [9.0], "word": ["new"]})}
+
+    console = Console(file=StringIO())
+    again = [tiny("one", run=failing), tiny("two", run=run)]
+    assert run_study(again, tmp_path, console, only=["two"]) == []
+    assert ran == ["two"]
+    assert list(read_table(tmp_path / "one.csv")["x"]) == [0.1, 2.0, 3.5]
+    assert list(read_table(tmp_path / "two.csv")["x"]) == [9.0]
+    assert list(json.loads((tmp_path / "run.json").read_text())["experiments"]) == ["one", "two"]
+    assert "The two experiment" in (tmp_path / "report.html").read_text()
+    with pytest.raises(UserError, match="no experiment is called 'three'; there are one, two"):
+        run_study(again, tmp_path, console, only=["three"])
+    with pytest.raises(UserError, match="holds no broken; run these too"):
+        run_study([*again, BROKEN], tmp_path, console, only=["two"])
+
+
 def test_results_do_not_depend_on_the_order_of_experiments(tmp_path):
     def run():
         return {"drawn": pd.DataFrame({"x": torch.rand(3).tolist()})}

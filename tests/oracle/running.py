@@ -132,18 +132,23 @@ class Context:
 
 def held_after(run: Run, press: Press, model: PreTrainedModel) -> Held:
     """What the layers hold after `run`, with a press of this repository or of kvpress."""
-    past, sites = RecordingCache(), attention_sites(model)
-    for site in sites:
+    past = RecordingCache()
+    for site in attention_sites(model):
         site.module.__dict__.pop("masked_key_indices", None)  # kvpress leaves the last run's there
     torch.manual_seed(0)
     run(model, press, past)
+    return held(past, model)
+
+
+def held(past: RecordingCache, model: PreTrainedModel) -> Held:
+    """What the layers of `past` hold."""
     made = {index: torch.cat(values, dim=2) for index, values in past.made.items()}
     return [
         [
             Head(_positions_of(values, made[index][row, head]), keys)
             for row, head, keys, values in _heads(past.layers[index], site.module)
         ]
-        for index, site in enumerate(sites)
+        for index, site in enumerate(attention_sites(model))
     ]
 
 

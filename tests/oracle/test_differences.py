@@ -5,6 +5,7 @@ Each of these tests fails as soon as either side changes.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from copy import deepcopy
 from unittest.mock import patch
 
@@ -20,13 +21,14 @@ import hooks_impl
 from press_core import HyperparameterError, PressError, UnsupportedInputError
 from press_core.methods.lagkv import lagkv_scores
 from tests.oracle import handed
-from tests.oracle.cases import EAGER, LLAMA, ONE_ROW, TWO_ROWS, Case
+from tests.oracle.cases import EAGER, FLOAT32, LLAMA, ONE_ROW, TWO_ROWS, Case
 from tests.oracle.differences import difference
 from tests.oracle.parity import MECHANISMS, compare, ours, theirs
 from tests.oracle.running import (
     VOCABULARY,
     Context,
     RecordingCache,
+    held,
     held_after,
     model_for,
     token_ids,
@@ -227,6 +229,34 @@ def test_random_numbers(mechanism):
     assert (layers_alike(other), rows_alike(other)) == (True, False)
 
 
+@difference(
+    presses="`LeverageScorePress`, `CompactorPress`, `CURPress(use_random_leverage=True)`",
+    kvpress="sketches with numbers from torch's global generator: other tokens in every run",
+    here="with numbers from the layer alone: the same tokens in every run",
+    why="a cache that cannot be made again cannot be examined",
+)
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda p, r: p.LeverageScorePress(r, sketch_dimension=8),
+        lambda p, r: p.CompactorPress(r, sketch_dimension=8),
+        lambda p, r: p.CURPress(r, use_random_leverage=True),
+    ],
+)
+@both_mechanisms
+def test_sketches(build, mechanism):
+    def seeded(seed):
+        def run(model, press, past):
+            torch.manual_seed(seed)
+            ONE_ROW(model, press, past)
+
+        return Case(build, run=run)
+
+    first, second = seeded(1), seeded(2)
+    assert compare(ours(first, 0.5, mechanism), ours(second, 0.5, mechanism))
+    assert not compare(theirs(first, 0.5), theirs(second, 0.5))
+
+
 # ---- parts of a context --------------------------------------------------------------------------
 
 
@@ -395,6 +425,25 @@ def test_positions_while_decoding(mechanism):
     assert kept(ours(steps, 0.0, mechanism)) == kept(ours(at_once, n, mechanism))
     assert kept(theirs(steps, 0.0)) != kept(theirs(at_once, n))
     assert kept(theirs(at_once, n)) == kept(ours(at_once, n, mechanism))
+
+
+@difference(
+    presses="`DecodingPress(ExpectedAttentionPress)`",
+    kvpress="leaves the first `n_sink` of the remembered queries out of its statistics, as if they "
+    "were those of the sinks; of few enough nothing is left, and sinks are evicted",
+    here="leaves out the queries of sinks only",
+    why="what is decoded late is no sink",
+)
+@both_mechanisms
+def test_sinks_while_decoding(mechanism):
+    case = Case(
+        lambda p, r: p.DecodingPress(
+            p.ExpectedAttentionPress(n_sink=4), compression_interval=4, target_size=30
+        ),
+        run=Context(60, then=4),
+    )
+    assert kept(ours(case, 0.0, mechanism))[:4] == [0, 1, 2, 3]
+    assert kept(theirs(case, 0.0))[:4] != [0, 1, 2, 3]
 
 
 @difference(
@@ -664,6 +713,77 @@ def test_measuring_heads(mechanism):
         theirs(case, 0.5)
     counts = [len(head.kept) for layer in ours(case, 0.5, mechanism) for head in layer]
     assert sorted(counts) == [384] * 3 + [450] * 3
+
+
+@difference(
+    presses="`KVzipPress`",
+    kvpress="evicts when its scope closes: what is generated inside sees the whole context",
+    here="evicts as soon as the prefill has run",
+    why="an answer inside the scope is to be that of the compressed cache",
+)
+@both_mechanisms
+def test_when_kvzip_evicts(mechanism):
+    inside = []
+
+    class Watched(handed.Repeated):
+        def __call__(self, model, press, past):
+            @contextmanager
+            def watched(model):
+                with press(model):
+                    yield
+                    inside.append(sum(len(h.kept) for layer in held(past, model) for h in layer))
+
+            super().__call__(model, watched, past)
+
+    case = Case(
+        lambda p, r: p.KVzipPress(r, prompts=handed.PROMPTS),
+        theirs=lambda p, r: p.KVzipPress(r),
+        run=Watched(100),
+        setting=FLOAT32,
+    )
+    for found in (theirs(case, 0.5), ours(case, 0.5, mechanism)):
+        assert sum(len(head.kept) for layer in found for head in layer) == 300
+    assert inside == [600, 300]
+
+
+@difference(
+    presses="`ThinKPress`",
+    kvpress="sets channels to zero, which frees nothing",
+    here="so too by default; `free_memory=True` stores the kept channels only",
+    why="the channels are dropped to save memory",
+)
+@both_mechanisms
+def test_channels_that_are_freed(mechanism):
+    def stored(whose, press):
+        past = RecordingCache()
+        ONE_ROW(model_for(whose, LLAMA), press, past)
+        return past.layers[0].keys.shape[-1]
+
+    package = MECHANISMS[mechanism]
+    assert stored("kvpress", kvpress.ThinKPress(0.5)) == 16
+    assert stored(mechanism, package.ThinKPress(0.5)) == 16
+    assert stored(mechanism, package.ThinKPress(0.5, free_memory=True)) == 8
+
+
+@difference(
+    presses="wrappers (`PerLayerCompressionPress`, `DecodingPress`, ...)",
+    kvpress="change the wrapped press while they run, and leave it changed after an error",
+    here="never change it",
+    why="one press may be in use in several places",
+)
+@pytest.mark.parametrize(("whose", "left"), [("kvpress", 0.7), ("hooks", 0.1)])
+def test_the_wrapped_press(whose, left):
+    package = {"kvpress": kvpress, **MECHANISMS}[whose]
+
+    class Failing(package.ScorerPress):
+        def score(self, module, hidden_states, keys, values, attentions, kwargs):
+            raise ZeroDivisionError
+
+    base = Failing(0.1)
+    press = package.PerLayerCompressionPress(base, [0.7, 0.7, 0.7])
+    with pytest.raises(ZeroDivisionError):
+        held_after(ONE_ROW, press, model_for(whose, LLAMA))
+    assert base.compression_ratio == left
 
 
 @difference(

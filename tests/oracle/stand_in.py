@@ -1,0 +1,271 @@
+"""A stand-in for a model, on which what a press takes can be told from what the model takes.
+
+What a model computes costs the same with every press, so this one computes nothing: it has the
+modules of a Llama and hands on hidden states, queries, keys and values that were made before.
+Presses that call projections get them computed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+N_LAYERS, N_HEADS, N_KV, D, VOCABULARY = 2, 16, 4, 64, 4096
+WIDTH = N_HEADS * D
+REPLAYED = 3072
+"""Tokens that may come after the context, when KVzip has it repeated."""
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler tells of each start and stop
+
+
+# ---- what is measured ----------------------------------------------------------------------------
+
+
+class Meter:
+    """Measures nothing yet: told when the press is at work, and when the model is."""
+
+    def of_press(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def of_model(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class Clock(Meter):
+    """Measures time.
+
+    Attributes:
+        spent: seconds.
+    """
+
+    def __init__(self) -> None:
+        self.spent, self._since = 0.0, 0.0
+        self._counting = [False]
+
+    def _switch(self) -> None:
+        now = perf_counter()
+        if self._counting[-1]:
+            self.spent += now - self._since
+        self._since = now
+
+    @contextmanager
+    def _at(self, press: bool) -> Iterator[None]:
+        self._switch()
+        self._counting.append(press)
+        try:
+            yield
+        finally:
+            self._switch()
+            self._counting.pop()
+
+    def of_press(self) -> AbstractContextManager[None]:
+        return self._at(press=True)
+
+    def of_model(self) -> AbstractContextManager[None]:
+        return self._at(press=False)
+
+
+class Memory(Meter):
+    """Measures how much more is allocated at most than when the press began, hook by hook.
+
+    Attributes:
+        peak: bytes.
+    """
+
+    def __init__(self) -> None:
+        self.peak, self._measuring = 0, False
+
+    @contextmanager
+    def of_press(self) -> Iterator[None]:
+        if self._measuring:
+            yield
+            return
+        self._measuring = True
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            yield
+        self._measuring = False
+        held = 0
+        for n_bytes in _allocations(profile):
+            held += n_bytes
+            self.peak = max(self.peak, held)
+
+
+def _allocations(profile: Any) -> list[int]:
+    """Bytes allocated, and (negative) freed again, in their order."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    found = [event for event in events if event["name"] == "[memory]"]
+    return [event["args"]["Bytes"] for event in sorted(found, key=lambda event: event["ts"])]
+
+
+def _metered(function: Callable[..., Any], meter: Callable[[], Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with meter():
+            return function(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def _hooks_metered(meter: Meter) -> Iterator[None]:
+    """All hooks registered meanwhile are the press's."""
+
+    def metering(register: Callable[..., Any]) -> Callable[..., Any]:
+        def register_metered(module: nn.Module, hook: Any, **kwargs: Any) -> Any:
+            return register(module, _metered(hook, meter.of_press), **kwargs)
+
+        return register_metered
+
+    with ExitStack() as patches:
+        for name in ("register_forward_hook", "register_forward_pre_hook"):
+            patches.enter_context(patch.object(nn.Module, name, metering(getattr(nn.Module, name))))
+        yield
+
+
+# ---- the stand-in --------------------------------------------------------------------------------
+
+
+class StandIn:
+    """A Llama of 2 layers, 16 query and 4 KV heads of 64, float32.
+
+    Attributes:
+        model: to open presses on.
+        weights: `(1, H, S, S)`, the attention weights that all its layers return, or None.
+    """
+
+    def __init__(self, length: int, eager: bool = False) -> None:
+        total = length + REPLAYED
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=WIDTH,
+            intermediate_size=1,
+            num_hidden_layers=N_LAYERS,
+            num_attention_heads=N_HEADS,
+            num_key_value_heads=N_KV,
+            head_dim=D,
+            max_position_embeddings=total,
+            attn_implementation="eager" if eager else "sdpa",
+        )
+        torch.manual_seed(0)
+        self.length, self.model = length, LlamaForCausalLM(config).eval()
+        self.ids = torch.randint(10, VOCABULARY, (1, length + 1))
+        self.hidden = torch.randn(1, total, WIDTH)
+        self.positions = torch.arange(total)[None]
+        self.weights: Tensor | None = None
+        self._meter: Meter = Clock()
+        self._attending = False
+        with torch.no_grad():
+            self.rotation = self.model.model.rotary_emb(self.hidden, self.positions)
+            for layer in self.model.model.layers:
+                attention = layer.self_attn
+                for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+                    nn.init.normal_(projection.weight, std=WIDTH**-0.5)
+                if eager and self.weights is None:
+                    self.weights = self._weights(attention)
+                self._replace(attention)
+        self.model.model.forward = self._as_model(self._body)
+
+    def measure(
+        self, meter: Meter, press: Any, ids: Tensor, then: int = 0, attending: bool = False
+    ) -> None:
+        """Run once with a press.
+
+        Args:
+            ids: `(1, S)`, the context.
+            then: tokens that are decoded afterwards.
+            attending: whether they attend to the context, which then counts as the press's work.
+        """
+        self._meter, self._attending = meter, attending
+        past = DynamicCache()
+        for layer in self.model.model.layers:  # kvpress's attention does so in a prefill
+            layer.self_attn.masked_key_indices = None
+        with torch.no_grad(), _hooks_metered(meter):
+            scope = press(self.model)
+            scope.__enter__()
+            self.model(ids, past_key_values=past, logits_to_keep=1)
+            for _ in range(then):
+                self.model(self.ids[:, :1], past_key_values=past, logits_to_keep=1)
+            with meter.of_press():  # where KVzip of kvpress does its work
+                scope.__exit__(None, None, None)
+
+    def _as_model(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return _metered(function, lambda: self._meter.of_model())
+
+    def _states(self, projection: nn.Module) -> Tensor:
+        return projection(self.hidden).unflatten(-1, (-1, D)).transpose(1, 2)
+
+    def _weights(self, attention: Any) -> Tensor:
+        """Causal attention weights `(1, H, S, S)`, head by head to save memory."""
+        length = self.length
+        query, key = (self._states(p)[:, :, :length] for p in (attention.q_proj, attention.k_proj))
+        weights = torch.empty(1, N_HEADS, length, length)
+        future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        for head in range(N_HEADS):
+            logits = query[0, head] @ key[0, head * N_KV // N_HEADS].T / D**0.5
+            weights[0, head] = logits.masked_fill_(future, -torch.inf).softmax(dim=-1)
+        return weights
+
+    def _replace(self, attention: Any) -> None:
+        project = attention.q_proj.forward
+        query = attention.q_proj(self.hidden)
+        key, value = (self._states(p) for p in (attention.k_proj, attention.v_proj))
+        _, key = apply_rotary_pos_emb(key, key, *self.rotation)
+        asked: list[slice] = []  # by the stand-in itself
+
+        def q_proj(hidden_states: Tensor) -> Tensor:
+            return query[:, asked[-1]] if asked else project(hidden_states)
+
+        def forward(
+            hidden_states: Tensor, past_key_values: Any, position_ids: Tensor, **kwargs: Any
+        ) -> Any:
+            start = int(position_ids[0, 0])
+            now = slice(start, start + hidden_states.shape[1])
+            asked.append(now)
+            heads = attention.q_proj(hidden_states).unflatten(-1, (-1, D)).transpose(1, 2)
+            asked.pop()
+            new = key[:, :, now], value[:, :, now]
+            if start and self._attending:
+                with self._meter.of_press():
+                    held = past_key_values.update(*new, attention.layer_idx)
+                    attend = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
+                    mask = kwargs.pop("attention_mask")
+                    attend(attention, heads, *held, mask, 0.0, scaling=attention.scaling, **kwargs)
+            else:
+                past_key_values.update(*new, attention.layer_idx)
+            return hidden_states, self.weights
+
+        attention.q_proj.forward = q_proj
+        attention.forward = self._as_model(forward)
+
+    def _body(self, input_ids: Tensor, past_key_values: Any, **_: Any) -> BaseModelOutputWithPast:
+        body = self.model.model
+        n, start = body.embed_tokens(input_ids).shape[1], past_key_values.get_seq_length()
+        now = slice(start, start + n)
+        for layer in body.layers:
+            layer.self_attn(
+                hidden_states=self.hidden[:, now],
+                position_embeddings=tuple(x[:, now] for x in self.rotation),
+                attention_mask=None,
+                position_ids=self.positions[:, now],
+                past_key_values=past_key_values,
+                use_cache=True,
+                cache_position=self.positions[0, now],
+            )
+        return BaseModelOutputWithPast(self.hidden[:, now], past_key_values)
