@@ -84,7 +84,7 @@ def _inherited(cls: type, name: str, default: Any) -> Any:
 
 def _bound(attribute: Any, owner: Any) -> Any:
     """An inherited attribute as `owner` has it."""
-    if isinstance(attribute, FunctionType):
+    if type(attribute) is FunctionType:
         # Not a method: at a graph break torch.compile looks methods up by their name again, and
         # would find our wrapper there.
         return partial(attribute, owner)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # help has to come at once, and this imports pandas
 
 EXPERIMENTS: tuple[str, ...] = (
     *("equivalence", "intrusiveness", "isolation", "coexistence", "overhead"),
-    *("headwise", "quality", "evaluate", "trace"),
+    *("headwise", "quality", "evaluate", "streaming", "memory", "trace"),
 )
 """Modules of this package that hold an experiment, in the order of the report.
 

@@ -46,6 +46,8 @@ COMMANDS: dict[str, _Entry] = {
     "headwise": _Entry(_MEASURE, "Compare budgets shared among heads with equal ones."),
     "quality": _Entry(_MEASURE, "Measure what eviction costs in answers, press by press."),
     "evaluate": _Entry(_MEASURE, "Sweep models, presses and datasets; can be interrupted."),
+    "streaming": _Entry(_MEASURE, "Stream thousands of tokens through bounded caches."),
+    "memory": _Entry(_MEASURE, "Measure sizes of caches and peaks of prefills."),
     "study": _Entry(_REPORT, "Run all experiments and write tables, figures and the report."),
     "report": _Entry(_REPORT, "Rebuild report.md and report.html from the tables of a study."),
     "readme": _Entry(_REPORT, "Rewrite the README's tables from the committed results."),

@@ -51,16 +51,17 @@ def run_study(
         output: folder for the CSV and PNG files, `run.json`, `report.md` and `report.html`; made
             if absent.
         console: where progress and tracebacks go.
-        only: names of the experiments to run; what the folder holds of the others stays. Empty: all.
+        only: names of the experiments to run, empty for all; what the folder holds of the others
+            stays.
 
     Returns:
         Names of the experiments that failed.
 
     Raises:
-        UserError: if a name is not known, or the folder lacks an experiment that is not run.
+        UserError: if a name is not known.
     """
     former = _kept_entries(experiments, output, only)
-    chosen = [experiment for experiment in experiments if experiment.name not in former]
+    chosen = [experiment for experiment in experiments if not only or experiment.name in only]
     output.mkdir(parents=True, exist_ok=True)
     _remove_former(output, keep=former)
     entries: dict[str, dict[str, Any]] = {e.name: former.get(e.name, {}) for e in experiments}
@@ -82,9 +83,10 @@ def run_study(
         entries[experiment.name] = entry
         write_manifest(manifest, output)  # what is done survives an interrupt
         console.print(f"{'failed' if entry['error'] else 'done'} in {entry['seconds']:.1f} s")
-    manifest["experiments"] = {e.name: entries[e.name] for e in experiments}
+    done = [experiment for experiment in experiments if experiment.name in entries]
+    manifest["experiments"] = {e.name: entries[e.name] for e in done}
     write_manifest(manifest, output)
-    write_report(output, experiments)
+    write_report(output, done)
     return [name for name, entry in entries.items() if entry["error"]]
 
 

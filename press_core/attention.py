@@ -25,18 +25,31 @@ def window_attention(call: AttentionCall, window: int) -> Tensor:
     return causal_weights(call.site, call.queries(window), call.keys)
 
 
-def attention_blocks(call: AttentionCall, block: int = 128) -> Iterator[Tensor]:
+BLOCK = 2**21
+"""Weights held at a time (8 MiB in float32): what is larger is asked of the system every time."""
+
+
+def attention_blocks(call: AttentionCall, block: int | None = None) -> Iterator[Tensor]:
     """Causal attention of all (known) queries, `block` of them at a time: O(S) memory.
+
+    The weights that the layer returned, where it did. By default as many queries at a time as make
+    up `BLOCK` weights.
 
     Yields:
         `(B, H_kv, G, rows, end)` for the rows before `end`; keys from `end` on are not visible.
     """
-    queries = call.queries()
-    older = call.length - queries.shape[2]
-    for start in range(0, queries.shape[2], block):
+    given = call.attentions
+    queries = call.queries() if given is None else given
+    batch, n_heads, n_queries = queries.shape[:3]
+    older, n_kv = call.length - n_queries, call.keys.shape[1]
+    block = block or max(1, BLOCK // (batch * n_heads * call.length))
+    for start in range(0, n_queries, block):
+        end = older + min(start + block, n_queries)
         part = queries[:, :, start : start + block]
-        end = older + start + part.shape[2]
-        yield causal_weights(call.site, part, call.keys[:, :, :end])
+        if given is None:
+            yield causal_weights(call.site, part, call.keys[:, :, :end])
+        else:
+            yield upcast(part[..., :end]).unflatten(1, (n_kv, -1))
 
 
 def causal_weights(site: AttentionSite, queries: Tensor, keys: Tensor) -> Tensor:

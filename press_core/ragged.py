@@ -71,20 +71,27 @@ class RaggedLayer(DynamicLayer):
         layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
         layer.seen, layer.n_heads = seen, keys.shape[1]
         layer.counts = kept.sum(dim=-1).flatten().tolist()
-        slots = positions.expand(kept.shape)[kept].to(torch.int32)
-        layer._lay_out(keys[kept].detach(), values[kept].detach(), slots, 0)
+        chosen = kept.flatten().nonzero().squeeze(1)  # far faster than a mask as an index
+
+        def of_chosen(states: Tensor) -> Tensor:  # (B * H_kv * S, ...)
+            return states.detach().index_select(0, chosen)
+
+        slots = of_chosen(positions.expand(kept.shape).flatten()).to(torch.int32)
+        layer._lay_out(of_chosen(keys.flatten(0, 2)), of_chosen(values.flatten(0, 2)), slots, 0)
         return layer
 
     def _lay_out(self, keys: Tensor, values: Tensor, slots: Tensor, at_least: int) -> None:
         """Store heads that come without room between them, with room between them."""
         self.spare = max(at_least, int(SPARE * sum(self.counts) / len(self.counts)))
-        *self.starts, total = itertools.accumulate(
+        *self.starts, _ = itertools.accumulate(
             (count + self.spare for count in self.counts), initial=0
         )
-        index = self._indices(range(len(self.counts)))
-        self.keys = keys.new_zeros(total, keys.shape[-1]).index_copy_(0, index, keys)
-        self.values = values.new_zeros(total, values.shape[-1]).index_copy_(0, index, values)
-        self.slots = slots.new_full((total,), -1).index_copy_(0, index, slots)
+
+        def spaced(states: Tensor, empty: float) -> Tensor:
+            room = states.new_full((self.spare, *states.shape[1:]), empty)
+            return torch.cat([x for head in states.split(self.counts) for x in (head, room)])
+
+        self.keys, self.values, self.slots = spaced(keys, 0), spaced(values, 0), spaced(slots, -1)
         self._ends = self._count_ends()
 
     def _count_ends(self) -> Tensor:

@@ -69,8 +69,10 @@ def output_weight(site: AttentionSite) -> Tensor:
     )
 
 
-def projected_norms(call: AttentionCall, block: int = 1024) -> Tensor:
+def projected_norms(call: AttentionCall, block: int = 256) -> Tensor:
     """L1 norm of each value after the output projection, mean over the group.
+
+    Some tokens at a time: what is projected is `G * D / d` times as large as the values.
 
     Returns:
         `(B, H_kv, S)`, float32.
@@ -78,12 +80,13 @@ def projected_norms(call: AttentionCall, block: int = 1024) -> Tensor:
     values = call.values
     n_kv, d = values.shape[1], values.shape[-1]
     weight = output_weight(call.site).to(values.dtype)
-    per_head = weight.view(weight.shape[0], n_kv, -1, d).permute(1, 2, 3, 0)  # (H_kv, G, d, D)
-    norms = [
-        (values[:, :, None, start : start + block] @ per_head).abs().sum(-1, dtype=_wide(values))
-        for start in range(0, values.shape[2], block)
+    per_head = weight.T.reshape(n_kv, -1, d, len(weight)).transpose(1, 2).flatten(2)
+    n_groups = per_head.shape[-1] // len(weight)  # per_head: (H_kv, d, G * D)
+    sums = [
+        (part @ per_head).abs_().sum(dim=-1, dtype=_wide(values))
+        for part in values.split(block, dim=2)
     ]
-    return torch.cat(norms, dim=-1).mean(dim=2)
+    return torch.cat(sums, dim=-1) / n_groups
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -47,11 +49,29 @@ class ExpectedAttention(Compression):
 
 def query_statistics(call: AttentionCall, n_sink: int) -> tuple[Tensor, Tensor]:
     """Mean `(B, H, d)` and covariance `(B, H, d, d)` of the queries before RoPE, sinks left out."""
+    sizes, means, scatters = [], [], []
+    for queries in _query_blocks(call, n_sink):
+        mean = queries.mean(dim=2, keepdim=True)
+        centred = queries - mean
+        sizes.append(queries.shape[2])
+        means.append(mean)
+        scatters.append(centred.mT @ centred)
+    weights = torch.tensor(sizes, dtype=means[0].dtype, device=means[0].device)[:, None]
+    by_block = torch.cat(means, dim=2)  # (B, H, blocks, d)
+    mean = (by_block * weights).sum(dim=2, keepdim=True) / sum(sizes)
+    between = (by_block - mean).mT @ ((by_block - mean) * weights)
+    scatter = torch.stack(scatters).sum(dim=0) + between
+    return mean.squeeze(2), scatter / sum(sizes)
+
+
+def _query_blocks(call: AttentionCall, n_sink: int, block: int = 1024) -> Iterator[Tensor]:
+    """Queries before RoPE without the sinks', `(B, H, rows, d)`."""
+    if call.tokens is None and call.hidden_states.shape[1] == call.length:
+        for start in range(n_sink, call.length, block):
+            yield call.chunk(start, start + block).queries_before_rope()
+        return
     queries = call.queries_before_rope()
-    queries = queries[:, :, max(0, n_sink - call.length + queries.shape[2]) :]
-    mean = queries.mean(dim=2, keepdim=True)
-    centred = queries - mean
-    return mean.squeeze(2), centred.mT @ centred / queries.shape[2]
+    yield queries[:, :, max(0, n_sink - call.length + queries.shape[2]) :]
 
 
 def expected_attention_scores(
@@ -74,9 +94,22 @@ def expected_attention_scores(
     logits = mean.unflatten(1, (n_kv, -1)) @ keys.mT / d**0.5  # (B, H_kv, G, S)
     if press.use_covariance:
         covariance = (rotation @ covariance @ rotation.mT).unflatten(1, (n_kv, -1))
-        spread = (keys.unsqueeze(2) @ covariance).mul_(keys.unsqueeze(2)).sum(dim=-1)
-        logits = logits + spread / (2 * d)
+        logits = logits + _spread(keys, covariance) / (2 * d)
     scores = logits.softmax(dim=-1).mean(dim=2)
     if press.use_vnorm:
         scores = (scores + press.epsilon) * upcast(call.values[:, :, press.n_sink :]).norm(dim=-1)
     return protect(pad(scores, (press.n_sink, 0)), leading(call.keys, press.n_sink))
+
+
+def _spread(keys: Tensor, covariance: Tensor, block: int = 256) -> Tensor:
+    """`kᵀΣk` of keys `(B, H_kv, S, d)` and `Σ` `(B, H_kv, G, d, d)`: `(B, H_kv, G, S)`.
+
+    Some keys at a time: what stands between is `G` times as large as the keys.
+    """
+    n_groups, d = covariance.shape[2], covariance.shape[-1]
+    side_by_side = covariance.transpose(2, 3).flatten(3)  # (B, H_kv, d, G * d)
+    parts = [
+        ((part @ side_by_side).unflatten(-1, (n_groups, d)) * part.unsqueeze(3)).sum(dim=-1)
+        for part in keys.split(block, dim=2)
+    ]
+    return torch.cat(parts, dim=2).mT

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, normalize
+from torch.nn.functional import normalize
 
 from press_core.scope import Compression
 from press_core.select import upcast
@@ -26,5 +27,6 @@ def keydiff_scores(keys: Tensor) -> Tensor:
         `(B, H_kv, S)`, float32.
     """
     keys = upcast(keys)
-    anchor = normalize(keys, dim=-1).mean(dim=2, keepdim=True)
-    return -cosine_similarity(keys, anchor, dim=-1)
+    inverse = keys.norm(dim=-1).clamp(min=torch.finfo(keys.dtype).tiny).reciprocal()
+    anchor = normalize(inverse.unsqueeze(2) @ keys, dim=-1)  # (B, H_kv, 1, d)
+    return -(keys @ anchor.mT).squeeze(-1) * inverse

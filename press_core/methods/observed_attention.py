@@ -30,13 +30,10 @@ def observed_attention_scores(call: AttentionCall) -> Tensor:
     Returns:
         `(B, H_kv, S)`, float32.
     """
-    n_kv, length = call.keys.shape[1:3]
-    if call.attentions is not None:
-        received = upcast(call.attentions).sum(dim=2).unflatten(1, (n_kv, -1)).mean(dim=2)
-    else:
-        received = torch.zeros_like(upcast(call.keys[..., 0]))
-        for weights in attention_blocks(call):
-            received[..., : weights.shape[-1]] += weights.sum(dim=3).mean(dim=2)
+    length = call.length
+    received = torch.zeros_like(upcast(call.keys[..., 0]))
+    for weights in attention_blocks(call):
+        received[..., : weights.shape[-1]] += weights.sum(dim=3).mean(dim=2)
     n_queries = length if call.tokens is not None else call.hidden_states.shape[1]
     observers = torch.arange(length, 0, -1, device=call.keys.device).clamp(max=max(1, n_queries))
     return received / observers

@@ -63,7 +63,7 @@ class StreamingLLMDecoding(Press):
             return
         former = forward.layer
         prune_before(forward, self.cut)
-        if self.rerotate:
+        if self.rerotate and self.n_sink:
             self.turn_sinks(forward, former, held)
 
     def turn_sinks(self, forward: Forward, former: Any, held: Tensor) -> None:
