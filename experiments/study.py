@@ -112,14 +112,10 @@ def _kept_entries(
     for name in only:
         if name not in known:
             raise UserError(f"no experiment is called {name!r}; there are {', '.join(known)}")
-    others = [name for name in known if only and name not in only]
-    entries = read_manifest(output)["experiments"] if others else {}
-    lacking = [name for name in others if name not in entries]
-    if lacking:
-        raise UserError(
-            f"{output} holds no {', '.join(lacking)}; run these too, or the whole study"
-        )
-    return {name: entries[name] for name in others}
+    if not only or not (output / MANIFEST).exists():
+        return {}
+    entries = read_manifest(output)["experiments"]
+    return {name: entries[name] for name in known if name in entries and name not in only}
 
 
 def _remove_former(output: Path, keep: Collection[str]) -> None:
