@@ -7,6 +7,7 @@ RUN := $(VENV)/bin/python
 # Two processes, one thread each: tests of small models gain nothing from threads.
 PYTEST := -m pytest -n 2 --dist worksteal
 export OMP_NUM_THREADS ?= 1
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 # All cores, and threads that sleep while they wait: spinning ones disturb what is measured.
 QUIETLY := env -u OMP_NUM_THREADS OMP_WAIT_POLICY=passive
 
@@ -15,7 +16,7 @@ QUIETLY := env -u OMP_NUM_THREADS OMP_WAIT_POLICY=passive
 ORACLE := $(OLDEST)/bin/python -m pytest tests/oracle
 
 .PHONY: study test test-newest test-oldest test-oracle test-long
-.PHONY: parity oracle-timing subjects check format results clean
+.PHONY: parity oracle-timing subjects docs check format results clean
 
 study: $(VENV)/.installed
 	$(QUIETLY) $(RUN) -m experiments study
@@ -53,6 +54,11 @@ check: $(VENV)/.installed
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports
 	$(RUN) -m experiments readme --check
+	$(MKDOCS) build --quiet --strict --site-dir build/site
+
+# The documentation, at http://127.0.0.1:8000.
+docs: $(VENV)/.installed
+	$(MKDOCS) serve
 
 format: $(VENV)/.installed
 	$(RUN) -m ruff format .
@@ -68,7 +74,7 @@ clean:
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs,ray]"
 	touch $@
 
 $(OLDEST)/.installed: pyproject.toml constraints.txt constraints-oldest.txt

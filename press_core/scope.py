@@ -203,6 +203,7 @@ class Run:
         layers: per layer, how many tokens the layer had seen when it was pruned last, and how many
             of them each KV head kept, on average.
         n_compressions: per layer, how often it was pruned.
+        seen: depths of the sites whose forwards were seen.
         patches: what stands in the place of the sites' forwards, in their order, and can be lost.
         key: tells this run from all others of the process.
     """
@@ -210,6 +211,7 @@ class Run:
     n_sites: int = 0
     layers: dict[int, tuple[float, float]] = field(default_factory=dict)
     n_compressions: dict[int, int] = field(default_factory=dict)
+    seen: set[int] = field(default_factory=set)
     patches: list[Any] = field(default_factory=list)
     key: int = field(default_factory=itertools.count().__next__)
 
@@ -217,6 +219,11 @@ class Run:
         """Note that a layer was pruned: of `seen` tokens each KV head keeps `kept` on average."""
         self.layers[layer_idx] = seen, kept
         self.n_compressions[layer_idx] = self.n_compressions.get(layer_idx, 0) + 1
+
+    @property
+    def passed_by(self) -> list[int]:
+        """Depths of sites that were never seen, though later ones were."""
+        return sorted(set(range(max(self.seen, default=0))) - self.seen)
 
     @property
     def compression_ratio(self) -> float:
@@ -232,6 +239,13 @@ LOST = (
     "such changes off before the scope opens, or make them inside of it"
 )
 """What is said of a scope some of whose patches are gone."""
+
+PASSED_BY = (
+    "nothing was pruned there, as their attention ran without this press being told; a module "
+    "that calls `attention.forward(...)` in place of `attention(...)` goes past its hooks: use the "
+    "press of the same name from patch_impl"
+)
+"""What is said of a scope that saw later layers run, but not these."""
 
 _latest: dict[int, Run] = {}
 
@@ -296,8 +310,11 @@ class Scope:
         with self._lock:
             installed, self._installed = self._installed, None
         if installed is not None:
+            name = type(self.press).__name__
             if any(patch.is_lost for patch in self.run.patches):
-                warnings.warn(f"{type(self.press).__name__}: {LOST}", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"{name}: {LOST}", RuntimeWarning, stacklevel=2)
+            elif passed := self.run.passed_by:
+                warnings.warn(f"{name}, layers {passed}: {PASSED_BY}", RuntimeWarning, stacklevel=2)
             installed.close()
 
     def __enter__(self) -> Scope:

@@ -28,6 +28,7 @@ def before(forward: Forward) -> None:
     """
     if forward.cache is None:
         return
+    forward.run.seen.add(forward.site.depth)
     press, cache, index = forward.press, forward.cache, forward.site.layer_idx
     check_prunable(cache, index)
     if press.needs_attention:

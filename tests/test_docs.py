@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("press_core", "attention_patch", "hooks_impl", "patch_impl", "experiments", "tests")
 FREE_TESTS = ("house", "scopes", "generation", "bad_input", "hooks_equal_patches")
-_BLOCK = re.compile(r'```(\w+)(?: title="(.*?)")?\n(.*?)```', re.DOTALL)
+_BLOCK = re.compile(r'```(\w*)(?: title="(.*?)")?\n(.*?)```', re.DOTALL)
 
 
 def blocks(page: str) -> list[tuple[str, str, str]]:
@@ -71,3 +71,35 @@ def test_adding_a_press(checkout):
     commands = [text for language, _, text in blocks("adding-a-press.md") if language == "bash"]
     equivalence = next(text for text in commands if "--family" in text)
     assert "equal" in run(checkout, *equivalence.split()[1:])
+
+
+PAGES = ("index", "mechanisms", "headwise", "auditing", "evaluation", "migration")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_print_what_they_say(page, tmp_path):
+    """The code of a page, from top to bottom; a block without a language is what it prints."""
+    code, expected, previous = [], "", ""
+    for language, title, text in blocks(f"{page}.md"):
+        if title:
+            (tmp_path / title).write_text(text)
+        elif language == "python":
+            code.append(text)
+        elif not language and previous == "python":
+            expected += text
+        previous = "" if title else language
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(code)], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for line in expected.splitlines():
+        assert line in done.stdout.splitlines()
+
+
+def test_a_press_of_ones_own_is_searched_for_counterexamples(tmp_path):
+    for _, title, text in blocks("auditing.md"):
+        if title:
+            (tmp_path / title).write_text(text)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "test_my_presses.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

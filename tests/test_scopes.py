@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import threading
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -346,3 +347,35 @@ def test_a_scope_that_could_not_act_before_the_others_is_refused(model):
             assert kept(model) == [10, 10, 10]
         module.forward = former
     assert kept(model) == [40, 40, 40]
+
+
+class CallsForward(torch.nn.Module):
+    """Goes past the hooks of what it contains."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner.forward(*args, **kwargs)
+
+
+def test_hooks_that_are_passed_by_are_not_silent(model):
+    layer = model.model.layers[1]
+    layer.self_attn = CallsForward(layer.self_attn)
+    scope = hooks_impl.KnormPress(0.5).register(model)
+    assert kept(model) == [20, 40, 20]
+    with pytest.warns(RuntimeWarning, match=r"KnormPress, layers \[1\]: nothing was pruned there"):
+        scope.remove()
+    with patch_impl.KnormPress(0.5)(model), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kept(model) == [20, 20, 20]
+
+
+@both
+def test_a_forward_that_breaks_off_is_no_reason_for_a_warning(package, model):
+    break_layer(model, 1, BrokenError())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(BrokenError), package.KnormPress(0.5)(model):
+            run(model, 40, DynamicCache(config=model.config))
