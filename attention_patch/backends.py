@@ -174,23 +174,20 @@ def visible_tokens(mask: Any, n_recent: int, n_queries: int, device: torch.devic
 
 
 def heads(layer: RaggedLayer, query: Query) -> Tensor:
-    """Scaled dot-product attention, head by head."""
-    batch, n_heads, n_queries, _ = query.states.shape
+    """Scaled dot-product attention, KV head by KV head."""
+    batch, n_heads, n_queries, d = query.states.shape
     group = n_heads // layer.n_heads
-    grouped = query.states.reshape(batch * layer.n_heads, 1, 1, group * n_queries, -1)
     outputs = []
-    for index, states in enumerate(grouped):
-        keys, values = layer.head(index)
-        mask = query.mask(len(keys))
+    for index, states in enumerate(query.states.reshape(-1, 1, group, n_queries, d)):
+        # The group's queries as heads of their own, for it is heads that torch gives to threads.
+        keys, values = (held.expand(1, group, -1, -1) for held in layer.head(index))
+        mask = query.mask(keys.shape[2])
         if mask is not None:
-            row = mask[0 if len(mask) == 1 else index // layer.n_heads]
-            mask = row.repeat(group, 1)
+            mask = mask[0 if len(mask) == 1 else index // layer.n_heads]
         outputs.append(
-            scaled_dot_product_attention(
-                states, keys[None, None], values[None, None], mask, scale=query.scaling
-            )
+            scaled_dot_product_attention(states, keys, values, mask, scale=query.scaling)
         )
-    return torch.cat(outputs).view(batch, n_heads, n_queries, -1)
+    return torch.cat(outputs).view(batch, n_heads, n_queries, d)
 
 
 def padded(layer: RaggedLayer, query: Query) -> Tensor:

@@ -46,6 +46,7 @@ RATIO, CONTEXT = 0.5, 24
 BEFORE, INSIDE, AFTER = PHASES = ("before", "inside", "after")
 """When the companion comes: before the scope opens, inside of it, after it was closed."""
 
+_NOTHING = next(iter(COMPANIONS))
 RIGHT, ERROR, WRONG = OUTCOMES = ("right", "error", "wrong")
 
 _generator = torch.Generator().manual_seed(0)
@@ -197,7 +198,7 @@ def _looks(
 ) -> Iterator[tuple[str, Callable[..., Any], Companion, bool]]:
     """When to look: what to run then, beside which companion, and whether the scope is open."""
     model = llama()
-    scope, plain = MECHANISMS[mechanism]()(model), COMPANIONS["nothing else"]
+    scope, plain = MECHANISMS[mechanism]()(model), COMPANIONS[_NOTHING]
     if phase == BEFORE:
         with companion.used(model) as run:
             with scope:
@@ -313,6 +314,9 @@ def summary(tables: Tables) -> str:
     for companion in companions:
         row = [found.get((companion, mechanism), "not run") for mechanism in mechanisms]
         lines.append(f"| {companion} | " + " | ".join("" if x == RIGHT else x for x in row) + " |")
+    late = [m for m in mechanisms if found.get((_NOTHING, m), RIGHT) == WRONG]
+    if late:
+        lines += ["", f"Wrong by themselves, beside nothing else: {', '.join(late)}."]
     own = table[table["mechanism"].isin(OURS) & (table["outcome"] != RIGHT)]
     if not own.empty:
         lines += ["", "What is not right with this project's own:", ""]

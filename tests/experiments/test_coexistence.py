@@ -121,6 +121,10 @@ def test_the_summary_is_read_off_the_table():
     assert "| PEFT LoRA | error | wrong |" in said
     assert "- hooks, PEFT LoRA, inside the scope: so it is" in said
     assert "What is not right" not in summary(table(hooks=[RIGHT] * 3))
+    found = table(hooks=[RIGHT] * 3, late=[WRONG] * 3)["coexistence"]
+    alone = summary({"coexistence": found.assign(companion="nothing else")})
+    assert "Wrong by themselves, beside nothing else: late." in alone
+    assert "Wrong by themselves" not in said
 
 
 def test_the_figure_draws_every_cell():
