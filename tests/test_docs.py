@@ -18,8 +18,8 @@ _BLOCK = re.compile(r'```(\w*)(?: title="(.*?)")?\n(.*?)```', re.DOTALL)
 
 
 def blocks(page: str) -> list[tuple[str, str, str]]:
-    """Language, title and text of the code blocks of a page."""
-    return _BLOCK.findall((ROOT / "docs" / page).read_text())
+    """Language, title and text of the code blocks of a page, or of the README."""
+    return _BLOCK.findall((ROOT / "docs" / page).resolve().read_text())
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_adding_a_press(checkout):
     assert "equal" in run(checkout, *equivalence.split()[1:])
 
 
-PAGES = ("index", "mechanisms", "headwise", "auditing", "evaluation", "migration")
+PAGES = ("../README", "index", "mechanisms", "headwise", "auditing", "evaluation", "migration")
 
 
 @pytest.mark.parametrize("page", PAGES)
