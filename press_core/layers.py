@@ -176,8 +176,10 @@ class Pruned:
         return self.n_slots + self.evicted
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        if isinstance(query_length, Tensor):  # transformers 5.2 passes cache_position
-            query_length = query_length.shape[0]
+        if isinstance(query_length, Tensor):
+            # transformers 5.2 passes cache_position, by which it will compare queries with keys:
+            # in a model with sliding layers it does not follow keys that were turned.
+            return self.n_slots + len(query_length), int(query_length[0]) - self.n_slots
         return self.n_slots + query_length, self.evicted
 
     def crop(self, tokens: int) -> None:
