@@ -78,33 +78,39 @@ def attend(
     Raises:
         UnsupportedInputError: for dropout, which no back end has.
     """
-    refuse_dropout(kwargs)
-    scaling, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
-    visible = visible_tokens(attention_mask, layer.n_recent, query.shape[2], query.device)
-    asked = Query(
-        query,
-        visible,
-        attention_mask is None,
-        site.scaling if scaling is None else scaling,
-        site.softcap,
-        site.sinks if sinks is None else sinks,
-    )
+    asked = ask(site, query, attention_mask, layer.n_recent, kwargs)
     layer.attended_by = backend or choose(layer, asked)
     output = BACKENDS[layer.attended_by](layer, asked)
     return output.transpose(1, 2).contiguous(), None
 
 
-def refuse_dropout(kwargs: dict[str, Any]) -> None:
-    """Refuse keyword arguments of an attention function with dropout.
+def ask(
+    site: AttentionSite, query: Tensor, attention_mask: Any, n: int, kwargs: dict[str, Any]
+) -> Query:
+    """What an attention function is asked.
+
+    Args:
+        query: `(B, H, q, d)`, after RoPE.
+        n: of how many of the latest tokens the mask is to tell.
+        kwargs: the other keyword arguments of the attention function.
 
     Raises:
-        UnsupportedInputError: saying what to do.
+        UnsupportedInputError: for dropout, and for a mask of each head.
     """
     if kwargs.get("dropout"):
         raise UnsupportedInputError(
             f"attention over compressed heads or channels has no dropout, got {kwargs['dropout']}; "
             "call model.eval()"
         )
+    scaling, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
+    return Query(
+        query,
+        _visible(attention_mask, n, query.shape[2], query.device),
+        attention_mask is None,
+        site.scaling if scaling is None else scaling,
+        site.softcap,
+        site.sinks if sinks is None else sinks,
+    )
 
 
 def choose(layer: RaggedLayer, query: Query) -> str:
@@ -135,7 +141,7 @@ def check_backend(name: str, site: AttentionSite) -> None:
         )
 
 
-def visible_tokens(mask: Any, n_recent: int, n_queries: int, device: torch.device) -> Tensor | None:
+def _visible(mask: Any, n_recent: int, n_queries: int, device: torch.device) -> Tensor | None:
     """`(1 or B, q, n_recent)` bool: which of the latest tokens each query sees; None: all.
 
     Args:

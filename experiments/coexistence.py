@@ -38,7 +38,9 @@ from experiments.families import VOCABULARY, build
 from experiments.heatmap import draw_cells
 from experiments.ladder import LADDER
 from experiments.ladder.contain import contained
-from experiments.plots import legend_outside, new_figure, save, style
+from experiments.plots import legend_outside, new_figure, style
+from experiments.report import write_results
+from experiments.tables import markdown_table
 from press_core.ragged import RaggedLayer
 from press_core.select import n_kept, top_positions
 
@@ -305,15 +307,11 @@ def summary(tables: Tables) -> str:
     table = tables["coexistence"]
     mechanisms, companions = (list(table[name].unique()) for name in ("mechanism", "companion"))
     found = worst(table)
-    lines = [
-        sentence(table),
-        "",
-        "| | " + " | ".join(mechanisms) + " |",
-        "|---|" + "---|" * len(mechanisms),
+    rows = [
+        [companion, *(_short(found.get((companion, name), "not run")) for name in mechanisms)]
+        for companion in companions
     ]
-    for companion in companions:
-        row = [found.get((companion, mechanism), "not run") for mechanism in mechanisms]
-        lines.append(f"| {companion} | " + " | ".join("" if x == RIGHT else x for x in row) + " |")
+    lines = [sentence(table), "", markdown_table(["", *mechanisms], rows, left=None)]
     late = [m for m in mechanisms if found.get((_NOTHING, m), RIGHT) == WRONG]
     if late:
         lines += ["", f"Wrong by themselves, beside nothing else: {', '.join(late)}."]
@@ -326,6 +324,10 @@ def summary(tables: Tables) -> str:
             for row in records
         ]
     return "\n".join(lines)
+
+
+def _short(outcome: str) -> str:
+    return "" if outcome == RIGHT else outcome
 
 
 def sentence(table: pd.DataFrame) -> str:
@@ -386,10 +388,7 @@ def command(
         console.print(shown)
     console.print(sentence(table))
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        table.to_csv(output / "coexistence.csv", index=False)
-        for name, figure in figures(tables).items():
-            save(figure, output / f"{name}.png")
+        write_results(tables, figures(tables), output)
 
 
 def _check_known(what: str, names: list[str] | None, known: list[str]) -> None:

@@ -30,6 +30,7 @@ from experiments.compare import Inputs, PressPair, compare
 from experiments.experiment import Experiment, Tables
 from experiments.families import FAMILIES, HYBRID, build, supported_implementations
 from experiments.plots import new_figure, press_label, style
+from experiments.tables import markdown_table
 from press_core import Press, PressError
 
 PressMaker = Callable[[float], PressPair]
@@ -241,11 +242,11 @@ def _summary(tables: Tables) -> str:
         f"of several tokens and a decode step, {int(compared['tokens'].sum()):,} tokens with "
         f"each mechanism. The grid: {_grid(cells)}.",
         "",
-        "| press | cells | equal |",
-        "|---|---:|---:|",
+        markdown_table(
+            ["press", "cells", "equal"],
+            [[str(press), n, equal] for press, (equal, n) in _counts(cells, "press").items()],
+        ),
     ]
-    for press, (equal, n) in _counts(cells, "press").items():
-        lines.append(f"| {press} | {n} | {equal} |")
     lines += [""] + [f"- {text}" for text in (*_refusals(cells), *_differences(cells, limit=5))]
     return "\n".join(lines).rstrip() + "\n"
 

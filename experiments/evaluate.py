@@ -32,6 +32,7 @@ from experiments.evaluation.store import Store
 from experiments.experiment import Experiment, Tables
 from experiments.plots import INK, MUTED, new_figure, style
 from experiments.quality import wilson
+from experiments.tables import markdown_table
 
 Outcome = tuple[list[dict[str, Any]], float] | Failure
 """Rows and seconds of a cell, or why there are none."""
@@ -210,12 +211,14 @@ def summary(tables: Tables) -> str:
         f"cell (95% interval ±{(table['high'] - table['low']).max() / 2:.0%} or better). "
         f"{_bare(table)}",
         "",
-        "| press | " + " | ".join(f"{task}, {ratio:.0%} evicted" for ratio, task in columns) + " |",
-        "|---|" + "--:|" * len(columns),
+        markdown_table(
+            ["press", *(f"{task}, {ratio:.0%} evicted" for ratio, task in columns)],
+            [
+                [_short(press), *(f"{by_ratio[r].loc[press, task]:.1%}" for r, task in columns)]
+                for press in by_ratio[ratios[0]].index
+            ],
+        ),
     ]
-    for press in by_ratio[ratios[0]].index:
-        cells = " | ".join(f"{by_ratio[ratio].loc[press, task]:.1%}" for ratio, task in columns)
-        lines.append(f"| {_short(press)} | {cells} |")
     return "\n".join(lines)
 
 

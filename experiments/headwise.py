@@ -17,15 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import pandas as pd
 import torch
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from transformers import PreTrainedModel
 
 from experiments import UserError
@@ -45,8 +43,9 @@ from experiments.experiment import Experiment, Tables
 from experiments.facts import draw
 from experiments.families import build, supported_implementations
 from experiments.loading import load_model, short_name
-from experiments.plots import save
 from experiments.quality import NO_PRESS, Task
+from experiments.report import write_results
+from experiments.tables import Shown
 from press_core import attention_sites
 
 RATIOS = (0.5, 0.7, 0.8, 0.9)
@@ -228,35 +227,6 @@ _SENTENCES: tuple[tuple[Callable[[Tables], str], str], ...] = (
 
 
 # ---- tables of the summary ---------------------------------------------------------------------
-
-
-class Shown(NamedTuple):
-    """A table to be read, by people.
-
-    Attributes:
-        note: what it says.
-        left: how many of the first columns are words.
-    """
-
-    note: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    left: int = 1
-
-    def markdown(self) -> str:
-        """As Markdown."""
-        rule = ["---"] * self.left + ["--:"] * (len(self.head) - self.left)
-        lines = ["| " + " | ".join(cells) + " |" for cells in (self.head, rule, *self.rows)]
-        return "\n".join([self.note, "", *lines])
-
-    def rich(self) -> Table:
-        """For a terminal."""
-        table = Table(box=SIMPLE_HEAD)
-        for index, name in enumerate(self.head):
-            table.add_column(name, justify="left" if index < self.left else "right")
-        for row in self.rows:
-            table.add_row(*row)
-        return table
 
 
 def shown(tables: Tables) -> list[Shown]:
@@ -452,7 +422,7 @@ def command(
         console.print(table.note)
         console.print(table.rich())
     if output is not None:
-        _write(tables, output)
+        write_results(tables, figures(tables), output)
 
 
 def _checked(ratios: list[float] | None) -> tuple[float, ...]:
@@ -460,11 +430,3 @@ def _checked(ratios: list[float] | None) -> tuple[float, ...]:
         if not 0 < ratio < 1:
             raise typer.BadParameter(f"{ratio} is not above 0 and below 1", param_hint="--ratio")
     return tuple(ratios or ())
-
-
-def _write(tables: Tables, output: Path) -> None:
-    output.mkdir(parents=True, exist_ok=True)
-    for name, table in tables.items():
-        table.to_csv(output / f"{name}.csv", index=False)
-    for name, figure in figures(tables).items():
-        save(figure, output / f"{name}.png")

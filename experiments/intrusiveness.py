@@ -41,8 +41,10 @@ from experiments.families import build
 from experiments.heatmap import draw_cells
 from experiments.ladder import LADDER
 from experiments.ladder.contain import contained
-from experiments.plots import new_figure, save, style
+from experiments.plots import new_figure, style
+from experiments.report import write_results
 from experiments.subjects import LIBRARIES
+from experiments.tables import markdown_table
 
 RATIO = 0.5
 ENVIRONMENTS = (".venv-subjects", ".venv-oldest")
@@ -502,9 +504,7 @@ def _library_tables(libraries: pd.DataFrame) -> list[pd.DataFrame]:
 
 
 def _markdown(table: pd.DataFrame) -> str:
-    lines = ["| " + " | ".join(map(str, table.columns)) + " |", "|" + "---|" * len(table.columns)]
-    lines += ["| " + " | ".join(map(str, row)) + " |" for row in table.itertuples(index=False)]
-    return "\n".join(lines)
+    return markdown_table(list(table.columns), list(table.itertuples(index=False)), left=None)
 
 
 EXPERIMENT = Experiment(
@@ -541,11 +541,7 @@ def command(
     tables = measure(environment or [ROOT / name for name in ENVIRONMENTS])
     _show(tables)
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        for name, table in tables.items():
-            table.to_csv(output / f"{name}.csv", index=False)
-        for name, figure in figures(tables).items():
-            save(figure, output / f"{name}.png")
+        write_results(tables, figures(tables), output)
 
 
 def _show(tables: Tables) -> None:

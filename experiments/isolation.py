@@ -38,7 +38,9 @@ from experiments.families import VOCABULARY, build
 from experiments.heatmap import draw_cells
 from experiments.ladder import LADDER, Rung
 from experiments.ladder.contain import contained
-from experiments.plots import legend_outside, new_figure, save, style
+from experiments.plots import legend_outside, new_figure, style
+from experiments.report import write_results
+from experiments.tables import markdown_table
 
 RATIO, OTHER_RATIO = 0.5, 0.25
 CONTEXT, STEPS = 24, 2
@@ -458,12 +460,15 @@ def summary(tables: Tables) -> str:
     lines = [
         sentence(table),
         "",
-        "| | " + " | ".join(mechanisms) + " |",
-        "|---|" + "---|" * len(mechanisms),
+        markdown_table(
+            ["", *mechanisms],
+            [
+                [situation, *(_short(outcomes.loc[situation, name]) for name in mechanisms)]
+                for situation in situations
+            ],
+            left=None,
+        ),
     ]
-    for situation in situations:
-        cells = [_short(outcomes.loc[situation, mechanism]) for mechanism in mechanisms]
-        lines.append(f"| {situation} | " + " | ".join(cells) + " |")
     noted = table[table["outcome"].isin([FOR_GOOD, ERROR])]
     if not noted.empty:
         lines += ["", "Where it did not recover:", ""]
@@ -519,9 +524,7 @@ def command(
     tables = measure(chosen)
     _show(tables["isolation"])
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        tables["isolation"].to_csv(output / "isolation.csv", index=False)
-        save(figures(tables)["isolation"], output / "isolation.png")
+        write_results(tables, figures(tables), output)
 
 
 def _show(table: pd.DataFrame) -> None:

@@ -36,7 +36,6 @@ from transformers import DynamicCache, PreTrainedModel
 from experiments import UserError
 from experiments.experiment import Experiment, Tables
 from experiments.families import build
-from experiments.headwise import Shown
 from experiments.loading import load_model, short_name
 from experiments.overhead import NO_PRESS
 from experiments.plots import (
@@ -47,9 +46,10 @@ from experiments.plots import (
     press_colour,
     press_label,
     press_line,
-    save,
     style,
 )
+from experiments.report import write_results
+from experiments.tables import Shown
 from experiments.usual import MECHANISMS, press_name, suited_pair
 from press_core import Press, attention_sites, cache_nbytes
 from press_core.methods.think import ThinK
@@ -555,8 +555,4 @@ def command(
         console.print(table.rich())
     console.print("\n\n".join(sentences(tables)))
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        for name, written in tables.items():
-            written.to_csv(output / f"{name}.csv", index=False)
-        for name, figure in figures(tables).items():
-            save(figure, output / f"{name}.png")
+        write_results(tables, figures(tables), output)

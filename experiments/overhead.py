@@ -62,9 +62,10 @@ from experiments.plots import (
     mechanism_marker,
     new_figure,
     press_label,
-    save,
     style,
 )
+from experiments.report import write_results
+from experiments.tables import markdown_table
 from experiments.usual import MECHANISMS, press_name, suited_pair
 from press_core import Press, attention_sites
 from press_core.methods.finch import Finch
@@ -575,16 +576,15 @@ def summary(tables: Tables) -> str:
         "",
         "Ratios of times taken in turn: median over rounds, with its 95% interval.",
         "",
-        "| model | phase | press | hook / bare | patch / bare | hook / empty hook "
-        "| patch / empty wrapper | patch / hook |",
-        "|---|---|---|--:|--:|--:|--:|--:|",
     ]
     pressed = overhead[overhead["phase"].isin(_PHASES) & (overhead["press"] != NO_PRESS)]
     keys = ["model", "phase", "press", "compression_ratio"]
+    table = []
     for _, rows in pressed.groupby(keys, sort=False):
         cells = [_cell(rows, mechanism, baseline) for mechanism, baseline in _COLUMNS]
-        model, phase = rows[["model", "phase"]].iloc[0]
-        lines.append(f"| {model} | {phase} | {_label(rows)} | " + " | ".join(cells) + " |")
+        table.append([*rows[["model", "phase"]].iloc[0], _label(rows), *cells])
+    head = ["model", "phase", "press", *(f"{one} / {other}" for one, other in _COLUMNS)]
+    lines.append(markdown_table(head, table, left=3))
     return "\n".join([*lines, "", sentence_on_opening(overhead), sentence_on_calls(overhead)])
 
 
@@ -711,9 +711,7 @@ def command(
     tables = measure(subjects, size, names)
     _show(tables["overhead"])
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        tables["overhead"].to_csv(output / "overhead.csv", index=False)
-        save(figures(tables)["overhead"], output / "overhead.png")
+        write_results(tables, figures(tables), output)
 
 
 def _show(overhead: pd.DataFrame) -> None:

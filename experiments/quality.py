@@ -41,7 +41,9 @@ from experiments import UserError
 from experiments.experiment import Experiment, Tables
 from experiments.facts import VOCABULARY, FactBatch, draw
 from experiments.loading import load_model, short_name
-from experiments.plots import INK, mechanism_colour, new_figure, press_label, save, style
+from experiments.plots import INK, mechanism_colour, new_figure, press_label, style
+from experiments.report import write_results
+from experiments.tables import markdown_table
 from experiments.usual import MECHANISMS, WRAPPED, press_name, usual
 from press_core import Press, PressError
 from press_core.methods.finch import Finch
@@ -382,18 +384,18 @@ def summary(tables: Tables) -> str:
     quality = tables["quality"]
     shown = [ratio for ratio in (0.5, 0.8, 0.9) if ratio in set(quality["ratio"])]
     columns = [(question, ratio) for question in (UNSEEN, SEEN) for ratio in shown]
+    rows = []
+    for name in _by_accuracy(quality):
+        found = quality[quality["press"] == name].groupby(["question", "ratio"])["accuracy"].first()
+        cells = [f"{found[c]:.1%}" if c in found.index else "" for c in columns]
+        rows.append([press_label(name), *cells])
     lines = [
         f"{sentence_on_agreement(tables['quality_agreement'])} {_sentence_on_best(quality)}",
         "",
         _sentence_on_task(quality),
         "",
-        "| press | " + " | ".join(f"{q}, {r:.0%} evicted" for q, r in columns) + " |",
-        "|---|" + "--:|" * len(columns),
+        markdown_table(["press", *(f"{q}, {r:.0%} evicted" for q, r in columns)], rows),
     ]
-    for name in _by_accuracy(quality):
-        rows = quality[quality["press"] == name].groupby(["question", "ratio"])["accuracy"].first()
-        cells = [f"{rows[c]:.1%}" if c in rows.index else "" for c in columns]
-        lines.append(f"| {press_label(name)} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, ""] + [f"- {note}" for note in _notes(quality)])
 
 
@@ -547,7 +549,7 @@ def command(
     tables = measure(loaded, measured, task, model_name=short_name(model))
     _show(tables)
     if output is not None:
-        _write(tables, output)
+        write_results(tables, figures(tables), output)
 
 
 def _chosen(
@@ -612,11 +614,3 @@ def _cell(quality: pd.DataFrame, ratio: float) -> str:
 
 def _text(accuracy: float, low: float, high: float) -> str:
     return f"{100 * accuracy:.0f} ±{50 * (high - low):.0f}"
-
-
-def _write(tables: Tables, output: Path) -> None:
-    output.mkdir(parents=True, exist_ok=True)
-    for name, table in tables.items():
-        table.to_csv(output / f"{name}.csv", index=False)
-    for name, figure in figures(tables).items():
-        save(figure, output / f"{name}.png")

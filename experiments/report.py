@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -66,6 +66,15 @@ class Part:
 def write_table(table: pd.DataFrame, path: Path) -> None:
     """Write a CSV file that `read_table` reads back as it was."""
     table.to_csv(path, index=False, lineterminator="\n")
+
+
+def write_results(tables: Tables, figures: Mapping[str, Figure], folder: Path) -> None:
+    """Write tables and figures into `folder`, made if absent, under their names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, table in tables.items():
+        write_table(table, folder / f"{name}.csv")
+    for name, figure in figures.items():
+        save(figure, folder / f"{name}.png")
 
 
 def read_table(path: Path) -> pd.DataFrame:

@@ -47,10 +47,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from experiments import UserError
 from experiments.experiment import Experiment, Tables
-from experiments.headwise import Shown
 from experiments.loading import load_model, short_name
-from experiments.plots import INK, MUTED, legend_outside, new_figure, press_colour, save, style
+from experiments.plots import INK, MUTED, legend_outside, new_figure, press_colour, style
+from experiments.report import write_results
 from experiments.stdlib_text import token_stream
+from experiments.tables import Shown
 from experiments.usual import MECHANISMS
 from press_core import Press, attention_sites, cache_nbytes, kept_lengths
 
@@ -720,8 +721,4 @@ def command(
         console.print(table.rich())
     console.print("\n\n".join(sentences(tables)))
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        for name, written in tables.items():
-            written.to_csv(output / f"{name}.csv", index=False)
-        for name, figure in figures(tables).items():
-            save(figure, output / f"{name}.png")
+        write_results(tables, figures(tables), output)

@@ -44,7 +44,8 @@ from experiments.compare import Inputs, PressPair
 from experiments.experiment import Experiment, Tables
 from experiments.families import FAMILIES, build, supported_implementations
 from experiments.loading import load_model, short_name
-from experiments.plots import GRID, MUTED, mechanism_colour, new_figure, press_label, save, style
+from experiments.plots import GRID, MUTED, mechanism_colour, new_figure, press_label, style
+from experiments.report import write_results
 from experiments.usual import press_name, suited_pair
 from press_core import AttentionSite, Press, attention_sites, cache_nbytes, kept_lengths
 from press_core.methods.finch import Finch
@@ -791,6 +792,4 @@ def command(
     tables = {"trace": _trace(model, press, ratio, length, decode)}
     show(tables["trace"], Console())
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        tables["trace"].to_csv(output / "trace.csv", index=False)
-        save(figures(tables)["trace"], output / "trace.png")
+        write_results(tables, figures(tables), output)

@@ -195,11 +195,7 @@ class Pruned:
         remove = n_to_remove(self, tokens)
         if remove and isinstance(self, QuantizedLayer):
             raise UnsupportedCacheError("a quantized layer cannot give back its latest tokens")
-        if remove > self.n_recent:
-            raise UnsupportedCacheError(
-                f"cannot crop {remove} tokens off a pruned layer: {self.n_recent} came after the "
-                "pruning, what was evicted before them cannot come back"
-            )
+        check_crop(self, remove)
         if remove:
             self.keys, self.values = self.keys[..., :-remove, :], self.values[..., :-remove, :]
 
@@ -261,6 +257,19 @@ def n_to_remove(layer: Any, tokens: int) -> int:
     """How many tokens `crop(tokens)` asks to remove, as the installed transformers has it."""
     to_length = tokens > 0 or (tokens == 0 and _CROP_TAKES_LENGTH)
     return max(0, layer.get_seq_length() - tokens) if to_length else -tokens
+
+
+def check_crop(layer: Any, remove: int) -> None:
+    """Refuse to take more tokens off `layer` than came after its pruning.
+
+    Raises:
+        UnsupportedCacheError: with both numbers.
+    """
+    if remove > layer.n_recent:
+        raise UnsupportedCacheError(
+            f"cannot crop {remove} tokens off a pruned layer: {layer.n_recent} came after the "
+            "pruning, what was evicted before them cannot come back"
+        )
 
 
 class PrunedLayer(Pruned, DynamicLayer):

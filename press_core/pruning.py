@@ -205,12 +205,16 @@ def _empty_layer(forward: Forward, former: Any, left: _Left) -> Any:
     """
     if left.parts[0].call.channels is None:
         return pruned_like(former.quantized if isinstance(former, ExactLayer) else former)
+    _refuse_quantized(forward, former, "some channels of the keys")
+    return ChannelLayer()
+
+
+def _refuse_quantized(forward: Forward, former: Any, kept: str) -> None:
     if isinstance(former, ExactLayer):
         raise UnsupportedCacheError(
-            f"{type(forward.press).__name__} keeps some channels of the keys, which a "
+            f"{type(forward.press).__name__} keeps {kept}, which a "
             f"{type(former.quantized).__name__} cannot store; use a DynamicCache"
         )
-    return ChannelLayer()
 
 
 def _turn(layer: Pruned, former: Any, left: _Left, seen: int) -> None:
@@ -243,11 +247,7 @@ def _store_ragged(forward: Forward, former: Any, left: _Left) -> None:
     Raises:
         UnsupportedCacheError: if the cache stores states in a way that heads share.
     """
-    if isinstance(former, ExactLayer):
-        raise UnsupportedCacheError(
-            f"{type(forward.press).__name__} keeps other tokens for each head, which a "
-            f"{type(former.quantized).__name__} cannot store; use a DynamicCache"
-        )
+    _refuse_quantized(forward, former, "other tokens for each head")
 
     def kept(part: _Part) -> Tensor:
         heads = part.call.kept_heads

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from press_core.errors import ScopeError, UnsupportedCacheError
-from press_core.layers import n_to_remove
+from press_core.layers import check_crop, n_to_remove
 
 SPARE = 0.02
 """Room behind each head, as a share of the mean number of tokens that heads hold."""
@@ -119,6 +119,12 @@ class RaggedLayer(DynamicLayer):
         """Keys and values of one head, views of `(n, d)`."""
         start, stop = self.starts[index], self.starts[index] + self.counts[index]
         return self.keys[start:stop], self.values[start:stop]
+
+    def newest(self, n: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the last `n` tokens of every head, `(B, H_kv, n, d)` each."""
+        index = (self._ends[:, None] - n + torch.arange(n, device=self.device)).flatten()
+        shape = self.batch, self.n_heads, n, -1
+        return self.keys[index].view(shape), self.values[index].view(shape)
 
     def dense(self) -> tuple[Tensor, Tensor, Tensor]:
         """All heads at the length of the longest, aligned on the right.
@@ -230,11 +236,7 @@ class RaggedLayer(DynamicLayer):
         remove = n_to_remove(self, tokens)
         if not remove:
             return
-        if remove > self.n_recent:
-            raise UnsupportedCacheError(
-                f"cannot crop {remove} tokens off a pruned layer: {self.n_recent} came after the "
-                "pruning, what was evicted before them cannot come back"
-            )
+        check_crop(self, remove)
         self.counts = [count - remove for count in self.counts]
         self.spare += remove
         self.seen -= remove

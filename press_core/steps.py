@@ -237,12 +237,8 @@ def _new_tokens(
 ) -> AttentionCall:
     """The tokens of this forward alone, of a layer whose heads differ in length."""
     n_new = forward.hidden_states.shape[1]
-    newest = layer._ends[:, None] - n_new + torch.arange(n_new, device=layer.keys.device)
-    shape = layer.batch, layer.n_heads, n_new, -1
-    keys, values = (states[newest.flatten()].view(shape) for states in (layer.keys, layer.values))
-    call = _call(
-        forward, keys, values, query=query, query_is_rotated=query_is_rotated, decoding=True
-    )
+    states = layer.newest(n_new)
+    call = _call(forward, *states, query=query, query_is_rotated=query_is_rotated, decoding=True)
     call.remembered = layer.recall(n_new)
     return call
 

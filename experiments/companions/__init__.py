@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.companions import libraries, of_torch
-
-Runs = Callable[..., Any]
-"""Called as the model is."""
+from experiments.companions.of_torch import Runs
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from experiments.companions.of_torch import Runs
 from press_core import attention_sites
-
-Runs = Callable[..., Any]
 
 
 @contextmanager

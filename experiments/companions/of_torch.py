@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 Runs = Callable[..., Any]
+"""Called as the model is."""
 
 
 @contextmanager
