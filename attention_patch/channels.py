@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_patch.backends import capped, refuse_dropout, softmax_with_sinks, visible_tokens
+from attention_patch.backends import ask, capped, softmax_with_sinks
 from press_core.layers import ChannelLayer
 from press_core.sites import AttentionSite
 
@@ -34,9 +34,7 @@ def attend_channels(
     Raises:
         UnsupportedInputError: for dropout, and for a mask of each head.
     """
-    refuse_dropout(kwargs)
-    scaling, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
-    scaling = site.scaling if scaling is None else scaling
+    asked = ask(site, query, attention_mask, layer.n_slots, kwargs)
     grouped = query.unflatten(1, (layer.channels.shape[1], -1))  # (B, H_kv, G, q, d)
     index = layer.channels[:, :, None, None].expand(*grouped.shape[:-1], -1)
     logits = torch.cat(
@@ -46,10 +44,9 @@ def attend_channels(
         ),
         dim=-1,
     )
-    logits = capped(logits, scaling, site.softcap)
-    visible = visible_tokens(attention_mask, logits.shape[-1], logits.shape[-2], logits.device)
-    if visible is not None:
-        logits = logits.masked_fill(~visible[:, None, None], float("-inf"))
-    weights = softmax_with_sinks(logits, site.sinks if sinks is None else sinks)
+    logits = capped(logits, asked.scaling, asked.softcap)
+    if asked.visible is not None:
+        logits = logits.masked_fill(~asked.visible[:, None, None], float("-inf"))
+    weights = softmax_with_sinks(logits, asked.sinks)
     output = weights.to(value.dtype) @ layer.values.unsqueeze(2)
     return output.flatten(1, 2).transpose(1, 2).contiguous(), None
