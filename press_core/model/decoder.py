@@ -1,0 +1,42 @@
+"""Where the forward of a whole model can be got at."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+from transformers import AutoTokenizer
+
+from press_core.errors import PressError
+from press_core.model.sites import AttentionSite
+
+
+def decoder_of(model: nn.Module, sites: list[AttentionSite]) -> nn.Module:
+    """The innermost module that takes token ids and runs all of `sites`: the decoder."""
+    parts = sites[0].name.split(".")
+    for depth in range(len(parts) - 1, -1, -1):
+        name = ".".join(parts[:depth])
+        prefix = f"{name}." if name else ""
+        module = model.get_submodule(name)
+        runs_all = all(site.name.startswith(prefix) for site in sites)
+        if runs_all and "input_ids" in inspect.signature(type(module).forward).parameters:
+            return module
+    return model
+
+
+def tokenizer_of(model: Any, instead: str) -> Any:
+    """The tokenizer that lies beside `model`.
+
+    Raises:
+        PressError: if there is none; `instead` says what to do.
+    """
+    name = str(getattr(model.config, "name_or_path", "") or "")
+    try:
+        if not name:
+            raise OSError("the model was not loaded from a folder or the hub")
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise PressError(
+            f"found no tokenizer for {type(model).__name__} ({name or 'no name'}): {instead}"
+        ) from error

@@ -1,0 +1,113 @@
+"""Rotary position embeddings of any family, through the model's own function.
+
+Families differ in how they pair channels (halves or neighbours), in which channels they rotate and
+in the precision they do it in. Calling the function of the model's own modeling module gives the
+model's own bits; the inverse and the average of rotations follow from its being linear in the
+cosines and sines.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from press_core.select import upcast
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The rotation that one attention module applies to its queries and keys.
+
+    Attributes:
+        function: `apply_rotary_pos_emb(q, k, cos, sin)` of the modeling module.
+        n_channels: how many leading channels the attention module hands to `function`.
+        embedding: the model's rotary embedding module, called for positions of one's own.
+        layer_type: what `embedding` wants to know of the layer, where it serves several kinds.
+    """
+
+    function: Callable[..., tuple[Tensor, Tensor]]
+    n_channels: int
+    embedding: nn.Module | None = None
+    layer_type: str | None = None
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate `x` `(B, H, q, d)` by `cos`, `sin` `(1 or B, q, rotary channels)`.
+
+        The result has the bits that the model itself computes for these states.
+        """
+        rotated, untouched = x[..., : self.n_channels], x[..., self.n_channels :]
+        rotated = self.function(rotated, rotated[:, :0], cos, sin)[0]
+        return torch.cat((rotated, untouched), dim=-1) if untouched.shape[-1] else rotated
+
+    def unrotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Undo `rotate`, in float32 or better; scaled embeddings (YaRN) are undone exactly too."""
+        cos, sin = upcast(cos), upcast(sin)
+        norm = cos.square() + sin.square()
+        return self.rotate(upcast(x), cos / norm, -sin / norm)
+
+    def rotate_to(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate `x` `(B, H, n, d)` from before RoPE to `positions`, in float32 or better.
+
+        Args:
+            positions: `(1 or B, 1 or H, n)` int64: heads may differ in theirs.
+        """
+        return self._each_head(self.rotate, x, positions)
+
+    def rotate_from(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Undo `rotate_to`."""
+        return self._each_head(self.unrotate, x, positions)
+
+    def _each_head(self, function: Callable[..., Tensor], x: Tensor, positions: Tensor) -> Tensor:
+        batch, heads, n, d = x.shape
+        each_head = positions.expand(batch, heads, n).reshape(batch * heads, n)
+        cos, sin = self.embeddings(upcast(x), each_head)
+        rotated = function(upcast(x).reshape(batch * heads, 1, n, d), cos, sin)
+        return rotated.view(batch, heads, n, d)
+
+    def average(self, like: Tensor, start: Tensor, n_positions: int) -> Tensor:
+        """Mean rotation over the positions `start ... start + n_positions - 1`.
+
+        Args:
+            like: any state `(..., d)`: gives device, dtype and head_dim.
+            start: `(1 or B, 1)` int64.
+
+        Returns:
+            Matrices `R`, `(1 or B, 1, d, d)`, in the dtype of `like`; a state `x` is rotated by
+            `x @ R.mT`.
+        """
+        positions = start + torch.arange(n_positions, device=like.device)
+        cos, sin = self.embeddings(like, positions)
+        cos, sin = cos.mean(dim=1, keepdim=True), sin.mean(dim=1, keepdim=True)
+        d = like.shape[-1]
+        identity = torch.eye(d, device=like.device, dtype=like.dtype).expand(len(start), 1, d, d)
+        return self.rotate(identity, cos, sin).mT
+
+    def embeddings(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines at `positions` `(1 or B, n)`, in the dtype of `like`.
+
+        A copy of the model's module computes them: some rotary modules adapt their frequencies to
+        the largest position they were asked for, and a press must not leave a trace.
+        """
+        assert self.embedding is not None
+        extra = {"layer_type": self.layer_type} if self.layer_type is not None else {}
+        return copy.deepcopy(self.embedding)(like, positions, **extra)
+
+
+def find_rotary_embedding(model: nn.Module, name: str) -> nn.Module | None:
+    """The rotary embedding module nearest to the attention module called `name`."""
+    parts = name.split(".")
+    for depth in range(len(parts), -1, -1):
+        for child in model.get_submodule(".".join(parts[:depth])).children():
+            if type(child).__name__.endswith("RotaryEmbedding"):
+                return child
+    return None
+
+
+def takes_layer_type(embedding: nn.Module) -> bool:
+    """Whether one rotary embedding module serves layers of several types."""
+    return "layer_type" in inspect.signature(type(embedding).forward).parameters

@@ -1,0 +1,276 @@
+"""Where a model attends: one `AttentionSite` per attention module, found by contract, not by list.
+
+The contract is that of `transformers`' attention interface: a module with a `layer_idx`, whose
+forward takes a `Cache` and hands queries, keys and values to a function of
+`ALL_ATTENTION_FUNCTIONS`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+
+from press_core.errors import UnsupportedModelError
+from press_core.model.rotary import Rotary, find_rotary_embedding, takes_layer_type
+
+CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
+"""What families call the cache in the signature of their attention forward."""
+
+
+@dataclass(frozen=True)
+class QuerySource:
+    """The projection (or norm) whose output is the query before RoPE: what a hook can collect.
+
+    Attributes:
+        module: the module to hook.
+        to_heads: `(input, output)` of that module to the query, `(B, H, q, d)`.
+    """
+
+    module: nn.Module
+    to_heads: Callable[[Tensor, Tensor], Tensor]
+
+    def is_in_place(self, attention: nn.Module) -> bool:
+        """Whether the module still is what the attention module calls, and not a part of that."""
+        return any(child is self.module for child in attention.children())
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """One attention module of one model: what it is called and shaped like.
+
+    Attributes:
+        name: qualified name of the module inside the model.
+        layer_idx: index of its layer in the cache.
+        num_heads, num_kv_heads, head_dim: `H`, `H_kv` and `d`.
+        scaling: factor on the attention logits.
+        softcap: bound of `tanh` soft-capping of the logits, or None (Gemma-2).
+        is_sliding: whether it sees a sliding window only; such layers are left alone.
+        rotary: the rotation of queries and keys, or None where positions enter otherwise.
+        interface: the registry that the module takes its attention function from.
+        parameters: names of the parameters of its forward, in order.
+        cache_name: which of them is the cache.
+        depth, n_sites: its place among the model's attention modules that presses work on, from 0,
+            and their number.
+        shares_clock: whether layers that presses leave alone go by the same count of tokens.
+    """
+
+    name: str
+    module: nn.Module = field(repr=False)
+    layer_idx: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scaling: float
+    softcap: float | None
+    is_sliding: bool
+    rotary: Rotary | None = field(repr=False)
+    interface: Any = field(repr=False)
+    parameters: tuple[str, ...] = field(repr=False)
+    cache_name: str = field(repr=False)
+    depth: int = 0
+    n_sites: int = 1
+    shares_clock: bool = False
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """Learned sink logits `(H,)` that take part in the softmax (gpt-oss), or None."""
+        sinks = getattr(self.module, "sinks", None)
+        return sinks if isinstance(sinks, Tensor) else None
+
+    @property
+    def attn_implementation(self) -> str:
+        """Name of the attention implementation in force: "eager", "sdpa" and so on."""
+        return str(self.module.config._attn_implementation)  # type: ignore[union-attr]
+
+    @property
+    def goes_through_interface(self) -> bool:
+        """Whether keyword arguments of forward reach a function of `interface`."""
+        upcast = getattr(self.module, "reorder_and_upcast_attn", False)  # GPT-2 has its own, then
+        return "kwargs" in self.parameters and not (upcast and self.attn_implementation == "eager")
+
+    @cached_property
+    def query_source(self) -> QuerySource:
+        """Where a hook finds the query.
+
+        Raises:
+            UnsupportedModelError: if the module computes its query in a way not known here. A
+                patch sees queries whatever the projections are called.
+        """
+        return _query_source(self)
+
+
+def attention_sites(model: nn.Module) -> list[AttentionSite]:
+    """All attention modules of `model` that a press can work on, in the order of their layers.
+
+    Raises:
+        UnsupportedModelError: if there are none, or if all of them are sliding-window layers.
+    """
+    candidates = {name: module for name, module in model.named_modules() if _may_attend(module)}
+    found = [
+        _describe(model, name, module)
+        for name, module in candidates.items()
+        # a decoder layer can look the part too: the attention is what it contains
+        if not any(other.startswith(f"{name}.") for other in candidates)
+    ]
+    if not found:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no attention module that goes through transformers' "
+            "attention interface with a Cache; presses need a decoder of transformers >= 5.2"
+        )
+    sites = [site for site in found if not site.is_sliding]
+    if not sites:
+        raise UnsupportedModelError(
+            f"all {len(found)} attention layers of {type(model).__name__} use a sliding window, "
+            "which bounds their cache already; set sliding_window=None in the config if the model "
+            "was loaded for contexts shorter than its window"
+        )
+    shares_clock = len(sites) < len(found)
+    return [
+        replace(site, depth=i, n_sites=len(sites), shares_clock=shares_clock)
+        for i, site in enumerate(sites)
+    ]
+
+
+def _may_attend(module: nn.Module) -> bool:
+    if not isinstance(getattr(module, "layer_idx", None), int):
+        return False
+    if not hasattr(module, "config") or getattr(module, "is_cross_attention", False):
+        return False
+    modeling = sys.modules[type(module).__module__]
+    parameters = inspect.signature(type(module).forward).parameters
+    return hasattr(modeling, "ALL_ATTENTION_FUNCTIONS") and any(
+        name in parameters for name in CACHE_NAMES
+    )
+
+
+def _describe(model: nn.Module, name: str, module: Any) -> AttentionSite:
+    config = module.config
+    head_dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+    if head_dim is None:
+        head_dim = config.hidden_size // config.num_attention_heads
+    sliding_window = getattr(module, "sliding_window", _layer_window(config, module.layer_idx))
+    parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
+    return AttentionSite(
+        name=name,
+        module=module,
+        layer_idx=module.layer_idx,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=head_dim,
+        scaling=_scaling(module, head_dim),
+        softcap=getattr(module, "attn_logit_softcapping", None),
+        is_sliding=sliding_window is not None,
+        rotary=_describe_rotary(model, name, module, head_dim),
+        interface=sys.modules[type(module).__module__].ALL_ATTENTION_FUNCTIONS,
+        parameters=parameters,
+        cache_name=next(name for name in CACHE_NAMES if name in parameters),
+    )
+
+
+def _scaling(module: Any, head_dim: int) -> float:
+    if hasattr(module, "scaling"):
+        return float(module.scaling)
+    scaling: float = head_dim**-0.5
+    if module.config._attn_implementation == "eager":  # where GPT-2 of transformers 5.2 heeds these
+        scaling = scaling if getattr(module, "scale_attn_weights", True) else 1.0
+        if getattr(module, "scale_attn_by_inverse_layer_idx", False):
+            scaling /= module.layer_idx + 1
+    return scaling
+
+
+def _layer_window(config: Any, layer_idx: int) -> int | None:
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and layer_types[layer_idx] == "full_attention":
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+def _describe_rotary(model: nn.Module, name: str, module: Any, head_dim: int) -> Rotary | None:
+    function = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    parameters = inspect.signature(type(module).forward).parameters
+    if function is None or "position_embeddings" not in parameters:
+        return None
+    if not getattr(module, "use_rope", True):
+        return None
+    embedding = find_rotary_embedding(model, name)
+    layer_type = None
+    if embedding is not None and takes_layer_type(embedding):
+        layer_type = module.config.layer_types[module.layer_idx]
+    return Rotary(function, getattr(module, "rotary_ndims", head_dim), embedding, layer_type)
+
+
+# ---- queries for hooks: the names that families give to their projections -----------------------
+
+_NORMS = ("q_norm", "q_layernorm")
+_KNOWN_CHILDREN = {
+    *("q_proj", "k_proj", "v_proj", "o_proj", "dense", "out_proj", "rotary_emb", "rotary_fn"),
+    *("q_norm", "k_norm", "q_layernorm", "k_layernorm"),
+}
+
+
+def _split_phi3(site: AttentionSite, output: Tensor) -> Tensor:
+    return output[..., : site.num_heads * site.head_dim]  # queries, then keys, then values
+
+
+def _split_gpt_neox(site: AttentionSite, output: Tensor) -> Tensor:
+    per_head = output.unflatten(-1, (site.num_heads, 3 * site.head_dim))
+    return per_head[..., : site.head_dim].flatten(-2)  # query, key and value side by side per head
+
+
+_FUSED = {
+    "Phi3Attention": ("qkv_proj", _split_phi3),
+    "GPTNeoXAttention": ("query_key_value", _split_gpt_neox),
+    "GPT2Attention": ("c_attn", _split_phi3),
+}
+
+
+def _query_source(site: AttentionSite) -> QuerySource:
+    module = site.module
+    family = type(module).__name__
+    if family in _FUSED:
+        name, split = _FUSED[family]
+        return QuerySource(getattr(module, name), lambda _, out: _heads(site, split(site, out)))
+    children = dict(module.named_children())
+    unknown = sorted(set(children) - _KNOWN_CHILDREN)
+    projection: Any = children.get("q_proj")
+    width = site.num_heads * site.head_dim
+    if projection is None or unknown or getattr(projection, "out_features", width) != width:
+        raise UnsupportedModelError(
+            f"a hook cannot tell where {family} ({site.name}) computes its query: known are q_proj "
+            f"with q_norm or q_layernorm, and the fused projections of {', '.join(_FUSED)}; found "
+            f"{', '.join(children) or 'no submodules'}. Use the press of the same name from "
+            "patch_impl, which sees the query itself"
+        )
+    if getattr(module.config, "clip_qkv", None) is not None:
+        raise UnsupportedModelError(
+            f"{family} clips its query after the projection (clip_qkv), where no hook can see it; "
+            "use the press of the same name from patch_impl"
+        )
+    norm = next((children[n] for n in _NORMS if n in children), None)
+    if norm is None:
+        return QuerySource(projection, lambda _, out: _heads(site, out))
+    return QuerySource(norm, lambda inp, out: _normed_heads(site, inp, out))
+
+
+def _heads(site: AttentionSite, output: Tensor) -> Tensor:
+    return output.unflatten(-1, (site.num_heads, site.head_dim)).transpose(1, 2)
+
+
+def _normed_heads(site: AttentionSite, inp: Tensor, output: Tensor) -> Tensor:
+    if output.dim() == 3:  # OLMo-2 norms all heads at once
+        return _heads(site, output)
+    # (B, q, H, d) or (B, H, q, d)? Where q = H the shape does not tell, but the memory does: the
+    # states before the norm are a view of the projection's output, in which heads lie next to
+    # each other and tokens far apart.
+    length, heads = inp.stride(1), inp.stride(2)
+    if output.shape[1] == output.shape[2]:
+        transposed = length < heads
+    else:
+        transposed = output.shape[1] == site.num_heads
+    return output if transposed else output.transpose(1, 2)
