@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # help has to come at once, and this imports pandas
-    from experiments.experiment import Experiment
+    from experiments.framework.experiment import Experiment
 
 EXPERIMENTS: tuple[str, ...] = (
     *("equivalence", "intrusiveness", "isolation", "coexistence", "overhead"),
@@ -14,7 +14,7 @@ EXPERIMENTS: tuple[str, ...] = (
 )
 """Modules of this package that hold an experiment, in the order of the report.
 
-Each has an `EXPERIMENT`, an `experiments.experiment.Experiment`, and a function `command` for the
+Each has an `EXPERIMENT`, an `experiments.framework.experiment.Experiment`, and a function `command` for the
 command line, where `experiments.cli.COMMANDS` says what its help is.
 """
 

@@ -136,7 +136,7 @@ _Seed = Annotated[int, typer.Option(help="Seed of weights and data.")]
 @train.command("facts")
 def train_facts(output: _Output, seed: _Seed = 0) -> None:
     """Train facts-llama, which retrieves facts from a context; about an hour on two cores."""
-    from experiments.training.facts import train
+    from experiments.testbed.training.facts import train
 
     train(output, seed=seed)
 
@@ -144,7 +144,7 @@ def train_facts(output: _Output, seed: _Seed = 0) -> None:
 @train.command("stdlib")
 def train_stdlib(output: _Output, seed: _Seed = 0) -> None:
     """Train stdlib-neox, a GPT-NeoX that writes Python as the standard library does."""
-    from experiments.training.stdlib import train
+    from experiments.testbed.training.stdlib import train
 
     train(output, seed=seed)
 
@@ -157,6 +157,6 @@ def train_fitted(
     ] = None,
 ) -> None:
     """Learn what KVzapPress and other presses know about facts-llama; about a minute."""
-    from experiments.training.fitted import train
+    from experiments.testbed.training.fitted import train
 
     train(model, output)

@@ -29,9 +29,9 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from transformers import PreTrainedModel
 
 import hooks_impl
-from experiments.catalogue import DELIMITER, PROMPTS, fitted_pair
-from experiments.compare import Difference, Inputs, PressPair, compare, pair
-from experiments.families import (
+from experiments.testbed.catalogue import DELIMITER, PROMPTS, fitted_pair
+from experiments.testbed.compare import Difference, Inputs, PressPair, compare, pair
+from experiments.testbed.families import (
     FAMILIES,
     HYBRID,
     NO_GQA,

@@ -21,8 +21,8 @@ from rich.text import Text
 from transformers import set_seed
 
 from experiments import UserError, load_experiments
-from experiments.experiment import Experiment
-from experiments.report import (
+from experiments.framework.experiment import Experiment
+from experiments.framework.report import (
     MANIFEST,
     draw,
     read_manifest,

@@ -12,8 +12,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import patch_impl
-from experiments.catalogue import DELIMITER, example_pair, fitted_pair
-from experiments.families import VOCABULARY
+from experiments.testbed.catalogue import DELIMITER, example_pair, fitted_pair
+from experiments.testbed.families import VOCABULARY
 from press_core import Press
 
 _GLOBAL_HOOKS = (

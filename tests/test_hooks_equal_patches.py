@@ -18,10 +18,16 @@ from hypothesis import strategies as st
 
 import hooks_impl
 from experiments import strategies
-from experiments.catalogue import DELIMITER, example_pair, fitted_pair
-from experiments.compare import Inputs, PressPair, compare, pair, run
-from experiments.families import FAMILIES, HYBRID, NO_GQA, NO_ROPE, supported_implementations
 from experiments.strategies import HEADS, Case, Heads, ModelSpec
+from experiments.testbed.catalogue import DELIMITER, example_pair, fitted_pair
+from experiments.testbed.compare import Inputs, PressPair, compare, pair, run
+from experiments.testbed.families import (
+    FAMILIES,
+    HYBRID,
+    NO_GQA,
+    NO_ROPE,
+    supported_implementations,
+)
 from press_core import Press, UnsupportedModelError
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")

@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from experiments.catalogue import example
-from experiments.compare import PressPair, pair
-from experiments.families import build
+from experiments.testbed.catalogue import example
+from experiments.testbed.compare import PressPair, pair
+from experiments.testbed.families import build
 from hooks_impl import PRESSES as HOOK_PRESSES
 from patch_impl import PRESSES as PATCH_PRESSES
 from press_core import Press, PressError, ScopeError, kept_lengths

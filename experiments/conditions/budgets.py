@@ -23,8 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hooks_impl
 from experiments import UserError
-from experiments.facts import FactBatch
-from experiments.quality import (
+from experiments.questions.quality import (
     NO_PRESS,
     UNSEEN,
     Task,
@@ -32,6 +31,7 @@ from experiments.quality import (
     check_vocabulary,
     wilson,
 )
+from experiments.testbed.facts import FactBatch
 from press_core import Press, attention_sites, cache_nbytes, kept_lengths
 from press_core.fitted import FittedError
 from press_core.methods.duo_attention import HeadScores

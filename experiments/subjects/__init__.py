@@ -1,7 +1,7 @@
 """Real libraries under audit: what they touch, and what they leave.
 
 `python -m experiments.subjects` audits those that the running environment has, each in a process of
-its own, and prints JSON. `experiments.intrusiveness` runs that in the environments that have them.
+its own, and prints JSON. `experiments.questions.intrusiveness` runs that in the environments that have them.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from experiments.audit import audit
-from experiments.families import build
 from experiments.subjects import LIBRARIES
+from experiments.testbed.families import build
 
 
 def audit_subject(library_index: int, subject_index: int) -> dict[str, Any]:

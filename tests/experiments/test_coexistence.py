@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import hooks_impl
-from experiments import UserError, coexistence
-from experiments.coexistence import (
+from experiments import UserError
+from experiments.companions import COMPANIONS, Companion
+from experiments.questions import coexistence
+from experiments.questions.coexistence import (
     AFTER,
     BEFORE,
     ERROR,
@@ -25,7 +27,6 @@ from experiments.coexistence import (
     summary,
     try_out,
 )
-from experiments.companions import COMPANIONS, Companion
 from tests.support import snapshot
 
 QUICK = [name for name, companion in COMPANIONS.items() if not companion.is_slow]

@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 
 import hooks_impl
 import patch_impl
-from experiments import equivalence, strategies
-from experiments.compare import Difference, Inputs, compare, pair, run
-from experiments.equivalence import Cell, family_subject, registered, run_grid
-from experiments.facts import build_tokenizer
-from experiments.families import VOCABULARY, build
+from experiments import strategies
+from experiments.questions import equivalence
+from experiments.questions.equivalence import Cell, family_subject, registered, run_grid
+from experiments.testbed.compare import Difference, Inputs, compare, pair, run
+from experiments.testbed.facts import build_tokenizer
+from experiments.testbed.families import VOCABULARY, build
 from press_core import Press, UnsupportedModelError
 from press_core.scope import Compression
 

@@ -13,10 +13,17 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from experiments import UserError, intrusiveness
+from experiments import UserError
 from experiments.audit import CALL, CLASS, INSTANCE, LEFT, OPEN, PROCESS, RUNNING, THREAD
-from experiments.intrusiveness import EXITS, leftovers, mechanisms, seen_from_inside, touched
-from experiments.ladder import LADDER
+from experiments.mechanisms import LADDER
+from experiments.questions import intrusiveness
+from experiments.questions.intrusiveness import (
+    EXITS,
+    leftovers,
+    mechanisms,
+    seen_from_inside,
+    touched,
+)
 from experiments.subjects import LIBRARIES, Subject
 from experiments.subjects.interrupted import interrupted
 

@@ -8,10 +8,11 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from experiments import UserError, isolation
+from experiments import UserError
 from experiments.audit import differences, snapshot
-from experiments.families import build
-from experiments.isolation import (
+from experiments.mechanisms import LADDER
+from experiments.questions import isolation
+from experiments.questions.isolation import (
     ERROR,
     FOR_GOOD,
     OUTCOMES,
@@ -24,7 +25,7 @@ from experiments.isolation import (
     outcome,
     try_out,
 )
-from experiments.ladder import LADDER
+from experiments.testbed.families import build
 
 SHARED = "an instance with the same module"
 

@@ -11,9 +11,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import hooks_impl
 from experiments import UserError
 from experiments.audit import audit, differences, snapshot
-from experiments.families import build
-from experiments.ladder import CACHE, FRAME, LADDER, TENSORS
-from experiments.ladder.contain import contained
+from experiments.mechanisms import CACHE, FRAME, LADDER, TENSORS
+from experiments.mechanisms.contain import contained
+from experiments.testbed.families import build
 from press_core import PressError
 from tests.support import token_ids
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from experiments import overhead
 from experiments.cli import app
-from experiments.facts import build_tokenizer
-from experiments.families import build
-from experiments.overhead import BARE, EMPTY_HOOK, EMPTY_WRAPPER, Condition, Size
+from experiments.questions import overhead
+from experiments.questions.overhead import BARE, EMPTY_HOOK, EMPTY_WRAPPER, Condition, Size
+from experiments.testbed.facts import build_tokenizer
+from experiments.testbed.families import build
 from press_core import attention_sites, kept_lengths
 from tests.support import snapshot, token_ids
 

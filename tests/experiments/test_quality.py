@@ -13,12 +13,14 @@ from typer.testing import CliRunner
 
 import hooks_impl
 import patch_impl
-from experiments import UserError, plots, quality
+from experiments import UserError
 from experiments.cli import app
-from experiments.facts import VOCABULARY, build_tokenizer, draw
-from experiments.families import build
+from experiments.framework import plots
 from experiments.loading import load_model
-from experiments.quality import Condition, Task, answer_seen, answer_unseen, wilson
+from experiments.questions import quality
+from experiments.questions.quality import Condition, Task, answer_seen, answer_unseen, wilson
+from experiments.testbed.facts import VOCABULARY, build_tokenizer, draw
+from experiments.testbed.families import build
 from press_core import kept_lengths
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])

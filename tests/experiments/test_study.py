@@ -15,11 +15,19 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import experiments
-from experiments import UserError, report
+from experiments import UserError
 from experiments.cli import app
-from experiments.experiment import Experiment
-from experiments.readme import blocks, fill
-from experiments.report import MAX_ROWS, describe, headline, read_table, write_report, write_table
+from experiments.framework import report
+from experiments.framework.experiment import Experiment
+from experiments.framework.readme import blocks, fill
+from experiments.framework.report import (
+    MAX_ROWS,
+    describe,
+    headline,
+    read_table,
+    write_report,
+    write_table,
+)
 from experiments.study import run_study
 
 

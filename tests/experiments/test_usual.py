@@ -8,11 +8,11 @@ from transformers import DynamicCache
 
 import hooks_impl
 from experiments import UserError
-from experiments.catalogue import DELIMITER, PROMPTS
-from experiments.compare import Inputs
-from experiments.families import build
 from experiments.loading import load_model
-from experiments.usual import WRAPPED, press_name, suited_pair, usual_pair
+from experiments.testbed.catalogue import DELIMITER, PROMPTS
+from experiments.testbed.compare import Inputs
+from experiments.testbed.families import build
+from experiments.testbed.usual import WRAPPED, press_name, suited_pair, usual_pair
 from press_core import HyperparameterError, kept_lengths
 from press_core.fitted import Fitted
 

@@ -1,0 +1,498 @@
+"""Do hooks and patches leave the same bits? Presses x ratios x families x dtypes x attention.
+
+Each cell of the grid is one comparison (`experiments.testbed.compare`): the cache after the prefill and at
+the end, and the logits of every forward, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import product
+from typing import Annotated, Any, NamedTuple
+
+import pandas as pd
+import torch
+import typer
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedModel
+
+import hooks_impl
+from experiments import UserError
+from experiments.framework.experiment import Experiment, Tables
+from experiments.framework.plots import new_figure, press_label, style
+from experiments.framework.tables import markdown_table
+from experiments.testbed.catalogue import DELIMITER, example_pair, fitted_pair
+from experiments.testbed.compare import Inputs, PressPair, compare
+from experiments.testbed.families import FAMILIES, HYBRID, build, supported_implementations
+from press_core import Press, PressError
+
+PressMaker = Callable[[float], PressPair]
+"""From a compression ratio to a press with both mechanisms."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+IMPLEMENTATIONS = ("eager", "sdpa")
+RATIOS = (0.5,)
+"""One in the study, where presses, families, dtypes and implementations make thousands of cells."""
+LENGTH = 64
+"""Tokens of a context in the study."""
+
+
+# ---- the grid ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Something to run presses on: a family's small model, or a model of the user's own.
+
+    Attributes:
+        name: what the table calls it.
+        implementations: the attention implementations that it is run with.
+        load: from dtype and attention implementation to the model.
+    """
+
+    name: str
+    implementations: tuple[str, ...]
+    load: Callable[[torch.dtype, str], PreTrainedModel]
+
+
+def family_subject(
+    family: str, implementations: Sequence[str] = IMPLEMENTATIONS, device: str = "cpu"
+) -> Subject:
+    """A small random model of `family`, with those of the implementations that the family has."""
+    offered = supported_implementations(family)
+    # Two layers each; hybrid families add a sliding one to every layer that is asked for.
+    num_layers = 1 if family in HYBRID else 2
+
+    def load(dtype: torch.dtype, implementation: str) -> PreTrainedModel:
+        options: dict[str, Any] = {"dtype": dtype, "attn_implementation": implementation}
+        model = build(family, num_layers=num_layers, **options)
+        return model.to(torch.device(device))
+
+    return Subject(family, tuple(i for i in implementations if i in offered), load)
+
+
+def registered(name: str) -> PressMaker:
+    """The press registered as `name`, with windows that fit into the contexts used here."""
+    return lambda ratio: example_pair(name, ratio)
+
+
+class Cell(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        family: of the small model, or name of the user's own.
+        padded: whether the batch had rows of different lengths.
+        tokens: tokens run with each mechanism, padding not counted; 0 where both refuse.
+        equal: whether no bit differed.
+        difference: the first difference, empty where there is none.
+        refusal: why both mechanisms refuse alike, empty where they don't.
+    """
+
+    press: str
+    ratio: float
+    family: str
+    dtype: str
+    attn_implementation: str
+    padded: bool
+    tokens: int
+    equal: bool
+    difference: str
+    refusal: str
+
+
+def run_grid(
+    presses: Mapping[str, PressMaker] | None = None,
+    ratios: Sequence[float] = RATIOS,
+    subjects: Sequence[Subject] | None = None,
+    dtypes: Sequence[str] = DTYPES,
+    length: int = LENGTH,
+) -> pd.DataFrame:
+    """Compare both mechanisms in every cell of a grid, with progress on stderr.
+
+    Args:
+        presses: makers by name; None: all registered presses.
+        ratios: each in [0, 1).
+        subjects: None: one small model per family, eager and sdpa.
+        dtypes: names of floating-point dtypes of torch.
+        length: tokens of a context.
+
+    Returns:
+        One row per cell, with the columns of `Cell`.
+    """
+    if presses is None:
+        presses = {name: registered(name) for name in sorted(hooks_impl.PRESSES)}
+    if subjects is None:
+        subjects = [family_subject(family) for family in FAMILIES]
+    models = [
+        (subject, dtype, implementation)
+        for subject in subjects
+        for dtype, implementation in product(dtypes, subject.implementations)
+    ]
+    combinations = list(product(presses.items(), ratios, (False, True)))
+    cells = []
+    with _progress() as progress:
+        task = progress.add_task("", total=len(models) * len(combinations))
+        for subject, dtype, implementation in models:
+            progress.update(task, description=f"{subject.name} {dtype} {implementation}")
+            model = subject.load(getattr(torch, dtype), implementation)
+            for (name, make), ratio, padded in combinations:
+                both = fitted_pair(make(ratio), model)
+                result = _compare(model, both, _inputs(model, length, padded, name))
+                place = (name, ratio, subject.name, dtype, implementation, padded)
+                cells.append(Cell(*place, *result))
+                progress.advance(task)
+    return pd.DataFrame(cells, columns=list(Cell._fields))
+
+
+def _inputs(model: PreTrainedModel, length: int, padded: bool, press: str) -> Inputs:
+    lengths = (length, max(1, length * 2 // 3)) if padded else (length, length)
+    inputs = Inputs.random(model.config.get_text_config().vocab_size, lengths, steps=1)
+    return inputs.with_delimiter(DELIMITER, question=6) if press == "FinchPress" else inputs
+
+
+def _compare(
+    model: PreTrainedModel, presses: PressPair, inputs: Inputs
+) -> tuple[int, bool, str, str]:
+    """The last four fields of a `Cell`."""
+    try:
+        difference = compare(model, presses.hook, presses.patch, inputs)
+    except PressError as refusal:
+        return 0, True, "", str(refusal)
+    return inputs.n_tokens, difference is None, str(difference or ""), ""
+
+
+def _progress() -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+
+
+# ---- in the study --------------------------------------------------------------------------------
+
+
+def _run() -> Tables:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more only get in the way of models this small
+    try:
+        return {"equivalence": run_grid()}
+    finally:
+        torch.set_num_threads(threads)
+
+
+_Counts = dict[Any, tuple[int, int]]
+"""Cells that are equal and cells compared, per group; a group that is refused is not in it."""
+
+
+def _counts(cells: pd.DataFrame, by: str | list[str]) -> _Counts:
+    compared = cells[cells["tokens"] > 0]
+    grouped = compared.groupby(by, sort=False)["equal"]
+    return {group: (int(equal.sum()), len(equal)) for group, equal in grouped}
+
+
+_GREY, _RED, _GREEN = "#eeeeee", "#f4b6a0", "#c7e8dc"
+
+
+def _figures(tables: Tables) -> dict[str, Figure]:
+    cells = tables["equivalence"]
+    presses, families = list(cells["press"].unique()), list(cells["family"].unique())
+    counts = _counts(cells, ["press", "family"])
+    shades = [[_shade(counts, (press, family)) for family in families] for press in presses]
+    figure, (axes,) = new_figure(width=9.5, height=0.25 * len(presses) + 1.3)
+    with style():
+        colours = ListedColormap([_GREY, _RED, _GREEN])
+        axes.pcolormesh(shades, cmap=colours, vmin=0, vmax=2, edgecolors="white", linewidth=1.5)
+        for row, column in product(range(len(presses)), range(len(families))):
+            label = _label(counts, (presses[row], families[column]))
+            axes.text(column + 0.5, row + 0.5, label, ha="center", va="center", fontsize=7.5)
+        columns, rows = ([0.5 + i for i in range(len(names))] for names in (families, presses))
+        axes.set_xticks(columns, families, rotation=30, ha="right", rotation_mode="anchor")
+        axes.set_yticks(rows, [press_label(press) for press in presses])
+        axes.invert_yaxis()
+        axes.set_title("Cells in which hook and patch leave the same bits")
+        axes.grid(False)
+        axes.spines[:].set_visible(False)
+    return {"equivalence": figure}
+
+
+def _shade(counts: _Counts, group: Any) -> int:
+    """0: both refuse, 1: some bits differ, 2: none does."""
+    if group not in counts:
+        return 0
+    equal, compared = counts[group]
+    return 2 if equal == compared else 1
+
+
+def _label(counts: _Counts, group: Any) -> str:
+    return "{}/{}".format(*counts[group]) if group in counts else "refused"
+
+
+def _summary(tables: Tables) -> str:
+    cells = tables["equivalence"]
+    compared = cells[cells["tokens"] > 0]
+    n_equal, n_cells = int(compared["equal"].sum()), len(compared)
+    lines = [
+        f"**{n_equal:,} of {n_cells:,} cells are equal bit for bit**: the cache after the prefill "
+        "and at the end (positions, keys, values, lengths) and the logits of a prefill, a question "
+        f"of several tokens and a decode step, {int(compared['tokens'].sum()):,} tokens with "
+        f"each mechanism. The grid: {_grid(cells)}.",
+        "",
+        markdown_table(
+            ["press", "cells", "equal"],
+            [[str(press), n, equal] for press, (equal, n) in _counts(cells, "press").items()],
+        ),
+    ]
+    lines += [""] + [f"- {text}" for text in (*_refusals(cells), *_differences(cells, limit=5))]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _grid(cells: pd.DataFrame) -> str:
+    return (
+        f"{_number(cells['press'].nunique(), 'press', 'presses')}; "
+        f"{'ratio' if cells['ratio'].nunique() == 1 else 'ratios'} "
+        f"{_listed(cells['ratio'])}; {_number(cells['family'].nunique(), 'model', 'models')}; "
+        f"{_listed(cells['dtype'])}; {_listed(cells['attn_implementation'])}; rows of equal "
+        "length, and padded ones"
+    )
+
+
+def _number(n: int, one: str, several: str) -> str:
+    return f"{n} {one if n == 1 else several}"
+
+
+def _listed(column: pd.Series[Any]) -> str:
+    return ", ".join(str(value) for value in column.unique())
+
+
+def _refusals(cells: pd.DataFrame) -> Iterator[str]:
+    refused = cells[cells["tokens"] == 0]
+    for (press, family), group in refused.groupby(["press", "family"], sort=False):
+        yield f"Both refuse {press} on {family}: {group['refusal'].iloc[0]}"
+
+
+def _differences(cells: pd.DataFrame, limit: int) -> Iterator[str]:
+    unequal = cells[~cells["equal"]]
+    for cell in unequal.head(limit).itertuples():
+        batch = "padded" if cell.padded else "not padded"
+        yield (
+            f"{cell.press} at ratio {cell.ratio} on {cell.family}, {cell.dtype}, "
+            f"{cell.attn_implementation}, {batch}: {cell.difference}"
+        )
+    if len(unequal) > limit:
+        yield f"and {len(unequal) - limit} more"
+
+
+EXPERIMENT = Experiment(
+    name="equivalence",
+    title="Do both mechanisms leave the same bits?",
+    question="Does a press leave the same cache and the same logits whether hooks install it or "
+    "patches?",
+    run=_run,
+    figures=_figures,
+    summary=_summary,
+    repeat="python -m experiments equivalence",
+)
+
+
+# ---- on the command line -------------------------------------------------------------------------
+
+
+def command(
+    press: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A press to compare, such as SnapKVPress; or two presses of your own, the one "
+            "made of hooks first: my_module:MyHookPress,my_module:MyPatchPress. Repeatable.",
+            show_default="all presses",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A model to compare on: a shipped one, a folder, or a hub id.",
+            show_default="a small random model of each family",
+        ),
+    ] = None,
+    ratio: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="Share of the tokens to evict, in [0, 1). Repeatable.",
+            show_default=", ".join(map(str, RATIOS)),
+        ),
+    ] = None,
+    family: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Architecture of the small models, such as llama. Repeatable.",
+            show_default="all families",
+        ),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Data type of the model, such as bfloat16. Repeatable.",
+            show_default=", ".join(DTYPES),
+        ),
+    ] = None,
+    attn: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Attention implementation, such as eager, where a family has it. Repeatable.",
+            show_default=", ".join(IMPLEMENTATIONS),
+        ),
+    ] = None,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of the context.")] = LENGTH,
+    device: Annotated[str, typer.Option(help="Where to run, such as cuda.")] = "cpu",
+) -> None:
+    """Run presses as hooks and as patches, and compare caches and logits bit for bit.
+
+    Input is random tokens. The exit status is 1 if anything differs; the first layer, head and
+    position that does is named.
+    """
+    makers = dict(map(_press_option, press or sorted(hooks_impl.PRESSES)))
+    ratios = [_checked_ratio(value) for value in ratio or RATIOS]
+    dtypes = [_one_of(value, _ALL_DTYPES, "--dtype") for value in dtype or DTYPES]
+    _check_device(device)
+    subjects = _subjects(model, family, attn or list(IMPLEMENTATIONS), device)
+    cells = run_grid(makers, ratios, subjects, dtypes, length)
+    _show(cells, Console())
+    if not cells["equal"].all() or not cells["tokens"].any():
+        raise typer.Exit(1)
+
+
+_ALL_DTYPES = (*DTYPES, "float64")
+
+
+def _one_of(value: str, allowed: Sequence[str], option: str) -> str:
+    if value not in allowed:
+        raise typer.BadParameter(
+            f"{value!r} is unknown; choose from {', '.join(allowed)}", param_hint=option
+        )
+    return value
+
+
+def _checked_ratio(value: float) -> float:
+    if not 0 <= value < 1:
+        raise typer.BadParameter(
+            f"{value} is not in [0, 1); 0.75 evicts three quarters", param_hint="--ratio"
+        )
+    return value
+
+
+def _check_device(name: str) -> None:
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # what torch raises differs by device
+        reason = str(error).splitlines()[0]
+        raise typer.BadParameter(f"cannot use {name!r}: {reason}", param_hint="--device") from error
+
+
+def _subjects(
+    model: str | None, families: list[str] | None, implementations: list[str], device: str
+) -> list[Subject]:
+    if model is None:
+        names = [_one_of(name, FAMILIES, "--family") for name in families or FAMILIES]
+        subjects = [family_subject(name, implementations, device) for name in names]
+        if not any(subject.implementations for subject in subjects):
+            raise typer.BadParameter(
+                f"none of {', '.join(names)} has {' or '.join(implementations)}; eager works for "
+                "all families",
+                param_hint="--attn",
+            )
+        return subjects
+    if families:
+        raise typer.BadParameter("give either --model or --family, not both", param_hint="--family")
+    return [_loaded_subject(model, implementations, device)]
+
+
+def _loaded_subject(name: str, implementations: list[str], device: str) -> Subject:
+    from experiments.loading import ModelNotFoundError, load_model, short_name
+
+    def load(dtype: torch.dtype, implementation: str) -> PreTrainedModel:
+        try:
+            options: dict[str, Any] = {"attn_implementation": implementation, "device": device}
+            return load_model(name, dtype=dtype, **options)[0]
+        except ModelNotFoundError:
+            raise
+        except (ImportError, ValueError) as error:  # an implementation that is not there
+            reason = str(error).splitlines()[0]
+            raise UserError(f"cannot load {name} with {implementation}: {reason}") from error
+
+    return Subject(short_name(name), tuple(implementations), load)
+
+
+def _press_option(text: str) -> tuple[str, PressMaker]:
+    """A value of `--press` as a name for the table and a maker."""
+    if ":" not in text:
+        return _one_of(text, sorted(hooks_impl.PRESSES), "--press"), registered(text)
+    parts = text.split(",")
+    if len(parts) != 2:
+        raise typer.BadParameter(
+            f"{text!r} names {_number(len(parts), 'press', 'presses')}; give two, as in "
+            "my_module:MyHookPress,my_module:MyPatchPress",
+            param_hint="--press",
+        )
+    hook, patch = map(_press_class, parts)
+    names = dict.fromkeys((hook.__name__, patch.__name__))
+
+    def make(ratio: float) -> PressPair:
+        return PressPair(hook(compression_ratio=ratio), patch(compression_ratio=ratio))
+
+    return " / ".join(names), make
+
+
+def _press_class(text: str) -> type[Any]:
+    """The class named `module:Class`, which has to be a press with a `compression_ratio`."""
+    module, _, name = text.strip().partition(":")
+    try:
+        found: Any = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        problem = f"cannot import {text.strip()!r}: {error}"
+        raise typer.BadParameter(problem, param_hint="--press") from error
+    if not (isinstance(found, type) and issubclass(found, Press)):
+        raise typer.BadParameter(
+            f"{text.strip()!r} is no press; derive it from hooks_impl.BasePress or "
+            "patch_impl.BasePress",
+            param_hint="--press",
+        )
+    if "compression_ratio" not in getattr(found, "__dataclass_fields__", {}):
+        raise typer.BadParameter(
+            f"{text.strip()!r} takes no compression_ratio; derive it from ScorerPress, or give it "
+            "that field",
+            param_hint="--press",
+        )
+    return found
+
+
+def _show(cells: pd.DataFrame, console: Console) -> None:
+    compared = cells[cells["tokens"] > 0]
+    dtypes = list(cells["dtype"].unique())
+    table = Table(title="Cells in which hook and patch leave the same bits", title_justify="left")
+    table.add_column("press")
+    for column in (*dtypes, "all"):
+        table.add_column(column, justify="right")
+    by_dtype, by_press = _counts(cells, ["press", "dtype"]), _counts(cells, "press")
+    for press in cells["press"].unique():
+        counted = [_label(by_dtype, (press, dtype)) for dtype in dtypes]
+        table.add_row(press, *counted, _label(by_press, press))
+    console.print(table)
+    console.print(Text(f"The grid: {_grid(cells)}."))
+    for refusal in _refusals(cells):
+        console.print(Text(refusal))
+    unequal = int((~cells["equal"]).sum())
+    if compared.empty:
+        console.print(Text("Nothing was compared: both mechanisms refuse all of it.", "bold red"))
+    elif unequal:
+        differ = _number(unequal, "cell differs", "cells differ")
+        console.print(Text(f"{differ}, of {len(compared)}; the first:", "bold red"))
+        for difference in _differences(cells, limit=10):
+            console.print(Text(f"  {difference}"))
+    else:
+        tokens = int(compared["tokens"].sum())
+        same = f"All {len(compared)} cells are equal, bit for bit; {tokens} tokens each way."
+        console.print(Text(same, "bold green"))

@@ -1,0 +1,537 @@
+"""Who else feels it when a press is opened on one model.
+
+Every rung of the ladder (`experiments.mechanisms`) is opened on a model in every situation below, and
+bystanders are asked the same question before, inside and after: a prefill and two decode steps,
+with the cache that these leave. Answers are compared bit for bit. Weights and tokens are drawn from
+fixed seeds, models are built anew for every cell, and what a mechanism leaves behind in the process
+is put back from outside before the next.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Annotated, Any, NamedTuple
+
+import pandas as pd
+import torch
+import typer
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+import hooks_impl
+import patch_impl
+from experiments import UserError
+from experiments.framework.experiment import Experiment, Tables
+from experiments.framework.heatmap import draw_cells
+from experiments.framework.plots import legend_outside, new_figure, style
+from experiments.framework.report import write_results
+from experiments.framework.tables import markdown_table
+from experiments.mechanisms import LADDER, Rung
+from experiments.mechanisms.contain import contained
+from experiments.testbed.families import VOCABULARY, build
+
+RATIO, OTHER_RATIO = 0.5, 0.25
+CONTEXT, STEPS = 24, 2
+N_INSTANCES = 3
+
+UNTOUCHED, RECOVERS, FOR_GOOD, ERROR = OUTCOMES = (
+    "untouched",
+    "changed, recovers",
+    "changed for good",
+    "error",
+)
+"""What becomes of a bystander: it answers as ever, inside and after; differently inside only;
+differently after; it raises an error, inside or after."""
+
+
+# ---- answers -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model or a cache answered.
+
+    Attributes:
+        logits: `(1, q, vocabulary)` of each forward.
+        states: keys and values of each layer of the cache, `(1, H_kv, n, d)`.
+        seen: tokens that each layer has seen.
+    """
+
+    logits: list[Tensor]
+    states: list[Tensor]
+    seen: list[int]
+
+    def difference(self, other: Answer) -> str:
+        """In what `other` differs, in a few words; empty if it is the same bit for bit."""
+        slots = [states.shape[2] for states in self.states]
+        others = [states.shape[2] for states in other.states]
+        if slots != others:
+            return f"keeps {max(others)} slots of {max(slots)}"
+        if self.seen != other.seen:
+            return f"has seen {max(other.seen)} tokens, not {max(self.seen)}"
+        pairs = [*zip(self.logits, other.logits, strict=True)]
+        pairs += zip(self.states, other.states, strict=True)
+        if all(torch.equal(*pair) for pair in pairs):
+            return ""
+        off = max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
+        return f"off by {off:.2g}"
+
+
+Given = Answer | Exception
+"""An answer, or what was raised instead."""
+
+
+class Seen(NamedTuple):
+    """One bystander: what it should answer and what it did, inside the scope and after it."""
+
+    expected_inside: Given
+    inside: Given
+    expected_after: Given
+    after: Given
+
+
+def tokens(length: int) -> Tensor:
+    """`(1, length)` random token ids, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, VOCABULARY, (1, length), generator=generator)
+
+
+_TOKENS = tokens(CONTEXT + 4 * STEPS)
+
+
+@torch.no_grad()
+def prefill(model: PreTrainedModel, cache: DynamicCache) -> list[Tensor]:
+    logits: Tensor = model(_TOKENS[:, :CONTEXT], past_key_values=cache).logits
+    return [logits]
+
+
+@torch.no_grad()
+def decode(model: PreTrainedModel, cache: DynamicCache, start: int = CONTEXT) -> list[Tensor]:
+    """`STEPS` single tokens, as `generate` would pass them."""
+    logits = []
+    for i in range(start, start + STEPS):
+        position = torch.tensor([[i]])
+        output = model(_TOKENS[:, i : i + 1], position_ids=position, past_key_values=cache)
+        logits.append(output.logits)
+    return logits
+
+
+def left(logits: list[Tensor], cache: DynamicCache) -> Answer:
+    """What forwards and their cache amount to."""
+    states = [tensor.clone() for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    return Answer(logits, states, [int(layer.get_seq_length()) for layer in cache.layers])
+
+
+def answer(model: PreTrainedModel) -> Answer:
+    """A prefill and two steps on a new cache."""
+    cache = DynamicCache()
+    return left(prefill(model, cache) + decode(model, cache), cache)
+
+
+def given(ask: Callable[[], Answer]) -> Given:
+    """What `ask` gives, or raises."""
+    try:
+        return ask()
+    except Exception as error:
+        return error
+
+
+def in_thread(ask: Callable[[], Answer]) -> Given:
+    """What `ask` gives in a thread that knows nothing of any scope."""
+    results: list[Given] = []
+    thread = Thread(target=lambda: results.append(given(ask)))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+# ---- situations --------------------------------------------------------------------------------
+
+
+Situation = Callable[[Rung], list[Seen]]
+"""Opens a rung on a model, and says how the bystanders fared."""
+
+
+def llama(seed: int = 0) -> PreTrainedModel:
+    return build("llama", seed=seed)
+
+
+def _watched(
+    rung: Rung,
+    model: PreTrainedModel,
+    bystanders: list[PreTrainedModel],
+    ask: Callable[[Callable[[], Answer]], Given] = given,
+) -> list[Seen]:
+    """The bystanders' answers, with `rung` open on `model`, which is run as well."""
+    expected = [answer(bystander) for bystander in bystanders]
+    with rung.press(RATIO)(model):
+        answer(model)
+        inside = [ask(lambda m=m: answer(m)) for m in bystanders]  # type: ignore[misc]
+    after = [ask(lambda m=m: answer(m)) for m in bystanders]  # type: ignore[misc]
+    return [Seen(*four) for four in zip(expected, inside, expected, after, strict=True)]
+
+
+def instances_of_the_class(rung: Rung) -> list[Seen]:
+    return _watched(rung, llama(), [llama(seed) for seed in range(1, 1 + N_INSTANCES)])
+
+
+def instances_of_other_classes(rung: Rung) -> list[Seen]:
+    return _watched(rung, llama(), [build(family) for family in ("mistral", "qwen3", "gpt_neox")])
+
+
+def shared_config(rung: Rung) -> list[Seen]:
+    model = llama()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        other = type(model)(model.config).eval()
+    other.load_state_dict(llama(1).state_dict())
+    return _watched(rung, model, [other])
+
+
+def shared_weights(rung: Rung) -> list[Seen]:
+    model, other = llama(), llama(1)
+    for mine, theirs in zip(model.modules(), other.modules(), strict=True):
+        theirs._parameters.update(mine._parameters)
+    return _watched(rung, model, [other])
+
+
+def shared_attention_module(rung: Rung) -> list[Seen]:
+    model, other = llama(), llama(1)
+    other.model.layers[0].self_attn = model.model.layers[0].self_attn
+    return _watched(rung, model, [other])
+
+
+def copy_made_before(rung: Rung) -> list[Seen]:
+    model = llama()
+    return _watched(rung, model, [copy.deepcopy(model)])
+
+
+def copy_made_inside(rung: Rung) -> list[Seen]:
+    model = llama()
+    expected = answer(model)
+    with rung.press(RATIO)(model):
+        answer(model)
+        twin = copy.deepcopy(model)
+        inside = given(lambda: answer(twin))
+    return [Seen(expected, inside, expected, given(lambda: answer(twin)))]
+
+
+def copy_made_after(rung: Rung) -> list[Seen]:
+    model = llama()
+    expected = answer(model)
+    with rung.press(RATIO)(model):
+        answer(model)
+    twin = copy.deepcopy(model)
+    return [Seen(expected, expected, expected, given(lambda: answer(twin)))]
+
+
+def the_model_itself(rung: Rung) -> list[Seen]:
+    model = llama()
+    expected = answer(model)
+    with rung.press(RATIO)(model):
+        answer(model)
+    return [Seen(expected, expected, expected, given(lambda: answer(model)))]
+
+
+def other_instance_in_a_thread(rung: Rung) -> list[Seen]:
+    return _watched(rung, llama(), [llama(1)], in_thread)
+
+
+def the_model_in_a_thread(rung: Rung) -> list[Seen]:
+    model = llama()
+    bare = answer(model)
+    with rung.press(RATIO)(model):
+        pressed = answer(model)
+        inside = in_thread(lambda: answer(model))
+    return [Seen(pressed, inside, bare, in_thread(lambda: answer(model)))]
+
+
+def cache_filled_before(rung: Rung) -> list[Seen]:
+    """A whole cache that is decoded inside, and further after."""
+    model = llama()
+    expected = _decoded_around(model, nullcontext())
+    got = _decoded_around(model, rung.press(RATIO)(model))
+    return [Seen(expected[0], got[0], expected[1], got[1])]
+
+
+def _decoded_around(
+    model: PreTrainedModel, scope: AbstractContextManager[Any]
+) -> tuple[Given, Given]:
+    cache = DynamicCache()
+    prefill(model, cache)
+    with scope:
+        inside = given(lambda: left(decode(model, cache), cache))
+    return inside, given(lambda: left(decode(model, cache, CONTEXT + STEPS), cache))
+
+
+def pruned_and_whole_cache(rung: Rung) -> list[Seen]:
+    """A cache pruned inside and one filled after, decoded in turn once the scope is closed."""
+
+    def pruned(model: PreTrainedModel) -> DynamicCache:
+        cache = DynamicCache()
+        with rung.press(RATIO)(model):
+            prefill(model, cache)
+        return cache
+
+    model = llama()
+    whole_alone = answer(model)
+    with contained(model):
+        cache = pruned(llama())
+        pruned_alone = left(decode(llama(), cache), cache)
+    first, second = pruned(model), DynamicCache()
+    logits = prefill(model, second)
+    pruned_after = given(lambda: left(decode(model, first), first))
+    whole_after = given(lambda: left(logits + decode(model, second), second))
+    return [
+        Seen(pruned_alone, pruned_alone, pruned_alone, pruned_after),
+        Seen(whole_alone, whole_alone, whole_alone, whole_after),
+    ]
+
+
+def one_press_on_two_models(rung: Rung) -> list[Seen]:
+    """Each model prunes as if it were alone."""
+    press, models = rung.press(RATIO), [llama(0), llama(1)]
+    bare = [answer(model) for model in models]
+    alone = [_alone(press, model) for model in models]
+    with press(models[0]), press(models[1]):
+        inside = [given(lambda m=m: answer(m)) for m in models]  # type: ignore[misc]
+    after = [given(lambda m=m: answer(m)) for m in models]  # type: ignore[misc]
+    return [Seen(*four) for four in zip(alone, inside, bare, after, strict=True)]
+
+
+def _alone(press: Any, model: PreTrainedModel) -> Answer:
+    """What `model` answers inside of the press, on a copy that nobody sees afterwards."""
+    twin = copy.deepcopy(model)
+    with contained(twin), press(twin):
+        return answer(twin)
+
+
+def nested_with(presses: Callable[[float], Any], rung: Rung) -> list[Seen]:
+    """Two scopes on one model, the outer closed first, whichever of the two it is."""
+    orders = ((rung.press(RATIO), presses(OTHER_RATIO)), (presses(OTHER_RATIO), rung.press(RATIO)))
+    return [_closed_first(outer, inner) for outer, inner in orders]
+
+
+def _closed_first(outer_press: Any, inner_press: Any) -> Seen:
+    model = llama()
+    bare, inner_alone = answer(model), _alone(inner_press, model)
+    with contained(model):
+        outer, inner = outer_press(model), inner_press(model)
+        outer.__enter__()
+        inner.__enter__()
+
+        def ask_without(scope: AbstractContextManager[Any]) -> Given:
+            def close_and_ask() -> Answer:
+                scope.__exit__(None, None, None)
+                return answer(model)
+
+            return given(close_and_ask)
+
+        return Seen(inner_alone, ask_without(outer), bare, ask_without(inner))
+
+
+SITUATIONS: dict[str, Situation] = {
+    "the model, after": the_model_itself,
+    "the model, in another thread": the_model_in_a_thread,
+    "instances of the class": instances_of_the_class,
+    "instances of other classes": instances_of_other_classes,
+    "an instance in another thread": other_instance_in_a_thread,
+    "an instance with the same config": shared_config,
+    "an instance with the same weights": shared_weights,
+    "an instance with the same module": shared_attention_module,
+    "a deep copy made before": copy_made_before,
+    "a deep copy made inside": copy_made_inside,
+    "a deep copy made after": copy_made_after,
+    "a cache filled before": cache_filled_before,
+    "two caches, one of them pruned": pruned_and_whole_cache,
+    "one press on two models": one_press_on_two_models,
+    "two scopes, the outer closed first": lambda rung: nested_with(rung.press, rung),
+    "with hooks, the outer closed first": partial(nested_with, hooks_impl.KnormPress),
+    "with patches, the outer closed first": partial(nested_with, patch_impl.KnormPress),
+}
+"""What a rung is opened on, and who looks."""
+
+
+# ---- the matrix --------------------------------------------------------------------------------
+
+
+def outcome(seen: Seen) -> tuple[str, str]:
+    """What became of one bystander, and in what it showed."""
+    details = []
+    for when, expected, got in (
+        ("inside", seen.expected_inside, seen.inside),
+        ("after", seen.expected_after, seen.after),
+    ):
+        if isinstance(expected, Exception):
+            raise expected
+        if isinstance(got, Exception):
+            return ERROR, f"{when}: {type(got).__name__}: {' '.join(str(got).split())}"
+        details.append(expected.difference(got))
+    inside, after = details
+    if after:
+        return FOR_GOOD, f"after: {after}"
+    return (RECOVERS, f"inside: {inside}") if inside else (UNTOUCHED, "")
+
+
+def try_out(rung: Rung, situation: str) -> dict[str, Any]:
+    """One cell of the matrix, as a row: the worst that became of a bystander, and of how many."""
+    with contained(llama()):
+        outcomes = [outcome(seen) for seen in SITUATIONS[situation](rung)]
+    worst = max(outcomes, key=lambda pair: OUTCOMES.index(pair[0]))
+    return {
+        "mechanism": rung.name,
+        "situation": situation,
+        "outcome": worst[0],
+        "bystanders": len(outcomes),
+        "touched": sum(name != UNTOUCHED for name, _ in outcomes),
+        "detail": worst[1],
+    }
+
+
+def measure(mechanisms: list[str], *, progress: bool = True) -> Tables:
+    """Every situation for every mechanism.
+
+    Returns:
+        `isolation`: columns `mechanism`, `situation`, `outcome` (one of `OUTCOMES`), `bystanders`
+        and how many of them were `touched`, and a `detail` of the worst.
+    """
+    cells = [(LADDER[name], situation) for name in mechanisms for situation in SITUATIONS]
+    console = Console(stderr=True)
+    rows = [
+        try_out(rung, situation)
+        for rung, situation in track(cells, "isolation", console=console, disable=not progress)
+    ]
+    return {"isolation": pd.DataFrame(rows)}
+
+
+def run() -> Tables:
+    """The study: the whole ladder."""
+    return measure(list(LADDER))
+
+
+# ---- reading the table -------------------------------------------------------------------------
+
+
+_LOOKS = {
+    UNTOUCHED: ("\N{MIDDLE DOT}", "#e3eef4"),
+    RECOVERS: ("inside", "#f3c969"),
+    FOR_GOOD: ("stays", "#D55E00"),
+    ERROR: ("error", "#444444"),
+}
+
+
+def figures(tables: Tables) -> dict[str, Figure]:
+    """The matrix: `isolation`."""
+    table = tables["isolation"]
+    mechanisms, situations = (list(table[name].unique()) for name in ("mechanism", "situation"))
+    records: list[dict[Any, Any]] = table.to_dict("records")
+    cells = {(row["situation"], row["mechanism"]): _LOOKS[row["outcome"]] for row in records}
+    with style():
+        figure, (panel,) = new_figure(width=9.4, height=1.5 + 0.27 * len(situations))
+        draw_cells(panel, situations, mechanisms, cells)
+        handles = [
+            Line2D([], [], color=colour, marker="s", markersize=9, linestyle="none", label=name)
+            for name, (_, colour) in _LOOKS.items()
+        ]
+        legend_outside(figure, panel, handles=handles)
+    figure.set_label(
+        "What became of bystanders, bit for bit, by situation (rows) and mechanism (columns)"
+    )
+    return {"isolation": figure}
+
+
+def summary(tables: Tables) -> str:
+    """What was found, as Markdown."""
+    table = tables["isolation"]
+    mechanisms, situations = (list(table[name].unique()) for name in ("mechanism", "situation"))
+    outcomes = table.pivot(index="situation", columns="mechanism", values="outcome")
+    lines = [
+        sentence(table),
+        "",
+        markdown_table(
+            ["", *mechanisms],
+            [
+                [situation, *(_short(outcomes.loc[situation, name]) for name in mechanisms)]
+                for situation in situations
+            ],
+            left=None,
+        ),
+    ]
+    noted = table[table["outcome"].isin([FOR_GOOD, ERROR])]
+    if not noted.empty:
+        lines += ["", "Where it did not recover:", ""]
+        records: list[dict[Any, Any]] = noted.to_dict("records")
+        lines += [f"- {row['mechanism']}, {row['situation']}: {row['detail']}" for row in records]
+    return "\n".join(lines)
+
+
+def _short(name: str) -> str:
+    return "" if name == UNTOUCHED else name
+
+
+def sentence(table: pd.DataFrame) -> str:
+    """How many situations each mechanism leaves untouched, ours first."""
+    total = table["situation"].nunique()
+    untouched = (table["outcome"] == UNTOUCHED).groupby(table["mechanism"], sort=False).sum()
+    counted = [f"{name} {count}" for name, count in untouched.items()]
+    return (
+        f"Of {total} situations, bystanders answer the same bits inside and after in: "
+        f"{', '.join(counted)}."
+    )
+
+
+EXPERIMENT = Experiment(
+    name="isolation",
+    title="Who else feels it",
+    question="With a press open on one model, which other models, copies, caches and threads "
+    "answer differently, and which recover?",
+    run=run,
+    figures=figures,
+    summary=summary,
+    repeat="python -m experiments isolation",
+)
+
+
+# ---- command -----------------------------------------------------------------------------------
+
+
+def command(
+    mechanism: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Repeat it for several; by default all: {', '.join(LADDER)}."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder to write the table and the figure to.")
+    ] = None,
+) -> None:
+    """Which bystanders a press on one model changes, mechanism by mechanism."""
+    chosen = mechanism or list(LADDER)
+    unknown = [name for name in chosen if name not in LADDER]
+    if unknown:
+        raise UserError(f"no mechanism is called {unknown[0]!r}; there are {', '.join(LADDER)}")
+    tables = measure(chosen)
+    _show(tables["isolation"])
+    if output is not None:
+        write_results(tables, figures(tables), output)
+
+
+def _show(table: pd.DataFrame) -> None:
+    console = Console()
+    for mechanism, rows in table.groupby("mechanism", sort=False):
+        shown = Table("situation", "outcome", "detail", box=SIMPLE_HEAD, title=str(mechanism))
+        for row in rows.itertuples():
+            shown.add_row(str(row.situation), str(row.outcome), str(row.detail))
+        console.print(shown)
+    console.print(sentence(table))
