@@ -1,15 +1,15 @@
-"""The ladder: one press, installed at every level at which a transformer lets itself be changed.
+"""One press, installed at every level at which a transformer can be changed.
 
 ```python
-press = LADDER["class patch"].press(0.5)
+press = MECHANISMS["class patch"].press(0.5)
 with press(model):
     model(input_ids, past_key_values=cache)
 ```
 
 All evict the keys of largest norm after the prefill of each layer. `hooks` and `patches` are the
 two mechanisms of this project. The others are what else is done or could be done, each in its
-plainest form: reversible, unless its name says otherwise, and without a look at whose call it is,
-so that what is measured is how far the mechanism reaches by itself.
+plainest form: reversible, unless its name says otherwise, and without asking whose call it is, so
+that one sees how far the mechanism reaches by itself.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ CACHE, TENSORS, FRAME = "the cache", "its tensors", "the caller's frame"
 
 
 @dataclass(frozen=True)
-class Rung:
-    """One level of the ladder.
+class Mechanism:
+    """One way to install the press.
 
     Attributes:
-        name: as in `LADDER`.
+        name: as in `MECHANISMS`.
         press: `press(compression_ratio, score=knorm_scores)`: the press, to be opened on a model.
         what: what it does, in a few words.
         finds: what it evicts through: the cache that the module was given; the tensors that the
@@ -49,39 +49,43 @@ class Rung:
     reverts: bool = True
 
 
-LADDER: dict[str, Rung] = {
-    rung.name: rung
-    for rung in (
-        Rung("hooks", HookPress, "hooks_impl: hooks on each attention module"),
-        Rung("plain hook", plain_hook, "a closure as forward hook"),
-        Rung("patches", PatchPress, "patch_impl: reversible wrapper of each module's forward"),
-        Rung("plain instance patch", plain_patch, "a closure assigned to each module's forward"),
-        Rung(
+MECHANISMS: dict[str, Mechanism] = {
+    mechanism.name: mechanism
+    for mechanism in (
+        Mechanism("hooks", HookPress, "hooks_impl: hooks on each attention module"),
+        Mechanism("plain hook", plain_hook, "a closure as forward hook"),
+        Mechanism("patches", PatchPress, "patch_impl: reversible wrapper of each module's forward"),
+        Mechanism(
+            "plain instance patch", plain_patch, "a closure assigned to each module's forward"
+        ),
+        Mechanism(
             "attention interface",
             attention_interface,
             "an attention function, registered, and the model's attn_implementation",
             TENSORS,
         ),
-        Rung(
+        Mechanism(
             "function mode",
             function_mode,
             "a TorchFunctionMode around scaled_dot_product_attention",
             TENSORS,
         ),
-        Rung(
+        Mechanism(
             "registry patch",
             registry_patch,
             "a wrapper of what the attention registry hands out",
             TENSORS,
         ),
-        Rung("class patch", class_patch, "a reversible wrapper of the attention class's forward"),
-        Rung(
+        Mechanism(
+            "class patch", class_patch, "a reversible wrapper of the attention class's forward"
+        ),
+        Mechanism(
             "function patch",
             function_patch,
             "a reversible wrapper of the modeling file's apply_rotary_pos_emb",
             FRAME,
         ),
-        Rung(
+        Mechanism(
             "permanent class patch",
             permanent_class_patch,
             "a forward assigned to the attention class for good",
@@ -89,6 +93,6 @@ LADDER: dict[str, Rung] = {
         ),
     )
 }
-"""The rungs by name, from the narrowest to the widest."""
+"""All mechanisms by name, from the one that reaches least to the one that reaches most."""
 
-__all__ = ["CACHE", "FRAME", "LADDER", "TENSORS", "Rung"]
+__all__ = ["CACHE", "FRAME", "MECHANISMS", "TENSORS", "Mechanism"]

@@ -1,4 +1,4 @@
-"""What puts back from outside what a rung leaves behind in the process."""
+"""What puts back from outside what a mechanism leaves behind in the process."""
 
 from __future__ import annotations
 

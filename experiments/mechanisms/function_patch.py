@@ -13,10 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attention_patch import wrap
-from experiments.mechanisms.press import PatchPress, Score, as_press, forward_of
+from experiments.mechanisms.press import PatchPress, Score, as_press, forward_of, prune_late
 from press_core import attention_sites
-from press_core.pruning import is_pruned
-from press_core.steps import prune_before
 
 
 @as_press
@@ -35,10 +33,7 @@ def function_patch(
 
     def rotate(apply_rotary_pos_emb: Any, *args: Any, **kwargs: Any) -> Any:
         module, named = _caller(inspect.currentframe())
-        step = forward_of(press, module, (), named)
-        layer = None if step.cache is None else step.layer
-        if layer is not None and layer.get_seq_length() and not is_pruned(layer):
-            prune_before(step, press.compress)
+        prune_late(forward_of(press, module, (), named))
         return apply_rotary_pos_emb(*args, **kwargs)
 
     files = {sys.modules[type(site.module).__module__] for site in attention_sites(model)}

@@ -9,9 +9,15 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from experiments.mechanisms.press import PatchPress, Score, as_press, call_and_prune, forward_of
+from experiments.mechanisms.press import (
+    PatchPress,
+    Score,
+    as_press,
+    call_and_prune,
+    forward_of,
+    prune_after,
+)
 from press_core import attention_sites
-from press_core.steps import after
 
 
 @as_press
@@ -21,7 +27,7 @@ def plain_hook(model: PreTrainedModel, compression_ratio: float, score: Score) -
     press = PatchPress(compression_ratio, score)
 
     def prune(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        after(forward_of(press, module, args, kwargs), output, None, False, press.compress)
+        prune_after(forward_of(press, module, args, kwargs), output)
 
     with ExitStack() as hooks:
         for site in attention_sites(model):

@@ -1,4 +1,7 @@
-"""The press that every rung of the ladder carries."""
+"""The press that every mechanism installs, and what its uses have in common.
+
+What is borrowed from the machinery of presses is borrowed here.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ from press_core import attention_sites
 from press_core.call import AttentionCall
 from press_core.forward import Forward
 from press_core.methods.knorm import knorm_scores
+from press_core.pruning import is_pruned
 from press_core.scope import Run
 from press_core.select import gather_tokens, n_kept, top_positions
-from press_core.steps import after, before
+from press_core.steps import after, before, prune_before
 
 Score = Callable[[Tensor], Tensor]
 """From keys `(B, H_kv, S, d)` to scores `(B, H_kv, S)`."""
@@ -73,6 +77,18 @@ def forward_of(
     return Forward(press, site, Run(1), args, kwargs)
 
 
+def prune_after(step: Forward, output: Any) -> None:
+    """Prune the layer that a forward has filled."""
+    after(step, output, None, False, step.press.compress)
+
+
+def prune_late(step: Forward) -> None:
+    """Prune, before a forward, what an earlier one has left whole."""
+    layer = None if step.cache is None else step.layer
+    if layer is not None and layer.get_seq_length() and not is_pruned(layer):
+        prune_before(step, step.press.compress)
+
+
 def call_and_prune(
     press: PatchPress, module: nn.Module, forward: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -80,8 +96,21 @@ def call_and_prune(
     step = forward_of(press, module, args, kwargs)
     before(step)
     output = forward(*step.args, **step.kwargs)
-    after(step, output, None, False, press.compress)
+    prune_after(step, output)
     return output
+
+
+def evicting(attend: Any, compression_ratio: float, score: Score) -> Any:
+    """An attention function that evicts once `attend` has been called."""
+
+    def attend_and_evict(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    ) -> Any:
+        output = attend(module, query, key, value, mask, **kwargs)
+        evict_in_place(compression_ratio, score, query, key, value)
+        return output
+
+    return attend_and_evict
 
 
 def evict_in_place(

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention_patch import wrap
-from experiments.mechanisms.press import Score, as_press, evict_in_place
+from experiments.mechanisms.press import Score, as_press, evicting
 from press_core import attention_sites
 
 
@@ -23,15 +22,7 @@ def registry_patch(
 
     def get_evicting(get_interface: Any, *names: Any, **named: Any) -> Any:
         attend = get_interface(*names, **named)
-
-        def attend_and_evict(
-            module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
-        ) -> Any:
-            output = attend(module, query, key, value, mask, **kwargs)
-            evict_in_place(compression_ratio, score, query, key, value)
-            return output
-
-        return attend_and_evict
+        return evicting(attend, compression_ratio, score)
 
     registries = {id(site.interface): site.interface for site in attention_sites(model)}
     with ExitStack() as patches:

@@ -1,6 +1,6 @@
 """Whether presses and everything else that is done to models get along.
 
-Each mechanism meets each companion (`experiments.companions`) that begins before its scope and
+Each mechanism meets each companion (`experiments.interventions`) that begins before its scope and
 outlives it, that comes and goes inside of it, or that comes after it. What is kept, and the logits
 of the prefill and of a decode step, are held against those that the companion gives without any
 press, and, once the scope is closed, against those of the companion alone.
@@ -12,8 +12,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,88 +25,50 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl
 import patch_impl
 from experiments import UserError
-from experiments.companions import COMPANIONS, Companion
 from experiments.framework.experiment import Experiment, Tables
 from experiments.framework.heatmap import draw_cells
 from experiments.framework.plots import legend_outside, new_figure, style
 from experiments.framework.report import write_results
 from experiments.framework.tables import markdown_table
-from experiments.mechanisms import LADDER
+from experiments.interventions import COMPANIONS, NOTHING, Intervention
+from experiments.mechanisms import MECHANISMS
 from experiments.mechanisms.contain import contained
-from experiments.testbed.families import VOCABULARY, build
-from press_core.ragged import RaggedLayer
+from experiments.testbed.families import build
+from experiments.testbed.response import Response, random_tokens, states_of
 from press_core.select import n_kept, top_positions
 
 RATIO, CONTEXT = 0.5, 24
 BEFORE, INSIDE, AFTER = PHASES = ("before", "inside", "after")
 """When the companion comes: before the scope opens, inside of it, after it was closed."""
 
-_NOTHING = next(iter(COMPANIONS))
 RIGHT, ERROR, WRONG = OUTCOMES = ("right", "error", "wrong")
-
-_generator = torch.Generator().manual_seed(0)
-IDS = torch.randint(3, VOCABULARY, (1, CONTEXT), generator=_generator)
-NEXT = torch.randint(3, VOCABULARY, (1, 1), generator=_generator)
-
 
 # ---- answers -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Logits of the prefill and of a decode step, and what each layer holds of the prefill.
-
-    Attributes:
-        logits: `(1, q, vocabulary)` each; or whatever a companion without a cache answers.
-        states: keys and values of each layer, `(1, H_kv, n, d)`.
-    """
-
-    logits: list[Tensor]
-    states: list[Tensor]
-
-    def difference(self, other: Answer, tolerance: float) -> str:
-        """In what `other` differs, in a few words; empty if it is the same."""
-        shapes = [[tuple(s.shape) for s in answer.states] for answer in (self, other)]
-        if shapes[0] != shapes[1]:
-            kept = [[shape[2] for shape in answer[::2]] for answer in shapes]
-            return f"layers hold {kept[1]} slots, not {kept[0]}"
-        for what in ("logits", "states"):
-            for mine, theirs in zip(getattr(self, what), getattr(other, what), strict=True):
-                off = float((mine - theirs).abs().max() / mine.abs().max())
-                if not off <= tolerance:
-                    return f"{what} off by {off:.2g} of the largest"
-        return ""
-
-
-def ask(run: Callable[..., Any], companion: Companion, by_hand: bool = False) -> Answer:
-    """What `run` answers.
+def ask(run: Callable[..., Any], companion: Intervention, by_hand: bool = False) -> Response:
+    """What `run` answers: a prefill, what the cache holds of it, and a decode step.
 
     Args:
         by_hand: whether to leave only the keys of least norm in the cache before the decode step.
     """
+    context, following = random_tokens(CONTEXT + 1).split(CONTEXT, dim=1)
     if companion.answers:
-        return Answer([run(IDS)], [])
+        return Response([run(context)])
     cache = DynamicCache()
     with torch.no_grad():
-        logits = [run(IDS, past_key_values=cache).logits.clone()]
+        logits = [run(context, past_key_values=cache).logits.clone()]
         if by_hand:
             _evict_by_hand(cache)
-        states = [s.clone() for layer in cache.layers for s in _states(layer)]
+        states = states_of(cache)
         position = torch.tensor([[CONTEXT]])
-        logits.append(run(NEXT, past_key_values=cache, position_ids=position).logits.clone())
-    return Answer([x.float() for x in logits], [x.float() for x in states])
-
-
-def _states(layer: Any) -> tuple[Tensor, Tensor]:
-    if isinstance(layer, RaggedLayer):
-        return layer.dense()[:2]
-    return layer.keys, layer.values
+        logits.append(run(following, past_key_values=cache, position_ids=position).logits.clone())
+    return Response([x.float() for x in logits], [x.float() for x in states])
 
 
 def _evict_by_hand(cache: DynamicCache) -> None:
@@ -120,28 +81,23 @@ def _evict_by_hand(cache: DynamicCache) -> None:
 # ---- mechanisms ----------------------------------------------------------------------------------
 
 
-def _own(package: Any, name: str) -> Callable[[], Any]:
-    if name == "SnapKV":
-        return lambda: package.SnapKVPress(RATIO, window_size=4)
-    return lambda: package.AdaKVPress(package.KnormPress(RATIO))
+def _presses(name: str) -> dict[str, Callable[[], Any]]:
+    """A mechanism of this project with presses that read keys, queries, and keep heads apart."""
+    package = {"hooks": hooks_impl, "patches": patch_impl}[name]
+    return {
+        name: partial(MECHANISMS[name].press, RATIO),
+        f"{name}, SnapKV": lambda: package.SnapKVPress(RATIO, window_size=4),
+        f"{name}, AdaKV": lambda: package.AdaKVPress(package.KnormPress(RATIO)),
+    }
 
 
-def _of_rung(name: str) -> Callable[[], Any]:
-    return lambda: LADDER[name].press(RATIO)
-
-
-MECHANISMS: dict[str, Callable[[], Any]] = {
-    "hooks": _of_rung("hooks"),
-    "patches": _of_rung("patches"),
-    "hooks, SnapKV": _own(hooks_impl, "SnapKV"),
-    "patches, SnapKV": _own(patch_impl, "SnapKV"),
-    "hooks, AdaKV": _own(hooks_impl, "AdaKV"),
-    "patches, AdaKV": _own(patch_impl, "AdaKV"),
-} | {name: _of_rung(name) for name in LADDER if name not in ("hooks", "patches")}
-"""Ours with a press that reads keys alone, one that reads queries and a head-wise one; the other
-rungs of the ladder with the first."""
-
-OURS = tuple(name for name in MECHANISMS if name.split(",")[0] in ("hooks", "patches"))
+_HOOKS, _PATCHES = _presses("hooks"), _presses("patches")
+OURS = tuple(name for pair in zip(_HOOKS, _PATCHES, strict=True) for name in pair)
+TRIED: dict[str, Callable[[], Any]] = {
+    **{name: (_HOOKS | _PATCHES)[name] for name in OURS},
+    **{name: partial(mechanism.press, RATIO) for name, mechanism in MECHANISMS.items()},
+}
+"""What makes the press that is tried, by name: ours, and the other mechanisms."""
 
 
 def llama() -> PreTrainedModel:
@@ -149,31 +105,32 @@ def llama() -> PreTrainedModel:
 
 
 @lru_cache
-def pressed(mechanism: str, companion: Companion) -> Answer:
+def pressed(mechanism: str, companion: Intervention) -> Response:
     """What is right while the press is open.
 
     For keys of least norm, the companion's own cache is cut by hand. What SnapKV and AdaKV keep is
     taken from the other mechanism, opened on a model that the companion has finished with.
     """
-    with companion.used(model := llama()) as run:
+    with companion.scope(model := llama()) as run:
         if companion.answers or "," not in mechanism:
             return ask(run, companion, by_hand=True)
         package, name = mechanism.split(", ")
-        with _own(patch_impl if package == "hooks" else hooks_impl, name)()(model):
+        other = "patches" if package == "hooks" else "hooks"
+        with TRIED[f"{other}, {name}"]()(model):
             return ask(run, companion)
 
 
 @lru_cache
-def alone(companion: Companion) -> Answer:
+def alone(companion: Intervention) -> Response:
     """What is right while no press is open."""
-    with companion.used(llama()) as run:
+    with companion.scope(llama()) as run:
         return ask(run, companion)
 
 
 # ---- the matrix ----------------------------------------------------------------------------------
 
 
-def try_out(mechanism: str, companion: Companion, phase: str) -> dict[str, Any]:
+def try_out(mechanism: str, companion: Intervention, phase: str) -> dict[str, Any]:
     """One cell of the matrix, as a row."""
     outcome, detail = RIGHT, ""
     with contained(llama()), _quiet():
@@ -188,7 +145,7 @@ def try_out(mechanism: str, companion: Companion, phase: str) -> dict[str, Any]:
                 outcome, detail = ERROR, f"{type(error).__name__}: {' '.join(str(error).split())}"
     return {
         "mechanism": mechanism,
-        "companion": companion.name,
+        "companion": companion.companion,
         "phase": phase,
         "outcome": outcome,
         "detail": detail,
@@ -196,26 +153,26 @@ def try_out(mechanism: str, companion: Companion, phase: str) -> dict[str, Any]:
 
 
 def _looks(
-    mechanism: str, companion: Companion, phase: str
-) -> Iterator[tuple[str, Callable[..., Any], Companion, bool]]:
+    mechanism: str, companion: Intervention, phase: str
+) -> Iterator[tuple[str, Callable[..., Any], Intervention, bool]]:
     """When to look: what to run then, beside which companion, and whether the scope is open."""
     model = llama()
-    scope, plain = MECHANISMS[mechanism]()(model), COMPANIONS[_NOTHING]
+    scope, plain = TRIED[mechanism]()(model), NOTHING
     if phase == BEFORE:
-        with companion.used(model) as run:
+        with companion.scope(model) as run:
             with scope:
                 yield "inside", run, companion, True
             yield "after the scope", run, companion, False
     elif phase == INSIDE:
         with scope:
-            with companion.used(model) as run:
+            with companion.scope(model) as run:
                 yield "inside", run, companion, True
             yield "inside, alone again", model, plain, True
         yield "after the scope", model, plain, False
     else:
         with scope:
             yield "inside, alone", model, plain, True
-        with companion.used(model) as run:
+        with companion.scope(model) as run:
             yield "after the scope", run, companion, False
 
 
@@ -231,7 +188,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def cells(mechanisms: list[str], companions: list[str]) -> list[tuple[str, Companion, str]]:
+def cells(mechanisms: list[str], companions: list[str]) -> list[tuple[str, Intervention, str]]:
     """What is tried out: slow companions by our own mechanisms alone, and not after the scope."""
     return [
         (mechanism, COMPANIONS[companion], phase)
@@ -262,7 +219,7 @@ def measure(
 
 def run() -> Tables:
     """The study: everything."""
-    return measure(list(MECHANISMS))
+    return measure(list(TRIED))
 
 
 # ---- reading the table ---------------------------------------------------------------------------
@@ -312,7 +269,7 @@ def summary(tables: Tables) -> str:
         for companion in companions
     ]
     lines = [sentence(table), "", markdown_table(["", *mechanisms], rows, left=None)]
-    late = [m for m in mechanisms if found.get((_NOTHING, m), RIGHT) == WRONG]
+    late = [m for m in mechanisms if found.get((NOTHING.companion, m), RIGHT) == WRONG]
     if late:
         lines += ["", f"Wrong by themselves, beside nothing else: {', '.join(late)}."]
     own = table[table["mechanism"].isin(OURS) & (table["outcome"] != RIGHT)]
@@ -362,7 +319,7 @@ EXPERIMENT = Experiment(
 def command(
     mechanism: Annotated[
         list[str] | None,
-        typer.Option(help=f"Repeat it for several; by default all: {'; '.join(MECHANISMS)}."),
+        typer.Option(help=f"Repeat it for several; by default all: {'; '.join(TRIED)}."),
     ] = None,
     companion: Annotated[
         list[str] | None,
@@ -373,9 +330,9 @@ def command(
     ] = None,
 ) -> None:
     """Each mechanism beside accelerate, PEFT, torch.compile and others."""
-    _check_known("mechanism", mechanism, list(MECHANISMS))
+    _check_known("mechanism", mechanism, list(TRIED))
     _check_known("companion", companion, list(COMPANIONS))
-    tables = measure(mechanism or list(MECHANISMS), companion)
+    tables = measure(mechanism or list(TRIED), companion)
     table = tables["coexistence"]
     shown = Table(box=SIMPLE_HEAD)
     for column in ("mechanism", "companion", "phase", "outcome", "detail"):

@@ -1,10 +1,10 @@
 """What a mechanism touches, how far that reaches, and what it leaves.
 
-Every rung of the ladder (`experiments.mechanisms`), and presses of both mechanisms that need more than
+Every mechanism (`experiments.mechanisms`), and presses of both mechanisms that need more than
 a look at the keys, are audited (`experiments.audit`) on a small model: what differs while the scope
 is open, in the middle of a call, and after each way of leaving it. What can be seen from inside is
 noted too: what `inspect` says of the forward, what a traceback and a profile show. Real libraries
-are audited in the same way, in environments that have them (`experiments.subjects`).
+are audited in the same way, in environments that have them (`experiments.interventions`).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from experiments.framework.heatmap import draw_cells
 from experiments.framework.plots import new_figure, style
 from experiments.framework.report import write_results
 from experiments.framework.tables import markdown_table
-from experiments.mechanisms import LADDER
+from experiments.interventions import LIBRARIES
+from experiments.mechanisms import MECHANISMS
 from experiments.mechanisms.contain import contained
-from experiments.subjects import LIBRARIES
 from experiments.testbed.families import build
 
 RATIO = 0.5
@@ -65,8 +65,10 @@ class PlantedError(RuntimeError):
 
 
 def mechanisms() -> dict[str, Opens]:
-    """What is audited, by name: the ladder, and presses that read queries or keep heads apart."""
-    opened: dict[str, Opens] = {name: rung.press(RATIO) for name, rung in LADDER.items()}
+    """What is audited, by name: every mechanism, and presses that read queries or keep heads apart."""
+    opened: dict[str, Opens] = {
+        name: mechanism.press(RATIO) for name, mechanism in MECHANISMS.items()
+    }
     for name, presses in _PACKAGES.items():
         snapkv = presses["SnapKVPress"](compression_ratio=RATIO, window_size=4)
         opened[f"{name}, SnapKV"] = snapkv
@@ -166,10 +168,10 @@ def leftovers(opens: Opens, exit_name: str) -> dict[str, Any]:
 
 
 def seen_from_inside(name: str | None) -> dict[str, Any]:
-    """What Python says of an attention module while a rung is open on its model.
+    """What Python says of an attention module while a mechanism is open on its model.
 
     Args:
-        name: of a rung, or None for the bare model.
+        name: of a mechanism, or None for the bare model.
     """
     model = build("llama")
     attention = model.model.layers[0].self_attn
@@ -179,7 +181,7 @@ def seen_from_inside(name: str | None) -> dict[str, Any]:
     def opened(score: Any = None) -> AbstractContextManager[Any]:
         if name is None:
             return nullcontext()
-        press = LADDER[name].press
+        press = MECHANISMS[name].press
         return (press(RATIO) if score is None else press(RATIO, score))(model)
 
     with contained(model):
@@ -281,7 +283,7 @@ _SUBJECT_COLUMNS = [
 
 
 def _audit_in(environment: Path) -> list[dict[str, Any]]:
-    """The rows that `python -m experiments.subjects` prints there; none where there is no Python.
+    """What `python -m experiments.interventions` prints there; nothing where there is no Python.
 
     Raises:
         UserError: if it fails.
@@ -289,7 +291,7 @@ def _audit_in(environment: Path) -> list[dict[str, Any]]:
     python = environment / "bin" / "python"
     if not python.exists():
         return []
-    command = [str(python), "-m", "experiments.subjects"]
+    command = [str(python), "-m", "experiments.interventions"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = (done.stderr.strip() or "no message").splitlines()[-1]
@@ -318,7 +320,7 @@ def measure(environments: list[Path], *, progress: bool = True) -> Tables:
         for name in track(opened, "intrusiveness", console=console, disable=not progress):
             changes.append(touched(opened[name]).assign(mechanism=name))
             exits += [{"mechanism": name, **leftovers(opened[name], how)} for how in EXITS]
-            if name in LADDER:
+            if name in MECHANISMS:
                 inside.append({"mechanism": name, **seen_from_inside(name)})
         found = libraries.result()
     table = pd.concat(changes, ignore_index=True)

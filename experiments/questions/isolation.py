@@ -1,6 +1,6 @@
 """Who else feels it when a press is opened on one model.
 
-Every rung of the ladder (`experiments.mechanisms`) is opened on a model in every situation below, and
+Every mechanism (`experiments.mechanisms`) is opened on a model in every situation below, and
 bystanders are asked the same question before, inside and after: a prefill and two decode steps,
 with the cache that these leave. Answers are compared bit for bit. Weights and tokens are drawn from
 fixed seeds, models are built anew for every cell, and what a mechanism leaves behind in the process
@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -38,9 +37,10 @@ from experiments.framework.heatmap import draw_cells
 from experiments.framework.plots import legend_outside, new_figure, style
 from experiments.framework.report import write_results
 from experiments.framework.tables import markdown_table
-from experiments.mechanisms import LADDER, Rung
+from experiments.mechanisms import MECHANISMS, Mechanism
 from experiments.mechanisms.contain import contained
-from experiments.testbed.families import VOCABULARY, build
+from experiments.testbed.families import build
+from experiments.testbed.response import Response, random_tokens, states_of
 
 RATIO, OTHER_RATIO = 0.5, 0.25
 CONTEXT, STEPS = 24, 2
@@ -59,37 +59,7 @@ differently after; it raises an error, inside or after."""
 # ---- answers -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a model or a cache answered.
-
-    Attributes:
-        logits: `(1, q, vocabulary)` of each forward.
-        states: keys and values of each layer of the cache, `(1, H_kv, n, d)`.
-        seen: tokens that each layer has seen.
-    """
-
-    logits: list[Tensor]
-    states: list[Tensor]
-    seen: list[int]
-
-    def difference(self, other: Answer) -> str:
-        """In what `other` differs, in a few words; empty if it is the same bit for bit."""
-        slots = [states.shape[2] for states in self.states]
-        others = [states.shape[2] for states in other.states]
-        if slots != others:
-            return f"keeps {max(others)} slots of {max(slots)}"
-        if self.seen != other.seen:
-            return f"has seen {max(other.seen)} tokens, not {max(self.seen)}"
-        pairs = [*zip(self.logits, other.logits, strict=True)]
-        pairs += zip(self.states, other.states, strict=True)
-        if all(torch.equal(*pair) for pair in pairs):
-            return ""
-        off = max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
-        return f"off by {off:.2g}"
-
-
-Given = Answer | Exception
+Given = Response | Exception
 """An answer, or what was raised instead."""
 
 
@@ -102,18 +72,14 @@ class Seen(NamedTuple):
     after: Given
 
 
-def tokens(length: int) -> Tensor:
-    """`(1, length)` random token ids, always the same."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(3, VOCABULARY, (1, length), generator=generator)
-
-
-_TOKENS = tokens(CONTEXT + 4 * STEPS)
+def _tokens() -> Tensor:
+    """Of a context and of more steps than any situation takes: `(1, n)`."""
+    return random_tokens(CONTEXT + 4 * STEPS)
 
 
 @torch.no_grad()
 def prefill(model: PreTrainedModel, cache: DynamicCache) -> list[Tensor]:
-    logits: Tensor = model(_TOKENS[:, :CONTEXT], past_key_values=cache).logits
+    logits: Tensor = model(_tokens()[:, :CONTEXT], past_key_values=cache).logits
     return [logits]
 
 
@@ -123,24 +89,24 @@ def decode(model: PreTrainedModel, cache: DynamicCache, start: int = CONTEXT) ->
     logits = []
     for i in range(start, start + STEPS):
         position = torch.tensor([[i]])
-        output = model(_TOKENS[:, i : i + 1], position_ids=position, past_key_values=cache)
+        output = model(_tokens()[:, i : i + 1], position_ids=position, past_key_values=cache)
         logits.append(output.logits)
     return logits
 
 
-def left(logits: list[Tensor], cache: DynamicCache) -> Answer:
+def left(logits: list[Tensor], cache: DynamicCache) -> Response:
     """What forwards and their cache amount to."""
-    states = [tensor.clone() for layer in cache.layers for tensor in (layer.keys, layer.values)]
-    return Answer(logits, states, [int(layer.get_seq_length()) for layer in cache.layers])
+    seen = [int(layer.get_seq_length()) for layer in cache.layers]
+    return Response(logits, states_of(cache), seen)
 
 
-def answer(model: PreTrainedModel) -> Answer:
+def answer(model: PreTrainedModel) -> Response:
     """A prefill and two steps on a new cache."""
     cache = DynamicCache()
     return left(prefill(model, cache) + decode(model, cache), cache)
 
 
-def given(ask: Callable[[], Answer]) -> Given:
+def given(ask: Callable[[], Response]) -> Given:
     """What `ask` gives, or raises."""
     try:
         return ask()
@@ -148,7 +114,7 @@ def given(ask: Callable[[], Answer]) -> Given:
         return error
 
 
-def in_thread(ask: Callable[[], Answer]) -> Given:
+def in_thread(ask: Callable[[], Response]) -> Given:
     """What `ask` gives in a thread that knows nothing of any scope."""
     results: list[Given] = []
     thread = Thread(target=lambda: results.append(given(ask)))
@@ -160,8 +126,8 @@ def in_thread(ask: Callable[[], Answer]) -> Given:
 # ---- situations --------------------------------------------------------------------------------
 
 
-Situation = Callable[[Rung], list[Seen]]
-"""Opens a rung on a model, and says how the bystanders fared."""
+Situation = Callable[[Mechanism], list[Seen]]
+"""Opens a mechanism on a model, and says how the bystanders fared."""
 
 
 def llama(seed: int = 0) -> PreTrainedModel:
@@ -169,100 +135,102 @@ def llama(seed: int = 0) -> PreTrainedModel:
 
 
 def _watched(
-    rung: Rung,
+    mechanism: Mechanism,
     model: PreTrainedModel,
     bystanders: list[PreTrainedModel],
-    ask: Callable[[Callable[[], Answer]], Given] = given,
+    ask: Callable[[Callable[[], Response]], Given] = given,
 ) -> list[Seen]:
-    """The bystanders' answers, with `rung` open on `model`, which is run as well."""
+    """The bystanders' answers, with `mechanism` open on `model`, which is run as well."""
     expected = [answer(bystander) for bystander in bystanders]
-    with rung.press(RATIO)(model):
+    with mechanism.press(RATIO)(model):
         answer(model)
         inside = [ask(lambda m=m: answer(m)) for m in bystanders]  # type: ignore[misc]
     after = [ask(lambda m=m: answer(m)) for m in bystanders]  # type: ignore[misc]
     return [Seen(*four) for four in zip(expected, inside, expected, after, strict=True)]
 
 
-def instances_of_the_class(rung: Rung) -> list[Seen]:
-    return _watched(rung, llama(), [llama(seed) for seed in range(1, 1 + N_INSTANCES)])
+def instances_of_the_class(mechanism: Mechanism) -> list[Seen]:
+    return _watched(mechanism, llama(), [llama(seed) for seed in range(1, 1 + N_INSTANCES)])
 
 
-def instances_of_other_classes(rung: Rung) -> list[Seen]:
-    return _watched(rung, llama(), [build(family) for family in ("mistral", "qwen3", "gpt_neox")])
+def instances_of_other_classes(mechanism: Mechanism) -> list[Seen]:
+    return _watched(
+        mechanism, llama(), [build(family) for family in ("mistral", "qwen3", "gpt_neox")]
+    )
 
 
-def shared_config(rung: Rung) -> list[Seen]:
+def shared_config(mechanism: Mechanism) -> list[Seen]:
     model = llama()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         other = type(model)(model.config).eval()
     other.load_state_dict(llama(1).state_dict())
-    return _watched(rung, model, [other])
+    return _watched(mechanism, model, [other])
 
 
-def shared_weights(rung: Rung) -> list[Seen]:
+def shared_weights(mechanism: Mechanism) -> list[Seen]:
     model, other = llama(), llama(1)
     for mine, theirs in zip(model.modules(), other.modules(), strict=True):
         theirs._parameters.update(mine._parameters)
-    return _watched(rung, model, [other])
+    return _watched(mechanism, model, [other])
 
 
-def shared_attention_module(rung: Rung) -> list[Seen]:
+def shared_attention_module(mechanism: Mechanism) -> list[Seen]:
     model, other = llama(), llama(1)
     other.model.layers[0].self_attn = model.model.layers[0].self_attn
-    return _watched(rung, model, [other])
+    return _watched(mechanism, model, [other])
 
 
-def copy_made_before(rung: Rung) -> list[Seen]:
+def copy_made_before(mechanism: Mechanism) -> list[Seen]:
     model = llama()
-    return _watched(rung, model, [copy.deepcopy(model)])
+    return _watched(mechanism, model, [copy.deepcopy(model)])
 
 
-def copy_made_inside(rung: Rung) -> list[Seen]:
+def copy_made_inside(mechanism: Mechanism) -> list[Seen]:
     model = llama()
     expected = answer(model)
-    with rung.press(RATIO)(model):
+    with mechanism.press(RATIO)(model):
         answer(model)
         twin = copy.deepcopy(model)
         inside = given(lambda: answer(twin))
     return [Seen(expected, inside, expected, given(lambda: answer(twin)))]
 
 
-def copy_made_after(rung: Rung) -> list[Seen]:
+def copy_made_after(mechanism: Mechanism) -> list[Seen]:
     model = llama()
     expected = answer(model)
-    with rung.press(RATIO)(model):
+    with mechanism.press(RATIO)(model):
         answer(model)
     twin = copy.deepcopy(model)
     return [Seen(expected, expected, expected, given(lambda: answer(twin)))]
 
 
-def the_model_itself(rung: Rung) -> list[Seen]:
+def the_model_itself(mechanism: Mechanism) -> list[Seen]:
     model = llama()
     expected = answer(model)
-    with rung.press(RATIO)(model):
+    with mechanism.press(RATIO)(model):
         answer(model)
     return [Seen(expected, expected, expected, given(lambda: answer(model)))]
 
 
-def other_instance_in_a_thread(rung: Rung) -> list[Seen]:
-    return _watched(rung, llama(), [llama(1)], in_thread)
+def other_instance_in_a_thread(mechanism: Mechanism) -> list[Seen]:
+    return _watched(mechanism, llama(), [llama(1)], in_thread)
 
 
-def the_model_in_a_thread(rung: Rung) -> list[Seen]:
+def the_model_in_a_thread(mechanism: Mechanism) -> list[Seen]:
     model = llama()
     bare = answer(model)
-    with rung.press(RATIO)(model):
+    with mechanism.press(RATIO)(model):
         pressed = answer(model)
         inside = in_thread(lambda: answer(model))
     return [Seen(pressed, inside, bare, in_thread(lambda: answer(model)))]
 
 
-def cache_filled_before(rung: Rung) -> list[Seen]:
+def cache_filled_before(mechanism: Mechanism) -> list[Seen]:
     """A whole cache that is decoded inside, and further after."""
     model = llama()
     expected = _decoded_around(model, nullcontext())
-    got = _decoded_around(model, rung.press(RATIO)(model))
+    got = _decoded_around(model, mechanism.press(RATIO)(model))
     return [Seen(expected[0], got[0], expected[1], got[1])]
 
 
@@ -276,12 +244,12 @@ def _decoded_around(
     return inside, given(lambda: left(decode(model, cache, CONTEXT + STEPS), cache))
 
 
-def pruned_and_whole_cache(rung: Rung) -> list[Seen]:
+def pruned_and_whole_cache(mechanism: Mechanism) -> list[Seen]:
     """A cache pruned inside and one filled after, decoded in turn once the scope is closed."""
 
     def pruned(model: PreTrainedModel) -> DynamicCache:
         cache = DynamicCache()
-        with rung.press(RATIO)(model):
+        with mechanism.press(RATIO)(model):
             prefill(model, cache)
         return cache
 
@@ -300,9 +268,9 @@ def pruned_and_whole_cache(rung: Rung) -> list[Seen]:
     ]
 
 
-def one_press_on_two_models(rung: Rung) -> list[Seen]:
+def one_press_on_two_models(mechanism: Mechanism) -> list[Seen]:
     """Each model prunes as if it were alone."""
-    press, models = rung.press(RATIO), [llama(0), llama(1)]
+    press, models = mechanism.press(RATIO), [llama(0), llama(1)]
     bare = [answer(model) for model in models]
     alone = [_alone(press, model) for model in models]
     with press(models[0]), press(models[1]):
@@ -311,16 +279,19 @@ def one_press_on_two_models(rung: Rung) -> list[Seen]:
     return [Seen(*four) for four in zip(alone, inside, bare, after, strict=True)]
 
 
-def _alone(press: Any, model: PreTrainedModel) -> Answer:
+def _alone(press: Any, model: PreTrainedModel) -> Response:
     """What `model` answers inside of the press, on a copy that nobody sees afterwards."""
     twin = copy.deepcopy(model)
     with contained(twin), press(twin):
         return answer(twin)
 
 
-def nested_with(presses: Callable[[float], Any], rung: Rung) -> list[Seen]:
+def nested_with(presses: Callable[[float], Any], mechanism: Mechanism) -> list[Seen]:
     """Two scopes on one model, the outer closed first, whichever of the two it is."""
-    orders = ((rung.press(RATIO), presses(OTHER_RATIO)), (presses(OTHER_RATIO), rung.press(RATIO)))
+    orders = (
+        (mechanism.press(RATIO), presses(OTHER_RATIO)),
+        (presses(OTHER_RATIO), mechanism.press(RATIO)),
+    )
     return [_closed_first(outer, inner) for outer, inner in orders]
 
 
@@ -333,7 +304,7 @@ def _closed_first(outer_press: Any, inner_press: Any) -> Seen:
         inner.__enter__()
 
         def ask_without(scope: AbstractContextManager[Any]) -> Given:
-            def close_and_ask() -> Answer:
+            def close_and_ask() -> Response:
                 scope.__exit__(None, None, None)
                 return answer(model)
 
@@ -357,11 +328,11 @@ SITUATIONS: dict[str, Situation] = {
     "a cache filled before": cache_filled_before,
     "two caches, one of them pruned": pruned_and_whole_cache,
     "one press on two models": one_press_on_two_models,
-    "two scopes, the outer closed first": lambda rung: nested_with(rung.press, rung),
+    "two scopes, the outer closed first": lambda mechanism: nested_with(mechanism.press, mechanism),
     "with hooks, the outer closed first": partial(nested_with, hooks_impl.KnormPress),
     "with patches, the outer closed first": partial(nested_with, patch_impl.KnormPress),
 }
-"""What a rung is opened on, and who looks."""
+"""What a mechanism is opened on, and who looks."""
 
 
 # ---- the matrix --------------------------------------------------------------------------------
@@ -385,13 +356,13 @@ def outcome(seen: Seen) -> tuple[str, str]:
     return (RECOVERS, f"inside: {inside}") if inside else (UNTOUCHED, "")
 
 
-def try_out(rung: Rung, situation: str) -> dict[str, Any]:
+def try_out(mechanism: Mechanism, situation: str) -> dict[str, Any]:
     """One cell of the matrix, as a row: the worst that became of a bystander, and of how many."""
     with contained(llama()):
-        outcomes = [outcome(seen) for seen in SITUATIONS[situation](rung)]
+        outcomes = [outcome(seen) for seen in SITUATIONS[situation](mechanism)]
     worst = max(outcomes, key=lambda pair: OUTCOMES.index(pair[0]))
     return {
-        "mechanism": rung.name,
+        "mechanism": mechanism.name,
         "situation": situation,
         "outcome": worst[0],
         "bystanders": len(outcomes),
@@ -407,18 +378,18 @@ def measure(mechanisms: list[str], *, progress: bool = True) -> Tables:
         `isolation`: columns `mechanism`, `situation`, `outcome` (one of `OUTCOMES`), `bystanders`
         and how many of them were `touched`, and a `detail` of the worst.
     """
-    cells = [(LADDER[name], situation) for name in mechanisms for situation in SITUATIONS]
+    cells = [(MECHANISMS[name], situation) for name in mechanisms for situation in SITUATIONS]
     console = Console(stderr=True)
     rows = [
-        try_out(rung, situation)
-        for rung, situation in track(cells, "isolation", console=console, disable=not progress)
+        try_out(mechanism, situation)
+        for mechanism, situation in track(cells, "isolation", console=console, disable=not progress)
     ]
     return {"isolation": pd.DataFrame(rows)}
 
 
 def run() -> Tables:
-    """The study: the whole ladder."""
-    return measure(list(LADDER))
+    """The study: all mechanisms."""
+    return measure(list(MECHANISMS))
 
 
 # ---- reading the table -------------------------------------------------------------------------
@@ -510,17 +481,17 @@ EXPERIMENT = Experiment(
 def command(
     mechanism: Annotated[
         list[str] | None,
-        typer.Option(help=f"Repeat it for several; by default all: {', '.join(LADDER)}."),
+        typer.Option(help=f"Repeat it for several; by default all: {', '.join(MECHANISMS)}."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder to write the table and the figure to.")
     ] = None,
 ) -> None:
     """Which bystanders a press on one model changes, mechanism by mechanism."""
-    chosen = mechanism or list(LADDER)
-    unknown = [name for name in chosen if name not in LADDER]
+    chosen = mechanism or list(MECHANISMS)
+    unknown = [name for name in chosen if name not in MECHANISMS]
     if unknown:
-        raise UserError(f"no mechanism is called {unknown[0]!r}; there are {', '.join(LADDER)}")
+        raise UserError(f"no mechanism is called {unknown[0]!r}; there are {', '.join(MECHANISMS)}")
     tables = measure(chosen)
     _show(tables["isolation"])
     if output is not None:

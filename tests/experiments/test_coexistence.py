@@ -10,7 +10,7 @@ import torch
 
 import hooks_impl
 from experiments import UserError
-from experiments.companions import COMPANIONS, Companion
+from experiments.interventions import COMPANIONS, Intervention
 from experiments.questions import coexistence
 from experiments.questions.coexistence import (
     AFTER,
@@ -27,7 +27,7 @@ from experiments.questions.coexistence import (
     summary,
     try_out,
 )
-from tests.support import snapshot
+from tests.support import snapshot, token_ids
 
 QUICK = [name for name, companion in COMPANIONS.items() if not companion.is_slow]
 # A hook cannot follow a query projection that is replaced while it is open, and says so.
@@ -56,11 +56,12 @@ def test_ours_may_be_compiled(mechanism):
 @pytest.mark.parametrize("companion", COMPANIONS)
 def test_companions_undo_what_they_do(companion):
     model = coexistence.llama()
-    before, logits = snapshot(model), model(coexistence.IDS).logits
-    with COMPANIONS[companion].used(model):
+    ids = token_ids(1, 24)
+    before, logits = snapshot(model), model(ids).logits
+    with COMPANIONS[companion].scope(model):
         pass
     # PEFT takes the adapter out of the weights again by arithmetic.
-    torch.testing.assert_close(model(coexistence.IDS).logits, logits)
+    torch.testing.assert_close(model(ids).logits, logits)
     changed = {key for key, value in snapshot(model).items() if before.get(key) != value}
     # accelerate and checkpointing leave attributes; no forward but accelerate's own.
     if "accelerate" not in companion:
@@ -82,14 +83,14 @@ def spoilt(model):
 
 
 def test_a_companion_that_spoils_the_model_is_wrong():
-    row = try_out("hooks", Companion("spoilt", spoilt), INSIDE)
+    row = try_out("hooks", Intervention(spoilt, companion="spoilt"), INSIDE)
     assert row["outcome"] == WRONG
     assert row["detail"].startswith("inside, alone again")
 
 
 def test_a_press_that_does_not_act_is_wrong(monkeypatch):
     idle = lambda: hooks_impl.KnormPress(0.0)  # noqa: E731
-    monkeypatch.setitem(coexistence.MECHANISMS, "hooks", idle)
+    monkeypatch.setitem(coexistence.TRIED, "hooks", idle)
     row = try_out("hooks", COMPANIONS["nothing else"], BEFORE)
     assert row["outcome"] == WRONG
     assert "layers hold [24, 24] slots, not [12, 12]" in row["detail"]
@@ -101,7 +102,7 @@ def test_a_press_that_stays_is_wrong(monkeypatch):
         hooks_impl.KnormPress(0.5).register(model)
         yield
 
-    monkeypatch.setitem(coexistence.MECHANISMS, "hooks", lambda: staying)
+    monkeypatch.setitem(coexistence.TRIED, "hooks", lambda: staying)
     row = try_out("hooks", COMPANIONS["nothing else"], AFTER)
     assert (row["outcome"], row["detail"][:15]) == (WRONG, "after the scope")
 

@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 
 from experiments import UserError
 from experiments.audit import CALL, CLASS, INSTANCE, LEFT, OPEN, PROCESS, RUNNING, THREAD
-from experiments.mechanisms import LADDER
+from experiments.interventions import LIBRARIES, Intervention
+from experiments.interventions.of_kvpress import interrupted
+from experiments.mechanisms import MECHANISMS
 from experiments.questions import intrusiveness
 from experiments.questions.intrusiveness import (
     EXITS,
@@ -24,8 +26,6 @@ from experiments.questions.intrusiveness import (
     seen_from_inside,
     touched,
 )
-from experiments.subjects import LIBRARIES, Subject
-from experiments.subjects.interrupted import interrupted
 
 OURS = [name for name in mechanisms() if name.split(",")[0] in ("hooks", "patches")]
 INSPECTED = ("signature", "source", "name", "method")
@@ -98,7 +98,7 @@ def test_every_exit_runs_the_model_inside_of_the_scope(how):
 
     def opens(model):
         model.model.layers[0].self_attn.register_forward_hook(lambda *_: ran.append(how))
-        return LADDER["hooks"].press(0.5)(model)
+        return MECHANISMS["hooks"].press(0.5)(model)
 
     row = leftovers(opens, how)
     assert row["leftovers"] > 0
@@ -187,14 +187,14 @@ def test_an_environment_that_fails_says_why(tmp_path):
 
 
 def test_the_subjects_run_in_an_environment_without_libraries():
-    command = [sys.executable, "-m", "experiments.subjects", "no-such-library"]
+    command = [sys.executable, "-m", "experiments.interventions", "no-such-library"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == []
 
 
 @pytest.mark.skipif(not find_spec("accelerate"), reason="accelerate is not installed here")
 def test_accelerate_leaves_a_forward_behind():
-    command = [sys.executable, "-m", "experiments.subjects", "accelerate"]
+    command = [sys.executable, "-m", "experiments.interventions", "accelerate"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     rows = {row["subject"]: row for row in json.loads(done.stdout)}
     assert all(row["error"] == "" for row in rows.values()), rows
@@ -204,10 +204,8 @@ def test_accelerate_leaves_a_forward_behind():
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.distribution)
 def test_every_library_has_subjects_whether_it_is_installed_or_not(library):
-    first, *others = library.subjects
-    assert first.name == "import"
-    assert others
-    assert all(isinstance(subject, Subject) for subject in others)
+    assert library.subjects
+    assert all(isinstance(subject, Intervention) for subject in library.subjects.values())
 
 
 def test_an_interrupted_scope_is_left():
@@ -272,7 +270,7 @@ def test_libraries_are_not_drawn_where_none_was_audited(tables):
 @pytest.fixture
 def cli(monkeypatch):
     monkeypatch.setattr(
-        intrusiveness, "mechanisms", lambda: {"patches": LADDER["patches"].press(0.5)}
+        intrusiveness, "mechanisms", lambda: {"patches": MECHANISMS["patches"].press(0.5)}
     )
     app = typer.Typer()
     app.command()(intrusiveness.command)

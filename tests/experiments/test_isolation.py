@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from experiments import UserError
 from experiments.audit import differences, snapshot
-from experiments.mechanisms import LADDER
+from experiments.mechanisms import MECHANISMS
 from experiments.questions import isolation
 from experiments.questions.isolation import (
     ERROR,
@@ -19,13 +19,13 @@ from experiments.questions.isolation import (
     RECOVERS,
     SITUATIONS,
     UNTOUCHED,
-    Answer,
     Seen,
     answer,
     outcome,
     try_out,
 )
 from experiments.testbed.families import build
+from experiments.testbed.response import Response
 
 SHARED = "an instance with the same module"
 
@@ -55,16 +55,19 @@ def test_the_same_model_answers_the_same_bits(mine):
 def test_one_bit_is_a_difference(mine):
     states = [tensor.clone() for tensor in mine.states]
     states[-1].view(torch.int32)[0, 0, -1, -1] ^= 1
-    assert mine.difference(Answer(mine.logits, states, mine.seen)).startswith("off by")
+    assert mine.difference(Response(mine.logits, states, mine.seen)).startswith("states off by")
     logits = [*mine.logits[:-1], mine.logits[-1] + 1]
-    assert mine.difference(Answer(logits, mine.states, mine.seen)) == "off by 1"
+    assert mine.difference(Response(logits, mine.states, mine.seen)).startswith("logits off by")
 
 
 def test_differences_of_a_cache_are_named(mine):
     shorter = [states[:, :, 1:] for states in mine.states]
-    assert mine.difference(Answer(mine.logits, shorter, mine.seen)) == "keeps 25 slots of 26"
+    assert (
+        mine.difference(Response(mine.logits, shorter, mine.seen))
+        == "layers hold [25, 25] slots, not [26, 26]"
+    )
     seen = [length - 1 for length in mine.seen]
-    assert mine.difference(Answer(mine.logits, mine.states, seen)) == "has seen 25 tokens, not 26"
+    assert mine.difference(Response(mine.logits, mine.states, seen)) == "has seen 25 tokens, not 26"
 
 
 def test_outcomes(mine, theirs):
@@ -126,20 +129,20 @@ def test_hooks_and_patches_reach_nobody_but_who_shares_the_module(name, table):
     ],
 )
 def test_what_reaches_whom(name, situation, expected):
-    row = try_out(LADDER[name], situation)
+    row = try_out(MECHANISMS[name], situation)
     assert row["outcome"] == expected, row
     assert (row["detail"] == "") == (expected == UNTOUCHED)
 
 
 def test_all_bystanders_count():
-    row = try_out(LADDER["class patch"], "instances of the class")
+    row = try_out(MECHANISMS["class patch"], "instances of the class")
     assert (row["bystanders"], row["touched"]) == (isolation.N_INSTANCES, isolation.N_INSTANCES)
-    row = try_out(LADDER["hooks"], "instances of the class")
+    row = try_out(MECHANISMS["hooks"], "instances of the class")
     assert (row["bystanders"], row["touched"]) == (isolation.N_INSTANCES, 0)
 
 
 def test_a_cell_is_the_same_every_time():
-    one, other = (try_out(LADDER["registry patch"], "instances of the class") for _ in range(2))
+    one, other = (try_out(MECHANISMS["registry patch"], "instances of the class") for _ in range(2))
     assert one == other
 
 
@@ -148,7 +151,7 @@ def test_nothing_is_carried_over_to_the_next_cell(name):
     model = build("llama")
     answer(model)
     before = snapshot(model)
-    try_out(LADDER[name], "two scopes, the outer closed first")
+    try_out(MECHANISMS[name], "two scopes, the outer closed first")
     assert differences(before, snapshot(model)) == ()
 
 
@@ -168,7 +171,7 @@ def test_summary_counts_and_lists(table):
     text = isolation.summary({"isolation": table})
     assert f"Of {len(SITUATIONS)} situations" in text
     assert f"hooks {len(SITUATIONS) - 1}, patches {len(SITUATIONS) - 1}, plain hook " in text
-    assert "- plain hook, a deep copy made inside: after: keeps" in text
+    assert "- plain hook, a deep copy made inside: after: layers hold" in text
     assert set(table["outcome"]) <= set(OUTCOMES)
 
 

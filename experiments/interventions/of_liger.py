@@ -13,34 +13,34 @@ from contextlib import contextmanager
 
 from transformers import PreTrainedModel
 
-from experiments.subjects import Subject
+from experiments.interventions.intervention import Intervention
 
 
 @contextmanager
-def on_instance(model: PreTrainedModel) -> Iterator[None]:
+def on_instance(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     apply_liger_kernel_to_llama(model=model)
-    yield
+    yield model
 
 
 @contextmanager
-def on_class(model: PreTrainedModel) -> Iterator[None]:
+def on_class(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     apply_liger_kernel_to_llama()
-    yield
+    yield model
 
 
 @contextmanager
-def on_class_and_reloaded(model: PreTrainedModel) -> Iterator[None]:
+def on_class_and_reloaded(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     with on_class(model):
-        yield
+        yield model
     importlib.reload(sys.modules[type(model).__module__])
 
 
-SUBJECTS = [
-    Subject("apply_liger_kernel_to_llama(model)", on_instance, runs=False),
-    Subject("apply_liger_kernel_to_llama()", on_class, runs=False),
-    Subject("apply_liger_kernel_to_llama(), reload", on_class_and_reloaded, runs=False),
-]
+INTERVENTIONS = (
+    Intervention(on_instance, "apply_liger_kernel_to_llama(model)", runs=False),
+    Intervention(on_class, "apply_liger_kernel_to_llama()", runs=False),
+    Intervention(on_class_and_reloaded, "apply_liger_kernel_to_llama(), reload", runs=False),
+)

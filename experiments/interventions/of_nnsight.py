@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from transformers import PreTrainedModel
 
-from experiments.subjects import Subject
+from experiments.interventions.intervention import Intervention
 
 
 @contextmanager
-def wrapped(model: PreTrainedModel) -> Iterator[None]:
+def wrapped(model: PreTrainedModel) -> Iterator[Any]:
     """A wrapper of the model, and none any more."""
     from nnsight import NNsight
 
-    wrapper = NNsight(model)
-    yield
-    del wrapper
+    wrapper = NNsight(model)  # which has to live as long as the block
+    yield wrapper
 
 
-SUBJECTS = [Subject("NNsight", wrapped)]
+INTERVENTIONS = (Intervention(wrapped, "NNsight"),)

@@ -1,14 +1,17 @@
-"""What torch itself does to models."""
+"""torch: what it does to models by itself."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from experiments.interventions.intervention import Intervention
 
 Runs = Callable[..., Any]
 """Called as the model is."""
@@ -74,22 +77,13 @@ def functional(model: PreTrainedModel) -> Iterator[Runs]:
 
 
 @contextmanager
-def autocast(model: PreTrainedModel) -> Iterator[Runs]:
-    """Products in bfloat16."""
+def called_inside(
+    make: Callable[[], AbstractContextManager[Any]], model: PreTrainedModel
+) -> Iterator[Runs]:
+    """Each call inside of a context of its own."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(*args, **kwargs)
-
-    yield run
-
-
-@contextmanager
-def inference(model: PreTrainedModel) -> Iterator[Runs]:
-    """With inference tensors."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.inference_mode():
+        with make():
             return model(*args, **kwargs)
 
     yield run
@@ -136,3 +130,20 @@ def compiled(model: PreTrainedModel) -> Iterator[Runs]:
         yield torch.compile(model, backend="eager")
     finally:
         torch._dynamo.reset()
+
+
+NOTHING = Intervention(nothing, companion="nothing else")
+INTERVENTIONS = (
+    Intervention(wrapped_layers, companion="wrapped layers, as FSDP does"),
+    Intervention(replica, companion="replicas, as DataParallel makes"),
+    Intervention(functional, companion="torch.func.functional_call"),
+    Intervention(
+        partial(called_inside, partial(torch.autocast, "cpu", torch.bfloat16)),
+        companion="autocast to bfloat16",
+        tolerance=0.05,
+    ),
+    Intervention(partial(called_inside, torch.inference_mode), companion="inference mode"),
+    Intervention(gradients, companion="checkpointing and backward", answers=True),
+    Intervention(exported, companion="torch.export", answers=True),
+    Intervention(compiled, companion="torch.compile", is_slow=True),
+)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from transformers import PreTrainedModel
 
+from experiments.interventions.intervention import Intervention
 from experiments.loading import load_model
-from experiments.subjects import Subject
 
 
 @contextmanager
-def bridged(model: PreTrainedModel) -> Iterator[None]:
+def bridged(model: PreTrainedModel) -> Iterator[Any]:
     """A bridge to the model, and none any more."""
     from transformer_lens.model_bridge import TransformerBridge
 
@@ -20,8 +21,7 @@ def bridged(model: PreTrainedModel) -> Iterator[None]:
     bridge = TransformerBridge.boot_transformers(
         "local", hf_model=model, tokenizer=tokenizer, device="cpu"
     )
-    yield
-    del bridge
+    yield bridge
 
 
-SUBJECTS = [Subject("TransformerBridge", bridged)]
+INTERVENTIONS = (Intervention(bridged, "TransformerBridge"),)
