@@ -18,7 +18,7 @@ from experiments.questions import trace as tracing
 from experiments.questions.trace import Event, to_table, trace
 from experiments.testbed.compare import PressPair, pair
 from experiments.testbed.families import build
-from experiments.testbed.usual import suited_pair
+from experiments.testbed.recipes import suited_pair
 from press_core import kept_lengths
 from tests.support import snapshot, token_ids
 

@@ -3,26 +3,25 @@
     python -m experiments.testbed.training.facts --output DIR
 
 A small Llama learns the task of `experiments.testbed.facts` by a curriculum of growing contexts and
-then,
-while its learning rate decays to zero, from contexts of all lengths mixed.
+then, while its learning rate decays to zero, from contexts of all lengths mixed.
 """
 
 from __future__ import annotations
 
-import argparse
-import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
 import torch
-import transformers
+import typer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from experiments.framework.tables import markdown_table
 from experiments.testbed.facts import (
     BOS,
     FILLER,
@@ -33,6 +32,14 @@ from experiments.testbed.facts import (
     FactBatch,
     build_tokenizer,
     draw,
+)
+from experiments.testbed.training.common import (
+    Output,
+    Seed,
+    Threads,
+    set_threads,
+    update,
+    write_card,
 )
 
 STAGES: tuple[tuple[int, int], ...] = (
@@ -151,8 +158,6 @@ def _step(
     model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch: FactBatch, rate: float
 ) -> tuple[float, float]:
     """One update at a learning rate; the batch's loss and share of right answers before it."""
-    for group in optimizer.param_groups:
-        group["lr"] = LEARNING_RATE * rate
     facts = batch.answer_ids.shape[1]
     pairs = torch.stack([batch.question_ids[:, :, 1], batch.answer_ids], dim=2).flatten(1)
     question = batch.question_ids[:, 0, :1]
@@ -162,38 +167,36 @@ def _step(
     # would cost time and serve nothing.
     logits = model.lm_head(hidden[:, 1 - 2 * facts :: 2])
     loss = cross_entropy(logits.flatten(0, 1), batch.answer_ids.flatten())
-    optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
+    update(model, optimizer, loss, LEARNING_RATE * rate)
     accuracy = (logits.argmax(-1) == batch.answer_ids).float().mean()
     return loss.item(), accuracy.item()
 
 
 def train(
-    output: Path,
+    output: Output,
     *,
-    seed: int = 0,
-    max_steps: int = 8_000,
-    max_minutes: float = 55.0,
-    decay_steps: int = 1_000,
-    checkpoints: Path | None = None,
+    seed: Seed = 0,
+    max_steps: Annotated[
+        int, typer.Option(help="The curriculum ends after so many even if stages are left.")
+    ] = 8_000,
+    max_minutes: Annotated[
+        float, typer.Option(help="The curriculum ends after so many even if stages are left.")
+    ] = 55.0,
+    decay_steps: Annotated[
+        int, typer.Option(help="Steps on mixed contexts after it, learning rate falling to zero.")
+    ] = 1_000,
+    checkpoints: Annotated[
+        Path | None, typer.Option(help="Folder for the model each time that a stage is passed.")
+    ] = None,
+    threads: Threads = None,
     progress: bool = True,
-) -> Run:
-    """Train the model, evaluate it, and save it with its tokenizer and model card to ``output``.
+) -> None:
+    """Train the model, evaluate it, and save it with its tokenizer and model card.
 
     The same seed gives the same model as long as torch, its number of threads and the steps spent
     in the curriculum are the same.
-
-    Args:
-        output: Folder to write to; made if absent.
-        seed: Decides the initial weights and every batch.
-        max_steps: The curriculum ends after this many steps even if stages are left.
-        max_minutes: The curriculum ends after this time even if stages are left.
-        decay_steps: Steps on mixed contexts after the curriculum, learning rate falling to zero.
-        checkpoints: Folder to save the model to each time that a stage is passed.
-        progress: Show progress bars.
     """
+    set_threads(threads)
     start = time.monotonic()
     torch.manual_seed(seed)
     model = build_model().train()
@@ -220,8 +223,7 @@ def train(
     minutes = (time.monotonic() - start) / 60
     run = Run(seed, steps, decay_steps, curriculum.stage, minutes, torch.get_num_threads())
     save(model, output)
-    write_card(output, run, evaluate(model), evaluate_depths(model))
-    return run
+    write_card("facts", output, run, _figures(model, evaluate(model), evaluate_depths(model)))
 
 
 def _decay(
@@ -319,163 +321,35 @@ def _accuracy(
     return right / (samples * facts)
 
 
-_CARD = """\
----
-license: apache-2.0
-language: en
-library_name: transformers
-pipeline_tag: text-generation
----
-
-# facts-llama
-
-A Llama of {parameters:.2f} M parameters that reads a context of filler words with facts such as
-`alice tea` hidden in it and answers questions such as `? alice` with one word. It was made to
-measure what compressing a KV cache costs: it is small enough to run anywhere in seconds, and it
-retrieves almost without error from a cache that is not compressed.
-
-## Use
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-path = "experiments/models/facts-llama"
-tokenizer = AutoTokenizer.from_pretrained(path)
-model = AutoModelForCausalLM.from_pretrained(path)
-text = "river road alice tea garden over hector lamp morning of ? alice"
-output = model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=1)
-print(tokenizer.decode(output[0, -1]))  # tea
-```
-
-It is meant for experiments on KV caches and for tests that need a model which really retrieves.
-`experiments/facts.py` draws contexts and questions.
-
-## Model
-
-- Llama with {config.num_hidden_layers} layers of width {config.hidden_size} (MLP \
-{config.intermediate_size}), {config.num_attention_heads} query heads and \
-{config.num_key_value_heads} key-value heads of dimension {config.head_dim}, RoPE theta \
-{config.rope_parameters[rope_theta]:,.0f}, untied embeddings, float32
-- {config.vocab_size} tokens, each a whole word: {keys} keys (first names), {values} values (food, \
-animals, things), {filler} filler words, `?`, `<bos>`, `<pad>` and `<unk>`; there is no \
-end-of-sequence token
-
-## Training
-
-- command: `python -m experiments.testbed.training.facts --output DIR --seed {run.seed} \
---max-steps {run.curriculum_steps} --max-minutes inf --decay-steps {run.decay_steps}`
-- data: drawn at random; there is no data set
-- curriculum: {run.curriculum_steps:,} steps of about {tokens:,} tokens, which passed \
-{run.stages_passed} of the {stages} stages from {shortest:,} to {longest:,} words
-- decay: {run.decay_steps:,} steps on contexts of mixed lengths, learning rate falling to zero
-- time: {run.minutes:.0f} minutes on {run.threads} CPU thread(s)
-- versions: torch {torch}, transformers {transformers}, Python {python}
-
-## Accuracy
-
-Per cent of right answers by words in the context (rows) and facts among them (columns), over at
-least {answers:,} answers each. The contexts were drawn for this evaluation with a seed of its own,
-each question was asked on its own right after the context, the answer is the likeliest of all
-tokens, and nothing was compressed. Contexts above {longest:,} words are longer than any in
-training.
-
-{sizes}
-
-One fact in {longest:,} words by its depth (0 % is the start of the context), over
-{depth_answers:,} answers each:
-
-{depths}
-
-## Limitations
-
-The model knows nothing but this task. Words outside its vocabulary, capital letters included,
-become `<unk>`. A context that gives one key two values has no defined answer. It was trained with
-facts that start an even number of words into the context. What an eviction policy does to so small
-a model, trained on one task only, need not carry over to large language models.
-"""
-
-
-def write_card(
-    folder: Path,
-    run: Run,
+def _figures(
+    model: LlamaForCausalLM,
     by_size: Mapping[tuple[int, int], float],
     by_depth: Mapping[float, float],
-) -> None:
-    """Write the model card, ``README.md``, of the model in ``folder``.
-
-    Args:
-        folder: Where the model was saved.
-        run: How it was trained.
-        by_size: What `evaluate` measured.
-        by_depth: What `evaluate_depths` measured.
-    """
-    model = LlamaForCausalLM.from_pretrained(folder)
-    card = _CARD.format(
-        run=run,
-        config=model.config,
-        parameters=model.num_parameters() / 1e6,
-        keys=len(KEYS),
-        values=len(VALUES),
-        filler=len(FILLER),
-        tokens=TOKENS_PER_STEP,
-        stages=len(STAGES),
-        shortest=STAGES[0][0],
-        longest=STAGES[-1][0],
-        torch=torch.__version__.partition("+")[0],
-        transformers=transformers.__version__,
-        python=platform.python_version(),
-        answers=ANSWERS,
-        depth_answers=DEPTH_ANSWERS,
-        sizes=_size_table(by_size),
-        depths=_table(
-            ["depth", *(f"{depth:.0%}" for depth in by_depth)],
-            [["right", *(f"{100 * share:.1f}" for share in by_depth.values())]],
-        ),
-    )
-    (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def _size_table(by_size: Mapping[tuple[int, int], float]) -> str:
+) -> dict[str, Any]:
+    """What the model card says of the task, and what `evaluate` and `evaluate_depths` measured."""
     counts = sorted({count for _, count in by_size})
     rows = [
         [f"{context:,}", *(f"{100 * by_size[context, count]:.1f}" for count in counts)]
         for context in sorted({context for context, _ in by_size})
     ]
-    return _table(["words", *map(str, counts)], rows)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---:"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def main() -> None:
-    """Train from the command line."""
-    parser = argparse.ArgumentParser(description="Train the model of the facts task.")
-    parser.add_argument("--output", type=Path, required=True, help="folder for the trained model")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and data (%(default)s)")
-    parser.add_argument("--max-steps", type=int, default=8_000, help="of curriculum (%(default)s)")
-    parser.add_argument(
-        "--max-minutes", type=float, default=55.0, help="of curriculum (%(default)s)"
-    )
-    parser.add_argument(
-        "--decay-steps", type=int, default=1_000, help="after the curriculum (%(default)s)"
-    )
-    parser.add_argument("--checkpoints", type=Path, help="folder for the model after each stage")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
-    arguments = parser.parse_args()
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
-    run = train(
-        arguments.output,
-        seed=arguments.seed,
-        max_steps=arguments.max_steps,
-        max_minutes=arguments.max_minutes,
-        decay_steps=arguments.decay_steps,
-        checkpoints=arguments.checkpoints,
-    )
-    print(f"{arguments.output}: trained in {run.minutes:.1f} minutes; accuracy is in its README.md")
+    depths = [f"{depth:.0%}" for depth in by_depth]
+    right = [f"{100 * share:.1f}" for share in by_depth.values()]
+    return {
+        "config": model.config,
+        "parameters": model.num_parameters() / 1e6,
+        "keys": len(KEYS),
+        "values": len(VALUES),
+        "filler": len(FILLER),
+        "tokens": TOKENS_PER_STEP,
+        "stages": len(STAGES),
+        "shortest": STAGES[0][0],
+        "longest": STAGES[-1][0],
+        "answers": ANSWERS,
+        "depth_answers": DEPTH_ANSWERS,
+        "sizes": markdown_table(["words", *counts], rows, left=0),
+        "depths": markdown_table(["depth", *depths], [["right", *right]], left=0),
+    }
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(train)

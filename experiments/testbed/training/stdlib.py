@@ -3,23 +3,21 @@
     python -m experiments.testbed.training.stdlib --output DIR
 
 A small GPT-NeoX learns the sources of Python's standard library, `experiments.testbed.stdlib_text`,
-from
-sequences of 256 tokens that always begin with ``<bos>``.
+from sequences of 256 tokens that always begin with ``<bos>``.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-import platform
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Annotated, Any
 
 import torch
-import transformers
+import typer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -30,6 +28,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from experiments.framework.tables import markdown_table
 from experiments.testbed.stdlib_text import (
     BOS,
     HELD_OUT_EVERY,
@@ -39,6 +38,14 @@ from experiments.testbed.stdlib_text import (
     build_tokenizer,
     corpus,
     token_stream,
+)
+from experiments.testbed.training.common import (
+    Output,
+    Seed,
+    Threads,
+    set_threads,
+    update,
+    write_card,
 )
 
 VOCABULARY = 2048
@@ -168,25 +175,22 @@ def _optimizer(model: PreTrainedModel) -> torch.optim.Optimizer:
 
 
 def train(
-    output: Path,
+    output: Output,
     *,
-    seed: int = 0,
-    steps: int = 700,
-    checkpoints: Path | None = None,
+    seed: Seed = 0,
+    steps: Annotated[int, typer.Option(help="Updates, of 32 sequences of 256 tokens each.")] = 700,
+    checkpoints: Annotated[
+        Path | None, typer.Option(help="Folder for the model after every quarter of the steps.")
+    ] = None,
+    threads: Threads = None,
     progress: bool = True,
-) -> Run:
-    """Train the model, evaluate it, and save it with its tokenizer and model card to ``output``.
+) -> None:
+    """Train the model, evaluate it, and save it with its tokenizer and model card.
 
     The same seed gives the same model as long as Python, torch and its number of threads are the
     same.
-
-    Args:
-        output: Folder to write to; made if absent.
-        seed: Decides the initial weights and every batch.
-        steps: Updates, of `ROWS` sequences of `LENGTH` tokens each.
-        checkpoints: Folder to save the model to after every quarter of the steps.
-        progress: Show a progress bar.
     """
+    set_threads(threads)
     text = _Text.load()
     start = time.monotonic()
     torch.manual_seed(seed)
@@ -203,8 +207,8 @@ def train(
         held_out_unknown=float((text.held_out == UNK_ID).float().mean()),
     )
     save(model, text.tokenizer, output)
-    write_card(output, run, evaluate(model, text.tokenizer, text.train, text.held_out))
-    return run
+    measures = evaluate(model, text.tokenizer, text.train, text.held_out)
+    write_card("stdlib", output, run, _figures(model, run, measures))
 
 
 def _fit(
@@ -221,13 +225,8 @@ def _fit(
     model.train()
     with tqdm(desc="training", unit="step", total=steps, disable=not progress) as bar:
         for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = _rate(step, steps)
             loss = _loss(model, _draw(text.train, generator))
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+            update(model, optimizer, loss, _rate(step, steps))
             if step % 100 == 99:
                 held_out = held_out_loss(model, text.held_out[: 64 * LENGTH])
             if checkpoints is not None and (step + 1) % max(1, steps // 4) == 0:
@@ -348,129 +347,31 @@ def _sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> str:
     return str(tokenizer.decode(output[0], skip_special_tokens=True)).strip()
 
 
-_CARD = """\
----
-license: apache-2.0
-language: en
-library_name: transformers
-pipeline_tag: text-generation
----
-
-# stdlib-neox
-
-A GPT-NeoX of {parameters:.2f} M parameters that continues the sources of Python's standard library.
-It was made for experiments with bounded KV caches: it is small enough to run anywhere in seconds,
-and its text is on every machine that has Python.
-
-## Use
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-path = "experiments/models/stdlib-neox"
-tokenizer = AutoTokenizer.from_pretrained(path)
-model = AutoModelForCausalLM.from_pretrained(path)
-output = model.generate(**tokenizer("def ", return_tensors="pt"), max_new_tokens=100)
-print(tokenizer.decode(output[0], skip_special_tokens=True))
-```
-
-`experiments/stdlib_text.py` gives the text, train and held-out.
-
-## Model
-
-- GPT-NeoX with {config.num_hidden_layers} layers of width {config.hidden_size} (MLP \
-{config.intermediate_size}), {config.num_attention_heads} heads, rotary positions on a quarter of \
-each head's dimensions, theta 10,000, parallel residual, tied embeddings, float32
-- {vocabulary:,} lower-case words, digits and characters; `<bos>`, `<pad>`, `<unk>`; `<bos>` \
-begins every sequence and also serves as end of sequence, though the text never contains it
-
-## Training
-
-- command: `python -m experiments.testbed.training.stdlib --output DIR --seed {run.seed} \
---steps {run.steps}`
-- text: the standard library of Python {python}, {run.train_tokens:,} tokens; every {every}th \
-module is held out whole, {run.held_out_tokens:,} tokens
-- unknown words: {run.train_unknown:.1%} of the training tokens and {run.held_out_unknown:.1%} of \
-the held-out ones; they are read but never a target, in training, in the n-grams below and in \
-every loss below
-- {run.steps:,} steps of {tokens:,} tokens, {epochs:.1f} times the text, sequences of {length} \
-tokens that begin with `<bos>`; AdamW, learning rate {rate:g} with a warm-up and a cosine to zero, \
-weight decay {decay:g}, seed {run.seed}
-- time: {run.minutes:.0f} minutes on {run.threads} CPU thread(s)
-- versions: torch {torch}, transformers {transformers}, Python {python}
-
-## Held-out loss
-
-| model | nats per token | perplexity |
-|---|---|---|
-| unigram | {unigram:.3f} | {unigram_perplexity:.1f} |
-| bigram, interpolated Kneser-Ney | {bigram:.3f} | {bigram_perplexity:.1f} |
-| this model, blocks of {length} tokens | {loss:.3f} | {perplexity:.1f} |
-
-The bigram model's discount is the best one on the held-out text itself, which favours it.
-
-## Past the trained length
-
-Nats per token by position in {streams} held-out streams of {stream:,} tokens, with original
-positions. A query sees:
-
-{past}
-
-Original positions put the first tokens farther from late queries than any distance in training; a
-cache that renumbers its entries does not.
-
-The attention that later queries pay to `<bos>`, by layer, within {length} tokens: {sink}
-(spread evenly it would be about {even:.1%}). {verdict}
-
-## A sample
-
-Sampled at temperature 0.7 after `def `; the tokenizer drops capital letters and indentation.
-
-```text
-{sample}
-```
-
-## Limitations
-
-The model has seen one programming language's library and no other text; what it writes looks like
-Python and does not run. Words outside its vocabulary become `<unk>`. What bounding its cache does
-need not carry over to large language models. The weights are Apache-2.0; the text they were trained
-on is under the Python Software Foundation License.
-"""
-
-
-def write_card(folder: Path, run: Run, measures: Measures) -> None:
-    """Write the model card, ``README.md``, of the model in ``folder``."""
-    model = GPTNeoXForCausalLM.from_pretrained(folder)
-    card = _CARD.format(
-        run=run,
-        config=model.config,
-        parameters=model.num_parameters() / 1e6,
-        vocabulary=VOCABULARY - len(SPECIAL_TOKENS),
-        every=HELD_OUT_EVERY,
-        tokens=ROWS * LENGTH,
-        epochs=run.steps * ROWS * LENGTH / run.train_tokens,
-        length=LENGTH,
-        rate=LEARNING_RATE,
-        decay=WEIGHT_DECAY,
-        loss=measures.loss,
-        perplexity=math.exp(measures.loss),
-        unigram=measures.unigram,
-        unigram_perplexity=math.exp(measures.unigram),
-        bigram=measures.bigram,
-        bigram_perplexity=math.exp(measures.bigram),
-        streams=STREAMS,
-        stream=STREAM,
-        past=_table(measures.past),
-        sink=", ".join(f"{share:.2%}" for share in measures.sink),
-        even=1 / (0.75 * LENGTH),
-        verdict=_verdict(measures.sink),
-        sample=measures.sample,
-        torch=torch.__version__.split("+")[0],
-        transformers=transformers.__version__,
-        python=platform.python_version(),
-    )
-    (folder / "README.md").write_text(card, encoding="utf-8")
+def _figures(model: PreTrainedModel, run: Run, measures: Measures) -> dict[str, Any]:
+    """What the model card says of the training and of what was measured."""
+    spans = [f"{first:,}-{last - 1:,}" for first, last in pairwise(EDGES)]
+    past = [[name, *(f"{loss:.3f}" for loss in losses)] for name, losses in measures.past.items()]
+    return {
+        "config": model.config,
+        "parameters": model.num_parameters() / 1e6,
+        "vocabulary": VOCABULARY - len(SPECIAL_TOKENS),
+        "every": HELD_OUT_EVERY,
+        "tokens": ROWS * LENGTH,
+        "epochs": run.steps * ROWS * LENGTH / run.train_tokens,
+        "length": LENGTH,
+        "rate": LEARNING_RATE,
+        "decay": WEIGHT_DECAY,
+        "measures": measures,
+        "perplexity": math.exp(measures.loss),
+        "unigram_perplexity": math.exp(measures.unigram),
+        "bigram_perplexity": math.exp(measures.bigram),
+        "streams": STREAMS,
+        "stream": STREAM,
+        "past": markdown_table(["", *spans], past, left=None),
+        "sink": ", ".join(f"{share:.2%}" for share in measures.sink),
+        "even": 1 / (0.75 * LENGTH),
+        "verdict": _verdict(measures.sink),
+    }
 
 
 def _verdict(sink: list[float]) -> str:
@@ -483,30 +384,5 @@ def _verdict(sink: list[float]) -> str:
     return "So it has become an attention sink."
 
 
-def _table(past: dict[str, list[float]]) -> str:
-    spans = [f"{first:,}-{last - 1:,}" for first, last in pairwise(EDGES)]
-    rows = [["", *spans], ["---"] * (1 + len(spans))]
-    rows += [[name, *(f"{loss:.3f}" for loss in losses)] for name, losses in past.items()]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
-def main() -> None:
-    """Train from the command line."""
-    parser = argparse.ArgumentParser(description="Train the model of the streaming experiment.")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--checkpoints", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=700)
-    parser.add_argument("--threads", type=int, default=1)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    train(
-        arguments.output,
-        seed=arguments.seed,
-        steps=arguments.steps,
-        checkpoints=arguments.checkpoints,
-    )
-
-
 if __name__ == "__main__":
-    main()
+    typer.run(train)

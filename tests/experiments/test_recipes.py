@@ -9,10 +9,16 @@ from transformers import DynamicCache
 import hooks_impl
 from experiments import UserError
 from experiments.loading import load_model
-from experiments.testbed.catalogue import DELIMITER, PROMPTS
 from experiments.testbed.compare import Inputs
 from experiments.testbed.families import build
-from experiments.testbed.usual import WRAPPED, press_name, suited_pair, usual_pair
+from experiments.testbed.recipes import (
+    DELIMITER,
+    PROMPTS,
+    WRAPPED,
+    press_name,
+    recipe_pair,
+    suited_pair,
+)
 from press_core import HyperparameterError, kept_lengths
 from press_core.fitted import Fitted
 
@@ -28,7 +34,7 @@ def model():
 
 @everyone
 def test_both_mechanisms_have_the_same_settings(name):
-    hook, patch = usual_pair(name, 0.5, LENGTH)
+    hook, patch = recipe_pair(name, 0.5, LENGTH)
     assert (type(hook).__name__, type(patch).__name__) == (name, name)
     assert (hook.mechanism, patch.mechanism) == ("hooks", "patches")
     assert repr(hook) == repr(patch)
@@ -53,19 +59,19 @@ def test_about_as_much_is_evicted_as_was_asked_for(name, model):
 @everyone
 def test_ratios_out_of_range_are_refused(name):
     with pytest.raises(HyperparameterError):
-        usual_pair(name, 1.5, LENGTH)
+        recipe_pair(name, 1.5, LENGTH)
 
 
 def test_defaults_stay_where_contexts_are_long_enough():
-    assert usual_pair("SnapKVPress", 0.5, LENGTH).hook == hooks_impl.SnapKVPress(0.5)
-    assert usual_pair("AdaKVPress", 0.5, LENGTH).hook == hooks_impl.AdaKVPress(
+    assert recipe_pair("SnapKVPress", 0.5, LENGTH).hook == hooks_impl.SnapKVPress(0.5)
+    assert recipe_pair("AdaKVPress", 0.5, LENGTH).hook == hooks_impl.AdaKVPress(
         hooks_impl.SnapKVPress(0.5)
     )
 
 
 def test_what_wrappers_wrap(model):
     for outer, inner in WRAPPED.items():
-        assert type(usual_pair(outer, 0.5, LENGTH).patch.press).__name__ == inner
+        assert type(recipe_pair(outer, 0.5, LENGTH).patch.press).__name__ == inner
 
 
 @pytest.mark.parametrize(
