@@ -28,7 +28,7 @@ from experiments import UserError
 from experiments.framework.experiment import Experiment, Tables
 from experiments.framework.plots import new_figure, press_label, style
 from experiments.framework.tables import markdown_table
-from experiments.testbed.catalogue import DELIMITER, example_pair, fitted_pair
+from experiments.testbed.recipes import DELIMITER, fitted_pair, recipe_pair
 from experiments.testbed.compare import Inputs, PressPair, compare
 from experiments.testbed.families import FAMILIES, HYBRID, build, supported_implementations
 from press_core import Press, PressError
@@ -80,7 +80,7 @@ def family_subject(
 
 def registered(name: str) -> PressMaker:
     """The press registered as `name`, with windows that fit into the contexts used here."""
-    return lambda ratio: example_pair(name, ratio)
+    return lambda ratio: recipe_pair(name, ratio)
 
 
 class Cell(NamedTuple):

@@ -50,7 +50,7 @@ from experiments.framework.tables import Shown
 from experiments.loading import load_model, short_name
 from experiments.questions.overhead import NO_PRESS
 from experiments.testbed.families import build
-from experiments.testbed.usual import MECHANISMS, press_name, suited_pair
+from experiments.testbed.recipes import MECHANISMS, press_name, suited_pair
 from press_core import Press, attention_sites, cache_nbytes
 from press_core.methods.think import ThinK
 

@@ -16,7 +16,7 @@ same for all conditions, the bare model included; *enter* and *leave*, installin
 modules of the model and taking off, against one bare decode step; *call*, one call of a module that
 computes nothing.
 
-Presses are at their usual settings (`experiments.testbed.usual`). The cache that is decoded is one that a
+Presses are at their usual settings (`experiments.testbed.recipes`). The cache that is decoded is one that a
 KnormPress has pruned, whatever press is open: what attention over heads of different lengths costs
 is another question.
 """
@@ -66,7 +66,7 @@ from experiments.framework.tables import markdown_table
 from experiments.loading import load_model, short_name
 from experiments.testbed.compare import Inputs
 from experiments.testbed.families import build
-from experiments.testbed.usual import MECHANISMS, press_name, suited_pair
+from experiments.testbed.recipes import MECHANISMS, press_name, suited_pair
 from press_core import Press, attention_sites
 from press_core.methods.finch import Finch
 

@@ -10,7 +10,7 @@ question is run once more, at its own position, on the pruned cache, and the ans
 asking, not the fact.)
 
 Both are done inside one open scope, and for both mechanisms on the same contexts. Presses are at
-their usual settings (`experiments.testbed.usual`); what was learned about the model lies beside it.
+their usual settings (`experiments.testbed.recipes`); what was learned about the model lies beside it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from experiments.framework.report import write_results
 from experiments.framework.tables import markdown_table
 from experiments.loading import load_model, short_name
 from experiments.testbed.facts import VOCABULARY, FactBatch, draw
-from experiments.testbed.usual import MECHANISMS, WRAPPED, press_name, usual
+from experiments.testbed.recipes import MECHANISMS, WRAPPED, press_name, recipe
 from press_core import Press, PressError
 from press_core.methods.finch import Finch
 from press_core.select import n_kept
@@ -115,7 +115,7 @@ class Condition(NamedTuple):
         """
         if self.press == NO_PRESS:
             return None
-        return usual(MECHANISMS[self.mechanism], self.press, self.ratio, length)
+        return recipe(MECHANISMS[self.mechanism], self.press, self.ratio, length)
 
     @property
     def questions(self) -> tuple[str, ...]:

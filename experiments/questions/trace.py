@@ -50,10 +50,10 @@ from experiments.framework.plots import (
 )
 from experiments.framework.report import write_results
 from experiments.loading import load_model, short_name
-from experiments.testbed.catalogue import DELIMITER
+from experiments.testbed.recipes import DELIMITER
 from experiments.testbed.compare import Inputs, PressPair
 from experiments.testbed.families import FAMILIES, build, supported_implementations
-from experiments.testbed.usual import press_name, suited_pair
+from experiments.testbed.recipes import press_name, suited_pair
 from press_core import AttentionSite, Press, attention_sites, cache_nbytes, kept_lengths
 from press_core.methods.finch import Finch
 from press_core.models import body_argument
