@@ -1,12 +1,13 @@
-"""Tables for people: in Markdown and in a terminal."""
+"""Tables for people: one description, shown in Markdown, in HTML and in a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 
 def markdown_table(
@@ -19,32 +20,41 @@ def markdown_table(
     """
     words = len(head) if left is None else left
     rule = "|" + "---|" * words + "--:|" * (len(head) - words)
-    first, *others = ("| " + " | ".join(map(str, cells)) + " |" for cells in (head, *rows))
+    first, *others = (f"| {' | '.join(map(_escaped, cells))} |" for cells in (head, *rows))
     return "\n".join([first, rule, *others])
 
 
-class Shown(NamedTuple):
-    """A table to be read, by people.
+def _escaped(cell: object) -> str:
+    return " ".join(str(cell).split()).replace("|", "\\|")
+
+
+@dataclass(frozen=True)
+class ResultTable:
+    """A table to be read by people.
 
     Attributes:
-        note: what it says.
-        left: how many of the first columns are words.
+        note: what it shows, in a sentence of Markdown.
+        head: of its columns.
+        rows: cells as text; empty: the note stands alone.
+        left: how many of the first columns are words; None: all.
     """
 
     note: str
     head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    left: int = 1
+    rows: Sequence[Sequence[object]]
+    left: int | None = 1
 
     def markdown(self) -> str:
-        """As Markdown."""
-        return f"{self.note}\n\n{markdown_table(self.head, self.rows, self.left)}"
+        """As Markdown, from which the HTML is made."""
+        table = markdown_table(self.head, self.rows, self.left) if self.rows else ""
+        return "\n\n".join(filter(None, [self.note, table]))
 
     def rich(self) -> Table:
-        """For a terminal."""
+        """For a terminal, without the note."""
         table = Table(box=SIMPLE_HEAD)
+        words = len(self.head) if self.left is None else self.left
         for index, name in enumerate(self.head):
-            table.add_column(name, justify="left" if index < self.left else "right")
+            table.add_column(name, justify="left" if index < words else "right")
         for row in self.rows:
-            table.add_row(*row)
+            table.add_row(*(Text(str(cell)) for cell in row))
         return table

@@ -1,12 +1,13 @@
 """Do hooks and patches leave the same bits? Presses x ratios x families x dtypes x attention.
 
-Each cell of the grid is one comparison (`experiments.testbed.compare`): the cache after the prefill and at
-the end, and the logits of every forward, bit for bit.
+Each cell of the grid is one comparison (`experiments.testbed.compare`): the cache after the prefill
+and at the end, and the logits of every forward, bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import product
@@ -17,20 +18,20 @@ import torch
 import typer
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
+from rich.progress import Progress
 from transformers import PreTrainedModel
 
 import hooks_impl
 from experiments import UserError
-from experiments.framework.experiment import Experiment, Tables
+from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.options import Device, checked_share, one_of
 from experiments.framework.plots import new_figure, press_label, style
-from experiments.framework.tables import markdown_table
-from experiments.testbed.recipes import DELIMITER, fitted_pair, recipe_pair
+from experiments.framework.tables import ResultTable
+from experiments.framework.timing import threads
+from experiments.loading import ModelNotFoundError, load_model, short_name
 from experiments.testbed.compare import Inputs, PressPair, compare
 from experiments.testbed.families import FAMILIES, HYBRID, build, supported_implementations
+from experiments.testbed.recipes import DELIMITER, fitted_pair, recipe_pair
 from press_core import Press, PressError
 
 PressMaker = Callable[[float], PressPair]
@@ -38,10 +39,56 @@ PressMaker = Callable[[float], PressPair]
 
 DTYPES = ("float32", "bfloat16", "float16")
 IMPLEMENTATIONS = ("eager", "sdpa")
-RATIOS = (0.5,)
-"""One in the study, where presses, families, dtypes and implementations make thousands of cells."""
-LENGTH = 64
-"""Tokens of a context in the study."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which cells to compare."""
+
+    press: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            help="A press to compare, such as SnapKVPress; or two presses of your own, the one "
+            "made of hooks first: my_module:MyHookPress,my_module:MyPatchPress. Repeatable.",
+            show_default="all presses",
+        ),
+    ] = ()
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A model to compare on: a shipped one, a folder, or a hub id.",
+            show_default="a small random model of each family",
+        ),
+    ] = None
+    ratio: Annotated[
+        tuple[float, ...],
+        typer.Option(
+            help="Share of the tokens to evict, in [0, 1). Repeatable.", callback=checked_share
+        ),
+    ] = (0.5,)
+    family: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            help="Architecture of the small models, such as llama. Repeatable.",
+            show_default="all families",
+            callback=one_of(FAMILIES),
+        ),
+    ] = ()
+    dtype: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            help="Data type of the model, such as bfloat16. Repeatable.",
+            callback=one_of((*DTYPES, "float64")),
+        ),
+    ] = DTYPES
+    attn: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            help="Attention implementation, such as eager, where a family has it. Repeatable."
+        ),
+    ] = IMPLEMENTATIONS
+    length: Annotated[int, typer.Option(min=2, help="Tokens of the context.")] = 64
+    device: Device = "cpu"
 
 
 # ---- the grid ------------------------------------------------------------------------------------
@@ -108,28 +155,24 @@ class Cell(NamedTuple):
 
 
 def run_grid(
-    presses: Mapping[str, PressMaker] | None = None,
-    ratios: Sequence[float] = RATIOS,
-    subjects: Sequence[Subject] | None = None,
-    dtypes: Sequence[str] = DTYPES,
-    length: int = LENGTH,
+    presses: Mapping[str, PressMaker],
+    ratios: Sequence[float],
+    subjects: Sequence[Subject],
+    dtypes: Sequence[str],
+    length: int,
+    progress: Progress,
 ) -> pd.DataFrame:
-    """Compare both mechanisms in every cell of a grid, with progress on stderr.
+    """Compare both mechanisms in every cell of a grid.
 
     Args:
-        presses: makers by name; None: all registered presses.
+        presses: makers by name.
         ratios: each in [0, 1).
-        subjects: None: one small model per family, eager and sdpa.
         dtypes: names of floating-point dtypes of torch.
         length: tokens of a context.
 
     Returns:
         One row per cell, with the columns of `Cell`.
     """
-    if presses is None:
-        presses = {name: registered(name) for name in sorted(hooks_impl.PRESSES)}
-    if subjects is None:
-        subjects = [family_subject(family) for family in FAMILIES]
     models = [
         (subject, dtype, implementation)
         for subject in subjects
@@ -137,17 +180,16 @@ def run_grid(
     ]
     combinations = list(product(presses.items(), ratios, (False, True)))
     cells = []
-    with _progress() as progress:
-        task = progress.add_task("", total=len(models) * len(combinations))
-        for subject, dtype, implementation in models:
-            progress.update(task, description=f"{subject.name} {dtype} {implementation}")
-            model = subject.load(getattr(torch, dtype), implementation)
-            for (name, make), ratio, padded in combinations:
-                both = fitted_pair(make(ratio), model)
-                result = _compare(model, both, _inputs(model, length, padded, name))
-                place = (name, ratio, subject.name, dtype, implementation, padded)
-                cells.append(Cell(*place, *result))
-                progress.advance(task)
+    task = progress.add_task("", total=len(models) * len(combinations))
+    for subject, dtype, implementation in models:
+        progress.update(task, description=f"{subject.name} {dtype} {implementation}")
+        model = subject.load(getattr(torch, dtype), implementation)
+        for (name, make), ratio, padded in combinations:
+            both = fitted_pair(make(ratio), model)
+            result = _compare(model, both, _inputs(model, length, padded, name))
+            place = (name, ratio, subject.name, dtype, implementation, padded)
+            cells.append(Cell(*place, *result))
+            progress.advance(task)
     return pd.DataFrame(cells, columns=list(Cell._fields))
 
 
@@ -168,21 +210,81 @@ def _compare(
     return inputs.n_tokens, difference is None, str(difference or ""), ""
 
 
-def _progress() -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+# ---- what was asked for --------------------------------------------------------------------------
 
 
-# ---- in the study --------------------------------------------------------------------------------
+def _subjects(options: Options) -> list[Subject]:
+    if options.model is not None:
+        if options.family:
+            raise UserError("give either --model or --family, not both")
+        return [_loaded_subject(options.model, options.attn, options.device)]
+    names = options.family or FAMILIES
+    subjects = [family_subject(name, options.attn, options.device) for name in names]
+    if not any(subject.implementations for subject in subjects):
+        raise UserError(
+            f"none of {', '.join(names)} has {' or '.join(options.attn)}; eager works for all "
+            "families"
+        )
+    return subjects
 
 
-def _run() -> Tables:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # more only get in the way of models this small
+def _loaded_subject(name: str, implementations: tuple[str, ...], device: str) -> Subject:
+    def load(dtype: torch.dtype, implementation: str) -> PreTrainedModel:
+        try:
+            options: dict[str, Any] = {"attn_implementation": implementation, "device": device}
+            return load_model(name, dtype=dtype, **options)[0]
+        except ModelNotFoundError:
+            raise
+        except (ImportError, ValueError) as error:  # an implementation that is not there
+            reason = str(error).splitlines()[0]
+            raise UserError(f"cannot load {name} with {implementation}: {reason}") from error
+
+    return Subject(short_name(name), implementations, load)
+
+
+def _press_option(text: str) -> tuple[str, PressMaker]:
+    """A value of `--press` as a name for the table and a maker."""
+    if ":" not in text:
+        if text not in hooks_impl.PRESSES:
+            known = ", ".join(sorted(hooks_impl.PRESSES))
+            raise UserError(f"press {text!r} is unknown; choose from {known}")
+        return text, registered(text)
+    parts = text.split(",")
+    if len(parts) != 2:
+        raise UserError(
+            f"{text!r} names {_number(len(parts), 'press', 'presses')}; give two, as in "
+            "my_module:MyHookPress,my_module:MyPatchPress"
+        )
+    hook, patch = map(_press_class, parts)
+    names = dict.fromkeys((hook.__name__, patch.__name__))
+
+    def make(ratio: float) -> PressPair:
+        return PressPair(hook(compression_ratio=ratio), patch(compression_ratio=ratio))
+
+    return " / ".join(names), make
+
+
+def _press_class(text: str) -> type[Any]:
+    """The class named `module:Class`, which has to be a press with a `compression_ratio`."""
+    module, _, name = text.strip().partition(":")
     try:
-        return {"equivalence": run_grid()}
-    finally:
-        torch.set_num_threads(threads)
+        found: Any = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"cannot import {text.strip()!r}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Press)):
+        raise UserError(
+            f"{text.strip()!r} is no press; derive it from hooks_impl.BasePress or "
+            "patch_impl.BasePress"
+        )
+    if "compression_ratio" not in getattr(found, "__dataclass_fields__", {}):
+        raise UserError(
+            f"{text.strip()!r} takes no compression_ratio; derive it from ScorerPress, or give it "
+            "that field"
+        )
+    return found
+
+
+# ---- reading the table ---------------------------------------------------------------------------
 
 
 _Counts = dict[Any, tuple[int, int]]
@@ -198,8 +300,7 @@ def _counts(cells: pd.DataFrame, by: str | list[str]) -> _Counts:
 _GREY, _RED, _GREEN = "#eeeeee", "#f4b6a0", "#c7e8dc"
 
 
-def _figures(tables: Tables) -> dict[str, Figure]:
-    cells = tables["equivalence"]
+def _figure(cells: pd.DataFrame) -> Figure:
     presses, families = list(cells["press"].unique()), list(cells["family"].unique())
     counts = _counts(cells, ["press", "family"])
     shades = [[_shade(counts, (press, family)) for family in families] for press in presses]
@@ -217,7 +318,7 @@ def _figures(tables: Tables) -> dict[str, Figure]:
         axes.set_title("Cells in which hook and patch leave the same bits")
         axes.grid(False)
         axes.spines[:].set_visible(False)
-    return {"equivalence": figure}
+    return figure
 
 
 def _shade(counts: _Counts, group: Any) -> int:
@@ -230,25 +331,6 @@ def _shade(counts: _Counts, group: Any) -> int:
 
 def _label(counts: _Counts, group: Any) -> str:
     return "{}/{}".format(*counts[group]) if group in counts else "refused"
-
-
-def _summary(tables: Tables) -> str:
-    cells = tables["equivalence"]
-    compared = cells[cells["tokens"] > 0]
-    n_equal, n_cells = int(compared["equal"].sum()), len(compared)
-    lines = [
-        f"**{n_equal:,} of {n_cells:,} cells are equal bit for bit**: the cache after the prefill "
-        "and at the end (positions, keys, values, lengths) and the logits of a prefill, a question "
-        f"of several tokens and a decode step, {int(compared['tokens'].sum()):,} tokens with "
-        f"each mechanism. The grid: {_grid(cells)}.",
-        "",
-        markdown_table(
-            ["press", "cells", "equal"],
-            [[str(press), n, equal] for press, (equal, n) in _counts(cells, "press").items()],
-        ),
-    ]
-    lines += [""] + [f"- {text}" for text in (*_refusals(cells), *_differences(cells, limit=5))]
-    return "\n".join(lines).rstrip() + "\n"
 
 
 def _grid(cells: pd.DataFrame) -> str:
@@ -287,212 +369,78 @@ def _differences(cells: pd.DataFrame, limit: int) -> Iterator[str]:
         yield f"and {len(unequal) - limit} more"
 
 
-EXPERIMENT = Experiment(
-    name="equivalence",
-    title="Do both mechanisms leave the same bits?",
-    question="Does a press leave the same cache and the same logits whether hooks install it or "
-    "patches?",
-    run=_run,
-    figures=_figures,
-    summary=_summary,
-    repeat="python -m experiments equivalence",
-)
-
-
-# ---- on the command line -------------------------------------------------------------------------
-
-
-def command(
-    press: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A press to compare, such as SnapKVPress; or two presses of your own, the one "
-            "made of hooks first: my_module:MyHookPress,my_module:MyPatchPress. Repeatable.",
-            show_default="all presses",
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="A model to compare on: a shipped one, a folder, or a hub id.",
-            show_default="a small random model of each family",
-        ),
-    ] = None,
-    ratio: Annotated[
-        list[float] | None,
-        typer.Option(
-            help="Share of the tokens to evict, in [0, 1). Repeatable.",
-            show_default=", ".join(map(str, RATIOS)),
-        ),
-    ] = None,
-    family: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Architecture of the small models, such as llama. Repeatable.",
-            show_default="all families",
-        ),
-    ] = None,
-    dtype: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Data type of the model, such as bfloat16. Repeatable.",
-            show_default=", ".join(DTYPES),
-        ),
-    ] = None,
-    attn: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Attention implementation, such as eager, where a family has it. Repeatable.",
-            show_default=", ".join(IMPLEMENTATIONS),
-        ),
-    ] = None,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of the context.")] = LENGTH,
-    device: Annotated[str, typer.Option(help="Where to run, such as cuda.")] = "cpu",
-) -> None:
+class Equivalence(Experiment[Options]):
     """Run presses as hooks and as patches, and compare caches and logits bit for bit.
 
     Input is random tokens. The exit status is 1 if anything differs; the first layer, head and
     position that does is named.
     """
-    makers = dict(map(_press_option, press or sorted(hooks_impl.PRESSES)))
-    ratios = [_checked_ratio(value) for value in ratio or RATIOS]
-    dtypes = [_one_of(value, _ALL_DTYPES, "--dtype") for value in dtype or DTYPES]
-    _check_device(device)
-    subjects = _subjects(model, family, attn or list(IMPLEMENTATIONS), device)
-    cells = run_grid(makers, ratios, subjects, dtypes, length)
-    _show(cells, Console())
-    if not cells["equal"].all() or not cells["tokens"].any():
-        raise typer.Exit(1)
 
+    name = "equivalence"
+    title = "Do both mechanisms leave the same bits?"
+    question = (
+        "Does a press leave the same cache and the same logits whether hooks install it or patches?"
+    )
+    method = (
+        "Each press runs twice on the same small random model and the same random tokens, once "
+        "with hooks and once with patches. Compared are the cache after the prefill and at the "
+        "end (positions, keys, values, lengths) and the logits of the prefill, of a question of "
+        "several tokens and of a decode step. A bit that differs anywhere makes a cell differ. "
+        "Small random models have the code paths of large ones, not their numbers; `--model` runs "
+        "the same on any model."
+    )
+    full = Options()
+    quick = Options(
+        family=("llama", "qwen3", "gemma3_text", "gpt_neox", "gpt_oss"), dtype=("bfloat16",)
+    )
 
-_ALL_DTYPES = (*DTYPES, "float64")
+    def measure(self, options: Options, progress: Progress) -> Tables:
+        makers = dict(map(_press_option, options.press or sorted(hooks_impl.PRESSES)))
+        grid = (makers, options.ratio, _subjects(options), options.dtype, options.length)
+        # More threads only get in the way of models as small as those of the families.
+        with threads(1) if options.model is None else nullcontext():
+            return {"equivalence": run_grid(*grid, progress)}
 
-
-def _one_of(value: str, allowed: Sequence[str], option: str) -> str:
-    if value not in allowed:
-        raise typer.BadParameter(
-            f"{value!r} is unknown; choose from {', '.join(allowed)}", param_hint=option
+    def findings(self, tables: Tables) -> list[Finding]:
+        cells = tables["equivalence"]
+        compared = cells[cells["tokens"] > 0]
+        if compared.empty:
+            text = f"Nothing was compared: both mechanisms refuse all **{len(cells)}** cells."
+            return [Finding("bits", text)]
+        differ = int((~cells["equal"]).sum())
+        text = (
+            f"Hooks and patches leave different bits in **{differ:,}** of {len(compared):,} "
+            "combinations of press, model, precision, attention and padding."
         )
-    return value
+        need = "get the same cache from either mechanism"
+        return [Finding("bits", text, need, "breaks" if differ else "works")]
 
-
-def _checked_ratio(value: float) -> float:
-    if not 0 <= value < 1:
-        raise typer.BadParameter(
-            f"{value} is not in [0, 1); 0.75 evicts three quarters", param_hint="--ratio"
+    def views(self, tables: Tables) -> list[ResultTable]:
+        cells = tables["equivalence"]
+        dtypes = [str(dtype) for dtype in cells["dtype"].unique()]
+        by_dtype, by_press = _counts(cells, ["press", "dtype"]), _counts(cells, "press")
+        rows = []
+        for press in cells["press"].unique():
+            counted = [_label(by_dtype, (press, dtype)) for dtype in dtypes]
+            rows.append([press, *counted, _label(by_press, press)])
+        tokens = int(cells["tokens"].sum())
+        note = (
+            f"Cells whose bits are equal, of those compared: {tokens:,} tokens with each "
+            f"mechanism. The grid: {_grid(cells)}."
         )
-    return value
+        return [ResultTable(note, ["press", *dtypes, "all"], rows)]
+
+    def remarks(self, tables: Tables) -> list[str]:
+        cells = tables["equivalence"]
+        notes = [f"- {text}" for text in (*_refusals(cells), *_differences(cells, limit=5))]
+        return ["\n".join(notes)] if notes else []
+
+    def figures(self, tables: Tables) -> dict[str, Figure]:
+        return {"equivalence": _figure(tables["equivalence"])}
+
+    def passed(self, tables: Tables) -> bool:
+        cells = tables["equivalence"]
+        return bool(cells["equal"].all() and cells["tokens"].any())
 
 
-def _check_device(name: str) -> None:
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:  # what torch raises differs by device
-        reason = str(error).splitlines()[0]
-        raise typer.BadParameter(f"cannot use {name!r}: {reason}", param_hint="--device") from error
-
-
-def _subjects(
-    model: str | None, families: list[str] | None, implementations: list[str], device: str
-) -> list[Subject]:
-    if model is None:
-        names = [_one_of(name, FAMILIES, "--family") for name in families or FAMILIES]
-        subjects = [family_subject(name, implementations, device) for name in names]
-        if not any(subject.implementations for subject in subjects):
-            raise typer.BadParameter(
-                f"none of {', '.join(names)} has {' or '.join(implementations)}; eager works for "
-                "all families",
-                param_hint="--attn",
-            )
-        return subjects
-    if families:
-        raise typer.BadParameter("give either --model or --family, not both", param_hint="--family")
-    return [_loaded_subject(model, implementations, device)]
-
-
-def _loaded_subject(name: str, implementations: list[str], device: str) -> Subject:
-    from experiments.loading import ModelNotFoundError, load_model, short_name
-
-    def load(dtype: torch.dtype, implementation: str) -> PreTrainedModel:
-        try:
-            options: dict[str, Any] = {"attn_implementation": implementation, "device": device}
-            return load_model(name, dtype=dtype, **options)[0]
-        except ModelNotFoundError:
-            raise
-        except (ImportError, ValueError) as error:  # an implementation that is not there
-            reason = str(error).splitlines()[0]
-            raise UserError(f"cannot load {name} with {implementation}: {reason}") from error
-
-    return Subject(short_name(name), tuple(implementations), load)
-
-
-def _press_option(text: str) -> tuple[str, PressMaker]:
-    """A value of `--press` as a name for the table and a maker."""
-    if ":" not in text:
-        return _one_of(text, sorted(hooks_impl.PRESSES), "--press"), registered(text)
-    parts = text.split(",")
-    if len(parts) != 2:
-        raise typer.BadParameter(
-            f"{text!r} names {_number(len(parts), 'press', 'presses')}; give two, as in "
-            "my_module:MyHookPress,my_module:MyPatchPress",
-            param_hint="--press",
-        )
-    hook, patch = map(_press_class, parts)
-    names = dict.fromkeys((hook.__name__, patch.__name__))
-
-    def make(ratio: float) -> PressPair:
-        return PressPair(hook(compression_ratio=ratio), patch(compression_ratio=ratio))
-
-    return " / ".join(names), make
-
-
-def _press_class(text: str) -> type[Any]:
-    """The class named `module:Class`, which has to be a press with a `compression_ratio`."""
-    module, _, name = text.strip().partition(":")
-    try:
-        found: Any = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        problem = f"cannot import {text.strip()!r}: {error}"
-        raise typer.BadParameter(problem, param_hint="--press") from error
-    if not (isinstance(found, type) and issubclass(found, Press)):
-        raise typer.BadParameter(
-            f"{text.strip()!r} is no press; derive it from hooks_impl.BasePress or "
-            "patch_impl.BasePress",
-            param_hint="--press",
-        )
-    if "compression_ratio" not in getattr(found, "__dataclass_fields__", {}):
-        raise typer.BadParameter(
-            f"{text.strip()!r} takes no compression_ratio; derive it from ScorerPress, or give it "
-            "that field",
-            param_hint="--press",
-        )
-    return found
-
-
-def _show(cells: pd.DataFrame, console: Console) -> None:
-    compared = cells[cells["tokens"] > 0]
-    dtypes = list(cells["dtype"].unique())
-    table = Table(title="Cells in which hook and patch leave the same bits", title_justify="left")
-    table.add_column("press")
-    for column in (*dtypes, "all"):
-        table.add_column(column, justify="right")
-    by_dtype, by_press = _counts(cells, ["press", "dtype"]), _counts(cells, "press")
-    for press in cells["press"].unique():
-        counted = [_label(by_dtype, (press, dtype)) for dtype in dtypes]
-        table.add_row(press, *counted, _label(by_press, press))
-    console.print(table)
-    console.print(Text(f"The grid: {_grid(cells)}."))
-    for refusal in _refusals(cells):
-        console.print(Text(refusal))
-    unequal = int((~cells["equal"]).sum())
-    if compared.empty:
-        console.print(Text("Nothing was compared: both mechanisms refuse all of it.", "bold red"))
-    elif unequal:
-        differ = _number(unequal, "cell differs", "cells differ")
-        console.print(Text(f"{differ}, of {len(compared)}; the first:", "bold red"))
-        for difference in _differences(cells, limit=10):
-            console.print(Text(f"  {difference}"))
-    else:
-        tokens = int(compared["tokens"].sum())
-        same = f"All {len(compared)} cells are equal, bit for bit; {tokens} tokens each way."
-        console.print(Text(same, "bold green"))
+EXPERIMENT = Equivalence()
