@@ -23,7 +23,7 @@ import patch_impl.kvzap
 import patch_impl.qfilter
 from experiments import UserError
 from experiments.loading import load_model
-from experiments.questions.quality import answer_unseen
+from experiments.testbed.asking import answer_unseen
 from experiments.testbed.compare import Inputs, compare, run
 from experiments.testbed.facts import draw
 from experiments.testbed.families import FAMILIES, NO_ROPE, build, supported_implementations

@@ -16,6 +16,7 @@ from experiments.conditions.timing import FULL
 from experiments.framework.plots import (
     INK,
     MUTED,
+    NO_PRESS,
     legend_outside,
     mechanism_colour,
     new_figure,
@@ -23,7 +24,6 @@ from experiments.framework.plots import (
     press_colour,
     style,
 )
-from experiments.questions.quality import NO_PRESS
 
 _BUDGETS: dict[str, dict[str, Any]] = {
     UNIFORM: {"color": mechanism_colour("bare"), "marker": "o", "linestyle": (0, (4, 1.5))},

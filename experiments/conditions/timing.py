@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from experiments.conditions import CONDITIONS, Kept
-from experiments.questions.overhead import Condition as Mechanism
-from experiments.questions.overhead import in_turn, median_interval
+from experiments.framework.intervals import median_interval
+from experiments.framework.timing import in_turn
 from experiments.testbed.families import build
 from press_core import RaggedLayer, attention_sites, cache_nbytes
 from press_core.layers import pruned_like
@@ -47,6 +47,13 @@ class Size:
     ratios: tuple[float, ...] = (0.5, 0.8)
     rounds: int = 25
     repeats: int = 2
+
+
+class Mechanism(NamedTuple):
+    """What is decoded, and how."""
+
+    mechanism: str
+    compression_ratio: float = 0.0
 
 
 class Held(NamedTuple):

@@ -30,6 +30,9 @@ from matplotlib.ticker import PercentFormatter
 INK, MUTED, GRID = "#222222", "#6b6b6b", "#e4e4e4"
 """Colours of text, of what should stay in the background, and of grid lines."""
 
+NO_PRESS = "no press"
+"""What tables call the model without a press."""
+
 # Typed loosely: matplotlib lists its settings as literals, other ones in every release.
 _STYLE: Any = {
     "figure.facecolor": "white",

@@ -1,25 +1,15 @@
 """What eviction costs in answers: the facts task on pruned caches, for every press.
 
-*Question unseen*: the press compresses the context, then every question about it is asked from a
-copy of the same pruned cache. A question is two tokens, read in one forward.
-
-*Question seen*: the press compresses the context together with one question. The logits of that
-prefill have not felt the eviction, which happens as each layer finishes; so the last token of the
-question is run once more, at its own position, on the pruned cache, and the answer read from there.
-(Asking the whole question again would not do: a model trained to be asked once finds the first
-asking, not the fact.)
-
-Both are done inside one open scope, and for both mechanisms on the same contexts. Presses are at
-their usual settings (`experiments.testbed.recipes`); what was learned about the model lies beside it.
+The press sees the question or not (`experiments.testbed.asking`); both ways, both mechanisms answer
+about the same contexts. Presses are at their usual settings (`experiments.testbed.recipes`); what
+was learned about the model lies beside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import pandas as pd
@@ -29,31 +19,37 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from rich.progress import Progress
 from torch import Tensor
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 import hooks_impl
 from experiments import UserError
-from experiments.framework.experiment import Experiment, Tables
-from experiments.framework.plots import INK, mechanism_colour, new_figure, press_label, style
-from experiments.framework.report import write_results
-from experiments.framework.tables import markdown_table
+from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.intervals import wilson
+from experiments.framework.options import Device
+from experiments.framework.plots import (
+    INK,
+    NO_PRESS,
+    mechanism_colour,
+    new_figure,
+    press_label,
+    style,
+)
+from experiments.framework.tables import ResultTable
 from experiments.loading import load_model, short_name
-from experiments.testbed.facts import VOCABULARY, FactBatch, draw
+from experiments.testbed.asking import (
+    SEEN,
+    UNSEEN,
+    Task,
+    answer_seen,
+    answer_unseen,
+    check_vocabulary,
+)
+from experiments.testbed.facts import draw
 from experiments.testbed.recipes import MECHANISMS, WRAPPED, press_name, recipe
 from press_core import Press, PressError
-from press_core.methods.finch import Finch
 from press_core.select import n_kept
-
-RATIOS = (0.0, 0.5, 0.8, 0.9)
-NO_PRESS = "no press"
-"""What the table calls the model without a press, measured once: ratio 0 evicts nothing."""
-
-UNSEEN, SEEN = "unseen", "seen"
 
 NOT_COMPARED: dict[str, str] = {
     "ComposedPress": "a combination of presses that are compared by themselves",
@@ -70,34 +66,52 @@ NOT_COMPARED: dict[str, str] = {
 NEEDS_QUESTION = ("FinchPress",)
 """Presses that choose by the question, and have nothing to do where it is not seen."""
 
-_BATCH = 8
-"""Contexts per forward; on a CPU more only fall out of its caches."""
+_PROTOCOLS = {UNSEEN: answer_unseen, SEEN: answer_seen}
+
+
+class Mechanism(str, Enum):
+    """How a press gets at the model."""
+
+    HOOK = "hook"
+    PATCH = "patch"
 
 
 @dataclass(frozen=True)
-class Task:
-    """How the facts task is drawn.
+class Options:
+    """Who answers which questions."""
 
-    Attributes:
-        context: words per context, `<bos>` not counted.
-        facts: facts per context.
-        samples: contexts compressed without a question; all of their facts are asked for.
-        seen_samples: contexts compressed together with a question, the first of each.
-        seed: of the contexts.
-    """
+    press: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            help="Press to measure, such as SnapKVPress; repeat it for several.",
+            show_default="all that evict a given share",
+        ),
+    ] = ()
+    ratio: Annotated[
+        tuple[float, ...],
+        typer.Option(help="Share of the tokens to evict, in [0, 1); repeat it for several."),
+    ] = (0.0, 0.5, 0.8, 0.9)
+    samples: Annotated[int, typer.Option(min=1, help="Contexts compressed without a question.")] = (
+        Task.samples
+    )
+    seen_samples: Annotated[
+        int, typer.Option(min=1, help="Contexts compressed together with a question.")
+    ] = Task.seen_samples
+    context: Annotated[int, typer.Option(min=2, help="Words in a context.")] = Task.context
+    facts: Annotated[int, typer.Option(min=1, help="Facts in a context.")] = Task.facts
+    model: Annotated[
+        str, typer.Option(help="Shipped model, folder or hub id, trained on the facts task.")
+    ] = "facts-llama"
+    mechanism: Annotated[
+        tuple[Mechanism, ...], typer.Option(help="Mechanism; repeat it for both.")
+    ] = tuple(Mechanism)
+    seed: Annotated[int, typer.Option(help="Seed of the contexts.")] = Task.seed
+    device: Device = "cpu"
 
-    context: int = 512
-    facts: int = 8
-    samples: int = 16
-    seen_samples: int = 24
-    seed: int = 512
-
-    def batches(self, question: str) -> list[FactBatch]:
-        """The contexts for one kind of question, `_BATCH` or fewer at a time."""
-        generator = torch.Generator().manual_seed(self.seed)
-        samples = self.samples if question == UNSEEN else self.seen_samples
-        sizes = [min(_BATCH, samples - first) for first in range(0, samples, _BATCH)]
-        return [draw(size, self.context, self.facts, generator) for size in sizes]
+    @property
+    def task(self) -> Task:
+        """How the questions are drawn."""
+        return Task(self.context, self.facts, self.samples, self.seen_samples, self.seed)
 
 
 class Condition(NamedTuple):
@@ -128,88 +142,10 @@ def press_names() -> list[str]:
     return sorted(set(hooks_impl.PRESSES) - set(NOT_COMPARED))
 
 
-# ---- the two protocols -------------------------------------------------------------------------
-
-
-@torch.inference_mode()
-def answer_unseen(model: PreTrainedModel, press: Press | None, batch: FactBatch) -> Tensor:
-    """Answers to all questions about contexts that were compressed before any was known.
-
-    Each question has its own copy of the pruned cache, so that none sees another or its answer.
-
-    Args:
-        press: opened on `model` meanwhile; None: nothing is compressed.
-
-    Returns:
-        `(B, facts)` int64, the likeliest of all tokens after each question.
-    """
-    rows, n_facts = batch.answer_ids.shape
-    with _scope(press, model):
-        cache = _prefill(model, batch.context_ids)
-        cache.batch_repeat_interleave(n_facts)
-        questions = batch.question_ids.flatten(0, 1).to(model.device)
-        logits = model(input_ids=questions, past_key_values=cache, logits_to_keep=1).logits
-    return logits[:, -1].argmax(dim=-1).view(rows, n_facts).cpu()
-
-
-@torch.inference_mode()
-def answer_seen(model: PreTrainedModel, press: Press | None, batch: FactBatch) -> Tensor:
-    """Answers to the first question about each context, compressed together with it.
-
-    Args:
-        press: opened on `model` meanwhile; None: nothing is compressed.
-
-    Returns:
-        `(B, 1)` int64, the likeliest of all tokens after the question.
-    """
-    context, question = batch.context_ids, batch.question_ids[:, 0]
-    last = question[:, -1:].to(model.device)
-    position = torch.full_like(last, context.shape[1] + question.shape[1] - 1)
-    parts = [context, question]
-    if isinstance(press, Finch):
-        assert press.delimiter_token_id is not None
-        parts.insert(1, torch.full_like(context[:, :1], press.delimiter_token_id))
-    with _scope(press, model):
-        cache = _prefill(model, torch.cat(parts, dim=1))
-        logits = model(input_ids=last, position_ids=position, past_key_values=cache).logits
-    return logits[:, -1].argmax(dim=-1, keepdim=True).cpu()
-
-
-_PROTOCOLS = {UNSEEN: answer_unseen, SEEN: answer_seen}
-
-
-def _scope(press: Press | None, model: PreTrainedModel) -> AbstractContextManager[Any]:
-    return nullcontext() if press is None else press(model)
-
-
-def _prefill(model: PreTrainedModel, input_ids: Tensor) -> Cache:
-    # Without the language-modelling head: nobody reads logits over the context.
-    return model.base_model(input_ids=input_ids.to(model.device), use_cache=True).past_key_values
-
-
 # ---- measuring ---------------------------------------------------------------------------------
 
 
-def wilson(right: int, total: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's score interval of a share: 95% for the default `z`.
-
-    Args:
-        right: successes, `0 <= right <= total`.
-        total: trials, at least 1.
-
-    Returns:
-        Lower and upper end, in [0, 1].
-    """
-    share = right / total
-    centre = share + z * z / (2 * total)
-    spread = z * (share * (1 - share) / total + z * z / (4 * total * total)) ** 0.5
-    scale = 1 + z * z / total
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
-
-
-def conditions(
-    pairs: Sequence[tuple[str, str]], ratios: Sequence[float] = RATIOS
-) -> list[Condition]:
+def conditions(pairs: Sequence[tuple[str, str]], ratios: Sequence[float]) -> list[Condition]:
     """Every (press, mechanism) at every ratio; ratio 0 once, without a press."""
     bare = [Condition(NO_PRESS, "bare", 0.0)] if 0 in ratios else []
     return bare + [Condition(*pair, ratio) for pair in pairs for ratio in ratios if ratio]
@@ -238,32 +174,18 @@ def fitting(
     return pairs, refusals
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Refuse a model that does not speak the language of the facts task.
-
-    Raises:
-        UserError: if its tokens are not those of `experiments.testbed.facts`.
-    """
-    if tokenizer.get_vocab() != {word: index for index, word in enumerate(VOCABULARY)}:
-        raise UserError(
-            f"{name!r} has another vocabulary than the facts task; give facts-llama, or a model "
-            "trained by `python -m experiments.testbed.training.facts`"
-        )
-
-
 def measure(
     model: PreTrainedModel,
     conditions: Sequence[Condition],
     task: Task,
+    progress: Progress,
     *,
     model_name: str,
-    progress: bool = True,
 ) -> Tables:
     """Answer the questions of `task` under every condition.
 
     Args:
         model_name: what the table calls the model.
-        progress: show a bar on stderr.
 
     Returns:
         `quality`: a row per condition and kind of question; shares in [0, 1], `low` and `high` the
@@ -274,8 +196,7 @@ def measure(
     work = [(question, c) for question in _PROTOCOLS for c in conditions if question in c.questions]
     rows: list[dict[str, Any]] = []
     answered: dict[tuple[str, float, str], dict[str, Tensor]] = {}
-    shown = track(work, "quality", console=Console(stderr=True), disable=not progress)
-    for question, condition in shown:
+    for question, condition in progress.track(work, description="quality"):
         press, answer = condition.make(task.context), _PROTOCOLS[question]
         answers = torch.cat([answer(model, press, batch) for batch in batches[question]])
         truth = torch.cat([b.answer_ids[:, : answers.shape[1]] for b in batches[question]])
@@ -301,25 +222,27 @@ def _agreement(answered: dict[tuple[str, float, str], dict[str, Tensor]]) -> pd.
     return pd.DataFrame(rows, columns=["press", "ratio", "question", "answers", "same"])
 
 
-def run() -> Tables:
-    """The study: all presses, both mechanisms, on the shipped model."""
-    model, _ = load_model("facts-llama")
-    pairs, refusals = fitting(model, press_names(), list(MECHANISMS))
-    _tell_refusals(refusals)
-    return measure(model, conditions(pairs), Task(), model_name="facts-llama")
-
-
-def _tell_refusals(refusals: Sequence[str]) -> None:
+def _chosen(model: PreTrainedModel, options: Options, progress: Progress) -> list[tuple[str, str]]:
+    """The presses asked for, all of which have to fit the model; or all that fit it."""
+    names = [press_name(name) for name in options.press] or press_names()
+    for name in set(names) & set(NOT_COMPARED):
+        raise UserError(
+            f"{name} is not compared here ({NOT_COMPARED[name]}); choose from "
+            f"{', '.join(map(press_label, press_names()))}"
+        )
+    pairs, refusals = fitting(model, names, [mechanism.value for mechanism in options.mechanism])
+    if options.press and refusals:
+        raise UserError("; ".join(refusals))
     for refusal in refusals:
-        Console(stderr=True).print(f"left out: {refusal}", style="yellow", markup=False)
+        progress.console.print(f"left out: {refusal}", style="yellow", markup=False)
+    return pairs
 
 
 # ---- reading the tables ------------------------------------------------------------------------
 
 
-def figures(tables: Tables) -> dict[str, Figure]:
-    """Accuracy by press and compression ratio: `quality`, a panel per kind of question."""
-    quality, agreement = tables["quality"], tables["quality_agreement"]
+def _figure(quality: pd.DataFrame, agreement: pd.DataFrame) -> Figure:
+    """Accuracy by press and compression ratio, a panel per kind of question."""
     names = _by_accuracy(quality)
     ratios = [ratio for ratio in sorted(quality["ratio"].unique()) if ratio > 0]
     width, height = 3.0 + 1.1 * 2 * len(ratios), 1.2 + 0.23 * len(names)
@@ -346,7 +269,7 @@ def figures(tables: Tables) -> dict[str, Figure]:
         "tokens evicted, the question unseen (left) and seen (right) by the press"
         + (": framed where hook and patch differ" if _differ(agreement) else "")
     )
-    return {"quality": figure}
+    return figure
 
 
 _SHADES = LinearSegmentedColormap.from_list("accuracy", ["#ffffff", mechanism_colour("hook")])
@@ -379,70 +302,96 @@ def _by_accuracy(quality: pd.DataFrame) -> list[str]:
     return [str(name) for name in means.sort_values(order, ascending=False).index]
 
 
-def summary(tables: Tables) -> str:
-    """What was measured, as Markdown."""
-    quality = tables["quality"]
-    shown = [ratio for ratio in (0.5, 0.8, 0.9) if ratio in set(quality["ratio"])]
-    columns = [(question, ratio) for question in (UNSEEN, SEEN) for ratio in shown]
+def _text(accuracy: float, low: float, high: float) -> str:
+    return f"{100 * accuracy:.0f} ±{50 * (high - low):.0f}"
+
+
+def _table(quality: pd.DataFrame) -> ResultTable:
+    """Accuracy by press, kind of question and ratio; mechanisms apart only where they differ."""
+    ratios = [ratio for ratio in sorted(quality["ratio"].unique()) if ratio > 0]
+    columns = [(question, ratio) for question in (UNSEEN, SEEN) for ratio in ratios]
     rows = []
     for name in _by_accuracy(quality):
-        found = quality[quality["press"] == name].groupby(["question", "ratio"])["accuracy"].first()
-        cells = [f"{found[c]:.1%}" if c in found.index else "" for c in columns]
-        rows.append([press_label(name), *cells])
-    lines = [
-        f"{sentence_on_agreement(tables['quality_agreement'])} {_sentence_on_best(quality)}",
-        "",
-        _sentence_on_task(quality),
-        "",
-        markdown_table(["press", *(f"{q}, {r:.0%} evicted" for q, r in columns)], rows),
-    ]
-    return "\n".join([*lines, ""] + [f"- {note}" for note in _notes(quality)])
+        lines = {
+            str(mechanism): tuple(_cell(own, *column) for column in columns)
+            for mechanism, own in quality[quality["press"] == name].groupby("mechanism")
+        }
+        agree = len(lines) == 2 and len(set(lines.values())) == 1
+        for mechanism, cells in list(lines.items())[: 1 if agree else None]:
+            label = press_label(name) if agree else f"{press_label(name)} ({mechanism})"
+            rows.append([label, *cells])
+    head = ["press", *(f"{question}, {ratio:.0%} evicted" for question, ratio in columns)]
+    return ResultTable(_note(quality), head, rows)
 
 
-def _sentence_on_best(quality: pd.DataFrame) -> str:
-    """Which press answers best, where it has not seen the question."""
+def _cell(quality: pd.DataFrame, question: str, ratio: float) -> str:
+    row = quality[(quality["question"] == question) & (quality["ratio"] == ratio)]
+    if row.empty:
+        return ""
+    return _text(*(row[name].iloc[0] for name in ("accuracy", "low", "high")))
+
+
+def _note(quality: pd.DataFrame) -> str:
+    first = quality.iloc[0]
+    text = (
+        f"Right answers in % of `{first['model']}` about contexts of {first['context']} words with "
+        f"{first['facts']} facts, by whether the press saw the question; ± half the 95% interval."
+    )
+    bare = quality[quality["press"] == NO_PRESS].set_index("question")["accuracy"]
+    if bare.empty:
+        return text
+    whole = " and ".join(f"{bare[question]:.1%} ({question})" for question in (UNSEEN, SEEN))
+    return f"{text} With nothing evicted it is {whole}."
+
+
+def _finding_on_best(quality: pd.DataFrame) -> Finding:
+    """Which press answers best where most is evicted that some press still answers well."""
+    pressed = quality[quality["press"] != NO_PRESS]
+    question = UNSEEN if UNSEEN in set(pressed["question"]) else SEEN
+    asked = pressed[pressed["question"] == question]
+    highest = asked.groupby("ratio")["accuracy"].max()
+    good = highest[highest >= _GOOD]
+    ratio = good.index.max() if len(good) else highest.index.min()
+    rows = asked[asked["ratio"] == ratio]
+    best = rows.loc[rows["accuracy"] == rows["accuracy"].max(), "press"].drop_duplicates()
+    named = press_label(best.iloc[0]) if len(best) == 1 else f"{len(best)} presses"
+    text = (
+        f"With {ratio:.0%} of the context evicted, the question {question}, {named} still "
+        f"{'answers' if len(best) == 1 else 'answer'} **{rows['accuracy'].max():.0%}** of the "
+        "questions."
+    )
+    return Finding("best", text, "evict most of a context", "works" if len(good) else "costs")
+
+
+_GOOD = 0.8
+"""Share of right answers with which a press is said to work."""
+
+
+def _finding_on_agreement(agreement: pd.DataFrame) -> Finding:
+    total = int(agreement["answers"].sum())
+    differ = total - int(agreement["same"].sum())
+    if not total:
+        return Finding("agreement", "**1** mechanism was measured: there is nothing to compare.")
+    text = f"Hook and patch gave different answers to **{differ:,}** of {total:,} questions."
+    need = "get the same answers from either mechanism"
+    return Finding("agreement", text, need, "breaks" if differ else "works")
+
+
+def _sentence_on_best(quality: pd.DataFrame) -> Iterator[str]:
+    """Which presses answer best at each ratio, where they have not seen the question."""
     unseen = quality[(quality["question"] == UNSEEN) & (quality["press"] != NO_PRESS)]
     best = []
     for ratio, rows in unseen.groupby("ratio"):
         highest = rows["accuracy"].max()
         names = rows.loc[rows["accuracy"] == highest, "press"].drop_duplicates().map(press_label)
         best.append(f"{_listed(names)} ({highest:.0%}) at {ratio:.0%} evicted")
-    if not best:
-        return ""
-    return f"Most answers are right, the question unseen, with {'; '.join(best)}."
+    if best:
+        yield f"Most answers are right, the question unseen, with {'; '.join(best)}."
 
 
 def _listed(names: Iterable[str]) -> str:
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last
-
-
-def _sentence_on_task(quality: pd.DataFrame) -> str:
-    first = quality.iloc[0]
-    widest = (quality["high"] - quality["low"]).groupby(quality["question"]).max() / 2
-    text = (
-        f"Share of right answers of `{first['model']}` about contexts of {first['context']} words "
-        f"with {first['facts']} facts, by whether the press saw the question, at 95% confidence "
-        + " and ".join(f"±{widest[q]:.1%} or better ({q})" for q in (UNSEEN, SEEN))
-        + "."
-    )
-    bare = quality[quality["press"] == NO_PRESS].set_index("question")["accuracy"]
-    if not bare.empty:
-        text += " With nothing evicted it is " + " and ".join(
-            f"{bare[q]:.1%} ({q})" for q in (UNSEEN, SEEN)
-        )
-        text += "."
-    return text
-
-
-def sentence_on_agreement(agreement: pd.DataFrame) -> str:
-    """One sentence on whether both mechanisms gave the same answers."""
-    total, same = int(agreement["answers"].sum()), int(agreement["same"].sum())
-    if not total:
-        return "One mechanism was measured, so there is nothing to compare."
-    if same == total:
-        return f"Hook and patch gave the same answer to every one of {total:,} questions."
-    return f"Hook and patch gave different answers to {total - same:,} of {total:,} questions."
 
 
 def _notes(quality: pd.DataFrame) -> list[str]:
@@ -483,134 +432,54 @@ def _notes_on_presses(shown: set[str]) -> Iterator[str]:
     yield f"Not compared: {left_out}."
 
 
-EXPERIMENT = Experiment(
-    name="quality",
-    title="What eviction costs in answers",
-    question="How many facts can still be retrieved from a pruned cache, by press, compression "
-    "ratio, mechanism, and whether the question was seen?",
-    run=run,
-    figures=figures,
-    summary=summary,
-    repeat="python -m experiments quality",
-)
-
-
-# ---- command -----------------------------------------------------------------------------------
-
-
-class Mechanism(str, Enum):
-    """How a press gets at the model."""
-
-    HOOK = "hook"
-    PATCH = "patch"
-
-
-def command(
-    press: Annotated[
-        list[str] | None,
-        typer.Option(help="Press to measure, such as SnapKVPress; repeat it for several. All."),
-    ] = None,
-    ratio: Annotated[
-        list[float] | None,
-        typer.Option(help="Share of the tokens to evict, in [0, 1); repeat it for several."),
-    ] = None,
-    samples: Annotated[
-        int, typer.Option(min=1, help="Contexts compressed without a question.")
-    ] = Task.samples,
-    seen_samples: Annotated[
-        int, typer.Option(min=1, help="Contexts compressed together with a question.")
-    ] = Task.seen_samples,
-    context: Annotated[int, typer.Option(min=2, help="Words in a context.")] = Task.context,
-    facts: Annotated[int, typer.Option(min=1, help="Facts in a context.")] = Task.facts,
-    model: Annotated[
-        str, typer.Option(help="Shipped model, folder or hub id, trained on the facts task.")
-    ] = "facts-llama",
-    mechanism: Annotated[
-        list[Mechanism] | None, typer.Option(help="Mechanism; repeat it for both, the default.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the contexts.")] = Task.seed,
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda.")] = "cpu",
-    output: Annotated[
-        Path | None, typer.Option(help="Folder to write the tables and the figure to.")
-    ] = None,
-) -> None:
+class Quality(Experiment[Options]):
     """Accuracy on the facts task against compression ratio, press by press."""
-    task = Task(context, facts, samples, seen_samples, seed)
-    try:
-        draw(1, context, facts, torch.Generator())
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--context, --facts") from error
-    loaded, tokenizer = load_model(model, device=device)
-    check_vocabulary(tokenizer, model)
-    pairs = _chosen(loaded, press, [m.value for m in mechanism or Mechanism])
-    measured = conditions(pairs, ratio or RATIOS)
-    for condition in measured:
-        condition.make(context)  # refuses a ratio out of range before anything is run
-    tables = measure(loaded, measured, task, model_name=short_name(model))
-    _show(tables)
-    if output is not None:
-        write_results(tables, figures(tables), output)
+
+    name = "quality"
+    title = "What eviction costs in answers"
+    question = (
+        "How many facts can still be retrieved from a pruned cache, by press, compression ratio, "
+        "mechanism, and whether the question was seen?"
+    )
+    method = (
+        "A small Llama trained to retrieve facts reads a context; the press evicts; the model is "
+        "asked. Either the press saw the question, or all questions are asked of copies of one "
+        "pruned cache. Both mechanisms answer about the same contexts, and answers are compared "
+        "one by one. The ranking of presses is that of one small model and one task, where a fact "
+        "is two tokens; larger models spread what they know over more of them."
+    )
+    full = Options()
+    quick = Options(ratio=(0.0, 0.8), samples=8, seen_samples=8)
+
+    def measure(self, options: Options, progress: Progress) -> Tables:
+        try:
+            draw(1, options.context, options.facts, torch.Generator())
+        except ValueError as error:
+            raise UserError(f"--context, --facts: {error}") from error
+        model, tokenizer = load_model(options.model, device=options.device)
+        check_vocabulary(tokenizer, options.model)
+        measured = conditions(_chosen(model, options, progress), options.ratio)
+        for condition in measured:
+            condition.make(options.context)  # refuses a ratio out of range before anything is run
+        name = short_name(options.model)
+        return measure(model, measured, options.task, progress, model_name=name)
+
+    def findings(self, tables: Tables) -> list[Finding]:
+        agreement = _finding_on_agreement(tables["quality_agreement"])
+        if (tables["quality"]["press"] == NO_PRESS).all():
+            return [agreement]
+        return [_finding_on_best(tables["quality"]), agreement]
+
+    def views(self, tables: Tables) -> list[ResultTable]:
+        return [_table(tables["quality"])]
+
+    def remarks(self, tables: Tables) -> list[str]:
+        quality = tables["quality"]
+        notes = [*_sentence_on_best(quality), *_notes(quality)]
+        return ["\n".join(f"- {note}" for note in notes)]
+
+    def figures(self, tables: Tables) -> dict[str, Figure]:
+        return {"quality": _figure(tables["quality"], tables["quality_agreement"])}
 
 
-def _chosen(
-    model: PreTrainedModel, chosen: list[str] | None, mechanisms: list[str]
-) -> list[tuple[str, str]]:
-    """The presses asked for, all of which have to fit the model; or all that fit it."""
-    names = [press_name(name) for name in chosen or press_names()]
-    for name in set(names) & set(NOT_COMPARED):
-        raise UserError(
-            f"{name} is not compared here ({NOT_COMPARED[name]}); choose from "
-            f"{', '.join(map(press_label, press_names()))}"
-        )
-    pairs, refusals = fitting(model, names, mechanisms)
-    if chosen and refusals:
-        raise UserError("; ".join(refusals))
-    _tell_refusals(refusals)
-    return pairs
-
-
-def _show(tables: Tables) -> None:
-    console = Console()
-    quality = tables["quality"]
-    for question in (UNSEEN, SEEN):
-        rows = quality[quality["question"] == question]
-        first = rows.iloc[0]
-        # Beside the table, not as its title, which a narrow table would break into many lines.
-        console.print(f"Right answers in % by share of the tokens evicted, question {question}")
-        console.print(_rich_table(rows))
-        console.print(
-            f"{first['model']}, {first['context']} words, {first['facts']} facts; "
-            f"{first['answers']} answers each, with half the width of the 95% interval\n"
-        )
-    console.print(sentence_on_agreement(tables["quality_agreement"]))
-
-
-def _rich_table(quality: pd.DataFrame) -> Table:
-    table = Table(box=SIMPLE_HEAD)
-    table.add_column("press", no_wrap=True)
-    table.add_column("mechanism", no_wrap=True)
-    ratios = sorted(quality["ratio"].unique())
-    for ratio in ratios:
-        table.add_column(f"{ratio:.0%}", justify="right", no_wrap=True)
-    for name in [NO_PRESS, *_by_accuracy(quality)]:
-        rows = quality[quality["press"] == name]
-        cells = {
-            str(mechanism): tuple(_cell(own, ratio) for ratio in ratios)
-            for mechanism, own in rows.groupby("mechanism")
-        }
-        if len(cells) == 2 and len(set(cells.values())) == 1:
-            cells = {"both": next(iter(cells.values()))}
-        for mechanism, texts in cells.items():
-            table.add_row(press_label(name), mechanism, *texts)
-    return table
-
-
-def _cell(quality: pd.DataFrame, ratio: float) -> str:
-    row = quality[quality["ratio"] == ratio]
-    if row.empty:
-        return ""
-    return _text(*(row[name].iloc[0] for name in ("accuracy", "low", "high")))
-
-
-def _text(accuracy: float, low: float, high: float) -> str:
-    return f"{100 * accuracy:.0f} ±{50 * (high - low):.0f}"
+EXPERIMENT = Quality()

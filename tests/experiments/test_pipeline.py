@@ -15,7 +15,7 @@ import patch_impl
 from experiments import UserError
 from experiments.loading import load_model
 from experiments.pipeline import TASK, ContextAnswerer
-from experiments.questions.quality import answer_seen, answer_unseen
+from experiments.testbed.asking import answer_seen, answer_unseen
 from experiments.testbed.facts import build_tokenizer, draw
 from press_core import RaggedLayer, kept_lengths
 from tests.support import snapshot

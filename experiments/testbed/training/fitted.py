@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from experiments.loading import load_model
-from experiments.questions.quality import check_vocabulary
+from experiments.testbed.asking import check_vocabulary
 from experiments.testbed.facts import draw
 from hooks_impl.collector import Collector
 from hooks_impl.duo_attention import DuoAttentionPress
