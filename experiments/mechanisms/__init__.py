@@ -95,4 +95,7 @@ MECHANISMS: dict[str, Mechanism] = {
 }
 """All mechanisms by name, from the one that reaches least to the one that reaches most."""
 
-__all__ = ["CACHE", "FRAME", "MECHANISMS", "TENSORS", "Mechanism"]
+OURS = ("hooks", "patches")
+"""The two mechanisms of this project."""
+
+__all__ = ["CACHE", "FRAME", "MECHANISMS", "OURS", "TENSORS", "Mechanism"]

@@ -10,31 +10,25 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import pandas as pd
 import torch
 import typer
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from rich.progress import Progress
 from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl
 import patch_impl
-from experiments import UserError
-from experiments.framework.experiment import Experiment, Tables
-from experiments.framework.heatmap import draw_cells
-from experiments.framework.plots import legend_outside, new_figure, style
-from experiments.framework.report import write_results
-from experiments.framework.tables import markdown_table
+from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.heatmap import OutcomeMatrix
+from experiments.framework.options import one_of
+from experiments.framework.tables import ResultTable
 from experiments.interventions import COMPANIONS, NOTHING, Intervention
 from experiments.mechanisms import MECHANISMS
 from experiments.mechanisms.contain import contained
@@ -92,12 +86,34 @@ def _presses(name: str) -> dict[str, Callable[[], Any]]:
 
 
 _HOOKS, _PATCHES = _presses("hooks"), _presses("patches")
-OURS = tuple(name for pair in zip(_HOOKS, _PATCHES, strict=True) for name in pair)
+MINE = tuple(name for pair in zip(_HOOKS, _PATCHES, strict=True) for name in pair)
 TRIED: dict[str, Callable[[], Any]] = {
-    **{name: (_HOOKS | _PATCHES)[name] for name in OURS},
+    **{name: (_HOOKS | _PATCHES)[name] for name in MINE},
     **{name: partial(mechanism.press, RATIO) for name, mechanism in MECHANISMS.items()},
 }
 """What makes the press that is tried, by name: ours, and the other mechanisms."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to try."""
+
+    mechanism: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            help=f"Repeatable; one of: {'; '.join(TRIED)}.",
+            show_default="all",
+            callback=one_of(TRIED),
+        ),
+    ] = ()
+    companion: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            help=f"Repeatable; one of: {'; '.join(COMPANIONS)}.",
+            show_default="all",
+            callback=one_of(COMPANIONS),
+        ),
+    ] = ()
 
 
 def llama() -> PreTrainedModel:
@@ -188,38 +204,17 @@ def _quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def cells(mechanisms: list[str], companions: list[str]) -> list[tuple[str, Intervention, str]]:
+def cells(
+    mechanisms: Iterable[str], companions: Iterable[str]
+) -> list[tuple[str, Intervention, str]]:
     """What is tried out: slow companions by our own mechanisms alone, and not after the scope."""
     return [
         (mechanism, COMPANIONS[companion], phase)
         for mechanism in mechanisms
         for companion in companions
         for phase in PHASES
-        if not COMPANIONS[companion].is_slow or (mechanism in OURS and phase != AFTER)
+        if not COMPANIONS[companion].is_slow or (mechanism in MINE and phase != AFTER)
     ]
-
-
-def measure(
-    mechanisms: list[str], companions: list[str] | None = None, *, progress: bool = True
-) -> Tables:
-    """Every mechanism beside every companion, in every phase.
-
-    Returns:
-        `coexistence`: columns `mechanism`, `companion`, `phase` (one of `PHASES`), `outcome` (one
-        of `OUTCOMES`) and a `detail` of what is not right.
-    """
-    chosen = cells(mechanisms, companions or list(COMPANIONS))
-    console = Console(stderr=True)
-    rows = [
-        try_out(*cell)
-        for cell in track(chosen, "coexistence", console=console, disable=not progress)
-    ]
-    return {"coexistence": pd.DataFrame(rows)}
-
-
-def run() -> Tables:
-    """The study: everything."""
-    return measure(list(TRIED))
 
 
 # ---- reading the table ---------------------------------------------------------------------------
@@ -232,123 +227,88 @@ _LOOKS = {
 }
 
 
-def worst(table: pd.DataFrame) -> pd.Series:
-    """By mechanism and companion, the worst outcome of all phases."""
-    ranks = table["outcome"].map(OUTCOMES.index)
-    grouped = ranks.groupby([table["companion"], table["mechanism"]], sort=False).max()
-    return grouped.map(lambda rank: OUTCOMES[rank])
+class Coexistence(Experiment[Options]):
+    """Try each mechanism beside accelerate, PEFT, torch.compile and others."""
 
-
-def figures(tables: Tables) -> dict[str, Figure]:
-    """The matrix: `coexistence`."""
-    table = tables["coexistence"]
-    mechanisms, companions = (list(table[name].unique()) for name in ("mechanism", "companion"))
-    looks = {pair: _LOOKS[outcome] for pair, outcome in worst(table).items()}
-    with style():
-        figure, (panel,) = new_figure(width=9.8, height=1.6 + 0.27 * len(companions))
-        draw_cells(panel, companions, mechanisms, looks)  # type: ignore[arg-type]
-        handles = [
-            Line2D([], [], color=colour, marker="s", markersize=9, linestyle="none", label=name)
-            for name, (_, colour) in _LOOKS.items()
-        ]
-        legend_outside(figure, panel, handles=handles)
-    figure.set_label(
-        "What comes of each mechanism (columns) beside what else is done to models (rows): the "
-        "worst of before, inside and after the scope"
+    name = "coexistence"
+    title = "Who gets along"
+    question = (
+        "Does a press still do what it should beside everything else that is done to models, and "
+        "do the others?"
     )
-    return {"coexistence": figure}
+    method = (
+        "Each mechanism meets each companion that begins before its scope and outlives it, that "
+        "comes and goes inside of it, or that comes after it. What is kept, and the logits of a "
+        "prefill and of a decode step, are held against those that the companion gives without "
+        "any press, whose cache is cut by hand; once the scope is closed, against the companion "
+        "alone. A wrong cell is silent: nothing was raised. Other versions of the libraries may "
+        "give other cells."
+    )
+    full = Options()
+    quick = Options(
+        mechanism=MINE, companion=tuple(n for n, done in COMPANIONS.items() if not done.is_slow)
+    )
 
+    def measure(self, options: Options, progress: Progress) -> Tables:
+        """Every mechanism beside every companion, in every phase.
 
-def summary(tables: Tables) -> str:
-    """What was found, as Markdown."""
-    table = tables["coexistence"]
-    mechanisms, companions = (list(table[name].unique()) for name in ("mechanism", "companion"))
-    found = worst(table)
-    rows = [
-        [companion, *(_short(found.get((companion, name), "not run")) for name in mechanisms)]
-        for companion in companions
-    ]
-    lines = [sentence(table), "", markdown_table(["", *mechanisms], rows, left=None)]
-    late = [m for m in mechanisms if found.get((NOTHING.companion, m), RIGHT) == WRONG]
-    if late:
-        lines += ["", f"Wrong by themselves, beside nothing else: {', '.join(late)}."]
-    own = table[table["mechanism"].isin(OURS) & (table["outcome"] != RIGHT)]
-    if not own.empty:
-        lines += ["", "What is not right with this project's own:", ""]
-        records: list[dict[Any, Any]] = own.to_dict("records")
-        lines += [
-            f"- {row['mechanism']}, {row['companion']}, {row['phase']} the scope: {row['detail']}"
-            for row in records
+        Returns:
+            `coexistence`: columns `mechanism`, `companion`, `phase` (one of `PHASES`), `outcome`
+            (one of `OUTCOMES`) and a `detail` of what is not right.
+        """
+        chosen = cells(options.mechanism or TRIED, options.companion or COMPANIONS)
+        rows = [try_out(*cell) for cell in progress.track(chosen, description=self.name)]
+        return {"coexistence": pd.DataFrame(rows)}
+
+    def findings(self, tables: Tables) -> list[Finding]:
+        table = tables["coexistence"]
+        parts = {"own": table[_is_own(table)], "others": table[~_is_own(table)]}
+        return [_finding(name, part) for name, part in parts.items() if len(part)]
+
+    def views(self, tables: Tables) -> list[ResultTable]:
+        table = tables["coexistence"]
+        note = "The worst of before, inside and after the scope."
+        return [OutcomeMatrix.of(table, "companion", _LOOKS).table(note)]
+
+    def remarks(self, tables: Tables) -> list[str]:
+        table, said = tables["coexistence"], []
+        alone = table[(table["companion"] == NOTHING.companion) & (table["outcome"] == WRONG)]
+        if len(alone):
+            late = ", ".join(alone["mechanism"].unique())
+            said = [f"Wrong by themselves, beside nothing else: {late}."]
+        own = table[_is_own(table) & (table["outcome"] != RIGHT)]
+        details = [
+            f"- {row.mechanism}, {row.companion}, {row.phase} the scope: {row.detail}"
+            for row in own.itertuples()
         ]
-    return "\n".join(lines)
+        if details:
+            said += ["What is not right with this project's own:", "\n".join(details)]
+        return said
+
+    def figures(self, tables: Tables) -> dict[str, Figure]:
+        label = (
+            "What comes of each mechanism (columns) beside what else is done to models (rows): "
+            "the worst of before, inside and after the scope"
+        )
+        matrix = OutcomeMatrix.of(tables["coexistence"], "companion", _LOOKS)
+        return {"coexistence": matrix.figure(label)}
 
 
-def _short(outcome: str) -> str:
-    return "" if outcome == RIGHT else outcome
+def _is_own(table: pd.DataFrame) -> pd.Series[bool]:
+    return table["mechanism"].isin(MINE)
 
 
-def sentence(table: pd.DataFrame) -> str:
-    """How many cells are right, those of this project first."""
-    own = table[table["mechanism"].isin(OURS)]
-    others = table[~table["mechanism"].isin(OURS)]
-
-    def counted(part: pd.DataFrame) -> str:
-        counts = part["outcome"].value_counts()
-        named = [f"{counts[name]} {name}" for name in OUTCOMES if name in counts]
-        return f"{', '.join(named)} (of {len(part)})"
-
-    said = f"Hooks and patches of this project: {counted(own)}." if len(own) else ""
-    return said + (f" The other mechanisms: {counted(others)}." if len(others) else "")
-
-
-EXPERIMENT = Experiment(
-    name="coexistence",
-    title="Who gets along",
-    question="Does a press still do what it should beside everything else that is done to models, "
-    "and do the others?",
-    run=run,
-    figures=figures,
-    summary=summary,
-    repeat="python -m experiments coexistence",
-)
+def _finding(name: str, part: pd.DataFrame) -> Finding:
+    counts = {outcome: int((part["outcome"] == outcome).sum()) for outcome in OUTCOMES}
+    who = {"own": "hooks and patches of this project", "others": "the other mechanisms"}[name]
+    text = (
+        f"Beside what else is done to models, {who} are silently wrong in "
+        f"**{counts[WRONG]}** of {len(part)} trials and raise an error in {counts[ERROR]}."
+    )
+    if name == "others":
+        return Finding(name, text)
+    verdict: Any = "breaks" if counts[WRONG] else "costs" if counts[ERROR] else "works"
+    return Finding(name, text, "use presses beside accelerate, PEFT and torch.compile", verdict)
 
 
-# ---- command -------------------------------------------------------------------------------------
-
-
-def command(
-    mechanism: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Repeat it for several; by default all: {'; '.join(TRIED)}."),
-    ] = None,
-    companion: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Repeat it for several; by default all: {'; '.join(COMPANIONS)}."),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder to write the table and the figure to.")
-    ] = None,
-) -> None:
-    """Each mechanism beside accelerate, PEFT, torch.compile and others."""
-    _check_known("mechanism", mechanism, list(TRIED))
-    _check_known("companion", companion, list(COMPANIONS))
-    tables = measure(mechanism or list(TRIED), companion)
-    table = tables["coexistence"]
-    shown = Table(box=SIMPLE_HEAD)
-    for column in ("mechanism", "companion", "phase", "outcome", "detail"):
-        shown.add_column(column)
-    records: list[dict[Any, Any]] = table[table["outcome"] != RIGHT].to_dict("records")
-    for row in records:
-        shown.add_row(*(str(value)[:160] for value in row.values()))
-    console = Console()
-    if records:
-        console.print(shown)
-    console.print(sentence(table))
-    if output is not None:
-        write_results(tables, figures(tables), output)
-
-
-def _check_known(what: str, names: list[str] | None, known: list[str]) -> None:
-    for name in names or []:
-        if name not in known:
-            raise UserError(f"no {what} is called {name!r}; there are {'; '.join(known)}")
+EXPERIMENT = Coexistence()

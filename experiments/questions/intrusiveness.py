@@ -15,9 +15,10 @@ import json
 import pstats
 import subprocess
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,10 +26,7 @@ import pandas as pd
 import torch
 import typer
 from matplotlib.figure import Figure
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from rich.progress import Progress
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -36,13 +34,12 @@ import hooks_impl
 import patch_impl
 from experiments import UserError
 from experiments.audit import LEFT, OPEN, REACHES, RUNNING, audit, differences, snapshot
-from experiments.framework.experiment import Experiment, Tables
+from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.heatmap import draw_cells
 from experiments.framework.plots import new_figure, style
-from experiments.framework.report import write_results
-from experiments.framework.tables import markdown_table
+from experiments.framework.tables import ResultTable
 from experiments.interventions import LIBRARIES
-from experiments.mechanisms import MECHANISMS
+from experiments.mechanisms import MECHANISMS, OURS
 from experiments.mechanisms.contain import contained
 from experiments.testbed.families import build
 
@@ -53,11 +50,20 @@ INSTALL = "make subjects"
 BARE = "bare"
 ROOT = Path(__file__).parents[2]
 
-_PACKAGES: dict[str, dict[str, Any]] = {
-    "hooks": hooks_impl.PRESSES,
-    "patches": patch_impl.PRESSES,
-}
 Opens = Callable[[PreTrainedModel], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where to look for libraries."""
+
+    environment: Annotated[
+        tuple[Path, ...],
+        typer.Option(
+            help="Virtual environment with libraries to audit. Repeatable.",
+            show_default=f"{' and '.join(ENVIRONMENTS)} where they are",
+        ),
+    ] = ()
 
 
 class PlantedError(RuntimeError):
@@ -65,14 +71,14 @@ class PlantedError(RuntimeError):
 
 
 def mechanisms() -> dict[str, Opens]:
-    """What is audited, by name: every mechanism, and presses that read queries or keep heads apart."""
+    """What is audited, by name: every mechanism, and presses that need more than the keys."""
     opened: dict[str, Opens] = {
         name: mechanism.press(RATIO) for name, mechanism in MECHANISMS.items()
     }
-    for name, presses in _PACKAGES.items():
-        snapkv = presses["SnapKVPress"](compression_ratio=RATIO, window_size=4)
+    for name, package in zip(OURS, (hooks_impl, patch_impl), strict=True):
+        snapkv = package.SnapKVPress(compression_ratio=RATIO, window_size=4)
         opened[f"{name}, SnapKV"] = snapkv
-        opened[f"{name}, AdaKV(SnapKV)"] = presses["AdaKVPress"](snapkv)
+        opened[f"{name}, AdaKV(SnapKV)"] = package.AdaKVPress(snapkv)
     return opened
 
 
@@ -249,7 +255,7 @@ def _path_to_error(model: PreTrainedModel, scope: AbstractContextManager[Any]) -
 # ---- libraries ---------------------------------------------------------------------------------
 
 
-def audit_libraries(environments: list[Path]) -> pd.DataFrame:
+def audit_libraries(environments: Sequence[Path]) -> pd.DataFrame:
     """What libraries touch and leave, each audited in the first environment that has it.
 
     Args:
@@ -300,43 +306,6 @@ def _audit_in(environment: Path) -> list[dict[str, Any]]:
     return rows
 
 
-# ---- tables ------------------------------------------------------------------------------------
-
-
-def measure(environments: list[Path], *, progress: bool = True) -> Tables:
-    """Everything about every mechanism, and about the libraries that `environments` have.
-
-    Returns:
-        `intrusiveness`: changes by mechanism, `when`, `reach`, `how` and `kind`;
-        `intrusiveness_exits`: what is left by mechanism and `exit`;
-        `intrusiveness_inside`: what can be seen from inside, by mechanism;
-        `intrusiveness_libraries`: see `audit_libraries`.
-    """
-    opened = mechanisms()
-    changes, exits, inside = [], [], [{"mechanism": BARE, **seen_from_inside(None)}]
-    console = Console(stderr=True)
-    with ThreadPoolExecutor(1) as pool:
-        libraries = pool.submit(audit_libraries, environments)
-        for name in track(opened, "intrusiveness", console=console, disable=not progress):
-            changes.append(touched(opened[name]).assign(mechanism=name))
-            exits += [{"mechanism": name, **leftovers(opened[name], how)} for how in EXITS]
-            if name in MECHANISMS:
-                inside.append({"mechanism": name, **seen_from_inside(name)})
-        found = libraries.result()
-    table = pd.concat(changes, ignore_index=True)
-    return {
-        "intrusiveness": table[["mechanism", *table.columns.drop("mechanism")]],
-        "intrusiveness_exits": pd.DataFrame(exits),
-        "intrusiveness_inside": pd.DataFrame(inside),
-        "intrusiveness_libraries": found,
-    }
-
-
-def run() -> Tables:
-    """The study: all mechanisms, and the libraries whose environments are there."""
-    return measure([ROOT / name for name in ENVIRONMENTS])
-
-
 # ---- reading the tables ------------------------------------------------------------------------
 
 
@@ -349,14 +318,15 @@ def by_reach(table: pd.DataFrame, names: list[str], when: str) -> pd.DataFrame:
     return counted.reindex(index=index, columns=list(REACHES), fill_value=0).astype(int)
 
 
-def figures(tables: Tables) -> dict[str, Figure]:
-    """What is touched and what is left: `intrusiveness`, and of libraries as far as audited."""
-    drawn = {"intrusiveness": _mechanisms_figure(tables)}
-    libraries = tables["intrusiveness_libraries"]
-    audited = libraries[libraries["error"].isna() | (libraries["error"] == "")]
-    if not audited.empty:
-        drawn["intrusiveness_libraries"] = _libraries_figure(audited)
-    return drawn
+def _while_open(changes: pd.DataFrame) -> pd.DataFrame:
+    by_mechanism = by_reach(changes, ["mechanism"], OPEN)
+    return by_mechanism.add(by_reach(changes, ["mechanism"], RUNNING))
+
+
+def _left(exits: pd.DataFrame, ours: bool) -> pd.Series[int]:
+    """What mechanisms leave behind, summed over all ways of leaving."""
+    left = exits.groupby("mechanism", sort=False)["leftovers"].sum()
+    return left[left.index.map(lambda name: (name.split(",")[0] in OURS) == ours)]
 
 
 _TITLE_PAD = 72
@@ -374,7 +344,7 @@ def _shade(count: int, colours: tuple[str, ...]) -> tuple[str, str]:
 
 def _mechanisms_figure(tables: Tables) -> Figure:
     changes, exits = tables["intrusiveness"], tables["intrusiveness_exits"]
-    opened = by_reach(changes, ["mechanism"], OPEN).add(by_reach(changes, ["mechanism"], RUNNING))
+    opened = _while_open(changes)
     left = exits.pivot(index="mechanism", columns="exit", values="leftovers")
     names, ways = list(dict.fromkeys(exits["mechanism"])), list(dict.fromkeys(exits["exit"]))
     with style():
@@ -417,40 +387,8 @@ def _cells(
     }
 
 
-def summary(tables: Tables) -> str:
-    """What was found, as Markdown."""
-    changes, exits = tables["intrusiveness"], tables["intrusiveness_exits"]
-    inside = tables["intrusiveness_inside"].set_index("mechanism")
-    parts = [
-        sentence(exits),
-        "Entries that differ from before, on a Llama of two layers: hooks, attributes, registry "
-        "entries, frames on the stack as the first layer stores its keys, and so on.",
-        _markdown(_touched_table(changes, exits)),
-        "What can be seen from inside: whether `inspect` says the same of an attention module's "
-        "`forward` as without the mechanism, and how many frames a traceback shows between the "
-        f"decoder layer and an error, in the layer ({int(inside[_LAYER][BARE])} without any "
-        "mechanism) and in the press.",
-        _markdown(_inside_table(inside)),
-        _libraries_text(tables["intrusiveness_libraries"]),
-    ]
-    return "\n\n".join(parts)
-
-
-def sentence(exits: pd.DataFrame) -> str:
-    """What is left by this project's mechanisms, and by which others."""
-    left = exits.groupby("mechanism", sort=False)["leftovers"].sum()
-    ours = [name for name in left.index if name.split(",")[0] in _PACKAGES]
-    own = left[ours].sum()
-    others = [f"{name} ({count})" for name, count in left.drop(ours).items() if count]
-    return (
-        f"Hooks and patches leave {own} entries behind ({len(ours)} presses, "
-        f"{exits['exit'].nunique()} ways of leaving each). Of the other mechanisms something is "
-        f"left by {', '.join(others) or 'none'}."
-    )
-
-
 def _touched_table(changes: pd.DataFrame, exits: pd.DataFrame) -> pd.DataFrame:
-    opened = by_reach(changes, ["mechanism"], OPEN).add(by_reach(changes, ["mechanism"], RUNNING))
+    opened = _while_open(changes)
     opened["left, at most"] = exits.groupby("mechanism")["leftovers"].max()
     kinds = changes[changes["when"] == OPEN].groupby("mechanism")["kind"].agg(_listed)
     opened["what"] = kinds.reindex(opened.index, fill_value="")
@@ -480,16 +418,7 @@ def _inside_table(inside: pd.DataFrame) -> pd.DataFrame:
     return table.reset_index()
 
 
-def _libraries_text(libraries: pd.DataFrame) -> str:
-    """What was found about libraries, or how to find it."""
-    intro = (
-        "Libraries, audited in the same way: entries that differ while open (all reaches), and "
-        "those that are left, by reach. Modules that an import loads are not counted."
-    )
-    return "\n\n".join([intro, *map(_markdown, _library_tables(libraries))])
-
-
-def _library_tables(libraries: pd.DataFrame) -> list[pd.DataFrame]:
+def _library_tables(libraries: pd.DataFrame) -> list[ResultTable]:
     """What was audited, and what was not and why, as far as there are such."""
     failed = libraries[libraries["error"].fillna("") != ""]
     audited = libraries.drop(index=failed.index)
@@ -499,64 +428,112 @@ def _library_tables(libraries: pd.DataFrame) -> list[pd.DataFrame]:
         left = by_reach(audited, keys, LEFT).drop(columns=REACHES[0])
         left = left.add_prefix("left: ")
         left.insert(0, "while open", by_reach(audited, keys, OPEN).sum(axis=1))
-        tables.append(left.reset_index())
+        note = (
+            "Libraries, audited in the same way: entries that differ while open (all reaches), "
+            "and those that are left, by reach. Modules that an import loads are not counted."
+        )
+        tables.append(_result(note, left.reset_index()))
     if not failed.empty:
-        tables.append(failed[["library", "subject", "error"]].fillna(""))
+        shown = failed[["library", "subject", "error"]].fillna("")
+        tables.append(_result("Libraries that were not audited:", shown))
     return tables
 
 
-def _markdown(table: pd.DataFrame) -> str:
-    return markdown_table(list(table.columns), list(table.itertuples(index=False)), left=None)
+def _result(note: str, table: pd.DataFrame) -> ResultTable:
+    return ResultTable(note, list(table.columns), list(table.itertuples(index=False)), left=None)
 
 
-EXPERIMENT = Experiment(
-    name="intrusiveness",
-    title="What is touched, and what is left",
-    question="What does each mechanism touch while it is open, how far does that reach, and what "
-    "does it leave?",
-    run=run,
-    figures=figures,
-    summary=summary,
-    repeat="python -m experiments intrusiveness",
-)
+class Intrusiveness(Experiment[Options]):
+    """Audit what each mechanism, and each library, touches, and what it leaves behind."""
+
+    name = "intrusiveness"
+    title = "What is touched, and what is left"
+    question = (
+        "What does each mechanism touch while it is open, how far does that reach, and what does "
+        "it leave?"
+    )
+    method = (
+        "Snapshots of everything that can be reached from a small Llama and its process are taken "
+        "before, inside, in the middle of a call inside, and after: hooks, attributes, classes, "
+        "globals of modeling files, registries, configurations, weights, settings. An entry that "
+        "is another object, or has another value, counts. Each scope is left in five ways, an "
+        "error and an interrupt among them. What C++ keeps out of Python's sight is not seen."
+    )
+    full = quick = Options()
+
+    def measure(self, options: Options, progress: Progress) -> Tables:
+        """Everything about every mechanism, and about the libraries that environments have.
+
+        Returns:
+            `intrusiveness`: changes by mechanism, `when`, `reach`, `how` and `kind`;
+            `intrusiveness_exits`: what is left by mechanism and `exit`;
+            `intrusiveness_inside`: what can be seen from inside, by mechanism;
+            `intrusiveness_libraries`: see `audit_libraries`.
+        """
+        for folder in options.environment:
+            if not (folder / "bin" / "python").exists():
+                raise UserError(
+                    f"{folder} holds no virtual environment: there is no bin/python in it"
+                )
+        environments = options.environment or [ROOT / name for name in ENVIRONMENTS]
+        opened = mechanisms()
+        changes, exits, inside = [], [], [{"mechanism": BARE, **seen_from_inside(None)}]
+        with ThreadPoolExecutor(1) as pool:
+            libraries = pool.submit(audit_libraries, environments)
+            for name in progress.track(opened, description=self.name):
+                changes.append(touched(opened[name]).assign(mechanism=name))
+                exits += [{"mechanism": name, **leftovers(opened[name], how)} for how in EXITS]
+                if name in MECHANISMS:
+                    inside.append({"mechanism": name, **seen_from_inside(name)})
+            found = libraries.result()
+        table = pd.concat(changes, ignore_index=True)
+        return {
+            "intrusiveness": table[["mechanism", *table.columns.drop("mechanism")]],
+            "intrusiveness_exits": pd.DataFrame(exits),
+            "intrusiveness_inside": pd.DataFrame(inside),
+            "intrusiveness_libraries": found,
+        }
+
+    def findings(self, tables: Tables) -> list[Finding]:
+        exits = tables["intrusiveness_exits"]
+        own, others = _left(exits, ours=True), _left(exits, ours=False)
+        text = (
+            f"Hooks and patches leave **{own.sum()}** entries behind, whichever of "
+            f"{exits['exit'].nunique()} ways their scope is left; {(others > 0).sum()} of "
+            f"{len(others)} other mechanisms leave some."
+        )
+        verdict: Any = "breaks" if own.sum() else "works"
+        return [Finding("left", text, "get the model back as it was", verdict)]
+
+    def views(self, tables: Tables) -> list[ResultTable]:
+        changes, exits = tables["intrusiveness"], tables["intrusiveness_exits"]
+        inside = tables["intrusiveness_inside"].set_index("mechanism")
+        left = [f"{name} ({n})" for name, n in _left(exits, ours=False).items() if n]
+        touched_note = (
+            "Entries that differ from before, on a Llama of two layers: hooks, attributes, "
+            "registry entries, frames on the stack as the first layer stores its keys, and so on. "
+            f"Of the other mechanisms something is left by {', '.join(left) or 'none'}."
+        )
+        inside_note = (
+            "What can be seen from inside: whether `inspect` says the same of an attention "
+            "module's `forward` as without the mechanism, and how many frames a traceback shows "
+            "between the decoder layer and an error, in the layer "
+            f"({int(inside[_LAYER][BARE])} without any mechanism) and in the press."
+        )
+        return [
+            _result(touched_note, _touched_table(changes, exits)),
+            _result(inside_note, _inside_table(inside)),
+            *_library_tables(tables["intrusiveness_libraries"]),
+        ]
+
+    def figures(self, tables: Tables) -> dict[str, Figure]:
+        """What is touched and what is left, and of libraries as far as audited."""
+        drawn = {"intrusiveness": _mechanisms_figure(tables)}
+        libraries = tables["intrusiveness_libraries"]
+        audited = libraries[libraries["error"].fillna("") == ""]
+        if not audited.empty:
+            drawn["intrusiveness_libraries"] = _libraries_figure(audited)
+        return drawn
 
 
-# ---- command -----------------------------------------------------------------------------------
-
-
-def command(
-    environment: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Virtual environment with libraries to audit; repeat it for several. By default "
-            f"{' and '.join(ENVIRONMENTS)} where they are."
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder to write the tables and figures to.")
-    ] = None,
-) -> None:
-    """What each mechanism, and each library, touches, and what it leaves behind."""
-    for folder in environment or ():
-        if not (folder / "bin" / "python").exists():
-            raise UserError(f"{folder} holds no virtual environment: there is no bin/python in it")
-    tables = measure(environment or [ROOT / name for name in ENVIRONMENTS])
-    _show(tables)
-    if output is not None:
-        write_results(tables, figures(tables), output)
-
-
-def _show(tables: Tables) -> None:
-    console = Console()
-    console.print(_rich(_touched_table(tables["intrusiveness"], tables["intrusiveness_exits"])))
-    console.print(_rich(_inside_table(tables["intrusiveness_inside"].set_index("mechanism"))))
-    console.print(sentence(tables["intrusiveness_exits"]))
-    for table in _library_tables(tables["intrusiveness_libraries"]):
-        console.print(_rich(table))
-
-
-def _rich(table: pd.DataFrame) -> Table:
-    shown = Table(*map(str, table.columns), box=SIMPLE_HEAD)
-    for row in table.itertuples(index=False):
-        shown.add_row(*map(str, row))
-    return shown
+EXPERIMENT = Intrusiveness()

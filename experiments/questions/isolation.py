@@ -12,8 +12,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from itertools import product
 from threading import Thread
 from typing import Annotated, Any, NamedTuple
 
@@ -21,23 +22,17 @@ import pandas as pd
 import torch
 import typer
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from rich.progress import Progress
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl
 import patch_impl
-from experiments import UserError
-from experiments.framework.experiment import Experiment, Tables
-from experiments.framework.heatmap import draw_cells
-from experiments.framework.plots import legend_outside, new_figure, style
-from experiments.framework.report import write_results
-from experiments.framework.tables import markdown_table
-from experiments.mechanisms import MECHANISMS, Mechanism
+from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.heatmap import OutcomeMatrix
+from experiments.framework.options import one_of
+from experiments.framework.tables import ResultTable
+from experiments.mechanisms import MECHANISMS, OURS, Mechanism
 from experiments.mechanisms.contain import contained
 from experiments.testbed.families import build
 from experiments.testbed.response import Response, random_tokens, states_of
@@ -54,6 +49,20 @@ UNTOUCHED, RECOVERS, FOR_GOOD, ERROR = OUTCOMES = (
 )
 """What becomes of a bystander: it answers as ever, inside and after; differently inside only;
 differently after; it raises an error, inside or after."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to try."""
+
+    mechanism: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            help=f"Repeatable; one of: {', '.join(MECHANISMS)}.",
+            show_default="all",
+            callback=one_of(MECHANISMS),
+        ),
+    ] = ()
 
 
 # ---- answers -----------------------------------------------------------------------------------
@@ -106,18 +115,18 @@ def answer(model: PreTrainedModel) -> Response:
     return left(prefill(model, cache) + decode(model, cache), cache)
 
 
-def given(ask: Callable[[], Response]) -> Given:
+def given(ask: Callable[..., Response], *args: Any) -> Given:
     """What `ask` gives, or raises."""
     try:
-        return ask()
+        return ask(*args)
     except Exception as error:
         return error
 
 
-def in_thread(ask: Callable[[], Response]) -> Given:
+def in_thread(ask: Callable[..., Response], *args: Any) -> Given:
     """What `ask` gives in a thread that knows nothing of any scope."""
     results: list[Given] = []
-    thread = Thread(target=lambda: results.append(given(ask)))
+    thread = Thread(target=lambda: results.append(given(ask, *args)))
     thread.start()
     thread.join()
     return results[0]
@@ -138,14 +147,14 @@ def _watched(
     mechanism: Mechanism,
     model: PreTrainedModel,
     bystanders: list[PreTrainedModel],
-    ask: Callable[[Callable[[], Response]], Given] = given,
+    ask: Callable[..., Given] = given,
 ) -> list[Seen]:
     """The bystanders' answers, with `mechanism` open on `model`, which is run as well."""
     expected = [answer(bystander) for bystander in bystanders]
     with mechanism.press(RATIO)(model):
         answer(model)
-        inside = [ask(lambda m=m: answer(m)) for m in bystanders]  # type: ignore[misc]
-    after = [ask(lambda m=m: answer(m)) for m in bystanders]  # type: ignore[misc]
+        inside = [ask(answer, each) for each in bystanders]
+    after = [ask(answer, each) for each in bystanders]
     return [Seen(*four) for four in zip(expected, inside, expected, after, strict=True)]
 
 
@@ -192,8 +201,8 @@ def copy_made_inside(mechanism: Mechanism) -> list[Seen]:
     with mechanism.press(RATIO)(model):
         answer(model)
         twin = copy.deepcopy(model)
-        inside = given(lambda: answer(twin))
-    return [Seen(expected, inside, expected, given(lambda: answer(twin)))]
+        inside = given(answer, twin)
+    return [Seen(expected, inside, expected, given(answer, twin))]
 
 
 def copy_made_after(mechanism: Mechanism) -> list[Seen]:
@@ -202,7 +211,7 @@ def copy_made_after(mechanism: Mechanism) -> list[Seen]:
     with mechanism.press(RATIO)(model):
         answer(model)
     twin = copy.deepcopy(model)
-    return [Seen(expected, expected, expected, given(lambda: answer(twin)))]
+    return [Seen(expected, expected, expected, given(answer, twin))]
 
 
 def the_model_itself(mechanism: Mechanism) -> list[Seen]:
@@ -210,7 +219,7 @@ def the_model_itself(mechanism: Mechanism) -> list[Seen]:
     expected = answer(model)
     with mechanism.press(RATIO)(model):
         answer(model)
-    return [Seen(expected, expected, expected, given(lambda: answer(model)))]
+    return [Seen(expected, expected, expected, given(answer, model))]
 
 
 def other_instance_in_a_thread(mechanism: Mechanism) -> list[Seen]:
@@ -222,8 +231,8 @@ def the_model_in_a_thread(mechanism: Mechanism) -> list[Seen]:
     bare = answer(model)
     with mechanism.press(RATIO)(model):
         pressed = answer(model)
-        inside = in_thread(lambda: answer(model))
-    return [Seen(pressed, inside, bare, in_thread(lambda: answer(model)))]
+        inside = in_thread(answer, model)
+    return [Seen(pressed, inside, bare, in_thread(answer, model))]
 
 
 def cache_filled_before(mechanism: Mechanism) -> list[Seen]:
@@ -274,8 +283,8 @@ def one_press_on_two_models(mechanism: Mechanism) -> list[Seen]:
     bare = [answer(model) for model in models]
     alone = [_alone(press, model) for model in models]
     with press(models[0]), press(models[1]):
-        inside = [given(lambda m=m: answer(m)) for m in models]  # type: ignore[misc]
-    after = [given(lambda m=m: answer(m)) for m in models]  # type: ignore[misc]
+        inside = [given(answer, each) for each in models]
+    after = [given(answer, each) for each in models]
     return [Seen(*four) for four in zip(alone, inside, bare, after, strict=True)]
 
 
@@ -288,11 +297,8 @@ def _alone(press: Any, model: PreTrainedModel) -> Response:
 
 def nested_with(presses: Callable[[float], Any], mechanism: Mechanism) -> list[Seen]:
     """Two scopes on one model, the outer closed first, whichever of the two it is."""
-    orders = (
-        (mechanism.press(RATIO), presses(OTHER_RATIO)),
-        (presses(OTHER_RATIO), mechanism.press(RATIO)),
-    )
-    return [_closed_first(outer, inner) for outer, inner in orders]
+    one, other = mechanism.press(RATIO), presses(OTHER_RATIO)
+    return [_closed_first(one, other), _closed_first(other, one)]
 
 
 def _closed_first(outer_press: Any, inner_press: Any) -> Seen:
@@ -371,27 +377,6 @@ def try_out(mechanism: Mechanism, situation: str) -> dict[str, Any]:
     }
 
 
-def measure(mechanisms: list[str], *, progress: bool = True) -> Tables:
-    """Every situation for every mechanism.
-
-    Returns:
-        `isolation`: columns `mechanism`, `situation`, `outcome` (one of `OUTCOMES`), `bystanders`
-        and how many of them were `touched`, and a `detail` of the worst.
-    """
-    cells = [(MECHANISMS[name], situation) for name in mechanisms for situation in SITUATIONS]
-    console = Console(stderr=True)
-    rows = [
-        try_out(mechanism, situation)
-        for mechanism, situation in track(cells, "isolation", console=console, disable=not progress)
-    ]
-    return {"isolation": pd.DataFrame(rows)}
-
-
-def run() -> Tables:
-    """The study: all mechanisms."""
-    return measure(list(MECHANISMS))
-
-
 # ---- reading the table -------------------------------------------------------------------------
 
 
@@ -403,106 +388,78 @@ _LOOKS = {
 }
 
 
-def figures(tables: Tables) -> dict[str, Figure]:
-    """The matrix: `isolation`."""
-    table = tables["isolation"]
-    mechanisms, situations = (list(table[name].unique()) for name in ("mechanism", "situation"))
-    records: list[dict[Any, Any]] = table.to_dict("records")
-    cells = {(row["situation"], row["mechanism"]): _LOOKS[row["outcome"]] for row in records}
-    with style():
-        figure, (panel,) = new_figure(width=9.4, height=1.5 + 0.27 * len(situations))
-        draw_cells(panel, situations, mechanisms, cells)
-        handles = [
-            Line2D([], [], color=colour, marker="s", markersize=9, linestyle="none", label=name)
-            for name, (_, colour) in _LOOKS.items()
-        ]
-        legend_outside(figure, panel, handles=handles)
-    figure.set_label(
-        "What became of bystanders, bit for bit, by situation (rows) and mechanism (columns)"
+class Isolation(Experiment[Options]):
+    """See which bystanders a press on one model changes, mechanism by mechanism."""
+
+    name = "isolation"
+    title = "Who else feels it"
+    question = (
+        "With a press open on one model, which other models, copies, caches and threads answer "
+        "differently, and which recover?"
     )
-    return {"isolation": figure}
-
-
-def summary(tables: Tables) -> str:
-    """What was found, as Markdown."""
-    table = tables["isolation"]
-    mechanisms, situations = (list(table[name].unique()) for name in ("mechanism", "situation"))
-    outcomes = table.pivot(index="situation", columns="mechanism", values="outcome")
-    lines = [
-        sentence(table),
-        "",
-        markdown_table(
-            ["", *mechanisms],
-            [
-                [situation, *(_short(outcomes.loc[situation, name]) for name in mechanisms)]
-                for situation in situations
-            ],
-            left=None,
-        ),
-    ]
-    noted = table[table["outcome"].isin([FOR_GOOD, ERROR])]
-    if not noted.empty:
-        lines += ["", "Where it did not recover:", ""]
-        records: list[dict[Any, Any]] = noted.to_dict("records")
-        lines += [f"- {row['mechanism']}, {row['situation']}: {row['detail']}" for row in records]
-    return "\n".join(lines)
-
-
-def _short(name: str) -> str:
-    return "" if name == UNTOUCHED else name
-
-
-def sentence(table: pd.DataFrame) -> str:
-    """How many situations each mechanism leaves untouched, ours first."""
-    total = table["situation"].nunique()
-    untouched = (table["outcome"] == UNTOUCHED).groupby(table["mechanism"], sort=False).sum()
-    counted = [f"{name} {count}" for name, count in untouched.items()]
-    return (
-        f"Of {total} situations, bystanders answer the same bits inside and after in: "
-        f"{', '.join(counted)}."
+    method = (
+        "A press is opened on a small model in each situation, and bystanders are asked the same "
+        "before, inside and after: a prefill and two decode steps, with the cache that these "
+        "leave. Answers are compared bit for bit. The worst of all bystanders counts. A mechanism "
+        "other than hooks and patches is tried in its plainest form; with more code some could "
+        "tell whose call it is."
     )
+    full = quick = Options()
+
+    def measure(self, options: Options, progress: Progress) -> Tables:
+        """Every situation for every mechanism.
+
+        Returns:
+            `isolation`: columns `mechanism`, `situation`, `outcome` (one of `OUTCOMES`),
+            `bystanders` and how many of them were `touched`, and a `detail` of the worst.
+        """
+        mechanisms = [MECHANISMS[name] for name in options.mechanism or MECHANISMS]
+        cells = list(product(mechanisms, SITUATIONS))
+        rows = [try_out(*cell) for cell in progress.track(cells, description=self.name)]
+        return {"isolation": pd.DataFrame(rows)}
+
+    def findings(self, tables: Tables) -> list[Finding]:
+        table = tables["isolation"]
+        total, untouched = table["situation"].nunique(), _untouched(table)
+        own = untouched[untouched.index.isin(OURS)]
+        others = untouched.drop(own.index)
+        if own.empty:
+            text = f"Bystanders answer the same bits in at least **{others.min()}** of {total} "
+            return [Finding("bystanders", text + "situations.")]
+        text = (
+            f"With {' and '.join(own.index)}, bystanders answer the same bits in **{own.min()}** "
+            f"of {total} situations"
+        )
+        if not others.empty:
+            text += f"; with other mechanisms in {others.min()} to {others.max()}"
+        stays = table["mechanism"].isin(OURS) & table["outcome"].isin([FOR_GOOD, ERROR])
+        need = "leave other models, copies and caches alone"
+        return [Finding("bystanders", f"{text}.", need, "breaks" if stays.any() else "works")]
+
+    def views(self, tables: Tables) -> list[ResultTable]:
+        table = tables["isolation"]
+        counted = ", ".join(f"{name} {count}" for name, count in _untouched(table).items())
+        note = (
+            f"What became of bystanders. Of {table['situation'].nunique()} situations, they answer "
+            f"the same bits inside and after in: {counted}."
+        )
+        return [OutcomeMatrix.of(table, "situation", _LOOKS).table(note)]
+
+    def remarks(self, tables: Tables) -> list[str]:
+        table = tables["isolation"]
+        noted = table[table["outcome"].isin([FOR_GOOD, ERROR])]
+        lines = [f"- {row.mechanism}, {row.situation}: {row.detail}" for row in noted.itertuples()]
+        return ["Where it did not recover:", "\n".join(lines)] if lines else []
+
+    def figures(self, tables: Tables) -> dict[str, Figure]:
+        label = "What became of bystanders, bit for bit, by situation (rows) and mechanism"
+        matrix = OutcomeMatrix.of(tables["isolation"], "situation", _LOOKS)
+        return {"isolation": matrix.figure(label)}
 
 
-EXPERIMENT = Experiment(
-    name="isolation",
-    title="Who else feels it",
-    question="With a press open on one model, which other models, copies, caches and threads "
-    "answer differently, and which recover?",
-    run=run,
-    figures=figures,
-    summary=summary,
-    repeat="python -m experiments isolation",
-)
+def _untouched(table: pd.DataFrame) -> pd.Series[Any]:
+    """By mechanism, in how many situations nobody was touched."""
+    return (table["outcome"] == UNTOUCHED).groupby(table["mechanism"], sort=False).sum()
 
 
-# ---- command -----------------------------------------------------------------------------------
-
-
-def command(
-    mechanism: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Repeat it for several; by default all: {', '.join(MECHANISMS)}."),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder to write the table and the figure to.")
-    ] = None,
-) -> None:
-    """Which bystanders a press on one model changes, mechanism by mechanism."""
-    chosen = mechanism or list(MECHANISMS)
-    unknown = [name for name in chosen if name not in MECHANISMS]
-    if unknown:
-        raise UserError(f"no mechanism is called {unknown[0]!r}; there are {', '.join(MECHANISMS)}")
-    tables = measure(chosen)
-    _show(tables["isolation"])
-    if output is not None:
-        write_results(tables, figures(tables), output)
-
-
-def _show(table: pd.DataFrame) -> None:
-    console = Console()
-    for mechanism, rows in table.groupby("mechanism", sort=False):
-        shown = Table("situation", "outcome", "detail", box=SIMPLE_HEAD, title=str(mechanism))
-        for row in rows.itertuples():
-            shown.add_row(str(row.situation), str(row.outcome), str(row.detail))
-        console.print(shown)
-    console.print(sentence(table))
+EXPERIMENT = Isolation()

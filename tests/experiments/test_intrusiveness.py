@@ -10,17 +10,20 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from experiments import UserError
 from experiments.audit import CALL, CLASS, INSTANCE, LEFT, OPEN, PROCESS, RUNNING, THREAD
+from experiments.cli import app
+from experiments.framework.command import progress_bar
 from experiments.interventions import LIBRARIES, Intervention
 from experiments.interventions.of_kvpress import interrupted
 from experiments.mechanisms import MECHANISMS
 from experiments.questions import intrusiveness
 from experiments.questions.intrusiveness import (
     EXITS,
+    EXPERIMENT,
+    Options,
     leftovers,
     mechanisms,
     seen_from_inside,
@@ -233,7 +236,8 @@ def tables(tmp_path_factory):
     folder = environment(tmp_path_factory.mktemp("env") / "e", output=json.dumps(rows))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(intrusiveness, "mechanisms", lambda: {n: mechanisms()[n] for n in chosen})
-        return intrusiveness.measure([folder], progress=False)
+        options = Options(environment=(folder,))
+        return EXPERIMENT.measure(options, progress_bar(disable=True))
 
 
 def test_tables_hold_every_mechanism(tables):
@@ -245,15 +249,20 @@ def test_tables_hold_every_mechanism(tables):
 
 
 def test_summary_says_what_is_left(tables):
-    text = intrusiveness.summary(tables)
-    assert text.startswith("Hooks and patches leave 0 entries behind")
-    assert "plain instance patch (" in text.split("\n")[0]
+    text = EXPERIMENT.markdown(tables)
+    assert text.startswith("Hooks and patches leave **0** entries behind")
+    assert "1 of 1 other mechanisms leave some." in text.split("\n")[0]
+    assert "something is left by plain instance patch (" in text
+    assert EXPERIMENT.findings(tables)[0].verdict == "works"
+    exits = tables["intrusiveness_exits"].assign(leftovers=1)
+    (found,) = EXPERIMENT.findings(tables | {"intrusiveness_exits": exits})
+    assert (found.verdict, "**5** entries" in found.text) == ("breaks", True)
     assert "| peft | 1.0 | LoRA | 0 | 2 | 0 | 0 | 0 |" in text
     assert "| kvpress |  | not run" in text
 
 
 def test_figures_show_the_counts(tables):
-    figures = intrusiveness.figures(tables)
+    figures = EXPERIMENT.figures(tables)
     assert set(figures) == {"intrusiveness", "intrusiveness_libraries"}
     after = figures["intrusiveness"].axes[1]
     shown = [text.get_text() for text in after.texts]
@@ -263,7 +272,7 @@ def test_figures_show_the_counts(tables):
 
 def test_libraries_are_not_drawn_where_none_was_audited(tables):
     libraries = intrusiveness.audit_libraries([])
-    figures = intrusiveness.figures({**tables, "intrusiveness_libraries": libraries})
+    figures = EXPERIMENT.figures({**tables, "intrusiveness_libraries": libraries})
     assert set(figures) == {"intrusiveness"}
 
 
@@ -272,9 +281,9 @@ def cli(monkeypatch):
     monkeypatch.setattr(
         intrusiveness, "mechanisms", lambda: {"patches": MECHANISMS["patches"].press(0.5)}
     )
-    app = typer.Typer()
-    app.command()(intrusiveness.command)
-    return lambda *options: CliRunner().invoke(app, options, env={"COLUMNS": "160"})
+    return lambda *options: CliRunner().invoke(
+        app, ["intrusiveness", *options], env={"COLUMNS": "160"}
+    )
 
 
 def test_command_writes_what_it_shows(cli, tmp_path):
@@ -289,5 +298,5 @@ def test_command_writes_what_it_shows(cli, tmp_path):
 
 def test_command_says_that_a_folder_is_no_environment(cli, tmp_path):
     result = cli("--environment", str(tmp_path))
-    assert isinstance(result.exception, UserError)
-    assert "bin/python" in str(result.exception)
+    assert result.exit_code == 2
+    assert "bin/python" in result.output

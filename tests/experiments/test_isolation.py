@@ -5,20 +5,22 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner
 
-from experiments import UserError
 from experiments.audit import differences, snapshot
+from experiments.cli import app
+from experiments.framework.command import progress_bar
 from experiments.mechanisms import MECHANISMS
 from experiments.questions import isolation
 from experiments.questions.isolation import (
     ERROR,
+    EXPERIMENT,
     FOR_GOOD,
     OUTCOMES,
     RECOVERS,
     SITUATIONS,
     UNTOUCHED,
+    Options,
     Seen,
     answer,
     outcome,
@@ -32,7 +34,8 @@ SHARED = "an instance with the same module"
 
 @pytest.fixture(scope="module")
 def table():
-    return isolation.measure(["hooks", "patches", "plain hook"], progress=False)["isolation"]
+    options = Options(mechanism=("hooks", "patches", "plain hook"))
+    return EXPERIMENT.measure(options, progress_bar(disable=True))["isolation"]
 
 
 # ---- outcomes ----------------------------------------------------------------------------------
@@ -159,7 +162,7 @@ def test_nothing_is_carried_over_to_the_next_cell(name):
 
 
 def test_figure_has_a_cell_per_row(table):
-    figure = isolation.figures({"isolation": table})["isolation"]
+    figure = EXPERIMENT.figures({"isolation": table})["isolation"]
     panel = figure.axes[0]
     assert len(panel.patches) == len(table)
     texts = [text.get_text() for text in panel.texts]
@@ -168,22 +171,32 @@ def test_figure_has_a_cell_per_row(table):
 
 
 def test_summary_counts_and_lists(table):
-    text = isolation.summary({"isolation": table})
+    text = EXPERIMENT.markdown({"isolation": table})
+    assert f"bits in **{len(SITUATIONS) - 1}** of {len(SITUATIONS)} situations" in text
     assert f"Of {len(SITUATIONS)} situations" in text
     assert f"hooks {len(SITUATIONS) - 1}, patches {len(SITUATIONS) - 1}, plain hook " in text
     assert "- plain hook, a deep copy made inside: after: layers hold" in text
     assert set(table["outcome"]) <= set(OUTCOMES)
 
 
+def test_what_is_found_of_ours_and_of_others(table):
+    (found,) = EXPERIMENT.findings({"isolation": table})
+    assert found.text.startswith("With hooks and patches, bystanders")
+    assert found.verdict == "works"
+    others = table[table["mechanism"] == "plain hook"]
+    assert EXPERIMENT.findings({"isolation": others})[0].verdict is None
+    broken = others.assign(mechanism="hooks")
+    assert EXPERIMENT.findings({"isolation": broken})[0].verdict == "breaks"
+
+
 @pytest.fixture
 def cli():
-    app = typer.Typer()
-    app.command()(isolation.command)
-    return lambda *options: CliRunner().invoke(app, options, env={"COLUMNS": "140"})
+    arguments = ["isolation", "--mechanism"]
+    return lambda *more: CliRunner().invoke(app, [*arguments, *more], env={"COLUMNS": "140"})
 
 
 def test_command_writes_what_it_shows(cli, tmp_path):
-    result = cli("--mechanism", "patches", "--output", str(tmp_path))
+    result = cli("patches", "--output", str(tmp_path))
     assert result.exit_code == 0, result.output
     assert "a deep copy made inside" in result.output
     assert set(pd.read_csv(tmp_path / "isolation.csv")["mechanism"]) == {"patches"}
@@ -191,7 +204,7 @@ def test_command_writes_what_it_shows(cli, tmp_path):
 
 
 def test_command_says_which_mechanisms_there_are(cli):
-    result = cli("--mechanism", "magic")
-    assert isinstance(result.exception, UserError)
-    assert "'magic'" in str(result.exception)
-    assert "class patch" in str(result.exception)
+    result = cli("magic")
+    assert result.exit_code == 2
+    assert "'magic'" in result.output
+    assert "class patch" in result.output
