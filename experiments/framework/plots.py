@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 INK, MUTED, GRID = "#222222", "#6b6b6b", "#e4e4e4"
-"""Colours of text, of what should stay in the background, and of grid lines."""
+"""Colours of text, of what should stay in the background, and of grid lines; see `svg`."""
+
+CELL_INK = "#1a1a1a"
+"""Colour of text on light cells, which stay light in dark mode."""
 
 NO_PRESS = "no press"
 """What tables call the model without a press."""
@@ -234,3 +238,26 @@ def save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with style():
         figure.savefig(path)
+
+
+_DARK = {INK: "#e4e6e9", MUTED: "#a0a7af", GRID: "#343a41"}
+"""What the colours of text and lines become where the reader prefers dark pages."""
+
+
+def svg(figure: Figure) -> str:
+    """A figure as SVG on no background, whose text and lines follow the reader's dark mode.
+
+    The same figure gives the same text.
+    """
+    drawn = StringIO()
+    with style(), matplotlib.rc_context({"svg.hashsalt": "figure", "svg.fonttype": "none"}):
+        figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
+    head, body = drawn.getvalue().split("<defs>", 1)
+    for index, colour in enumerate(_DARK):
+        body = body.replace(colour, f"var(--c{index})")
+    light, dark = (
+        "svg{" + "".join(f"--c{i}:{colour};" for i, colour in enumerate(colours)) + "}"
+        for colours in (_DARK.keys(), _DARK.values())
+    )
+    sheet = f"<style>{light}@media(prefers-color-scheme:dark){{{dark}}}</style>"
+    return f"{head}{sheet}<defs>{body}"

@@ -15,14 +15,15 @@ from typing import Annotated
 import typer
 
 from experiments import UserError, load_experiments
-from experiments.framework.experiment import Experiment
-from experiments.framework.report import read_parts, verdict
+from experiments.framework.experiment import AnyExperiment
+from experiments.framework.report import verdict
+from experiments.framework.results import read_parts
 
 _OPENING = re.compile(r"<!-- table: (\S+) -->")
 _CLOSING = "<!-- /table -->"
 
 
-def blocks(results: Path, experiments: Sequence[Experiment]) -> dict[str, str]:
+def blocks(results: Path, experiments: Sequence[AnyExperiment]) -> dict[str, str]:
     """What a README can show of the study in the folder `results`: Markdown by block name.
 
     Raises:
@@ -32,7 +33,8 @@ def blocks(results: Path, experiments: Sequence[Experiment]) -> dict[str, str]:
     failed = [part.experiment.name for part in parts if part.error]
     if failed:
         raise UserError(f"{', '.join(failed)} failed in the study in {results}; run it again")
-    return {"verdict": verdict(parts)} | {part.experiment.name: part.summary for part in parts}
+    contents = {part.experiment.name: part.experiment.markdown(part.tables) for part in parts}
+    return {"verdict": verdict(parts)} | contents
 
 
 def markers(text: str) -> list[str]:
