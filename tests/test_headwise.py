@@ -18,8 +18,8 @@ from transformers import DynamicCache
 import hooks_impl
 import patch_impl
 from attention_patch import headwise
-from experiments.catalogue import PROMPTS
-from experiments.families import build
+from experiments.testbed.families import build
+from experiments.testbed.recipes import PROMPTS
 from press_core import (
     AttentionSite,
     HyperparameterError,

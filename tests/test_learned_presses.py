@@ -22,12 +22,12 @@ import patch_impl.expected_attention_stats
 import patch_impl.kvzap
 import patch_impl.qfilter
 from experiments import UserError
-from experiments.compare import Inputs, compare, run
-from experiments.facts import draw
-from experiments.families import FAMILIES, NO_ROPE, build, supported_implementations
 from experiments.loading import load_model
-from experiments.quality import answer_unseen
-from experiments.training.fitted import (
+from experiments.testbed.asking import answer_unseen
+from experiments.testbed.compare import Inputs, compare, run
+from experiments.testbed.facts import draw
+from experiments.testbed.families import FAMILIES, NO_ROPE, build, supported_implementations
+from experiments.testbed.training.fitted import (
     HELD_OUT_SEED,
     RECENT,
     SINKS,

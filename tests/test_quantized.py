@@ -12,7 +12,7 @@ from transformers.cache_utils import QuantizedLayer
 
 import hooks_impl
 import patch_impl
-from experiments.families import build
+from experiments.testbed.families import build
 from press_core import (
     PressError,
     ScopeError,

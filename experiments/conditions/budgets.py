@@ -23,15 +23,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hooks_impl
 from experiments import UserError
-from experiments.facts import FactBatch
-from experiments.quality import (
-    NO_PRESS,
-    UNSEEN,
-    Task,
-    answer_unseen,
-    check_vocabulary,
-    wilson,
-)
+from experiments.framework.intervals import wilson
+from experiments.framework.plots import NO_PRESS
+from experiments.testbed.asking import UNSEEN, Task, answer_unseen, check_vocabulary
+from experiments.testbed.facts import FactBatch
 from press_core import Press, attention_sites, cache_nbytes, kept_lengths
 from press_core.fitted import FittedError
 from press_core.methods.duo_attention import HeadScores

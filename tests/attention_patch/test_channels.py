@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DynamicCache
 
 from attention_patch.channels import attend_channels
-from experiments.families import build
+from experiments.testbed.families import build
 from press_core import (
     AttentionSite,
     ScopeError,

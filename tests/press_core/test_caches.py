@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from experiments.families import build
+from experiments.testbed.families import build
 from patch_impl import KnormPress
 from press_core import (
     AttentionCall,

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from experiments.compare import Inputs, compare
-from experiments.families import build
+from experiments.testbed.compare import Inputs, compare
+from experiments.testbed.families import build
 from hooks_impl import compactor as compactor_hooks
 from hooks_impl import leverage_score as leverage_hooks
 from hooks_impl import non_causal_attn as non_causal_hooks

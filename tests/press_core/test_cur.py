@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.compare import Inputs, compare
-from experiments.families import build
+from experiments.testbed.compare import Inputs, compare
+from experiments.testbed.families import build
 from hooks_impl import cur as hooks
 from patch_impl import cur as patches
 from press_core import HyperparameterError

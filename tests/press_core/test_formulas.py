@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from experiments.families import FAMILIES, build
+from experiments.testbed.families import FAMILIES, build
 from press_core import AttentionCall, AttentionSite, HyperparameterError, attention_sites
 from press_core.attention import attention_blocks, window_attention
 from press_core.methods.expected_attention import (

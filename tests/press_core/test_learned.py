@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from experiments.families import build
+from experiments.testbed.families import build
 from press_core import AttentionCall, HyperparameterError, PressError, attention_sites
 from press_core.fitted import Fitted, FittedError, QueryMoments, find, rows_alone
 from press_core.methods.expected_attention import (
