@@ -160,5 +160,3 @@ PRESSES: dict[str, type[BasePress]] = {
     if isinstance(press, type) and issubclass(press, BasePress) and press.__module__ == __name__
 }
 """Every press of this package by its name."""
-
-__all__ = ["PRESSES", *PRESSES]

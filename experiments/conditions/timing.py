@@ -24,8 +24,8 @@ from experiments.framework.intervals import median_interval
 from experiments.framework.timing import in_turn
 from experiments.testbed.families import build
 from press_core import RaggedLayer, attention_sites, cache_nbytes
-from press_core.layers import pruned_like
-from press_core.methods.adakv import shared_budget
+from press_core.cache.pruned import pruned_like
+from press_core.presses.adakv import shared_budget
 from press_core.select import n_kept
 
 FULL, UNIFORM = "full", "uniform"

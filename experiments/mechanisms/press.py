@@ -10,6 +10,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from press_core.forward import Forward
+from press_core.pruning import is_pruned
+from press_core.steps import after, before, prune_before
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -17,12 +20,9 @@ import hooks_impl
 import patch_impl
 from press_core import attention_sites
 from press_core.call import AttentionCall
-from press_core.forward import Forward
-from press_core.methods.knorm import knorm_scores
-from press_core.pruning import is_pruned
+from press_core.presses.knorm import knorm_scores
 from press_core.scope import Run
 from press_core.select import gather_tokens, n_kept, top_positions
-from press_core.steps import after, before, prune_before
 
 Score = Callable[[Tensor], Tensor]
 """From keys `(B, H_kv, S, d)` to scores `(B, H_kv, S)`."""

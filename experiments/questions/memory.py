@@ -52,7 +52,7 @@ from experiments.questions.overhead import NO_PRESS
 from experiments.testbed.families import build
 from experiments.testbed.recipes import MECHANISMS, press_name, suited_pair
 from press_core import Press, attention_sites, cache_nbytes
-from press_core.methods.think import ThinK
+from press_core.presses.think import ThinK
 
 PRESSES = ("SnapKVPress", "AdaKVPress", "ThinKPress", "KVzipPress")
 """What the study measures: tokens, tokens by head, channels, and tokens once all are read."""

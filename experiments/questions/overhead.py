@@ -65,7 +65,7 @@ from experiments.testbed.compare import Inputs
 from experiments.testbed.families import build
 from experiments.testbed.recipes import MECHANISMS, press_name, suited_pair
 from press_core import Press, attention_sites
-from press_core.methods.finch import Finch
+from press_core.presses.finch import Finch
 
 _EMPTY = {"hook": "empty hook", "patch": "empty wrapper"}
 _DELIMITER = 0

@@ -51,8 +51,8 @@ from experiments.framework.plots import INK, MUTED, legend_outside, new_figure, 
 from experiments.framework.report import write_results
 from experiments.framework.tables import Shown
 from experiments.loading import load_model, short_name
-from experiments.testbed.stdlib_text import token_stream
 from experiments.testbed.recipes import MECHANISMS
+from experiments.testbed.stdlib_text import token_stream
 from press_core import Press, attention_sites, cache_nbytes, kept_lengths
 
 FULL, WINDOW, SINKS, RECOMPUTED = "full cache", "window", "sinks + window", "window, recomputed"

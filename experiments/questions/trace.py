@@ -50,13 +50,12 @@ from experiments.framework.plots import (
 )
 from experiments.framework.report import write_results
 from experiments.loading import load_model, short_name
-from experiments.testbed.recipes import DELIMITER
 from experiments.testbed.compare import Inputs, PressPair
 from experiments.testbed.families import FAMILIES, build, supported_implementations
-from experiments.testbed.recipes import press_name, suited_pair
+from experiments.testbed.recipes import DELIMITER, press_name, suited_pair
 from press_core import AttentionSite, Press, attention_sites, cache_nbytes, kept_lengths
-from press_core.methods.finch import Finch
-from press_core.models import body_argument
+from press_core.model.decoder import body_argument
+from press_core.presses.finch import Finch
 from press_core.scope import Removable, Run
 
 MODEL, PRESS, RATIO, LENGTH, DECODE = "facts-llama", "SnapKVPress", 0.5, 512, 1

@@ -23,7 +23,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from experiments import UserError
 from experiments.testbed.facts import VOCABULARY, FactBatch, draw
 from press_core import Press
-from press_core.methods.finch import Finch
+from press_core.presses.finch import Finch
 
 UNSEEN, SEEN = "unseen", "seen"
 """What a press knows of the question when it evicts."""

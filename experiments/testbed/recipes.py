@@ -28,9 +28,9 @@ from experiments import UserError
 from experiments.framework.plots import press_label
 from experiments.testbed.compare import PressPair
 from press_core import HyperparameterError, Press, PressError
-from press_core.methods.kvzip import RepeatPrompts
+from press_core.model.sites import attention_sites
+from press_core.presses.kvzip import RepeatPrompts
 from press_core.select import n_kept
-from press_core.sites import attention_sites
 
 Presses = Mapping[str, type[Any]]
 """The presses of a package by name."""

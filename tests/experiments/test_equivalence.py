@@ -28,7 +28,7 @@ from experiments.testbed.compare import Difference, Inputs, compare, pair, run
 from experiments.testbed.facts import build_tokenizer
 from experiments.testbed.families import VOCABULARY, build
 from press_core import Press, UnsupportedModelError
-from press_core.scope import Compression
+from press_core.press import RatioPress
 
 SILENT = progress_bar(disable=True)
 SMALL = ["--family", "llama", "--dtype", "float32", "--attn", "sdpa", "--length", "20"]
@@ -320,7 +320,7 @@ def test_different_numbers_of_kept_tokens_differ_in_shape(model):
 
 def test_a_press_that_does_not_say_what_it_keeps(model):
     @dataclass
-    class EveryOther(Compression, hooks_impl.BasePress):
+    class EveryOther(RatioPress, hooks_impl.BasePress):
         first: int = 0
 
         def compress(self, module, hidden_states, keys, values, attentions, kwargs):

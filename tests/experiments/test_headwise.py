@@ -35,7 +35,7 @@ from experiments.questions import headwise
 from experiments.questions.quality import NO_PRESS, Task
 from experiments.testbed.facts import VOCABULARY, build_tokenizer
 from experiments.testbed.families import build
-from press_core.methods.duo_attention import HeadScores
+from press_core.presses.duo_attention import HeadScores
 from press_core.select import n_kept
 from tests.support import snapshot
 

@@ -20,7 +20,7 @@ from experiments.testbed.recipes import (
     suited_pair,
 )
 from press_core import HyperparameterError, kept_lengths
-from press_core.fitted import Fitted
+from press_core.calibration import Calibration
 
 LENGTH = 512
 TOLD_A_SHARE = sorted(set(hooks_impl.PRESSES) - {"ThinKPress", "SimLayerKVPress"})
@@ -87,7 +87,7 @@ def test_what_was_learned_is_found_or_made_up(name, field, model):
     for press in suited_pair(name, 0.5, LENGTH, model):
         assert getattr(press, field) is None, "it lies beside the model"
     for press in suited_pair(name, 0.5, LENGTH, build("llama")):
-        assert isinstance(getattr(press, field), Fitted)
+        assert isinstance(getattr(press, field), Calibration)
 
 
 def test_prompts_are_those_of_the_tokenizer_or_made_up(model):

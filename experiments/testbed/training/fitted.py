@@ -22,15 +22,17 @@ from transformers import PreTrainedModel
 from experiments.loading import load_model
 from experiments.testbed.asking import check_vocabulary
 from experiments.testbed.facts import draw
-from hooks_impl.collector import Collector
-from hooks_impl.duo_attention import DuoAttentionPress
-from hooks_impl.expected_attention_stats import ExpectedAttentionStatsPress
-from hooks_impl.kvzap import KVzapPress
-from hooks_impl.kvzip import KVzipPress
-from hooks_impl.qfilter import QFilterPress
+from hooks_impl import (
+    DuoAttentionPress,
+    ExpectedAttentionStatsPress,
+    KVzapPress,
+    KVzipPress,
+    QFilterPress,
+)
+from hooks_impl.mechanism import Collector
 from press_core import AttentionCall
-from press_core.fitted import Fitted, run
-from press_core.methods.kvzap import SMALLEST_SCORE, KVzapRegressor, Scores, kvzap_scores
+from press_core.calibration import Calibration, run
+from press_core.presses.kvzap import SMALLEST_SCORE, KVzapRegressor, Scores, kvzap_scores
 
 CONTEXTS = (64, 128, 256, 512, 1024)
 """Words of a context, in turn."""
@@ -63,7 +65,7 @@ def fit(
     model: PreTrainedModel,
     token_batches: Callable[[str], Iterable[Tensor]],
     scores: Scores | None = None,
-) -> Iterator[Fitted]:
+) -> Iterator[Calibration]:
     """All that learned presses want to know about `model`, one after the other.
 
     Args:
