@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_patch.backends import ask, capped, softmax_with_sinks
+from attention_patch.kernels import ask, capped, softmax_with_sinks
 from press_core.layers import ChannelLayer
 from press_core.sites import AttentionSite
 

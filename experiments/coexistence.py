@@ -41,7 +41,7 @@ from experiments.ladder.contain import contained
 from experiments.plots import legend_outside, new_figure, style
 from experiments.report import write_results
 from experiments.tables import markdown_table
-from press_core.ragged import RaggedLayer
+from press_core.cache.ragged import RaggedLayer
 from press_core.select import n_kept, top_positions
 
 RATIO, CONTEXT = 0.5, 24

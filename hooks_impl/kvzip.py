@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from attention_patch.headwise import serve
+from attention_patch.scope import serve
 from hooks_impl.base import BasePress, Hook
 from hooks_impl.collector import Collector
 from press_core.methods.kvzip import KVzip

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from attention_patch.headwise import serve
 from attention_patch.reversible import wrap
+from attention_patch.scope import serve
 from patch_impl.base import BasePress
 from patch_impl.collector import Collector
 from press_core.methods.kvzip import KVzip

@@ -1,5 +1,6 @@
 """What a press is, whatever installs it: formulas, attention sites, caches, masks and scopes."""
 
+from press_core.cache.ragged import RaggedLayer
 from press_core.caches import cache_nbytes, kept_lengths
 from press_core.call import AttentionCall
 from press_core.errors import (
@@ -11,7 +12,6 @@ from press_core.errors import (
     UnsupportedModelError,
 )
 from press_core.layers import PrunedLayer
-from press_core.ragged import RaggedLayer
 from press_core.scope import Press, Scope
 from press_core.sites import AttentionSite, attention_sites
 

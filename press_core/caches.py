@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, QuantizedLayer
 
+from press_core.cache.ragged import RaggedLayer
 from press_core.errors import UnsupportedCacheError
 from press_core.layers import ExactLayer, Pruned, states_of
-from press_core.ragged import RaggedLayer
 
 
 def layer_at(cache: Any, layer_idx: int) -> Any:

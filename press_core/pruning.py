@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from press_core.cache.ragged import RaggedLayer
 from press_core.caches import mask_columns, mask_layer
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedCacheError, UnsupportedInputError
 from press_core.forward import Forward
 from press_core.layers import ChannelLayer, ExactLayer, Journal, Pruned, pruned_like
 from press_core.masks import padding
-from press_core.ragged import RaggedLayer
 
 Compress = Callable[[AttentionCall], tuple[Tensor, Tensor]]
 """From a call to the keys and values that stay, each `(B, H_kv, n, d)`."""

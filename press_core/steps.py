@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import QuantizedLayer
 
+from press_core.cache.ragged import RaggedLayer
 from press_core.caches import check_prunable, prunable_layer, refuse_offloading
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
@@ -15,7 +16,6 @@ from press_core.forward import Forward
 from press_core.layers import ChannelLayer, ExactLayer, Journal, Pruned, adopted, states_of
 from press_core.masks import mask_for_pruned, padding
 from press_core.pruning import SAY_WHAT_IS_KEPT, Compress, is_pruned, positions_in, prune
-from press_core.ragged import RaggedLayer
 
 # ---- before --------------------------------------------------------------------------------------
 

@@ -39,8 +39,8 @@ from experiments.families import build
 from hooks_impl import PRESSES as HOOK_PRESSES
 from patch_impl import PRESSES as PATCH_PRESSES
 from press_core import Press, PressError, ScopeError, kept_lengths
+from press_core.cache.ragged import RaggedLayer
 from press_core.methods.duo_attention import HeadScores
-from press_core.ragged import RaggedLayer
 from tests.support import token_ids
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")

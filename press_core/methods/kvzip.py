@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from press_core.attention import causal_weights
+from press_core.cache.ragged import RaggedLayer
 from press_core.caches import prunable_layer, refuse_offloading, row_alone
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedCacheError, UnsupportedInputError
 from press_core.methods.criticalkv import output_weight
 from press_core.models import body_argument, body_of, token_ids, tokenizer_of
-from press_core.ragged import RaggedLayer
 from press_core.scope import Compression, Press, Run, require
 from press_core.select import best_first, upcast
 from press_core.sites import AttentionSite, attention_sites

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
-from attention_patch.backends import BACKENDS, Query, attend, check_backend, choose
+from attention_patch.kernels import BACKENDS, Query, attend, check_backend, choose
 from experiments.families import build
 from press_core import (
     AttentionSite,

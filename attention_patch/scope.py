@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from attention_patch.backends import attend, check_backend
 from attention_patch.channels import attend_channels
 from attention_patch.interception import intercept, with_override
+from attention_patch.kernels import attend, check_backend
 from attention_patch.reversible import Patch, wrap
+from press_core.cache.ragged import RaggedLayer
 from press_core.caches import layer_at
 from press_core.errors import UnsupportedModelError
 from press_core.forward import Forward
 from press_core.layers import ChannelLayer
-from press_core.ragged import RaggedLayer
 from press_core.scope import Press, Run
 from press_core.sites import AttentionSite, attention_sites
 from press_core.steps import before
@@ -27,7 +27,7 @@ def serve(site: AttentionSite, backend: str | None = None) -> Iterator[Patch]:
     """Attend over ragged layers at `site` until the patches are removed.
 
     Args:
-        backend: name of the function that attends, see `backends`; None: chosen call by call.
+        backend: name of the function that attends, see `kernels`; None: chosen call by call.
     """
     yield intercept(site.interface)
     yield wrap(site.module, "forward", partial(_forward, site, backend))
@@ -65,7 +65,7 @@ class headwise:  # noqa: N801 - used like a function: `with headwise(model):`
 
     Args:
         model: a decoder of `transformers`.
-        backend: one of `backends.BACKENDS`; None: chosen call by call.
+        backend: one of `kernels.BACKENDS`; None: chosen call by call.
 
     Raises:
         HyperparameterError: if there is no such back end, or if it cannot do what the model needs.

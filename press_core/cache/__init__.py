@@ -1,0 +1,1 @@
+"""Cache layers that have lost tokens."""
