@@ -1,32 +1,33 @@
-"""Ways to attend over a layer whose heads hold different numbers of tokens.
-
-All take the same arguments and give the same result within rounding:
+"""Attention over a layer whose heads hold different numbers of tokens.
 
 | name | how | on |
 |---|---|---|
-| `heads` | scaled dot-product attention, head by head, over the storage as it lies | any device |
-| `padded` | one scaled dot-product attention over a padded copy, with a mask | any device |
-| `eager` | the same, written out in float32: for learned sinks and capped logits | any device |
-| `flex` | flex attention over the storage as it lies, each head a document | any device |
-| `varlen` | torch's variable-length kernel over the storage as it lies | CUDA, 16-bit |
+| `blocks` | one product over all blocks of slots, put together head by head | any device |
+| `varlen` | torch's variable-length kernel over what the context has left | CUDA, 16-bit |
+
+Both attend over the recent tokens, which all heads hold, in one product, and give the same result
+within rounding.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention.flex_attention import BlockMask
 
 from press_core.cache.ragged import RaggedLayer
 from press_core.errors import HyperparameterError, UnsupportedInputError
 from press_core.select import upcast
 from press_core.sites import AttentionSite
+
+_SIXTEEN = torch.float16, torch.bfloat16
+
+LOGITS = 2**22
+"""Logits held at a time (16 MiB in float32); longer questions are asked some tokens at a time."""
 
 
 @dataclass
@@ -35,9 +36,8 @@ class Query:
 
     Attributes:
         states: `(B, H, q, d)`, after RoPE.
-        visible: `(1 or B, q, n)` bool, which of the last `n` tokens of the layer each query sees;
-            all see what came before. None: they see everything.
-        causal: whether `visible` says no more than that no query sees later tokens.
+        visible: `(1 or B, 1 or H, q, n)` bool, which of the last `n` tokens of the sequence each
+            query sees; all see what came before. None: they see everything.
         scaling: factor on the logits.
         softcap: bound of `tanh` soft-capping of the logits, or None.
         sinks: `(H,)` learned logits that take part in the softmax, or None.
@@ -45,17 +45,18 @@ class Query:
 
     states: Tensor
     visible: Tensor | None
-    causal: bool
     scaling: float
     softcap: float | None = None
     sinks: Tensor | None = None
 
-    def mask(self, n: int) -> Tensor | None:
-        """Which of `n` keys, the last of the layer, each query sees: `(1 or B, q, n)` bool."""
-        if self.visible is None:
-            return None
-        old = n - self.visible.shape[-1]
-        return torch.nn.functional.pad(self.visible, (old, 0), value=True)
+    def tells_of_context(self, layer: RaggedLayer) -> bool:
+        """Whether it says which tokens of the context are seen, not only of those after it."""
+        return self.visible is not None and self.visible.shape[-1] > layer.n_recent
+
+    def rows(self, start: int, stop: int) -> Query:
+        """Some of its tokens."""
+        visible = None if self.visible is None else self.visible[:, :, start:stop]
+        return replace(self, states=self.states[:, :, start:stop], visible=visible)
 
 
 def attend(
@@ -76,11 +77,14 @@ def attend(
         `(B, q, H, d)`, and no weights.
 
     Raises:
-        UnsupportedInputError: for dropout, which no back end has.
+        UnsupportedInputError: for dropout, which no kernel has.
     """
-    asked = ask(site, query, attention_mask, layer.n_recent, kwargs)
+    # Of another length, the mask was made for a layer that holds fewer columns of the context.
+    tells_all = attention_mask is not None and attention_mask.shape[-1] == layer.seen
+    n_told = layer.seen if tells_all else layer.n_recent
+    asked = ask(site, query, attention_mask, n_told, kwargs)
     layer.attended_by = backend or choose(layer, asked)
-    output = BACKENDS[layer.attended_by](layer, asked)
+    output = KERNELS[layer.attended_by](layer, asked)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -95,7 +99,7 @@ def ask(
         kwargs: the other keyword arguments of the attention function.
 
     Raises:
-        UnsupportedInputError: for dropout, and for a mask of each head.
+        UnsupportedInputError: for dropout.
     """
     if kwargs.get("dropout"):
         raise UnsupportedInputError(
@@ -106,118 +110,82 @@ def ask(
     return Query(
         query,
         _visible(attention_mask, n, query.shape[2], query.device),
-        attention_mask is None,
         site.scaling if scaling is None else scaling,
         site.softcap,
         site.sinks if sinks is None else sinks,
     )
 
 
+def _visible(mask: Any, n: int, n_queries: int, device: torch.device) -> Tensor | None:
+    """`(1 or B, 1 or H, q, n)` bool: which of the `n` latest tokens each query sees; None: all.
+
+    Args:
+        mask: of an attention function, in any form: None, `(B, S)`, `(B, 1 or H, q, S)` of bools or
+            of what is added to the logits, or the `BlockMask` of flex attention.
+    """
+    if mask is None and n_queries == 1:
+        return None
+    if isinstance(mask, BlockMask):
+        rows, heads = (torch.arange(size, device=device) for size in mask.shape[:2])
+        asking = torch.arange(n_queries, device=device)[:, None]
+        asked = mask.seq_lengths[1] - n + torch.arange(n, device=device)
+        seen = mask.mask_mod(rows.view(-1, 1, 1, 1), heads.view(-1, 1, 1), asking, asked)
+        return seen.expand(*mask.shape[:2], n_queries, n)
+    if mask is not None and mask.dim() == 4:
+        latest = mask[..., mask.shape[-1] - n :]
+        return latest if latest.dtype == torch.bool else latest >= 0
+    causal = torch.ones(n_queries, n, dtype=torch.bool, device=device).tril(n - n_queries)
+    if mask is None:
+        return causal[None, None]
+    return mask[:, None, None, mask.shape[1] - n :].bool() & causal
+
+
 def choose(layer: RaggedLayer, query: Query) -> str:
-    """Name of the back end for a call."""
-    if query.softcap is not None or query.sinks is not None:
-        return "eager"
-    states = query.states
-    if states.is_cuda:
-        sixteen = states.dtype in (torch.float16, torch.bfloat16)
-        return "varlen" if sixteen and query.causal else "padded"
-    return "heads"
+    """Name of the kernel for a call."""
+    sixteen = query.states.is_cuda and query.states.dtype in _SIXTEEN
+    plain = query.softcap is None and not query.tells_of_context(layer)
+    return "varlen" if sixteen and plain else "blocks"
 
 
 def check_backend(name: str, site: AttentionSite) -> None:
-    """Refuse a back end that is not known, or that lacks what a module needs.
+    """Refuse a kernel that is not known, or that lacks what a module needs.
 
     Raises:
         HyperparameterError: naming those that will do.
     """
-    if name not in BACKENDS:
+    if name not in KERNELS:
         raise HyperparameterError(
-            f"unknown back end {name!r} for head-wise attention; known: {', '.join(BACKENDS)}"
+            f"unknown back end {name!r} for head-wise attention; known: {', '.join(KERNELS)}"
         )
-    if name != "eager" and (site.softcap is not None or site.sinks is not None):
+    if name == "varlen":
+        _check_varlen(site)
+
+
+def _check_varlen(site: AttentionSite) -> None:
+    weight = next(site.module.parameters())
+    if not weight.is_cuda or weight.dtype not in _SIXTEEN:
         raise HyperparameterError(
-            f"the back end {name!r} has no soft-capped logits and no learned sinks, which "
-            f"{type(site.module).__name__} ({site.name}) has; only 'eager' does"
+            f"the back end 'varlen' runs on CUDA in 16 bits, and {type(site.module).__name__} "
+            f"({site.name}) is on {weight.device.type} in {weight.dtype}; use 'blocks'"
+        )
+    if site.softcap is not None:
+        raise HyperparameterError(
+            f"the back end 'varlen' has no soft-capped logits, which {type(site.module).__name__} "
+            f"({site.name}) has; use 'blocks'"
         )
 
 
-def _visible(mask: Any, n_recent: int, n_queries: int, device: torch.device) -> Tensor | None:
-    """`(1 or B, q, n_recent)` bool: which of the latest tokens each query sees; None: all.
-
-    Args:
-        mask: of an attention function, in any form: None, `(B, n)`, `(B, 1, q, n)` of bools or
-            of what is added to the logits, or the `BlockMask` of flex attention.
-
-    Raises:
-        UnsupportedInputError: for a mask of each head.
-    """
-    if mask is None and n_queries == 1:
-        return None
-    causal = torch.ones(n_queries, n_recent, dtype=torch.bool, device=device)
-    causal = causal.tril(n_recent - n_queries)[None]
-    if mask is None:
-        return causal
-    if isinstance(mask, BlockMask):
-        rows = torch.arange(mask.shape[0], device=device)[:, None, None]
-        asking = torch.arange(n_queries, device=device)[:, None]
-        asked = mask.seq_lengths[1] - n_recent + torch.arange(n_recent, device=device)
-        seen = mask.mask_mod(rows, torch.zeros_like(rows), asking, asked)
-        visible = seen.expand(mask.shape[0], n_queries, n_recent)
-    elif mask.dim() == 2:
-        visible = mask[:, None, mask.shape[1] - n_recent :].bool() & causal
-    elif mask.shape[1] != 1:
-        raise UnsupportedInputError(
-            f"an attention mask of shape {tuple(mask.shape)} hides other tokens from each head, "
-            "which no compressed head can follow; use one of shape (B, 1, q, n)"
-        )
-    else:
-        recent = mask[:, 0, :, mask.shape[-1] - n_recent :]
-        visible = recent if recent.dtype == torch.bool else recent >= 0
-    return None if n_queries == 1 and bool(visible.all()) else visible
-
-
-# ---- the back ends -------------------------------------------------------------------------------
-
-
-def heads(layer: RaggedLayer, query: Query) -> Tensor:
-    """Scaled dot-product attention, KV head by KV head."""
-    batch, n_heads, n_queries, d = query.states.shape
-    group = n_heads // layer.n_heads
-    outputs = []
-    for index, states in enumerate(query.states.reshape(-1, 1, group, n_queries, d)):
-        # The group's queries as heads of their own, for it is heads that torch gives to threads.
-        keys, values = (held.expand(1, group, -1, -1) for held in layer.head(index))
-        mask = query.mask(keys.shape[2])
-        if mask is not None:
-            mask = mask[0 if len(mask) == 1 else index // layer.n_heads]
-        outputs.append(
-            scaled_dot_product_attention(states, keys, values, mask, scale=query.scaling)
-        )
-    return torch.cat(outputs).view(batch, n_heads, n_queries, d)
-
-
-def padded(layer: RaggedLayer, query: Query) -> Tensor:
-    """Scaled dot-product attention over heads of one length, what they lack masked away."""
-    keys, values, mask = _dense(layer, query)
-    group = query.states.shape[1] // layer.n_heads
-    keys, values, mask = (x.repeat_interleave(group, dim=1) for x in (keys, values, mask))
-    return scaled_dot_product_attention(query.states, keys, values, mask, scale=query.scaling)
-
-
-def eager(layer: RaggedLayer, query: Query) -> Tensor:
-    """The same written out, with soft-capped logits and learned sinks."""
-    keys, values, mask = _dense(layer, query)
-    grouped = query.states.unflatten(1, (layer.n_heads, -1))  # (B, H_kv, G, q, d)
-    logits = capped(grouped @ keys.unsqueeze(2).mT, query.scaling, query.softcap)
-    logits = logits.masked_fill(~mask.unsqueeze(2), float("-inf"))
-    weights = softmax_with_sinks(logits, query.sinks)
-    return (weights.to(values.dtype) @ values.unsqueeze(2)).flatten(1, 2)
-
-
-def capped(logits: Tensor, scaling: float, softcap: float | None) -> Tensor:
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
     """Scaled logits in float32 or better, soft-capped where the model does that."""
-    logits = upcast(logits) * scaling
+    logits = upcast(logits)
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def by_kv_head(visible: Tensor, n_kv_heads: int) -> Tensor:
+    """`(1 or B, 1 or H, q, n)` as `(1 or B, 1 or H_kv, 1 or G, q, n)`."""
+    if visible.shape[1] == 1:
+        return visible.unsqueeze(1)
+    return visible.unflatten(1, (n_kv_heads, -1))
 
 
 def softmax_with_sinks(logits: Tensor, sinks: Tensor | None) -> Tensor:
@@ -228,82 +196,155 @@ def softmax_with_sinks(logits: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat((logits, extra), dim=-1).softmax(dim=-1)[..., :-1]
 
 
-def _dense(layer: RaggedLayer, query: Query) -> tuple[Tensor, Tensor, Tensor]:
-    """Padded keys and values `(B, H_kv, n, d)`, and who sees what: `(B, H_kv, q, n)` bool."""
-    keys, values, positions = layer.dense()
-    mask = (positions >= 0).unsqueeze(2).expand(-1, -1, query.states.shape[2], -1)
-    visible = query.mask(keys.shape[2])
-    return keys, values, mask if visible is None else mask & visible.unsqueeze(1)
+# ---- the kernels ---------------------------------------------------------------------------------
+#
+# A group's queries, and those of all tokens of a call, are the rows of one product with the keys:
+# `(N, G * q, d)` for the N heads of all rows of the batch.
 
 
-def flex(layer: RaggedLayer, query: Query) -> Tensor:
-    """Flex attention in which each head is a document of its own."""
-    batch, n_heads, n_queries, d = query.states.shape
-    n, group, device = batch * layer.n_heads, n_heads // layer.n_heads, query.states.device
-    document = torch.full((len(layer.keys),), -1, device=device)
-    place = torch.zeros(len(layer.keys), dtype=torch.long, device=device)  # from the newest back
-    for index, (start, count) in enumerate(zip(layer.starts, layer.counts, strict=True)):
-        document[start : start + count] = index
-        place[start : start + count] = torch.arange(count, 0, -1, device=device)
-    visible = query.visible
-    if visible is None:
-        visible = torch.ones(1, n_queries, 1, dtype=torch.bool, device=device)
-    n_recent = visible.shape[-1]
-    visible = visible.expand(batch, -1, -1)
+def blocks(layer: RaggedLayer, query: Query) -> Tensor:
+    """One softmax per head over logits that lie in blocks, all blocks of all heads at once."""
+    n_heads, n_queries = query.states.shape[1:3]
+    per_query = n_heads // layer.n_heads * (layer.slots.numel() + len(layer.held) * layer.n_recent)
+    step = max(1, LOGITS // per_query)
+    if n_queries <= step:
+        return _blocks(layer, query)
+    starts = range(0, n_queries, step)
+    return torch.cat([_blocks(layer, query.rows(i, i + step)) for i in starts], dim=2)
 
-    def sees(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        head, asking = q // n_queries, q % n_queries
-        recent = (n_recent - place[kv]).clamp(0, n_recent - 1)  # spare room has no place
-        seen = visible[head // layer.n_heads, asking, recent] | (place[kv] > n_recent)
-        return (document[kv] == head) & seen
 
-    mask = create_block_mask(sees, None, None, n * n_queries, len(layer.keys), device=str(device))
-    states = query.states.reshape(n, group, n_queries, d).transpose(0, 1).flatten(1, 2)[None]
-    output: Any = flex_attention(
-        states,
-        layer.keys[None, None],
-        layer.values[None, None],
-        block_mask=mask,
-        scale=query.scaling,
-        enable_gqa=True,
-    )
-    per_head = output[0].unflatten(1, (n, n_queries)).transpose(0, 1)
-    return per_head.reshape(batch, n_heads, n_queries, -1)
+def _blocks(layer: RaggedLayer, query: Query) -> Tensor:
+    states, heads = _rows(layer, query), layer.blocks.heads
+    recent = _recent_logits(layer, query, states)
+    old = _old_logits(layer, query, states.index_select(0, heads))
+    # Any number near the highest logit will do, so gradients need not pass through it.
+    highest = recent.detach().amax(dim=-1)
+    of_readings = old.detach().amax(dim=-1)
+    highest.scatter_reduce_(0, heads[:, None].expand_as(of_readings), of_readings, "amax")
+    highest, extra = _with_sinks(highest, layer, query)
+    recent = recent.sub_(highest.unsqueeze(-1)).exp_()
+    old = old.sub_(highest.index_select(0, heads).unsqueeze(-1)).exp_()
+    total = recent.sum(dim=-1).index_add_(0, heads, old.sum(dim=-1))
+    _, values = layer.recent
+    output = torch.bmm(recent.to(values.dtype), values)
+    old = old.to(values.dtype)
+    read = _per_reading(layer, layer.values, lambda part, stored: torch.bmm(old[part], stored))
+    output = upcast(output).index_add_(0, heads, upcast(read))
+    return _normalised(output, total, extra, query)
 
 
 def varlen(layer: RaggedLayer, query: Query) -> Tensor:
-    """Torch's variable-length kernel; each KV head of each row is a sequence of its own."""
-    from torch.nn.attention.varlen import varlen_attn  # torch 2.10 has it first
+    """Torch's kernel over the context, each KV head of each row a sequence of its own."""
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn  # torch 2.10 has it first
 
-    batch, n_heads, n_queries, d = query.states.shape
-    n, group = batch * layer.n_heads, n_heads // layer.n_heads
-    states = query.states.reshape(n, group, n_queries, d).transpose(1, 2).reshape(-1, group, d)
+    states, n_queries = _rows(layer, query), query.states.shape[2]
+    n, rows, d = states.shape
+    group = rows // n_queries
 
-    def integers(numbers: Any) -> Tensor:
+    def integers(numbers: Iterable[int]) -> Tensor:
         return torch.tensor(list(numbers), dtype=torch.int32, device=states.device)
 
-    output: Any = varlen_attn(
-        states,
-        layer.keys.unsqueeze(1),
-        layer.values.unsqueeze(1),
+    attended: Any = varlen_attn(
+        states.view(n, group, n_queries, d).transpose(1, 2).reshape(-1, group, d),
+        layer.keys.view(-1, 1, d),
+        layer.values.view(-1, 1, layer.values.shape[-1]),
         integers(range(0, (n + 1) * n_queries, n_queries)),
-        integers(itertools.chain(layer.starts, [len(layer.keys)])),
+        integers([*layer.blocks.starts.tolist(), layer.slots.numel()]),
         n_queries,
-        max(layer.counts),
+        max(layer.held),
         scale=query.scaling,
-        window_size=(-1, 0) if n_queries > 1 else (-1, -1),
         enable_gqa=True,
-        seqused_k=integers(layer.counts),
+        seqused_k=integers(layer.held),
+        return_aux=AuxRequest(lse=True),
     )
-    per_head = output.view(n, n_queries, group, -1).transpose(1, 2)
-    return per_head.reshape(batch, n_heads, n_queries, -1)
+    old = attended[0].view(n, n_queries, group, -1).transpose(1, 2).reshape(n, rows, -1)
+    log_total = attended[1].view(group, n, n_queries).transpose(0, 1).reshape(n, rows)
+    recent = _recent_logits(layer, query, states)
+    highest = torch.maximum(recent.detach().amax(dim=-1), log_total)
+    highest, extra = _with_sinks(highest, layer, query)
+    recent = recent.sub_(highest.unsqueeze(-1)).exp_()
+    share = torch.exp(log_total - highest)
+    total = recent.sum(dim=-1) + share
+    output = upcast(torch.bmm(recent.to(layer.values.dtype), layer.recent[1]))
+    return _normalised(output + upcast(old) * share.unsqueeze(-1), total, extra, query)
 
 
-BACKENDS: dict[str, Callable[[RaggedLayer, Query], Tensor]] = {
-    "heads": heads,
-    "padded": padded,
-    "eager": eager,
-    "flex": flex,
-    "varlen": varlen,
-}
-"""Every back end by its name."""
+KERNELS: dict[str, Callable[[RaggedLayer, Query], Tensor]] = {"blocks": blocks, "varlen": varlen}
+"""Every kernel by its name."""
+
+
+def _rows(layer: RaggedLayer, query: Query) -> Tensor:
+    batch, _, _, d = query.states.shape
+    return query.states.reshape(batch * layer.n_heads, -1, d)
+
+
+def _recent_logits(layer: RaggedLayer, query: Query, states: Tensor) -> Tensor:
+    """`(N, G * q, n_recent)`."""
+    logits = capped(torch.bmm(states * query.scaling, layer.recent[0].mT), query.softcap)
+    if query.visible is None:
+        return logits
+    seen = by_kv_head(query.visible[..., -layer.n_recent :], layer.n_heads)
+    split = logits.view(layer.batch, layer.n_heads, -1, *seen.shape[3:])
+    return split.masked_fill_(~seen, float("-inf")).view_as(logits)
+
+
+def _old_logits(layer: RaggedLayer, query: Query, states: Tensor) -> Tensor:
+    """`(P, G * q, c)`, minus infinity for slots of other heads."""
+    hidden = layer.blocks.hidden
+
+    def logits(part: slice, keys: Tensor) -> Tensor:
+        if query.softcap is None:
+            return upcast(torch.baddbmm(hidden[part], states[part], keys, alpha=query.scaling))
+        product = torch.bmm(states[part] * query.scaling, keys)
+        return capped(product, query.softcap) + hidden[part]
+
+    old = _per_reading(layer, layer.keys.mT, logits)
+    if not query.tells_of_context(layer):
+        return old
+    assert query.visible is not None
+    of_context = query.visible[..., : query.visible.shape[-1] - layer.n_recent]
+    visible = by_kv_head(of_context, layer.n_heads)
+    rows, kv_heads = layer.blocks.heads // layer.n_heads, layer.blocks.heads % layer.n_heads
+    seen = visible.expand(layer.batch, layer.n_heads, -1, -1, -1)[
+        rows[:, None], kv_heads[:, None], :, :, _per_reading(layer, layer.slots, _as_they_are)
+    ]  # (P, c, 1 or G, q)
+    split = old.view(len(old), -1, query.states.shape[2], old.shape[-1])
+    return split.masked_fill_(~seen.permute(0, 2, 3, 1), float("-inf")).view_as(old)
+
+
+def _per_reading(
+    layer: RaggedLayer, stored: Tensor, function: Callable[[slice, Tensor], Tensor]
+) -> Tensor:
+    """What `function` makes of some readings and the blocks `stored` that they read, `(P, ...)`."""
+    n, shared = layer.blocks.n, layer.blocks.shared
+    first = function(slice(n), stored)
+    if not len(shared):
+        return first
+    return torch.cat((first, function(slice(n, None), stored.index_select(0, shared))))
+
+
+def _as_they_are(part: slice, slots: Tensor) -> Tensor:
+    return slots.long().clamp(min=0)
+
+
+def _with_sinks(highest: Tensor, layer: RaggedLayer, query: Query) -> tuple[Tensor, Tensor | None]:
+    """The highest logits `(N, G * q)`, sinks among them, and what the sinks add to the sums."""
+    if query.visible is not None:  # which may hide everything
+        highest = highest.clamp(min=torch.finfo(highest.dtype).min)
+    if query.sinks is None:
+        return highest, None
+    batch, n_heads, n_queries, _ = query.states.shape
+    sinks = query.sinks.to(highest.dtype).view(1, n_heads, 1).expand(batch, -1, n_queries)
+    sinks = sinks.reshape(highest.shape)
+    highest = torch.maximum(highest, sinks.detach())
+    return highest, torch.exp(sinks - highest)
+
+
+def _normalised(output: Tensor, total: Tensor, extra: Tensor | None, query: Query) -> Tensor:
+    """`(B, H, q, d)`; zeros where a query sees nothing."""
+    if extra is not None:
+        total = total + extra
+    if query.visible is not None:
+        total = total.masked_fill(total == 0, 1)
+    output = output / total.unsqueeze(-1)
+    return output.view(*query.states.shape[:3], -1).to(query.states.dtype)

@@ -27,7 +27,7 @@ def serve(site: AttentionSite, backend: str | None = None) -> Iterator[Patch]:
     """Attend over ragged layers at `site` until the patches are removed.
 
     Args:
-        backend: name of the function that attends, see `kernels`; None: chosen call by call.
+        backend: name of the kernel, see `kernels`; None: chosen call by call.
     """
     yield intercept(site.interface)
     yield wrap(site.module, "forward", partial(_forward, site, backend))
@@ -65,7 +65,7 @@ class headwise:  # noqa: N801 - used like a function: `with headwise(model):`
 
     Args:
         model: a decoder of `transformers`.
-        backend: one of `kernels.BACKENDS`; None: chosen call by call.
+        backend: one of `kernels.KERNELS`; None: chosen call by call.
 
     Raises:
         HyperparameterError: if there is no such back end, or if it cannot do what the model needs.

@@ -153,11 +153,19 @@ def test_masks(form, n_queries):
     torch.testing.assert_close(run(layer, query, mask), expected, rtol=0, atol=1e-12)
 
 
-def test_masks_of_each_head_are_refused():
-    layer, keys, _ = example()
-    mask = torch.ones(2, 4, 1, keys.shape[2], dtype=torch.bool)
-    with pytest.raises(UnsupportedInputError, match=r"use one of shape \(B, 1, q, n\)"):
-        run(layer, random(2, 4, 1, DIM), mask)
+@pytest.mark.parametrize("n_queries", [1, 3])
+def test_masks_of_each_head(n_queries):
+    """Each head's output is that under its own mask given to all of them."""
+    layer, keys, _ = example(n_queries)
+    query, n = random(2, 4, n_queries, DIM), keys.shape[2]
+    mask = random(2, 4, n_queries, n) > 0
+    mask[..., -1] = True
+    output = run(layer, query, mask)
+    for head in range(4):
+        alone = run(layer, query, mask[:, head : head + 1])
+        torch.testing.assert_close(output[:, head], alone[:, head], rtol=0, atol=1e-12)
+        others = [other for other in range(4) if other != head]
+        assert not torch.allclose(output[:, others], alone[:, others])
 
 
 def test_dropout_is_refused():
