@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from attention_patch.headwise import check_interface, serve
+from attention_patch.scope import check_interface, serve
 from press_core import engine, press
 from press_core.call import AttentionCall
 from press_core.errors import ScopeError, UnsupportedInputError

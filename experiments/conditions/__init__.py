@@ -89,10 +89,9 @@ def kept_in(cache: Cache) -> Kept:
 
 
 def _kept(layer: RaggedLayer) -> Tensor:
-    kept = torch.zeros(len(layer.counts), layer.seen, dtype=torch.bool, device=layer.device)
-    for head, (start, count) in enumerate(zip(layer.starts, layer.counts, strict=True)):
-        kept[head, layer.slots[start : start + count].long()] = True
-    return kept.view(-1, layer.n_heads, layer.seen)
+    positions = layer.dense()[2].long()  # -1 where there is nothing
+    kept = torch.zeros(*positions.shape[:2], layer.seen + 1, dtype=torch.bool, device=layer.device)
+    return kept.scatter_(-1, positions + 1, True)[..., 1:]
 
 
 def evicted(full: Cache, kept: Kept) -> DynamicCache:

@@ -227,9 +227,8 @@ class Recorder:
         interfaces = {id(site.interface): site.interface for site in self._sites.values()}
         for interface in interfaces.values():
             yield wrap(interface, "get_interface", self._hand_out)
-        # Over heads of different lengths another function attends. (Not `from attention_patch
-        # import headwise`: that is the scope of the same name.)
-        yield wrap(import_module("attention_patch.headwise"), "attend", self._attention_by_head)
+        # Over heads of different lengths another function attends.
+        yield wrap(import_module("attention_patch.scope"), "attend", self._attention_by_head)
 
     def _hand_out(self, get_interface: Any, *args: Any, **kwargs: Any) -> Any:
         return partial(self._attention_runs, get_interface(*args, **kwargs))

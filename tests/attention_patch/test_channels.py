@@ -26,6 +26,7 @@ from press_core import (
     kept_lengths,
 )
 from press_core.cache.pruned import ChannelPrunedLayer
+from tests.support import Reader
 
 DIM, N = 8, 12
 CHANNELS = torch.tensor([[[0, 2, 7], [1, 2, 3]], [[4, 5, 6], [0, 1, 7]]])
@@ -52,7 +53,7 @@ def append(
 ) -> tuple[Tensor, Tensor]:
     batch, heads = layer.keys.shape[:2]
     keys, values = (random(batch, heads, n, DIM, seed=s, dtype=dtype) for s in (seed, -seed))
-    layer.serve_channels()
+    layer.allow_update(Reader())
     layer.update(keys, values)
     return keys, values
 
@@ -155,11 +156,19 @@ def test_masks(form, n_queries):
     torch.testing.assert_close(run(layer, query, mask), expected, rtol=0, atol=1e-12)
 
 
-def test_masks_of_each_head_are_refused():
-    layer, keys, _ = example()
-    mask = torch.ones(2, 4, 1, keys.shape[2], dtype=torch.bool)
-    with pytest.raises(UnsupportedInputError, match=r"use one of shape \(B, 1, q, n\)"):
-        run(layer, random(2, 4, 1, DIM), mask)
+@pytest.mark.parametrize("n_queries", [1, 3])
+def test_masks_of_each_head(n_queries):
+    """Each head's output is that under its own mask given to all of them."""
+    layer, keys, _ = example(n_queries)
+    query, n = random(2, 4, n_queries, DIM), keys.shape[2]
+    mask = random(2, 4, n_queries, n) > 0
+    mask[..., -1] = True
+    output = run(layer, query, mask)
+    for head in range(4):
+        alone = run(layer, query, mask[:, head : head + 1])
+        torch.testing.assert_close(output[:, head], alone[:, head], rtol=0, atol=1e-12)
+        others = [other for other in range(4) if other != head]
+        assert not torch.allclose(output[:, others], alone[:, others])
 
 
 def test_dropout_is_refused():
@@ -214,7 +223,7 @@ def test_it_grows_step_by_step():
 def test_only_a_scope_that_attends_may_append():
     layer, keys, values = pruned()
     new = random(2, 2, 1, DIM)
-    layer.serve()  # a scope that fits masks, and attends over nothing
+    layer.allow_update(Reader())  # a scope that fits masks, and attends over nothing
     with pytest.raises(ScopeError, match=r"attention_patch\.headwise\(model\)"):
         layer.update(new, new)
     append(layer, 1)
