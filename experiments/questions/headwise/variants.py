@@ -2,9 +2,9 @@
 
 ```python
 full, kept = prefill(model, AdaKVPress(SnapKVPress(0.5)), input_ids=context)
-condition = CONDITIONS["mask by hook"]
-with condition.open(model, kept):
-    model(question, past_key_values=condition.cache(full, kept))
+variant = VARIANTS["mask by hook"]
+with variant.open(model, kept):
+    model(question, past_key_values=variant.cache(full, kept))
 ```
 
 All give the same logits, and differ in what they touch, hold and cost:
@@ -17,7 +17,7 @@ All give the same logits, and differ in what they touch, hold and cost:
 | `ragged` | evicted tokens are gone; attention reads what is left | forwards, registry |
 
 In the first three what is evicted is known by the scope, not by the cache, and every token that the
-prefill has seen is still stored: they are experimental conditions, not how presses work here.
+prefill has seen is still stored: they are there to be compared with, not how presses work here.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ FAR = 1e3
 
 
 @dataclass(frozen=True)
-class Condition:
-    """One way to decode.
+class Variant:
+    """One way to decode, a "condition" in the tables.
 
     Attributes:
-        name: as in `CONDITIONS`.
+        name: as in `VARIANTS`.
         open: from a model and what is kept to the scope in which it is decoded.
         frees: whether what is evicted is gone from the cache.
     """
@@ -153,16 +153,16 @@ def ragged(model: nn.Module, kept: Kept) -> headwise:
     return headwise(model)
 
 
-CONDITIONS: dict[str, Condition] = {
-    condition.name: condition
-    for condition in (
-        Condition("fake keys", fake_keys, frees=False),
-        Condition("mask by patch", mask_by_patch, frees=False),
-        Condition("mask by hook", mask_by_hook, frees=False),
-        Condition("ragged", ragged, frees=True),
+VARIANTS: dict[str, Variant] = {
+    variant.name: variant
+    for variant in (
+        Variant("fake keys", fake_keys, frees=False),
+        Variant("mask by patch", mask_by_patch, frees=False),
+        Variant("mask by hook", mask_by_hook, frees=False),
+        Variant("ragged", ragged, frees=True),
     )
 }
-"""Every condition by its name."""
+"""All of them by name."""
 
 
 def sites_of(model: nn.Module, kept: Kept) -> list[tuple[AttentionSite, Tensor]]:
