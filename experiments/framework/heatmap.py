@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from experiments.framework.plots import INK, legend_outside, new_figure, style
+from experiments.framework.plots import CELL_INK, legend_outside, new_figure, style
 from experiments.framework.tables import ResultTable
 
 
@@ -86,7 +86,7 @@ def draw_cells(
     for (row, column), (text, colour) in cells.items():
         x, y = columns.index(column), rows.index(row)
         panel.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=colour, linewidth=0))
-        ink = "white" if _is_dark(colour) else INK
+        ink = "white" if _is_dark(colour) else CELL_INK
         panel.text(x, y, text, ha="center", va="center", fontsize=7.5, color=ink)
     panel.set_xlim(-0.5, len(columns) - 0.5)
     panel.set_ylim(len(rows) - 0.5, -0.5)

@@ -15,6 +15,7 @@ backend chosen, no setting of matplotlib changed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import StringIO
@@ -240,24 +241,26 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(path)
 
 
-_DARK = {INK: "#e4e6e9", MUTED: "#a0a7af", GRID: "#343a41"}
-"""What the colours of text and lines become where the reader prefers dark pages."""
+_THEMED = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--line)"}
+"""Colours that a page sets for its light and its dark mode."""
 
 
-def svg(figure: Figure) -> str:
-    """A figure as SVG on no background, whose text and lines follow the reader's dark mode.
+def svg(figure: Figure, salt: str) -> str:
+    """A figure as an `<svg>` element without background, for a page that sets `--ink` and so on.
 
     The same figure gives the same text.
+
+    Args:
+        salt: makes the ids of its parts differ from those of other figures on the page.
     """
     drawn = StringIO()
-    with style(), matplotlib.rc_context({"svg.hashsalt": "figure", "svg.fonttype": "none"}):
+    with style(), matplotlib.rc_context({"svg.hashsalt": salt, "svg.fonttype": "none"}):
         figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
-    head, body = drawn.getvalue().split("<defs>", 1)
-    for index, colour in enumerate(_DARK):
-        body = body.replace(colour, f"var(--c{index})")
-    light, dark = (
-        "svg{" + "".join(f"--c{i}:{colour};" for i, colour in enumerate(colours)) + "}"
-        for colours in (_DARK.keys(), _DARK.values())
-    )
-    sheet = f"<style>{light}@media(prefers-color-scheme:dark){{{dark}}}</style>"
-    return f"{head}{sheet}<defs>{body}"
+    text = drawn.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r' id="\w+_\d+"', "", text)  # the same in every figure, and nothing refers to it
+    text = re.sub(r"(\.\d\d)\d+", r"\1", text)  # a hundredth of a point will do
+    text = re.sub(r"\s*\n\s*", " ", text)
+    for colour, themed in _THEMED.items():
+        text = text.replace(colour, themed)
+    return text.replace("'DejaVu Sans'", "system-ui, sans-serif")

@@ -7,10 +7,9 @@ anew from the tables, and follow the reader's light or dark mode.
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import pandas as pd
 import typer
@@ -28,7 +27,7 @@ QUESTION = (
     "To change what a transformer keeps in its KV cache, must you patch its code, or are hooks "
     "enough, and what does each cost?"
 )
-MAX_ROWS = 200
+MAX_ROWS = 100
 """Rows of a CSV file that the HTML page shows."""
 
 _MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")
@@ -87,19 +86,23 @@ def _inline(markdown: str) -> Markup:
     return Markup(_MARKDOWN.renderInline(markdown))
 
 
-def _pictures(part: Part) -> list[dict[str, Any]]:
-    """The figures of a part as data URIs, with their captions and widths in CSS pixels."""
-    pictures = []
-    for name, figure in part.experiment.figures(part.tables).items():
-        data = b64encode(svg(figure).encode()).decode()
-        pictures.append(
-            {
-                "source": f"data:image/svg+xml;base64,{data}",
-                "shows": part.figures.get(name) or name,
-                "width": round(96 * figure.get_figwidth()),
-            }
+class _Picture(NamedTuple):
+    """A figure on the page: its `<svg>` element, what it shows, and its width in CSS pixels."""
+
+    drawn: Markup
+    shows: str
+    width: int
+
+
+def _pictures(part: Part) -> list[_Picture]:
+    return [
+        _Picture(
+            Markup(svg(figure, salt=name)),
+            part.figures.get(name) or name,
+            round(96 * figure.get_figwidth()),
         )
-    return pictures
+        for name, figure in part.experiment.figures(part.tables).items()
+    ]
 
 
 def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
@@ -129,7 +132,6 @@ def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
         "parts": parts,
         "needs": needs(parts),
         "verdict": verdict(parts),
-        "answer": _answer,
         "pictures": _pictures,
         "max_rows": MAX_ROWS,
         "numeric": pd.api.types.is_numeric_dtype,

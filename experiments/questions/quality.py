@@ -29,7 +29,7 @@ from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.intervals import wilson
 from experiments.framework.options import Device
 from experiments.framework.plots import (
-    INK,
+    CELL_INK,
     NO_PRESS,
     mechanism_colour,
     new_figure,
@@ -285,7 +285,7 @@ def _draw_panel(panel: Axes, quality: pd.DataFrame, names: list[str], ratios: li
     records: list[dict[Any, Any]] = cells.to_dict("records")
     for row in records:
         place = ratios.index(row["ratio"]) + 0.5, names.index(row["press"]) + 0.5
-        colour = "white" if row["accuracy"] > 0.6 else INK
+        colour = "white" if row["accuracy"] > 0.6 else CELL_INK
         text = _text(row["accuracy"], row["low"], row["high"])
         panel.text(*place, text, ha="center", va="center", fontsize=7.5, color=colour)
 
