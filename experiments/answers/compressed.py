@@ -166,7 +166,7 @@ def _share_evicted(cache: Any, seen: Tensor, width: int = 1) -> float:
     """
     seen = seen.repeat_interleave(width).cpu()[:, None]
     shares = [
-        (1 - kept.cpu().clamp(max=seen) / seen).mean()
+        (1 - kept.cpu().clamp(max=seen).double() / seen).mean()
         for kept, layer in zip(kept_lengths(cache), cache.layers, strict=True)
         if kept.numel() and not getattr(layer, "is_sliding", False)  # these lose by themselves
     ]
