@@ -259,8 +259,13 @@ def svg(figure: Figure, salt: str) -> str:
     text = drawn.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r' id="\w+_\d+"', "", text)  # the same in every figure, and nothing refers to it
-    text = re.sub(r"(\.\d\d)\d+", r"\1", text)  # a hundredth of a point will do
+    text = re.sub("<[^>]+>", _rounded, text)
     text = re.sub(r"\s*\n\s*", " ", text)
     for colour, themed in _THEMED.items():
         text = text.replace(colour, themed)
     return text.replace("'DejaVu Sans'", "system-ui, sans-serif")
+
+
+def _rounded(tag: re.Match[str]) -> str:
+    """A tag whose coordinates are cut after a hundredth of a point."""
+    return re.sub(r"(\.\d\d)\d+", r"\1", tag[0])

@@ -399,9 +399,11 @@ def test_every_finding_has_an_anchor(folder):
 def test_figures_take_the_colours_of_the_page():
     figure, (panel,) = plots.new_figure()
     panel.plot([1, 2], color=plots.INK)
+    panel.set_title("1.23456")
     drawn = plots.svg(figure, "salt")
     assert drawn.startswith("<svg")
     assert "stroke: var(--ink)" in drawn
+    assert ">1.23456<" in drawn, "coordinates are rounded, words are not"
     assert not {plots.INK, plots.MUTED, plots.GRID} & set(re.findall("#[0-9a-f]{6}", drawn))
     assert drawn == plots.svg(figure, "salt")
 
