@@ -437,49 +437,6 @@ def size_for(model: PreTrainedModel, options: Options) -> Size:
 # ---- reading the tables --------------------------------------------------------------------------
 
 
-def sentence_on_sinks(streaming: pd.DataFrame) -> str:
-    """What a window loses with the first tokens, and whether keeping them mends it."""
-    window = _more(streaming, Bound(WINDOW))
-    in_cache, kept = (_more(streaming, Bound(SINKS, p)) for p in (IN_CACHE, ORIGINAL))
-    told = (
-        "Once the first tokens have to go, a window alone costs "
-        f"{window} nats per token more than one that is recomputed, sinks + window {in_cache} with "
-        f"positions as in the cache and {kept} with original ones."
-    )
-    mended = _more(streaming, Bound(WINDOW), Bound(SINKS, IN_CACHE))
-    if mended.is_more_than(BROKEN):
-        return f"{told} That is the StreamingLLM paper's picture: sinks mend {mended} nats of it."
-    return (
-        f"{told} That is not the StreamingLLM paper's picture, in which the window alone breaks: "
-        f"here the first tokens mend {mended} nats."
-    )
-
-
-def sentence_on_attention(attention: pd.DataFrame) -> str:
-    """How much queries look at the first tokens."""
-    first = attention.iloc[0]
-    shares = ", ".join(f"{share:.2%}" for share in attention["share"])
-    return (
-        f"The later half of a window pays its first {first['n_first']} tokens together {shares} of "
-        f"its attention, layer by layer (the head that pays most, {attention['most'].max():.2%}); "
-        f"spread evenly it would be {first['even']:.2%}."
-    )
-
-
-def sentence_on_pace(streaming: pd.DataFrame) -> str:
-    """Whether time and memory stay where they are."""
-    streams = [_of(streaming, of) for of in STREAMED]
-    full, *bounded = map(_slowdown, streams)
-    later = [_evicting(rows) for rows in streams[1:]]
-    grown = max(rows["bytes"].max() / rows["bytes"].min() for rows in later)
-    return (
-        f"Of {streaming['end'].max():,} tokens those of the last quarter take "
-        f"{min(bounded):.2f} to {max(bounded):.2f} times as long as those of the second quarter "
-        f"with bounded caches, whose bytes become {grown:.2f} times as many; with a full cache "
-        f"{full:.2f} times as long within {streams[0]['end'].max():,} tokens."
-    )
-
-
 class Mean(NamedTuple):
     """A mean over stretches, and its standard error."""
 
@@ -562,6 +519,20 @@ def _costs_table(streaming: pd.DataFrame) -> ResultTable:
     return ResultTable(note, _COSTS, [_cost_line(streaming, of) for of in STREAMED])
 
 
+def _attention_table(attention: pd.DataFrame) -> ResultTable:
+    note = (
+        f"Attention that the later half of a window pays to its first {attention['n_first'][0]} "
+        "tokens together: mean of all heads, and the head that pays most:"
+    )
+    lines = [
+        [str(layer), f"{share:.2%}", f"{most:.2%}"]
+        for layer, share, most in zip(
+            *(attention[n] for n in ("layer", "share", "most")), strict=True
+        )
+    ]
+    return ResultTable(note, ["layer", "share", "most"], lines)
+
+
 _COSTS = ("cache", "tokens", "KiB", "ms", "forwards", "last / second")
 
 
@@ -640,26 +611,58 @@ def _look(bound: Bound) -> dict[str, Any]:
     return look
 
 
-def _sinks_finding(streaming: pd.DataFrame) -> list[Finding]:
-    """What keeping the first tokens is worth; nothing if no word of the text is known."""
+def find_sinks(streaming: pd.DataFrame) -> list[Finding]:
+    """What a window loses with the first tokens, and whether keeping them mends it.
+
+    Nothing if no word of the text is known.
+    """
     window, sinks = (_more(streaming, Bound(cache, IN_CACHE)) for cache in (WINDOW, SINKS))
-    if np.isnan([window.value, sinks.value]).any():
+    mended = _more(streaming, Bound(WINDOW), Bound(SINKS, IN_CACHE))
+    if np.isnan(mended.value):
         return []
-    text = (
-        f"After its first tokens are evicted a window loses **{window.value:+.3f}** nats per "
-        f"token against a recomputed one; with the first tokens kept, {sinks.value:+.3f}."
+    lost = (
+        f"Without its first tokens a window loses **{window.value:+.3f}** ± {window.error:.3f} "
+        f"nats per token against a recomputed one; with them, {sinks}."
+    )
+    papers = "is" if mended.is_more_than(BROKEN) else "is not"
+    picture = (
+        f"That {papers} the StreamingLLM paper's picture, in which a window alone breaks: the "
+        f"first tokens mend **{mended.value:+.3f}** ± {mended.error:.3f} nats."
     )
     verdict: Any = "breaks" if sinks.is_more_than(BROKEN) else "works"
-    return [Finding("sinks", text, "stream past the trained length", verdict)]
+    return [
+        Finding("sinks", lost, "stream past the trained length", verdict),
+        Finding("picture", picture),
+    ]
 
 
-def _pace_finding(streaming: pd.DataFrame) -> Finding:
-    full, *bounded = (_slowdown(_of(streaming, of)) for of in STREAMED)
+def find_attention(attention: pd.DataFrame) -> Finding:
+    """How much queries look at the first tokens."""
+    first = attention.iloc[0]
     return Finding(
-        "pace",
-        f"Late tokens take **{max(bounded):.2f}** times as long as earlier ones with bounded "
-        f"caches at most, and {full:.2f} times with a full cache.",
+        "attention",
+        f"The later half of a window pays its first {first['n_first']} tokens "
+        f"**{attention['share'].mean():.2%}** of its attention; spread evenly it would be "
+        f"{first['even']:.2%}.",
     )
+
+
+def find_pace(streaming: pd.DataFrame) -> list[Finding]:
+    """Whether time and memory stay where they are."""
+    streams = [_of(streaming, of) for of in STREAMED]
+    full, *bounded = map(_slowdown, streams)
+    grown = max(rows["bytes"].max() / rows["bytes"].min() for rows in map(_evicting, streams[1:]))
+    pace = (
+        f"Tokens of the last quarter take {min(bounded):.2f} to **{max(bounded):.2f}** times as "
+        f"long as those of the second in bounded caches, {full:.2f} in a full one."
+    )
+    growth = f"While they evict, the bytes of bounded caches become **{grown:.2f}** times as many."
+    return [
+        Finding("pace", pace),
+        Finding(
+            "growth", growth, "bound the memory of a stream", "works" if grown < 1.05 else "breaks"
+        ),
+    ]
 
 
 class Streaming(Experiment[Options]):
@@ -704,15 +707,12 @@ class Streaming(Experiment[Options]):
 
     def findings(self, tables: Tables) -> list[Finding]:
         streaming = tables["streaming"]
-        return [*_sinks_finding(streaming), _pace_finding(streaming)]
+        attention = find_attention(tables["streaming_attention"])
+        return [*find_sinks(streaming), attention, *find_pace(streaming)]
 
     def views(self, tables: Tables) -> list[ResultTable]:
-        return [_losses_table(tables["streaming"]), _costs_table(tables["streaming"])]
-
-    def remarks(self, tables: Tables) -> list[str]:
-        streaming = tables["streaming"]
-        attention = sentence_on_attention(tables["streaming_attention"])
-        return [sentence_on_sinks(streaming), attention, sentence_on_pace(streaming)]
+        streaming, attention = tables["streaming"], tables["streaming_attention"]
+        return [_losses_table(streaming), _costs_table(streaming), _attention_table(attention)]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
         return {"streaming": _figure(tables["streaming"])}

@@ -256,57 +256,60 @@ def made_up(**losses):
 
 
 def test_the_papers_picture_is_recognised():
-    """f, w and s: losses of the full cache, of the windows, and with sinks."""
+    """w and s: losses of the windows, and with sinks."""
     table = made_up(w=5.0, s=2.25)
     table.loc[table["cache"] == RECOMPUTED, "loss"] -= 3.0
-    told = streaming.sentence_on_sinks(table)
-    assert "window alone costs +3.000 ± 0.000 nats" in told
-    assert "sinks + window +0.250 ± 0.000 with positions as in the cache" in told
-    assert "That is the StreamingLLM paper's picture: sinks mend +2.750" in told
+    lost, picture = streaming.find_sinks(table)
+    assert "a window loses **+3.000** ± 0.000 nats per token" in lost.text
+    assert lost.text.endswith("with them, +0.250 ± 0.000.")
+    assert "That is the StreamingLLM paper's picture" in picture.text
+    assert picture.text.endswith("the first tokens mend **+2.750** ± 0.000 nats.")
+    assert lost.verdict == "breaks"
 
 
 def test_another_picture_is_told_as_it_is():
-    told = streaming.sentence_on_sinks(made_up())
-    assert "That is not the StreamingLLM paper's picture" in told
-    assert "the first tokens mend +0.000 ± 0.000 nats" in told
+    lost, picture = streaming.find_sinks(made_up())
+    assert "That is not the StreamingLLM paper's picture" in picture.text
+    assert "the first tokens mend **+0.000** ± 0.000 nats" in picture.text
+    assert lost.verdict == "works"
 
 
 def test_a_difference_within_its_error_is_no_picture():
     table = made_up()
     noisy = (table["cache"] == WINDOW) & (table["first"] == 100)
     table.loc[noisy, "loss"] += 30
-    assert "That is not" in streaming.sentence_on_sinks(table)
+    assert "That is not" in streaming.find_sinks(table)[1].text
+
+
+def test_nothing_is_said_of_losses_that_are_not_known():
+    assert streaming.find_sinks(made_up().assign(loss=np.nan, known=0)) == []
 
 
 def test_slowing_down_is_told_apart_from_a_slower_machine():
     table = made_up()
     assert streaming._slowdown(streaming._of(table, Bound(FULL))) == pytest.approx(138 / 58)
     table.loc[table["first"] >= 100, ["quick_ms", "quick_ms_alone"]] *= 4
-    told = streaming.sentence_on_pace(table)
-    assert "take 1.00 to 1.00 times as long as" in told
-    assert "whose bytes become 1.00 times as many; with a full cache 2.38 times" in told
-
-
-def test_what_is_found(tables):
-    attention = {"streaming_attention": tables["streaming_attention"]}
-    table = made_up(w=5.0, s=2.25)
-    table.loc[table["cache"] == RECOMPUTED, "loss"] -= 3.0
-    sinks, pace = EXPERIMENT.findings(attention | {"streaming": table})
-    assert "a window loses **+3.000** nats per token" in sinks.text
-    assert sinks.text.endswith("with the first tokens kept, +0.250.")
-    assert sinks.verdict == "breaks"
-    assert pace.text.endswith(
-        "take **1.00** times as long as earlier ones with bounded caches at "
-        "most, and 2.38 times with a full cache."
-    )
-    sinks, _ = EXPERIMENT.findings(attention | {"streaming": made_up()})
-    assert sinks.verdict == "works"
+    pace, growth = streaming.find_pace(table)
+    assert "take 1.00 to **1.00** times as long as" in pace.text
+    assert "2.38 in a full one" in pace.text
+    assert ("become **1.00** times as many" in growth.text, growth.verdict) == (True, "works")
 
 
 def test_growing_caches_are_told():
     table = made_up()
     table.loc[table["first"] == 150, "bytes"] *= 3
-    assert "bytes become 3.00 times" in streaming.sentence_on_pace(table)
+    _, growth = streaming.find_pace(table)
+    assert ("become **3.00** times as many" in growth.text, growth.verdict) == (True, "breaks")
+
+
+def test_attention_to_the_first_tokens_is_told(tables):
+    table = tables["streaming_attention"].assign(share=[0.25, 0.75], even=0.125)
+    found = streaming.find_attention(table)
+    assert "first 2 tokens **50.00%** of its attention" in found.text
+    assert found.text.endswith("it would be 12.50%.")
+    text = EXPERIMENT.markdown(tables | {"streaming_attention": table})
+    assert "| 0 | 25.00% |" in text
+    assert "| 1 | 75.00% |" in text
 
 
 def test_summary_has_a_line_per_cache(tables):

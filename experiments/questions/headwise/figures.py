@@ -11,6 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
 from experiments.framework.plots import (
+    CELL_INK,
     INK,
     MUTED,
     NO_PRESS,
@@ -126,7 +127,8 @@ def _write_shares(panel: Axes, shares: pd.DataFrame) -> None:
     look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
     for layer, of_layer in enumerate(shares.to_numpy()):
         for head, share in enumerate(of_layer):
-            panel.text(head, layer, f"{share:.0%}", color="white" if share > 0.55 else INK, **look)
+            ink = "white" if share > 0.55 else CELL_INK
+            panel.text(head, layer, f"{share:.0%}", color=ink, **look)
 
 
 def decoding(table: pd.DataFrame) -> Figure:
@@ -184,8 +186,8 @@ def _handle(name: str) -> Line2D:
 
 
 _FIGURES = {
-    "headwise_accuracy": accuracy,
     "headwise_difference": difference,
+    "headwise_accuracy": accuracy,
     "headwise_budgets": budgets,
     "headwise_decoding": decoding,
 }
