@@ -98,8 +98,8 @@ def run_cell(settings: Settings, cell: Cell) -> Result:
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    model, tokenizer = _model(_Loading.of(settings))
-    samples = _samples(cell.dataset, _Drawing.of(settings))
+    model, tokenizer = _model(settings)
+    samples = _samples(cell.dataset, settings)
     answerer, press = ContextAnswerer(model, tokenizer), cell.make(settings.seed)
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
@@ -138,68 +138,30 @@ def press_text(settings: Settings, cell: Cell) -> str:
 # Kept in the process for the next cell.
 
 
-class _Loading(NamedTuple):
-    """What decides which model is loaded, and how."""
-
-    name: str
-    dtype: str
-    attn_implementation: str
-    device: str
-    kwargs: str
-
-    @classmethod
-    def of(cls, settings: Settings) -> _Loading:
-        kwargs: dict[str, Any] = dict(settings.model_kwargs)
-        if settings.trust_remote_code:
-            kwargs["trust_remote_code"] = True
-        how = settings.dtype, settings.attn_implementation, settings.device
-        return cls(settings.model, *how, json.dumps(kwargs, sort_keys=True, default=str))
-
-
-class _Drawing(NamedTuple):
-    """What decides which samples are drawn."""
-
-    samples: int
-    fraction: float | None
-    needle_depth: tuple[float, ...]
-    seed: int
-    data: str | None
-    model: _Loading
-
-    @classmethod
-    def of(cls, settings: Settings) -> _Drawing:
-        return cls(
-            settings.samples,
-            settings.fraction,
-            settings.needle_depth,
-            settings.seed,
-            settings.data,
-            _Loading.of(settings),
-        )
-
-
 @lru_cache(maxsize=1)
-def _model(which: _Loading) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _model(settings: Settings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    code = {"trust_remote_code": True} if settings.trust_remote_code else {}
     return load_model(
-        which.name,
-        dtype=getattr(torch, which.dtype),
-        attn_implementation=which.attn_implementation,
-        device=which.device,
-        **json.loads(which.kwargs),
+        settings.model,
+        dtype=getattr(torch, settings.dtype),
+        attn_implementation=settings.attn_implementation,
+        device=settings.device,
+        **settings.model_kwargs,
+        **code,
     )
 
 
 @lru_cache(maxsize=4)
-def _samples(dataset: str, drawing: _Drawing) -> list[Sample]:
+def _samples(dataset: str, settings: Settings) -> list[Sample]:
     return load(
         dataset,
-        drawing.samples,
-        drawing.seed,
-        _model(drawing.model)[1],
-        drawing.model.name,
-        drawing.data,
-        fraction=drawing.fraction,
-        depths=drawing.needle_depth,
+        settings.samples,
+        settings.seed,
+        _model(settings)[1],
+        settings.model,
+        settings.data,
+        fraction=settings.fraction,
+        depths=settings.needle_depth,
     )
 
 

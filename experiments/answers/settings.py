@@ -159,6 +159,9 @@ class Settings:
     generation: Annotated[dict[str, Any], _known(*GENERATION)] = Field(default_factory=dict)
     model_kwargs: Annotated[dict[str, Any], _known(*MODEL_KWARGS)] = Field(default_factory=dict)
 
+    def __hash__(self) -> int:
+        return hash(repr(self))  # mappings have none
+
 
 def settings_from(path: Path | None, flags: Mapping[str, Any]) -> Settings:
     """The settings in a YAML file, where flags do not say otherwise.

@@ -30,7 +30,6 @@ from experiments.answers.cells import Cell
 from experiments.framework.intervals import wilson
 
 DATABASE, SETUP = "sweep.sqlite", "setup.json"
-FORMATS = ("csv", "parquet")
 
 _APPLICATION = 0x486F5061  # tells the database from those of other programs
 _SCHEMA = f"""
@@ -72,21 +71,25 @@ class Store:
         self.tables = [f"{name}.{file_format}" for name in ("results", "predictions")]
         content = json.dumps(setup, indent=2, ensure_ascii=False, default=str)
         if not os.path.lexists(folder / DATABASE):
-            self._check_foreign([f"{DATABASE}-journal", SETUP, *self.tables], written=())
             self._begin(content)
-        self._check(json.loads(content))
+        former, written = self._opened()
+        self._check_foreign(self.tables, written)
+        self._check_setup(former, json.loads(content))
+        if not (folder / SETUP).exists():
+            self._write(SETUP, f"{former}\n".encode())
 
     def _begin(self, setup: str) -> None:
+        self._check_foreign([f"{DATABASE}-journal", SETUP, *self.tables], written=())
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot make the folder {self.folder}: {error.strerror}") from error
         with self._database() as database:
-            database.executescript(_SCHEMA)
+            database.executescript(f"BEGIN; {_SCHEMA}")
             database.execute("INSERT INTO setup VALUES (?)", (setup,))
-        self._write(SETUP, (setup + "\n").encode())
 
-    def _check(self, setup: dict[str, Any]) -> None:
+    def _opened(self) -> tuple[Any, list[Any]]:
+        """The set-up of a database that is there, and the names of the files written from it."""
         path = self.folder / DATABASE
         if path.is_symlink() or not path.is_file():
             raise UserError(f"{path} is no file of a sweep; give another --output")
@@ -97,25 +100,21 @@ class Store:
             (sound,) = database.execute("PRAGMA quick_check(1)").fetchone()
             if sound != "ok":
                 raise UserError(f"{path} is damaged ({sound}); give another --output")
-            (former,) = database.execute("SELECT content FROM setup").fetchone() or ("",)
-            written = [name for (name,) in database.execute("SELECT file FROM written")]
-        self._check_foreign(self.tables, written)
-        self._check_setup(former, setup)
+            (setup,) = database.execute("SELECT content FROM setup").fetchone() or ("",)
+            return setup, [name for (name,) in database.execute("SELECT file FROM written")]
 
-    def _check_setup(self, former: str, setup: dict[str, Any]) -> None:
+    def _check_setup(self, content: Any, setup: dict[str, Any]) -> None:
         try:
-            known = json.loads(former)
-        except (TypeError, ValueError):
-            known = None
-        if not isinstance(known, dict):
+            former = dict(json.loads(content).items())
+        except (AttributeError, TypeError, ValueError):
             raise UserError(
                 f"{self.folder / DATABASE} does not say what its results are of; give another "
                 "--output"
-            )
-        names = sorted((set(known) | set(setup)) - {"made_with"})
-        differing = [n for n in names if known.get(n) != setup.get(n)]
+            ) from None
+        names = sorted((set(former) | set(setup)) - {"made_with"})
+        differing = [n for n in names if former.get(n) != setup.get(n)]
         if differing:
-            said = "; ".join(f"{n} was {known.get(n)!r}, is {setup.get(n)!r}" for n in differing)
+            said = "; ".join(f"{n} was {former.get(n)!r}, is {setup.get(n)!r}" for n in differing)
             raise UserError(
                 f"{self.folder} holds results of another set-up, with which new ones cannot be "
                 f"compared: {said}; give another --output"

@@ -18,6 +18,7 @@ import torch
 import typer
 import yaml
 from hypothesis import given
+from hypothesis import settings as drawn
 from hypothesis import strategies as st
 from rich.console import Console
 from rich.progress import Progress
@@ -239,6 +240,7 @@ def test_presses_and_settings_read_anything_without_a_traceback(tmp_path):
     file = tmp_path / "sweep.yaml"
 
     @given(yaml_texts())
+    @drawn(deadline=None)
     def read(text):
         file.write_bytes(text)
         with contextlib.suppress(UserError, HyperparameterError):
@@ -278,6 +280,7 @@ def yaml_texts():
 
 
 @given(press_texts(), st.sampled_from([None, 0.5]))
+@drawn(deadline=None)
 def test_press_texts_make_a_press_or_an_error_in_words(text, ratio):
     with contextlib.suppress(UserError, HyperparameterError):
         make_press(text, "hook", ratio, 0)
@@ -427,8 +430,8 @@ def damage(path, how):
         (path / "results.csv").write_bytes((path / "results.csv").read_bytes()[:30])
         (path / "predictions.csv").write_text("")
     elif how == "tables gone":
-        (path / "results.csv").unlink()
-        (path / "predictions.csv").unlink()
+        for name in ("results.csv", "predictions.csv", "setup.json"):
+            (path / name).unlink()
 
 
 @pytest.mark.parametrize(
@@ -445,9 +448,11 @@ def test_what_is_missing_is_run_again(tmp_path, monkeypatch, how, n_again):
     assert len(ran) == n_again
     pd.testing.assert_frame_equal(without_time(after), without_time(before))
     assert len(pd.read_csv(tmp_path / "predictions.csv")) == 3 * 8
+    assert json.loads((tmp_path / "setup.json").read_text()) == SETUP
 
 
 @given(st.integers(0, 60), st.binary(min_size=1, max_size=200), st.booleans())
+@drawn(deadline=None)
 def test_a_damaged_database_is_refused_in_words(swept, tmp_path_factory, place, content, cut):
     """Whatever its bytes say: results, or one error, and nothing is written anywhere else."""
     outer = tmp_path_factory.mktemp("damaged")
@@ -695,6 +700,22 @@ def test_the_command_reads_a_file_and_tells_failures(tmp_path):
     result = call("--config", tmp_path / "sweep.yaml", "--output", tmp_path / "out")
     assert result.exit_code == 1
     assert "no result: facts/single@48 PerLayerCompressionPress" in result.output
+
+
+FLAGS = (
+    "config output model press ratio mechanism dataset samples seed batch-size compress-questions "
+    "max-context-length dtype attn-implementation device threads data format on ray-address "
+    "ray-gpus retries fraction max-new-tokens needle-depth custom-generate trust-remote-code"
+)
+
+
+def test_the_command_has_its_flags(tmp_path):
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "160"}).output
+    for name in FLAGS.split():
+        assert f"--{name} " in shown
+    given = ["--needle-depth", "0.5", "--compress-questions", "--fraction", "0.5"]
+    result = call(*given, "--output", tmp_path / "out")
+    assert isinstance(result.exception, UserError) or "no fraction" in result.output
 
 
 def test_an_interrupted_command_says_how_to_continue(tmp_path, monkeypatch):
