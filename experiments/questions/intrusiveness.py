@@ -34,7 +34,7 @@ import hooks_impl
 import patch_impl
 from experiments import UserError
 from experiments.audit import LEFT, OPEN, REACHES, RUNNING, audit, differences, snapshot
-from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.experiment import Contrast, Experiment, Finding, Tables
 from experiments.framework.heatmap import draw_cells
 from experiments.framework.plots import new_figure, style
 from experiments.framework.tables import ResultTable
@@ -329,7 +329,7 @@ def _left(exits: pd.DataFrame, ours: bool) -> pd.Series[int]:
     return left[left.index.map(lambda name: (name.split(",")[0] in OURS) == ours)]
 
 
-_TITLE_PAD = 72
+_TITLE_PAD = 80
 """Points that slanted labels need above a matrix."""
 _OPEN_COLOURS = ("#d7e6f2", "#8dbbdd", "#3f8ac4", "#0b5394")
 _LEFT_COLOURS = ("#fbe0cf", "#f4ae84", "#e2783b", "#D55E00")
@@ -528,6 +528,14 @@ class Intrusiveness(Experiment[Options]):
         if not audited.empty:
             drawn["intrusiveness_libraries"] = _libraries_figure(audited)
         return drawn
+
+    def contrasts(self, tables: Tables) -> list[Contrast]:
+        exits = tables["intrusiveness_exits"]
+        own = _left(exits, ours=True)
+        bars = {name: float(own[own.index.str.startswith(name)].sum()) for name in OURS}
+        worst = _left(exits, ours=False).nlargest(1)
+        bars |= {str(name): float(count) for name, count in worst.items()}
+        return [Contrast("Entries left behind, over all ways of leaving", bars)]
 
 
 EXPERIMENT = Intrusiveness()

@@ -24,15 +24,14 @@ from experiments.questions.headwise import (
     find_patching,
     find_worth,
 )
+from experiments.questions.headwise.asked import Asked, AskedInWords, asked
 from experiments.questions.headwise.budgets import (
     ALL,
     HEADWISE,
     N_PAIRS,
     UNIFORM,
-    AskedInWords,
     EvenKVzipPress,
     Streaming,
-    asked,
     differences,
     head_scores,
     held,
@@ -166,7 +165,7 @@ def test_scores_beside_the_model_are_taken(facts_llama, monkeypatch, tmp_path):
 
 def test_a_vocabulary_of_its_own_is_asked_in_words():
     tokenizer = build_tokenizer()
-    assert type(asked(tokenizer, SMALL)) is budgets.Asked
+    assert type(asked(tokenizer, SMALL)) is Asked
     tokenizer.add_tokens(["zebra"])
     assert type(asked(tokenizer, SMALL)) is AskedInWords
 
@@ -174,7 +173,7 @@ def test_a_vocabulary_of_its_own_is_asked_in_words():
 @pytest.mark.parametrize("press", [None, hooks_impl.AdaKVPress(hooks_impl.KeyDiffPress(0.7))])
 def test_words_are_answered_as_tokens_are(facts_llama, press):
     model, tokenizer = facts_llama
-    in_words, in_tokens = AskedInWords(SMALL, tokenizer), budgets.Asked(SMALL)
+    in_words, in_tokens = AskedInWords(SMALL, tokenizer), Asked(SMALL)
     (batch,) = in_tokens.batches
     assert in_words.length == in_tokens.length == 97
     assert torch.equal(torch.cat(in_words.contexts(batch)), batch.context_ids)

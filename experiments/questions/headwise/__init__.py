@@ -29,7 +29,8 @@ from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.options import Device, checked_positive_share
 from experiments.framework.tables import ResultTable
 from experiments.loading import load_model, short_name
-from experiments.questions.headwise.budgets import ALL, N_PAIRS, asked, compare
+from experiments.questions.headwise.asked import asked
+from experiments.questions.headwise.budgets import ALL, N_PAIRS, compare
 from experiments.questions.headwise.figures import figures
 from experiments.questions.headwise.timing import FULL, Size, decode_times, random_llama
 from experiments.questions.headwise.trials import MISSING, N_TRIALS, SAME, trials
