@@ -141,7 +141,7 @@ class Store:
             with closing(sqlite3.connect(path)) as database, database:
                 database.text_factory = lambda text: text.decode(errors="replace")
                 yield database
-        except (sqlite3.Error, OverflowError) as error:
+        except (sqlite3.Error, ValueError, OverflowError) as error:  # texts that are none, too
             raise UserError(
                 f"cannot use {path}: {error}; what is finished is kept, so see to it (is there "
                 "room, are you allowed to?) and give the same command again, or another --output"

@@ -451,7 +451,7 @@ def test_what_is_missing_is_run_again(tmp_path, monkeypatch, how, n_again):
     assert json.loads((tmp_path / "setup.json").read_text()) == SETUP
 
 
-@given(st.integers(0, 60), st.binary(min_size=1, max_size=200), st.booleans())
+@given(st.integers(0, 600), st.binary(min_size=1, max_size=200), st.booleans())
 @drawn(deadline=None)
 def test_a_damaged_database_is_refused_in_words(swept, tmp_path_factory, place, content, cut):
     """Whatever its bytes say: results, or one error, and nothing is written anywhere else."""
@@ -459,7 +459,7 @@ def test_a_damaged_database_is_refused_in_words(swept, tmp_path_factory, place, 
     shutil.copytree(swept, outer / "sweep")
     database = outer / "sweep" / "sweep.sqlite"
     whole = database.read_bytes()
-    start = place * len(whole) // 60
+    start = place * len(whole) // 600
     database.write_bytes(whole[:start] + content + (b"" if cut else whole[start + len(content) :]))
     with contextlib.suppress(UserError):
         opened = Store(outer / "sweep", SETUP)
