@@ -16,11 +16,20 @@ import typer
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markdown_it import MarkdownIt
 from markupsafe import Markup
+from matplotlib.figure import Figure
 
 from experiments import load_experiments
 from experiments.framework.experiment import AnyExperiment
-from experiments.framework.plots import svg
-from experiments.framework.results import Part, draw, read_manifest, read_parts, write_manifest
+from experiments.framework.overview import overview
+from experiments.framework.plots import save, svg
+from experiments.framework.results import (
+    Part,
+    describe,
+    draw,
+    read_manifest,
+    read_parts,
+    write_manifest,
+)
 from experiments.framework.tables import markdown_table
 
 QUESTION = (
@@ -29,6 +38,9 @@ QUESTION = (
 )
 MAX_ROWS = 100
 """Rows of a CSV file that the HTML page shows."""
+
+OVERVIEW = "overview"
+"""Stem of the file of the first figure."""
 
 _MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")
 
@@ -95,14 +107,28 @@ class _Picture(NamedTuple):
 
 
 def _pictures(part: Part) -> list[_Picture]:
-    return [
-        _Picture(
-            Markup(svg(figure, salt=name)),
-            part.figures.get(name) or name,
-            round(96 * figure.get_figwidth()),
-        )
-        for name, figure in part.experiment.figures(part.tables).items()
+    figures = part.experiment.figures(part.tables)
+    return [_picture(name, figure, part.figures.get(name)) for name, figure in figures.items()]
+
+
+def _picture(name: str, figure: Figure, shows: str | None) -> _Picture:
+    drawn = Markup(svg(figure, salt=name))
+    return _Picture(drawn, shows or name, round(96 * figure.get_figwidth()))
+
+
+def _overview(parts: Iterable[Part], folder: Path) -> list[_Picture]:
+    """The first figure, also written as a PNG file; empty if nothing goes into it."""
+    contrasts = [
+        contrast
+        for part in parts
+        if not part.error
+        for contrast in part.experiment.contrasts(part.tables)
     ]
+    if not contrasts:
+        return []
+    figure = overview(contrasts)
+    save(figure, folder / f"{OVERVIEW}.png")
+    return [_picture(OVERVIEW, figure, describe(figure))]
 
 
 def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
@@ -131,6 +157,7 @@ def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
         "run": read_manifest(folder),
         "parts": parts,
         "needs": needs(parts),
+        "overview": _overview(parts, folder),
         "verdict": verdict(parts),
         "pictures": _pictures,
         "max_rows": MAX_ROWS,

@@ -535,7 +535,7 @@ class Intrusiveness(Experiment[Options]):
         bars = {name: float(own[own.index.str.startswith(name)].sum()) for name in OURS}
         worst = _left(exits, ours=False).nlargest(1)
         bars |= {str(name): float(count) for name, count in worst.items()}
-        return [Contrast("Entries left behind, over all ways of leaving", bars)]
+        return [Contrast("Entries left behind", bars)]
 
 
 EXPERIMENT = Intrusiveness()

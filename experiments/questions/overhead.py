@@ -43,7 +43,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl
-from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.experiment import Contrast, Experiment, Finding, Tables
 from experiments.framework.intervals import median_interval
 from experiments.framework.options import Device, checked_positive_share
 from experiments.framework.plots import (
@@ -581,6 +581,13 @@ class Overhead(Experiment[Options]):
     def figures(self, tables: Tables) -> dict[str, Figure]:
         names = ("overhead", "overhead_prefill")
         return {n: _figure(tables["overhead"], p) for n, p in zip(names, _PHASES, strict=True)}
+
+    def contrasts(self, tables: Tables) -> list[Contrast]:
+        bars = {
+            name: float(_span(tables["overhead"], "decode", mechanism, "bare").median())
+            for name, mechanism in (("hooks", "hook"), ("patches", "patch"))
+        }
+        return [Contrast("Decode step with a press open, over none", bars)]
 
 
 EXPERIMENT = Overhead()

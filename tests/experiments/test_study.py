@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 import typer
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from rich.console import Console
 from typer.testing import CliRunner
@@ -21,7 +22,8 @@ import experiments
 from experiments import UserError
 from experiments.cli import app
 from experiments.framework import plots
-from experiments.framework.experiment import Experiment, Finding
+from experiments.framework.experiment import Contrast, Experiment, Finding
+from experiments.framework.overview import overview
 from experiments.framework.readme import blocks, fill
 from experiments.framework.report import MAX_ROWS, write_report
 from experiments.framework.results import MANIFEST, describe, read_table, write_table
@@ -406,6 +408,19 @@ def test_figures_take_the_colours_of_the_page():
     assert ">1.23456<" in drawn, "coordinates are rounded, words are not"
     assert not {plots.INK, plots.MUTED, plots.GRID} & set(re.findall("#[0-9a-f]{6}", drawn))
     assert drawn == plots.svg(figure, "salt")
+
+
+def test_the_first_figure_sets_hooks_beside_patches(tmp_path):
+    bars = {"hooks": 1.0, "patches": 2.5, "something else": 40.0}
+    study([tiny("one", contrasts=lambda tables: [Contrast("Costs", bars)])], tmp_path)
+    assert (tmp_path / "overview.png").exists()
+    assert page(tmp_path).images[0].startswith("Hooks and patches side by side")
+    assert "](overview.png)" in (tmp_path / "report.md").read_text()
+    (panel,) = overview([Contrast("Costs", bars)]).axes
+    assert [bar.get_width() for bar in panel.patches] == [1.0, 2.5, 40.0]
+    assert [label.get_text() for label in panel.texts] == ["1", "2.5", "40"]
+    colours = [to_hex(bar.get_facecolor()) for bar in panel.patches]
+    assert colours == [plots.mechanism_colour(n).lower() for n in ("hook", "patch", "bare")]
 
 
 def test_what_a_figure_shows():

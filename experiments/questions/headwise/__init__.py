@@ -25,7 +25,7 @@ from rich.progress import Progress
 from transformers import PreTrainedModel
 
 from experiments import UserError
-from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.experiment import Contrast, Experiment, Finding, Tables
 from experiments.framework.options import Device, checked_positive_share
 from experiments.framework.tables import ResultTable
 from experiments.loading import load_model, short_name
@@ -145,6 +145,13 @@ class Headwise(Experiment[Options]):
     def figures(self, tables: Tables) -> dict[str, Figure]:
         return figures(tables)
 
+    def contrasts(self, tables: Tables) -> list[Contrast]:
+        if "headwise_decoding" not in tables:
+            return []
+        ratio, share = _shares(tables)
+        bars = {"hooks": share[_BY_HOOK], "patches": share[_RAGGED]}
+        return [Contrast(f"Bytes held, {ratio:.0%} evicted by heads, over all", bars)]
+
 
 EXPERIMENT = Headwise()
 
@@ -237,15 +244,20 @@ def find_patching(tables: Tables) -> Finding:
     return Finding("patching", text, need, "works" if needless else "breaks")
 
 
-def find_freeing(tables: Tables) -> Finding:
-    """What the mask by a hook and ragged storage hold."""
+def _shares(tables: Tables) -> tuple[float, dict[str, float]]:
+    """The most that was evicted, and the shares of the full cache's bytes that are held then."""
     decoding = tables["headwise_decoding"]
     pressed = decoding[decoding["condition"] != FULL]
     context = min(pressed["context"].unique(), key=lambda context: abs(context - 4096))
     ratio = pressed["ratio"].max()
     rows = pressed[(pressed["context"] == context) & (pressed["ratio"] == ratio)]
     by = rows_by(rows, "condition")
-    share = {name: by[name]["bytes"] / by[name]["full_bytes"] for name in (_BY_HOOK, _RAGGED)}
+    return ratio, {name: by[name]["bytes"] / by[name]["full_bytes"] for name in by}
+
+
+def find_freeing(tables: Tables) -> Finding:
+    """What the mask by a hook and ragged storage hold."""
+    ratio, share = _shares(tables)
     text = (
         f"With {ratio:.0%} evicted ragged storage, for which attention is patched, holds "
         f"**{share[_RAGGED]:.2f}** of the full cache's bytes; behind a mask by a hook stay "
