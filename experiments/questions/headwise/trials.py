@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,8 +25,7 @@ from experiments.questions.headwise.variants import (
     Variant,
     head_mask,
     kept_in,
-    override_attention,
-    sites_of,
+    overridden,
 )
 from experiments.testbed.compare import Inputs
 from press_core import AttentionSite, attention_sites
@@ -42,14 +41,9 @@ NOTHING = Variant("nothing", lambda *_: nullcontext(), frees=False)
 # ---- the reference -------------------------------------------------------------------------------
 
 
-@contextmanager
-def reference(model: nn.Module, kept: Kept) -> Iterator[None]:
+def reference(model: nn.Module, kept: Kept) -> AbstractContextManager[None]:
     """Attend in float64 over all that is stored, what each head has evicted masked away."""
-    with ExitStack() as opened:
-        for site, heads in sites_of(model, kept):
-            override = partial(_dense, site, heads)
-            override_attention(opened, site, heads.shape[-1], override)
-        yield
+    return overridden(model, kept, lambda site, heads: partial(_dense, site, heads))
 
 
 def _dense(

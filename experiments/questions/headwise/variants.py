@@ -43,12 +43,14 @@ from press_core import (
     UnsupportedModelError,
     attention_sites,
 )
-from press_core.caches import layer_at
 from press_core.masks import mask_for_pruned
 
 Kept = dict[int, Tensor]
 """By layer of the cache: which tokens of the prefill each head keeps, `(B, H_kv, S)` bool, padding
 never. A layer that is not listed keeps all."""
+
+Override = Callable[..., Any]
+"""Called in the place of an attention function, with that function before its arguments."""
 
 FAR = 1e3
 """How far below zero a logit has to be to vanish from any softmax."""
@@ -110,31 +112,48 @@ def evicted(full: Cache, kept: Kept) -> DynamicCache:
 
 
 @contextmanager
-def fake_keys(model: nn.Module, kept: Kept) -> Iterator[None]:
+def overridden(
+    model: nn.Module, kept: Kept, make: Callable[[AttentionSite, Tensor], Override]
+) -> Iterator[None]:
+    """Run what `make` gives around each attention function, once the whole prefill is cached."""
+    with ExitStack() as opened:
+        for site, heads in sites_of(model, kept):
+            override, length = make(site, heads), heads.shape[-1]
+            forward = partial(_forward, site, length, override)
+            opened.callback(intercept(site.interface).remove)
+            opened.callback(wrap(site.module, "forward", forward).remove)
+        yield
+
+
+def _forward(
+    site: AttentionSite, length: int, override: Override, call_next: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if _n_cached(site, args, kwargs) >= length:
+        kwargs = with_override(kwargs, override)
+    return call_next(*args, **kwargs)
+
+
+def fake_keys(model: nn.Module, kept: Kept) -> AbstractContextManager[None]:
     """Give evicted positions, at each step, a key that no query of that step attends to.
 
-    Raises:
-        UnsupportedModelError: if the model caps its logits, so that none can vanish.
+    The scope raises an `UnsupportedModelError` if the model caps its logits, so that none can
+    vanish.
     """
-    with ExitStack() as opened:
-        for site, heads in sites_of(model, kept):
-            if site.softcap is not None:
-                raise UnsupportedModelError(
-                    f"{site.name} keeps all logits within ±{site.softcap:g}, so that no key can be "
-                    "overlooked; use a mask or ragged storage"
-                )
-            slots = (~heads).nonzero(as_tuple=True)
-            override_attention(opened, site, heads.shape[-1], partial(_with_fake_keys, site, slots))
-        yield
+
+    def make(site: AttentionSite, heads: Tensor) -> Override:
+        if site.softcap is not None:
+            raise UnsupportedModelError(
+                f"{site.name} keeps all logits within ±{site.softcap:g}, so that no key can be "
+                "overlooked; use a mask or ragged storage"
+            )
+        return partial(_with_fake_keys, site, (~heads).nonzero(as_tuple=True))
+
+    return overridden(model, kept, make)
 
 
-@contextmanager
-def mask_by_patch(model: nn.Module, kept: Kept) -> Iterator[None]:
+def mask_by_patch(model: nn.Module, kept: Kept) -> AbstractContextManager[None]:
     """Add to the logits of each head a mask, inside a patched attention function."""
-    with ExitStack() as opened:
-        for site, heads in sites_of(model, kept):
-            override_attention(opened, site, heads.shape[-1], partial(_with_mask, site, heads))
-        yield
+    return overridden(model, kept, lambda site, heads: partial(_with_mask, site, heads))
 
 
 @contextmanager
@@ -171,23 +190,10 @@ def sites_of(model: nn.Module, kept: Kept) -> list[tuple[AttentionSite, Tensor]]
     return [(site, kept[site.layer_idx]) for site in sites if site.layer_idx in kept]
 
 
-def override_attention(opened: ExitStack, site: AttentionSite, length: int, override: Any) -> None:
-    """Run `override` around the attention function of `site`, once `length` tokens are cached."""
-
-    def forward(call_next: Any, *args: Any, **kwargs: Any) -> Any:
-        if _n_cached(site, args, kwargs) >= length:
-            kwargs = with_override(kwargs, override)
-        return call_next(*args, **kwargs)
-
-    opened.callback(intercept(site.interface).remove)
-    opened.callback(wrap(site.module, "forward", forward).remove)
-
-
 def _n_cached(site: AttentionSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Tokens that the layer holds before a forward."""
     cache = site.cache(args, kwargs)
-    layer = None if cache is None else layer_at(cache, site.layer_idx)
-    return 0 if layer is None else int(layer.get_seq_length())
+    return 0 if cache is None else int(cache.get_seq_length(site.layer_idx))
 
 
 # ---- masks ---------------------------------------------------------------------------------------
