@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 import hooks_impl
 import patch_impl
 from experiments import UserError
-from experiments.answers import setup, store
+from experiments.answers import cells, setup, store
 from experiments.answers import sweep as sweeps
 from experiments.answers.cells import NO_PRESS, Cell, plan, press_text, run_cell
 from experiments.answers.datasets import load
@@ -355,6 +355,27 @@ def test_a_cell_is_the_same_whatever_ran_before():
     assert torch.equal(torch.get_rng_state(), state)
     assert run_cell(settings, cell._replace(mechanism="patch")) == first
     assert run_cell(replace(settings, seed=1), cell) != first
+
+
+def test_arguments_for_the_model_reach_it():
+    settings = replace(SMALL, model_kwargs={"max_position_embeddings": 20})
+    with pytest.raises(UserError, match="more than the 20 positions"):
+        run_cell(settings, Cell("facts/single@48", NO_PRESS, 0.0, "bare"))
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_code_of_a_model_is_trusted_by_its_flag_alone(monkeypatch, tmp_path, trusted):
+    seen = []
+
+    def load(name, **given):
+        seen.append(given.get("trust_remote_code", False))
+        return load_model("facts-llama")
+
+    monkeypatch.setattr(cells, "load_model", load)
+    flag = ["--trust-remote-code"] if trusted else []
+    result = call("--ratio", "0", "--seed", 40 + trusted, *flag, "--output", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert seen == [trusted]
 
 
 # ---- sweeps ------------------------------------------------------------------------------------
