@@ -53,7 +53,7 @@ def _forward(
 ) -> Any:
     layer = layer_of(AttentionForward(args, kwargs, site))
     if isinstance(layer, ChannelPrunedLayer) and layer.n_slots:
-        layer.allow_update(reader)
+        layer.allow_attention(reader)
         return forward(*args, **with_override(kwargs, partial(attend_channels, site, layer)))
     if not isinstance(layer, RaggedLayer) or layer.is_allowed:
         return forward(*args, **kwargs)

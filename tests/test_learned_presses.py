@@ -32,6 +32,7 @@ from experiments.testbed.training.fitted import (
     train,
 )
 from press_core import (
+    Needs,
     Press,
     PressError,
     UnsupportedModelError,

@@ -58,10 +58,11 @@ def measured(experiment: AnyExperiment, options: Any, progress: Progress) -> Tab
 
 
 def progress_bar(disable: bool = False) -> Progress:
-    """How far an experiment is, on stderr; gone when it is done."""
+    """How far an experiment is, on stderr if that is a terminal; gone when it is done."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     console = Console(stderr=True)
-    return Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=disable)
+    hidden = disable or not console.is_terminal
+    return Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=hidden)
 
 
 def show(experiment: AnyExperiment, tables: Tables, console: Console) -> None:

@@ -302,7 +302,7 @@ def _finding(name: str, part: pd.DataFrame) -> Finding:
     counts = {outcome: int((part["outcome"] == outcome).sum()) for outcome in OUTCOMES}
     who = {"own": "hooks and patches of this project", "others": "the other mechanisms"}[name]
     text = (
-        f"Beside what else is done to models, {who} are silently wrong in "
+        f"Beside other libraries, {who} are silently wrong in "
         f"**{counts[WRONG]}** of {len(part)} trials and raise an error in {counts[ERROR]}."
     )
     if name == "others":

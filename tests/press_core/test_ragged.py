@@ -323,7 +323,7 @@ def test_only_a_scope_may_append() -> None:
     with pytest.raises(ScopeError, match="scope of the press"):
         layer.update(*new)  # one serving, one update
     layer.allow_update(Reader())
-    layer.unserve()
+    layer.disallow_update()
     with pytest.raises(ScopeError):
         layer.update(*new)
     assert layer.lengths.tolist() == [[5, 2], [3, 11]]
