@@ -37,7 +37,7 @@ def prefill(model: PreTrainedModel, press: Press, ids: Tensor, **arguments: Any)
 def preferring(package: Any, preference: Callable[[int], list[float]]) -> Any:
     """A press that scores the tokens of a context of a given length so, as its package has it."""
 
-    class Preferring(package.ScorerPress):  # type: ignore[name-defined,misc]
+    class Preferring(package.ScorerPress):
         def score(self, *given: Any) -> Tensor:
             keys = given[0].keys if package is patch_impl else given[2]
             return torch.tensor(preference(keys.shape[2]), dtype=keys.dtype).expand(keys.shape[:3])
