@@ -138,7 +138,7 @@ class Scorer(TokenScorer, BasePress):
         """Scores `(B, H_kv, S)`, the higher the better, from the arguments of `compress`."""
         return self.score_tokens(observed(kwargs))
 
-    def scores(self, call: AttentionCall) -> Tensor:
+    def token_scores(self, call: AttentionCall) -> Tensor:
         return self.score(*arguments(call))
 
 

@@ -112,7 +112,7 @@ class Scorer(TokenScorer, BasePress):
         """Scores `(B, H_kv, S)`, the higher the better."""
         return self.score_tokens(call)
 
-    def scores(self, call: AttentionCall) -> Tensor:
+    def token_scores(self, call: AttentionCall) -> Tensor:
         return self.score(call)
 
 

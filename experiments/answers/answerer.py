@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from experiments import UserError
 from experiments.answers.compressed import Compressed, Row, compressed, without_change
 from press_core import Press
-from press_core.methods.finch import Finch
+from press_core.presses.finch import Finch
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from experiments import UserError
-from press_core import Press, RaggedLayer, kept_lengths
-from press_core.layers import ChannelLayer, Pruned
+from press_core import Phase, Press, RaggedLayer, kept_lengths
+from press_core.cache.pruned import ChannelPrunedLayer, PrunedLayer
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Compressed:
         following = ids[:, -1:] if again else torch.tensor(new, device=ids.device)
         mask = torch.cat((mask, torch.ones_like(following)), dim=1)
         arguments = {"attention_mask": mask, "past_key_values": cache, **options}
-        if again and not any(_is_turned(layer) for layer in cache.layers):
+        if again and not any(_is_rerotated(layer) for layer in cache.layers):
             positions = mask.cumsum(dim=-1) - 1
             positions[:, -1] -= 1
             arguments["position_ids"] = positions.clamp(min=0)
@@ -175,19 +175,19 @@ def _share_evicted(cache: Any, seen: Tensor, width: int = 1) -> float:
 
 def _acts_later(press: Press) -> bool:
     """Whether `press` has work to do after the context was compressed."""
-    return press.acts_in_decoding or type(press).before is not Press.before
+    return bool(press.phases & (Phase.DECODING | Phase.BEFORE_DECODING))
 
 
 def _needs_help(layer: Any) -> bool:
     """Whether a layer refuses to be decoded while no scope is open."""
-    if isinstance(layer, (RaggedLayer, ChannelLayer)):
+    if isinstance(layer, (RaggedLayer, ChannelPrunedLayer)):
         return True
-    return isinstance(layer, Pruned) and (layer.padded or layer.uneven or layer.misplaced)
+    return isinstance(layer, PrunedLayer) and bool(layer.needs)
 
 
-def _is_turned(layer: Any) -> bool:
+def _is_rerotated(layer: Any) -> bool:
     """Whether positions continue from the number of keys kept, not of the tokens seen."""
-    return isinstance(layer, Pruned) and layer.rotary_positions is not None
+    return isinstance(layer, PrunedLayer) and layer.rerotation is not None
 
 
 def without_change(cache: Any) -> Any:
@@ -202,6 +202,6 @@ def _copied_layer(layer: Any) -> Any:
     if isinstance(layer, RaggedLayer) or not isinstance(layer, DynamicLayer):
         return copy.deepcopy(layer)  # these write into the tensors that they have
     copied = copy.copy(layer)
-    if isinstance(layer, Pruned):
-        copied.journals = copy.deepcopy(layer.journals)
+    if isinstance(layer, PrunedLayer):
+        copied.storage, copied.buffers = copy.copy(layer.storage), dict(layer.buffers)
     return copied

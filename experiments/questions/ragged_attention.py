@@ -22,9 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, 
 
 from attention_patch import headwise
 from attention_patch.kernels import attend
-from experiments.overhead import median_interval
+from experiments.framework.intervals import median_interval
 from press_core import AttentionSite, RaggedLayer, attention_sites, cache_nbytes
-from press_core.methods.adakv import shared_budget
+from press_core.presses.adakv import shared_budget
 from press_core.select import n_kept
 
 LAYERS = 4

@@ -40,7 +40,7 @@ from experiments.testbed.compare import Inputs, PressPair
 from experiments.testbed.families import FAMILIES, build, supported_implementations
 from experiments.testbed.recipes import DELIMITER, press_name, suited_pair
 from press_core import Press
-from press_core.methods.finch import Finch
+from press_core.presses.finch import Finch
 
 RUNS = 5
 """How often a forward is repeated for the median of its times."""

@@ -22,9 +22,10 @@ from attention_patch.interception import OVERRIDE, with_override
 from attention_patch.reversible import wrap
 from experiments.framework.plots import press_label
 from press_core import AttentionSite, Press, attention_sites, cache_nbytes, kept_lengths
-from press_core.methods.finch import Finch
-from press_core.methods.kvzip import KVzip
-from press_core.models import body_argument, body_of
+from press_core.model.decoder import decoder_of
+from press_core.model.forward import AttentionForward, DecoderForward
+from press_core.presses.finch import Finch
+from press_core.presses.kvzip import KVzip
 
 _PRUNES, ELSEWHERE = " prunes ", " of layer "
 """In the text of an event that prunes its layer; of one whose cause lies in another layer."""
@@ -138,7 +139,10 @@ class Recorder:
         self.mechanism, self.model, self.cache, self.step = mechanism, model, cache, 0
         self.events: list[Event] = []
         sites = attention_sites(model)
-        self._sites, self._body = {id(site.module): site for site in sites}, body_of(model, sites)
+        self._sites, self._body = (
+            {id(site.module): site for site in sites},
+            decoder_of(model, sites),
+        )
         self._layers = {site.layer_idx: _Layer() for site in sites}
         self._index = min(self._layers)  # of the layer that was entered last
         self._watch = _Stopwatch()
@@ -205,7 +209,7 @@ class Recorder:
     def _hidden_states_enter(
         self, site: AttentionSite, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        n_hidden = site.argument("hidden_states", args, kwargs).shape[1]
+        n_hidden = AttentionForward(args, kwargs, site).argument("hidden_states").shape[1]
         if self._replayed is not None:
             if site.layer_idx == min(self._layers):
                 self._replayed.append(n_hidden)
@@ -351,7 +355,8 @@ class Recorder:
     def _passes_on(self, given: Any, now: Any) -> None:
         """Tell how many of the tokens given to the decoder the press lets through."""
         n_given, n_left = (
-            body_argument(self._body, "input_ids", *call).shape[1] for call in (given, now)
+            DecoderForward(call[0], call[1], self._body).argument("input_ids").shape[1]
+            for call in (given, now)
         )
         self._index = min(self._layers)
         event = f"{_BODY[self.mechanism]} passes {n_left} of {count(n_given, 'token')} on"
@@ -376,7 +381,8 @@ class Recorder:
         self, who: str, enters: str, site: AttentionSite, held: list[_Held], given: Any, now: Any
     ) -> None:
         """Tell what the press did before the attention module runs."""
-        index, masks = site.layer_idx, [site.argument("attention_mask", *a) for a in (given, now)]
+        forwards = [AttentionForward(a[0], a[1], site) for a in (given, now)]
+        index, masks = site.layer_idx, [f.argument("attention_mask") for f in forwards]
         if self._changes(who, index, held):
             self._layers[index].n_before = self._held(index).mean
         mask = "leaves" if masks[0] is masks[1] else "replaces"
