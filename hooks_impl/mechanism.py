@@ -139,7 +139,7 @@ class Scorer(TokenScorer, BasePress):
         return self.score_tokens(observed(kwargs))
 
     def token_scores(self, call: AttentionCall) -> Tensor:
-        return self.score(*arguments(call))
+        return self.checked(call, self.score(*arguments(call)))
 
 
 @dataclass

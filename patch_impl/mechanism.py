@@ -113,7 +113,7 @@ class Scorer(TokenScorer, BasePress):
         return self.score_tokens(call)
 
     def token_scores(self, call: AttentionCall) -> Tensor:
-        return self.score(call)
+        return self.checked(call, self.score(call))
 
 
 @dataclass

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from enum import Enum, Flag, auto
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from press_core.errors import HyperparameterError, UnsupportedModelError
+from press_core.errors import HyperparameterError, PressError, UnsupportedModelError
 from press_core.eviction import Eviction
 from press_core.model.sites import AttentionSite
 from press_core.select import n_kept, top_positions
@@ -108,6 +110,7 @@ class Press:
         Raises:
             HyperparameterError: naming the field, its value and what is allowed.
         """
+        check_types(self)
 
     def with_ratio(self, compression_ratio: float) -> Press:
         """A copy of this press that evicts another share of the tokens.
@@ -249,6 +252,31 @@ class TokenScorer(Press):
             return Eviction.nothing(call)
         return Eviction.keep(call, top_positions(self.token_scores(call), self.budget(call)))
 
+    def checked(self, call: AttentionCall, scores: Any) -> Tensor:
+        """`scores` as `score` returned them, if tokens can be ranked by them.
+
+        Raises:
+            PressError: naming the press and what it should have returned.
+        """
+        expected, name = tuple(call.keys.shape[:3]), type(self).__name__
+        if not isinstance(scores, Tensor) or not scores.is_floating_point():
+            given = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
+            raise PressError(
+                f"{name}.score returned {given}; scores are a floating-point tensor "
+                f"(B, H_kv, S), here {expected}"
+            )
+        if scores.shape != expected:
+            raise PressError(
+                f"{name}.score returned scores of shape {tuple(scores.shape)}; one is due for each "
+                f"KV head and token, (B, H_kv, S), here {expected}"
+            )
+        if bool(scores.isnan().any()):  # the best of all, as `topk` ranks them
+            raise PressError(
+                f"{name}.score returned NaN for some tokens of {call.site.name}, which has no rank "
+                "among numbers; -inf evicts a token first, inf last"
+            )
+        return scores
+
 
 @dataclass
 class RatioPress(Press):
@@ -315,6 +343,57 @@ class Collector(Press):
 def require(press: Any, field: str, holds: bool, allowed: str) -> None:
     """Raise a `HyperparameterError` about `field` of `press` unless `holds`."""
     if not holds:
+        value = getattr(press, field)
         raise HyperparameterError(
-            f"{type(press).__name__}({field}={getattr(press, field)!r}): {field} must be {allowed}"
+            f"{type(press).__name__}({field}={_shown(value)}): {field} must be {allowed}"
         )
+
+
+_PLAIN: dict[str, tuple[type, ...]] = {
+    "int": (Integral,),
+    "float": (Real,),
+    "bool": (bool,),
+    "str": (str,),
+    "None": (type(None),),
+}
+"""By annotation, the types of the values that a field takes."""
+
+_NAMES = {"int": "a whole number", "float": "a number", "bool": "True or False", "str": "a string"}
+
+
+def check_types(press: Any) -> None:
+    """Refuse values of other types than the fields of `press` are annotated with.
+
+    Fields of plain types alone, for others have their press to check them; but no field is a model.
+
+    Raises:
+        HyperparameterError: naming the field, its value and what was meant.
+    """
+    for field in fields(press):
+        value, name = getattr(press, field.name), type(press).__name__
+        if isinstance(value, nn.Module) and value is not field.default:
+            meant = "a press is made first and opened on the model then"
+            require(press, field.name, False, f"no model: {meant}, as in {name}(...)(model)")
+        types = _plain_types(field.type)
+        if types is None or value is field.default:
+            continue
+        is_bool = isinstance(value, bool) and "bool" not in types
+        fits = not is_bool and isinstance(value, tuple(t for n in types for t in _PLAIN[n]))
+        allowed = " or ".join(_NAMES.get(n, n) for n in types)
+        require(press, field.name, fits, f"{allowed}, not a {type(value).__name__}")
+
+
+def _plain_types(annotation: Any) -> list[str] | None:
+    """The names of which `annotation` is the union; None if one of them is not plain."""
+    written = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    if written.startswith("Literal["):
+        return ["str"]
+    names = [name.strip() for name in written.split("|")]
+    return names if all(name in _PLAIN for name in names) else None
+
+
+def _shown(value: Any) -> str:
+    """`value` in an error message: a model or a table has no place there."""
+    if isinstance(value, nn.Module):
+        return f"<a {type(value).__name__}>"
+    return reprlib.repr(value)

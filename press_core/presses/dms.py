@@ -33,7 +33,7 @@ class DMS(Wrapper):
 
     def validate(self) -> None:
         super().validate()
-        number = isinstance(self.threshold, (int, float)) and self.threshold == self.threshold
+        number = self.threshold == self.threshold
         require(self, "threshold", number, "a number: tokens that score lower are evicted")
         fits = self.scorer.independent or not self.decoding
         allowed = "one that scores each token by itself (KVzapPress, KnormPress...) with decoding"

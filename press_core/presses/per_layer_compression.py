@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 from press_core.call import AttentionCall
 from press_core.composite import Wrapper, acts_in_prefill_only
@@ -27,7 +28,9 @@ class PerLayerCompression(Wrapper):
     def validate(self) -> None:
         super().validate()
         ratios = self.compression_ratios
-        fits = isinstance(ratios, (list, tuple)) and all(0 <= ratio < 1 for ratio in ratios)
+        fits = isinstance(ratios, (list, tuple)) and all(
+            isinstance(ratio, Real) and 0 <= ratio < 1 for ratio in ratios
+        )
         require(self, "compression_ratios", fits, "numbers in [0, 1), one per layer")
         for ratio in self.compression_ratios:
             self.press.with_ratio(ratio)

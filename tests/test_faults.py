@@ -1,0 +1,80 @@
+"""What once went wrong without a word: each is right now, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+import hooks_impl
+import patch_impl
+from experiments.testbed.families import build
+from tests.support import token_ids
+
+both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
+
+# ---- conversations of uneven questions -----------------------------------------------------------
+
+DECODING: dict[str, Callable[[Any], Any]] = {
+    "snapkv": lambda p: p.DecodingPress(p.SnapKVPress(window_size=3), 2, 16),
+    "expected": lambda p: p.DecodingPress(
+        p.ExpectedAttentionPress(n_future_positions=8, n_sink=1), 2, 16
+    ),
+    "leverage": lambda p: p.DecodingPress(p.LeverageScorePress(sketch_dimension=8), 2, 16),
+    "both phases": lambda p: p.PrefillDecodingPress(
+        p.KnormPress(0.4), p.DecodingPress(p.TOVAPress(), 2, 16)
+    ),
+    "streaming": lambda p: p.StreamingLLMDecodingPress(max_capacity=20, n_sink=3),
+    "streaming, rerotated": lambda p: p.StreamingLLMDecodingPress(20, 3, rerotate=True),
+    "streaming, rerotated, no sinks": lambda p: p.StreamingLLMDecodingPress(20, 0, rerotate=True),
+    "dms": lambda p: p.DMSPress(p.KnormPress(), -4.0, sliding_window_size=8, decoding=True),
+    "dms, all": lambda p: p.DMSPress(p.KnormPress(), 0.0, sliding_window_size=6, decoding=True),
+}
+
+TURNS = [[30, 17, 25], [5, 1, 8], [1, 1, 1], [1, 1, 1], [2, 7, 4], [1, 1, 1], [1, 1, 1], [1, 1, 1]]
+"""By forward, how many tokens each row has; the others are padding on the left."""
+
+
+def padded_turns(turns: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
+    """Input ids and mask `(B, q)` of each forward."""
+    made = []
+    for seed, lengths in enumerate(turns):
+        longest = max(lengths)
+        mask = (torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]).long()
+        made.append((token_ids(len(lengths), longest, seed) * mask, mask))
+    return made
+
+
+def logits_together(model: PreTrainedModel, turns: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Of a conversation of the whole batch: `(B, q, vocabulary)` of each forward."""
+    cache, found = DynamicCache(config=model.config), []
+    seen = torch.zeros(len(turns[0][0]), 0, dtype=torch.long)
+    for ids, mask in turns:
+        seen = torch.cat((seen, mask), dim=1)
+        positions = (seen.cumsum(dim=-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        output = model(ids, attention_mask=seen, position_ids=positions, past_key_values=cache)
+        found.append(output.logits)
+    return found
+
+
+@both
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", DECODING)
+@torch.no_grad()
+def test_questions_of_uneven_length_while_decoding(package, name, implementation):
+    """Padding between turns is neither kept nor attended to."""
+    model = build("llama", dtype=torch.float64, attn_implementation=implementation)
+    press, turns = DECODING[name](package), padded_turns(TURNS)
+    with press(model):
+        together = logits_together(model, turns)
+    for row in range(len(TURNS[0])):
+        cache = DynamicCache(config=model.config)
+        with press(model):
+            for (ids, mask), logits in zip(turns, together, strict=True):
+                n = int(mask[row].sum())
+                alone = model(ids[row : row + 1, -n:], past_key_values=cache).logits[0]
+                torch.testing.assert_close(logits[row, -n:], alone, rtol=0, atol=1e-9)
