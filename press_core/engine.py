@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from press_core.cache.caches import check_prunable, prunable_layer, refuse_offloading
+from press_core.cache.masks import visible_tokens
 from press_core.cache.pruned import (
     ChannelPrunedLayer,
     DecodingBuffer,
@@ -18,7 +19,7 @@ from press_core.cache.pruned import (
     storage_of,
 )
 from press_core.cache.ragged import RaggedLayer
-from press_core.cache.reading import occupied_slots, prepared
+from press_core.cache.reading import first_position, occupied_slots, prepared
 from press_core.cache.storing import (
     BatchEviction,
     RowGroup,
@@ -30,9 +31,9 @@ from press_core.cache.storing import (
 )
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
-from press_core.eviction import SAY_WHAT_IS_KEPT
+from press_core.eviction import SAY_WHAT_IS_KEPT, Eviction
 from press_core.model.forward import AttentionForward
-from press_core.press import Evicts, Phase
+from press_core.press import Evicts, Phase, Press
 from press_core.scope import ScopeState
 
 
@@ -100,7 +101,7 @@ def prune_before(scope: ScopeState, forward: AttentionForward) -> None:
         hidden_states=forward.hidden_states[:, :0],
         position_embeddings=None,
         position_ids=None,
-        rotary_positions=_rotary_positions(forward, forward.first_position - 1, n_new=0),
+        rotary_positions=_rotary_positions(forward, first_position(forward) - 1, n_new=0),
         decoding=True,
     )
     _prune(scope, forward, call, n_new=0)
@@ -123,16 +124,25 @@ def _prune(
     """Let the press decide, for rows of different padding apart, and store what is left."""
     press, layer = scope.press, forward.layer
     if isinstance(layer, RaggedLayer):
-        evict_late(forward, scope, layer, press.evict(call))
+        real = visible_tokens(forward.argument("attention_mask"), forward.n_tokens, layer.batch)
+        real = None if real is None else real.to(call.keys.device)
+        evict_late(forward, scope, layer, BatchEviction(call, _judged(press, call, real)))
         return
     occupied = occupied_slots(forward, forward.n_tokens if n_new is None else n_new)
     if occupied is not None:
         occupied = occupied.to(call.keys.device)
+    store(forward, scope, BatchEviction(call, _judged(press, call, occupied)))
+
+
+def _judged(press: Press, call: AttentionCall, occupied: Tensor | None) -> list[RowGroup]:
+    """What the press decides about rows whose slots are `occupied` `(B, S)` alike; None: all."""
     groups, batch = [], call.keys.shape[0]
     for rows, slots in row_groups(batch, occupied, press.row_by_row):
         part = call if slots is None and len(rows) == batch else call.of_rows(rows, slots)
-        groups.append(RowGroup(rows, slots, press.evict(part)))
-    store(forward, scope, BatchEviction(call, groups))
+        nobody = slots is not None and not len(slots)  # a row that did not ask in this turn
+        eviction = Eviction.nothing(part) if nobody else press.evict(part)
+        groups.append(RowGroup(rows, slots, eviction))
+    return groups
 
 
 # ---- observing -----------------------------------------------------------------------------------
@@ -271,21 +281,36 @@ def _rotary_positions(forward: AttentionForward, last: Tensor | None, n_new: int
         None where a press did not say what it kept.
     """
     layer, device = forward.layer, forward.hidden_states.device
+    empty = _empty_recent(forward, n_new)  # padding between turns stands behind what came before
     rerotated = layer.all_rotary_positions() if isinstance(layer, PrunedLayer) else None
     if rerotated is not None:
-        return rerotated.to(device)
+        return rerotated.to(device) - empty.cumsum(dim=-1).unsqueeze(1)
     positions = positions_in(layer)
     if positions is None or last is None:
         return None if positions is None else positions.to(device)
     n_padding = (n_seen(layer) - 1 - last).view(-1, 1)
+    behind = empty.flip(-1).cumsum(dim=-1).flip(-1) - empty
+    counted = n_padding < empty.sum(dim=-1, keepdim=True)  # positions go on over padding
+    positions = positions.to(device) - (n_padding - behind.masked_fill(counted, 0)).unsqueeze(1)
+    known = layer.kept.rotary_positions if isinstance(layer, PrunedLayer) else None
+    if known is None:
+        return positions
+    recent = positions[..., known.shape[-1] :].expand(*known.shape[:2], -1)
+    return torch.cat((known.to(positions), recent), dim=-1)
+
+
+def _empty_recent(forward: AttentionForward, n_new: int) -> Tensor:
+    """`(1 or B, S)` int64: 1 for slots of padding that came after the layer was pruned last."""
+    layer, device = forward.layer, forward.hidden_states.device
+    pruned = isinstance(layer, PrunedLayer)
+    n_slots = layer.n_slots if pruned else layer.get_seq_length()
+    n_kept = layer.kept.n_slots if pruned else 0
     occupied = occupied_slots(forward, n_new)
-    if occupied is not None:  # padding between turns stands behind the tokens before it
-        n_recent = layer.n_recent if isinstance(layer, PrunedLayer) else layer.get_seq_length()
-        empty = ~occupied.to(device)
-        empty[:, : empty.shape[1] - n_recent] = False
-        behind = empty.flip(-1).cumsum(dim=-1).flip(-1) - empty.long()
-        n_padding = n_padding - behind
-    return positions.to(device) - n_padding.unsqueeze(1)
+    if occupied is None:
+        return torch.zeros(1, n_slots, dtype=torch.int64, device=device)
+    empty = (~occupied.to(device)).long()
+    empty[:, :n_kept] = 0
+    return empty
 
 
 def _require_readable(forward: AttentionForward) -> None:

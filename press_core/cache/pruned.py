@@ -59,6 +59,8 @@ class KeptTokens:
         padded: whether the batch was padded, so that the mask that the model builds from the
             uncompressed sequence would hide the wrong keys.
         mean_padding: padding per row of what the layer had seen, on average.
+        rotary_positions: `(B, H_kv, n)` int32: to which position each kept key is rotated, where
+            padding between turns separates that from `positions`; None: padding came first.
     """
 
     positions: Tensor | None = None
@@ -66,10 +68,15 @@ class KeptTokens:
     n_seen: int = 0
     padded: bool = False
     mean_padding: float = 0.0
+    rotary_positions: Tensor | None = None
 
     def of_rows(self, rows: Tensor) -> KeptTokens:
         """The same for some rows of the batch."""
-        return replace(self, positions=_rows(self.positions, rows))
+        return replace(
+            self,
+            positions=_rows(self.positions, rows),
+            rotary_positions=_rows(self.rotary_positions, rows),
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ def prepared(forward: AttentionForward, reader: Reader) -> AttentionForward:
     if not isinstance(layer, PrunedLayer) or layer.get_seq_length() == 0:
         return forward
     layer.allow_update(reader)
-    return _with_positions(_with_mask(forward, layer), layer)
+    return _with_mask(_with_positions(forward, layer), layer)
 
 
 def layer_of(forward: AttentionForward) -> Any:
@@ -52,9 +52,15 @@ def _with_positions(forward: AttentionForward, layer: PrunedLayer) -> AttentionF
     if layer.rerotation is None:
         return forward
     hidden_states, row_lag = forward.hidden_states, layer.rerotation.row_lag
-    start = layer.get_seq_length() - (0 if row_lag is None else row_lag[:, None])
-    steps = torch.arange(forward.n_tokens, device=hidden_states.device)
-    positions = (start + steps).view(-1, len(steps))
+    n_recent = layer.n_recent + forward.n_tokens
+    start = layer.kept.n_seen - layer.rerotation.shift
+    positions = torch.arange(start, start + n_recent, device=hidden_states.device)[None]
+    real = visible_tokens(forward.argument("attention_mask"), n_recent, len(hidden_states))
+    if real is not None:  # padding between turns has no position
+        positions = (start - 1 + real.to(positions.device).cumsum(dim=-1)).clamp(min=0)
+    if row_lag is not None:
+        positions = positions - row_lag[:, None]
+    positions = positions[:, layer.n_recent :]
     given = forward.argument("position_ids")
     if given is not None and torch.equal(given.expand_as(positions), positions):
         return forward
@@ -87,3 +93,21 @@ def occupied_slots(forward: AttentionForward, n_new: int) -> Tensor | None:
     if recent is None:
         recent = torch.ones(batch, n_recent, dtype=torch.bool, device=layer.device)
     return torch.cat((layer.occupied(), recent.to(layer.device)), dim=-1)
+
+
+def first_position(forward: AttentionForward) -> Tensor:
+    """Position of the first token of a forward that is no padding, `(1 or B,)` int64.
+
+    Where positions count padding, that of the first token.
+    """
+    ids, n_tokens = forward.argument("position_ids"), forward.n_tokens
+    if ids is None:
+        seen = forward.layer.get_seq_length()
+        return torch.tensor([seen], device=forward.hidden_states.device)
+    real = visible_tokens(
+        forward.argument("attention_mask"), n_tokens, len(forward.hidden_states)
+    )
+    if real is None:
+        return ids[:, 0]
+    counted = ids[:, -1] - ids[:, 0] == n_tokens - 1
+    return torch.where(counted, ids[:, 0], ids[:, -1] + 1 - real.sum(dim=-1).to(ids.device))

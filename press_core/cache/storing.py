@@ -223,6 +223,7 @@ def _pruned(
             "a padded batch was pruned by a press that does not say which tokens it kept, so that "
             f"its rows cannot be told from their padding; {SAY_WHAT_IS_KEPT}"
         )
+    rotary = batch.of_slots(batch.call.rotary_positions) if padded and batch.call.decoding else None
     layer = _layer_like(scope, batch, former)
     layer.kept = KeptTokens(
         None if positions is None else positions.to(torch.int32),
@@ -230,6 +231,7 @@ def _pruned(
         n_seen(former),
         padded,
         _mean_padding(former, batch),
+        None if rotary is None else rotary.to(torch.int32),
     )
     layer.rerotation = _rerotation(forward, batch, former, padded)
     if isinstance(former, PrunedLayer):
@@ -279,8 +281,11 @@ def _rerotation(
     if all(eviction.rotary_positions is None for eviction in batch.evictions):
         if before is None:
             return None
-        positions = batch.of_slots(former.all_rotary_positions())
-        return Rerotation(_required(positions), before.shift, before.row_lag)
+        # Padding between turns has not moved them on.
+        known = _required(batch.call.rotary_positions)
+        last = known.flatten(1).amax(dim=1)
+        lag = n_seen(former) - before.shift - 1 - last
+        return Rerotation(_required(batch.of_slots(known)), before.shift, lag)
     longest = max(eviction.next_position or eviction.length for eviction in batch.evictions)
     shift = 0 if before is None else before.shift
     n_shorter = n_seen(former) - shift - longest
@@ -355,32 +360,72 @@ def _ragged(scope: ScopeState, batch: BatchEviction, former: Any) -> tuple[Ragge
 
 def _recent_scores(batch: BatchEviction) -> Tensor:
     """`(B, H_kv, w)`, infinite where a row has fewer: padding is never evicted."""
-    known = [eviction.recent_scores for eviction in batch.evictions]
-    longest = max(0 if scores is None else scores.shape[-1] for scores in known)
+    known = [_recent_of(eviction) for eviction in batch.evictions]
+    longest = max(scores.shape[-1] for scores in known)
+    return batch.per_row(lambda e: _pad_left(_recent_of(e), longest, float("inf")))
 
-    def scores(eviction: Eviction) -> Tensor:
-        recent = eviction.recent_scores
-        if recent is None:
-            recent = eviction.keys.new_zeros(*eviction.keys.shape[:2], 0)
-        return _pad_left(recent, longest, float("inf"))
 
-    return batch.per_row(scores)
+def _recent_of(eviction: Eviction) -> Tensor:
+    """What is left to be judged late: as before, where a row got no token to decide about."""
+    for recent in (eviction.recent_scores, eviction.call.recent_scores):
+        if recent is not None:
+            return recent
+    return eviction.keys.new_zeros(*eviction.keys.shape[:2], 0)
 
 
 def evict_late(
-    forward: AttentionForward, scope: ScopeState, layer: RaggedLayer, eviction: Eviction
+    forward: AttentionForward, scope: ScopeState, layer: RaggedLayer, batch: BatchEviction
 ) -> None:
-    """Evict tokens from heads of different lengths some time after they came."""
-    if eviction.late_mask is None or eviction.recent_scores is None:
+    """Evict tokens from heads of different lengths some time after they came, and padding at once.
+
+    Args:
+        batch: what was decided about the forward's tokens.
+    """
+    if all(eviction.late_mask is None for eviction in batch.evictions):
         return
-    late = eviction.late_mask
-    width = late.shape[-1] + eviction.recent_scores.shape[-1]
-    layer.remember(eviction.recent_scores)
+    _drop_padding(layer, batch)
+    layer.remember(_recent_scores(batch))
+    late = _late(batch)
     if late.any():
-        ends = torch.tensor(layer.counts, device=layer.device).cumsum(0)
-        index = ends[:, None] - width + torch.arange(late.shape[-1], device=layer.device)
-        kept = torch.ones(sum(layer.counts), dtype=torch.bool, device=layer.device)
-        kept[index[late.flatten(0, 1)]] = False
-        layer.keep(kept)
+        layer.keep(_all_but(layer, late))
     kept_per_head = sum(layer.counts) / len(layer.counts)
     scope.record(forward.site.layer_idx, layer.seen - layer.mean_padding, kept_per_head)
+
+
+def _drop_padding(layer: RaggedLayer, batch: BatchEviction) -> None:
+    """Evict the padding of the forward's tokens, so that the last tokens of each head are real."""
+    if all(group.slots is None for group in batch.groups):
+        return
+    padding = torch.zeros(batch.call.keys.shape[:3], dtype=torch.bool, device=layer.device)
+    for group in batch.groups:
+        if group.slots is not None:
+            padding[group.rows] = True
+            padding[torch.tensor(group.rows)[:, None], :, group.slots.to(layer.device)] = False
+    layer.mean_padding += batch.mean_unseen
+    layer.keep(_all_but(layer, padding))
+
+
+def _late(batch: BatchEviction) -> Tensor:
+    """`(B, H_kv, m)` bool: which of the last `m` tokens of each head to evict."""
+
+    def of_group(eviction: Eviction) -> Tensor:
+        recent, late = _recent_of(eviction), eviction.late_mask
+        stays = torch.zeros_like(recent, dtype=torch.bool)
+        return stays if late is None else torch.cat((late, stays), dim=-1)
+
+    longest = max(of_group(eviction).shape[-1] for eviction in batch.evictions)
+    return batch.per_row(lambda eviction: _pad_left(of_group(eviction), longest, False))
+
+
+def _all_but(layer: RaggedLayer, gone: Tensor) -> Tensor:
+    """`(tokens of all heads,)` bool, head after head: all but those `gone` of the last `m`.
+
+    Args:
+        gone: `(B, H_kv, m)` bool.
+    """
+    ends = torch.tensor(layer.counts, device=layer.device).cumsum(0)
+    width = gone.shape[-1]
+    index = ends[:, None] - width + torch.arange(width, device=layer.device)
+    kept = torch.ones(sum(layer.counts), dtype=torch.bool, device=layer.device)
+    kept[index[gone.flatten(0, 1)]] = False
+    return kept

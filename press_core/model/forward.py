@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from press_core.errors import UnsupportedInputError
@@ -85,15 +84,6 @@ class AttentionForward(Forward):
     def n_tokens(self) -> int:
         """`q`."""
         return int(self.hidden_states.shape[1])
-
-    @property
-    def first_position(self) -> Tensor:
-        """Position of its first token in the sequence, `(1 or B,)` int64, padding not counted."""
-        ids = self.argument("position_ids")
-        if ids is None:
-            seen = self.layer.get_seq_length()
-            return torch.tensor([seen], device=self.hidden_states.device)
-        return ids[:, 0]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from press_core.cache.pruned import PrunedLayer, Sinks, is_quantized
+from press_core.cache.reading import first_position
 from press_core.call import AttentionCall
 from press_core.engine import prune_before, row_lengths
 from press_core.errors import UnsupportedCacheError
@@ -74,7 +75,7 @@ class StreamingLLMDecoding(MeasuredPress):
             )
         assert rotary is not None
         keys, places = layer.keys[:, :, :n_sink], torch.arange(n_sink, device=held.device)
-        next_position = forward.first_position.to(held.device).expand(len(held))
+        next_position = first_position(forward).to(held.device).expand(len(held))
         cut = held > self.max_capacity
         began = (next_position - held).clamp(min=0)[:, None] + places
         sinks = _sinks_before_rope(former, keys, cut, rotary, began)
