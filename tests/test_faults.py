@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl
 import patch_impl
-from experiments.testbed.families import build
+from experiments.testbed.families import VOCABULARY, build
 from tests.support import token_ids
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
@@ -44,12 +44,13 @@ TURNS = [[30, 17, 25], [5, 1, 8], [1, 1, 1], [1, 1, 1], [2, 7, 4], [1, 1, 1], [1
 
 
 def padded_turns(turns: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
-    """Input ids and mask `(B, q)` of each forward."""
-    made = []
-    for seed, lengths in enumerate(turns):
+    """Input ids and mask `(B, q)` of each forward; a row has no token twice, so that none tie."""
+    made, unused = [], 3 + torch.stack([torch.randperm(VOCABULARY - 3) for _ in turns[0]])
+    for lengths in turns:
         longest = max(lengths)
         mask = (torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]).long()
-        made.append((token_ids(len(lengths), longest, seed) * mask, mask))
+        made.append((unused[:, :longest] * mask, mask))
+        unused = unused[:, longest:]
     return made
 
 
@@ -73,6 +74,7 @@ def test_questions_of_uneven_length_while_decoding(package, name, implementation
     """Padding between turns is neither kept nor attended to."""
     dtype, atol = (torch.float64, 1e-9) if implementation == "sdpa" else (torch.float32, 1e-5)
     model = build("llama", dtype=dtype, attn_implementation=implementation)
+    torch.manual_seed(0)
     press, turns = DECODING[name](package), padded_turns(TURNS)
     with press(model):
         together = logits_together(model, turns)
