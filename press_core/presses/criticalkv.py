@@ -63,6 +63,11 @@ def output_weight(site: AttentionSite) -> Tensor:
     for name in ("o_proj", "dense", "out_proj", "c_proj"):
         projection = getattr(site.module, name, None)
         weight = getattr(projection, "weight", None)
+        if isinstance(weight, Tensor) and weight.is_meta:
+            raise UnsupportedModelError(
+                f"the weights of {site.name}.{name} are offloaded between forwards (device_map), "
+                "and CriticalKV reads them there; keep the attention modules on a device"
+            )
         if isinstance(weight, Tensor) and weight.is_floating_point():
             return weight.T if type(projection).__name__ == "Conv1D" else weight
     raise UnsupportedModelError(

@@ -145,12 +145,21 @@ class KVzip(RatioPress):
         with torch.no_grad():
             cache = decoder(input_ids=input_ids, use_cache=True).past_key_values
             rows = [
-                press.score_row(scope, cache, ids, row, None) for row, ids in enumerate(input_ids)
+                press.score_row(scope, cache, ids, row, None, len(ids))
+                for row, ids in enumerate(input_ids)
             ]
         n_heads, device = scope.sites[0].num_kv_heads, input_ids.device
         nothing = torch.zeros(1, n_heads, input_ids.shape[1], device=device)
         n_layers = model.config.num_hidden_layers
         return [torch.cat([row.get(i, nothing) for row in rows]) for i in range(n_layers)]
+
+    def before_decoder(self, scope: ScopeState, forward: DecoderForward) -> DecoderForward:
+        """Refuse a context that cannot be replayed before it is run."""
+        cache = forward.cache
+        if self.compression_ratio and (cache is None or cache.get_seq_length() == 0):
+            ids = forward.token_ids("KVzip replays the tokens of the context")
+            _tokens(forward.argument("attention_mask"), ids)
+        return forward
 
     def after_decoder(self, scope: ScopeState, forward: DecoderForward, output: Any) -> None:
         """Evict after the prefill of a context."""
@@ -165,13 +174,14 @@ class KVzip(RatioPress):
             return  # tokens came before these
         _check_layers(layers)
         tokens = _tokens(forward.argument("attention_mask"), ids)
+        following = _next_positions(forward.argument("position_ids"), ids)
         kept = {
             i: torch.zeros_like(layer.keys[..., 0], dtype=torch.bool) for i, layer in layers.items()
         }
         for row in range(len(ids)):
             slots = None if tokens is None else tokens[row].nonzero().squeeze(1)
             context = ids[row] if slots is None else ids[row, slots]
-            scores = self.score_row(scope, cache, context, row, slots)
+            scores = self.score_row(scope, cache, context, row, slots, following[row])
             for index, chosen in self.choose(scores).items():
                 kept[index][row, :, slice(None) if slots is None else slots] = chosen
         n_seen = ids.shape[1] if tokens is None else float(tokens.sum(dim=-1).float().mean())
@@ -192,7 +202,13 @@ class KVzip(RatioPress):
         return dict(zip(scores, chosen, strict=True))
 
     def score_row(
-        self, scope: ScopeState, cache: Any, context: Tensor, row: int, slots: Tensor | None
+        self,
+        scope: ScopeState,
+        cache: Any,
+        context: Tensor,
+        row: int,
+        slots: Tensor | None,
+        start: int,
     ) -> dict[int, Tensor]:
         """Scores of the tokens of one row, `(1, H_kv, S)` by layer.
 
@@ -200,6 +216,7 @@ class KVzip(RatioPress):
             cache: filled with the batch that the row is of.
             context: `(S,)`, the row without its padding.
             slots: `(S,)`, where those tokens lie in the cache; None: everywhere.
+            start: position from which a replay goes on.
         """
         prompts, n_tokens, scores = self.prompts, len(context), {}
         assert prompts is not None
@@ -219,8 +236,13 @@ class KVzip(RatioPress):
 
         with self.collector(see, decoding=True)(scope.model), torch.no_grad():
             for replay in prompts.replays(context, self.chunk_size):
-                alone = row_alone(cache, row, slots)
-                scope.decoder(input_ids=replay.ids, past_key_values=alone, use_cache=True)
+                positions = start + torch.arange(replay.ids.shape[1], device=context.device)
+                scope.decoder(
+                    input_ids=replay.ids,
+                    position_ids=positions[None],
+                    past_key_values=row_alone(cache, row, slots),
+                    use_cache=True,
+                )
         return scores
 
 
@@ -245,6 +267,13 @@ def _tokens(mask: Any, ids: Tensor) -> Tensor | None:
             f"KVzip needs an attention_mask of shape (B, S), got {tuple(mask.shape)}"
         )
     return prefill_tokens(mask, ids.shape[1], len(ids))
+
+
+def _next_positions(position_ids: Tensor | None, ids: Tensor) -> list[int]:
+    """The position after the last one of each row of `ids` `(B, S)`."""
+    if position_ids is None:  # the model counts padding too
+        return [ids.shape[1]] * len(ids)
+    return (position_ids[:, -1] + 1).expand(len(ids)).tolist()
 
 
 def replay_attention(
