@@ -78,7 +78,7 @@ def after_attention(
         query: `(B, H, q, d)`, if the press asked for it.
         query_is_rotated: whether that is the query after RoPE.
     """
-    if forward.cache is None:
+    if forward.cache is None or not scope.is_open:  # a patch may be taken off while it runs
         return
     layer = prunable_layer(forward.cache, forward.site.layer_idx)
     if n_seen(layer) == forward.n_tokens:
@@ -132,6 +132,7 @@ def _prune(
     if occupied is not None:
         occupied = occupied.to(call.keys.device)
     store(forward, scope, BatchEviction(call, _judged(press, call, occupied)))
+    scope.reached[forward.cache] = forward.site.depth
 
 
 def _judged(press: Press, call: AttentionCall, occupied: Tensor | None) -> list[RowGroup]:

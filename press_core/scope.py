@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from threading import Lock
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from press_core.cache.pruned import PrunedLayer
 from press_core.errors import ScopeError
 from press_core.model.decoder import decoder_of
 from press_core.model.sites import AttentionSite, attention_sites
@@ -41,6 +43,7 @@ class ScopeState:
             of them each KV head kept, on average.
         compressions: per layer, how often it was pruned.
         seen: depths of the sites whose forwards were seen.
+        reached: by cache, the depth of the site where the press acted last.
         warnings: what a mechanism found to have gone wrong, asked when the scope closes.
         key: tells this scope from all others of the process.
         n_sites: how many attention modules there are.
@@ -55,6 +58,7 @@ class ScopeState:
     layers: dict[int, tuple[float, float]] = field(default_factory=dict)
     compressions: dict[int, int] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
+    reached: WeakKeyDictionary[Any, int] = field(default_factory=WeakKeyDictionary, repr=False)
     warnings: list[Callable[[], str | None]] = field(default_factory=list)
     key: int = field(default_factory=itertools.count().__next__)
     n_sites: int = 0
@@ -99,10 +103,19 @@ class ScopeState:
             warnings.warn(f"{type(self.press).__name__}{said[0]}", RuntimeWarning, stacklevel=3)
         self.warnings.clear()
         self._memories.clear()
+        self._mark_torn()
         with ExitStack() as removing:  # all of it, whatever one of them raises
             for removable in self.installed:
                 removing.callback(removable.remove)
         self.installed, self.sites, self.model, self.decoder = [], [], None, None
+
+    def _mark_torn(self) -> None:
+        """Let nobody read caches some of whose layers were pruned in a forward and others not."""
+        for cache, depth in self.reached.items():
+            for layer in cache.layers if depth + 1 < self.n_sites else ():
+                if isinstance(layer, PrunedLayer):
+                    layer.is_torn = True
+        self.reached.clear()
 
 
 def bind(press: Press, model: nn.Module) -> ScopeState:

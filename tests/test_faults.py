@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import MISSING, fields
 from typing import Any
 
+import accelerate
+import numpy
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, QuantizedCache
 
 import hooks_impl
 import patch_impl
 from experiments.testbed.families import VOCABULARY, build
 from experiments.testbed.recipes import PROMPTS
-from press_core import UnsupportedInputError
+from press_core import (
+    HyperparameterError,
+    PressError,
+    ScopeError,
+    UnsupportedCacheError,
+    UnsupportedInputError,
+    UnsupportedModelError,
+    kept_lengths,
+)
 from press_core.cache.ragged import RaggedLayer
 from tests.support import example_for, left_padded, token_ids
 
@@ -152,7 +166,7 @@ def test_gradients_flow_through_heads_of_different_lengths(package, name):
     """They are the slope of the loss along them."""
     model, ids = build("llama", dtype=torch.float64), token_ids(1, 40)
     press, question = example_for(package, name, 0.5, model), token_ids(1, 6, seed=1)
-    weight = model.model.layers[0].self_attn.v_proj.weight
+    weight = model.model.layers[-1].self_attn.v_proj.weight  # which no choice depends on
 
     def loss() -> Tensor:
         cache = DynamicCache(config=model.config)
@@ -171,3 +185,208 @@ def test_gradients_flow_through_heads_of_different_lengths(package, name):
             weight -= sign * step
     slope = (found[0] - found[1]) / 2e-3
     assert slope == pytest.approx(float(gradient.norm()), rel=1e-2)
+
+
+# ---- caches and scopes that end early ------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("name", ["AdaKVPress", "DMSPress", "PyramidKVPress"])
+@torch.no_grad()
+def test_an_exception_inside_the_forward_does_not_leave_a_layer_open(package, name):
+    """What a scope promised a layer ends with the scope, also if the forward never came to it."""
+    model = build("llama", num_layers=3)
+    press, cache = example_for(package, name, 0.5, model), DynamicCache(config=model.config)
+
+    def fail(*_: Any) -> None:
+        raise KeyError("interrupted")
+
+    with press(model):
+        model(token_ids(1, 40), past_key_values=cache)
+        handle = model.model.layers[1].self_attn.k_proj.register_forward_hook(fail)
+        with pytest.raises(KeyError, match="interrupted"):
+            model(token_ids(1, 3), past_key_values=cache)
+    handle.remove()
+    states = torch.zeros(1, 2, 3, 16)
+    with pytest.raises(ScopeError, match="inside the scope|the scope of the press open"):
+        cache.layers[1].update(states, states)
+
+
+@both
+@pytest.mark.parametrize("where", ["layers.0", "layers.0.self_attn.k_proj", "layers.1.self_attn"])
+@pytest.mark.parametrize("again", [False, True], ids=["alone", "in another scope"])
+@torch.no_grad()
+def test_a_scope_closed_in_the_middle_of_a_forward(package, where, again):
+    """Either no layer is pruned, or the cache says that it is of no use."""
+    model, press = build("llama", num_layers=3), package.KnormPress(0.5)
+    ids, cache = token_ids(1, 40), DynamicCache(config=model.config)
+    scope = press.register(model)
+    closing = model.model.get_submodule(where).register_forward_hook(lambda *_: scope.remove())
+    model(ids, past_key_values=cache)
+    closing.remove()
+    lengths = {int(kept[0, 0]) for kept in kept_lengths(cache)}
+    with package.KnormPress(0.5)(model) if again else nullcontext():
+        if lengths == {40}:
+            model(token_ids(1, 3), past_key_values=cache)
+        else:
+            with pytest.raises(ScopeError, match="in the middle of a forward"):
+                model(token_ids(1, 1), past_key_values=cache)
+    assert lengths == ({40} if "k_proj" in where else {20, 40})
+
+
+def four_dimensional(wrong: str) -> Tensor:
+    mask = torch.ones(20, 20, dtype=torch.bool).tril().expand(1, 4, 20, 20).clone()
+    if wrong == "per head":
+        mask[:, 1, :, 5] = False
+    elif wrong == "hole":
+        mask[:, :, :, 7] = False
+    elif wrong == "window":
+        mask &= ~torch.ones(20, 20, dtype=torch.bool).tril(-8)
+    return mask if wrong == "per head" else mask[:, :1]
+
+
+@both
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("wrong", ["per head", "hole", "window"])
+@torch.no_grad()
+def test_masks_that_hide_more_than_padding_are_refused(package, wrong, implementation):
+    model = build("llama", attn_implementation=implementation)
+    mask = four_dimensional(wrong)
+    if implementation == "eager":
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    with package.KnormPress(0.5)(model), pytest.raises(UnsupportedInputError):
+        model(token_ids(1, 20), attention_mask=mask)
+
+
+@both
+@torch.no_grad()
+def test_a_later_mask_that_differs_from_head_to_head_is_refused(package):
+    model, ids, mask = build("llama"), *left_padded(2, 30, [0, 7])[:2]
+    cache = DynamicCache(config=model.config)
+    with package.KnormPress(0.5)(model):
+        model(ids, attention_mask=mask, past_key_values=cache)
+        later = torch.ones(2, 4, 3, 33, dtype=torch.bool)
+        later[:, 1, :, 31] = False
+        with pytest.raises(UnsupportedInputError, match="hides other tokens from each head"):
+            model(token_ids(2, 3), attention_mask=later, past_key_values=cache)
+
+
+# ---- what a press returns ------------------------------------------------------------------------
+
+SCORES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "nan": (lambda s: s.masked_fill(s == s.amin(), float("nan")), "NaN for some tokens of model"),
+    "short": (lambda s: s[..., 1:], r"shape \(1, 2, 19\).* here \(1, 2, 20\)"),
+    "of query heads": (lambda s: s.repeat_interleave(2, dim=1), r"shape \(1, 4, 20\)"),
+    "without heads": (lambda s: s[:, 0], r"shape \(1, 20\)"),
+    "bool": (lambda s: s > 0, "returned torch.bool; scores are a floating-point tensor"),
+    "nothing": (lambda s: None, "returned NoneType; scores are a floating-point tensor"),
+}
+
+
+def scoring(package: Any, change: Callable[[Tensor], Any]) -> Any:
+    """A press of a user, whose scores are wrong."""
+
+    class MyPress(package.ScorerPress):
+        def score(self, *args: Any) -> Any:
+            keys = args[2] if package is hooks_impl else args[0].keys
+            return change(keys.norm(dim=-1))
+
+    return MyPress(0.5)
+
+
+@both
+@pytest.mark.parametrize("around", ["alone", "in AdaKV"])
+@pytest.mark.parametrize("wrong", SCORES)
+@torch.no_grad()
+def test_scores_that_rank_no_tokens_are_refused(package, wrong, around):
+    model, (change, said) = build("llama"), SCORES[wrong]
+    press = scoring(package, change)
+    press = press if around == "alone" else package.AdaKVPress(press)
+    with press(model), pytest.raises(PressError, match=rf"MyPress\.score .*{said}"):
+        model(token_ids(1, 20))
+
+
+# ---- fields --------------------------------------------------------------------------------------
+
+FIELDS: list[tuple[str, dict[str, Any], str]] = [
+    ("KnormPress", {"compression_ratio": "0.5"}, r"='0.5'\): .* must be a number, not a str"),
+    ("KnormPress", {"compression_ratio": None}, "must be a number, not a NoneType"),
+    ("KnormPress", {"compression_ratio": [0.5]}, "must be a number, not a list"),
+    ("KnormPress", {"compression_ratio": True}, "must be a number, not a bool"),
+    ("SnapKVPress", {"window_size": 2.5}, "window_size must be a whole number, not a float"),
+    ("SnapKVPress", {"window_size": True}, "window_size must be a whole number, not a bool"),
+    ("FinchPress", {"chunk_length": "8"}, "must be a whole number or None, not a str"),
+    ("FinchPress", {"rerotate_keys": "no"}, "must be True or False, not a str"),
+    ("CURPress", {"leverage_type": ["key"]}, "must be a string, not a list"),
+    ("RandomPress", {"seed": 1.0}, "seed must be a whole number or None"),
+]
+
+
+@both
+@pytest.mark.parametrize(("name", "given", "said"), FIELDS)
+def test_fields_of_other_types(package, name, given, said):
+    with pytest.raises(HyperparameterError, match=said):
+        package.PRESSES[name](**given)
+
+
+MADE_OF_ONE_FIELD = [
+    name
+    for name, press in hooks_impl.PRESSES.items()
+    if sum(f.default is MISSING and f.default_factory is MISSING for f in fields(press)) <= 1
+]
+
+
+@both
+@pytest.mark.parametrize("name", MADE_OF_ONE_FIELD)
+def test_a_model_in_place_of_a_press_made(package, name):
+    """`with KnormPress(model): ...`, for which parentheses are missing."""
+    model = build("llama")
+    with pytest.raises(HyperparameterError, match=rf"opened .* as in {name}\(\.\.\.\)\(model\)"):
+        package.PRESSES[name](model)
+
+
+@both
+def test_ratios_of_layers_that_are_no_numbers(package):
+    with pytest.raises(HyperparameterError, match="numbers in"):
+        package.PerLayerCompressionPress(package.KnormPress(0.5), ["0.5", "0.5"])
+
+
+@both
+def test_numbers_of_numpy_are_numbers(package):
+    press = package.SnapKVPress(numpy.float32(0.5), window_size=numpy.int64(4))
+    assert press.window_size == 4
+
+
+# ---- weights and states that lie elsewhere -------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("name", ["CriticalKVPress", "CriticalAdaKVPress"])
+def test_offloaded_weights_are_refused_where_they_are_read(package, name):
+    model = build("llama")
+    press = example_for(package, name, 0.5, model)
+    model = accelerate.cpu_offload(model, "cpu")
+    with pytest.raises(UnsupportedModelError, match=r"o_proj are offloaded between forwards"):
+        press.register(model)
+
+
+@both
+@pytest.mark.parametrize("backend", ["quanto", "hqq"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
+@torch.no_grad()
+def test_copies_of_a_pruned_quantized_cache(package, backend, copied):
+    pytest.importorskip({"quanto": "optimum.quanto", "hqq": "hqq"}[backend])
+    model, axis = build("llama"), int(backend == "hqq")
+    cache = QuantizedCache(
+        backend, model.config, nbits=4, axis_key=axis, axis_value=axis, q_group_size=16,
+        residual_length=8,
+    )  # fmt: skip
+    with package.KnormPress(0.5)(model):
+        model(token_ids(1, 40), past_key_values=cache)
+    if backend == "quanto":
+        with pytest.raises(UnsupportedCacheError, match="neither copied nor pickled"):
+            copied(cache)
+        return
+    other = copied(cache)
+    logits = [model(token_ids(1, 3), past_key_values=c).logits for c in (other, cache)]
+    assert torch.equal(*logits)

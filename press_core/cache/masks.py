@@ -85,7 +85,12 @@ def _is_not_causal(mask: Any, tokens: Tensor) -> Tensor:
 
 
 def _one_for_all_heads(mask: Tensor) -> Tensor:
-    """`(B, q, n)` bool from a mask `(B, 1 or H, q, n)`.
+    """`(B, q, n)` bool from a mask `(B, 1 or H, q, n)`."""
+    return _as_bool(_of_all_heads(mask)[:, 0])
+
+
+def _of_all_heads(mask: Tensor) -> Tensor:
+    """`(B, 1, q, n)` from a mask `(B, 1 or H, q, n)`.
 
     Raises:
         UnsupportedInputError: if it differs from head to head.
@@ -95,7 +100,7 @@ def _one_for_all_heads(mask: Tensor) -> Tensor:
             f"an attention mask of shape {tuple(mask.shape)} hides other tokens from each head, "
             "which presses cannot judge; use one of shape (B, 1, q, n)"
         )
-    return _as_bool(mask[:, 0])
+    return mask[:, :1]
 
 
 def _device_of(mask: Any) -> torch.device:
@@ -139,7 +144,7 @@ def mask_for_pruned(mask: Any, occupied: Tensor, n_recent: int, like: Tensor, fo
     if mask is None:
         recent = _ones(n_queries, n_recent, like).tril(n_recent - n_queries)[None, None]
     else:
-        recent = mask[..., -n_recent:]
+        recent = _of_all_heads(mask)[..., -n_recent:]
     recent = recent.expand(batch, 1, n_queries, n_recent)
     old = occupied[:, None, None].expand(-1, 1, n_queries, -1)
     if form == "eager" or recent.dtype != torch.bool:  # added to the logits

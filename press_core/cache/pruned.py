@@ -161,7 +161,10 @@ class PrunedLayer(DynamicLayer):
         needs: what a forward needs to read this layer.
         sinks: for a press that rerotates the first keys again and again.
         buffers: by scope, what it has of the tokens while decoding.
+        is_torn: whether other layers were to be pruned as this one was, and no longer were.
     """
+
+    is_torn = False
 
     def __init__(self, storage: DynamicLayer) -> None:
         self.storage = storage  # in place of tensors of its own
@@ -269,6 +272,11 @@ class PrunedLayer(DynamicLayer):
         return self._reader is not None and self._reader.is_open
 
     def _check_allowed(self, n_new: int) -> None:
+        if self.is_torn:
+            raise ScopeError(
+                "the scope of a press was closed, or an exception raised, in the middle of a "
+                "forward: some layers of this cache are pruned and others are not; make a new one"
+            )
         needs = self.needs if n_new > 1 else self.needs & ~ReadingNeeds.MASK_OF_MANY
         if needs and not self.is_allowed:
             raise ScopeError(
@@ -321,7 +329,7 @@ class PrunedLayer(DynamicLayer):
         self.keys, self.values = self.keys[..., :-n, :], self.values[..., :-n, :]
 
     def reset(self) -> None:
-        self.storage = emptied(self.storage)
+        self.storage, self.is_torn = emptied(self.storage), False
         self._know_nothing()
 
     def offload(self) -> None:

@@ -104,9 +104,7 @@ def first_position(forward: AttentionForward) -> Tensor:
     if ids is None:
         seen = forward.layer.get_seq_length()
         return torch.tensor([seen], device=forward.hidden_states.device)
-    real = visible_tokens(
-        forward.argument("attention_mask"), n_tokens, len(forward.hidden_states)
-    )
+    real = visible_tokens(forward.argument("attention_mask"), n_tokens, len(forward.hidden_states))
     if real is None:
         return ids[:, 0]
     counted = ids[:, -1] - ids[:, 0] == n_tokens - 1
