@@ -30,6 +30,7 @@ from press_core.cache.storing import (
     store,
 )
 from press_core.call import AttentionCall
+from press_core.distributed import of_all_heads, of_own_heads
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import SAY_WHAT_IS_KEPT, Eviction
 from press_core.model.forward import AttentionForward
@@ -141,9 +142,14 @@ def _judged(press: Press, call: AttentionCall, occupied: Tensor | None) -> list[
     for rows, slots in row_groups(batch, occupied, press.row_by_row):
         part = call if slots is None and len(rows) == batch else call.of_rows(rows, slots)
         nobody = slots is not None and not len(slots)  # a row that did not ask in this turn
-        eviction = Eviction.nothing(part) if nobody else press.evict(part)
+        eviction = Eviction.nothing(part) if nobody else _decided(press, part)
         groups.append(RowGroup(rows, slots, eviction))
     return groups
+
+
+def _decided(press: Press, call: AttentionCall) -> Eviction:
+    """What the press decides, about the heads of all ranks, for those of this one."""
+    return of_own_heads(press.evict(of_all_heads(call)), call)
 
 
 # ---- observing -----------------------------------------------------------------------------------

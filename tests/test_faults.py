@@ -208,7 +208,7 @@ def test_an_exception_inside_the_forward_does_not_leave_a_layer_open(package, na
             model(token_ids(1, 3), past_key_values=cache)
     handle.remove()
     states = torch.zeros(1, 2, 3, 16)
-    with pytest.raises(ScopeError, match="inside the scope|the scope of the press open"):
+    with pytest.raises(ScopeError, match=r"inside the scope|the scope of the press open"):
         cache.layers[1].update(states, states)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from press_core.errors import UnsupportedModelError
+from press_core.model.ranks import HeadGroup, head_group
 from press_core.model.rotary import Rotary, find_rotary_embedding, takes_layer_type
 
 CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
@@ -47,7 +48,8 @@ class AttentionSite:
     Attributes:
         name: qualified name of the module inside the model.
         layer_idx: index of its layer in the cache.
-        num_heads, num_kv_heads, head_dim: `H`, `H_kv` and `d`.
+        num_heads, num_kv_heads, head_dim: `H`, `H_kv` and `d`; heads of all ranks count.
+        heads: the ranks that share the heads (tensor parallelism).
         scaling: factor on the attention logits.
         softcap: bound of `tanh` soft-capping of the logits, or None (Gemma-2).
         is_sliding: whether it sees a sliding window only; such layers are left alone.
@@ -76,6 +78,7 @@ class AttentionSite:
     depth: int = 0
     n_sites: int = 1
     shares_clock: bool = False
+    heads: HeadGroup = field(default_factory=HeadGroup, repr=False)
 
     @property
     def sinks(self) -> Tensor | None:
@@ -154,6 +157,7 @@ def _describe(model: nn.Module, name: str, module: Any) -> AttentionSite:
     head_dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
     if head_dim is None:
         head_dim = config.hidden_size // config.num_attention_heads
+    n_kv = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     sliding_window = getattr(module, "sliding_window", _layer_window(config, module.layer_idx))
     parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
     return AttentionSite(
@@ -161,7 +165,8 @@ def _describe(model: nn.Module, name: str, module: Any) -> AttentionSite:
         module=module,
         layer_idx=module.layer_idx,
         num_heads=config.num_attention_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        num_kv_heads=n_kv,
+        heads=head_group(model, module, n_kv * head_dim),
         head_dim=head_dim,
         scaling=_scaling(module, head_dim),
         softcap=getattr(module, "attn_logit_softcapping", None),
@@ -259,7 +264,7 @@ def _query_source(site: AttentionSite) -> QuerySource:
 
 
 def _heads(site: AttentionSite, output: Tensor) -> Tensor:
-    return output.unflatten(-1, (site.num_heads, site.head_dim)).transpose(1, 2)
+    return output.unflatten(-1, (-1, site.head_dim)).transpose(1, 2)
 
 
 def _normed_heads(site: AttentionSite, inp: Tensor, output: Tensor) -> Tensor:
@@ -272,5 +277,5 @@ def _normed_heads(site: AttentionSite, inp: Tensor, output: Tensor) -> Tensor:
     if output.shape[1] == output.shape[2]:
         transposed = length < heads
     else:
-        transposed = output.shape[1] == site.num_heads
+        transposed = output.shape[1] == site.num_heads // site.heads.size
     return output if transposed else output.transpose(1, 2)

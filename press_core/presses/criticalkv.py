@@ -11,6 +11,7 @@ from torch import Tensor
 from press_core.call import AttentionCall
 from press_core.composite import Wrapper
 from press_core.errors import UnsupportedModelError
+from press_core.model.ranks import whole_columns
 from press_core.model.sites import AttentionSite
 from press_core.press import TokenScorer, require
 from press_core.select import best_first, upcast
@@ -69,7 +70,8 @@ def output_weight(site: AttentionSite) -> Tensor:
                 "and CriticalKV reads them there; keep the attention modules on a device"
             )
         if isinstance(weight, Tensor) and weight.is_floating_point():
-            return weight.T if type(projection).__name__ == "Conv1D" else weight
+            weight = weight.T if type(projection).__name__ == "Conv1D" else weight
+            return whole_columns(site.heads, weight, site.num_heads * site.head_dim)
     raise UnsupportedModelError(
         f"{type(site.module).__name__} ({site.name}) has no output projection (o_proj, dense, "
         "out_proj or c_proj) with floating-point weights, whose norm CriticalKV needs"

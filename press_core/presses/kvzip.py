@@ -182,7 +182,9 @@ class KVzip(RatioPress):
             slots = None if tokens is None else tokens[row].nonzero().squeeze(1)
             context = ids[row] if slots is None else ids[row, slots]
             scores = self.score_row(scope, cache, context, row, slots, following[row])
-            for index, chosen in self.choose(scores).items():
+            chosen_in = self.choose(scores)
+            for site in scope.sites:
+                index, chosen = site.layer_idx, site.heads.own(chosen_in[site.layer_idx], dim=0)
                 kept[index][row, :, slice(None) if slots is None else slots] = chosen
         n_seen = ids.shape[1] if tokens is None else float(tokens.sum(dim=-1).float().mean())
         for index, layer in layers.items():

@@ -1,0 +1,87 @@
+"""The ranks that share the heads of an attention module, under tensor parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
+from torch.distributed.tensor import DTensor
+
+from press_core.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True, eq=False)
+class HeadGroup:
+    """The ranks that share the heads of an attention module, each with as many, in their order.
+
+    Attributes:
+        process_group: of torch.distributed; None: this process holds all heads.
+        rank, size: the place of this process in it.
+    """
+
+    process_group: Any = None
+    rank: int = 0
+    size: int = 1
+
+    def gather(self, x: Tensor, dim: int = 1) -> Tensor:
+        """`x` with the heads of all ranks along `dim`; gradients flow back."""
+        if self.process_group is None:
+            return x
+        return torch.cat(all_gather(x.contiguous(), group=self.process_group), dim=dim)
+
+    def own(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Of `x`, which has the heads of all ranks along `dim`, a copy of those of this one."""
+        if self.process_group is None:
+            return x
+        return x.chunk(self.size, dim=dim)[self.rank].contiguous()
+
+    def mean(self, value: float) -> float:
+        """The mean of what the ranks say."""
+        if self.process_group is None:
+            return value
+        return float(self.gather(torch.tensor([value], dtype=torch.float64), dim=0).mean())
+
+
+def head_group(model: nn.Module, module: nn.Module, width: int) -> HeadGroup:
+    """The ranks that share the heads of an attention module.
+
+    Args:
+        width: channels of all its KV heads together.
+
+    Raises:
+        UnsupportedModelError: if some heads lie elsewhere and nobody says where.
+    """
+    projection = getattr(module, "k_proj", None)
+    weight = getattr(projection, "weight", None)
+    if not isinstance(weight, Tensor) or getattr(projection, "out_features", None) != width:
+        return HeadGroup()  # fused, and then split by the model itself
+    mesh: Any = getattr(model, "_device_mesh", None)
+    if isinstance(weight, DTensor):
+        local, mesh = weight.to_local().shape[0], mesh or weight.device_mesh
+    else:
+        local = weight.shape[0] if weight.dim() == 2 and mesh is not None else width
+    if local == width:
+        return HeadGroup()
+    names = mesh.mesh_dim_names or ()
+    mesh = mesh["tp"] if "tp" in names else mesh
+    group = HeadGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+    if isinstance(getattr(module, "sinks", None), Tensor):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has learned sinks, which presses do not put together from "
+            "several ranks; load the model without tp_plan"
+        )
+    return group
+
+
+def whole_columns(group: HeadGroup, weight: Tensor, width: int) -> Tensor:
+    """A weight `(D, H * d)` of which each rank holds the columns of its heads.
+
+    Args:
+        width: `H * d`.
+    """
+    if isinstance(weight, DTensor):
+        return weight.full_tensor()
+    return weight if weight.shape[1] == width else group.gather(weight, dim=1)
