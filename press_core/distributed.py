@@ -8,6 +8,7 @@ hold of a call, all of them decide the same, and each stores its own heads.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from press_core.call import AttentionCall
 from press_core.eviction import Eviction
@@ -21,7 +22,7 @@ def of_all_heads(call: AttentionCall) -> AttentionCall:
     if group.process_group is None:
         return call
     n_local = call.keys.shape[1]
-    gathered = {
+    gathered: dict[str, Any] = {
         name: group.gather(states)
         for name in _PER_HEAD
         if (states := getattr(call, name)) is not None
@@ -45,7 +46,7 @@ def of_own_heads(eviction: Eviction, call: AttentionCall) -> Eviction:
         return eviction
     if eviction.is_whole:
         return Eviction.nothing(call)
-    own = {
+    own: dict[str, Any] = {
         name: group.own(decided)
         for name in _DECIDED
         if (decided := getattr(eviction, name)) is not None

@@ -26,6 +26,7 @@ from press_core.call import AttentionCall
 from press_core.errors import UnsupportedCacheError, UnsupportedInputError
 from press_core.eviction import SAY_WHAT_IS_KEPT, Eviction
 from press_core.model.forward import AttentionForward
+from press_core.model.sites import AttentionSite
 from press_core.scope import ScopeState
 
 # ---- rows that are judged together ---------------------------------------------------------------
@@ -284,8 +285,8 @@ def _rerotation(
         # Padding between turns has not moved them on.
         known = _required(batch.call.rotary_positions)
         last = known.flatten(1).amax(dim=1)
-        lag = n_seen(former) - before.shift - 1 - last
-        return Rerotation(_required(batch.of_slots(known)), before.shift, lag)
+        behind = n_seen(former) - before.shift - 1 - last
+        return Rerotation(_required(batch.of_slots(known)), before.shift, behind)
     longest = max(eviction.next_position or eviction.length for eviction in batch.evictions)
     shift = 0 if before is None else before.shift
     n_shorter = n_seen(former) - shift - longest
@@ -355,7 +356,12 @@ def _ragged(scope: ScopeState, batch: BatchEviction, former: Any) -> tuple[Ragge
     layer.mean_padding = _mean_padding(former, batch)
     if any(eviction.recent_scores is not None for eviction in batch.evictions):
         layer.remember(_recent_scores(batch))
-    return layer, sum(layer.counts) / len(layer.counts)
+    return layer, mean_kept(batch.call.site, layer)
+
+
+def mean_kept(site: AttentionSite, layer: RaggedLayer) -> float:
+    """How many tokens each head keeps on average, those of other ranks included."""
+    return site.heads.mean(sum(layer.counts) / len(layer.counts))
 
 
 def _recent_scores(batch: BatchEviction) -> Tensor:
@@ -388,8 +394,8 @@ def evict_late(
     late = _late(batch)
     if late.any():
         layer.keep(_all_but(layer, late))
-    kept_per_head = sum(layer.counts) / len(layer.counts)
-    scope.record(forward.site.layer_idx, layer.seen - layer.mean_padding, kept_per_head)
+    kept = mean_kept(forward.site, layer)
+    scope.record(forward.site.layer_idx, layer.seen - layer.mean_padding, kept)
 
 
 def _drop_padding(layer: RaggedLayer, batch: BatchEviction) -> None:

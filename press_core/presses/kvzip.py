@@ -13,6 +13,7 @@ from press_core.attention import causal_weights
 from press_core.cache.caches import prunable_layer, refuse_offloading, row_alone
 from press_core.cache.masks import prefill_tokens
 from press_core.cache.ragged import RaggedLayer
+from press_core.cache.storing import mean_kept
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedCacheError, UnsupportedInputError
 from press_core.model.decoder import tokenizer_of
@@ -182,16 +183,17 @@ class KVzip(RatioPress):
             slots = None if tokens is None else tokens[row].nonzero().squeeze(1)
             context = ids[row] if slots is None else ids[row, slots]
             scores = self.score_row(scope, cache, context, row, slots, following[row])
-            chosen_in = self.choose(scores)
+            chosen = self.choose(scores)
             for site in scope.sites:
-                index, chosen = site.layer_idx, site.heads.own(chosen_in[site.layer_idx], dim=0)
-                kept[index][row, :, slice(None) if slots is None else slots] = chosen
+                own = site.heads.own(chosen[site.layer_idx], dim=0)
+                kept[site.layer_idx][row, :, slice(None) if slots is None else slots] = own
         n_seen = ids.shape[1] if tokens is None else float(tokens.sum(dim=-1).float().mean())
-        for index, layer in layers.items():
-            places = torch.arange(ids.shape[1], device=ids.device).view(1, 1, -1)
+        places = torch.arange(ids.shape[1], device=ids.device).view(1, 1, -1)
+        for site in scope.sites:
+            index, layer = site.layer_idx, layers[site.layer_idx]
             ragged = RaggedLayer.of(layer.keys, layer.values, kept[index], places, ids.shape[1])
             cache.layers[index] = ragged
-            scope.record(index, n_seen, sum(ragged.counts) / len(ragged.counts))
+            scope.record(index, n_seen, mean_kept(site, ragged))
 
     def choose(self, scores: dict[int, Tensor]) -> dict[int, Tensor]:
         """Which tokens of a row each head keeps, `(H_kv, S)` bool per layer; from its scores."""

@@ -29,7 +29,7 @@ class PerLayerCompression(Wrapper):
         super().validate()
         ratios = self.compression_ratios
         fits = isinstance(ratios, (list, tuple)) and all(
-            isinstance(ratio, Real) and 0 <= ratio < 1 for ratio in ratios
+            isinstance(ratio, Real) and 0 <= float(ratio) < 1 for ratio in ratios
         )
         require(self, "compression_ratios", fits, "numbers in [0, 1), one per layer")
         for ratio in self.compression_ratios:
