@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from experiments.testbed.families import build
@@ -362,6 +362,26 @@ def test_a_copy_is_a_pruned_layer_of_its_own(copied: Any) -> None:
     other.reset()
     assert layer.positions is not None
     assert layer.get_mask_sizes(1) == (KEPT + 3, SEEN - KEPT)
+
+
+@pytest.mark.parametrize(("backend", "package"), [("quanto", "optimum.quanto"), ("hqq", "hqq")])
+@torch.no_grad()
+def test_a_pickled_quantized_cache_is_decoded_as_the_one_that_was_pickled(
+    backend: str, package: str
+) -> None:
+    pytest.importorskip(package, reason=f"needs {package}, a back end of QuantizedCache")
+    model, ids = build("llama"), torch.arange(3, 43)[None]
+    cache = QuantizedCache(backend, model.config, nbits=4, residual_length=6, q_group_size=16)
+    with KnormPress(0.5)(model):
+        model(ids, past_key_values=cache)
+        model(ids[:, :3], past_key_values=cache)  # some wait to be quantized
+        other = pickle.loads(pickle.dumps(cache))
+        expected = model(ids[:, :5], past_key_values=cache).logits
+        assert torch.equal(model(ids[:, :5], past_key_values=other).logits, expected)
+    for one, two in zip(other.layers, cache.layers, strict=True):
+        assert (type(one), one.n_slots, one.n_seen) == (PrunedLayer, two.n_slots, two.n_seen)
+        assert (one.n_slots, one.n_seen) == (20 + 8, 40 + 8)
+        assert torch.equal(one.positions, two.positions)
 
 
 # ---- rotated anew --------------------------------------------------------------------------------
