@@ -457,7 +457,7 @@ def _channels(n_later: int = 0) -> ChannelPrunedLayer:
     layer = ChannelPrunedLayer(filled(DynamicLayer(), keys[..., :2].clone(), values), channels, DIM)
     layer.kept = KeptTokens(torch.arange(KEPT).expand(BATCH, HEADS, KEPT), KEPT, KEPT)
     if n_later:
-        layer.allow_update(Reader())
+        layer.allow_attention(Reader())
         layer.update(*_states(n_later))
     return layer
 
@@ -466,10 +466,13 @@ def test_a_layer_without_some_channels_is_updated_by_whoever_can_read_it_alone()
     layer = _channels()
     with pytest.raises(ScopeError, match="headwise"):
         layer.update(*_states(1))
-    layer.allow_update(Reader(is_open=False))
+    layer.allow_update(Reader())  # a scope that fits masks, and attends over nothing
     with pytest.raises(ScopeError, match="headwise"):
         layer.update(*_states(1))
-    layer.allow_update(Reader())
+    layer.allow_attention(Reader(is_open=False))
+    with pytest.raises(ScopeError, match="headwise"):
+        layer.update(*_states(1))
+    layer.allow_attention(Reader())
     new = _states(2)
     assert all(a is b for a, b in zip(layer.update(*new), new, strict=True))
     assert layer.get_seq_length() == layer.n_slots == KEPT + 2
