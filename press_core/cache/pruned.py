@@ -254,8 +254,8 @@ class PrunedLayer(DynamicLayer):
         return self._reader is not None and self._reader.is_open
 
     def _check_allowed(self, n_new: int) -> None:
-        needs = self.needs if n_new > 1 else self.needs & ~ReadingNeeds.MASK_OF_MANY
-        if needs and not self.is_allowed:
+        nothing = ReadingNeeds.NOTHING, ReadingNeeds.MASK_OF_MANY if n_new == 1 else None
+        if self.needs not in nothing and not self.is_allowed:
             raise ScopeError(
                 "this cache holds rows or layers of different lengths, which the model's own "
                 "attention mask does not fit, or other positions than it counts with; keep the "
