@@ -40,7 +40,10 @@ def _forward(
     layer = None if cache is None else layer_at(cache, site.layer_idx)
     if isinstance(layer, ChannelLayer) and layer.n_slots:
         layer.serve_channels()
-        return forward(*args, **with_override(kwargs, partial(attend_channels, site, layer)))
+        try:
+            return forward(*args, **with_override(kwargs, partial(attend_channels, site, layer)))
+        finally:
+            layer.unserve_channels()
     if not isinstance(layer, RaggedLayer) or layer.is_served:
         return forward(*args, **kwargs)
     layer.serve()
@@ -102,6 +105,8 @@ class _Help(Press):
 def _with_help(site: AttentionSite, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """Fit the mask and the positions of a call to the layer, as any open scope of a press does."""
     step = Forward(_Help(), site, Run(), args, kwargs)
+    if step.cache is None or isinstance(step.layer, RaggedLayer):  # which `serve` attends over
+        return forward(*args, **kwargs)
     before(step)
     return forward(*step.args, **step.kwargs)
 

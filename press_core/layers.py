@@ -303,6 +303,10 @@ class ChannelLayer(PrunedLayer):
         """Told by an open scope that the attention function will attend over this layer itself."""
         self._attended = True
 
+    def unserve_channels(self) -> None:
+        """Told that it will not after all, or has."""
+        self._attended = self._served = False
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

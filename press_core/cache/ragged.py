@@ -27,7 +27,7 @@ WASTE = 0.018
 SHORTEST, LONGEST = 32, 128
 """Slots of a block: shorter ones cost more products, longer ones are shared by more heads."""
 
-FEW = 2**17
+FEW = 2**18
 """Up to so many numbers, head by head over all keys, one block for all heads is quickest."""
 
 

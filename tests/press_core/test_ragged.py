@@ -236,7 +236,7 @@ TestAgainstLists.settings = settings(
 
 
 @given(
-    counts=st.lists(st.integers(0, 400), min_size=1, max_size=12), few=st.sampled_from([0, 2**17])
+    counts=st.lists(st.integers(0, 400), min_size=1, max_size=12), few=st.sampled_from([0, 2**18])
 )
 @settings(max_examples=10 * N_PROGRAMS, derandomize=PROFILE != "long", database=None, deadline=None)
 def test_every_head_reads_its_own_tokens_once_and_no_others(counts: list[int], few: int) -> None:
