@@ -251,7 +251,16 @@ def _blocks(layer: RaggedLayer, query: Query) -> Tensor:
 
 
 def varlen(layer: RaggedLayer, query: Query) -> Tensor:
-    """Torch's kernel over the context, each KV head of each row a sequence of its own."""
+    """Torch's kernel over the context, each KV head of each row a sequence of its own.
+
+    Raises:
+        UnsupportedInputError: for a mask of the context, padding included.
+    """
+    if query.tells_of_context(layer):
+        raise UnsupportedInputError(
+            "the back end 'varlen' reads all that a head holds of the context, and this call has a "
+            "mask for it; use 'blocks'"
+        )
     from torch.nn.attention.varlen import AuxRequest, varlen_attn  # torch 2.10 has it first
 
     states, n_queries = _rows(layer, query), query.states.shape[2]

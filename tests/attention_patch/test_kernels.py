@@ -431,6 +431,13 @@ def test_the_kernel_of_cuda_is_refused_elsewhere():
         check_backend("varlen", site())
 
 
+def test_the_kernel_of_cuda_takes_no_mask_of_the_context():
+    case = example()
+    mask = torch.ones(2, 1, 1, case.layer.seen, dtype=torch.bool)
+    with pytest.raises(UnsupportedInputError, match="mask for it; use 'blocks'"):
+        run("varlen", case, mask)
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_softcap_and_sinks_are_no_matter_to_blocks(family):
     check_backend("blocks", attention_sites(build(family, attn_implementation="eager"))[0])
