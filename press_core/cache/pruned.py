@@ -248,6 +248,10 @@ class PrunedLayer(DynamicLayer):
         """Let the next update happen, which comes with all the help it needs from `reader`."""
         self._reader = reader
 
+    def disallow_update(self) -> None:
+        """No longer let it happen."""
+        self._reader = None
+
     @property
     def is_allowed(self) -> bool:
         """Whether the next update may happen: while the scope that said so is open."""
@@ -366,6 +370,10 @@ class ChannelPrunedLayer(PrunedLayer):
     def allow_attention(self, reader: Reader) -> None:
         """Let the next update happen: the attention function of `reader` reads the layer itself."""
         self._attending = self._reader = reader
+
+    def disallow_update(self) -> None:
+        super().disallow_update()
+        self._attending = None
 
     @property
     def n_slots(self) -> int:
