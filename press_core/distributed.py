@@ -18,10 +18,9 @@ _PER_HEAD = ("keys", "values", "attentions", "query", "tokens", "recent_scores")
 
 def of_all_heads(call: AttentionCall) -> AttentionCall:
     """The call as one process would have observed it."""
-    group = call.site.heads
-    if group.process_group is None:
+    group, n_local = call.site.heads, call.keys.shape[1]
+    if _has_all_heads(call):
         return call
-    n_local = call.keys.shape[1]
     gathered: dict[str, Any] = {
         name: group.gather(states)
         for name in _PER_HEAD
@@ -41,14 +40,18 @@ _DECIDED = (
 
 def of_own_heads(eviction: Eviction, call: AttentionCall) -> Eviction:
     """What was decided about all heads, for those of this rank, which `call` was observed of."""
-    group = call.site.heads
-    if group.process_group is None:
+    if _has_all_heads(call):
         return eviction
     if eviction.is_whole:
         return Eviction.nothing(call)
     own: dict[str, Any] = {
-        name: group.own(decided)
+        name: call.site.heads.own(decided, call.keys.shape[1])
         for name in _DECIDED
         if (decided := getattr(eviction, name)) is not None
     }
     return replace(eviction, call=call, **own)
+
+
+def _has_all_heads(call: AttentionCall) -> bool:
+    """Whether this process attends with all heads, as ranks also do that share the weights only."""
+    return call.site.heads.process_group is None or call.keys.shape[1] == call.site.num_kv_heads

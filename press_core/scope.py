@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from press_core.cache.pruned import PrunedLayer
 from press_core.errors import ScopeError
 from press_core.model.decoder import decoder_of
 from press_core.model.sites import AttentionSite, attention_sites
@@ -113,7 +112,7 @@ class ScopeState:
         """Let nobody read caches some of whose layers were pruned in a forward and others not."""
         for cache, depth in self.reached.items():
             for layer in cache.layers if depth + 1 < self.n_sites else ():
-                if isinstance(layer, PrunedLayer):
+                if hasattr(layer, "is_torn"):
                     layer.is_torn = True
         self.reached.clear()
 

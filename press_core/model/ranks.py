@@ -32,9 +32,9 @@ class HeadGroup:
             return x
         return torch.cat(all_gather(x.contiguous(), group=self.process_group), dim=dim)
 
-    def own(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Of `x`, which has the heads of all ranks along `dim`, a copy of those of this one."""
-        if self.process_group is None:
+    def own(self, x: Tensor, n: int, dim: int = 1) -> Tensor:
+        """Of `x`, which has the heads of all ranks along `dim`, a copy of the `n` of this one."""
+        if x.shape[dim] == n:  # each rank attends with all of them
             return x
         return x.chunk(self.size, dim=dim)[self.rank].contiguous()
 

@@ -185,7 +185,8 @@ class KVzip(RatioPress):
             scores = self.score_row(scope, cache, context, row, slots, following[row])
             chosen = self.choose(scores)
             for site in scope.sites:
-                own = site.heads.own(chosen[site.layer_idx], dim=0)
+                n_heads = layers[site.layer_idx].keys.shape[1]
+                own = site.heads.own(chosen[site.layer_idx], n_heads, dim=0)
                 kept[site.layer_idx][row, :, slice(None) if slots is None else slots] = own
         n_seen = ids.shape[1] if tokens is None else float(tokens.sum(dim=-1).float().mean())
         places = torch.arange(ids.shape[1], device=ids.device).view(1, 1, -1)
