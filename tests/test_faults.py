@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,7 +23,6 @@ from press_core import (
     HyperparameterError,
     PressError,
     ScopeError,
-    UnsupportedCacheError,
     UnsupportedInputError,
     UnsupportedModelError,
     kept_lengths,
@@ -372,9 +370,8 @@ def test_offloaded_weights_are_refused_where_they_are_read(package, name):
 
 @both
 @pytest.mark.parametrize("backend", ["quanto", "hqq"])
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
 @torch.no_grad()
-def test_copies_of_a_pruned_quantized_cache(package, backend, copied):
+def test_a_pickled_pruned_quantized_cache_decodes_on(package, backend):
     pytest.importorskip({"quanto": "optimum.quanto", "hqq": "hqq"}[backend])
     model, axis = build("llama"), int(backend == "hqq")
     cache = QuantizedCache(
@@ -383,10 +380,6 @@ def test_copies_of_a_pruned_quantized_cache(package, backend, copied):
     )  # fmt: skip
     with package.KnormPress(0.5)(model):
         model(token_ids(1, 40), past_key_values=cache)
-    if backend == "quanto":
-        with pytest.raises(UnsupportedCacheError, match="neither copied nor pickled"):
-            copied(cache)
-        return
-    other = copied(cache)
+    other = pickle.loads(pickle.dumps(cache))
     logits = [model(token_ids(1, 3), past_key_values=c).logits for c in (other, cache)]
     assert torch.equal(*logits)

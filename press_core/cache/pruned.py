@@ -183,14 +183,6 @@ class PrunedLayer(DynamicLayer):
             raise AttributeError(name)
         return getattr(self.storage, name)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if hasattr(getattr(self.storage, "_quantized_keys", None), "__tensor_flatten__"):
-            raise UnsupportedCacheError(
-                "what quanto has quantized can be neither copied nor pickled; use the hqq back end "
-                "(QuantizedCache(backend='hqq')) or a DynamicCache"
-            )
-        return super().__reduce_ex__(protocol)
-
     @property
     def keys(self) -> Any:
         """What is stored, `(B, H_kv, n_slots, d)`; of a quantized layer what waits to be."""

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from experiments.testbed.families import FAMILIES, build
 from press_core import AttentionSite, UnsupportedInputError, attention_sites
+from press_core.cache.reading import first_position
 from press_core.model.decoder import decoder_of
 from press_core.model.forward import AttentionForward, DecoderForward
 
@@ -95,7 +96,7 @@ def test_the_first_position_is_that_of_the_model(family: str) -> None:
     found: list[Any] = []
 
     def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append(AttentionForward(args, kwargs, site).first_position.tolist())
+        found.append(first_position(AttentionForward(args, kwargs, site)).tolist())
 
     ids, cache = torch.arange(3, 8)[None], DynamicCache()
     with torch.no_grad():
