@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from press_core.call import AttentionCall
 from press_core.composite import (
@@ -14,6 +14,7 @@ from press_core.composite import (
 from press_core.eviction import Eviction
 from press_core.press import Evicts, Press, require
 from press_core.presses.decoding import Decoding
+from press_core.select import Amount
 
 
 @dataclass
@@ -51,6 +52,19 @@ class PrefillDecoding(CompositePress):
         press = self.decoding_press if call.decoding else self.prefilling_press
         assert press is not None
         return press.evict(call)
+
+    def with_ratio(self, compression_ratio: Amount) -> Press:
+        if self.prefilling_press is None:
+            return super().with_ratio(compression_ratio)
+        return replace(self, prefilling_press=self.prefilling_press.with_ratio(compression_ratio))
+
+    def with_budget(self, tokens: int) -> Press:
+        prefilling, decoding = self.prefilling_press, self.decoding_press
+        return replace(
+            self,
+            prefilling_press=prefilling and prefilling.with_budget(tokens),
+            decoding_press=decoding and decoding.with_budget(tokens),
+        )
 
     @property
     def asked_ratio(self) -> float:
