@@ -145,11 +145,21 @@ class AttentionCall:
         return rotary.rotate(query, cos[:, start:], sin[:, start:])
 
     def key_positions(self) -> Tensor:
-        """Rotary position of each key, `(1 or B, 1 or H_kv, S)` int64."""
+        """Rotary position of each key, `(1 or B, 1 or H_kv, S)` int64.
+
+        Raises:
+            UnsupportedInputError: if a press pruned before that did not say what it kept.
+        """
         if self.rotary_positions is not None:
             return self.rotary_positions
         positions = self._known_position_ids().unsqueeze(1)
         if self.tokens is None:
+            if positions.shape[-1] != self.length:
+                raise UnsupportedInputError(
+                    f"the keys of {self.site.name} are to be rotated back, and a press that pruned "
+                    "before did not say which tokens it kept; let its compress return "
+                    "Eviction.keep(call, positions)"
+                )
             return positions
         return positions.expand(*self.tokens.shape[:2], -1).gather(-1, self.tokens)
 
