@@ -88,9 +88,9 @@ def after_attention(
             call = _prefill(scope, forward, output, query, query_is_rotated)
             _prune(scope, forward, _with_memory(scope, forward, call))
     elif Phase.DECODING in scope.press.phases:
-        call = _decoding_step(scope, forward, query, query_is_rotated)
-        if call is not None:
-            _prune(scope, forward, call)
+        step = _decoding_step(scope, forward, query, query_is_rotated)
+        if step is not None:
+            _prune(scope, forward, step)
 
 
 def prune_before(scope: ScopeState, forward: AttentionForward) -> None:

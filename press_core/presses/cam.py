@@ -43,7 +43,7 @@ class CAM(Decoding):
     seed: int | None = None
 
     own_needs = Needs.QUERIES
-    remembers = True  # type: ignore[assignment]
+    remembers = True
 
     def validate(self) -> None:
         super().validate()

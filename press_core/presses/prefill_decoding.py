@@ -12,7 +12,7 @@ from press_core.composite import (
 )
 from press_core.eviction import Eviction
 from press_core.press import Evicts, Press, require
-from press_core.presses.decoding import Decoding
+from press_core.presses.decoding import AtIntervals
 from press_core.select import Amount
 
 
@@ -22,7 +22,7 @@ class PrefillDecoding(CompositePress):
 
     Attributes:
         prefilling_press: acts after the prefill; None: nothing does.
-        decoding_press: a DecodingPress; None: nothing is pruned while decoding.
+        decoding_press: acts while decoding, at intervals; None: nothing is pruned while decoding.
     """
 
     prefilling_press: Press | None = None
@@ -35,8 +35,9 @@ class PrefillDecoding(CompositePress):
             require(self, "prefilling_press", *self._takes(self.prefilling_press))
         if self.decoding_press is not None:
             check_child(self, "decoding_press", self.decoding_press)
-            fits = isinstance(self.decoding_press, Decoding)
-            require(self, "decoding_press", fits, "a DecodingPress")
+            fits = isinstance(self.decoding_press, AtIntervals)
+            allowed = "a DecodingPress, CAMPress or CompressionRatioDecodingPress"
+            require(self, "decoding_press", fits, allowed)
 
     def _takes(self, press: Press) -> tuple[bool, str]:
         """Whether `press` can act before the decoding press, and what can."""
