@@ -326,8 +326,8 @@ FIELDS: dict[str, dict[str, SearchStrategy[Any]]] = {
     "LeverageScorePress": {"sketch_dimension": st.integers(1, 24), **_RATIO},
     "MergingPress": {
         "press": _scorers(),
-        "similarity_threshold": st.sampled_from([-1.0, 0.0, 0.5, 1.0]),
-        "merge_fraction": st.sampled_from([0.0, 0.3, 1.0]),
+        "similarity_threshold": st.sampled_from([0.0, 0.5, 1.0]),
+        "merge_fraction": st.sampled_from([0.01, 0.3, 1.0]),
     },
     "NonCausalAttnPress": {"chunk_size": st.integers(1, 40), **_RATIO},
     "PerLayerCompressionPress": {

@@ -119,16 +119,16 @@ class ScopeMemory:
 
     Attributes:
         n_steps: forwards while decoding since it pruned the layer last.
-        n_forwards: all forwards while decoding.
         states: by name, what is known of the last tokens since then: `(B, ..., b, channels)` each.
         slots: by name, what is known of each slot: `(B, H_kv, n)` each; tokens that came since it
             was brought up to date have none yet.
+        n_forwards: all forwards while decoding.
     """
 
     n_steps: int = 0
-    n_forwards: int = 0
     states: dict[str, Tensor] = field(default_factory=dict)
     slots: Mapping[str, Tensor] = field(default_factory=dict)
+    n_forwards: int = 0
 
     def after_step(self, limit: int, **states: Tensor | None) -> ScopeMemory:
         """The buffer with the states of new tokens, and all but the last `limit` forgotten."""

@@ -78,18 +78,20 @@ class CAM(Decoding):
         of_next = (shares @ received.gather(-1, kept.known_kept).unsqueeze(-1)).squeeze(-1)
         of_evicted = received.gather(-1, evicted)
         probabilities = of_evicted / of_next.clamp(min=torch.finfo(received.dtype).tiny)
-        drawn = self.draw(call, evicted.shape[-1]).to(received) < probabilities
+        numbers = uniform(evicted.shape[1:], self.seed, call.site.layer_idx, call.n_forwards)
+        drawn = numbers.to(received) < probabilities
         added = gather_tokens(upcast(call.values), evicted) * drawn.unsqueeze(-1)
         return (upcast(kept.values) + shares.mT @ added).to(kept.values.dtype)
 
-    def draw(self, call: AttentionCall, n: int) -> Tensor:
-        """Uniform numbers in [0, 1), `(1, H_kv, n)`, the same for every row."""
-        generator = None
-        if self.seed is not None:
-            generator = layer_generator(self.seed, call.site.layer_idx)
-            first = int(torch.randint(2**62, (), generator=generator))
-            generator.manual_seed(first + call.n_forwards)
-        return torch.rand(1, call.keys.shape[1], n, generator=generator)
+
+def uniform(shape: torch.Size, seed: int | None, layer_idx: int, forward: int) -> Tensor:
+    """Numbers in [0, 1) of some shape, float32, on the CPU; see `CAM.seed`."""
+    generator = None
+    if seed is not None:
+        generator = layer_generator(seed, layer_idx)
+        first = int(torch.randint(2**62, (), generator=generator))
+        generator.manual_seed(first + forward)
+    return torch.rand(shape, generator=generator)
 
 
 def shares_of_next(kept: Tensor, evicted: Tensor, n_next: int) -> Tensor:

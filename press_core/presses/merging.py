@@ -23,8 +23,9 @@ class Merging(Wrapper):
 
     Attributes:
         press: scores tokens.
-        similarity_threshold: cosine of two keys from which on values are merged, in [-1, 1].
-        merge_fraction: share of the evicted tokens that is merged, the most similar, in [0, 1].
+        similarity_threshold: cosine of two keys from which on values are merged, in [0, 1].
+        merge_fraction: share of the evicted tokens that is merged, the most similar, in (0, 1]; of
+            each head at least one.
     """
 
     similarity_threshold: float = 0.0
@@ -32,9 +33,9 @@ class Merging(Wrapper):
 
     def validate(self) -> None:
         super().validate()
-        fits = -1 <= self.similarity_threshold <= 1
-        require(self, "similarity_threshold", fits, "a number in [-1, 1]")
-        require(self, "merge_fraction", 0 <= self.merge_fraction <= 1, "a number in [0, 1]")
+        fits = 0 <= self.similarity_threshold <= 1
+        require(self, "similarity_threshold", fits, "a number in [0, 1]")
+        require(self, "merge_fraction", 0 < self.merge_fraction <= 1, "a number in (0, 1]")
 
     def decide(self, call: AttentionCall) -> Eviction:
         if self.leaves_whole(call):
@@ -50,7 +51,7 @@ class Merging(Wrapper):
         similarity, target = most_similar(evicted.keys, kept.keys)
         merges = similarity >= self.similarity_threshold
         if self.merge_fraction < 1:
-            n_merged = max(1, int(evicted.length * self.merge_fraction))
+            n_merged = 1 + int((evicted.length - 1) * self.merge_fraction)
             merges &= best_first(similarity, n_merged)
         values, added = upcast(kept.values), upcast(evicted.values)
         norms = values.norm(dim=-1).gather(-1, target), added.norm(dim=-1)
