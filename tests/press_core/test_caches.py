@@ -28,10 +28,10 @@ from press_core import (
 from press_core.cache.caches import check_prunable, mask_layer, prunable_layer
 from press_core.cache.pruned import (
     ChannelPrunedLayer,
-    ScopeMemory,
     KeptTokens,
     ReadingNeeds,
     Rerotation,
+    ScopeMemory,
     Sinks,
     filled,
 )
