@@ -168,7 +168,8 @@ class AttentionCall:
         rotary = self.site.rotary
         if rotary is None or self.position_embeddings is None:
             return upcast(self.keys)
-        if self.tokens is None and self.rotary_positions is None:
+        as_given = self.tokens is None and self.rotary_positions is None
+        if as_given and self.hidden_states.shape[1] == self.length:
             return rotary.unrotate(self.keys, *self.position_embeddings)
         return rotary.rotate_from(self.keys, self.key_positions())
 

@@ -139,7 +139,7 @@ def cache_nbytes(cache: Cache) -> int:
     storages = {
         storage.data_ptr(): storage.nbytes()
         for layer in cache.layers
-        for name in ("keys", "values", "recent_keys")
+        for name in ("keys", "values", "recent_keys", "recent_values")
         for states in _plain_tensors(layer, name)
         if (storage := states.untyped_storage()).nbytes()
     }

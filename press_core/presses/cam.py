@@ -59,7 +59,7 @@ class CAM(Decoding):
         n = self.target(call)
         if n >= call.length or not self.base_press.is_long_enough(call.length):
             return Eviction.nothing(call)
-        scores = self.scorer.scores(call.with_budget(n)).mean(dim=1, keepdim=True)
+        scores = self.scorer.token_scores(call.with_budget(n)).mean(dim=1, keepdim=True)
         chosen = best_first(scores, n).expand(call.keys.shape[:3])
         n_merged = min(call.n_steps, call.length - n)
         merged = best_first(scores.masked_fill(chosen[:, :1], float("-inf")), n_merged)

@@ -45,7 +45,7 @@ class EntropyGatedChunkKV(Wrapper):
             return self.press.evict(call)
         if self.leaves_whole(call):
             return Eviction.nothing(call)
-        per_token = upcast(self.scorer.scores(call)).sum(dim=(0, 1))
+        per_token = upcast(self.scorer.token_scores(call)).sum(dim=(0, 1))
         order = gated_order(per_token, self.chunk_length, self.low_entropy_chunk_length)
         positions = order[: self.budget(call)].sort().values
         return Eviction.keep(call, positions.expand(*call.keys.shape[:2], -1))

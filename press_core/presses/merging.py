@@ -40,7 +40,7 @@ class Merging(Wrapper):
     def decide(self, call: AttentionCall) -> Eviction:
         if self.leaves_whole(call):
             return Eviction.nothing(call)
-        chosen = best_first(self.scorer.scores(call), self.budget(call))
+        chosen = best_first(self.scorer.token_scores(call), self.budget(call))
         kept, evicted = (places(part) for part in (chosen, ~chosen))
         eviction = Eviction.keep(call, kept)
         values = self.merged(eviction, call.select(evicted))
