@@ -29,6 +29,9 @@ class Tokens:
         if not (isinstance(self.n, int) and self.n >= 1 and 0 <= self.progress <= 1):
             raise HyperparameterError(f"{self}: a budget must be a number of tokens, 1 or more")
 
+    def __repr__(self) -> str:
+        return f"Tokens({self.n})" if self.progress == 1 else f"Tokens({self.n}, {self.progress})"
+
     def of(self, length: int) -> int:
         """How many of `length` tokens are kept."""
         if length <= self.n:
