@@ -68,7 +68,7 @@ EDGES = (0, 256, 320, 512, 1024, STREAM)
 PAD_ID, BOS_ID, UNK_ID = (SPECIAL_TOKENS.index(token) for token in (PAD, BOS, UNK))
 IGNORED = -100
 """Label that `cross_entropy` leaves out."""
-OBSERVED_EVERY = 50
+OBSERVED_EVERY = 20
 """Steps between two looks at a model that is trained."""
 
 Objective = Callable[[PreTrainedModel, Tensor, int], Tensor]
