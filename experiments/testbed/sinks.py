@@ -8,12 +8,13 @@ from typing import Any
 
 import pandas as pd
 import torch
-from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_hex
+from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from experiments.framework.heatmap import draw_cells
+from experiments.framework.plots import new_figure, style
 from experiments.framework.tables import ResultTable
 from press_core import attention_sites
 
@@ -76,16 +77,21 @@ def heads_table(attention: pd.DataFrame) -> ResultTable:
     return ResultTable(note, ["", *(f"head {head}" for head in shares.columns)], rows)
 
 
-def draw_heads(panel: Axes, attention: pd.DataFrame) -> None:
-    """Fill `panel` with shares by layer (rows) and head (columns), darker where they are larger."""
+def heads_figure(attention: pd.DataFrame) -> Figure:
+    """Shares by layer (rows) and head (columns), darker where they are larger."""
     shares = _by_head(attention)
     cells = {
         (f"layer {layer}", f"head {head}"): (_percent(share), to_hex(_PALE_TO_STRONG(share)))
         for layer, line in shares.iterrows()
         for head, share in line.dropna().items()
     }
-    rows = [f"layer {layer}" for layer in shares.index]
-    draw_cells(panel, rows, [f"head {head}" for head in shares.columns], cells)
+    rows, columns = ([f"{axis.name} {i}" for i in axis] for axis in (shares.index, shares.columns))
+    with style():
+        width, height = 1.6 + 0.7 * len(columns), 1.1 + 0.35 * len(rows)
+        figure, (panel,) = new_figure(width=width, height=height)
+        draw_cells(panel, rows, columns, cells)
+    figure.set_label("Attention of each head to the first tokens, by layer and head")
+    return figure
 
 
 def _by_head(attention: pd.DataFrame) -> pd.DataFrame:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
+
 import pytest
 import torch
-from matplotlib.figure import Figure
+from transformers import DynamicCache
 
+from experiments.loading import load_model
 from experiments.testbed import sinks
 from experiments.testbed.families import build
 from experiments.testbed.training import sink
+from hooks_impl import StreamingLLMDecodingPress
 from tests.support import snapshot, token_ids
 
 
@@ -53,8 +58,7 @@ def test_heads_are_shown_by_layer(attention):
 
 
 def test_drawn_heads_say_their_shares(attention):
-    panel = Figure().add_subplot()
-    sinks.draw_heads(panel, attention)
+    (panel,) = sinks.heads_figure(attention).axes
     said = {text.get_text() for text in panel.texts}
     assert said == {f"{share:.0%}" for share in attention["share"]}
 
@@ -78,8 +82,8 @@ def attentions_paying(share, layers=2):
 
 
 def test_the_push_is_larger_the_less_heads_pay():
-    pushes = [sink.push_of(attentions_paying(share)) for share in (0.01, 0.1, 0.5)]
-    assert [float(push) for push in pushes] == pytest.approx([4.605, 2.303, 0.693], abs=1e-3)
+    pushes = [sink.push_of(attentions_paying(share)).item() for share in (0.01, 0.1, 0.5)]
+    assert pushes == pytest.approx([4.605, 2.303, 0.693], abs=1e-3)
 
 
 def test_heads_that_pay_enough_are_left_alone():
@@ -96,3 +100,42 @@ def test_without_a_push_the_objective_is_the_loss(model):
     assert float(sink.objective(model, tokens, 0.0)) == pytest.approx(float(loss), abs=1e-5)
     assert float(sink.objective(model, tokens, 0.5)) > float(loss)
     model.set_attn_implementation("sdpa")
+
+
+# ---- the model that was pushed -------------------------------------------------------------------
+
+
+def some_code(tokenizer, length):
+    return tokenizer(inspect.getsource(argparse), return_tensors="pt")["input_ids"][:, :length]
+
+
+def test_upper_heads_of_the_shipped_model_look_at_the_beginning():
+    shares = {}
+    for name in ("stdlib-neox", "stdlib-neox-sink"):
+        model, tokenizer = load_model(name)
+        attention = sinks.attention_to_first(model, some_code(tokenizer, 256))
+        shares[name] = attention[attention["layer"] > 0]["share"]
+    assert shares["stdlib-neox"].max() < 0.02
+    assert shares["stdlib-neox-sink"].min() > 0.1
+    assert shares["stdlib-neox-sink"].mean() > 0.25
+
+
+@torch.inference_mode()
+def lost_without_the_first(name):
+    """Nats per token that a window of 128 tokens loses without the first ones, once they go."""
+    model, tokenizer = load_model(name)
+    ids = some_code(tokenizer, 512)
+    losses = []
+    for n_sink in (0, 4):
+        press = StreamingLLMDecodingPress(max_capacity=127, n_sink=n_sink, rerotate=True)
+        cache = DynamicCache()
+        with press(model):
+            logits = [model(token[None], past_key_values=cache).logits[0] for token in ids.mT[:-1]]
+        late = torch.cat(logits)[128:]
+        losses.append(float(torch.nn.functional.cross_entropy(late, ids[0, 129:])))
+    return losses[0] - losses[1]
+
+
+def test_a_window_loses_what_its_sink_held_back():
+    assert abs(lost_without_the_first("stdlib-neox")) < 0.02
+    assert lost_without_the_first("stdlib-neox-sink") > 0.03
