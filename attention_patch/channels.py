@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attention_patch.backends import ask, capped, softmax_with_sinks
 from press_core.layers import ChannelLayer
-from press_core.sites import AttentionSite
+from press_core.model.sites import AttentionSite
 
 
 def attend_channels(

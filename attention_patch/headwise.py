@@ -17,9 +17,9 @@ from press_core.caches import layer_at
 from press_core.errors import UnsupportedModelError
 from press_core.forward import Forward
 from press_core.layers import ChannelLayer
+from press_core.model.sites import AttentionSite, attention_sites
 from press_core.ragged import RaggedLayer
 from press_core.scope import Press, Run
-from press_core.sites import AttentionSite, attention_sites
 from press_core.steps import before
 
 

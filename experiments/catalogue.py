@@ -22,7 +22,7 @@ import patch_impl
 from experiments.compare import PressPair
 from press_core import Press
 from press_core.methods.kvzip import RepeatPrompts
-from press_core.sites import attention_sites
+from press_core.model.sites import attention_sites
 
 Presses = Mapping[str, type[Any]]
 """The presses of a package by name."""

@@ -49,7 +49,7 @@ from experiments.report import write_results
 from experiments.usual import press_name, suited_pair
 from press_core import AttentionSite, Press, attention_sites, cache_nbytes, kept_lengths
 from press_core.methods.finch import Finch
-from press_core.models import body_argument
+from press_core.model.decoder import decoder_argument
 from press_core.scope import Removable, Run
 
 MODEL, PRESS, RATIO, LENGTH, DECODE = "facts-llama", "SnapKVPress", 0.5, 512, 1
@@ -401,10 +401,10 @@ class Recorder:
     def _without_delimiter(
         self, without_delimiter: Callable[..., Any], body: nn.Module, args: Any, kwargs: Any
     ) -> Any:
-        n_given = body_argument(body, "input_ids", args, kwargs).shape[1]
+        n_given = decoder_argument(body, "input_ids", args, kwargs).shape[1]
         with self._watch.inside(press=True):
             result = without_delimiter(body, args, kwargs)
-        n_left = body_argument(body, "input_ids", *result).shape[1]
+        n_left = decoder_argument(body, "input_ids", *result).shape[1]
         self._index = min(self._layers)
         event = f"{_BODY[self.mechanism]} passes {n_left} of {_count(n_given, 'token')} on"
         self.tell(self._index, event, press=True)

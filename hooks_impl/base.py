@@ -13,8 +13,8 @@ from attention_patch.headwise import check_interface, serve
 from press_core.call import AttentionCall
 from press_core.errors import ScopeError, UnsupportedInputError
 from press_core.forward import Forward
+from press_core.model.sites import AttentionSite
 from press_core.scope import Press, Removable, Run
-from press_core.sites import AttentionSite
 from press_core.steps import after, before
 
 CALL = "attention_call"

@@ -8,9 +8,9 @@ from torch import nn
 
 from hooks_impl.base import BasePress, Hook, observed
 from press_core.methods.finch import Finch
-from press_core.models import body_of
+from press_core.model.decoder import decoder_of
+from press_core.model.sites import AttentionSite
 from press_core.scope import Removable, Run
-from press_core.sites import AttentionSite
 
 
 @dataclass
@@ -24,5 +24,5 @@ class FinchPress(Finch, BasePress):
         def before(body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return self.without_delimiter(body, args, kwargs)
 
-        yield body_of(model, sites).register_forward_pre_hook(Hook(before), with_kwargs=True)
+        yield decoder_of(model, sites).register_forward_pre_hook(Hook(before), with_kwargs=True)
         yield from super().install_on(model, sites, run)

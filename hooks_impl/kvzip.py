@@ -10,9 +10,9 @@ from attention_patch.headwise import serve
 from hooks_impl.base import BasePress, Hook
 from hooks_impl.collector import Collector
 from press_core.methods.kvzip import KVzip
-from press_core.models import body_of
+from press_core.model.decoder import decoder_of
+from press_core.model.sites import AttentionSite
 from press_core.scope import Removable, Run
-from press_core.sites import AttentionSite
 
 
 @dataclass
@@ -24,7 +24,7 @@ class KVzipPress(KVzip, BasePress):
     ) -> Iterator[Removable]:
         for site in sites:
             yield from serve(site)
-        body = body_of(model, sites)
+        body = decoder_of(model, sites)
 
         def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             self.after_body(model, sites, run, args, kwargs, output)

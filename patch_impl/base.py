@@ -15,8 +15,8 @@ from attention_patch.reversible import is_covered, wrap
 from press_core.call import AttentionCall
 from press_core.errors import ScopeError, UnsupportedModelError
 from press_core.forward import Forward
+from press_core.model.sites import AttentionSite
 from press_core.scope import LOST, Press, Removable, Run
-from press_core.sites import AttentionSite
 from press_core.steps import after, before
 
 

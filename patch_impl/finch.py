@@ -10,9 +10,9 @@ from attention_patch.reversible import wrap
 from patch_impl.base import BasePress
 from press_core.call import AttentionCall
 from press_core.methods.finch import Finch
-from press_core.models import body_of
+from press_core.model.decoder import decoder_of
+from press_core.model.sites import AttentionSite
 from press_core.scope import Removable, Run
-from press_core.sites import AttentionSite
 
 
 @dataclass
@@ -23,7 +23,7 @@ class FinchPress(Finch, BasePress):
     def install_on(
         self, model: nn.Module, sites: list[AttentionSite], run: Run
     ) -> Iterator[Removable]:
-        body = body_of(model, sites)
+        body = decoder_of(model, sites)
 
         def forward(call_next: Any, *args: Any, **kwargs: Any) -> Any:
             args, kwargs = self.without_delimiter(body, args, kwargs)

@@ -11,9 +11,9 @@ from attention_patch.reversible import wrap
 from patch_impl.base import BasePress
 from patch_impl.collector import Collector
 from press_core.methods.kvzip import KVzip
-from press_core.models import body_of
+from press_core.model.decoder import decoder_of
+from press_core.model.sites import AttentionSite
 from press_core.scope import Removable, Run
-from press_core.sites import AttentionSite
 
 
 @dataclass
@@ -25,7 +25,7 @@ class KVzipPress(KVzip, BasePress):
     ) -> Iterator[Removable]:
         for site in sites:
             yield from serve(site)
-        body = body_of(model, sites)
+        body = decoder_of(model, sites)
 
         def forward(call_next: Any, *args: Any, **kwargs: Any) -> Any:
             output = call_next(*args, **kwargs)

@@ -11,9 +11,9 @@ from press_core.errors import (
     UnsupportedModelError,
 )
 from press_core.layers import PrunedLayer
+from press_core.model.sites import AttentionSite, attention_sites
 from press_core.ragged import RaggedLayer
 from press_core.scope import Press, Scope
-from press_core.sites import AttentionSite, attention_sites
 
 __all__ = [
     "AttentionCall",

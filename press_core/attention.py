@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from press_core.call import AttentionCall
+from press_core.model.sites import AttentionSite
 from press_core.select import upcast
-from press_core.sites import AttentionSite
 
 
 def window_attention(call: AttentionCall, window: int) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from press_core.errors import UnsupportedInputError
+from press_core.model.sites import AttentionSite
 from press_core.select import gather_tokens, upcast
-from press_core.sites import AttentionSite
 
 
 @dataclass

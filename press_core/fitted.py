@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from press_core.call import AttentionCall
 from press_core.errors import PressError, UnsupportedModelError
+from press_core.model.sites import AttentionSite
 from press_core.scope import Press
 from press_core.select import upcast
-from press_core.sites import AttentionSite
 
 FORMAT_VERSION = 1
 """Of the files that `Fitted.save` writes."""

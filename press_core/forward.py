@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from press_core.caches import layer_at
+from press_core.model.sites import AttentionSite
 from press_core.scope import Press, Run
-from press_core.sites import AttentionSite
 
 
 @dataclass

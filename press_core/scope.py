@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 
 from press_core.errors import HyperparameterError, ScopeError, UnsupportedModelError
+from press_core.model.sites import AttentionSite, attention_sites
 from press_core.select import n_kept
-from press_core.sites import AttentionSite, attention_sites
 
 if TYPE_CHECKING:
     from press_core.call import AttentionCall

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from press_core.call import AttentionCall
+from press_core.model.sites import AttentionSite
 from press_core.scope import Press, require
-from press_core.sites import AttentionSite
 
 
 @dataclass

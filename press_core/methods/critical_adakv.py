@@ -9,8 +9,8 @@ from torch import Tensor
 from press_core.call import AttentionCall
 from press_core.methods.adakv import AdaKV, safeguarded, shared_budget
 from press_core.methods.criticalkv import check_stages, output_weight, projected_norms
+from press_core.model.sites import AttentionSite
 from press_core.select import best_first
-from press_core.sites import AttentionSite
 
 
 @dataclass

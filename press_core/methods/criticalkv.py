@@ -10,9 +10,9 @@ from torch import Tensor
 
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedModelError
+from press_core.model.sites import AttentionSite
 from press_core.scope import require
 from press_core.select import best_first, upcast
-from press_core.sites import AttentionSite
 from press_core.wrapping import Wrapper
 
 

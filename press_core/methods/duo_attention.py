@@ -23,8 +23,8 @@ from press_core.fitted import (
     run,
 )
 from press_core.methods.random import layer_generator
+from press_core.model.sites import AttentionSite
 from press_core.scope import Press, latest_run, require
-from press_core.sites import AttentionSite
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -12,9 +12,9 @@ from torch import Tensor
 from press_core.call import AttentionCall
 from press_core.fitted import Batch, Fitted, FittedError, QueryMoments, check_fits, find, run
 from press_core.methods.expected_attention import ExpectedAttention, expected_attention_scores
+from press_core.model.sites import AttentionSite
 from press_core.scope import Press, require
 from press_core.select import upcast
-from press_core.sites import AttentionSite
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from press_core.attention import window_attention
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
-from press_core.models import body_argument, token_ids
+from press_core.model.decoder import decoder_argument, token_ids
 from press_core.scope import Compression, Press, require
 from press_core.select import n_kept, protect, top_positions, trailing
 
@@ -79,7 +79,7 @@ class Finch(Compression):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a forward of the whole model without the delimiter."""
         ids = token_ids(body, args, kwargs, "Finch finds its delimiter among the tokens")
-        cache = body_argument(body, "past_key_values", args, kwargs)
+        cache = decoder_argument(body, "past_key_values", args, kwargs)
         kwargs = {**kwargs, "input_ids": ids}
         args = args[1:] if args and args[0] is ids else args
         if cache is not None and cache.get_seq_length() > 0:

@@ -23,9 +23,9 @@ from press_core.fitted import (
     rows_alone,
     run,
 )
+from press_core.model.sites import AttentionSite
 from press_core.scope import Compression, Press, require
 from press_core.select import upcast
-from press_core.sites import AttentionSite
 
 Scores = Callable[[Any, Tensor], Sequence[Tensor]]
 """From a model and token ids `(B, S)` to positive scores `(B, H_kv, S)` for each of its layers.

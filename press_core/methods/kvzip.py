@@ -14,11 +14,11 @@ from press_core.caches import prunable_layer, refuse_offloading, row_alone
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedCacheError, UnsupportedInputError
 from press_core.methods.criticalkv import output_weight
-from press_core.models import body_argument, body_of, token_ids, tokenizer_of
+from press_core.model.decoder import decoder_argument, decoder_of, token_ids, tokenizer_of
+from press_core.model.sites import AttentionSite, attention_sites
 from press_core.ragged import RaggedLayer
 from press_core.scope import Compression, Press, Run, require
 from press_core.select import best_first, upcast
-from press_core.sites import AttentionSite, attention_sites
 
 FIRST = "\n\nRepeat the previous context exactly."
 NEXT = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -140,7 +140,7 @@ class KVzip(Compression):
         """
         press, sites = self.resolve(model), attention_sites(model)
         assert isinstance(press, KVzip)
-        body = body_of(model, sites)
+        body = decoder_of(model, sites)
         with torch.no_grad():
             cache = body(input_ids=input_ids, use_cache=True).past_key_values
             rows = [
@@ -161,8 +161,8 @@ class KVzip(Compression):
         output: Any,
     ) -> None:
         """Evict after a prefill of the whole model; called when its body has run."""
-        body = body_of(model, sites)
-        cache = body_argument(body, "past_key_values", args, kwargs)
+        body = decoder_of(model, sites)
+        cache = decoder_argument(body, "past_key_values", args, kwargs)
         cache = getattr(output, "past_key_values", None) if cache is None else cache
         if cache is None or self.compression_ratio == 0:
             return
@@ -172,7 +172,7 @@ class KVzip(Compression):
         if any(layer.get_seq_length() != ids.shape[1] for layer in layers.values()):
             return  # tokens came before these
         _check_layers(layers)
-        padding = _padding(body_argument(body, "attention_mask", args, kwargs), ids)
+        padding = _padding(decoder_argument(body, "attention_mask", args, kwargs), ids)
         kept = {
             i: torch.zeros_like(layer.keys[..., 0], dtype=torch.bool) for i, layer in layers.items()
         }

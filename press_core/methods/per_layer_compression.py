@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from press_core.errors import HyperparameterError
+from press_core.model.sites import AttentionSite
 from press_core.scope import Press, require
-from press_core.sites import AttentionSite
 from press_core.wrapping import Wrapper
 
 

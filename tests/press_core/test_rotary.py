@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from experiments.families import FAMILIES, NO_ROPE, build
 from press_core import attention_sites
-from press_core.rotary import Rotary
+from press_core.model.rotary import Rotary
 
 ROPE_FAMILIES = [family for family in FAMILIES if family not in NO_ROPE]
 DTYPES = [torch.float32, torch.bfloat16]

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from press_core.errors import UnsupportedModelError
-from press_core.rotary import Rotary, find_rotary_embedding, takes_layer_type
+from press_core.model.rotary import Rotary, find_rotary_embedding, takes_layer_type
 
 CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
 """What families call the cache in the signature of their attention forward."""

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from press_core.errors import PressError, UnsupportedInputError
-from press_core.sites import AttentionSite
+from press_core.model.sites import AttentionSite
 
 
-def body_of(model: nn.Module, sites: list[AttentionSite]) -> nn.Module:
+def decoder_of(model: nn.Module, sites: list[AttentionSite]) -> nn.Module:
     """The innermost module that takes token ids and runs all of `sites`: the decoder."""
     parts = sites[0].name.split(".")
     for depth in range(len(parts) - 1, -1, -1):
@@ -25,7 +25,9 @@ def body_of(model: nn.Module, sites: list[AttentionSite]) -> nn.Module:
     return model
 
 
-def body_argument(body: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def decoder_argument(
+    body: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """The argument called `name` of a call of the forward of `body`, or None."""
     if name in kwargs:
         return kwargs[name]
@@ -40,7 +42,7 @@ def token_ids(body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wh
     Raises:
         UnsupportedInputError: if it was given embeddings instead.
     """
-    ids = body_argument(body, "input_ids", args, kwargs)
+    ids = decoder_argument(body, "input_ids", args, kwargs)
     if ids is None:
         raise UnsupportedInputError(f"{why}; pass input_ids, not inputs_embeds")
     return ids
