@@ -1,0 +1,1 @@
+"""One part for each question of the study."""
