@@ -66,7 +66,7 @@ format: $(VENV)/.installed
 
 # The committed results, and the README's tables from them.
 results: $(VENV)/.installed subjects
-	$(QUIETLY) $(RUN) -m experiments study --output results
+	$(QUIETLY) $(RUN) -m experiments study --full --output results
 	$(RUN) -m experiments readme
 
 clean:

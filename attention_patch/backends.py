@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from press_core.cache.ragged import RaggedLayer
 from press_core.errors import HyperparameterError, UnsupportedInputError
 from press_core.model.sites import AttentionSite
-from press_core.ragged import RaggedLayer
 from press_core.select import upcast
 
 

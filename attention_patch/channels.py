@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from attention_patch.backends import ask, capped, softmax_with_sinks
-from press_core.layers import ChannelLayer
+from press_core.cache.pruned import ChannelPrunedLayer
 from press_core.model.sites import AttentionSite
 
 
 def attend_channels(
     site: AttentionSite,
-    layer: ChannelLayer,
+    layer: ChannelPrunedLayer,
     function: Any,
     module: Any,
     query: Tensor,

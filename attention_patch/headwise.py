@@ -13,41 +13,55 @@ from attention_patch.backends import attend, check_backend
 from attention_patch.channels import attend_channels
 from attention_patch.interception import intercept, with_override
 from attention_patch.reversible import Patch, wrap
-from press_core.caches import layer_at
+from press_core.cache.pruned import ChannelPrunedLayer
+from press_core.cache.ragged import RaggedLayer
+from press_core.cache.reading import layer_of, prepared
 from press_core.errors import UnsupportedModelError
-from press_core.forward import Forward
-from press_core.layers import ChannelLayer
+from press_core.model.forward import AttentionForward
 from press_core.model.sites import AttentionSite, attention_sites
-from press_core.ragged import RaggedLayer
-from press_core.scope import Press, Run
-from press_core.steps import before
 
 
-def serve(site: AttentionSite, backend: str | None = None) -> Iterator[Patch]:
-    """Attend over ragged layers at `site` until the patches are removed.
+class HeadwiseReader:
+    """Lets layers be read that only the attention of this package can read, while it is open."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+
+    def remove(self) -> None:
+        self.is_open = False
+
+
+def serve(site: AttentionSite, backend: str | None = None) -> Iterator[Patch | HeadwiseReader]:
+    """Attend over head-wise and channel-wise compressed layers at `site` until all is removed.
 
     Args:
         backend: name of the function that attends, see `backends`; None: chosen call by call.
     """
+    reader = HeadwiseReader()
+    yield reader
     yield intercept(site.interface)
-    yield wrap(site.module, "forward", partial(_forward, site, backend))
+    yield wrap(site.module, "forward", partial(_forward, site, backend, reader))
 
 
 def _forward(
-    site: AttentionSite, backend: str | None, forward: Any, *args: Any, **kwargs: Any
+    site: AttentionSite,
+    backend: str | None,
+    reader: HeadwiseReader,
+    forward: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    cache = site.cache(args, kwargs)
-    layer = None if cache is None else layer_at(cache, site.layer_idx)
-    if isinstance(layer, ChannelLayer) and layer.n_slots:
-        layer.serve_channels()
+    layer = layer_of(AttentionForward(args, kwargs, site))
+    if isinstance(layer, ChannelPrunedLayer) and layer.n_slots:
+        layer.allow_update(reader)
         return forward(*args, **with_override(kwargs, partial(attend_channels, site, layer)))
-    if not isinstance(layer, RaggedLayer) or layer.is_served:
+    if not isinstance(layer, RaggedLayer) or layer.is_allowed:
         return forward(*args, **kwargs)
-    layer.serve()
+    layer.allow_update(reader)
     try:
         return forward(*args, **with_override(kwargs, partial(attend, site, layer, backend)))
     finally:
-        layer.unserve()
+        layer.disallow_update()
 
 
 class headwise:  # noqa: N801 - used like a function: `with headwise(model):`
@@ -78,13 +92,15 @@ class headwise:  # noqa: N801 - used like a function: `with headwise(model):`
 
     def __enter__(self) -> headwise:
         with ExitStack() as opened:
+            reader = HeadwiseReader()
+            opened.callback(reader.remove)
             for site in attention_sites(self.model):
                 check_interface(site)
                 if self.backend is not None:
                     check_backend(self.backend, site)
-                for patch in serve(site, self.backend):
-                    opened.callback(patch.remove)
-                helped = wrap(site.module, "forward", partial(_with_help, site))
+                for removable in serve(site, self.backend):
+                    opened.callback(removable.remove)
+                helped = wrap(site.module, "forward", partial(_with_help, site, reader))
                 opened.callback(helped.remove)
             self._opened.append(opened.pop_all())
         return self
@@ -93,17 +109,12 @@ class headwise:  # noqa: N801 - used like a function: `with headwise(model):`
         self._opened.pop().close()
 
 
-class _Help(Press):
-    """Evicts nothing: what is left of a press once its scope only helps to decode."""
-
-    acts_in_prefill = False
-
-
-def _with_help(site: AttentionSite, forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _with_help(
+    site: AttentionSite, reader: HeadwiseReader, call_next: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Fit the mask and the positions of a call to the layer, as any open scope of a press does."""
-    step = Forward(_Help(), site, Run(), args, kwargs)
-    before(step)
-    return forward(*step.args, **step.kwargs)
+    forward = prepared(AttentionForward(args, kwargs, site), reader)
+    return call_next(*forward.args, **forward.kwargs)
 
 
 def check_interface(site: AttentionSite) -> None:

@@ -6,16 +6,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # help has to come at once, and this imports pandas
-    from experiments.experiment import Experiment
+    from experiments.framework.experiment import AnyExperiment
 
-EXPERIMENTS: tuple[str, ...] = (
-    *("equivalence", "intrusiveness", "isolation", "coexistence", "overhead"),
-    *("headwise", "quality", "evaluate", "streaming", "memory", "trace"),
-)
-"""Modules of this package that hold an experiment, in the order of the report.
+EXPERIMENTS: dict[str, str] = {
+    "equivalence": "Check that both mechanisms leave the same bits.",
+    "intrusiveness": "Audit what each mechanism, and each library, touches.",
+    "isolation": "See which other models, copies and caches a press changes.",
+    "coexistence": "See who gets along with accelerate, PEFT, torch.compile...",
+    "overhead": "Measure what each mechanism costs in time.",
+    "headwise": "Compare budgets shared among heads with equal ones.",
+    "quality": "Measure what eviction costs in answers, press by press.",
+    "evaluate": "Sweep models, presses and datasets; can be interrupted.",
+    "streaming": "Stream thousands of tokens through bounded caches.",
+    "memory": "Measure sizes of caches and peaks of prefills.",
+    "trace": "Follow one forward step by step, hook and patch side by side.",
+}
+"""Modules of `experiments.questions`, in the order of the report, and the help of their commands.
 
-Each has an `EXPERIMENT`, an `experiments.experiment.Experiment`, and a function `command` for the
-command line, where `experiments.cli.COMMANDS` says what its help is.
+Each has an `EXPERIMENT`, an `experiments.framework.experiment.Experiment`.
 """
 
 
@@ -23,6 +31,12 @@ class UserError(Exception):
     """What was asked for cannot be done; the message says why, and what to ask for instead."""
 
 
-def load_experiments() -> list[Experiment]:
+def load_experiment(name: str) -> AnyExperiment:
+    """One experiment of the study."""
+    experiment: AnyExperiment = import_module(f"experiments.questions.{name}").EXPERIMENT
+    return experiment
+
+
+def load_experiments() -> list[AnyExperiment]:
     """All experiments of the study, in the order of the report."""
-    return [import_module(f"{__name__}.{name}").EXPERIMENT for name in EXPERIMENTS]
+    return [load_experiment(name) for name in EXPERIMENTS]

@@ -6,6 +6,7 @@ its command is called, and not before.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -14,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from experiments import UserError
+from experiments import EXPERIMENTS, UserError
 
 _HELP = """\
 To change what a transformer keeps in its KV cache, must you patch its code, or are hooks enough, \
@@ -33,26 +34,28 @@ class _Entry(NamedTuple):
 
     panel: str
     help: str
+    module: str
 
 
-_LOOK, _MEASURE, _REPORT = "Look", "Measure", "Report"
-COMMANDS: dict[str, _Entry] = {
-    "trace": _Entry(_LOOK, "Follow one forward step by step, hook and patch side by side."),
-    "equivalence": _Entry(_MEASURE, "Check that both mechanisms leave the same bits."),
-    "intrusiveness": _Entry(_MEASURE, "Audit what each mechanism, and each library, touches."),
-    "isolation": _Entry(_MEASURE, "See which other models, copies and caches a press changes."),
-    "coexistence": _Entry(_MEASURE, "See who gets along with accelerate, PEFT, torch.compile..."),
-    "overhead": _Entry(_MEASURE, "Measure what each mechanism costs in time."),
-    "headwise": _Entry(_MEASURE, "Compare budgets shared among heads with equal ones."),
-    "quality": _Entry(_MEASURE, "Measure what eviction costs in answers, press by press."),
-    "evaluate": _Entry(_MEASURE, "Sweep models, presses and datasets; can be interrupted."),
-    "streaming": _Entry(_MEASURE, "Stream thousands of tokens through bounded caches."),
-    "memory": _Entry(_MEASURE, "Measure sizes of caches and peaks of prefills."),
-    "study": _Entry(_REPORT, "Run all experiments and write tables, figures and the report."),
-    "report": _Entry(_REPORT, "Rebuild report.md and report.html from the tables of a study."),
-    "readme": _Entry(_REPORT, "Rewrite the README's tables from the committed results."),
-}
-"""Commands in the order in which a newcomer needs them; each is `command` of its module."""
+def _entries() -> Iterator[tuple[str, _Entry]]:
+    """Commands in the order in which a newcomer needs them."""
+    first = "trace"
+    for name in (first, *(name for name in EXPERIMENTS if name != first)):
+        panel = "Look" if name == first else "Measure"
+        yield name, _Entry(panel, EXPERIMENTS[name], f"experiments.questions.{name}")
+    for name, help_, module in (
+        ("study", "Run all experiments and write tables, figures and the report.", "study"),
+        (
+            "report",
+            "Rebuild report.md and report.html from the tables of a study.",
+            "framework.report",
+        ),
+        ("readme", "Rewrite the README's tables from the committed results.", "framework.readme"),
+    ):
+        yield name, _Entry("Report", help_, f"experiments.{module}")
+
+
+COMMANDS: dict[str, _Entry] = dict(_entries())
 
 
 class FrontDoor(TyperGroup):
@@ -75,9 +78,16 @@ class FrontDoor(TyperGroup):
 
 
 def _load(name: str) -> Any:
-    command = typer.Typer(add_completion=False)
-    command.command(name)(import_module(f"experiments.{name}").command)
-    return get_command(command)
+    module = import_module(COMMANDS[name].module)
+    if name in EXPERIMENTS and not hasattr(module, "command"):
+        from experiments.framework.command import command_of
+
+        command = command_of(module.EXPERIMENT)
+    else:
+        command = module.command
+    app = typer.Typer(add_completion=False)
+    app.command(name)(command)
+    return get_command(app)
 
 
 def _is_users(error: Exception) -> bool:
@@ -136,7 +146,7 @@ _Seed = Annotated[int, typer.Option(help="Seed of weights and data.")]
 @train.command("facts")
 def train_facts(output: _Output, seed: _Seed = 0) -> None:
     """Train facts-llama, which retrieves facts from a context; about an hour on two cores."""
-    from experiments.training.facts import train
+    from experiments.testbed.training.facts import train
 
     train(output, seed=seed)
 
@@ -144,7 +154,7 @@ def train_facts(output: _Output, seed: _Seed = 0) -> None:
 @train.command("stdlib")
 def train_stdlib(output: _Output, seed: _Seed = 0) -> None:
     """Train stdlib-neox, a GPT-NeoX that writes Python as the standard library does."""
-    from experiments.training.stdlib import train
+    from experiments.testbed.training.stdlib import train
 
     train(output, seed=seed)
 
@@ -157,6 +167,6 @@ def train_fitted(
     ] = None,
 ) -> None:
     """Learn what KVzapPress and other presses know about facts-llama; about a minute."""
-    from experiments.training.fitted import train
+    from experiments.testbed.training.fitted import train
 
     train(model, output)

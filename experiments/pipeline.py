@@ -35,8 +35,8 @@ from transformers.pipelines import PIPELINE_REGISTRY
 
 from experiments import UserError
 from press_core import Press, RaggedLayer
-from press_core.layers import ChannelLayer, Pruned
-from press_core.methods.finch import Finch
+from press_core.cache.pruned import ChannelPrunedLayer, PrunedLayer
+from press_core.presses.finch import Finch
 
 TASK = "kv-press-text-generation"
 
@@ -444,14 +444,14 @@ def _is_needed(press: Press, cache: Any) -> bool:
 
 def _needs_help(layer: Any) -> bool:
     """Whether a layer refuses to be decoded while no scope is open."""
-    if isinstance(layer, (RaggedLayer, ChannelLayer)):
+    if isinstance(layer, (RaggedLayer, ChannelPrunedLayer)):
         return True
-    return isinstance(layer, Pruned) and (layer.padded or layer.uneven or layer.misplaced)
+    return isinstance(layer, PrunedLayer) and (layer.padded or layer.uneven or layer.misplaced)
 
 
 def _is_turned(layer: Any) -> bool:
     """Whether positions continue from the number of keys kept, not of the tokens seen."""
-    return isinstance(layer, Pruned) and layer.rotary_positions is not None
+    return isinstance(layer, PrunedLayer) and layer.rotary_positions is not None
 
 
 def _copied(cache: Any) -> Any:
@@ -466,7 +466,7 @@ def _copied_layer(layer: Any) -> Any:
     if isinstance(layer, RaggedLayer) or not isinstance(layer, DynamicLayer):
         return copy.deepcopy(layer)  # these write into the tensors that they have
     copied = copy.copy(layer)
-    if isinstance(layer, Pruned):
+    if isinstance(layer, PrunedLayer):
         copied.journals = copy.deepcopy(layer.journals)
     return copied
 

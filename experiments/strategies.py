@@ -29,9 +29,8 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from transformers import PreTrainedModel
 
 import hooks_impl
-from experiments.catalogue import DELIMITER, PROMPTS, fitted_pair
-from experiments.compare import Difference, Inputs, PressPair, compare, pair
-from experiments.families import (
+from experiments.testbed.compare import Difference, Inputs, PressPair, compare, pair
+from experiments.testbed.families import (
     FAMILIES,
     HYBRID,
     NO_GQA,
@@ -40,6 +39,7 @@ from experiments.families import (
     build,
     supported_implementations,
 )
+from experiments.testbed.recipes import DELIMITER, PROMPTS, fitted_pair
 from press_core import Press
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

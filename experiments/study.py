@@ -18,29 +18,28 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import set_seed
 
 from experiments import UserError, load_experiments
-from experiments.experiment import Experiment
-from experiments.report import (
+from experiments.framework.command import SEED, measured, progress_bar, repeat
+from experiments.framework.experiment import AnyExperiment
+from experiments.framework.report import write_report
+from experiments.framework.results import (
     MANIFEST,
     draw,
     read_manifest,
     read_table,
     write_manifest,
-    write_report,
     write_table,
 )
 
-SEED = 0
-"""What Python's, NumPy's and torch's generators are set to before each experiment."""
-
 
 def run_study(
-    experiments: Sequence[Experiment],
+    experiments: Sequence[AnyExperiment],
     output: Path,
     console: Console,
     only: Sequence[str] = (),
+    *,
+    full: bool = False,
 ) -> list[str]:
     """Run `experiments` in order and write everything into `output`.
 
@@ -53,6 +52,7 @@ def run_study(
         console: where progress and tracebacks go.
         only: names of the experiments to run, empty for all; what the folder holds of the others
             stays.
+        full: with the options of the committed results, not the quick ones.
 
     Returns:
         Names of the experiments that failed.
@@ -66,16 +66,18 @@ def run_study(
     _remove_former(output, keep=former)
     entries: dict[str, dict[str, Any]] = {e.name: former.get(e.name, {}) for e in experiments}
     entries = {name: entry for name, entry in entries.items() if entry}
-    circumstances = circumstances_now()
-    manifest = circumstances | {"experiments": entries}
+    environment = environment_info()
+    manifest = environment | {"experiments": entries}
     for number, experiment in enumerate(chosen, 1):
         # Plain lines: experiments draw progress bars of their own.
         console.rule(f"{number} of {len(chosen)}: {experiment.title}", align="left")
+        options = experiment.full if full else experiment.quick
         entry: dict[str, Any] = {"seconds": 0.0, "error": None, "tables": [], "figures": {}}
-        entry["commit"] = circumstances["commit"]
+        entry |= {"commit": environment["commit"], "repeat": repeat(experiment, options)}
         start = perf_counter()
         try:
-            _run(experiment, output, entry, [t for e in entries.values() for t in e["tables"]])
+            taken = [table for other in entries.values() for table in other["tables"]]
+            _run(experiment, options, output, entry, taken)
         except Exception as error:
             entry["error"] = " ".join(f"{type(error).__name__}: {error}".split())
             console.print(traceback.format_exc(), markup=False, highlight=False)
@@ -90,9 +92,15 @@ def run_study(
     return [name for name, entry in entries.items() if entry["error"]]
 
 
-def _run(experiment: Experiment, output: Path, entry: dict[str, Any], taken: list[str]) -> None:
-    set_seed(SEED)
-    tables = experiment.run()
+def _run(
+    experiment: AnyExperiment,
+    options: Any,
+    output: Path,
+    entry: dict[str, Any],
+    taken: list[str],
+) -> None:
+    """Measure, and note in `entry` what was written, so that a failure keeps what there is."""
+    tables = measured(experiment, options, progress_bar())
     for name, table in tables.items():
         if name in taken:
             raise ValueError(f"a table {name!r} was written by an experiment before this one")
@@ -101,11 +109,11 @@ def _run(experiment: Experiment, output: Path, entry: dict[str, Any], taken: lis
     # From here on as whoever rebuilds the report will: from the files.
     tables = {name: read_table(output / f"{name}.csv") for name in tables}
     entry["figures"] = draw(experiment, tables, output)
-    experiment.summary(tables)
+    experiment.markdown(tables)
 
 
 def _kept_entries(
-    experiments: Sequence[Experiment], output: Path, only: Sequence[str]
+    experiments: Sequence[AnyExperiment], output: Path, only: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
     """What the manifest in `output` says of the experiments that are not run again."""
     known = [experiment.name for experiment in experiments]
@@ -130,7 +138,7 @@ def _remove_former(output: Path, keep: Collection[str]) -> None:
             (output / f"{figure}.png").unlink(missing_ok=True)
 
 
-def circumstances_now() -> dict[str, Any]:
+def environment_info() -> dict[str, Any]:
     """When, with what and on what a study is run."""
     libraries = ("torch", "transformers", "wrapt", "pandas")
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -191,13 +199,20 @@ def command(
             show_default="all",
         ),
     ] = None,
+    full: Annotated[
+        bool,
+        typer.Option(
+            "--full", help="The grids of the committed results, for which it takes a quarter hour."
+        ),
+    ] = False,
 ) -> None:
     """Run all experiments and write tables, figures and the report into one folder.
 
+    Grids are small, for a first look within minutes; --full has those of the committed results.
     Open report.html in the folder afterwards. The exit status is 1 if an experiment failed; the
     report then holds the results of the others.
     """
-    failed = run_study(load_experiments(), output, Console(stderr=True), only or ())
+    failed = run_study(load_experiments(), output, Console(stderr=True), only or (), full=full)
     Console().print(_outcome(output))
     typer.echo(f"report: {output / 'report.html'}")
     if failed:

@@ -1,6 +1,8 @@
 """What a press is, whatever installs it: formulas, attention sites, caches, masks and scopes."""
 
-from press_core.caches import cache_nbytes, kept_lengths
+from press_core.cache.caches import cache_nbytes, kept_lengths
+from press_core.cache.pruned import PrunedLayer
+from press_core.cache.ragged import RaggedLayer
 from press_core.call import AttentionCall
 from press_core.errors import (
     HyperparameterError,
@@ -10,15 +12,19 @@ from press_core.errors import (
     UnsupportedInputError,
     UnsupportedModelError,
 )
-from press_core.layers import PrunedLayer
+from press_core.eviction import Eviction
 from press_core.model.sites import AttentionSite, attention_sites
-from press_core.ragged import RaggedLayer
-from press_core.scope import Press, Scope
+from press_core.press import Evicts, Needs, Phase, Press
+from press_core.scope import Scope
 
 __all__ = [
     "AttentionCall",
     "AttentionSite",
+    "Eviction",
+    "Evicts",
     "HyperparameterError",
+    "Needs",
+    "Phase",
     "Press",
     "PressError",
     "PrunedLayer",

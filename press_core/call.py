@@ -1,9 +1,10 @@
-"""One forward of one attention module, as a press sees it."""
+"""One forward of one attention module, as a press sees it: an observation that nobody changes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,14 +13,18 @@ from press_core.errors import UnsupportedInputError
 from press_core.model.sites import AttentionSite
 from press_core.select import gather_tokens, upcast
 
+if TYPE_CHECKING:
+    from press_core.scope import ScopeState
 
-@dataclass
+
+@dataclass(frozen=True, eq=False)
 class AttentionCall:
     """What an attention module was given and made, for the tokens that a press is to judge.
 
     `S` counts the keys to choose from, `q` the tokens whose hidden states and queries are known. In
     a prefill they are the same tokens; while decoding they are the last `q` of the `S`; where
-    another press has already pruned, `tokens` says which are left.
+    another press has already pruned, `tokens` says which are left. What a press decides is not
+    written here: it returns an `Eviction`.
 
     Attributes:
         site: the attention module.
@@ -29,23 +34,18 @@ class AttentionCall:
         position_embeddings: cosines and sines, each `(1 or B, q, rotary channels)`, or None.
         position_ids: `(1 or B, q)` int64, or None where the model did not pass them on.
         query: `(B, H, q, d)` as the mechanism found it: before RoPE (collected by a hook) or after
-            it (seen by a patch); None if nobody asked. Use `queries()`.
+            it (seen by a patch); None if no press asked. Use `queries()`.
         query_is_rotated: which of the two.
         tokens: `(B, H_kv, S)` int64, which of the `q` tokens each key belongs to; None: the last
             `q` keys belong to them, in order.
         rotary_positions: `(1 or B, 1 or H_kv, S)` int64, to which position each key is rotated;
             None: as `position_ids` says.
         batch_rows: rows of the batch that this call is about; None: all.
-        decoding: whether this is a call between forwards that found their layer filled.
-        target: number of tokens that each KV head is to keep, where that is not the press's to say.
-        kept: set by `keep`: `(B, H_kv, n)` int64, which of the `S` keys the press kept.
-        kept_heads: set by `keep_heads`: `(B, H_kv, n)` bool, which of those each head keeps.
-        turned_to: set by `turn`: `(B, H_kv, n)` int64, to which positions the kept keys are turned.
-        n_turned: set by `turn`: the position that comes after them.
-        remembered: `(B, H_kv, w)`: scores of the last `w` tokens, from one forward to the next.
-        evicted: set by a press that judges tokens late: `(B, H_kv, m)` bool, which to evict of the
-            `m` tokens before those `w`.
-        channels: set by a press that keeps some channels of the keys only: `(B, H_kv, d')` int64.
+        decoding: whether the layer held tokens before this forward.
+        budget: number of tokens that each KV head is to keep, where another press sets it.
+        recent_scores: `(B, H_kv, w)`, what an earlier eviction left to judge late; see `Eviction`.
+        kwargs: the keyword arguments of the forward, as the module got them.
+        scope: what the open scope of the press knows.
     """
 
     site: AttentionSite
@@ -59,17 +59,12 @@ class AttentionCall:
     query_is_rotated: bool = False
     tokens: Tensor | None = None
     rotary_positions: Tensor | None = None
-    batch_rows: list[int] | None = None
+    batch_rows: tuple[int, ...] | None = None
     decoding: bool = False
-    target: int | None = None
-    kept: Tensor | None = field(default=None, init=False)
-    kept_heads: Tensor | None = field(default=None, init=False)
-    turned_to: Tensor | None = field(default=None, init=False)
-    n_turned: int | None = field(default=None, init=False)
-    remembered: Tensor | None = field(default=None, init=False)
-    evicted: Tensor | None = field(default=None, init=False)
-    channels: Tensor | None = field(default=None, init=False)
-    _origin: Tensor | None = field(default=None, init=False)
+    budget: int | None = None
+    recent_scores: Tensor | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    scope: ScopeState | None = field(default=None, repr=False)
 
     @property
     def length(self) -> int:
@@ -85,6 +80,8 @@ class AttentionCall:
             return torch.tensor([[self.hidden_states.shape[1]]], device=self.keys.device)
         return self.position_ids[:, -1:] + 1
 
+    # ---- queries and keys ------------------------------------------------------------------------
+
     def queries(self, last: int | None = None) -> Tensor:
         """The exact queries after RoPE that belong to the (`last`) keys.
 
@@ -92,29 +89,32 @@ class AttentionCall:
             `(B, H, last or S, d)`, contiguous, the bits that the attention function received; fewer
             where only the last `q` are known. Where tokens are already pruned each query head
             follows its KV head's kept tokens.
+
+        Raises:
+            UnsupportedInputError: if the press did not declare that it needs them.
         """
         if self.query is None:
             raise UnsupportedInputError(
                 f"the queries of {self.site.name} were not collected; a press that reads them "
-                "declares `uses_queries = True`"
+                "declares `needs = Needs.QUERIES`"
             )
         if self.tokens is None:
             return self._rotated(max(0, self.query.shape[2] - last) if last else 0).contiguous()
         tokens = self.tokens if last is None else self.tokens[..., -last:]
         if self.rotary_positions is None or self.site.rotary is None:
             return gather_tokens(self._rotated(0), tokens)
-        # Keys that were turned meet queries that are turned alike.
+        # Keys that were rerotated meet queries that are rerotated alike.
         before_rope = gather_tokens(self._before_rope(), tokens)
         groups = self.site.num_heads // tokens.shape[1]
         positions = self.rotary_positions[..., -tokens.shape[-1] :].expand(tokens.shape)
-        turned = self.site.rotary.turn(before_rope, positions.repeat_interleave(groups, dim=1))
-        return turned.to(self.query.dtype)
+        positions = positions.repeat_interleave(groups, dim=1)
+        return self.site.rotary.rotate_to(before_rope, positions).to(self.query.dtype)
 
     def queries_before_rope(self) -> Tensor:
         """The queries before RoPE, `(B, H, S, d)`, float32 or better.
 
-        Both mechanisms turn the rotated queries back, so that their bits agree; a patch never sees
-        the ones before.
+        Both mechanisms rotate the queries back, so that their bits agree; a patch never sees the
+        ones before.
         """
         if self.tokens is not None:
             return gather_tokens(self._before_rope(), self.tokens)
@@ -126,14 +126,19 @@ class AttentionCall:
             return self.site.rotary.unrotate(rotated, *self.position_embeddings)
         return rotated
 
+    def _rotated(self, start: int) -> Tensor:
+        assert self.query is not None
+        query, rotary = self.query[:, :, start:], self.site.rotary
+        if self.query_is_rotated or rotary is None or self.position_embeddings is None:
+            return query
+        cos, sin = self.position_embeddings
+        return rotary.rotate(query, cos[:, start:], sin[:, start:])
+
     def key_positions(self) -> Tensor:
         """Rotary position of each key, `(1 or B, 1 or H_kv, S)` int64."""
         if self.rotary_positions is not None:
             return self.rotary_positions
-        positions = self.position_ids
-        if positions is None:
-            positions = torch.arange(self.hidden_states.shape[1], device=self.keys.device)[None]
-        positions = positions.unsqueeze(1)
+        positions = self._known_position_ids().unsqueeze(1)
         if self.tokens is None:
             return positions
         return positions.expand(*self.tokens.shape[:2], -1).gather(-1, self.tokens)
@@ -145,9 +150,9 @@ class AttentionCall:
             return upcast(self.keys)
         if self.tokens is None and self.rotary_positions is None:
             return rotary.unrotate(self.keys, *self.position_embeddings)
-        return rotary.turn(self.keys, self.key_positions(), back=True)
+        return rotary.rotate_from(self.keys, self.key_positions())
 
-    def of_tokens(self, per_token: Tensor) -> Tensor:
+    def align_to_keys(self, per_token: Tensor) -> Tensor:
         """From something for each of the `q` tokens to the same for each key.
 
         Args:
@@ -168,75 +173,38 @@ class AttentionCall:
             )
         return per_token
 
-    def _rotated(self, start: int) -> Tensor:
-        assert self.query is not None
-        query, rotary = self.query[:, :, start:], self.site.rotary
-        if self.query_is_rotated or rotary is None or self.position_embeddings is None:
-            return query
-        cos, sin = self.position_embeddings
-        return rotary.rotate(query, cos[:, start:], sin[:, start:])
-
-    def keep(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the keys and values at `positions` `(B, H_kv, n)`, and remember which they are.
-
-        Returns:
-            Keys and values, each `(B, H_kv, n, d)`.
-        """
-        self.kept = positions
-        return gather_tokens(self.keys, positions), gather_tokens(self.values, positions)
-
-    def keep_heads(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep another number of tokens in each KV head.
-
-        Args:
-            kept: `(B, H_kv, S)` bool.
-
-        Returns:
-            Keys and values as they are: the cache layer takes out of them what is kept.
-        """
-        self.kept_heads = kept
-        return self.keys, self.values
-
-    def turn(self, keys: Tensor) -> Tensor:
-        """Turn kept keys to the positions `0 ... n - 1`, from where later tokens are to continue.
-
-        Args:
-            keys: `(B, H_kv, n, d)`, those that were kept, as they lie in the cache.
-
-        Returns:
-            `(B, H_kv, n, d)`, in the dtype of `keys`; themselves where all were kept.
-
-        Raises:
-            UnsupportedInputError: if nobody said which were kept.
-        """
-        rotary, n, before = self.site.rotary, keys.shape[2], self.turned_to
-        assert rotary is not None
-        self.turned_to = torch.arange(n, device=keys.device).expand(keys.shape[:3])
-        self.n_turned = n
-        if self.kept is None and n == self.length:
-            return keys
-        narrowed = self._narrowed(self._known_kept(keys), keys, keys)
-        if before is not None:
-            narrowed.rotary_positions = before
-        return rotary.turn(narrowed.keys_before_rope(), self.turned_to[:1, :1]).to(keys.dtype)
-
-    def _known_kept(self, keys: Tensor) -> Tensor:
-        """Which keys a press has kept that returned `keys`, `(B, H_kv, n)`."""
-        if self.kept is not None:
-            return self.kept
-        if keys.shape[2] != self.length:
-            raise UnsupportedInputError(
-                "a press pruned without saying which tokens it kept, and another is to follow; "
-                "let its compress return what AttentionCall.keep(positions) gives"
-            )
-        return torch.arange(self.length, device=keys.device).expand(keys.shape[:3])
+    def _known_position_ids(self) -> Tensor:
+        if self.position_ids is not None:
+            return self.position_ids
+        return torch.arange(self.hidden_states.shape[1], device=self.keys.device)[None]
 
     # ---- narrower calls, for presses that wrap presses -------------------------------------------
 
+    def with_budget(self, n: int) -> AttentionCall:
+        """The same call, of which each KV head is to keep `n` tokens."""
+        return replace(self, budget=n)
+
     def select(self, positions: Tensor) -> AttentionCall:
         """The call over the keys at `positions` `(B, H_kv, n)` alone; queries follow them."""
-        keys, values = gather_tokens(self.keys, positions), gather_tokens(self.values, positions)
-        return self._narrowed(positions, keys, values)
+        return self.narrowed(
+            positions, gather_tokens(self.keys, positions), gather_tokens(self.values, positions)
+        )
+
+    def narrowed(self, positions: Tensor, keys: Tensor, values: Tensor) -> AttentionCall:
+        """The call over `keys` and `values` `(B, H_kv, n, d)`, which lay at `positions`."""
+        older = self.length - self.hidden_states.shape[1] if self.tokens is None else 0
+        rotary = self.rotary_positions
+        if rotary is not None:
+            rotary = rotary.expand(*positions.shape[:2], -1).gather(-1, positions)
+        return replace(
+            self,
+            keys=keys,
+            values=values,
+            attentions=None,
+            tokens=positions - older if self.tokens is None else self.tokens.gather(-1, positions),
+            rotary_positions=rotary,
+            budget=None,
+        )
 
     def chunk(self, start: int, stop: int) -> AttentionCall:
         """The call over the keys from `start` to `stop`, with the queries of their tokens only."""
@@ -244,10 +212,8 @@ class AttentionCall:
         keys, values = self.keys[:, :, start:stop], self.values[:, :, start:stop]
         if self.tokens is not None:
             positions = torch.arange(start, stop, device=keys.device)
-            return self._narrowed(positions.expand(*keys.shape[:2], -1), keys, values)
-        cos_sin, ids, weights = self.position_embeddings, self.position_ids, self.attentions
-        if ids is None:
-            ids = torch.arange(self.length, device=keys.device)[None]
+            return self.narrowed(positions.expand(*keys.shape[:2], -1), keys, values)
+        cos_sin, weights = self.position_embeddings, self.attentions
         return replace(
             self,
             hidden_states=self.hidden_states[:, start:stop],
@@ -255,105 +221,55 @@ class AttentionCall:
             values=values,
             attentions=None if weights is None else weights[:, :, start:stop, start:stop],
             position_embeddings=cos_sin and (cos_sin[0][:, start:stop], cos_sin[1][:, start:stop]),
-            position_ids=ids[:, start:stop],
+            position_ids=self._known_position_ids()[:, start:stop],
             query=None if self.query is None else self.query[:, :, start:stop],
-            target=None,
+            budget=None,
         )
 
-    def following(self, keys: Tensor, values: Tensor) -> AttentionCall:
-        """The call as the next press is to see it, after one has returned `keys` and `values`.
-
-        Raises:
-            UnsupportedInputError: if the press dropped keys and did not say which it kept.
-        """
-        left = self._narrowed(self._known_kept(keys), keys, values)
-        left.channels, left.n_turned = self.channels, self.n_turned
-        left.kept_heads, left.remembered = self.kept_heads, self.remembered
-        if self.turned_to is not None:
-            left.rotary_positions = self.turned_to
-        return left
-
-    def conclude(self, left: AttentionCall) -> tuple[Tensor, Tensor]:
-        """End as the presses have left it whose calls, one `following` the other, began here."""
-        self.kept, self.kept_heads, self.remembered = left._origin, left.kept_heads, left.remembered
-        self.channels, self.n_turned = left.channels, left.n_turned
-        self.turned_to = None if left.n_turned is None else left.rotary_positions
-        return left.keys, left.values
-
-    def _narrowed(self, positions: Tensor, keys: Tensor, values: Tensor) -> AttentionCall:
-        """The call over `keys` and `values`, which lay at `positions` `(B, H_kv, n)`."""
-        older = self.length - self.hidden_states.shape[1] if self.tokens is None else 0
-        turned_to = self.rotary_positions
-        narrowed = replace(
-            self,
-            keys=keys,
-            values=values,
-            attentions=None,
-            tokens=positions - older if self.tokens is None else self.tokens.gather(-1, positions),
-            rotary_positions=None
-            if turned_to is None
-            else turned_to.expand(*positions.shape[:2], -1).gather(-1, positions),
-            target=None,
-        )
-        narrowed._origin = positions
-        if self._origin is not None:
-            narrowed._origin = self._origin.gather(-1, positions)
-        return narrowed
-
-    def rows(self, rows: list[int], start: int) -> AttentionCall:
-        """The call as it would have been for the batch `rows` alone, without padding.
+    def of_rows(self, rows: list[int], slots: Tensor | None) -> AttentionCall:
+        """The call as it would have been for some rows of the batch alone, without their padding.
 
         Args:
-            rows: rows of the batch.
-            start: slots on the left of these rows that hold padding or nothing.
+            rows: of the batch.
+            slots: `(n,)` int64, which of the `S` slots hold tokens in all of these rows; None: all.
         """
-
-        def of_rows(x: Tensor) -> Tensor:
-            return x if x.shape[0] == 1 else x[rows]
-
-        # Where tokens are already pruned they count from the start of the forward, padding and
-        # all, and the weights that the layer returned no longer fit.
+        if slots is None:
+            slots = torch.arange(self.length, device=self.keys.device)
+        # Where tokens are already pruned they index the forward's tokens, padding and all, and the
+        # weights that the layer returned no longer fit.
         older = self.length - self.hidden_states.shape[1]
-        first = max(0, start - older) if self.tokens is None else 0
-        attentions = None if self.tokens is not None else self.attentions
-        embeddings, turned_to = self.position_embeddings, self.rotary_positions
+        known = None if self.tokens is not None else slots[slots >= older] - older
+
+        def per_row(x: Tensor | None) -> Tensor | None:
+            return x if x is None or x.shape[0] == 1 else x[rows]
+
+        def of_tokens(x: Tensor | None, dim: int) -> Tensor | None:
+            x = per_row(x)
+            return x if x is None or known is None else x.index_select(dim, known)
+
+        def of_slots(x: Tensor | None) -> Tensor | None:
+            x = per_row(x)
+            return None if x is None else x.index_select(2, slots)
+
+        weights = None if self.tokens is not None else of_tokens(self.attentions, 2)
+        cos_sin = self.position_embeddings
         return replace(
             self,
-            batch_rows=rows,
-            hidden_states=self.hidden_states[rows, first:],
-            keys=self.keys[rows, :, start:],
-            values=self.values[rows, :, start:],
-            attentions=attentions if attentions is None else attentions[rows, :, first:, start:],
-            position_embeddings=embeddings
-            and (of_rows(embeddings[0])[:, first:], of_rows(embeddings[1])[:, first:]),
-            position_ids=None
-            if self.position_ids is None
-            else of_rows(self.position_ids)[:, first:],
-            query=None if self.query is None else self.query[rows, :, first:],
-            tokens=None if self.tokens is None else self.tokens[rows, :, start:],
-            rotary_positions=None if turned_to is None else of_rows(turned_to)[:, :, start:],
+            batch_rows=tuple(rows),
+            hidden_states=_required(of_tokens(self.hidden_states, 1)),
+            keys=_required(of_slots(self.keys)),
+            values=_required(of_slots(self.values)),
+            attentions=None if weights is None else weights.index_select(3, slots),
+            position_embeddings=cos_sin
+            and (_required(of_tokens(cos_sin[0], 1)), _required(of_tokens(cos_sin[1], 1))),
+            position_ids=of_tokens(self.position_ids, 1),
+            query=of_tokens(self.query, 2),
+            tokens=of_slots(self.tokens),
+            rotary_positions=of_slots(self.rotary_positions),
+            recent_scores=per_row(self.recent_scores),
         )
 
-    def parts(
-        self, padding: list[int], each_row: bool = False
-    ) -> Iterator[tuple[list[int], int, AttentionCall]]:
-        """The batch as parts of equal padding: rows, their padding, and the call for them alone.
 
-        Args:
-            padding: per row (or one for all), the slots on the left that hold nothing; empty where
-                there are none.
-            each_row: whether each row is a part of its own.
-        """
-        batch = self.keys.shape[0]
-        if each_row and batch > 1:
-            starts = padding or [0]
-            for row, start in enumerate(starts * batch if len(starts) == 1 else starts):
-                yield [row], start, self.rows([row], start)
-            return
-        if not padding:
-            yield list(range(batch)), 0, self
-            return
-        padding = padding * batch if len(padding) == 1 else padding
-        for start in sorted(set(padding)):
-            rows = [row for row in range(batch) if padding[row] == start]
-            yield rows, start, self.rows(rows, start)
+def _required(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x

@@ -12,8 +12,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import patch_impl
-from experiments.catalogue import DELIMITER, example_pair, fitted_pair
-from experiments.families import VOCABULARY
+from experiments.testbed.families import VOCABULARY
+from experiments.testbed.recipes import DELIMITER, fitted_pair, recipe_pair
 from press_core import Press
 
 _GLOBAL_HOOKS = (
@@ -32,7 +32,7 @@ def token_ids(batch: int, length: int, seed: int = 0) -> Tensor:
 
 def example_for(package: Any, name: str, ratio: float, model: PreTrainedModel) -> Press:
     """The press `name` of a package, ready for `model` and for contexts of a few dozen tokens."""
-    pair = fitted_pair(example_pair(name, ratio), model)
+    pair = fitted_pair(recipe_pair(name, ratio), model)
     return pair.patch if package is patch_impl else pair.hook
 
 

@@ -9,7 +9,7 @@ from transformers import DynamicCache, MistralConfig, MistralForCausalLM, Static
 
 import hooks_impl
 import patch_impl
-from experiments.families import build
+from experiments.testbed.families import build
 from press_core import (
     HyperparameterError,
     UnsupportedCacheError,

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hooks_impl
 import patch_impl
 from attention_patch.headwise import headwise
-from experiments.families import build
+from experiments.testbed.families import build
 from press_core import PressError, attention_sites, kept_lengths
 from tests.support import left_padded, token_ids
 

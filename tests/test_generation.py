@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 import hooks_impl
 import patch_impl
-from experiments.families import build
+from experiments.testbed.families import build
 from press_core import PressError, ScopeError, UnsupportedInputError, cache_nbytes, kept_lengths
 from tests.support import example_for, left_padded, token_ids
 

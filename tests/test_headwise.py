@@ -18,8 +18,8 @@ from transformers import DynamicCache
 import hooks_impl
 import patch_impl
 from attention_patch import headwise
-from experiments.catalogue import PROMPTS
-from experiments.families import build
+from experiments.testbed.families import build
+from experiments.testbed.recipes import PROMPTS
 from press_core import (
     AttentionSite,
     HyperparameterError,
@@ -31,8 +31,8 @@ from press_core import (
     cache_nbytes,
     kept_lengths,
 )
-from press_core.layers import ChannelLayer
-from press_core.methods.duo_attention import HeadScores
+from press_core.cache.pruned import ChannelPrunedLayer
+from press_core.presses.duo_attention import HeadScores
 from tests.support import left_padded, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -533,7 +533,7 @@ def test_channels_left_out_are_as_good_as_zeros(package, family):
     )
     for site in attention_sites(model):
         layer, whole = (cache.layers[site.layer_idx] for cache in reversed(caches))
-        assert isinstance(layer, ChannelLayer)
+        assert isinstance(layer, ChannelPrunedLayer)
         kept = whole.keys[:, :, :LENGTH].any(dim=2)  # (B, H_kv, d)
         assert layer.channels.shape[-1] == layer.keys.shape[-1] == site.head_dim // 2
         for row, heads in enumerate(kept):

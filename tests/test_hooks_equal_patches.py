@@ -18,10 +18,16 @@ from hypothesis import strategies as st
 
 import hooks_impl
 from experiments import strategies
-from experiments.catalogue import DELIMITER, example_pair, fitted_pair
-from experiments.compare import Inputs, PressPair, compare, pair, run
-from experiments.families import FAMILIES, HYBRID, NO_GQA, NO_ROPE, supported_implementations
 from experiments.strategies import HEADS, Case, Heads, ModelSpec
+from experiments.testbed.compare import Inputs, PressPair, compare, pair, run
+from experiments.testbed.families import (
+    FAMILIES,
+    HYBRID,
+    NO_GQA,
+    NO_ROPE,
+    supported_implementations,
+)
+from experiments.testbed.recipes import DELIMITER, fitted_pair, recipe_pair
 from press_core import Press, UnsupportedModelError
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
@@ -188,14 +194,14 @@ def presses_for(family: str, names: list[str]) -> list[str]:
     return [
         name
         for name in names
-        if not (family in NO_ROPE and example_pair(name, 0.5).hook.uses_rope)
+        if not (family in NO_ROPE and recipe_pair(name, 0.5).hook.uses_rope)
         and name != "FinchPress"  # whose prompts need a delimiter
     ]
 
 
 def small(name: str, ratio: float, model: ModelSpec) -> PressPair:
     """A press with windows and sinks that leave something to choose of four tokens."""
-    presses = example_pair(name, ratio)
+    presses = recipe_pair(name, ratio)
     fields = {"window_size": 2, "n_sink": 1, "sink_size_start": 1, "sink_size_end": 1}
     known = {n: v for n, v in fields.items() if n in presses.hook.__dataclass_fields__}
     if name == "ExpectedAttentionStatsPress":  # its statistics were collected without four sinks
@@ -228,7 +234,7 @@ def test_a_single_token_stays(family, lengths):
     for name in presses_for(family, PRESSES):
         if name == "KVzipPress" and family in HYBRID and len(set(lengths)) > 1:
             continue  # both refuse padded batches there
-        presses = fitted_pair(example_pair(name, 0.9), model.build())
+        presses = fitted_pair(recipe_pair(name, 0.9), model.build())
         inputs = Inputs.random(strategies.VOCABULARY, lengths)
         assert_same(Case(model, (presses,), inputs))
         if max(lengths) == 1:
@@ -341,5 +347,5 @@ def test_rows_of_a_padded_batch_are_as_alone_in_float32(family, mechanism):
     for name in presses_for(family, PRESSES):
         if name == "KVzipPress" and family in HYBRID:
             continue  # which refuses padded batches there
-        presses = fitted_pair(example_pair(name, 0.5), spec(family).build())
+        presses = fitted_pair(recipe_pair(name, 0.5), spec(family).build())
         assert_rows_as_alone(Case(spec(family), (presses,), inputs), mechanism, tolerance=1e-4)

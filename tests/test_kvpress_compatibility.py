@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from experiments.families import build
+from experiments.testbed.families import build
 from hooks_impl import BasePress, KnormPress, ScorerPress, queries
 from press_core import UnsupportedInputError, kept_lengths
 from tests.support import left_padded, token_ids

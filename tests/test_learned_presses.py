@@ -14,20 +14,14 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl
-import hooks_impl.expected_attention_stats
-import hooks_impl.kvzap
-import hooks_impl.qfilter
 import patch_impl
-import patch_impl.expected_attention_stats
-import patch_impl.kvzap
-import patch_impl.qfilter
 from experiments import UserError
-from experiments.compare import Inputs, compare, run
-from experiments.facts import draw
-from experiments.families import FAMILIES, NO_ROPE, build, supported_implementations
 from experiments.loading import load_model
-from experiments.quality import answer_unseen
-from experiments.training.fitted import (
+from experiments.testbed.asking import answer_unseen
+from experiments.testbed.compare import Inputs, compare, run
+from experiments.testbed.facts import draw
+from experiments.testbed.families import FAMILIES, NO_ROPE, build, supported_implementations
+from experiments.testbed.training.fitted import (
     HELD_OUT_SEED,
     RECENT,
     SINKS,
@@ -44,20 +38,20 @@ from press_core import (
     attention_sites,
     kept_lengths,
 )
-from press_core.fitted import Fitted, FittedError, model_sizes
-from press_core.methods.duo_attention import HeadScores, streaming_heads
-from press_core.methods.expected_attention_stats import ExpectedAttentionStats
-from press_core.methods.kvzap import KVzapRegressor
-from press_core.methods.qfilter import QFilters, qfilter_scores
+from press_core.calibration import Calibration, CalibrationError, model_sizes
+from press_core.presses.duo_attention import HeadScores, streaming_heads
+from press_core.presses.expected_attention_stats import ExpectedAttentionStats
+from press_core.presses.kvzap import KVzapRegressor
+from press_core.presses.qfilter import QFilters, qfilter_scores
 from tests.support import left_padded, snapshot, token_ids
 
 PRESSES: dict[str, tuple[Any, Any]] = {
     "ExpectedAttentionStatsPress": (
-        hooks_impl.expected_attention_stats.ExpectedAttentionStatsPress,
-        patch_impl.expected_attention_stats.ExpectedAttentionStatsPress,
+        hooks_impl.ExpectedAttentionStatsPress,
+        patch_impl.ExpectedAttentionStatsPress,
     ),
-    "QFilterPress": (hooks_impl.qfilter.QFilterPress, patch_impl.qfilter.QFilterPress),
-    "KVzapPress": (hooks_impl.kvzap.KVzapPress, patch_impl.kvzap.KVzapPress),
+    "QFilterPress": (hooks_impl.QFilterPress, patch_impl.QFilterPress),
+    "KVzapPress": (hooks_impl.KVzapPress, patch_impl.KVzapPress),
 }
 FIELD = {
     "ExpectedAttentionStatsPress": "stats",
@@ -83,7 +77,7 @@ def stand_in_scores(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
     return [layer.values.norm(dim=-1) for layer in cache.layers]
 
 
-def learn(name: str, mechanism: int, model: PreTrainedModel, batches: Any) -> Fitted:
+def learn(name: str, mechanism: int, model: PreTrainedModel, batches: Any) -> Calibration:
     press = PRESSES[name][mechanism]
     if name == "ExpectedAttentionStatsPress":
         return press.collect(model, batches)
@@ -116,11 +110,11 @@ def random_fields(name: str, model: PreTrainedModel, seed: int = 0) -> dict[str,
     return {"regressor": KVzapRegressor(*output, drawn(n, hidden, width), drawn(n, hidden))}
 
 
-def same(one: Fitted, two: Fitted) -> bool:
+def same(one: Calibration, two: Calibration) -> bool:
     return all(torch.equal(x, two.tensors[key]) for key, x in one.tensors.items())
 
 
-def close(one: Fitted, two: Fitted) -> None:
+def close(one: Calibration, two: Calibration) -> None:
     for key, tensor in one.tensors.items():
         torch.testing.assert_close(tensor, two.tensors[key], atol=1e-4, rtol=1e-3)
 
@@ -212,7 +206,7 @@ def test_padding_is_not_learned_from(name: str, mechanism: int) -> None:
 
 def test_nothing_to_learn_from_is_refused(name: str, mechanism: int) -> None:
     model = build("llama")
-    with pytest.raises(FittedError, match="no token"):
+    with pytest.raises(CalibrationError, match="no token"):
         learn(name, mechanism, model, [])
 
 
@@ -306,7 +300,7 @@ def test_one_press_finds_what_belongs_to_each_of_two_models(
         assert opens(press, model) == [10, 10]
         resolved = press.resolve(model)
         assert resolved is not press
-        assert isinstance(getattr(resolved, FIELD[name]), Fitted)
+        assert isinstance(getattr(resolved, FIELD[name]), Calibration)
         assert getattr(press, FIELD[name]) is None, "a press is not changed by opening it"
     with press(two_models[0]), press(two_models[1]):
         pass
@@ -317,7 +311,9 @@ def test_what_is_missing_is_told_before_anything_is_installed(
 ) -> None:
     model, press = two_models[0], PRESSES[name][mechanism](compression_ratio=0.5)
     before = snapshot(model)
-    with pytest.raises(FittedError, match=rf"{name}\.(fit|collect)\(model, token_batches.*save"):
+    with pytest.raises(
+        CalibrationError, match=rf"{name}\.(fit|collect)\(model, token_batches.*save"
+    ):
         press.register(model)
     assert snapshot(model) == before
 
@@ -357,7 +353,7 @@ def test_a_given_regressor_decides_its_type(mechanism: int, tmp_path: Path) -> N
     given.save(tmp_path)
     by_type = PRESSES["KVzapPress"][mechanism](0.5, model_type="linear", regressor=tmp_path)
     assert opens(by_type, model) == [10, 10]
-    with pytest.raises(FittedError, match=r"no kvzap-mlp\.safetensors"):
+    with pytest.raises(CalibrationError, match=r"no kvzap-mlp\.safetensors"):
         opens(PRESSES["KVzapPress"][mechanism](0.5, regressor=tmp_path), model)
 
 
@@ -494,4 +490,4 @@ def test_kvzip_is_what_regressors_learn_by_default(
 
 
 def test_errors_are_of_one_family() -> None:
-    assert issubclass(FittedError, PressError)
+    assert issubclass(CalibrationError, PressError)

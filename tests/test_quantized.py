@@ -12,7 +12,7 @@ from transformers.cache_utils import QuantizedLayer
 
 import hooks_impl
 import patch_impl
-from experiments.families import build
+from experiments.testbed.families import build
 from press_core import (
     PressError,
     ScopeError,
@@ -21,7 +21,7 @@ from press_core import (
     cache_nbytes,
     kept_lengths,
 )
-from press_core.layers import Pruned
+from press_core.cache.pruned import PrunedLayer
 from tests.support import example_for, left_padded, snapshot, token_ids
 
 pytest.importorskip("optimum.quanto", reason="needs optimum-quanto, a back end of QuantizedCache")
@@ -220,7 +220,7 @@ def test_generate(package, backend, nbits, model):
     with package.SnapKVPress(0.5, window_size=8)(model):
         cache = quantized(model, backend, nbits)
         together = model.generate(ids, past_key_values=cache, **options)
-        assert all(isinstance(layer, Pruned) for layer in cache.layers)
+        assert all(isinstance(layer, PrunedLayer) for layer in cache.layers)
         by_hand, cache = ids, quantized(model, backend, nbits)
         with torch.no_grad():
             logits = model(ids, past_key_values=cache).logits

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 import hooks_impl
 import patch_impl
 from attention_patch import reversible
-from experiments.families import build
+from experiments.testbed.families import build
 from press_core import PressError, ScopeError, kept_lengths
 from tests.support import context_for, example_for, snapshot, token_ids
 
@@ -306,7 +306,7 @@ def test_importing_changes_nothing():
     program = """
 import torch, transformers
 from tests.support import snapshot
-from experiments.families import build
+from experiments.testbed.families import build
 model = build("llama")
 before = snapshot(model)
 import press_core, attention_patch, hooks_impl, patch_impl

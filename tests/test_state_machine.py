@@ -33,14 +33,14 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from experiments.catalogue import example
-from experiments.compare import PressPair, pair
-from experiments.families import build
+from experiments.testbed.compare import PressPair, pair
+from experiments.testbed.families import build
+from experiments.testbed.recipes import recipe
 from hooks_impl import PRESSES as HOOK_PRESSES
 from patch_impl import PRESSES as PATCH_PRESSES
 from press_core import Press, PressError, ScopeError, kept_lengths
-from press_core.methods.duo_attention import HeadScores
-from press_core.ragged import RaggedLayer
+from press_core.cache.ragged import RaggedLayer
+from press_core.presses.duo_attention import HeadScores
 from tests.support import token_ids
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
@@ -77,7 +77,7 @@ def presses(name: str) -> PressPair:
         return pair(name, base_press=base, compression_interval=1, target_size=7)
     if name == "StreamingLLMDecodingPress":
         return pair(name, max_capacity=8)
-    return PressPair(*(example(p, name, 0.5) for p in (HOOK_PRESSES, PATCH_PRESSES)))
+    return PressPair(*(recipe(p, name, 0.5) for p in (HOOK_PRESSES, PATCH_PRESSES)))
 
 
 def made(index: int) -> PreTrainedModel:

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hooks_impl
 import patch_impl
-from experiments.families import build
+from experiments.testbed.families import build
 from press_core import (
     HyperparameterError,
     ScopeError,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from experiments.audit.snapshot import (
     same,
     snapshot,
 )
+from experiments.framework.tables import markdown_table
 
 OPEN, RUNNING, LEFT = WHEN = ("while open", "while running", "left")
 """When a change is seen: while the scope is open; only while a call runs in it; after it."""
@@ -91,11 +92,7 @@ class Audit:
 
 
 def _markdown(table: pd.DataFrame) -> str:
-    def line(cells: Iterable[Any]) -> str:
-        return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
-
-    rows = [line(row) for row in table.itertuples(index=False)]
-    return "\n".join([line(table.columns), "|" + "---|" * len(table.columns), *rows])
+    return markdown_table(list(table.columns), list(table.itertuples(index=False)), left=None)
 
 
 def audit(subject: Any, model: nn.Module, run: Run | None = None) -> Audit:

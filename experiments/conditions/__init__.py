@@ -43,8 +43,8 @@ from press_core import (
     UnsupportedModelError,
     attention_sites,
 )
-from press_core.caches import layer_at
-from press_core.masks import mask_for_pruned
+from press_core.cache.caches import layer_at
+from press_core.cache.masks import mask_for_pruned
 
 Kept = dict[int, Tensor]
 """By layer of the cache: which tokens of the prefill each head keeps, `(B, H_kv, S)` bool, padding

@@ -23,18 +23,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hooks_impl
 from experiments import UserError
-from experiments.facts import FactBatch
-from experiments.quality import (
-    NO_PRESS,
-    UNSEEN,
-    Task,
-    answer_unseen,
-    check_vocabulary,
-    wilson,
-)
+from experiments.framework.intervals import wilson
+from experiments.framework.plots import NO_PRESS
+from experiments.testbed.asking import UNSEEN, Task, answer_unseen, check_vocabulary
+from experiments.testbed.facts import FactBatch
 from press_core import Press, attention_sites, cache_nbytes, kept_lengths
-from press_core.fitted import FittedError
-from press_core.methods.duo_attention import HeadScores
+from press_core.calibration import CalibrationError
+from press_core.presses.duo_attention import HeadScores
 from press_core.select import best_first, n_kept
 
 UNIFORM, HEADWISE = "uniform", "head-wise"
@@ -145,7 +140,7 @@ def head_scores(model: PreTrainedModel, task: Asked) -> HeadScores:
     """DuoAttention's scores of the heads: what lies beside the model, or else measured."""
     try:
         known = hooks_impl.DuoAttentionPress().resolve(model)
-    except FittedError:
+    except CalibrationError:
         contexts = [ids for batch in task.others() for ids in task.contexts(batch)]
         return hooks_impl.DuoAttentionPress.measure(model, contexts, _SINK, task.length // 4)
     assert isinstance(known, hooks_impl.DuoAttentionPress)

@@ -1,4 +1,4 @@
-"""Figures of `experiments.headwise`: one for each of its tables that can be drawn."""
+"""Figures of `experiments.questions.headwise`: one for each of its tables that can be drawn."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 from experiments.conditions import CONDITIONS
 from experiments.conditions.budgets import ALL, HEADWISE, UNIFORM
 from experiments.conditions.timing import FULL
-from experiments.plots import (
+from experiments.framework.plots import (
     INK,
     MUTED,
+    NO_PRESS,
     legend_outside,
     mechanism_colour,
     new_figure,
@@ -23,7 +24,6 @@ from experiments.plots import (
     press_colour,
     style,
 )
-from experiments.quality import NO_PRESS
 
 _BUDGETS: dict[str, dict[str, Any]] = {
     UNIFORM: {"color": mechanism_colour("bare"), "marker": "o", "linestyle": (0, (4, 1.5))},

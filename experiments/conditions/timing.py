@@ -2,7 +2,7 @@
 
 Times depend on how many tokens are kept, not on which: caches are filled with random numbers, and
 heads share their budget by random scores, some heads' higher than others'. All conditions take
-turns, as in `experiments.overhead`, and are compared round by round with the full cache.
+turns, as in `experiments.questions.overhead`, and are compared round by round with the full cache.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from experiments.conditions import CONDITIONS, Kept
-from experiments.families import build
-from experiments.overhead import Condition as Mechanism
-from experiments.overhead import in_turn, median_interval
+from experiments.framework.intervals import median_interval
+from experiments.framework.timing import in_turn
+from experiments.testbed.families import build
 from press_core import RaggedLayer, attention_sites, cache_nbytes
-from press_core.layers import pruned_like
-from press_core.methods.adakv import shared_budget
+from press_core.cache.pruned import pruned_like
+from press_core.presses.adakv import shared_budget
 from press_core.select import n_kept
 
 FULL, UNIFORM = "full", "uniform"
@@ -47,6 +47,13 @@ class Size:
     ratios: tuple[float, ...] = (0.5, 0.8)
     rounds: int = 25
     repeats: int = 2
+
+
+class Mechanism(NamedTuple):
+    """What is decoded, and how."""
+
+    mechanism: str
+    compression_ratio: float = 0.0
 
 
 class Held(NamedTuple):

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 import hooks_impl
-from experiments.compare import Inputs
 from experiments.conditions import (
     CONDITIONS,
     Condition,
@@ -29,6 +28,7 @@ from experiments.conditions import (
     override_attention,
     sites_of,
 )
+from experiments.testbed.compare import Inputs
 from press_core import AttentionSite, attention_sites
 
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")

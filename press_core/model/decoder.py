@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoTokenizer
 
-from press_core.errors import PressError, UnsupportedInputError
+from press_core.errors import PressError
 from press_core.model.sites import AttentionSite
 
 
@@ -23,29 +23,6 @@ def decoder_of(model: nn.Module, sites: list[AttentionSite]) -> nn.Module:
         if runs_all and "input_ids" in inspect.signature(type(module).forward).parameters:
             return module
     return model
-
-
-def decoder_argument(
-    body: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """The argument called `name` of a call of the forward of `body`, or None."""
-    if name in kwargs:
-        return kwargs[name]
-    parameters = list(inspect.signature(type(body).forward).parameters)[1:]
-    index = parameters.index(name) if name in parameters else len(args)
-    return args[index] if index < len(args) else None
-
-
-def token_ids(body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Tensor:
-    """`(B, S)` int64: the tokens that `body` was given.
-
-    Raises:
-        UnsupportedInputError: if it was given embeddings instead.
-    """
-    ids = decoder_argument(body, "input_ids", args, kwargs)
-    if ids is None:
-        raise UnsupportedInputError(f"{why}; pass input_ids, not inputs_embeds")
-    return ids
 
 
 def tokenizer_of(model: Any, instead: str) -> Any:

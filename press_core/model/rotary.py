@@ -50,19 +50,24 @@ class Rotary:
         norm = cos.square() + sin.square()
         return self.rotate(upcast(x), cos / norm, -sin / norm)
 
-    def turn(self, x: Tensor, positions: Tensor, back: bool = False) -> Tensor:
-        """Rotate `x` `(B, H, n, d)` to `positions`, or `back` from them, in float32 or better.
+    def rotate_to(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate `x` `(B, H, n, d)` from before RoPE to `positions`, in float32 or better.
 
         Args:
             positions: `(1 or B, 1 or H, n)` int64: heads may differ in theirs.
         """
+        return self._each_head(self.rotate, x, positions)
+
+    def rotate_from(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Undo `rotate_to`."""
+        return self._each_head(self.unrotate, x, positions)
+
+    def _each_head(self, function: Callable[..., Tensor], x: Tensor, positions: Tensor) -> Tensor:
         batch, heads, n, d = x.shape
         each_head = positions.expand(batch, heads, n).reshape(batch * heads, n)
         cos, sin = self.embeddings(upcast(x), each_head)
-        turned = (self.unrotate if back else self.rotate)(
-            upcast(x).reshape(batch * heads, 1, n, d), cos, sin
-        )
-        return turned.view(batch, heads, n, d)
+        rotated = function(upcast(x).reshape(batch * heads, 1, n, d), cos, sin)
+        return rotated.view(batch, heads, n, d)
 
     def average(self, like: Tensor, start: Tensor, n_positions: int) -> Tensor:
         """Mean rotation over the positions `start ... start + n_positions - 1`.

@@ -55,7 +55,9 @@ class AttentionSite:
         interface: the registry that the module takes its attention function from.
         parameters: names of the parameters of its forward, in order.
         cache_name: which of them is the cache.
-        depth, n_sites: the how-manyeth it is of the model's attention modules that presses work on.
+        depth, n_sites: its place among the model's attention modules that presses work on, from 0,
+            and their number.
+        shares_clock: whether layers that presses leave alone go by the same count of tokens.
     """
 
     name: str
@@ -73,6 +75,7 @@ class AttentionSite:
     cache_name: str = field(repr=False)
     depth: int = 0
     n_sites: int = 1
+    shares_clock: bool = False
 
     @property
     def sinks(self) -> Tensor | None:
@@ -90,26 +93,6 @@ class AttentionSite:
         """Whether keyword arguments of forward reach a function of `interface`."""
         upcast = getattr(self.module, "reorder_and_upcast_attn", False)  # GPT-2 has its own, then
         return "kwargs" in self.parameters and not (upcast and self.attn_implementation == "eager")
-
-    def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The argument called `name` of a call of forward, however it was passed, or None."""
-        if name in kwargs:
-            return kwargs[name]
-        index = self.parameters.index(name) if name in self.parameters else len(args)
-        return args[index] if index < len(args) else None
-
-    def replace_argument(
-        self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call of forward with the one called `name` set to `value`."""
-        index = self.parameters.index(name) if name in self.parameters else len(args)
-        if name not in kwargs and index < len(args):
-            return (*args[:index], value, *args[index + 1 :]), kwargs
-        return args, {**kwargs, name: value}
-
-    def cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The cache that a call of forward was given, or None."""
-        return self.argument(self.cache_name, args, kwargs)
 
     @cached_property
     def query_source(self) -> QuerySource:
@@ -147,7 +130,11 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
             "which bounds their cache already; set sliding_window=None in the config if the model "
             "was loaded for contexts shorter than its window"
         )
-    return [replace(site, depth=i, n_sites=len(sites)) for i, site in enumerate(sites)]
+    shares_clock = len(sites) < len(found)
+    return [
+        replace(site, depth=i, n_sites=len(sites), shares_clock=shares_clock)
+        for i, site in enumerate(sites)
+    ]
 
 
 def _may_attend(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention_patch.backends import BACKENDS, Query, attend, check_backend, choose
-from experiments.families import build
+from experiments.testbed.families import build
 from press_core import (
     AttentionSite,
     HyperparameterError,

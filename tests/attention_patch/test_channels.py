@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DynamicCache
 
 from attention_patch.channels import attend_channels
-from experiments.families import build
+from experiments.testbed.families import build
 from press_core import (
     AttentionSite,
     ScopeError,
@@ -25,7 +25,7 @@ from press_core import (
     cache_nbytes,
     kept_lengths,
 )
-from press_core.layers import ChannelLayer
+from press_core.cache.pruned import ChannelPrunedLayer
 
 DIM, N = 8, 12
 CHANNELS = torch.tensor([[[0, 2, 7], [1, 2, 3]], [[4, 5, 6], [0, 1, 7]]])
@@ -36,19 +36,19 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
     return drawn.to(dtype)
 
 
-def pruned(dtype: torch.dtype = torch.float64) -> tuple[ChannelLayer, Tensor, Tensor]:
+def pruned(dtype: torch.dtype = torch.float64) -> tuple[ChannelPrunedLayer, Tensor, Tensor]:
     """A layer with three of eight channels, and its keys with zeros in the others and values."""
     keys, values = (random(2, 2, N, DIM, seed=seed, dtype=dtype) for seed in (1, 2))
     index = CHANNELS.unsqueeze(2).expand(-1, -1, N, -1)
     positions = torch.arange(N).expand(2, 2, N)
-    layer = ChannelLayer()
+    layer = ChannelPrunedLayer()
     layer.hold(keys.gather(-1, index), values, positions, N, padded=False)
     layer.cut(CHANNELS, DIM)
     return layer, torch.zeros_like(keys).scatter(-1, index, keys.gather(-1, index)), values
 
 
 def append(
-    layer: ChannelLayer, n: int, seed: int = 3, dtype: torch.dtype = torch.float64
+    layer: ChannelPrunedLayer, n: int, seed: int = 3, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor]:
     batch, heads = layer.keys.shape[:2]
     keys, values = (random(batch, heads, n, DIM, seed=s, dtype=dtype) for s in (seed, -seed))
@@ -70,7 +70,9 @@ def site(**fields: Any) -> AttentionSite:
     return replace(attention_sites(build("llama"))[0], scaling=0.4, **fields)
 
 
-def run(layer: ChannelLayer, query: Tensor, mask: Any = None, of: Any = None, **kw: Any) -> Tensor:
+def run(
+    layer: ChannelPrunedLayer, query: Tensor, mask: Any = None, of: Any = None, **kw: Any
+) -> Tensor:
     """`(B, H, q, d)`, as an attention module would get it."""
     of = of or site()
     new = torch.full_like(query, float("nan"))  # what update returns is not to be read
@@ -178,7 +180,7 @@ def test_soft_capped_logits_and_sinks(n_queries):
 # ---- the layer -----------------------------------------------------------------------------------
 
 
-def assert_holds(layer: ChannelLayer, keys: Tensor, values: Tensor) -> None:
+def assert_holds(layer: ChannelPrunedLayer, keys: Tensor, values: Tensor) -> None:
     """By what attention over it gives: every key and value has its part in it."""
     assert layer.n_slots == keys.shape[2]
     query = random(len(keys), 4, 1, DIM, seed=99)
@@ -188,7 +190,7 @@ def assert_holds(layer: ChannelLayer, keys: Tensor, values: Tensor) -> None:
 
 def test_it_counts_what_it_holds_and_what_it_has_seen():
     keys, values = random(1, 2, 5, 3), random(1, 2, 5, DIM)
-    layer = ChannelLayer()
+    layer = ChannelPrunedLayer()
     layer.hold(keys, values, torch.tensor([0, 1, 4, 7, 8]).expand(1, 2, 5), 9, padded=False)
     layer.cut(CHANNELS[:1], DIM)
     append(layer, 2)

@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hooks_impl
 import patch_impl
 from attention_patch import headwise, intercept, reversible, with_override
-from experiments.families import build
+from experiments.testbed.families import build
 from press_core import (
     HyperparameterError,
     RaggedLayer,

@@ -22,7 +22,9 @@ def offer(monkeypatch, error: Exception) -> None:
     def command() -> None:
         raise error
 
-    monkeypatch.setitem(sys.modules, "experiments.trace", SimpleNamespace(command=command))
+    monkeypatch.setitem(
+        sys.modules, "experiments.questions.trace", SimpleNamespace(command=command)
+    )
 
 
 def test_help_lists_every_command_with_its_help():
@@ -100,7 +102,7 @@ def test_a_misspelt_command_is_told_its_name():
 def test_train(monkeypatch, tmp_path, name):
     seen = []
     fake = SimpleNamespace(train=lambda output, *, seed: seen.append((output, seed)))
-    monkeypatch.setitem(sys.modules, f"experiments.training.{name}", fake)
+    monkeypatch.setitem(sys.modules, f"experiments.testbed.training.{name}", fake)
     result = runner.invoke(app, ["train", name, "--output", str(tmp_path), "--seed", "7"])
     assert result.exit_code == 0, result.output
     assert seen == [(tmp_path, 7)]

@@ -7,33 +7,34 @@ from contextlib import contextmanager
 import pandas as pd
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import hooks_impl
-from experiments import UserError, coexistence
-from experiments.coexistence import (
+from experiments.cli import app
+from experiments.framework.command import progress_bar
+from experiments.interventions import COMPANIONS, Intervention
+from experiments.questions import coexistence
+from experiments.questions.coexistence import (
     AFTER,
     BEFORE,
     ERROR,
+    EXPERIMENT,
     INSIDE,
-    OURS,
+    MINE,
     PHASES,
     RIGHT,
     WRONG,
-    command,
-    figures,
-    measure,
-    summary,
+    Options,
     try_out,
 )
-from experiments.companions import COMPANIONS, Companion
-from tests.support import snapshot
+from tests.support import snapshot, token_ids
 
 QUICK = [name for name, companion in COMPANIONS.items() if not companion.is_slow]
 # A hook cannot follow a query projection that is replaced while it is open, and says so.
 REPLACES_PROJECTIONS = ("PEFT LoRA", "PEFT LoRA, merged", "quanto int8 weights")
 
 
-@pytest.mark.parametrize("mechanism", OURS)
+@pytest.mark.parametrize("mechanism", MINE)
 @pytest.mark.parametrize("companion", QUICK)
 def test_nothing_is_silently_wrong_for_ours(mechanism, companion):
     for phase in PHASES:
@@ -55,11 +56,12 @@ def test_ours_may_be_compiled(mechanism):
 @pytest.mark.parametrize("companion", COMPANIONS)
 def test_companions_undo_what_they_do(companion):
     model = coexistence.llama()
-    before, logits = snapshot(model), model(coexistence.IDS).logits
-    with COMPANIONS[companion].used(model):
+    ids = token_ids(1, 24)
+    before, logits = snapshot(model), model(ids).logits
+    with COMPANIONS[companion].scope(model):
         pass
     # PEFT takes the adapter out of the weights again by arithmetic.
-    torch.testing.assert_close(model(coexistence.IDS).logits, logits)
+    torch.testing.assert_close(model(ids).logits, logits)
     changed = {key for key, value in snapshot(model).items() if before.get(key) != value}
     # accelerate and checkpointing leave attributes; no forward but accelerate's own.
     if "accelerate" not in companion:
@@ -81,14 +83,14 @@ def spoilt(model):
 
 
 def test_a_companion_that_spoils_the_model_is_wrong():
-    row = try_out("hooks", Companion("spoilt", spoilt), INSIDE)
+    row = try_out("hooks", Intervention(spoilt, companion="spoilt"), INSIDE)
     assert row["outcome"] == WRONG
     assert row["detail"].startswith("inside, alone again")
 
 
 def test_a_press_that_does_not_act_is_wrong(monkeypatch):
     idle = lambda: hooks_impl.KnormPress(0.0)  # noqa: E731
-    monkeypatch.setitem(coexistence.MECHANISMS, "hooks", idle)
+    monkeypatch.setitem(coexistence.TRIED, "hooks", idle)
     row = try_out("hooks", COMPANIONS["nothing else"], BEFORE)
     assert row["outcome"] == WRONG
     assert "layers hold [24, 24] slots, not [12, 12]" in row["detail"]
@@ -100,7 +102,7 @@ def test_a_press_that_stays_is_wrong(monkeypatch):
         hooks_impl.KnormPress(0.5).register(model)
         yield
 
-    monkeypatch.setitem(coexistence.MECHANISMS, "hooks", lambda: staying)
+    monkeypatch.setitem(coexistence.TRIED, "hooks", lambda: staying)
     row = try_out("hooks", COMPANIONS["nothing else"], AFTER)
     assert (row["outcome"], row["detail"][:15]) == (WRONG, "after the scope")
 
@@ -114,35 +116,50 @@ def table(**outcomes):
     return {"coexistence": pd.DataFrame(rows).assign(detail="so it is")}
 
 
-def test_the_summary_is_read_off_the_table():
-    said = summary(table(hooks=[RIGHT, ERROR, RIGHT], other=[RIGHT, WRONG, ERROR]))
-    assert "Hooks and patches of this project: 2 right, 1 error (of 3)." in said
-    assert "The other mechanisms: 1 right, 1 error, 1 wrong (of 3)." in said
+def test_what_is_said_is_read_off_the_table():
+    said = EXPERIMENT.markdown(table(hooks=[RIGHT, ERROR, RIGHT], other=[RIGHT, WRONG, ERROR]))
+    assert "hooks and patches of this project are silently wrong in **0** of 3 trials" in said
+    assert "the other mechanisms are silently wrong in **1** of 3 trials" in said
+    assert said.count("raise an error in 1.") == 2
     assert "| PEFT LoRA | error | wrong |" in said
     assert "- hooks, PEFT LoRA, inside the scope: so it is" in said
-    assert "What is not right" not in summary(table(hooks=[RIGHT] * 3))
+    assert "What is not right" not in EXPERIMENT.markdown(table(hooks=[RIGHT] * 3))
     found = table(hooks=[RIGHT] * 3, late=[WRONG] * 3)["coexistence"]
-    alone = summary({"coexistence": found.assign(companion="nothing else")})
+    alone = EXPERIMENT.markdown({"coexistence": found.assign(companion="nothing else")})
     assert "Wrong by themselves, beside nothing else: late." in alone
     assert "Wrong by themselves" not in said
 
 
+@pytest.mark.parametrize(
+    ("outcomes", "verdict"),
+    [([RIGHT] * 3, "works"), ([RIGHT, ERROR, RIGHT], "costs"), ([ERROR, WRONG, RIGHT], "breaks")],
+)
+def test_the_verdict_is_that_of_ours(outcomes, verdict):
+    own, others = EXPERIMENT.findings(table(hooks=outcomes, other=[WRONG] * 3))
+    assert (own.verdict, others.verdict) == (verdict, None)
+
+
 def test_the_figure_draws_every_cell():
     found = table(hooks=[RIGHT] * 3, patches=[RIGHT, WRONG, RIGHT])
-    figure = figures(found)["coexistence"]
+    figure = EXPERIMENT.figures(found)["coexistence"]
     assert [text.get_text() for text in figure.axes[0].texts] == ["\N{MIDDLE DOT}", "wrong"]
 
 
-def test_command(tmp_path, capsys):
-    command(["hooks"], ["inference mode"], tmp_path)
-    assert "3 right (of 3)" in capsys.readouterr().out
+def test_command(tmp_path):
+    arguments = ["coexistence", "--mechanism", "hooks", "--output", str(tmp_path), "--companion"]
+    result = CliRunner().invoke(app, [*arguments, "inference mode"])
+    assert result.exit_code == 0, result.output
+    assert "silently wrong in 0 of 3 trials" in " ".join(result.output.split())
     assert len(pd.read_csv(tmp_path / "coexistence.csv")) == 3
     assert (tmp_path / "coexistence.png").exists()
-    with pytest.raises(UserError, match="no companion is called 'PEFT'"):
-        command(["hooks"], ["PEFT"], None)
+    result = CliRunner().invoke(app, [*arguments, "PEFT"], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "'PEFT' is unknown" in result.output
 
 
 def test_slow_companions_are_left_to_ours():
     cells = coexistence.cells(["hooks", "class patch"], ["torch.compile"])
     assert [(name, phase) for name, _, phase in cells] == [("hooks", BEFORE), ("hooks", INSIDE)]
-    assert len(measure(["hooks"], ["nothing else"], progress=False)["coexistence"]) == len(PHASES)
+    options = Options(mechanism=("hooks",), companion=("nothing else",))
+    tables = EXPERIMENT.measure(options, progress_bar(disable=True))
+    assert len(tables["coexistence"]) == len(PHASES)

@@ -43,7 +43,7 @@ from experiments.conditions.trial import (
     reach,
     trials,
 )
-from experiments.families import build, supported_implementations
+from experiments.testbed.families import build, supported_implementations
 from press_core import (
     RaggedLayer,
     UnsupportedInputError,

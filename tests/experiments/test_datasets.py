@@ -9,10 +9,10 @@ from collections import Counter
 import pytest
 
 from experiments import UserError
-from experiments.evaluation.datasets import SOURCES, contexts_of, expand, load
-from experiments.evaluation.datasets.published import SETS
-from experiments.evaluation.metrics import METRICS, score
-from experiments.evaluation.sample import Sample
+from experiments.answers.datasets import SOURCES, contexts_of, expand, load
+from experiments.answers.datasets.published import SETS
+from experiments.answers.metrics import METRICS, score
+from experiments.answers.sample import Sample
 from experiments.loading import load_model
 
 SYNTHETIC = expand("synthetic@1500")

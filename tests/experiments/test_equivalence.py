@@ -8,27 +8,34 @@ from dataclasses import dataclass, replace
 import pandas as pd
 import pytest
 import torch
-import typer
 from hypothesis import given, settings
 from typer.testing import CliRunner
 
 import hooks_impl
 import patch_impl
-from experiments import equivalence, strategies
-from experiments.compare import Difference, Inputs, compare, pair, run
-from experiments.equivalence import Cell, family_subject, registered, run_grid
-from experiments.facts import build_tokenizer
-from experiments.families import VOCABULARY, build
+from experiments import strategies
+from experiments.cli import app
+from experiments.framework.command import progress_bar
+from experiments.questions.equivalence import (
+    EXPERIMENT,
+    Cell,
+    Options,
+    family_subject,
+    registered,
+    run_grid,
+)
+from experiments.testbed.compare import Difference, Inputs, compare, pair, run
+from experiments.testbed.facts import build_tokenizer
+from experiments.testbed.families import VOCABULARY, build
 from press_core import Press, UnsupportedModelError
-from press_core.scope import Compression
+from press_core.press import RatioPress
 
-app = typer.Typer()
-app.command("equivalence")(equivalence.command)
+SILENT = progress_bar(disable=True)
 SMALL = ["--family", "llama", "--dtype", "float32", "--attn", "sdpa", "--length", "20"]
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(app, list(arguments))
+    return CliRunner().invoke(app, ["equivalence", *arguments])
 
 
 def words(result):
@@ -93,7 +100,7 @@ class NoRatioPress(Press):
 def test_status_is_0_where_all_is_equal():
     result = invoke("--press", "KnormPress", "--press", "SnapKVPress", "--ratio", "0.5", *SMALL)
     assert result.exit_code == 0, result.output
-    assert "All 4 cells are equal, bit for bit" in words(result)
+    assert "different bits in 0 of 4" in words(result)
     assert re.search(r"SnapKVPress\W+2/2", result.output)
 
 
@@ -107,7 +114,7 @@ def test_status_is_1_where_anything_differs_and_the_first_place_is_named():
     pair_of_ones_own = f"{__name__}:NewestPress,{__name__}:NewestButOnePatch"
     result = invoke("--press", pair_of_ones_own, "--press", "KnormPress", "--ratio", "0.5", *SMALL)
     assert result.exit_code == 1
-    assert "2 cells differ, of 4" in words(result)
+    assert "different bits in 2 of 4" in words(result)
     # of 20 tokens the hook press keeps 10 to 19, the patch press 0 and 11 to 19
     place = "kept positions after the prefill differ first at layer 1, row 0, head 1, position 0"
     assert f"{place}: hook 10, patch 0" in words(result)
@@ -138,7 +145,7 @@ def test_a_model_of_ones_own(tmp_path):
     options = ("--press", "TOVAPress", "--ratio", "0.5", "--dtype", "bfloat16", "--length", "20")
     result = invoke("--model", str(folder), *options)
     assert result.exit_code == 0, result.output
-    assert "All 4 cells are equal" in words(result)
+    assert "different bits in 0 of 4" in words(result)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +183,7 @@ def test_bad_input_is_told_in_a_line(arguments, message):
 def cells():
     names = ("ExpectedAttentionPress", "KnormPress")
     subjects = [family_subject("llama", ["sdpa"]), family_subject("gpt2", ["eager"])]
-    return run_grid({n: registered(n) for n in names}, [0.5], subjects, ["float32"], length=20)
+    return run_grid({n: registered(n) for n in names}, [0.5], subjects, ["float32"], 20, SILENT)
 
 
 def test_the_table_has_one_row_per_cell(cells):
@@ -199,33 +206,36 @@ def test_the_table_has_one_row_per_cell(cells):
 
 
 def test_all_presses_agree_on_a_family():
-    subject = family_subject("llama", ["sdpa"])
-    cells = run_grid(subjects=[subject], dtypes=["float32"], length=40)
+    options = Options(family=("llama",), attn=("sdpa",), dtype=("float32",), length=40)
+    cells = EXPERIMENT.measure(options, SILENT)["equivalence"]
     assert set(cells["press"]) == set(hooks_impl.PRESSES)
     assert (cells["tokens"] > 0).all(), "no press is refused"
     assert cells["equal"].all(), cells.loc[~cells["equal"], "difference"].tolist()
 
 
-def test_summary_and_figure_can_be_made_from_the_file(cells, tmp_path):
+def test_what_is_said_can_be_made_from_the_file(cells, tmp_path):
     cells.to_csv(tmp_path / "equivalence.csv", index=False)
     tables = {"equivalence": pd.read_csv(tmp_path / "equivalence.csv")}
-    summary = equivalence.EXPERIMENT.summary(tables)
-    assert "**6 of 6 cells are equal bit for bit**" in summary
-    assert "| KnormPress | 4 | 4 |" in summary
-    assert "- Both refuse ExpectedAttentionPress on gpt2:" in summary
-    (figure,) = equivalence.EXPERIMENT.figures(tables).values()
+    text = EXPERIMENT.markdown(tables)
+    assert "different bits in **0** of 6 combinations" in text
+    assert "| KnormPress | 4/4 | 4/4 |" in text
+    assert "- Both refuse ExpectedAttentionPress on gpt2:" in text
+    assert EXPERIMENT.passed(tables)
+    (figure,) = EXPERIMENT.figures(tables).values()
     labels = [text.get_text() for text in figure.axes[0].texts]
     assert labels == ["2/2", "refused", "2/2", "2/2"]
 
 
-def test_summary_and_figure_show_differences(cells):
+def test_what_is_said_shows_differences(cells):
     cells = cells.copy()
     cells.loc[2, ["equal", "difference"]] = [False, "keys differ first at layer 0"]
     tables = {"equivalence": cells}
-    summary = equivalence.EXPERIMENT.summary(tables)
-    assert "**5 of 6 cells are equal bit for bit**" in summary
-    assert "- KnormPress at ratio 0.5 on llama, float32, sdpa, not padded: keys differ" in summary
-    (figure,) = equivalence.EXPERIMENT.figures(tables).values()
+    text = EXPERIMENT.markdown(tables)
+    assert "different bits in **1** of 6 combinations" in text
+    assert "- KnormPress at ratio 0.5 on llama, float32, sdpa, not padded: keys differ" in text
+    assert EXPERIMENT.findings(tables)[0].verdict == "breaks"
+    assert not EXPERIMENT.passed(tables)
+    (figure,) = EXPERIMENT.figures(tables).values()
     assert "1/2" in [text.get_text() for text in figure.axes[0].texts]
 
 
@@ -310,7 +320,7 @@ def test_different_numbers_of_kept_tokens_differ_in_shape(model):
 
 def test_a_press_that_does_not_say_what_it_keeps(model):
     @dataclass
-    class EveryOther(Compression, hooks_impl.BasePress):
+    class EveryOther(RatioPress, hooks_impl.BasePress):
         first: int = 0
 
         def compress(self, module, hidden_states, keys, values, attentions, kwargs):

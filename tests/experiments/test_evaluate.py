@@ -20,16 +20,17 @@ from typer.testing import CliRunner
 
 import hooks_impl
 import patch_impl
-from experiments import UserError, evaluate, report
-from experiments.evaluate import STUDY, sweep
-from experiments.evaluation import setup, store
-from experiments.evaluation.cells import NO_PRESS, Cell, plan, press_text, run_cell
-from experiments.evaluation.datasets import load
-from experiments.evaluation.engines import Failure, on_ray, serial
-from experiments.evaluation.presses import make_press, takes_ratio
-from experiments.evaluation.settings import Settings, settings_from
-from experiments.evaluation.setup import model_fingerprint, setup_of
-from experiments.evaluation.store import Store
+from experiments import UserError
+from experiments.answers import evaluate, setup, store
+from experiments.answers.cells import NO_PRESS, Cell, plan, press_text, run_cell
+from experiments.answers.datasets import load
+from experiments.answers.engines import Failure, on_ray, serial
+from experiments.answers.evaluate import STUDY, sweep
+from experiments.answers.presses import make_press, takes_ratio
+from experiments.answers.settings import Settings, settings_from
+from experiments.answers.setup import model_fingerprint, setup_of
+from experiments.answers.store import Store
+from experiments.framework import report
 from experiments.loading import load_model
 from press_core import HyperparameterError
 
@@ -41,7 +42,7 @@ SMALL = Settings(
     threads=1,
 )
 SETUP = {"model": "facts-llama", "seed": 0, "versions": {"torch": "1"}, "made_with": {"date": "x"}}
-EXAMPLES = sorted(Path(evaluate.__file__).parent.glob("evaluation/examples/*.yaml"))
+EXAMPLES = sorted(Path(evaluate.__file__).parent.glob("examples/*.yaml"))
 
 
 @pytest.fixture(autouse=True)
@@ -430,7 +431,7 @@ def test_the_set_up_says_what_made_the_results(tmp_path):
 
 def test_other_weights_are_another_model(tmp_path):
     folder = tmp_path / "model"
-    shutil.copytree(Path(evaluate.__file__).parent / "models" / "facts-llama", folder)
+    shutil.copytree(Path(evaluate.__file__).parents[1] / "models" / "facts-llama", folder)
     assert model_fingerprint(str(folder)) == model_fingerprint("facts-llama")
     model = load_model(str(folder))[0]
     model.lm_head.weight.data[-1, -1] += 1

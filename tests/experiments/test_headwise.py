@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import hooks_impl
-from experiments import UserError, headwise
+from experiments import UserError
 from experiments.cli import app
 from experiments.conditions import CONDITIONS, budgets
 from experiments.conditions.budgets import (
@@ -30,11 +30,12 @@ from experiments.conditions.budgets import (
 )
 from experiments.conditions.timing import FULL, Size
 from experiments.conditions.trial import OTHER, SAME
-from experiments.facts import VOCABULARY, build_tokenizer
-from experiments.families import build
 from experiments.loading import load_model
-from experiments.quality import NO_PRESS, Task
-from press_core.methods.duo_attention import HeadScores
+from experiments.questions import headwise
+from experiments.questions.quality import NO_PRESS, Task
+from experiments.testbed.facts import VOCABULARY, build_tokenizer
+from experiments.testbed.families import build
+from press_core.presses.duo_attention import HeadScores
 from press_core.select import n_kept
 from tests.support import snapshot
 
@@ -358,7 +359,7 @@ def test_summary_shows_every_table(tables):
 
 
 def test_summary_is_the_same_off_the_files(tables, tmp_path):
-    from experiments.report import read_table, write_table
+    from experiments.framework.report import read_table, write_table
 
     for name, table in tables.items():
         write_table(table, tmp_path / f"{name}.csv")

@@ -10,15 +10,25 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from experiments import UserError, intrusiveness
+from experiments import UserError
 from experiments.audit import CALL, CLASS, INSTANCE, LEFT, OPEN, PROCESS, RUNNING, THREAD
-from experiments.intrusiveness import EXITS, leftovers, mechanisms, seen_from_inside, touched
-from experiments.ladder import LADDER
-from experiments.subjects import LIBRARIES, Subject
-from experiments.subjects.interrupted import interrupted
+from experiments.cli import app
+from experiments.framework.command import progress_bar
+from experiments.interventions import LIBRARIES, Intervention
+from experiments.interventions.of_kvpress import interrupted
+from experiments.mechanisms import MECHANISMS
+from experiments.questions import intrusiveness
+from experiments.questions.intrusiveness import (
+    EXITS,
+    EXPERIMENT,
+    Options,
+    leftovers,
+    mechanisms,
+    seen_from_inside,
+    touched,
+)
 
 OURS = [name for name in mechanisms() if name.split(",")[0] in ("hooks", "patches")]
 INSPECTED = ("signature", "source", "name", "method")
@@ -91,7 +101,7 @@ def test_every_exit_runs_the_model_inside_of_the_scope(how):
 
     def opens(model):
         model.model.layers[0].self_attn.register_forward_hook(lambda *_: ran.append(how))
-        return LADDER["hooks"].press(0.5)(model)
+        return MECHANISMS["hooks"].press(0.5)(model)
 
     row = leftovers(opens, how)
     assert row["leftovers"] > 0
@@ -180,14 +190,14 @@ def test_an_environment_that_fails_says_why(tmp_path):
 
 
 def test_the_subjects_run_in_an_environment_without_libraries():
-    command = [sys.executable, "-m", "experiments.subjects", "no-such-library"]
+    command = [sys.executable, "-m", "experiments.interventions", "no-such-library"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == []
 
 
 @pytest.mark.skipif(not find_spec("accelerate"), reason="accelerate is not installed here")
 def test_accelerate_leaves_a_forward_behind():
-    command = [sys.executable, "-m", "experiments.subjects", "accelerate"]
+    command = [sys.executable, "-m", "experiments.interventions", "accelerate"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     rows = {row["subject"]: row for row in json.loads(done.stdout)}
     assert all(row["error"] == "" for row in rows.values()), rows
@@ -197,10 +207,8 @@ def test_accelerate_leaves_a_forward_behind():
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.distribution)
 def test_every_library_has_subjects_whether_it_is_installed_or_not(library):
-    first, *others = library.subjects
-    assert first.name == "import"
-    assert others
-    assert all(isinstance(subject, Subject) for subject in others)
+    assert library.subjects
+    assert all(isinstance(subject, Intervention) for subject in library.subjects.values())
 
 
 def test_an_interrupted_scope_is_left():
@@ -228,7 +236,8 @@ def tables(tmp_path_factory):
     folder = environment(tmp_path_factory.mktemp("env") / "e", output=json.dumps(rows))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(intrusiveness, "mechanisms", lambda: {n: mechanisms()[n] for n in chosen})
-        return intrusiveness.measure([folder], progress=False)
+        options = Options(environment=(folder,))
+        return EXPERIMENT.measure(options, progress_bar(disable=True))
 
 
 def test_tables_hold_every_mechanism(tables):
@@ -240,15 +249,20 @@ def test_tables_hold_every_mechanism(tables):
 
 
 def test_summary_says_what_is_left(tables):
-    text = intrusiveness.summary(tables)
-    assert text.startswith("Hooks and patches leave 0 entries behind")
-    assert "plain instance patch (" in text.split("\n")[0]
+    text = EXPERIMENT.markdown(tables)
+    assert text.startswith("Hooks and patches leave **0** entries behind")
+    assert "1 of 1 other mechanisms leave some." in text.split("\n")[0]
+    assert "something is left by plain instance patch (" in text
+    assert EXPERIMENT.findings(tables)[0].verdict == "works"
+    exits = tables["intrusiveness_exits"].assign(leftovers=1)
+    (found,) = EXPERIMENT.findings(tables | {"intrusiveness_exits": exits})
+    assert (found.verdict, "**5** entries" in found.text) == ("breaks", True)
     assert "| peft | 1.0 | LoRA | 0 | 2 | 0 | 0 | 0 |" in text
     assert "| kvpress |  | not run" in text
 
 
 def test_figures_show_the_counts(tables):
-    figures = intrusiveness.figures(tables)
+    figures = EXPERIMENT.figures(tables)
     assert set(figures) == {"intrusiveness", "intrusiveness_libraries"}
     after = figures["intrusiveness"].axes[1]
     shown = [text.get_text() for text in after.texts]
@@ -258,18 +272,18 @@ def test_figures_show_the_counts(tables):
 
 def test_libraries_are_not_drawn_where_none_was_audited(tables):
     libraries = intrusiveness.audit_libraries([])
-    figures = intrusiveness.figures({**tables, "intrusiveness_libraries": libraries})
+    figures = EXPERIMENT.figures({**tables, "intrusiveness_libraries": libraries})
     assert set(figures) == {"intrusiveness"}
 
 
 @pytest.fixture
 def cli(monkeypatch):
     monkeypatch.setattr(
-        intrusiveness, "mechanisms", lambda: {"patches": LADDER["patches"].press(0.5)}
+        intrusiveness, "mechanisms", lambda: {"patches": MECHANISMS["patches"].press(0.5)}
     )
-    app = typer.Typer()
-    app.command()(intrusiveness.command)
-    return lambda *options: CliRunner().invoke(app, options, env={"COLUMNS": "160"})
+    return lambda *options: CliRunner().invoke(
+        app, ["intrusiveness", *options], env={"COLUMNS": "160"}
+    )
 
 
 def test_command_writes_what_it_shows(cli, tmp_path):
@@ -284,5 +298,5 @@ def test_command_writes_what_it_shows(cli, tmp_path):
 
 def test_command_says_that_a_folder_is_no_environment(cli, tmp_path):
     result = cli("--environment", str(tmp_path))
-    assert isinstance(result.exception, UserError)
-    assert "bin/python" in str(result.exception)
+    assert result.exit_code == 2
+    assert "bin/python" in result.output

@@ -5,33 +5,37 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner
 
-from experiments import UserError, isolation
 from experiments.audit import differences, snapshot
-from experiments.families import build
-from experiments.isolation import (
+from experiments.cli import app
+from experiments.framework.command import progress_bar
+from experiments.mechanisms import MECHANISMS
+from experiments.questions import isolation
+from experiments.questions.isolation import (
     ERROR,
+    EXPERIMENT,
     FOR_GOOD,
     OUTCOMES,
     RECOVERS,
     SITUATIONS,
     UNTOUCHED,
-    Answer,
+    Options,
     Seen,
     answer,
     outcome,
     try_out,
 )
-from experiments.ladder import LADDER
+from experiments.testbed.families import build
+from experiments.testbed.response import Response
 
 SHARED = "an instance with the same module"
 
 
 @pytest.fixture(scope="module")
 def table():
-    return isolation.measure(["hooks", "patches", "plain hook"], progress=False)["isolation"]
+    options = Options(mechanism=("hooks", "patches", "plain hook"))
+    return EXPERIMENT.measure(options, progress_bar(disable=True))["isolation"]
 
 
 # ---- outcomes ----------------------------------------------------------------------------------
@@ -54,16 +58,19 @@ def test_the_same_model_answers_the_same_bits(mine):
 def test_one_bit_is_a_difference(mine):
     states = [tensor.clone() for tensor in mine.states]
     states[-1].view(torch.int32)[0, 0, -1, -1] ^= 1
-    assert mine.difference(Answer(mine.logits, states, mine.seen)).startswith("off by")
+    assert mine.difference(Response(mine.logits, states, mine.seen)).startswith("states off by")
     logits = [*mine.logits[:-1], mine.logits[-1] + 1]
-    assert mine.difference(Answer(logits, mine.states, mine.seen)) == "off by 1"
+    assert mine.difference(Response(logits, mine.states, mine.seen)).startswith("logits off by")
 
 
 def test_differences_of_a_cache_are_named(mine):
     shorter = [states[:, :, 1:] for states in mine.states]
-    assert mine.difference(Answer(mine.logits, shorter, mine.seen)) == "keeps 25 slots of 26"
+    assert (
+        mine.difference(Response(mine.logits, shorter, mine.seen))
+        == "layers hold [25, 25] slots, not [26, 26]"
+    )
     seen = [length - 1 for length in mine.seen]
-    assert mine.difference(Answer(mine.logits, mine.states, seen)) == "has seen 25 tokens, not 26"
+    assert mine.difference(Response(mine.logits, mine.states, seen)) == "has seen 25 tokens, not 26"
 
 
 def test_outcomes(mine, theirs):
@@ -125,20 +132,20 @@ def test_hooks_and_patches_reach_nobody_but_who_shares_the_module(name, table):
     ],
 )
 def test_what_reaches_whom(name, situation, expected):
-    row = try_out(LADDER[name], situation)
+    row = try_out(MECHANISMS[name], situation)
     assert row["outcome"] == expected, row
     assert (row["detail"] == "") == (expected == UNTOUCHED)
 
 
 def test_all_bystanders_count():
-    row = try_out(LADDER["class patch"], "instances of the class")
+    row = try_out(MECHANISMS["class patch"], "instances of the class")
     assert (row["bystanders"], row["touched"]) == (isolation.N_INSTANCES, isolation.N_INSTANCES)
-    row = try_out(LADDER["hooks"], "instances of the class")
+    row = try_out(MECHANISMS["hooks"], "instances of the class")
     assert (row["bystanders"], row["touched"]) == (isolation.N_INSTANCES, 0)
 
 
 def test_a_cell_is_the_same_every_time():
-    one, other = (try_out(LADDER["registry patch"], "instances of the class") for _ in range(2))
+    one, other = (try_out(MECHANISMS["registry patch"], "instances of the class") for _ in range(2))
     assert one == other
 
 
@@ -147,7 +154,7 @@ def test_nothing_is_carried_over_to_the_next_cell(name):
     model = build("llama")
     answer(model)
     before = snapshot(model)
-    try_out(LADDER[name], "two scopes, the outer closed first")
+    try_out(MECHANISMS[name], "two scopes, the outer closed first")
     assert differences(before, snapshot(model)) == ()
 
 
@@ -155,7 +162,7 @@ def test_nothing_is_carried_over_to_the_next_cell(name):
 
 
 def test_figure_has_a_cell_per_row(table):
-    figure = isolation.figures({"isolation": table})["isolation"]
+    figure = EXPERIMENT.figures({"isolation": table})["isolation"]
     panel = figure.axes[0]
     assert len(panel.patches) == len(table)
     texts = [text.get_text() for text in panel.texts]
@@ -164,22 +171,32 @@ def test_figure_has_a_cell_per_row(table):
 
 
 def test_summary_counts_and_lists(table):
-    text = isolation.summary({"isolation": table})
+    text = EXPERIMENT.markdown({"isolation": table})
+    assert f"bits in **{len(SITUATIONS) - 1}** of {len(SITUATIONS)} situations" in text
     assert f"Of {len(SITUATIONS)} situations" in text
     assert f"hooks {len(SITUATIONS) - 1}, patches {len(SITUATIONS) - 1}, plain hook " in text
-    assert "- plain hook, a deep copy made inside: after: keeps" in text
+    assert "- plain hook, a deep copy made inside: after: layers hold" in text
     assert set(table["outcome"]) <= set(OUTCOMES)
+
+
+def test_what_is_found_of_ours_and_of_others(table):
+    (found,) = EXPERIMENT.findings({"isolation": table})
+    assert found.text.startswith("With hooks and patches, bystanders")
+    assert found.verdict == "works"
+    others = table[table["mechanism"] == "plain hook"]
+    assert EXPERIMENT.findings({"isolation": others})[0].verdict is None
+    broken = others.assign(mechanism="hooks")
+    assert EXPERIMENT.findings({"isolation": broken})[0].verdict == "breaks"
 
 
 @pytest.fixture
 def cli():
-    app = typer.Typer()
-    app.command()(isolation.command)
-    return lambda *options: CliRunner().invoke(app, options, env={"COLUMNS": "140"})
+    arguments = ["isolation", "--mechanism"]
+    return lambda *more: CliRunner().invoke(app, [*arguments, *more], env={"COLUMNS": "140"})
 
 
 def test_command_writes_what_it_shows(cli, tmp_path):
-    result = cli("--mechanism", "patches", "--output", str(tmp_path))
+    result = cli("patches", "--output", str(tmp_path))
     assert result.exit_code == 0, result.output
     assert "a deep copy made inside" in result.output
     assert set(pd.read_csv(tmp_path / "isolation.csv")["mechanism"]) == {"patches"}
@@ -187,7 +204,7 @@ def test_command_writes_what_it_shows(cli, tmp_path):
 
 
 def test_command_says_which_mechanisms_there_are(cli):
-    result = cli("--mechanism", "magic")
-    assert isinstance(result.exception, UserError)
-    assert "'magic'" in str(result.exception)
-    assert "class patch" in str(result.exception)
+    result = cli("magic")
+    assert result.exit_code == 2
+    assert "'magic'" in result.output
+    assert "class patch" in result.output

@@ -8,9 +8,9 @@ import torch
 from transformers.utils import logging
 
 from experiments import UserError, loading
-from experiments.facts import build_tokenizer
-from experiments.families import build
 from experiments.loading import SHIPPED, ModelNotFoundError, load_model, short_name
+from experiments.testbed.facts import build_tokenizer
+from experiments.testbed.families import build
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from experiments import UserError, memory
+from experiments import UserError
 from experiments.cli import app
-from experiments.facts import build_tokenizer
-from experiments.families import build
-from experiments.memory import NO_PRESS, PRESSES, REAL, Cell, Shape, Size
+from experiments.questions import memory
+from experiments.questions.memory import NO_PRESS, PRESSES, REAL, Cell, Shape, Size
+from experiments.testbed.facts import build_tokenizer
+from experiments.testbed.families import build
 from tests.support import snapshot, token_ids
 
 SMALL = Size(contexts=(128, 256), both=128, twice=128)

@@ -12,24 +12,35 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from experiments import overhead
 from experiments.cli import app
-from experiments.facts import build_tokenizer
-from experiments.families import build
-from experiments.overhead import BARE, EMPTY_HOOK, EMPTY_WRAPPER, Condition, Size
+from experiments.framework import timing
+from experiments.framework.command import progress_bar
+from experiments.framework.intervals import median_interval
+from experiments.framework.timing import in_turn
+from experiments.questions import overhead
+from experiments.questions.overhead import (
+    BARE,
+    EMPTY_HOOK,
+    EMPTY_WRAPPER,
+    EXPERIMENT,
+    Condition,
+    Options,
+)
+from experiments.testbed.facts import build_tokenizer
+from experiments.testbed.families import build
 from press_core import attention_sites, kept_lengths
 from tests.support import snapshot, token_ids
 
 SLOW = Condition("slow")
-SMALL = Size(
+SMALL = Options(
     context=80,
     prefill_rounds=7,
     decode_rounds=7,
     scope_rounds=7,
-    call_rounds=7,
     prefill_repeats=1,
     repeats=2,
 )
+SILENT = progress_bar(disable=True)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +51,7 @@ def model():
 @pytest.fixture(scope="module")
 def table(model):
     before = snapshot(model)
-    table = overhead.measure({"tiny": model}, SMALL, progress=False)["overhead"]
+    table = overhead.measure({"tiny": model}, SMALL, SILENT)
     assert snapshot(model) == before
     return table
 
@@ -61,7 +72,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(overhead, "perf_counter", clock)
+    for module in (overhead, timing):
+        monkeypatch.setattr(module, "perf_counter", clock)
     return clock
 
 
@@ -89,7 +101,7 @@ class Slow:
 def test_a_slow_mechanism_is_found_slow(clock):
     slow = Slow(clock)
     scopes = {BARE: nullcontext, EMPTY_HOOK: nullcontext, SLOW: lambda: slow}
-    times = overhead.in_turn(scopes, slow.work, rounds=9)
+    times = in_turn(scopes, slow.work, rounds=9)
     rows = overhead.compare(times, "none", "decode").set_index("mechanism")
     assert rows.loc["slow", ["ratio", "low", "high"]].tolist() == pytest.approx([2, 2, 2])
     assert rows.loc["empty hook", "ratio"] == pytest.approx(1)
@@ -108,9 +120,7 @@ def test_slow_to_enter_and_slow_to_leave_are_told_apart(clock):
 
 def test_of_runs_in_a_row_the_quickest_counts(clock):
     seconds = iter([9, 9, 5, 1, 2, 7])  # the first round does not count
-    times = overhead.in_turn(
-        {BARE: nullcontext}, lambda: clock.spend(next(seconds)), rounds=2, repeats=2
-    )
+    times = in_turn({BARE: nullcontext}, lambda: clock.spend(next(seconds)), rounds=2, repeats=2)
     assert times[BARE].tolist() == [1, 2]
 
 
@@ -125,7 +135,7 @@ def test_conditions_take_turns_and_the_first_round_does_not_count():
     names = [BARE, EMPTY_HOOK, SLOW]
     scopes = {name: lambda name=name: scope(name) for name in names}
     prepared, ran = [], []
-    times = overhead.in_turn(
+    times = in_turn(
         scopes,
         lambda: ran.append(1),
         rounds=3,
@@ -146,7 +156,7 @@ def test_an_error_inside_closes_the_scope_and_starts_the_garbage_collector_again
         raise RuntimeError("inside")
 
     with pytest.raises(RuntimeError, match="inside"):
-        overhead.in_turn({SLOW: lambda: slow}, fail, rounds=1)
+        in_turn({SLOW: lambda: slow}, fail, rounds=1)
     assert not slow.open
     assert gc.isenabled()
 
@@ -157,13 +167,13 @@ def test_an_error_inside_closes_the_scope_and_starts_the_garbage_collector_again
 )
 def test_interval_of_the_median(n, low, high):
     values = np.random.default_rng(0).permutation(n)
-    assert overhead.median_interval(values) == (low, high)
+    assert median_interval(values) == (low, high)
 
 
 # ---- the empty mechanisms ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("empty", [overhead.EmptyHooks, overhead.EmptyWrappers])
+@pytest.mark.parametrize("empty", [overhead.empty_hooks, overhead.empty_wrappers])
 def test_empty_mechanisms_change_nothing_and_leave_nothing(model, empty):
     before, expected = snapshot(model), model(token_ids(1, 9)).logits
     modules = [site.module for site in attention_sites(model)]
@@ -183,7 +193,7 @@ def test_empty_mechanisms_are_called(model, monkeypatch):
         return wrapped(*args, **kwargs)
 
     monkeypatch.setattr(overhead, "_pass_through", pass_through)
-    with overhead.EmptyHooks(modules), overhead.EmptyWrappers(modules):
+    with overhead.empty_hooks(modules), overhead.empty_wrappers(modules):
         model(token_ids(1, 9))
     assert called == ["hook", "wrapper", "hook"] * len(modules)
 
@@ -206,7 +216,7 @@ def test_every_decode_step_starts_from_the_same_pruned_cache(model, monkeypatch)
 
 
 def test_every_phase_has_every_condition(table):
-    pressed = {(press, mechanism) for press in overhead.PRESSES for mechanism in ("hook", "patch")}
+    pressed = {(press, mechanism) for press in SMALL.press for mechanism in ("hook", "patch")}
     empty = {("no press", "empty hook"), ("no press", "empty wrapper")}
     assert set(table["phase"]) == {"call", "prefill", "decode", "enter", "leave"}
     for phase in ("prefill", "decode", "enter", "leave"):
@@ -233,11 +243,10 @@ def test_ratios_lie_in_their_intervals(table):
 
 
 def test_any_press_can_be_measured(model):
-    size = Size(context=80, prefill_rounds=1, decode_rounds=1, scope_rounds=1, call_rounds=1)
-    size = replace(size, prefill_repeats=1, repeats=1)
+    names = tuple(sorted(overhead.MECHANISMS["hook"]))
+    options = replace(SMALL, press=names, prefill_rounds=1, decode_rounds=1, scope_rounds=1)
     before = snapshot(model)
-    names = sorted(overhead.MECHANISMS["hook"])
-    table = overhead.measure({"tiny": model}, size, names, progress=False)["overhead"]
+    table = overhead.measure({"tiny": model}, replace(options, repeats=1), SILENT)
     assert snapshot(model) == before
     for phase in ("prefill", "decode", "enter", "leave"):
         assert set(table.loc[table["phase"] == phase, "press"]) == {*names, "no press"}
@@ -264,7 +273,7 @@ def test_a_press_is_open_while_its_times_are_taken(model):
 
 
 def test_figure_has_a_panel_per_phase_and_a_point_per_condition(table):
-    figure = overhead.figures({"overhead": table})["overhead"]
+    figure = EXPERIMENT.figures({"overhead": table})["overhead"]
     prefill, decode = figure.axes
     points = [
         [line.get_xdata()[0] for line in axes.get_lines() if line.get_marker() in ("o", "s")]
@@ -276,7 +285,7 @@ def test_figure_has_a_panel_per_phase_and_a_point_per_condition(table):
 
 
 def test_summary_names_every_condition(table):
-    text = overhead.summary({"overhead": table})
+    text = EXPERIMENT.markdown({"overhead": table})
     assert text.count("| tiny | prefill |") == 4
     assert text.count("| tiny | decode |") == 2
     assert "To enter a scope on `tiny`" in text
@@ -288,16 +297,16 @@ def cli(model, tmp_path_factory):
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     arguments = ["overhead", "--model", str(folder), "--context", "80", "--prefill-rounds", "2"]
-    return lambda *more: CliRunner().invoke(app, [*arguments, *more], env={"COLUMNS": "120"})
+    return lambda *more: CliRunner().invoke(app, [*arguments, *more], env={"COLUMNS": "180"})
 
 
 def test_command_writes_what_it_shows(cli, tmp_path):
     options = ["--press", "adakv", "--press", "KVzipPress"]
     result = cli("--decode-rounds", "2", "--output", str(tmp_path), *options)
     assert result.exit_code == 0, result.output
-    assert "Decode with an open scope, tiny" in result.output
-    assert "AdaKV, 50% evicted" in result.output
-    assert "KVzip, 50% evicted" in result.output
+    shown = " ".join(result.output.split())
+    assert "tiny decode AdaKV, 50% evicted" in shown
+    assert "tiny decode KVzip, 50% evicted" in shown
     assert set(pd.read_csv(tmp_path / "overhead.csv")["model"]) == {"tiny", "empty module"}
     assert (tmp_path / "overhead.png").stat().st_size > 10_000
 

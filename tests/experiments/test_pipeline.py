@@ -13,10 +13,10 @@ from transformers import DynamicCache, QuantizedCache, pipeline, set_seed
 import hooks_impl
 import patch_impl
 from experiments import UserError
-from experiments.facts import build_tokenizer, draw
 from experiments.loading import load_model
 from experiments.pipeline import TASK, ContextAnswerer
-from experiments.quality import answer_seen, answer_unseen
+from experiments.testbed.asking import answer_seen, answer_unseen
+from experiments.testbed.facts import build_tokenizer, draw
 from press_core import RaggedLayer, kept_lengths
 from tests.support import snapshot
 

@@ -13,17 +13,23 @@ from typer.testing import CliRunner
 
 import hooks_impl
 import patch_impl
-from experiments import UserError, plots, quality
+from experiments import UserError
 from experiments.cli import app
-from experiments.facts import VOCABULARY, build_tokenizer, draw
-from experiments.families import build
+from experiments.framework import plots
+from experiments.framework.command import progress_bar
+from experiments.framework.intervals import wilson
 from experiments.loading import load_model
-from experiments.quality import Condition, Task, answer_seen, answer_unseen, wilson
+from experiments.questions import quality
+from experiments.questions.quality import EXPERIMENT, Condition
+from experiments.testbed.asking import Task, answer_seen, answer_unseen, check_vocabulary
+from experiments.testbed.facts import VOCABULARY, build_tokenizer, draw
+from experiments.testbed.families import build
 from press_core import kept_lengths
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 protocols = pytest.mark.parametrize("answer", [answer_unseen, answer_seen])
 PAIRS = [("KnormPress", "hook"), ("KnormPress", "patch")]
+SILENT = progress_bar(disable=True)
 SMALL = Task(context=32, facts=4, samples=3, seen_samples=10)
 
 
@@ -177,7 +183,7 @@ def test_the_shipped_model_tells_seen_from_unseen(facts_llama):
 @pytest.fixture(scope="module")
 def tables(model):
     measured = quality.conditions(PAIRS, [0.0, 0.5, 0.8])
-    return quality.measure(model, measured, SMALL, model_name="tiny", progress=False)
+    return quality.measure(model, measured, SMALL, SILENT, model_name="tiny")
 
 
 def test_a_row_per_condition_and_kind_of_question(tables):
@@ -199,9 +205,9 @@ def test_accuracy_counts_right_answers(monkeypatch, model):
         return answers
 
     monkeypatch.setitem(quality._PROTOCOLS, "unseen", two_of_three_wrong)
-    table = quality.measure(
-        model, quality.conditions([], [0.0]), SMALL, model_name="tiny", progress=False
-    )["quality"]
+    table = quality.measure(model, quality.conditions([], [0.0]), SMALL, SILENT, model_name="tiny")[
+        "quality"
+    ]
     assert table.set_index("question")["accuracy"]["unseen"] == pytest.approx(1 / 3)
 
 
@@ -209,7 +215,7 @@ def test_mechanisms_agree_on_every_answer(tables):
     agreement = tables["quality_agreement"]
     assert len(agreement) == 4
     assert (agreement["answers"] == agreement["same"]).all()
-    assert "same answer to every one of 44 questions" in quality.summary(tables)
+    assert "different answers to **0** of 44 questions" in EXPERIMENT.markdown(tables)
 
 
 def test_a_mechanism_that_answers_otherwise_is_noticed(monkeypatch, model):
@@ -219,9 +225,9 @@ def test_a_mechanism_that_answers_otherwise_is_noticed(monkeypatch, model):
 
     monkeypatch.setitem(patch_impl.PRESSES, "KnormPress", Other)
     measured = quality.conditions(PAIRS, [0.8])
-    tables = quality.measure(model, measured, SMALL, model_name="tiny", progress=False)
+    tables = quality.measure(model, measured, SMALL, SILENT, model_name="tiny")
     assert tables["quality_agreement"]["same"].sum() < tables["quality_agreement"]["answers"].sum()
-    assert "different answers" in quality.summary(tables)
+    assert EXPERIMENT.findings(tables)[1].verdict == "breaks"
 
 
 def test_contexts_are_the_same_for_every_condition():
@@ -267,7 +273,7 @@ def test_finch_sees_the_question_and_the_model_no_delimiter(model, package):
 def test_what_needs_a_question_is_not_asked_without():
     measured = quality.conditions([("FinchPress", "hook")], [0.5])
     table = quality.measure(
-        tiny_model(), measured, replace(SMALL, seen_samples=1), model_name="tiny", progress=False
+        tiny_model(), measured, replace(SMALL, seen_samples=1), SILENT, model_name="tiny"
     )["quality"]
     assert table["question"].tolist() == ["seen"]
 
@@ -284,10 +290,10 @@ def test_a_press_that_the_model_does_not_suit_is_left_out_and_named():
 
 def test_another_vocabulary_is_refused():
     tokenizer = build_tokenizer()
-    quality.check_vocabulary(tokenizer, "facts")
+    check_vocabulary(tokenizer, "facts")
     tokenizer.add_tokens(["zebra"])
     with pytest.raises(UserError, match="vocabulary"):
-        quality.check_vocabulary(tokenizer, "zoo")
+        check_vocabulary(tokenizer, "zoo")
 
 
 # ---- figure, summary, command ------------------------------------------------------------------
@@ -301,7 +307,7 @@ def shown_in(axes):
 
 def test_figure_has_a_cell_per_press_ratio_and_question(tables):
     before = dict(matplotlib.rcParams)
-    figure = quality.figures(tables)["quality"]
+    figure = EXPERIMENT.figures(tables)["quality"]
     assert dict(matplotlib.rcParams) == before
     assert [axes.get_title(loc="left") for axes in figure.axes] == [
         "Question unseen: right answers in %",
@@ -324,7 +330,7 @@ def test_figure_frames_where_mechanisms_differ(tables):
     agreement = tables["quality_agreement"].copy()
     wrong = (agreement["ratio"] == 0.8) & (agreement["question"] == "seen")
     agreement.loc[wrong, "same"] -= 1
-    figure = quality.figures(tables | {"quality_agreement": agreement})["quality"]
+    figure = EXPERIMENT.figures(tables | {"quality_agreement": agreement})["quality"]
     assert [[frame.get_xy() for frame in axes.patches] for axes in figure.axes] == [[], [(1, 0)]]
     assert "framed where hook and patch differ" in figure.get_label()
 
@@ -332,7 +338,7 @@ def test_figure_frames_where_mechanisms_differ(tables):
 def test_figure_leaves_cells_empty_that_were_not_measured(tables):
     table = tables["quality"]
     table = table[(table["question"] == "seen") | (table["press"] == "no press")]
-    unseen, seen = quality.figures(tables | {"quality": table})["quality"].axes
+    unseen, seen = EXPERIMENT.figures(tables | {"quality": table})["quality"].axes
     assert shown_in(unseen) == []
     assert len(shown_in(seen)) == 2
 
@@ -344,9 +350,9 @@ def test_every_press_has_a_look_of_its_own():
 
 
 def test_summary_has_a_row_per_press_and_a_column_per_ratio(tables):
-    lines = quality.summary(tables).splitlines()
+    lines = EXPERIMENT.markdown(tables).splitlines()
     (row,) = [line for line in lines if line.startswith("| Knorm")]
-    assert row.count("%") == 4
+    assert row.count("±") == 4
     assert "unseen, 80% evicted" in "".join(lines)
     assert lines[-1].startswith("- Not compared: Composed (a combination of presses ")
 
@@ -357,7 +363,7 @@ def test_summary_names_all_of_the_best(tables):
     table = pd.concat((table, other))
     table.loc[table["ratio"] == 0.8, "accuracy"] = 0.5
     table.loc[(table["ratio"] == 0.5) & (table["press"] == "KnormPress"), "accuracy"] = 0.75
-    text = quality.summary(tables | {"quality": table})
+    text = EXPERIMENT.markdown(tables | {"quality": table})
     assert "with Knorm (75%) at 50% evicted; Knorm and AdaKV (50%) at 80% evicted." in text
     assert "- AdaKV wraps SnapKV." in text
 

@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from experiments import UserError
-from experiments.evaluate import sweep
-from experiments.evaluation.engines import Failure, on_ray
-from experiments.evaluation.settings import Settings
-from experiments.evaluation.store import Store
+from experiments.answers.engines import Failure, on_ray
+from experiments.answers.evaluate import sweep
+from experiments.answers.settings import Settings
+from experiments.answers.store import Store
 
 ray = pytest.importorskip("ray", reason="the extra [ray] is not installed")
 

@@ -10,12 +10,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from experiments import UserError, streaming
+from experiments import UserError
 from experiments.cli import app
-from experiments.facts import build_tokenizer
-from experiments.families import build
 from experiments.loading import load_model
-from experiments.streaming import (
+from experiments.questions import streaming
+from experiments.questions.streaming import (
     FULL,
     IGNORED,
     IN_CACHE,
@@ -28,6 +27,8 @@ from experiments.streaming import (
     Stream,
     Text,
 )
+from experiments.testbed.facts import build_tokenizer
+from experiments.testbed.families import build
 from press_core import HyperparameterError, cache_nbytes, kept_lengths
 from tests.support import snapshot, token_ids
 

@@ -2,24 +2,29 @@
 
 import json
 import sys
-from dataclasses import replace
+from base64 import b64decode
+from dataclasses import dataclass
 from html.parser import HTMLParser
 from io import StringIO
 from types import SimpleNamespace
+from typing import Annotated
 
 import pandas as pd
 import pytest
 import torch
+import typer
 from matplotlib.figure import Figure
 from rich.console import Console
 from typer.testing import CliRunner
 
 import experiments
-from experiments import UserError, report
+from experiments import UserError
 from experiments.cli import app
-from experiments.experiment import Experiment
-from experiments.readme import blocks, fill
-from experiments.report import MAX_ROWS, describe, headline, read_table, write_report, write_table
+from experiments.framework.experiment import Experiment, Finding
+from experiments.framework.readme import blocks, fill
+from experiments.framework.report import MAX_ROWS, write_report
+from experiments.framework.results import MANIFEST, describe, read_table, write_table
+from experiments.framework.tables import ResultTable
 from experiments.study import run_study
 
 
@@ -33,35 +38,60 @@ def line_figure(tables):
     return figure
 
 
-def tiny(name: str, **changed) -> Experiment:
-    """An experiment of one table `name` with a column x, and a figure of the same name."""
-    experiment = Experiment(
-        name=name,
-        title=f"The {name} experiment",
-        question=f"What about {name}?",
-        run=lambda: {name: pd.DataFrame({"x": [0.1, 2.0, 3.5], "word": ["a", "b", "c"]})},
-        figures=lambda tables: {name: line_figure(tables)},
-        summary=lambda tables: (
-            f"The mean of {name} is\n{tables[name]['x'].mean():.3f}.\n\n"
-            f"| x |\n|--:|\n| {tables[name]['x'].iloc[-1]} |"
-        ),
-        repeat=f"python -m experiments {name}",
-    )
-    return replace(experiment, **changed)
+@dataclass(frozen=True)
+class Options:
+    last: Annotated[float, typer.Option(help="The last x.")] = 3.5
 
 
-def failing() -> dict:
+class Tiny(Experiment[Options]):
+    """One table with a column x, and a figure, both of the experiment's name."""
+
+    method = "Three numbers are written down. Others would have another mean."
+    full, quick = Options(), Options(last=2.9)
+
+    def __init__(self, name):
+        self.name, self.title = name, f"The {name} experiment"
+        self.question = f"What about {name}?"
+
+    def measure(self, options, progress):
+        return {self.name: pd.DataFrame({"x": [0.1, 2.0, options.last], "word": ["a", "b", "c"]})}
+
+    def findings(self, tables):
+        mean = tables[self.name]["x"].mean()
+        text = f"The mean of {self.name} is **{mean:.3f}**."
+        return [Finding("mean", text, f"know {self.name}", "works")]
+
+    def views(self, tables):
+        return [ResultTable("The last.", ["x"], [[tables[self.name]["x"].iloc[-1]]], left=0)]
+
+    def remarks(self, tables):
+        return ["Nothing else."]
+
+    def figures(self, tables):
+        return {self.name: line_figure(tables)}
+
+
+def tiny(name, **changed):
+    """A `Tiny` with other attributes, or methods that take no `self`."""
+    experiment = Tiny(name)
+    for attribute, value in changed.items():
+        setattr(experiment, attribute, value)
+    return experiment
+
+
+def failing(*_):
     raise RuntimeError("no <luck>\n [today]")
 
 
 ONE, TWO = tiny("one"), tiny("two")
-BROKEN = tiny("broken", run=failing)
+BROKEN = tiny("broken", measure=failing)
 
 
 def study(chosen, folder):
     """Run a study; returns who failed, and what was printed."""
     printed = StringIO()
-    return run_study(chosen, folder, Console(file=printed, width=200)), printed.getvalue()
+    console = Console(file=printed, width=200)
+    return run_study(chosen, folder, console, full=True), printed.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +106,10 @@ def registered(monkeypatch):
     """Offer experiments to the commands, in place of the study's own."""
 
     def register(*chosen: Experiment) -> None:
-        monkeypatch.setattr(experiments, "EXPERIMENTS", tuple(e.name for e in chosen))
+        monkeypatch.setattr(experiments, "EXPERIMENTS", {e.name: "" for e in chosen})
         for experiment in chosen:
             module = SimpleNamespace(EXPERIMENT=experiment)
-            monkeypatch.setitem(sys.modules, f"experiments.{experiment.name}", module)
+            monkeypatch.setitem(sys.modules, f"experiments.questions.{experiment.name}", module)
 
     return register
 
@@ -136,6 +166,7 @@ def test_manifest(folder):
     assert one["tables"] == ["one"]
     assert one["figures"] == {"one": "A line: x against row"}
     assert one["error"] is None
+    assert one["repeat"] == "python -m experiments one"
     assert one["seconds"] > 0
 
 
@@ -153,18 +184,24 @@ def test_an_experiment_that_fails_takes_nothing_from_the_others(tmp_path):
     assert "The mean of two is" in text
 
 
-@pytest.mark.parametrize("part", ["figures", "summary"])
-def test_tables_survive_a_figure_or_a_summary_that_fails(tmp_path, part):
+def test_a_study_is_quick_unless_asked_for_the_full_one(tmp_path):
+    assert run_study([ONE], tmp_path, Console(file=StringIO())) == []
+    assert read_table(tmp_path / "one.csv")["x"].tolist() == [0.1, 2.0, 2.9]
+    assert "Repeat it: python -m experiments one --last 2.9" in page(tmp_path).text
+
+
+@pytest.mark.parametrize("part", ["figures", "findings", "views", "remarks"])
+def test_tables_survive_what_fails_to_read_them(tmp_path, part):
     def fail(tables):
         raise KeyError("column")
 
-    assert study([replace(ONE, **{part: fail}), TWO], tmp_path)[0] == ["one"]
+    assert study([tiny("one", **{part: fail}), TWO], tmp_path)[0] == ["one"]
     assert (tmp_path / "one.csv").exists()
     assert "KeyError: 'column'" in page(tmp_path).text
 
 
 def test_two_experiments_cannot_write_one_table(tmp_path):
-    assert study([ONE, tiny("two", run=ONE.run)], tmp_path)[0] == ["two"]
+    assert study([ONE, tiny("two", measure=ONE.measure)], tmp_path)[0] == ["two"]
     assert "written by an experiment before" in page(tmp_path).text
 
 
@@ -183,12 +220,12 @@ def test_some_experiments_can_be_run_again_alone(tmp_path):
     study([ONE, TWO], tmp_path)
     ran = []
 
-    def run():
+    def run(*_):
         ran.append("two")
         return {"two": pd.DataFrame({"x": [9.0], "word": ["new"]})}
 
     console = Console(file=StringIO())
-    again = [tiny("one", run=failing), tiny("two", run=run)]
+    again = [tiny("one", measure=failing), tiny("two", measure=run)]
     assert run_study(again, tmp_path, console, only=["two"]) == []
     assert ran == ["two"]
     assert list(read_table(tmp_path / "one.csv")["x"]) == [0.1, 2.0, 3.5]
@@ -202,12 +239,15 @@ def test_some_experiments_can_be_run_again_alone(tmp_path):
 
 
 def test_results_do_not_depend_on_the_order_of_experiments(tmp_path):
-    def run():
+    def run(*_):
         return {"drawn": pd.DataFrame({"x": torch.rand(3).tolist()})}
 
-    drawing = tiny("drawn", run=run, summary=lambda tables: "Drawn.", figures=lambda tables: {})
+    drawing = tiny("drawn", measure=run)
     study([drawing], tmp_path / "alone")
-    study([tiny("drawing", run=lambda: {"first": run()["drawn"]}), drawing], tmp_path / "second")
+    study(
+        [tiny("drawing", measure=lambda *_: {"drawing": run()["drawn"]}), drawing],
+        tmp_path / "second",
+    )
     alone, second = (tmp_path / name / "drawn.csv" for name in ("alone", "second"))
     assert alone.read_text() == second.read_text()
 
@@ -250,10 +290,17 @@ def test_the_page_reads_as_a_paper(folder):
     text = " ".join(shown.text.split())
     order = [
         "must you patch its code",
+        "know one works The mean of one is 1.867.",
+        "know two works The mean of two is 1.867.",
         "What about one? The mean of one is 1.867.",
         "What about two? The mean of two is 1.867.",
         "The one experiment",
+        "What about one?",
+        "The mean of one is 1.867.",
         "Figure 1. A line: x against row",
+        "Three numbers are written down.",
+        "The last.",
+        "Nothing else.",
         "Full table one.csv, 3 rows",
         "Repeat it: python -m experiments one",
         "The two experiment",
@@ -266,12 +313,13 @@ def test_the_page_reads_as_a_paper(folder):
         places.append(text.index(words, places[-1] if places else 0))
     assert places == sorted(places)
     assert [image["alt"] for image in shown.images] == ["A line: x against row"] * 2
-    assert shown.tags.count("details") == 2
+    assert shown.tags.count("details") == 4
 
 
 def test_the_markdown_report(folder):
     text = (folder / "report.md").read_text()
-    assert "| What about one? | The mean of one is 1.867. |" in text
+    assert "| What about one? | The mean of one is **1.867**. |" in text
+    assert "| know one | works | The mean of one is **1.867**. |" in text
     assert "![A line: x against row](one.png)" in text
     assert "| x |\n|--:|\n| 3.5 |" in text
     assert "[two.csv](two.csv), 3 rows" in text
@@ -293,7 +341,7 @@ def test_a_report_follows_its_tables(folder, tmp_path):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "one.csv").write_text("x,word\n7.0,a\n")
     write_report(tmp_path, [ONE, TWO])
-    assert "The mean of one is\n7.000." in (tmp_path / "report.md").read_text()
+    assert "The mean of one is **7.000**." in (tmp_path / "report.md").read_text()
     assert "7.000" in page(tmp_path).text
 
 
@@ -303,19 +351,24 @@ def test_nothing_in_the_data_becomes_markup(tmp_path):
         "evil",
         title=evil,
         question=evil,
-        run=lambda: {"evil": pd.DataFrame({"x": [1], evil: [evil]})},
-        summary=lambda tables: f"{evil} **bold**",
+        measure=lambda *_: {"evil": pd.DataFrame({"x": [1], evil: [evil]})},
+        findings=lambda tables: [Finding("evil", f"{evil} **1**")],
+        method=evil,
     )
     study([experiment], tmp_path)
     shown = page(tmp_path)
     assert "script" not in shown.tags
     assert "strong" in shown.tags
-    assert shown.text.count(evil) == 7  # question and answer twice each, title, column, cell
+    assert (
+        shown.text.count(evil) == 8
+    )  # question and answer twice each, title, method, column, cell
 
 
 def test_long_tables_are_cut_and_say_so(tmp_path):
     rows = MAX_ROWS + 5
-    long = tiny("long", run=lambda: {"long": pd.DataFrame({"x": range(100_000, 100_000 + rows)})})
+    long = tiny(
+        "long", measure=lambda *_: {"long": pd.DataFrame({"x": range(100_000, 100_000 + rows)})}
+    )
     study([long], tmp_path)
     shown = page(tmp_path)
     assert f"{rows} rows" in shown.text
@@ -324,11 +377,32 @@ def test_long_tables_are_cut_and_say_so(tmp_path):
     assert str(100_000 + MAX_ROWS) not in shown.text
 
 
-def test_headline_is_the_first_paragraph():
-    assert headline("# Title\n\n- a list\n\nThe *answer*,\nin short.\n\nMore.") == (
-        "The *answer*, in short."
-    )
-    assert headline("| a |\n|---|\n| b |") == ""
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("No number at all.", "one number in bold"),
+        ("**5** and **6**", "one number in bold"),
+        ("**5 of 6**", "one number in bold"),
+        ("**five**", "one number in bold"),
+        ("**5** " + "word " * 25, "26 words, more than 25"),
+    ],
+)
+def test_a_finding_is_short_and_has_one_number(text, words):
+    with pytest.raises(ValueError, match=words):
+        Finding("name", text)
+
+
+def test_every_finding_has_an_anchor(folder):
+    text = (folder / "report.html").read_text()
+    assert 'id="one-mean"' in text
+    assert 'href="#one-mean"' in text
+
+
+def test_figures_follow_the_dark_mode_of_the_reader(folder):
+    source = page(folder).images[0]["src"]
+    drawn = b64decode(source.removeprefix("data:image/svg+xml;base64,")).decode()
+    assert "prefers-color-scheme:dark" in drawn
+    assert "#222222" not in drawn.split("</style>")[1]
 
 
 def test_what_a_figure_shows():
@@ -377,7 +451,7 @@ def test_report_can_redraw(registered, tmp_path):
         figure.axes[0].set_title("A better title")
         return {"one": figure}
 
-    registered(replace(ONE, figures=relabelled))
+    registered(tiny("one", figures=relabelled))
     runner.invoke(app, ["report", "--input", str(tmp_path)], catch_exceptions=False)
     assert (tmp_path / "one.png").read_bytes() == before
     runner.invoke(app, ["report", "--input", str(tmp_path), "--redraw"], catch_exceptions=False)
@@ -391,7 +465,7 @@ def test_report_refuses_a_folder_that_holds_no_study(registered, folder, tmp_pat
         result = runner.invoke(app, ["report", "--input", str(where)])
         assert result.exit_code == 2
         assert words in result.stderr
-    (tmp_path / report.MANIFEST).write_text("{")
+    (tmp_path / MANIFEST).write_text("{")
     assert "is not JSON" in runner.invoke(app, ["report", "--input", str(tmp_path)]).stderr
 
 
@@ -420,12 +494,12 @@ def test_readme_blocks_are_filled_once(folder):
         "# Title\n\n"
         "<!-- table: verdict -->\n\n"
         "| Question | Answer |\n|---|---|\n"
-        "| What about one? | The mean of one is 1.867. |\n"
-        "| What about two? | The mean of two is 1.867. |\n\n"
+        "| What about one? | The mean of one is **1.867**. |\n"
+        "| What about two? | The mean of two is **1.867**. |\n\n"
         "<!-- /table -->\n\n"
         "Between.\n\n"
         "<!-- table: two -->\n\n"
-        "The mean of two is\n1.867.\n\n| x |\n|--:|\n| 3.5 |\n\n"
+        "The mean of two is **1.867**.\n\nThe last.\n\n| x |\n|--:|\n| 3.5 |\n\nNothing else.\n\n"
         "<!-- /table -->\n"
         "End.\n"
     )

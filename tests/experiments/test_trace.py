@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 
 import hooks_impl
 import patch_impl
-from experiments import trace as tracing
 from experiments.cli import app
-from experiments.compare import PressPair, pair
-from experiments.families import build
-from experiments.report import read_table, write_table
-from experiments.trace import Event, to_table, trace
-from experiments.usual import suited_pair
+from experiments.framework.report import read_table, write_table
+from experiments.questions import trace as tracing
+from experiments.questions.trace import Event, to_table, trace
+from experiments.testbed.compare import PressPair, pair
+from experiments.testbed.families import build
+from experiments.testbed.recipes import suited_pair
 from press_core import kept_lengths
 from tests.support import snapshot, token_ids
 

@@ -15,12 +15,12 @@ from kvpress.presses import kvzap_press, qfilter_press
 from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
-from press_core.methods import kvzip
-from press_core.methods.duo_attention import HeadScores
-from press_core.methods.expected_attention_stats import ExpectedAttentionStats
-from press_core.methods.kvzap import KVzapRegressor
-from press_core.methods.leverage_score import sketch
-from press_core.methods.qfilter import QFilters
+from press_core.presses import kvzip
+from press_core.presses.duo_attention import HeadScores
+from press_core.presses.expected_attention_stats import ExpectedAttentionStats
+from press_core.presses.kvzap import KVzapRegressor
+from press_core.presses.leverage_score import sketch
+from press_core.presses.qfilter import QFilters
 from tests.oracle.running import Context, token_ids
 
 N_LAYERS, N_HEADS, N_KV, D, WIDTH, HIDDEN = 3, 4, 2, 16, 64, 24

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from experiments.families import build
+from experiments.testbed.families import build
 from press_core import RaggedLayer, attention_sites
 
 VOCABULARY = 1024

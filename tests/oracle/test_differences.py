@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedTokenizerFast
 
 import hooks_impl
 from press_core import HyperparameterError, PressError, UnsupportedInputError
-from press_core.methods.lagkv import lagkv_scores
+from press_core.presses.lagkv import lagkv_scores
 from tests.oracle import handed
 from tests.oracle.cases import EAGER, FLOAT32, LLAMA, ONE_ROW, TWO_ROWS, Case
 from tests.oracle.differences import difference

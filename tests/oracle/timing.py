@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 
 import hooks_impl
-from press_core.methods.duo_attention import HeadScores
-from press_core.methods.expected_attention_stats import ExpectedAttentionStats
-from press_core.methods.kvzap import KVzapRegressor
-from press_core.methods.qfilter import QFilters
+from press_core.presses.duo_attention import HeadScores
+from press_core.presses.expected_attention_stats import ExpectedAttentionStats
+from press_core.presses.kvzap import KVzapRegressor
+from press_core.presses.qfilter import QFilters
 from tests.oracle import handed
 from tests.oracle.cases import Build
 from tests.oracle.differences import NOT_IN_KVPRESS

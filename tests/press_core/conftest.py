@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from experiments.families import build
+from experiments.testbed.families import build
 from press_core import AttentionSite, attention_sites
 
 BATCH = 2

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from experiments.families import build
+from experiments.testbed.families import build
 from patch_impl import KnormPress
 from press_core import (
     AttentionCall,
@@ -22,7 +22,7 @@ from press_core import (
     cache_nbytes,
     kept_lengths,
 )
-from press_core.caches import check_prunable, mask_layer, prunable_layer
+from press_core.cache.caches import check_prunable, mask_layer, prunable_layer
 
 BATCH, HEADS, KEPT, SEEN, DIM = 3, 2, 4, 10, 5
 CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.families import FAMILIES, build
+from experiments.testbed.families import FAMILIES, build
 from press_core import AttentionCall, UnsupportedInputError, attention_sites
 
 LENGTH = 7

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from experiments.compare import Inputs, compare
-from experiments.families import build
+from experiments.testbed.compare import Inputs, compare
+from experiments.testbed.families import build
 from hooks_impl import compactor as compactor_hooks
 from hooks_impl import leverage_score as leverage_hooks
 from hooks_impl import non_causal_attn as non_causal_hooks
@@ -23,10 +23,10 @@ from patch_impl import compactor as compactor_patches
 from patch_impl import leverage_score as leverage_patches
 from patch_impl import non_causal_attn as non_causal_patches
 from press_core import AttentionCall, AttentionSite, HyperparameterError, attention_sites
-from press_core.methods import non_causal_attn
-from press_core.methods.compactor import Compactor, compactor_scores
-from press_core.methods.leverage_score import LeverageScore, leverage_scores, sketch, standardised
-from press_core.methods.non_causal_attn import (
+from press_core.presses import non_causal_attn
+from press_core.presses.compactor import Compactor, compactor_scores
+from press_core.presses.leverage_score import LeverageScore, leverage_scores, sketch, standardised
+from press_core.presses.non_causal_attn import (
     NonCausalAttn,
     non_causal_scores,
     queries_of_all_keys,
@@ -346,9 +346,9 @@ def test_a_field_out_of_range_is_named_with_its_value(
 
 def test_compactor_leaves_whole_what_is_no_longer_than_its_two_ends() -> None:
     press = Compactor(sink_size_start=5, sink_size_end=2)
-    assert not press.acts_on(7)
-    assert press.acts_on(8)
-    assert Compactor(sink_size_start=0, sink_size_end=0).acts_on(1)
+    assert not press.is_long_enough(7)
+    assert press.is_long_enough(8)
+    assert Compactor(sink_size_start=0, sink_size_end=0).is_long_enough(1)
 
 
 # ---- leverage ------------------------------------------------------------------------------------

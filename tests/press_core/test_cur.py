@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.compare import Inputs, compare
-from experiments.families import build
+from experiments.testbed.compare import Inputs, compare
+from experiments.testbed.families import build
 from hooks_impl import cur as hooks
 from patch_impl import cur as patches
 from press_core import HyperparameterError
-from press_core.methods.cur import CUR, cur_scores
-from press_core.methods.leverage_score import sketch
+from press_core.presses.cur import CUR, cur_scores
+from press_core.presses.leverage_score import sketch
 from press_core.select import top_positions
 
 TYPES = ("key", "value", "kv_avg", "kv_product")
@@ -154,8 +154,8 @@ def test_the_sinks_are_kept_before_all_others() -> None:
 
 
 def test_a_context_of_sinks_is_left_whole() -> None:
-    assert not CUR(num_sinks=4).acts_on(4)
-    assert CUR(num_sinks=4).acts_on(5)
+    assert not CUR(num_sinks=4).is_long_enough(4)
+    assert CUR(num_sinks=4).is_long_enough(5)
 
 
 @pytest.mark.parametrize(

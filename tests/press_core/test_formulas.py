@@ -16,22 +16,22 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from experiments.families import FAMILIES, build
+from experiments.testbed.families import FAMILIES, build
 from press_core import AttentionCall, AttentionSite, HyperparameterError, attention_sites
 from press_core.attention import attention_blocks, window_attention
-from press_core.methods.expected_attention import (
+from press_core.presses.expected_attention import (
     ExpectedAttention,
     expected_attention_scores,
     query_statistics,
 )
-from press_core.methods.keydiff import keydiff_scores
-from press_core.methods.knorm import knorm_scores
-from press_core.methods.lagkv import LagKV, lagkv_scores
-from press_core.methods.observed_attention import observed_attention_scores
-from press_core.methods.random import random_scores
-from press_core.methods.snapkv import SnapKV, snapkv_scores
-from press_core.methods.streaming_llm import StreamingLLM, streaming_llm_scores
-from press_core.methods.tova import TOVA, tova_scores
+from press_core.presses.keydiff import keydiff_scores
+from press_core.presses.knorm import knorm_scores
+from press_core.presses.lagkv import LagKV, lagkv_scores
+from press_core.presses.observed_attention import observed_attention_scores
+from press_core.presses.random import random_scores
+from press_core.presses.snapkv import SnapKV, snapkv_scores
+from press_core.presses.streaming_llm import StreamingLLM, streaming_llm_scores
+from press_core.presses.tova import TOVA, tova_scores
 from press_core.select import n_kept, top_positions
 
 BATCH, HEADS, KV_HEADS, GROUP, LENGTH, DIM = 2, 4, 2, 2, 23, 8
@@ -361,8 +361,8 @@ def test_a_field_out_of_range_is_named_with_its_value(
 def test_a_context_no_longer_than_what_is_protected_is_left_whole(
     method: Any, too_short: int
 ) -> None:
-    assert not method.acts_on(too_short)
-    assert method.acts_on(too_short + 1)
+    assert not method.is_long_enough(too_short)
+    assert method.is_long_enough(too_short + 1)
 
 
 # ---- random --------------------------------------------------------------------------------------

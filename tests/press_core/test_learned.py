@@ -17,21 +17,21 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from experiments.families import build
+from experiments.testbed.families import build
 from press_core import AttentionCall, HyperparameterError, PressError, attention_sites
-from press_core.fitted import Fitted, FittedError, QueryMoments, find, rows_alone
-from press_core.methods.expected_attention import (
+from press_core.calibration import Calibration, CalibrationError, QueryMoments, find, rows_alone
+from press_core.presses.expected_attention import (
     ExpectedAttention,
     expected_attention_scores,
     query_statistics,
 )
-from press_core.methods.expected_attention_stats import (
+from press_core.presses.expected_attention_stats import (
     ExpectedAttentionStats,
     ExpectedAttentionWithStats,
     expected_attention_stats_scores,
 )
-from press_core.methods.kvzap import KVzap, KVzapRegressor, _Examples, fit_regressor, kvzap_scores
-from press_core.methods.qfilter import QFilter, QFilters, filter_directions, qfilter_scores
+from press_core.presses.kvzap import KVzap, KVzapRegressor, _Examples, fit_regressor, kvzap_scores
+from press_core.presses.qfilter import QFilter, QFilters, filter_directions, qfilter_scores
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM, WIDTH, LAYERS = 2, 4, 2, 17, 8, 32, 3
 
@@ -202,7 +202,7 @@ def test_moments_of_batches_are_those_of_all_queries() -> None:
 
 
 def test_moments_of_nothing_are_refused() -> None:
-    with pytest.raises(FittedError, match="no token"):
+    with pytest.raises(CalibrationError, match="no token"):
         QueryMoments().stacked()
 
 
@@ -343,12 +343,12 @@ def test_scores_of_another_shape_are_refused() -> None:
     for scores in (of_layer_1(too_short), [torch.zeros(BATCH, KV_HEADS, LENGTH)] * 2):
         learned = _Examples(1000)
         learned.see(a_call())
-        with pytest.raises(FittedError, match=r"3 layers.*layer 1 must be \(2, 2, 17\)"):
+        with pytest.raises(CalibrationError, match=r"3 layers.*layer 1 must be \(2, 2, 17\)"):
             learned.label(scores)
 
 
 def test_nothing_to_learn_from_is_refused() -> None:
-    with pytest.raises(FittedError, match="no token"):
+    with pytest.raises(CalibrationError, match="no token"):
         fit_regressor(_Examples(10), "linear", None, 0, 0)
 
 
@@ -383,7 +383,7 @@ def test_rows_alone_have_no_padding() -> None:
     ],
 )
 def test_tensors_that_do_not_fit_each_other_are_refused(make: Any) -> None:
-    with pytest.raises(FittedError, match="must be"):
+    with pytest.raises(CalibrationError, match="must be"):
         make()
 
 
@@ -412,7 +412,7 @@ def test_what_was_learned_says_what_it_is_for() -> None:
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def same(one: Fitted, two: Fitted) -> bool:
+def same(one: Calibration, two: Calibration) -> bool:
     names = one.tensors.keys()
     return names == two.tensors.keys() and all(
         torch.equal(one.tensors[name], two.tensors[name]) for name in names
@@ -496,29 +496,29 @@ def about(version: int) -> dict[str, str]:
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FittedError, match=r"holds Q-filters, not a KVzap regressor"):
+    with pytest.raises(CalibrationError, match=r"holds Q-filters, not a KVzap regressor"):
         KVzapRegressor.load(filters().save(tmp_path))
     model = tmp_path / "model.safetensors"
     save_file({"embed_tokens.weight": torch.zeros(2, 2)}, model)
     for kind in (QFilters, ExpectedAttentionStats, KVzapRegressor):
-        with pytest.raises(FittedError, match=r"it holds embed_tokens\.weight"):
+        with pytest.raises(CalibrationError, match=r"it holds embed_tokens\.weight"):
             kind.load(model)
     save_file({"other": torch.zeros(2)}, model, about(1))
-    with pytest.raises(FittedError, match="it holds other"):
+    with pytest.raises(CalibrationError, match="it holds other"):
         QFilters.load(model)
 
 
 def test_a_file_of_a_later_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "later.safetensors"
     save_file({"directions": torch.zeros(1, 1, 2)}, path, about(2))
-    with pytest.raises(FittedError, match=r"version 2 of the format; this release reads 1"):
+    with pytest.raises(CalibrationError, match=r"version 2 of the format; this release reads 1"):
         QFilters.load(path)
 
 
 def test_a_broken_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "broken.safetensors"
     path.write_bytes(b"nothing")
-    with pytest.raises(FittedError, match=f"cannot read {re.escape(repr(str(path)))}"):
+    with pytest.raises(CalibrationError, match=f"cannot read {re.escape(repr(str(path)))}"):
         QFilters.load(path)
 
 
@@ -565,13 +565,15 @@ def test_a_path_that_is_missing_is_not_looked_for_on_the_hub(
     source: str | Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = Hub(monkeypatch)
-    with pytest.raises(FittedError, match=r"no file or folder|no qfilters\.safetensors"):
+    with pytest.raises(CalibrationError, match=r"no file or folder|no qfilters\.safetensors"):
         QFilters.load(source)
     assert not hub.asked
 
 
 def test_a_folder_without_the_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FittedError, match=r"no qfilters\.safetensors and no model\.safetensors"):
+    with pytest.raises(
+        CalibrationError, match=r"no qfilters\.safetensors and no model\.safetensors"
+    ):
         QFilters.load(tmp_path)
 
 
@@ -605,14 +607,16 @@ def test_a_folder_without_it_is_told_how_to_get_one(
     (tmp_path / "a-model").mkdir()
     folder = str(tmp_path / "a-model")
     expected = re.escape(f"Some.fit(model, token_batches).save({folder!r})")
-    with pytest.raises(FittedError, match=rf"qfilters\.safetensors.*{expected}.*'owner/a-model_q'"):
+    with pytest.raises(
+        CalibrationError, match=rf"qfilters\.safetensors.*{expected}.*'owner/a-model_q'"
+    ):
         looked_for(None, folder)
     assert not hub.asked, "a local model is not looked up on the hub unasked"
 
 
 @pytest.mark.parametrize("name", [None, "", "/no/such/folder"])
 def test_a_model_of_no_origin_is_told_how_to_get_one(name: str | None) -> None:
-    with pytest.raises(FittedError, match=r"hand over what Some\.fit\(model, token_batches\)"):
+    with pytest.raises(CalibrationError, match=r"hand over what Some\.fit\(model, token_batches\)"):
         looked_for(None, name)
 
 
@@ -628,7 +632,7 @@ def test_a_model_of_the_hub_without_any_is_told_how_to_get_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Hub(monkeypatch)
-    with pytest.raises(FittedError, match=r"'owner/Model-8B_q'.*company/Model-8B.*Some\.fit"):
+    with pytest.raises(CalibrationError, match=r"'owner/Model-8B_q'.*company/Model-8B.*Some\.fit"):
         looked_for(None, "company/Model-8B")
 
 
@@ -655,7 +659,7 @@ def test_the_repositories_are_those_of_kvpress(
     press: Any, repository: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = Hub(monkeypatch)
-    with pytest.raises(FittedError, match=re.escape(repository)):
+    with pytest.raises(CalibrationError, match=re.escape(repository)):
         press.resolve(model_of("meta-llama/Llama-3.1-8B-Instruct"))
     assert {asked[:2] for asked in hub.asked} == {(repository, "model.safetensors")}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from press_core import UnsupportedInputError
-from press_core.masks import mask_for_pruned, padding
+from press_core.cache.masks import mask_for_pruned, padding
 
 LENGTH = 6
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from experiments.families import FAMILIES, NO_ROPE, build
+from experiments.testbed.families import FAMILIES, NO_ROPE, build
 from press_core import attention_sites
 from press_core.model.rotary import Rotary
 

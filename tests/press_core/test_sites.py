@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from experiments.families import FAMILIES, HYBRID, NO_GQA, NO_ROPE, build
+from experiments.testbed.families import FAMILIES, HYBRID, NO_GQA, NO_ROPE, build
 from press_core import UnsupportedModelError, attention_sites
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16

@@ -1,0 +1,242 @@
+"""Published benchmarks, from the hub or from a local copy of the same repository.
+
+Prompts are those of the repositories, where these hold them in their columns. What is left to this
+project is which column means what, and which metric scores which task.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments import UserError
+from experiments.answers.sample import Sample
+
+if TYPE_CHECKING:
+    from experiments.answers.datasets import Request
+
+Columns = Mapping[str, tuple[str, ...]]
+"""From what is needed to the names that a column with it may have."""
+
+_QUESTION_ABOUT_CONTEXT: Columns = {
+    "context": ("context",),
+    "question": ("question", "input"),
+    "answers": ("answers", "answer", "outputs"),
+}
+_PROBLEM: Columns = {"context": ("problem",), "answers": ("answer",)}
+
+
+@dataclass(frozen=True)
+class Published:
+    """A repository of the hub, and how to read it.
+
+    Attributes:
+        hub: id of the repository.
+        split: of the dataset.
+        tasks: that it has, and the metric of each.
+        length: where it comes in several and none is asked for; 0: it does not.
+        task_is: what of the repository a task is: a "config", a value of the "column" task, or
+            nothing ("").
+        length_is: "data_dir", or nothing.
+        required: columns that every row must have.
+        question: what follows the context where no column says it.
+        max_new_tokens: where no column says it.
+        one_line: tasks of which an answer is one line.
+    """
+
+    hub: str
+    split: str = "test"
+    metrics: Mapping[str, str] = field(default_factory=dict)
+    length: int = 0
+    task_is: str = ""
+    length_is: str = ""
+    required: Columns = field(default_factory=lambda: _QUESTION_ABOUT_CONTEXT)
+    question: str = ""
+    max_new_tokens: int = 64
+    one_line: tuple[str, ...] = ()
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return tuple(self.metrics)
+
+
+def maker(published: Published) -> Callable[[Request], list[Sample]]:
+    """The function that makes samples of a published set."""
+
+    def make(request: Request) -> list[Sample]:
+        name = next(name for name, known in SETS.items() if known is published)
+        rows = rows_of(published, name, request.task, request.length, request.data)
+        samples = samples_of(published, name, request.task, rows)
+        if not samples:
+            raise UserError(f"{name} has no rows of the task {request.task!r} in {published.hub}")
+        # A choice that does not hang on the order of the rows, in that order.
+        few = min(request.samples, len(samples))
+        chosen = random.Random(request.seed).sample(range(len(samples)), few)
+        return [samples[index] for index in sorted(chosen)]
+
+    return make
+
+
+def rows_of(
+    published: Published, name: str, task: str, length: int, data: str | None
+) -> Iterable[Mapping[str, Any]]:
+    """The rows of a repository, checked for the columns that are needed.
+
+    Args:
+        data: folder that holds a copy of the repository in a folder `name`; None: the hub.
+
+    Raises:
+        UserError: if it cannot be loaded, or lacks a column.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"{name} is loaded with the library datasets, which is not installed; "
+            'pip install "hook-or-patch[evaluate]"'
+        ) from error
+    source = published.hub if data is None else str(Path(data).expanduser() / name)
+    where: dict[str, Any] = {"split": published.split}
+    where |= {"name": task} if published.task_is == "config" else {}
+    where |= {"data_dir": str(length)} if published.length_is == "data_dir" else {}
+    try:
+        rows = datasets.load_dataset(source, **where)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"cannot load {name} ({task}) from {source}: {reason:.300}; give the folder of a local "
+            f"copy with --data, which holds the repository {published.hub} as {name}/"
+        ) from error
+    _check_columns(published, source, rows.column_names)
+    return rows
+
+
+def _check_columns(published: Published, source: str, columns: list[str]) -> None:
+    """Refuse rows that lack something that is needed.
+
+    Raises:
+        UserError: naming it, and the columns that there are.
+    """
+    missing = [names for names in published.required.values() if not set(names) & set(columns)]
+    if published.task_is == "column" and "task" not in columns:
+        missing.append(("task",))
+    if missing:
+        wanted = " and ".join(" or ".join(names) for names in missing)
+        raise UserError(
+            f"{source} lacks a column: it needs {wanted}, and has {', '.join(columns) or 'none'}"
+        )
+
+
+def samples_of(
+    published: Published, name: str, task: str, rows: Iterable[Mapping[str, Any]]
+) -> list[Sample]:
+    """The rows of a task as samples; empty columns count as absent.
+
+    Raises:
+        UserError: naming a row without context or answers.
+    """
+    samples = []
+    for number, row in enumerate(rows):
+        if published.task_is == "column" and row["task"] != task:
+            continue
+        found = {key: _first(row, names) for key, names in published.required.items()}
+        answers = _answers(found["answers"])
+        if not str(found["context"] or "").strip() or not answers:
+            raise UserError(f"row {number} of {name} ({task}) has an empty context or answer")
+        samples.append(
+            Sample(
+                task,
+                str(found["context"]),
+                str(found.get("question") or "") or published.question,
+                answers,
+                published.metrics[task],
+                int(row.get("max_new_tokens") or published.max_new_tokens),
+                str(row.get("answer_prefix") or ""),
+                tuple(row.get("all_classes") or ()),
+                task in published.one_line,
+            )
+        )
+    return samples
+
+
+def _first(row: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    return next((row[name] for name in names if row.get(name) is not None), None)
+
+
+def _answers(value: Any) -> tuple[str, ...]:
+    """The references: one, a list of them, or the values of a mapping written as text (cloze)."""
+    if isinstance(value, str) and value.lstrip().startswith("{'<"):
+        value = list(ast.literal_eval(value).values())
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return tuple(str(answer) for answer in values if answer is not None and str(answer).strip())
+
+
+_RULER = (
+    *("niah_single_1", "niah_single_2", "niah_single_3"),
+    *("niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
+    *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"),
+)
+_LONGBENCH_QA = ("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique")
+_LONGBENCH = {
+    **dict.fromkeys((*_LONGBENCH_QA, "triviaqa"), "f1"),
+    **dict.fromkeys(("gov_report", "qmsum", "multi_news", "samsum"), "rouge_l"),
+    **{"trec": "choice", "passage_count": "numbers", "passage_retrieval_en": "numbers"},
+    **{"lcc": "code", "repobench-p": "code"},
+}
+_INFINITE = {
+    **dict.fromkeys(("passkey", "number_string", "math_find", "code_run"), "first_number"),
+    **dict.fromkeys(("kv_retrieval", "longdialogue_qa_eng"), "match_any"),
+    **dict.fromkeys(("longbook_choice_eng", "code_debug"), "letter"),
+    **{"longbook_qa_eng": "f1", "longbook_sum_eng": "rouge_l"},
+}
+_ASK_BOXED = "\n\nSolve the problem step by step and put the final answer into \\boxed{}.\n"
+
+SETS: dict[str, Published] = {
+    "ruler": Published(
+        "simonjegou/ruler",
+        metrics=dict.fromkeys(_RULER, "match_all") | dict.fromkeys(("qa_1", "qa_2"), "match_any"),
+        length=4096,
+        task_is="column",
+        length_is="data_dir",
+    ),
+    "longbench": Published(
+        "Xnhyacinth/LongBench",
+        metrics=_LONGBENCH,
+        task_is="config",
+        one_line=("trec", "triviaqa", "samsum"),
+    ),
+    "loogle": Published(
+        "simonjegou/loogle",
+        metrics=dict.fromkeys(("shortdep_qa", "longdep_qa", "summarization"), "rouge_l")
+        | {"shortdep_cloze": "match_all"},
+        task_is="config",
+    ),
+    "infinitebench": Published("MaxJeblick/InfiniteBench", metrics=_INFINITE, task_is="config"),
+    "math500": Published(
+        "HuggingFaceH4/MATH-500",
+        metrics={"math": "boxed"},
+        required=_PROBLEM,
+        question=_ASK_BOXED,
+        max_new_tokens=4096,
+    ),
+    "aime24": Published(
+        "HuggingFaceH4/aime_2024",
+        split="train",
+        metrics={"aime": "boxed"},
+        required=_PROBLEM,
+        question=_ASK_BOXED,
+        max_new_tokens=16384,
+    ),
+    "aime25": Published(
+        "math-ai/aime25",
+        metrics={"aime": "boxed"},
+        required=_PROBLEM,
+        question=_ASK_BOXED,
+        max_new_tokens=16384,
+    ),
+}
+"""Every published set by its name; of LongBench the tasks that need no Chinese word segmenter."""

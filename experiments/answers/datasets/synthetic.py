@@ -1,0 +1,265 @@
+"""Long-context tasks in the manner of RULER (Hsieh et al., arXiv 2404.06654), made here.
+
+Every task is drawn from a seed at any length for any tokenizer. The words and sentences are this
+project's own, so that scores can be compared with each other, not with those published for RULER;
+`ruler` loads the published samples.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import count, pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from experiments import UserError
+from experiments.answers.sample import Sample
+from experiments.testbed.facts import FILLER, KEYS, VALUES
+
+if TYPE_CHECKING:
+    from experiments.answers.datasets import Request
+
+
+class Draft(NamedTuple):
+    """A sample, but for what its task says of all of them."""
+
+    context: str
+    question: str
+    answer_prefix: str
+    answers: tuple[str, ...]
+
+
+class Task(NamedTuple):
+    """How a task is drawn.
+
+    Attributes:
+        draw: a draft from a generator and the amount of what surrounds the answer.
+        max_new_tokens, metric: see `Sample`.
+    """
+
+    draw: Callable[[random.Random, int], Draft]
+    max_new_tokens: int
+    metric: str = "match_all"
+
+
+def make(request: Request) -> list[Sample]:
+    """Samples whose context, question and answer take at most `request.length` tokens.
+
+    Raises:
+        UserError: if the task does not fit into so few.
+    """
+    task = TASKS[request.task]
+    room = request.length - task.max_new_tokens
+
+    def drawn(number: int, amount: int) -> tuple[Draft, int]:
+        draft = task.draw(random.Random(f"{request.seed} {request.task} {number}"), amount)
+        text = draft.context + draft.question + draft.answer_prefix
+        return draft, len(request.tokenizer(text)["input_ids"])
+
+    amount = most(lambda n: drawn(0, n)[1] <= room)
+    if amount < 1:
+        raise UserError(
+            f"synthetic/{request.task} does not fit into {request.length} tokens, of which "
+            f"{task.max_new_tokens} are for the answer; ask for a length of about "
+            f"{drawn(0, 1)[1] + task.max_new_tokens + 50} or more"
+        )
+    samples = []
+    for number in range(request.samples):
+        own = amount
+        draft, length = drawn(number, own)
+        while length > room and own > 1:  # other words, more tokens
+            own -= max(1, own // 50)
+            draft, length = drawn(number, own)
+        samples.append(
+            Sample(
+                request.task,
+                draft.context,
+                draft.question,
+                draft.answers,
+                task.metric,
+                task.max_new_tokens,
+                draft.answer_prefix,
+            )
+        )
+    return samples
+
+
+def most(fits: Callable[[int], bool]) -> int:
+    """The largest amount that fits, found by doubling and halving; 0 if not even 1 does."""
+    high = next(n for n in (2**power for power in count()) if not fits(n))
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+# ---- words and sentences -------------------------------------------------------------------------
+
+
+def _names(rng: random.Random, n: int) -> list[str]:
+    """`n` different names such as `brave-walnut`, numbered only where there are not enough."""
+    pairs = len(FILLER) * len(VALUES)
+    names = []
+    for place in rng.sample(range(pairs * -(-n // pairs)), n):
+        number, pair = divmod(place, pairs)
+        name = f"{FILLER[pair // len(VALUES)]}-{VALUES[pair % len(VALUES)]}"
+        names.append(f"{name}-{number}" if number else name)
+    return names
+
+
+def _number(rng: random.Random) -> str:
+    return str(rng.randrange(10**6, 10**7))
+
+
+_SENTENCES = (
+    "The {} stands beside the {}.",
+    "Nobody saw the {} near the old {}.",
+    "Somebody put the {} under the {} again.",
+    "Behind every {} stands the other {}.",
+    "The {} costs more than the {}.",
+    "They moved the {} and forgot the {}.",
+)
+
+
+def _noise(rng: random.Random, n: int) -> list[str]:
+    """`n` sentences that say nothing of interest."""
+    return [rng.choice(_SENTENCES).format(*rng.sample(VALUES, 2)) for _ in range(n)]
+
+
+def _hidden(rng: random.Random, needles: list[str], noise: list[str]) -> str:
+    """The needles at random places in the noise, in their order."""
+    places = sorted(rng.randrange(len(noise) + 1) for _ in needles)
+    sentences = list(noise)
+    for place, sentence in reversed(list(zip(places, needles, strict=True))):
+        sentences.insert(place, sentence)
+    return " ".join(sentences)
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
+
+
+# ---- tasks ---------------------------------------------------------------------------------------
+
+
+def _needles(keys: int, values: int, asked: int) -> Callable[[random.Random, int], Draft]:
+    """Secret numbers hidden in noise: of `keys` names, `values` numbers each, `asked` wanted."""
+
+    def draw(rng: random.Random, amount: int) -> Draft:
+        names = _names(rng, keys)
+        numbers = {name: [_number(rng) for _ in range(values)] for name in names}
+        needles = [
+            f"One secret number of {name} is {number}."
+            for name in names
+            for number in numbers[name]
+        ]
+        rng.shuffle(needles)
+        wanted = rng.sample(names, asked)
+        what = f"secret {'number' if values * asked == 1 else 'numbers'} of {_listed(wanted)}"
+        is_or_are = "is" if values * asked == 1 else "are"
+        return Draft(
+            "Secret numbers are hidden in the text below. Remember them.\n"
+            + _hidden(rng, needles, _noise(rng, amount)),
+            f"\nWhat {is_or_are} the {what}?\n",
+            f"The {what} {is_or_are}",
+            tuple(number for name in wanted for number in numbers[name]),
+        )
+
+    return draw
+
+
+def _variables(rng: random.Random, amount: int, hops: int = 4) -> Draft:
+    """Variable tracking: a number is passed on from variable to variable, between noise."""
+    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    names: list[str] = []
+    while len(names) < hops + 1:
+        name = "".join(rng.choices(letters, k=5))
+        names += [name] if name not in names else []
+    number = str(rng.randrange(10**4, 10**5))
+    steps = [f"VAR {names[0]} = {number}."]
+    steps += [f"VAR {to} = VAR {of}." for of, to in pairwise(names)]
+    return Draft(
+        "Follow how variables are assigned in the text below.\n"
+        + _hidden(rng, steps, _noise(rng, amount)),
+        f"\nWhich {hops + 1} variables hold the value {number}?\n",
+        f"The variables that hold the value {number} are",
+        tuple(names),
+    )
+
+
+def _common_words(rng: random.Random, amount: int, common: int = 10) -> Draft:
+    """Common words: a list in which a few words come 10 times each, all others once."""
+    names = _names(rng, common + amount)
+    words = names[:common] * 10 + names[common:]
+    rng.shuffle(words)
+    numbered = " ".join(f"{place}. {word}" for place, word in enumerate(words, 1))
+    return Draft(
+        f"In the numbered list below some words come more often than others.\n{numbered}",
+        f"\nWhich {common} words come most often in the list?\n",
+        f"The {common} words that come most often are",
+        tuple(names[:common]),
+    )
+
+
+def _frequent_words(rng: random.Random, amount: int, wanted: int = 3) -> Draft:
+    """Frequent words: made-up words whose frequencies fall as in Zipf's law (exponent 2)."""
+    syllables = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
+    words: list[str] = []
+    while len(words) < 50:
+        word = "".join(rng.choices(syllables, k=3))
+        words += [word] if word not in words else []
+    # Exact counts rather than draws: the most frequent words are so in every sample.
+    total = sum(rank**-2.0 for rank in range(1, len(words) + 1))
+    counts = [round(10 * amount * rank**-2.0 / total) for rank in range(1, len(words) + 1)]
+    text = [w for w, n in zip(words, counts, strict=True) for _ in range(max(n, 1))]
+    text += words[:wanted] * 2  # also where rounding made neighbours equal
+    rng.shuffle(text)
+    return Draft(
+        f"Below is a text in an unknown language.\n{' '.join(text)}.",
+        f"\nWhich {wanted} words come most often in the text?\n",
+        f"The {wanted} words that come most often are",
+        tuple(words[:wanted]),
+    )
+
+
+_HABITS = (
+    ("keeps the {} in the kitchen", "What does {} keep in the kitchen?"),
+    ("once found the {} on the beach", "What did {} once find on the beach?"),
+    ("would never sell the {}", "What would {} never sell?"),
+    ("is afraid of the {}", "What is {} afraid of?"),
+)
+
+
+def _questions(rng: random.Random, amount: int) -> Draft:
+    """Question answering: short portraits of people, and one question about one of them."""
+    places = rng.sample(range(len(KEYS) * len(FILLER)), amount + 1)
+    people = [f"{KEYS[p // len(FILLER)]} {FILLER[p % len(FILLER)]}".title() for p in places]
+    things = [rng.sample(VALUES, len(_HABITS)) for _ in people]
+    portraits = []
+    for number, (person, own) in enumerate(zip(people, things, strict=True), 1):
+        habits = [habit.format(thing) for (habit, _), thing in zip(_HABITS, own, strict=True)]
+        rest = " and ".join(habits[2:])
+        portraits.append(
+            f"Portrait {number}: {person} {habits[0]} and {habits[1]}. {person} {rest}."
+        )
+    about, habit = rng.randrange(len(people)), rng.randrange(len(_HABITS))
+    return Draft(
+        "Answer the question below from these portraits.\n" + "\n".join(portraits),
+        f"\nQuestion: {_HABITS[habit][1].format(people[about])}\n",
+        "Answer: the",
+        (things[about][habit],),
+    )
+
+
+TASKS: dict[str, Task] = {
+    "niah_single": Task(_needles(keys=1, values=1, asked=1), 32),
+    "niah_multikey": Task(_needles(keys=4, values=1, asked=1), 32),
+    "niah_multivalue": Task(_needles(keys=1, values=4, asked=1), 96),
+    "niah_multiquery": Task(_needles(keys=4, values=1, asked=4), 96),
+    "variable_tracking": Task(_variables, 48),
+    "common_words": Task(_common_words, 128),
+    "frequent_words": Task(_frequent_words, 48),
+    "qa": Task(_questions, 16, "match_any"),
+}
+"""Every task by its name; needles and hops as many as in RULER's default configuration."""

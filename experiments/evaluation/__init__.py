@@ -1,5 +1,0 @@
-"""Sweeps over models, presses, ratios, mechanisms and datasets; `experiments.evaluate` runs them.
-
-`settings` says what is asked for, `datasets` makes the samples, `cells` answers them, `engines`
-runs cells one by one or on Ray, and `store` keeps what is finished.
-"""

@@ -1,0 +1,148 @@
+"""What an experiment is. The command line, the study and the report follow from it.
+
+```python
+@dataclass(frozen=True)
+class Options:
+    press: Annotated[tuple[str, ...], typer.Option(help="Press to weigh.")] = ("KnormPress",)
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 20
+
+class Weight(Experiment[Options]):
+    \"""Weigh presses, one by one.\"""
+
+    name, title = "weight", "What a press weighs"
+    question = "How heavy is a press?"
+    method = "Each press is put on a scale. Another scale would give another answer. ..."
+    full, quick = Options(), Options(rounds=3)
+
+    def measure(self, options, progress):
+        rows = [weigh(name) for name in progress.track(options.press, description=self.name)]
+        return {"weight": pd.DataFrame(rows)}
+
+    def findings(self, tables):
+        heaviest = tables["weight"]["grams"].max()
+        return [Finding("heaviest", f"No press weighs more than **{heaviest:.0f}** grams.")]
+
+EXPERIMENT = Weight()
+```
+
+A line in `experiments.EXPERIMENTS` makes it a command, and a part of the study.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+import pandas as pd
+from matplotlib.figure import Figure
+from rich.progress import Progress
+
+from experiments.framework.tables import ResultTable
+
+Tables = dict[str, pd.DataFrame]
+"""Tables by name; a name is the stem of the CSV file."""
+
+OptionsT = TypeVar("OptionsT")
+
+MAX_WORDS = 25
+"""Of a finding."""
+
+_BOLD = re.compile(r"\*\*(.+?)\*\*")
+_NUMBER = re.compile(r"\d[\d,.]*")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was found out, in a sentence computed from the tables.
+
+    Attributes:
+        name: of the finding among those of its experiment; part of its anchor, so it stays.
+        text: Markdown of at most `MAX_WORDS` words, with one number in bold.
+        need: what a reader wants to do, such as "decode a pruned cache", to whom this answers; the
+            report's first page lists the needs. Empty: none.
+        verdict: what the answer to the need comes to.
+
+    Raises:
+        ValueError: if `text` is too long, or has not one number in bold.
+    """
+
+    name: str
+    text: str
+    need: str = ""
+    verdict: Literal["works", "costs", "breaks"] | None = None
+
+    def __post_init__(self) -> None:
+        words = len(self.text.split())
+        if words > MAX_WORDS:
+            raise ValueError(f"{words} words, more than {MAX_WORDS}: {self.text}")
+        bold = _BOLD.findall(self.text)
+        if len(bold) != 1 or len(_NUMBER.findall(bold[0])) != 1:
+            raise ValueError(f"a finding has one number in bold: {self.text}")
+
+
+class Experiment(ABC, Generic[OptionsT]):
+    """One experiment of the study; the docstring of a subclass is the help of its command.
+
+    Whatever says what was found reads it off the tables, which may come from CSV files.
+
+    Attributes:
+        name: of the command, and stem of its files.
+        title: heading in the report.
+        question: one sentence: what it asks.
+        method: three to five sentences: how it is measured, what would change the answer, and what
+            it does not show.
+        full: options of `make results`, and defaults of the command. A frozen dataclass, each of
+            whose fields is a flag: `Annotated[type, typer.Option(help=...)]`, with a default. What
+            a flag can repeat is a `tuple[type, ...]`, empty by default where that stands for all.
+        quick: options of `make study`, on smaller grids.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    question: ClassVar[str]
+    method: ClassVar[str]
+    full: OptionsT
+    quick: OptionsT
+
+    @abstractmethod
+    def measure(self, options: OptionsT, progress: Progress) -> Tables:
+        """Make the tables.
+
+        Args:
+            progress: shows how far this is; `progress.track` and `progress.console` serve most.
+
+        Raises:
+            UserError: if `options` ask for what cannot be done; before anything is run.
+        """
+
+    @abstractmethod
+    def findings(self, tables: Tables) -> list[Finding]:
+        """What was found, the answer to the question first."""
+
+    def views(self, tables: Tables) -> list[ResultTable]:
+        """Tables to be read by people."""
+        return []
+
+    def remarks(self, tables: Tables) -> list[str]:
+        """What else a reader should know: Markdown, a paragraph or a list each."""
+        return []
+
+    def figures(self, tables: Tables) -> dict[str, Figure]:
+        """Figures by name, the stem of the PNG file; the first shows the first finding."""
+        return {}
+
+    def passed(self, tables: Tables) -> bool:
+        """Whether the command ends with status 0."""
+        return True
+
+    def markdown(self, tables: Tables) -> str:
+        """All that is said of the tables, as Markdown."""
+        findings = " ".join(finding.text for finding in self.findings(tables))
+        views = [view.markdown() for view in self.views(tables)]
+        return "\n\n".join(filter(None, [findings, *views, *self.remarks(tables)])) + "\n"
+
+
+AnyExperiment = Experiment[Any]
+"""An experiment, whatever its options."""

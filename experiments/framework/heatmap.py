@@ -1,0 +1,103 @@
+"""Matrices: a colour and a word or number in each cell of a figure, words in those of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+
+from experiments.framework.plots import INK, legend_outside, new_figure, style
+from experiments.framework.tables import ResultTable
+
+
+@dataclass(frozen=True)
+class OutcomeMatrix:
+    """What came of each mechanism (columns) in each of several cases (rows).
+
+    Attributes:
+        rows, columns: labels, in order.
+        outcomes: by row and column; others stay empty.
+        looks: by outcome, from the best to the worst, what a cell of the figure says and its
+            colour (`"#rrggbb"`). The table leaves the best blank.
+    """
+
+    rows: Sequence[str]
+    columns: Sequence[str]
+    outcomes: Mapping[tuple[str, str], str]
+    looks: Mapping[str, tuple[str, str]]
+
+    @classmethod
+    def of(
+        cls, table: pd.DataFrame, row: str, looks: Mapping[str, tuple[str, str]]
+    ) -> OutcomeMatrix:
+        """From a column `mechanism`, a column `row` and the worst in a column `outcome`."""
+        outcomes: dict[tuple[str, str], str] = {}
+        ranks = list(looks)
+        places = zip(table[row], table["mechanism"], table["outcome"], strict=True)
+        for case, mechanism, outcome in places:
+            so_far = outcomes.get((case, mechanism), outcome)
+            outcomes[case, mechanism] = max(so_far, outcome, key=ranks.index)
+        return cls(list(table[row].unique()), list(table["mechanism"].unique()), outcomes, looks)
+
+    def table(self, note: str) -> ResultTable:
+        """As a table of words."""
+        best = next(iter(self.looks))
+
+        def word(row: str, column: str) -> str:
+            outcome = self.outcomes.get((row, column), "not run")
+            return "" if outcome == best else outcome
+
+        rows = [[row, *(word(row, column) for column in self.columns)] for row in self.rows]
+        return ResultTable(note, ["", *self.columns], rows, left=None)
+
+    def figure(self, label: str) -> Figure:
+        """As a figure, with a legend; `label` says what it shows."""
+        cells = {place: self.looks[outcome] for place, outcome in self.outcomes.items()}
+        handles = [
+            Line2D([], [], color=colour, marker="s", markersize=9, linestyle="none", label=outcome)
+            for outcome, (_, colour) in self.looks.items()
+        ]
+        with style():
+            figure, (panel,) = new_figure(width=9.6, height=1.5 + 0.27 * len(self.rows))
+            draw_cells(panel, self.rows, self.columns, cells)
+            legend_outside(figure, panel, handles=handles)
+        figure.set_label(label)
+        return figure
+
+
+def draw_cells(
+    panel: Axes,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    cells: Mapping[tuple[str, str], tuple[str, str]],
+) -> None:
+    """Fill `panel` with a matrix.
+
+    Args:
+        rows: labels, from the top.
+        columns: labels, written slanted above the matrix.
+        cells: by row and column, the text and the colour (`"#rrggbb"`); others stay empty.
+    """
+    for (row, column), (text, colour) in cells.items():
+        x, y = columns.index(column), rows.index(row)
+        panel.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=colour, linewidth=0))
+        ink = "white" if _is_dark(colour) else INK
+        panel.text(x, y, text, ha="center", va="center", fontsize=7.5, color=ink)
+    panel.set_xlim(-0.5, len(columns) - 0.5)
+    panel.set_ylim(len(rows) - 0.5, -0.5)
+    panel.set_xticks(range(len(columns)), columns, rotation=40, ha="left", rotation_mode="anchor")
+    panel.set_yticks(range(len(rows)), rows)
+    panel.xaxis.tick_top()
+    panel.grid(visible=False)
+    for spine in panel.spines.values():
+        spine.set_visible(False)
+
+
+def _is_dark(colour: str) -> bool:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return 0.3 * red + 0.59 * green + 0.11 * blue < 130

@@ -1,0 +1,263 @@
+"""The one look of the study's figures: style, colours of presses and mechanisms, small helpers.
+
+```python
+with style():
+    figure, (left, right) = new_figure(columns=2)
+    left.plot(x, y, **press_line("SnapKVPress"))
+    percent_axis(left.yaxis)
+    legend_outside(figure, left)
+save(figure, Path("figure.png"))
+```
+
+Figures are made without pyplot, so that drawing them leaves no state behind: no figure manager, no
+backend chosen, no setting of matplotlib changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+INK, MUTED, GRID = "#222222", "#6b6b6b", "#e4e4e4"
+"""Colours of text, of what should stay in the background, and of grid lines; see `svg`."""
+
+CELL_INK = "#1a1a1a"
+"""Colour of text on light cells, which stay light in dark mode."""
+
+NO_PRESS = "no press"
+"""What tables call the model without a press."""
+
+# Typed loosely: matplotlib lists its settings as literals, other ones in every release.
+_STYLE: Any = {
+    "figure.facecolor": "white",
+    "figure.dpi": 150,
+    "savefig.dpi": 150,
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib, so that figures agree everywhere
+    "font.size": 9,
+    "text.color": INK,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": MUTED,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 4.5,
+}
+
+# The palette of Okabe and Ito, told apart with any colour vision; its yellow is darkened, as it
+# would vanish on white.
+_BLACK, _ORANGE, _SKY, _GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+_GOLD, _BLUE, _VERMILLION, _PURPLE, _GREY = "#A58B00", "#0072B2", "#D55E00", "#CC79A7", "#8C8C8C"
+
+_Dashes = tuple[float, ...]
+_SOLID: _Dashes = ()
+_DASHED: _Dashes = (4, 1.5)
+_DOTTED: _Dashes = (1, 1.2)
+_MIXED: _Dashes = (5, 1.2, 1, 1.2)
+
+_PRESSES: dict[str, tuple[str, _Dashes]] = {
+    # baselines
+    "RandomPress": (_GREY, _DOTTED),
+    "StreamingLLMPress": (_GREY, _SOLID),
+    # what queries look at
+    "ObservedAttentionPress": (_GREEN, _SOLID),
+    "SnapKVPress": (_BLUE, _SOLID),
+    "PyramidKVPress": (_BLUE, _DASHED),
+    "TOVAPress": (_SKY, _SOLID),
+    "ExpectedAttentionPress": (_PURPLE, _SOLID),
+    "ExpectedAttentionStatsPress": (_PURPLE, _DASHED),
+    "QFilterPress": (_PURPLE, _DOTTED),
+    "FinchPress": (_BLUE, _DOTTED),
+    "NonCausalAttnPress": (_GREEN, _DASHED),
+    # what keys and values look like
+    "KnormPress": (_ORANGE, _SOLID),
+    "KeyDiffPress": (_VERMILLION, _SOLID),
+    "LagKVPress": (_GOLD, _DASHED),
+    "LeverageScorePress": (_ORANGE, _DASHED),
+    "CompactorPress": (_VERMILLION, _DASHED),
+    "CURPress": (_GOLD, _DOTTED),
+    # what was learned or measured beforehand
+    "KVzipPress": (_BLACK, _SOLID),
+    "KVzapPress": (_BLACK, _DOTTED),
+    "DuoAttentionPress": (_BLACK, _DASHED),
+    # budgets and other wrappers
+    "AdaKVPress": (_SKY, _DASHED),
+    "CriticalKVPress": (_GREEN, _DOTTED),
+    "CriticalAdaKVPress": (_SKY, _DOTTED),
+    "ChunkKVPress": (_VERMILLION, _DOTTED),
+    "ChunkPress": (_ORANGE, _DOTTED),
+    "BlockPress": (_GREEN, _MIXED),
+    "ComposedPress": (_GREY, _DASHED),
+    "KeyRerotationPress": (_BLUE, _MIXED),
+    "PerLayerCompressionPress": (_SKY, _MIXED),
+    "DMSPress": (_BLACK, _MIXED),
+    # other things than tokens of a prefill
+    "ThinKPress": (_PURPLE, _MIXED),
+    "SimLayerKVPress": (_GOLD, _SOLID),
+    "DecodingPress": (_ORANGE, _MIXED),
+    "PrefillDecodingPress": (_VERMILLION, _MIXED),
+    "StreamingLLMDecodingPress": (_GREY, _MIXED),
+}
+_UNKNOWN = (_GOLD, _MIXED)
+
+_MECHANISMS: dict[str, tuple[str, str]] = {
+    "bare": (_GREY, "D"),
+    "hook": (_BLUE, "o"),
+    "patch": (_VERMILLION, "s"),
+    "empty hook": (_SKY, "o"),
+    "empty wrapper": (_ORANGE, "s"),
+}
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """The study's settings of matplotlib, for as long as the block lasts."""
+    with matplotlib.rc_context(_STYLE):
+        yield
+
+
+def new_figure(
+    rows: int = 1,
+    columns: int = 1,
+    *,
+    width: float = 7.2,
+    height: float = 3.4,
+    **subplots: Any,
+) -> tuple[Figure, list[Axes]]:
+    """An empty figure in the study's style.
+
+    Args:
+        rows, columns: grid of panels.
+        width, height: of the whole figure, in inches.
+        subplots: passed on to `Figure.subplots`, such as `sharey=True`.
+
+    Returns:
+        The figure, and its panels row by row.
+    """
+    with style():
+        figure = Figure(figsize=(width, height), layout="constrained")
+        axes = list(figure.subplots(rows, columns, squeeze=False, **subplots).flat)
+        for panel in axes:
+            # Ticks are made when the figure is drawn, perhaps outside of the style.
+            panel.tick_params(length=0, labelsize=_STYLE["xtick.labelsize"], labelcolor=INK)
+            panel.grid(color=GRID, linewidth=_STYLE["grid.linewidth"])
+    return figure, axes
+
+
+def press_colour(name: str) -> str:
+    """The colour of a press, the same in every figure: `"#rrggbb"`."""
+    return _press_look(name)[0]
+
+
+def press_line(name: str) -> dict[str, Any]:
+    """Keyword arguments of `Axes.plot` for the line of a press: colour, dashes and label.
+
+    Presses that share a colour differ in their dashes.
+    """
+    colour, dashes = _press_look(name)
+    # Dashed above solid: where two lines coincide both can be seen.
+    line: dict[str, Any] = {"color": colour, "label": press_label(name), "zorder": 2}
+    return line | ({"dashes": dashes, "zorder": 2.5} if dashes else {})
+
+
+def press_label(name: str) -> str:
+    """What figures and tables call a press: `"SnapKVPress"` is `"SnapKV"`."""
+    return name.removesuffix("Press")
+
+
+def _press_look(name: str) -> tuple[str, _Dashes]:
+    return _PRESSES.get(name, _UNKNOWN)
+
+
+def mechanism_colour(name: str) -> str:
+    """The colour of a mechanism ("hook", "patch", ...), the same in every figure.
+
+    Raises:
+        KeyError: if there is no such mechanism.
+    """
+    return _MECHANISMS[name][0]
+
+
+def mechanism_marker(name: str) -> str:
+    """The marker of a mechanism, in matplotlib's letters.
+
+    Raises:
+        KeyError: if there is no such mechanism.
+    """
+    return _MECHANISMS[name][1]
+
+
+def percent_axis(axis: Axis) -> None:
+    """Label an axis of shares in [0, 1] in per cent."""
+    axis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+
+
+def legend_outside(figure: Figure, axes: Axes, handles: Sequence[Artist] | None = None) -> None:
+    """Put a legend to the right of all panels.
+
+    Args:
+        axes: the panel whose labelled artists are listed.
+        handles: what to list instead, by its labels.
+    """
+    shown = axes.get_legend_handles_labels()[0] if handles is None else list(handles)
+    with style():
+        figure.legend(handles=shown, loc="outside right center", alignment="left", handlelength=2.6)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure to a file, as PNG or whatever its suffix says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with style():
+        figure.savefig(path)
+
+
+_DARK = {INK: "#e4e6e9", MUTED: "#a0a7af", GRID: "#343a41"}
+"""What the colours of text and lines become where the reader prefers dark pages."""
+
+
+def svg(figure: Figure) -> str:
+    """A figure as SVG on no background, whose text and lines follow the reader's dark mode.
+
+    The same figure gives the same text.
+    """
+    drawn = StringIO()
+    with style(), matplotlib.rc_context({"svg.hashsalt": "figure", "svg.fonttype": "none"}):
+        figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
+    head, body = drawn.getvalue().split("<defs>", 1)
+    for index, colour in enumerate(_DARK):
+        body = body.replace(colour, f"var(--c{index})")
+    light, dark = (
+        "svg{" + "".join(f"--c{i}:{colour};" for i, colour in enumerate(colours)) + "}"
+        for colours in (_DARK.keys(), _DARK.values())
+    )
+    sheet = f"<style>{light}@media(prefers-color-scheme:dark){{{dark}}}</style>"
+    return f"{head}{sheet}<defs>{body}"

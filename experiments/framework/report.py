@@ -1,0 +1,160 @@
+"""The report of a study, a short paper: `report.md` and `report.html`, from the study's folder.
+
+Each experiment opens with its finding and the figure that shows it; how it was measured and how to
+repeat it come next, tables last, folded away. The HTML page needs no other file: figures are drawn
+anew from the tables, and follow the reader's light or dark mode.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import typer
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markdown_it import MarkdownIt
+from markupsafe import Markup
+
+from experiments import load_experiments
+from experiments.framework.experiment import AnyExperiment
+from experiments.framework.plots import svg
+from experiments.framework.results import Part, draw, read_manifest, read_parts, write_manifest
+from experiments.framework.tables import markdown_table
+
+QUESTION = (
+    "To change what a transformer keeps in its KV cache, must you patch its code, or are hooks "
+    "enough, and what does each cost?"
+)
+MAX_ROWS = 200
+"""Rows of a CSV file that the HTML page shows."""
+
+_MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")
+
+
+def verdict(parts: Iterable[Part]) -> str:
+    """Every question with its answer, as a Markdown table."""
+    rows = [[part.experiment.question, _answer(part)] for part in parts]
+    return markdown_table(["Question", "Answer"], rows, left=None)
+
+
+def needs(parts: Iterable[Part]) -> list[tuple[str, str, str, str]]:
+    """The first page: need, verdict, finding and its anchor, what works first."""
+    rows = [
+        (
+            finding.need,
+            finding.verdict or "",
+            finding.text,
+            f"{part.experiment.name}-{finding.name}",
+        )
+        for part in parts
+        for finding in part.findings
+        if finding.need
+    ]
+    return sorted(rows, key=lambda row: ("works", "costs", "breaks", "").index(row[1]))
+
+
+def _answer(part: Part) -> str:
+    if part.error:
+        return "(The experiment failed.)"
+    return part.findings[0].text if part.findings else ""
+
+
+def _cell(value: Any) -> str:
+    if pd.isna(value):
+        return ""
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
+    return str(value)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+def _to_html(markdown: str) -> Markup:
+    """Markdown as HTML, each table in a box of its own in which it can scroll sideways."""
+    html = _MARKDOWN.render(markdown)
+    box = '<div class="scroll" tabindex="0" role="group" aria-label="Table"><table>'
+    html = html.replace("<table>", box)
+    return Markup(html.replace("</table>", "</table></div>"))
+
+
+def _inline(markdown: str) -> Markup:
+    return Markup(_MARKDOWN.renderInline(markdown))
+
+
+def _pictures(part: Part) -> list[dict[str, Any]]:
+    """The figures of a part as data URIs, with their captions and widths in CSS pixels."""
+    pictures = []
+    for name, figure in part.experiment.figures(part.tables).items():
+        data = b64encode(svg(figure).encode()).decode()
+        pictures.append(
+            {
+                "source": f"data:image/svg+xml;base64,{data}",
+                "shows": part.figures.get(name) or name,
+                "width": round(96 * figure.get_figwidth()),
+            }
+        )
+    return pictures
+
+
+def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
+    """Write `report.md` and `report.html` of the study in `folder`, into it.
+
+    The same folder gives the same bytes.
+
+    Args:
+        experiments: all that the study may hold results of.
+
+    Raises:
+        UserError: if `folder` holds no study.
+    """
+    parts = read_parts(folder, experiments)
+    environment = Environment(
+        loader=PackageLoader("experiments.framework"),
+        autoescape=select_autoescape(["html"]),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters.update(markdown=_to_html, inline=_inline, cell=_cell, duration=_duration)
+    context = {
+        "question": QUESTION,
+        "run": read_manifest(folder),
+        "parts": parts,
+        "needs": needs(parts),
+        "verdict": verdict(parts),
+        "answer": _answer,
+        "pictures": _pictures,
+        "max_rows": MAX_ROWS,
+        "numeric": pd.api.types.is_numeric_dtype,
+    }
+    for name in ("report.md", "report.html"):
+        text = environment.get_template(name).render(context)
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def command(
+    folder: Annotated[
+        Path, typer.Option("--input", help="Folder of the study.", exists=True, file_okay=False)
+    ] = Path("study"),
+    redraw: Annotated[
+        bool, typer.Option("--redraw", help="Write the PNG files again too.")
+    ] = False,
+) -> None:
+    """Rebuild report.md and report.html from the tables of a study, without running anything."""
+    experiments = load_experiments()
+    if redraw:
+        manifest = read_manifest(folder)
+        for part in read_parts(folder, experiments):
+            if not part.error:
+                entry = manifest["experiments"][part.experiment.name]
+                entry["figures"] = draw(part.experiment, part.tables, folder)
+        write_manifest(manifest, folder)
+    write_report(folder, experiments)
+    typer.echo(f"wrote {folder / 'report.md'} and {folder / 'report.html'}")

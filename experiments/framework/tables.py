@@ -1,0 +1,60 @@
+"""Tables for people: one description, shown in Markdown, in HTML and in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+
+def markdown_table(
+    head: Sequence[str], rows: Sequence[Sequence[object]], left: int | None = 1
+) -> str:
+    """A table in Markdown.
+
+    Args:
+        left: how many of the first columns are words, aligned on the left; None: all.
+    """
+    words = len(head) if left is None else left
+    rule = "|" + "---|" * words + "--:|" * (len(head) - words)
+    first, *others = (f"| {' | '.join(map(_escaped, cells))} |" for cells in (head, *rows))
+    return "\n".join([first, rule, *others])
+
+
+def _escaped(cell: object) -> str:
+    return " ".join(str(cell).split()).replace("|", "\\|")
+
+
+@dataclass(frozen=True)
+class ResultTable:
+    """A table to be read by people.
+
+    Attributes:
+        note: what it shows, in a sentence of Markdown.
+        head: of its columns.
+        rows: cells as text; empty: the note stands alone.
+        left: how many of the first columns are words; None: all.
+    """
+
+    note: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    left: int | None = 1
+
+    def markdown(self) -> str:
+        """As Markdown, from which the HTML is made."""
+        table = markdown_table(self.head, self.rows, self.left) if self.rows else ""
+        return "\n\n".join(filter(None, [self.note, table]))
+
+    def rich(self) -> Table:
+        """For a terminal, without the note."""
+        table = Table(box=SIMPLE_HEAD)
+        words = len(self.head) if self.left is None else self.left
+        for index, name in enumerate(self.head):
+            table.add_column(name, justify="left" if index < words else "right")
+        for row in self.rows:
+            table.add_row(*(Text(str(cell)) for cell in row))
+        return table

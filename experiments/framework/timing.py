@@ -1,0 +1,106 @@
+"""Times taken in turn, so that a busy moment of the machine meets all that is compared."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from time import perf_counter
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+ConditionT = TypeVar("ConditionT", bound=Hashable)
+"""What names one of the things that are compared."""
+
+Array = np.ndarray[Any, Any]
+
+
+def _nothing() -> None:
+    return None
+
+
+def in_turn(
+    scopes: Mapping[ConditionT, Callable[[], AbstractContextManager[Any]]],
+    run: Callable[[], object],
+    *,
+    rounds: int,
+    repeats: int = 1,
+    prepare: Callable[[], object] = _nothing,
+    advance: Callable[[], object] = _nothing,
+) -> dict[ConditionT, Array]:
+    """Time `run` inside every scope, in turn.
+
+    Args:
+        rounds: how often; one round more goes before them and is not counted.
+        repeats: runs in a row, of which the quickest counts: the others were interrupted.
+        prepare: called before each `run`, inside the scope, and not timed.
+        advance: called after each round.
+
+    Returns:
+        Per condition `(rounds,)` seconds.
+    """
+
+    def timed_once() -> float:
+        prepare()
+        start = perf_counter()
+        run()
+        return perf_counter() - start
+
+    def timed(condition: ConditionT) -> float:
+        with scopes[condition]():
+            return min(timed_once() for _ in range(repeats))
+
+    return each_in_turn(list(scopes), timed, rounds=rounds, advance=advance)
+
+
+def each_in_turn(
+    conditions: list[ConditionT],
+    timed: Callable[[ConditionT], Any],
+    *,
+    rounds: int,
+    advance: Callable[[], object] = _nothing,
+) -> dict[ConditionT, Array]:
+    """Call `timed` for every condition, in turn, without collecting garbage.
+
+    Args:
+        timed: from a condition to what is to be kept of it: seconds, or several of them.
+        rounds: how often; one round more goes before them and is not kept.
+        advance: called after each round that counts.
+
+    Returns:
+        Per condition an array of `rounds` rows.
+    """
+    taken: dict[ConditionT, list[Any]] = {name: [] for name in conditions}
+    with _no_garbage_collection():
+        for index in range(rounds + 1):
+            first = index % len(conditions)  # who begins changes: none always follows the same
+            for name in conditions[first:] + conditions[:first]:
+                taken[name].append(timed(name))
+            if index:
+                advance()
+    return {name: np.array(times[1:]) for name, times in taken.items()}
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """That many threads of torch, for as long as the block lasts."""
+    former = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(former)

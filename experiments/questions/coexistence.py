@@ -1,0 +1,314 @@
+"""Whether presses and everything else that is done to models get along.
+
+Each mechanism meets each companion (`experiments.interventions`) that begins before its scope and
+outlives it, that comes and goes inside of it, or that comes after it. What is kept, and the logits
+of the prefill and of a decode step, are held against those that the companion gives without any
+press, and, once the scope is closed, against those of the companion alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import typer
+from matplotlib.figure import Figure
+from rich.progress import Progress
+from transformers import DynamicCache, PreTrainedModel
+
+import hooks_impl
+import patch_impl
+from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.heatmap import OutcomeMatrix
+from experiments.framework.options import one_of
+from experiments.framework.tables import ResultTable
+from experiments.interventions import COMPANIONS, NOTHING, Intervention
+from experiments.mechanisms import MECHANISMS
+from experiments.mechanisms.contain import contained
+from experiments.testbed.families import build
+from experiments.testbed.response import Response, random_tokens, states_of
+from press_core.select import n_kept, top_positions
+
+RATIO, CONTEXT = 0.5, 24
+BEFORE, INSIDE, AFTER = PHASES = ("before", "inside", "after")
+"""When the companion comes: before the scope opens, inside of it, after it was closed."""
+
+RIGHT, ERROR, WRONG = OUTCOMES = ("right", "error", "wrong")
+
+# ---- answers -------------------------------------------------------------------------------------
+
+
+def ask(run: Callable[..., Any], companion: Intervention, by_hand: bool = False) -> Response:
+    """What `run` answers: a prefill, what the cache holds of it, and a decode step.
+
+    Args:
+        by_hand: whether to leave only the keys of least norm in the cache before the decode step.
+    """
+    context, following = random_tokens(CONTEXT + 1).split(CONTEXT, dim=1)
+    if companion.answers:
+        return Response([run(context)])
+    cache = DynamicCache()
+    with torch.no_grad():
+        logits = [run(context, past_key_values=cache).logits.clone()]
+        if by_hand:
+            _evict_by_hand(cache)
+        states = states_of(cache)
+        position = torch.tensor([[CONTEXT]])
+        logits.append(run(following, past_key_values=cache, position_ids=position).logits.clone())
+    return Response([x.float() for x in logits], [x.float() for x in states])
+
+
+def _evict_by_hand(cache: DynamicCache) -> None:
+    for layer in cache.layers:
+        kept = top_positions(-layer.keys.float().norm(dim=-1), n_kept(CONTEXT, RATIO))
+        index = kept.unsqueeze(-1).expand(-1, -1, -1, layer.keys.shape[-1])
+        layer.keys, layer.values = (s.gather(2, index) for s in (layer.keys, layer.values))
+
+
+# ---- mechanisms ----------------------------------------------------------------------------------
+
+
+def _presses(name: str) -> dict[str, Callable[[], Any]]:
+    """A mechanism of this project with presses that read keys, queries, and keep heads apart."""
+    package = {"hooks": hooks_impl, "patches": patch_impl}[name]
+    return {
+        name: partial(MECHANISMS[name].press, RATIO),
+        f"{name}, SnapKV": lambda: package.SnapKVPress(RATIO, window_size=4),
+        f"{name}, AdaKV": lambda: package.AdaKVPress(package.KnormPress(RATIO)),
+    }
+
+
+_HOOKS, _PATCHES = _presses("hooks"), _presses("patches")
+MINE = tuple(name for pair in zip(_HOOKS, _PATCHES, strict=True) for name in pair)
+TRIED: dict[str, Callable[[], Any]] = {
+    **{name: (_HOOKS | _PATCHES)[name] for name in MINE},
+    **{name: partial(mechanism.press, RATIO) for name, mechanism in MECHANISMS.items()},
+}
+"""What makes the press that is tried, by name: ours, and the other mechanisms."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to try."""
+
+    mechanism: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            help=f"Repeatable; one of: {'; '.join(TRIED)}.",
+            show_default="all",
+            callback=one_of(TRIED),
+        ),
+    ] = ()
+    companion: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            help=f"Repeatable; one of: {'; '.join(COMPANIONS)}.",
+            show_default="all",
+            callback=one_of(COMPANIONS),
+        ),
+    ] = ()
+
+
+def llama() -> PreTrainedModel:
+    return build("llama", num_layers=2)
+
+
+@lru_cache
+def pressed(mechanism: str, companion: Intervention) -> Response:
+    """What is right while the press is open.
+
+    For keys of least norm, the companion's own cache is cut by hand. What SnapKV and AdaKV keep is
+    taken from the other mechanism, opened on a model that the companion has finished with.
+    """
+    with companion.scope(model := llama()) as run:
+        if companion.answers or "," not in mechanism:
+            return ask(run, companion, by_hand=True)
+        package, name = mechanism.split(", ")
+        other = "patches" if package == "hooks" else "hooks"
+        with TRIED[f"{other}, {name}"]()(model):
+            return ask(run, companion)
+
+
+@lru_cache
+def alone(companion: Intervention) -> Response:
+    """What is right while no press is open."""
+    with companion.scope(llama()) as run:
+        return ask(run, companion)
+
+
+# ---- the matrix ----------------------------------------------------------------------------------
+
+
+def try_out(mechanism: str, companion: Intervention, phase: str) -> dict[str, Any]:
+    """One cell of the matrix, as a row."""
+    outcome, detail = RIGHT, ""
+    with contained(llama()), _quiet():
+        try:
+            for when, run, beside, is_open in _looks(mechanism, companion, phase):
+                right = pressed(mechanism, beside) if is_open else alone(beside)
+                difference = right.difference(ask(run, beside), beside.tolerance)
+                if difference and outcome == RIGHT:
+                    outcome, detail = WRONG, f"{when}: {difference}"
+        except Exception as error:  # whatever comes is the result
+            if outcome == RIGHT:
+                outcome, detail = ERROR, f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return {
+        "mechanism": mechanism,
+        "companion": companion.companion,
+        "phase": phase,
+        "outcome": outcome,
+        "detail": detail,
+    }
+
+
+def _looks(
+    mechanism: str, companion: Intervention, phase: str
+) -> Iterator[tuple[str, Callable[..., Any], Intervention, bool]]:
+    """When to look: what to run then, beside which companion, and whether the scope is open."""
+    model = llama()
+    scope, plain = TRIED[mechanism]()(model), NOTHING
+    if phase == BEFORE:
+        with companion.scope(model) as run:
+            with scope:
+                yield "inside", run, companion, True
+            yield "after the scope", run, companion, False
+    elif phase == INSIDE:
+        with scope:
+            with companion.scope(model) as run:
+                yield "inside", run, companion, True
+            yield "inside, alone again", model, plain, True
+        yield "after the scope", model, plain, False
+    else:
+        with scope:
+            yield "inside, alone", model, plain, True
+        with companion.scope(model) as run:
+            yield "after the scope", run, companion, False
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of libraries that notice each other."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def cells(
+    mechanisms: Iterable[str], companions: Iterable[str]
+) -> list[tuple[str, Intervention, str]]:
+    """What is tried out: slow companions by our own mechanisms alone, and not after the scope."""
+    return [
+        (mechanism, COMPANIONS[companion], phase)
+        for mechanism in mechanisms
+        for companion in companions
+        for phase in PHASES
+        if not COMPANIONS[companion].is_slow or (mechanism in MINE and phase != AFTER)
+    ]
+
+
+# ---- reading the table ---------------------------------------------------------------------------
+
+
+_LOOKS = {
+    RIGHT: ("\N{MIDDLE DOT}", "#e3eef4"),
+    ERROR: ("error", "#f3c969"),
+    WRONG: ("wrong", "#D55E00"),
+}
+
+
+class Coexistence(Experiment[Options]):
+    """Try each mechanism beside accelerate, PEFT, torch.compile and others."""
+
+    name = "coexistence"
+    title = "Who gets along"
+    question = (
+        "Does a press still do what it should beside everything else that is done to models, and "
+        "do the others?"
+    )
+    method = (
+        "Each mechanism meets each companion that begins before its scope and outlives it, that "
+        "comes and goes inside of it, or that comes after it. What is kept, and the logits of a "
+        "prefill and of a decode step, are held against those that the companion gives without "
+        "any press, whose cache is cut by hand; once the scope is closed, against the companion "
+        "alone. A wrong cell is silent: nothing was raised. Other versions of the libraries may "
+        "give other cells."
+    )
+    full = Options()
+    quick = Options(
+        mechanism=MINE, companion=tuple(n for n, done in COMPANIONS.items() if not done.is_slow)
+    )
+
+    def measure(self, options: Options, progress: Progress) -> Tables:
+        """Every mechanism beside every companion, in every phase.
+
+        Returns:
+            `coexistence`: columns `mechanism`, `companion`, `phase` (one of `PHASES`), `outcome`
+            (one of `OUTCOMES`) and a `detail` of what is not right.
+        """
+        chosen = cells(options.mechanism or TRIED, options.companion or COMPANIONS)
+        rows = [try_out(*cell) for cell in progress.track(chosen, description=self.name)]
+        return {"coexistence": pd.DataFrame(rows)}
+
+    def findings(self, tables: Tables) -> list[Finding]:
+        table = tables["coexistence"]
+        parts = {"own": table[_is_own(table)], "others": table[~_is_own(table)]}
+        return [_finding(name, part) for name, part in parts.items() if len(part)]
+
+    def views(self, tables: Tables) -> list[ResultTable]:
+        table = tables["coexistence"]
+        note = "The worst of before, inside and after the scope."
+        return [OutcomeMatrix.of(table, "companion", _LOOKS).table(note)]
+
+    def remarks(self, tables: Tables) -> list[str]:
+        table, said = tables["coexistence"], []
+        alone = table[(table["companion"] == NOTHING.companion) & (table["outcome"] == WRONG)]
+        if len(alone):
+            late = ", ".join(alone["mechanism"].unique())
+            said = [f"Wrong by themselves, beside nothing else: {late}."]
+        own = table[_is_own(table) & (table["outcome"] != RIGHT)]
+        details = [
+            f"- {row.mechanism}, {row.companion}, {row.phase} the scope: {row.detail}"
+            for row in own.itertuples()
+        ]
+        if details:
+            said += ["What is not right with this project's own:", "\n".join(details)]
+        return said
+
+    def figures(self, tables: Tables) -> dict[str, Figure]:
+        label = (
+            "What comes of each mechanism (columns) beside what else is done to models (rows): "
+            "the worst of before, inside and after the scope"
+        )
+        matrix = OutcomeMatrix.of(tables["coexistence"], "companion", _LOOKS)
+        return {"coexistence": matrix.figure(label)}
+
+
+def _is_own(table: pd.DataFrame) -> pd.Series[bool]:
+    return table["mechanism"].isin(MINE)
+
+
+def _finding(name: str, part: pd.DataFrame) -> Finding:
+    counts = {outcome: int((part["outcome"] == outcome).sum()) for outcome in OUTCOMES}
+    who = {"own": "hooks and patches of this project", "others": "the other mechanisms"}[name]
+    text = (
+        f"Beside what else is done to models, {who} are silently wrong in "
+        f"**{counts[WRONG]}** of {len(part)} trials and raise an error in {counts[ERROR]}."
+    )
+    if name == "others":
+        return Finding(name, text)
+    verdict: Any = "breaks" if counts[WRONG] else "costs" if counts[ERROR] else "works"
+    return Finding(name, text, "use presses beside accelerate, PEFT and torch.compile", verdict)
+
+
+EXPERIMENT = Coexistence()

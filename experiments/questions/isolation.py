@@ -1,0 +1,465 @@
+"""Who else feels it when a press is opened on one model.
+
+Every mechanism (`experiments.mechanisms`) is opened on a model in every situation below, and
+bystanders are asked the same question before, inside and after: a prefill and two decode steps,
+with the cache that these leave. Answers are compared bit for bit. Weights and tokens are drawn from
+fixed seeds, models are built anew for every cell, and what a mechanism leaves behind in the process
+is put back from outside before the next.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from threading import Thread
+from typing import Annotated, Any, NamedTuple
+
+import pandas as pd
+import torch
+import typer
+from matplotlib.figure import Figure
+from rich.progress import Progress
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+import hooks_impl
+import patch_impl
+from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.heatmap import OutcomeMatrix
+from experiments.framework.options import one_of
+from experiments.framework.tables import ResultTable
+from experiments.mechanisms import MECHANISMS, OURS, Mechanism
+from experiments.mechanisms.contain import contained
+from experiments.testbed.families import build
+from experiments.testbed.response import Response, random_tokens, states_of
+
+RATIO, OTHER_RATIO = 0.5, 0.25
+CONTEXT, STEPS = 24, 2
+N_INSTANCES = 3
+
+UNTOUCHED, RECOVERS, FOR_GOOD, ERROR = OUTCOMES = (
+    "untouched",
+    "changed, recovers",
+    "changed for good",
+    "error",
+)
+"""What becomes of a bystander: it answers as ever, inside and after; differently inside only;
+differently after; it raises an error, inside or after."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to try."""
+
+    mechanism: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            help=f"Repeatable; one of: {', '.join(MECHANISMS)}.",
+            show_default="all",
+            callback=one_of(MECHANISMS),
+        ),
+    ] = ()
+
+
+# ---- answers -----------------------------------------------------------------------------------
+
+
+Given = Response | Exception
+"""An answer, or what was raised instead."""
+
+
+class Seen(NamedTuple):
+    """One bystander: what it should answer and what it did, inside the scope and after it."""
+
+    expected_inside: Given
+    inside: Given
+    expected_after: Given
+    after: Given
+
+
+def _tokens() -> Tensor:
+    """Of a context and of more steps than any situation takes: `(1, n)`."""
+    return random_tokens(CONTEXT + 4 * STEPS)
+
+
+@torch.no_grad()
+def prefill(model: PreTrainedModel, cache: DynamicCache) -> list[Tensor]:
+    logits: Tensor = model(_tokens()[:, :CONTEXT], past_key_values=cache).logits
+    return [logits]
+
+
+@torch.no_grad()
+def decode(model: PreTrainedModel, cache: DynamicCache, start: int = CONTEXT) -> list[Tensor]:
+    """`STEPS` single tokens, as `generate` would pass them."""
+    logits = []
+    for i in range(start, start + STEPS):
+        position = torch.tensor([[i]])
+        output = model(_tokens()[:, i : i + 1], position_ids=position, past_key_values=cache)
+        logits.append(output.logits)
+    return logits
+
+
+def left(logits: list[Tensor], cache: DynamicCache) -> Response:
+    """What forwards and their cache amount to."""
+    seen = [int(layer.get_seq_length()) for layer in cache.layers]
+    return Response(logits, states_of(cache), seen)
+
+
+def answer(model: PreTrainedModel) -> Response:
+    """A prefill and two steps on a new cache."""
+    cache = DynamicCache()
+    return left(prefill(model, cache) + decode(model, cache), cache)
+
+
+def given(ask: Callable[..., Response], *args: Any) -> Given:
+    """What `ask` gives, or raises."""
+    try:
+        return ask(*args)
+    except Exception as error:
+        return error
+
+
+def in_thread(ask: Callable[..., Response], *args: Any) -> Given:
+    """What `ask` gives in a thread that knows nothing of any scope."""
+    results: list[Given] = []
+    thread = Thread(target=lambda: results.append(given(ask, *args)))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+# ---- situations --------------------------------------------------------------------------------
+
+
+Situation = Callable[[Mechanism], list[Seen]]
+"""Opens a mechanism on a model, and says how the bystanders fared."""
+
+
+def llama(seed: int = 0) -> PreTrainedModel:
+    return build("llama", seed=seed)
+
+
+def _watched(
+    mechanism: Mechanism,
+    model: PreTrainedModel,
+    bystanders: list[PreTrainedModel],
+    ask: Callable[..., Given] = given,
+) -> list[Seen]:
+    """The bystanders' answers, with `mechanism` open on `model`, which is run as well."""
+    expected = [answer(bystander) for bystander in bystanders]
+    with mechanism.press(RATIO)(model):
+        answer(model)
+        inside = [ask(answer, each) for each in bystanders]
+    after = [ask(answer, each) for each in bystanders]
+    return [Seen(*four) for four in zip(expected, inside, expected, after, strict=True)]
+
+
+def instances_of_the_class(mechanism: Mechanism) -> list[Seen]:
+    return _watched(mechanism, llama(), [llama(seed) for seed in range(1, 1 + N_INSTANCES)])
+
+
+def instances_of_other_classes(mechanism: Mechanism) -> list[Seen]:
+    return _watched(
+        mechanism, llama(), [build(family) for family in ("mistral", "qwen3", "gpt_neox")]
+    )
+
+
+def shared_config(mechanism: Mechanism) -> list[Seen]:
+    model = llama()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        other = type(model)(model.config).eval()
+    other.load_state_dict(llama(1).state_dict())
+    return _watched(mechanism, model, [other])
+
+
+def shared_weights(mechanism: Mechanism) -> list[Seen]:
+    model, other = llama(), llama(1)
+    for mine, theirs in zip(model.modules(), other.modules(), strict=True):
+        theirs._parameters.update(mine._parameters)
+    return _watched(mechanism, model, [other])
+
+
+def shared_attention_module(mechanism: Mechanism) -> list[Seen]:
+    model, other = llama(), llama(1)
+    other.model.layers[0].self_attn = model.model.layers[0].self_attn
+    return _watched(mechanism, model, [other])
+
+
+def copy_made_before(mechanism: Mechanism) -> list[Seen]:
+    model = llama()
+    return _watched(mechanism, model, [copy.deepcopy(model)])
+
+
+def copy_made_inside(mechanism: Mechanism) -> list[Seen]:
+    model = llama()
+    expected = answer(model)
+    with mechanism.press(RATIO)(model):
+        answer(model)
+        twin = copy.deepcopy(model)
+        inside = given(answer, twin)
+    return [Seen(expected, inside, expected, given(answer, twin))]
+
+
+def copy_made_after(mechanism: Mechanism) -> list[Seen]:
+    model = llama()
+    expected = answer(model)
+    with mechanism.press(RATIO)(model):
+        answer(model)
+    twin = copy.deepcopy(model)
+    return [Seen(expected, expected, expected, given(answer, twin))]
+
+
+def the_model_itself(mechanism: Mechanism) -> list[Seen]:
+    model = llama()
+    expected = answer(model)
+    with mechanism.press(RATIO)(model):
+        answer(model)
+    return [Seen(expected, expected, expected, given(answer, model))]
+
+
+def other_instance_in_a_thread(mechanism: Mechanism) -> list[Seen]:
+    return _watched(mechanism, llama(), [llama(1)], in_thread)
+
+
+def the_model_in_a_thread(mechanism: Mechanism) -> list[Seen]:
+    model = llama()
+    bare = answer(model)
+    with mechanism.press(RATIO)(model):
+        pressed = answer(model)
+        inside = in_thread(answer, model)
+    return [Seen(pressed, inside, bare, in_thread(answer, model))]
+
+
+def cache_filled_before(mechanism: Mechanism) -> list[Seen]:
+    """A whole cache that is decoded inside, and further after."""
+    model = llama()
+    expected = _decoded_around(model, nullcontext())
+    got = _decoded_around(model, mechanism.press(RATIO)(model))
+    return [Seen(expected[0], got[0], expected[1], got[1])]
+
+
+def _decoded_around(
+    model: PreTrainedModel, scope: AbstractContextManager[Any]
+) -> tuple[Given, Given]:
+    cache = DynamicCache()
+    prefill(model, cache)
+    with scope:
+        inside = given(lambda: left(decode(model, cache), cache))
+    return inside, given(lambda: left(decode(model, cache, CONTEXT + STEPS), cache))
+
+
+def pruned_and_whole_cache(mechanism: Mechanism) -> list[Seen]:
+    """A cache pruned inside and one filled after, decoded in turn once the scope is closed."""
+
+    def pruned(model: PreTrainedModel) -> DynamicCache:
+        cache = DynamicCache()
+        with mechanism.press(RATIO)(model):
+            prefill(model, cache)
+        return cache
+
+    model = llama()
+    whole_alone = answer(model)
+    with contained(model):
+        cache = pruned(llama())
+        pruned_alone = left(decode(llama(), cache), cache)
+    first, second = pruned(model), DynamicCache()
+    logits = prefill(model, second)
+    pruned_after = given(lambda: left(decode(model, first), first))
+    whole_after = given(lambda: left(logits + decode(model, second), second))
+    return [
+        Seen(pruned_alone, pruned_alone, pruned_alone, pruned_after),
+        Seen(whole_alone, whole_alone, whole_alone, whole_after),
+    ]
+
+
+def one_press_on_two_models(mechanism: Mechanism) -> list[Seen]:
+    """Each model prunes as if it were alone."""
+    press, models = mechanism.press(RATIO), [llama(0), llama(1)]
+    bare = [answer(model) for model in models]
+    alone = [_alone(press, model) for model in models]
+    with press(models[0]), press(models[1]):
+        inside = [given(answer, each) for each in models]
+    after = [given(answer, each) for each in models]
+    return [Seen(*four) for four in zip(alone, inside, bare, after, strict=True)]
+
+
+def _alone(press: Any, model: PreTrainedModel) -> Response:
+    """What `model` answers inside of the press, on a copy that nobody sees afterwards."""
+    twin = copy.deepcopy(model)
+    with contained(twin), press(twin):
+        return answer(twin)
+
+
+def nested_with(presses: Callable[[float], Any], mechanism: Mechanism) -> list[Seen]:
+    """Two scopes on one model, the outer closed first, whichever of the two it is."""
+    one, other = mechanism.press(RATIO), presses(OTHER_RATIO)
+    return [_closed_first(one, other), _closed_first(other, one)]
+
+
+def _closed_first(outer_press: Any, inner_press: Any) -> Seen:
+    model = llama()
+    bare, inner_alone = answer(model), _alone(inner_press, model)
+    with contained(model):
+        outer, inner = outer_press(model), inner_press(model)
+        outer.__enter__()
+        inner.__enter__()
+
+        def ask_without(scope: AbstractContextManager[Any]) -> Given:
+            def close_and_ask() -> Response:
+                scope.__exit__(None, None, None)
+                return answer(model)
+
+            return given(close_and_ask)
+
+        return Seen(inner_alone, ask_without(outer), bare, ask_without(inner))
+
+
+SITUATIONS: dict[str, Situation] = {
+    "the model, after": the_model_itself,
+    "the model, in another thread": the_model_in_a_thread,
+    "instances of the class": instances_of_the_class,
+    "instances of other classes": instances_of_other_classes,
+    "an instance in another thread": other_instance_in_a_thread,
+    "an instance with the same config": shared_config,
+    "an instance with the same weights": shared_weights,
+    "an instance with the same module": shared_attention_module,
+    "a deep copy made before": copy_made_before,
+    "a deep copy made inside": copy_made_inside,
+    "a deep copy made after": copy_made_after,
+    "a cache filled before": cache_filled_before,
+    "two caches, one of them pruned": pruned_and_whole_cache,
+    "one press on two models": one_press_on_two_models,
+    "two scopes, the outer closed first": lambda mechanism: nested_with(mechanism.press, mechanism),
+    "with hooks, the outer closed first": partial(nested_with, hooks_impl.KnormPress),
+    "with patches, the outer closed first": partial(nested_with, patch_impl.KnormPress),
+}
+"""What a mechanism is opened on, and who looks."""
+
+
+# ---- the matrix --------------------------------------------------------------------------------
+
+
+def outcome(seen: Seen) -> tuple[str, str]:
+    """What became of one bystander, and in what it showed."""
+    details = []
+    for when, expected, got in (
+        ("inside", seen.expected_inside, seen.inside),
+        ("after", seen.expected_after, seen.after),
+    ):
+        if isinstance(expected, Exception):
+            raise expected
+        if isinstance(got, Exception):
+            return ERROR, f"{when}: {type(got).__name__}: {' '.join(str(got).split())}"
+        details.append(expected.difference(got))
+    inside, after = details
+    if after:
+        return FOR_GOOD, f"after: {after}"
+    return (RECOVERS, f"inside: {inside}") if inside else (UNTOUCHED, "")
+
+
+def try_out(mechanism: Mechanism, situation: str) -> dict[str, Any]:
+    """One cell of the matrix, as a row: the worst that became of a bystander, and of how many."""
+    with contained(llama()):
+        outcomes = [outcome(seen) for seen in SITUATIONS[situation](mechanism)]
+    worst = max(outcomes, key=lambda pair: OUTCOMES.index(pair[0]))
+    return {
+        "mechanism": mechanism.name,
+        "situation": situation,
+        "outcome": worst[0],
+        "bystanders": len(outcomes),
+        "touched": sum(name != UNTOUCHED for name, _ in outcomes),
+        "detail": worst[1],
+    }
+
+
+# ---- reading the table -------------------------------------------------------------------------
+
+
+_LOOKS = {
+    UNTOUCHED: ("\N{MIDDLE DOT}", "#e3eef4"),
+    RECOVERS: ("inside", "#f3c969"),
+    FOR_GOOD: ("stays", "#D55E00"),
+    ERROR: ("error", "#444444"),
+}
+
+
+class Isolation(Experiment[Options]):
+    """See which bystanders a press on one model changes, mechanism by mechanism."""
+
+    name = "isolation"
+    title = "Who else feels it"
+    question = (
+        "With a press open on one model, which other models, copies, caches and threads answer "
+        "differently, and which recover?"
+    )
+    method = (
+        "A press is opened on a small model in each situation, and bystanders are asked the same "
+        "before, inside and after: a prefill and two decode steps, with the cache that these "
+        "leave. Answers are compared bit for bit. The worst of all bystanders counts. A mechanism "
+        "other than hooks and patches is tried in its plainest form; with more code some could "
+        "tell whose call it is."
+    )
+    full = quick = Options()
+
+    def measure(self, options: Options, progress: Progress) -> Tables:
+        """Every situation for every mechanism.
+
+        Returns:
+            `isolation`: columns `mechanism`, `situation`, `outcome` (one of `OUTCOMES`),
+            `bystanders` and how many of them were `touched`, and a `detail` of the worst.
+        """
+        mechanisms = [MECHANISMS[name] for name in options.mechanism or MECHANISMS]
+        cells = list(product(mechanisms, SITUATIONS))
+        rows = [try_out(*cell) for cell in progress.track(cells, description=self.name)]
+        return {"isolation": pd.DataFrame(rows)}
+
+    def findings(self, tables: Tables) -> list[Finding]:
+        table = tables["isolation"]
+        total, untouched = table["situation"].nunique(), _untouched(table)
+        own = untouched[untouched.index.isin(OURS)]
+        others = untouched.drop(own.index)
+        if own.empty:
+            text = f"Bystanders answer the same bits in at least **{others.min()}** of {total} "
+            return [Finding("bystanders", text + "situations.")]
+        text = (
+            f"With {' and '.join(own.index)}, bystanders answer the same bits in **{own.min()}** "
+            f"of {total} situations"
+        )
+        if not others.empty:
+            text += f"; with other mechanisms in {others.min()} to {others.max()}"
+        stays = table["mechanism"].isin(OURS) & table["outcome"].isin([FOR_GOOD, ERROR])
+        need = "leave other models, copies and caches alone"
+        return [Finding("bystanders", f"{text}.", need, "breaks" if stays.any() else "works")]
+
+    def views(self, tables: Tables) -> list[ResultTable]:
+        table = tables["isolation"]
+        counted = ", ".join(f"{name} {count}" for name, count in _untouched(table).items())
+        note = (
+            f"What became of bystanders. Of {table['situation'].nunique()} situations, they answer "
+            f"the same bits inside and after in: {counted}."
+        )
+        return [OutcomeMatrix.of(table, "situation", _LOOKS).table(note)]
+
+    def remarks(self, tables: Tables) -> list[str]:
+        table = tables["isolation"]
+        noted = table[table["outcome"].isin([FOR_GOOD, ERROR])]
+        lines = [f"- {row.mechanism}, {row.situation}: {row.detail}" for row in noted.itertuples()]
+        return ["Where it did not recover:", "\n".join(lines)] if lines else []
+
+    def figures(self, tables: Tables) -> dict[str, Figure]:
+        label = "What became of bystanders, bit for bit, by situation (rows) and mechanism"
+        matrix = OutcomeMatrix.of(tables["isolation"], "situation", _LOOKS)
+        return {"isolation": matrix.figure(label)}
+
+
+def _untouched(table: pd.DataFrame) -> pd.Series[Any]:
+    """By mechanism, in how many situations nobody was touched."""
+    return (table["outcome"] == UNTOUCHED).groupby(table["mechanism"], sort=False).sum()
+
+
+EXPERIMENT = Isolation()

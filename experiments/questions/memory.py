@@ -1,0 +1,558 @@
+"""Sizes: what a cache and the prefill that fills it take, measured and by arithmetic.
+
+*Measured*: bytes that the cache holds after a prefill (`press_core.cache_nbytes`, spare room
+included), and the *peak*: what is allocated at most while the prefill runs and the press acts,
+beyond what was allocated before, weights among them. Torch's own allocations are counted one by one
+(on a CPU as its profiler reports them, on a GPU by its caching allocator), so that a repeated run
+gives the same number. The resident size of the process would count what the C library has not
+given back, too, and its peak never falls.
+
+*Arithmetic*: `L` layers of `H_kv` heads of `d` channels hold `2 * L * H_kv * d * S * (1 - ratio)`
+numbers of `S` tokens. That is set beside every measurement, and worked out for models that are too
+large to be run here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, NamedTuple
+
+import pandas as pd
+import torch
+import typer
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import DynamicCache, PreTrainedModel
+
+from experiments import UserError
+from experiments.framework.experiment import Experiment, Tables
+from experiments.framework.plots import (
+    INK,
+    MUTED,
+    legend_outside,
+    new_figure,
+    press_colour,
+    press_label,
+    press_line,
+    style,
+)
+from experiments.framework.report import write_results
+from experiments.framework.tables import Shown
+from experiments.loading import load_model, short_name
+from experiments.questions.overhead import NO_PRESS
+from experiments.testbed.families import build
+from experiments.testbed.recipes import MECHANISMS, press_name, suited_pair
+from press_core import Press, attention_sites, cache_nbytes
+from press_core.presses.think import ThinK
+
+PRESSES = ("SnapKVPress", "AdaKVPress", "ThinKPress", "KVzipPress")
+"""What the study measures: tokens, tokens by head, channels, and tokens once all are read."""
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler tells of each start and stop
+
+
+class Shape(NamedTuple):
+    """What the size of a model's cache depends on."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int = 2
+
+    def nbytes(self, tokens: int, ratio: float = 0.0) -> float:
+        """Bytes of the keys and values of `tokens` tokens, a share `ratio` of which is gone."""
+        per_token = 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
+        return per_token * tokens * (1 - ratio)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Shape:
+        """That of a model whose layers all attend to all tokens.
+
+        Raises:
+            UserError: if some layers keep a sliding window.
+        """
+        sites = attention_sites(model)
+        if len(sites) < model.config.num_hidden_layers:
+            raise UserError(
+                f"some layers of this {type(model).__name__} keep a sliding window, and the "
+                "arithmetic is that of layers which keep all tokens; give a model without them"
+            )
+        return cls(len(sites), sites[0].num_kv_heads, sites[0].head_dim, model.dtype.itemsize)
+
+
+REAL: dict[str, Shape] = {
+    "Llama-3.1-8B": Shape(32, 8, 128),
+    "Llama-3.1-70B": Shape(80, 8, 128),
+    "Qwen3-8B": Shape(36, 8, 128),
+    "Qwen3-32B": Shape(64, 8, 128),
+}
+"""Published configurations, in bfloat16."""
+
+REAL_CONTEXTS = (32 * 2**10, 128 * 2**10, 2**20)
+REAL_RATIOS = (0.0, 0.5, 0.8)
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is measured of one model.
+
+    Attributes:
+        contexts: tokens of the prefills.
+        ratio: share that presses evict.
+        presses: names of presses; without any press is measured too.
+        both: longest context at which patches are measured too, beside hooks.
+        twice: longest context for presses that read it twice.
+    """
+
+    contexts: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
+    ratio: float = 0.5
+    presses: tuple[str, ...] = PRESSES
+    both: int = 2048
+    twice: int = 4096
+
+    def cells(self) -> Iterator[Cell]:
+        """All that is measured, shortest context first."""
+        for context in self.contexts:
+            yield Cell(context)
+            for name in self.presses:
+                if name != "KVzipPress" or context <= self.twice:
+                    yield Cell(context, name, "hook")
+                    if context <= self.both:
+                        yield Cell(context, name, "patch")
+
+
+class Cell(NamedTuple):
+    """One prefill."""
+
+    context: int
+    press: str = NO_PRESS
+    mechanism: str = "bare"
+
+
+# ---- measuring -----------------------------------------------------------------------------------
+
+
+def peak_nbytes(device: torch.device, work: Callable[[], None]) -> int:
+    """Bytes that are allocated at most while `work` runs, beyond those allocated before."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        work()
+    held = peak = 0
+    for n_bytes in _allocations(recorded):
+        held += n_bytes
+        peak = max(peak, held)
+    return peak
+
+
+def _allocations(recorded: Any) -> list[int]:
+    """Bytes allocated and (negative) freed again, in their order."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    memory = [event for event in events if event["name"] == "[memory]"]
+    return [event["args"]["Bytes"] for event in sorted(memory, key=lambda event: event["ts"])]
+
+
+def prefill(model: PreTrainedModel, ids: Tensor, press: Press | None) -> tuple[int, int]:
+    """Peak of a prefill, and bytes of the cache that it leaves."""
+    cache = DynamicCache()
+
+    @torch.inference_mode()
+    def work() -> None:
+        if press is None:
+            model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+        else:
+            with press(model):
+                model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+
+    peak = peak_nbytes(model.device, work)
+    return peak, cache_nbytes(cache)
+
+
+def make_press(cell: Cell, ratio: float, model: PreTrainedModel) -> Press | None:
+    """The press of a cell at its usual settings; a ThinKPress stores what it keeps only."""
+    if cell.press == NO_PRESS:
+        return None
+    pair = suited_pair(cell.press, ratio, cell.context, model)
+    press = pair[list(MECHANISMS).index(cell.mechanism)]
+    return replace(press, free_memory=True) if isinstance(press, ThinK) else press
+
+
+def evicted(name: str, ratio: float) -> float:
+    """Share of a cache's bytes that a press frees when it is told to evict `ratio`."""
+    if name == NO_PRESS:
+        return 0.0
+    return ratio / 2 if name == "ThinKPress" else ratio  # which drops channels of keys only
+
+
+def measure(
+    subjects: Mapping[str, tuple[PreTrainedModel, Size]], *, progress: bool = True
+) -> Tables:
+    """Prefills of all models, and the arithmetic for those that are too large.
+
+    Args:
+        subjects: by the name that tables give it, a model and what is measured of it.
+        progress: show a bar on stderr.
+
+    Returns:
+        `memory`: per prefill the columns `model`, `layers`, `context`, `press`, `mechanism`,
+        `ratio`; `bytes` of the cache, `predicted` ones, and `measured_over_predicted`; `peak`,
+        bytes, see `peak_nbytes`, and `peak_over_bare`, times that without a press.
+        `memory_models`: see `predicted`.
+    """
+    total = sum(len(list(size.cells())) for _, size in subjects.values())
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    console, rows = Console(stderr=True), []
+    with Progress(*columns, TimeElapsedColumn(), console=console, disable=not progress) as bar:
+        task = bar.add_task("prefills", total=total)
+        for name, (model, size) in subjects.items():
+            for row in _rows(model, size):
+                rows.append({"model": name, **row})
+                bar.advance(task)
+    return {"memory": pd.DataFrame(rows), "memory_models": predicted()}
+
+
+def _rows(model: PreTrainedModel, size: Size) -> Iterator[dict[str, Any]]:
+    shape, bare = Shape.of(model), 0
+    for cell in size.cells():
+        ids = _context(model, cell.context)
+        peak, held = prefill(model, ids, make_press(cell, size.ratio, model))
+        if cell.press == NO_PRESS:
+            bare = peak
+        by_arithmetic = shape.nbytes(cell.context, evicted(cell.press, size.ratio))
+        yield {
+            "layers": shape.layers,
+            **cell._asdict(),
+            "ratio": 0.0 if cell.press == NO_PRESS else size.ratio,
+            "bytes": held,
+            "predicted": by_arithmetic,
+            "measured_over_predicted": held / by_arithmetic,
+            "peak": peak,
+            "peak_over_bare": peak / bare,
+        }
+
+
+def _context(model: PreTrainedModel, length: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, model.config.vocab_size, (1, length), generator=generator)
+    return ids.to(model.device)
+
+
+def predicted(shapes: Mapping[str, Shape] = REAL) -> pd.DataFrame:
+    """What arithmetic says of `shapes`.
+
+    Returns:
+        Columns `model`, `layers`, `kv_heads`, `head_dim`, `context`, `ratio` and `bytes`.
+    """
+    rows = [
+        shape._asdict()
+        | {"model": name, "context": context, "ratio": ratio}
+        | {"bytes": shape.nbytes(context, ratio)}
+        for name, shape in shapes.items()
+        for context in REAL_CONTEXTS
+        for ratio in REAL_RATIOS
+    ]
+    columns = ["model", "layers", "kv_heads", "head_dim", "context", "ratio", "bytes"]
+    return pd.DataFrame(rows)[columns]
+
+
+def run() -> Tables:
+    """The study: random models of two depths, of which the shallow one gets the long contexts."""
+    return measure({_name(4): (_random_llama(4), Size()), _name(8): (_random_llama(8), _DEEP)})
+
+
+_DEEP = Size(contexts=(4096,), twice=0)
+
+
+def _random_llama(layers: int) -> PreTrainedModel:
+    return build("llama", num_layers=layers, num_heads=4, num_kv_heads=2, head_dim=32)
+
+
+def _name(layers: int) -> str:
+    return f"random Llama, {layers} layers"
+
+
+# ---- reading the tables --------------------------------------------------------------------------
+
+
+def summary(tables: Tables) -> str:
+    """What was measured, as Markdown."""
+    return "\n\n".join([*sentences(tables), *(table.markdown() for table in shown(tables))])
+
+
+def sentences(tables: Tables) -> list[str]:
+    """What was measured in short."""
+    memory = tables["memory"]
+    told = [sentence_on_arithmetic(memory), sentence_on_peaks(memory), sentence_on_depth(memory)]
+    told.append(sentence_on_mechanisms(memory))
+    return [sentence for sentence in told if sentence]
+
+
+def sentence_on_arithmetic(memory: pd.DataFrame) -> str:
+    """How far caches are from what arithmetic says."""
+    by_press = memory.groupby("press", sort=False)["measured_over_predicted"].agg(["min", "max"])
+    told = [
+        f"{press_label(str(name))} {_span(row['min'], row['max'])}"
+        for name, row in by_press.iterrows()
+    ]
+    return f"Measured cache bytes over predicted ones: {', '.join(told)}."
+
+
+def sentence_on_peaks(memory: pd.DataFrame) -> str:
+    """What each press does to the peak of the longest prefill that it was measured on."""
+    of_model = memory[memory["model"] == memory["model"].iloc[0]]
+    hooked = of_model[of_model["mechanism"] == "hook"]
+    told = []
+    for name, rows in hooked.groupby("press", sort=False):
+        longest = rows.loc[rows["context"].idxmax()]
+        bare = of_model[of_model["press"] == NO_PRESS].set_index("context").loc[longest["context"]]
+        more, freed = longest["peak"] - bare["peak"], bare["bytes"] - longest["bytes"]
+        told.append(
+            f"{press_label(str(name))} {more / 2**20:+,.1f} MiB (frees {_mib(freed)} at "
+            f"{longest['context']:,} tokens)"
+        )
+    return (
+        "Peak of a prefill over that without a press, and what the press frees of the cache: "
+        f"{', '.join(told)}."
+    )
+
+
+def sentence_on_depth(memory: pd.DataFrame) -> str:
+    """What the prefill takes beside the cache, in models of different depths."""
+    bare = memory[memory["press"] == NO_PRESS]
+    shared = bare[bare.groupby("context")["layers"].transform("nunique") > 1]
+    if shared.empty:
+        return ""
+    rows = shared[shared["context"] == shared["context"].max()]
+    told = [
+        f"{_mib(r['peak'] - r['bytes'])} MiB with {r['layers']} layers" for _, r in rows.iterrows()
+    ]
+    return (
+        f"Beside the cache a prefill of {rows['context'].iloc[0]:,} tokens without a press takes "
+        f"{' and '.join(told)}."
+    )
+
+
+def sentence_on_mechanisms(memory: pd.DataFrame) -> str:
+    """The peaks with hooks, in those with patches."""
+    keys = ["model", "context", "press"]
+    peaks = memory.pivot(index=keys, columns="mechanism", values="peak")
+    if "patch" not in peaks:
+        return ""
+    ratios = (peaks["hook"] / peaks["patch"]).dropna()
+    return (
+        f"With hooks the peak is {_span(ratios.min(), ratios.max())} times that with patches, over "
+        f"{len(ratios)} prefills."
+    )
+
+
+def _span(low: float, high: float) -> str:
+    """Two numbers, or one if they look the same."""
+    ends = dict.fromkeys((f"{low:.3f}", f"{high:.3f}"))
+    return " to ".join(ends)
+
+
+def _mib(n_bytes: float) -> str:
+    return f"{n_bytes / 2**20:,.1f}"
+
+
+def shown(tables: Tables) -> list[Shown]:
+    """Measured sizes of each model, and predicted ones of all."""
+    memory, models = tables["memory"], tables["memory_models"]
+    measured = [_measured(of_model) for _, of_model in memory.groupby("model", sort=False)]
+    real = [_real_line(of) for _, of in models.groupby(["model", "context"], sort=False)]
+    head = ["model", "tokens", *(f"{ratio:.0%} evicted" for ratio in REAL_RATIOS)]
+    return [*measured, Shown("By arithmetic, GiB of the cache in bfloat16:", head, real)]
+
+
+def _measured(memory: pd.DataFrame) -> Shown:
+    note = (
+        f"{memory['model'].iloc[0]}: one prefill; presses, installed by hooks, evict "
+        f"{memory['ratio'].max():.0%} (ThinK: of the channels of the keys). MiB of the cache, over "
+        "the bytes that arithmetic gives; MiB at the peak, over the peak without a press:"
+    )
+    head = ["tokens", "press", "cache", "/ predicted", "peak", "/ no press"]
+    rows: list[dict[Any, Any]] = memory[memory["mechanism"] != "patch"].to_dict("records")
+    return Shown(note, head, [_measured_line(row) for row in rows], left=2)
+
+
+def _measured_line(row: dict[Any, Any]) -> list[str]:
+    line = [f"{row['context']:,}", press_label(row["press"]), _mib(row["bytes"])]
+    line += [f"{row['measured_over_predicted']:.3f}", _mib(row["peak"])]
+    return [*line, f"{row['peak_over_bare']:.2f}"]
+
+
+def _real_line(rows: pd.DataFrame) -> list[str]:
+    first = rows.iloc[0]
+    sizes = [f"{n_bytes / 2**30:,.1f}" for n_bytes in rows["bytes"]]
+    return [first["model"], f"{first['context']:,}", *sizes]
+
+
+# ---- figures -------------------------------------------------------------------------------------
+
+
+def figures(tables: Tables) -> dict[str, Figure]:
+    """Sizes of the first model by context, `memory`; by arithmetic, `memory_models`."""
+    return {
+        "memory": _draw_measured(tables["memory"]),
+        "memory_models": _draw_models(tables["memory_models"]),
+    }
+
+
+def _draw_measured(memory: pd.DataFrame) -> Figure:
+    model = memory["model"].iloc[0]
+    of_model = memory[(memory["model"] == model) & (memory["mechanism"] != "patch")]
+    with style():
+        figure, (cache, peak) = new_figure(1, 2, width=8.6, height=3.6)
+        for name, rows in of_model.groupby("press", sort=False):
+            look = _look(str(name))
+            dots = {"color": look["color"], "marker": "o", "linestyle": "none"}
+            cache.plot(rows["context"], rows["predicted"] / 2**20, **look)
+            cache.plot(rows["context"], rows["bytes"] / 2**20, **dots)
+            peak.plot(rows["context"], rows["peak"] / 2**20, **look, marker="o")
+        longest = of_model["context"].max()
+        for panel in (cache, peak):
+            panel.set_xticks([longest * quarter / 4 for quarter in range(5)])
+            panel.xaxis.set_major_formatter("{x:,.0f}")
+            panel.set_ylim(bottom=0)
+            panel.set_xlabel("tokens of context")
+            panel.set_ylabel("MiB")
+        cache.set_title("Cache: measured (dots), arithmetic (lines)")
+        peak.set_title("Peak of the prefill, measured")
+        legend_outside(figure, peak)
+    return figure
+
+
+def _look(name: str) -> dict[str, Any]:
+    if name == NO_PRESS:
+        return {"color": MUTED, "label": NO_PRESS}
+    return press_line(name)
+
+
+def _draw_models(models: pd.DataFrame) -> Figure:
+    names = list(dict.fromkeys(models["model"]))
+    with style():
+        figure, (panel,) = new_figure(width=8.6, height=1.2 + 0.75 * len(names))
+        for _, rows in models.groupby(["model", "context"], sort=False):
+            model, context = rows[["model", "context"]].iloc[0]
+            y = names.index(model) + 0.22 * (REAL_CONTEXTS.index(context) - 1)
+            panel.plot(rows["bytes"] / 2**30, [y] * len(rows), color=_SHADES[context], zorder=1)
+            for _, row in rows.iterrows():
+                look = _RATIO_LOOKS[row["ratio"]]
+                panel.plot(row["bytes"] / 2**30, y, color=_SHADES[context], **look)
+        panel.axvline(80, color=MUTED, linewidth=1, linestyle=":")
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter("{x:,g}")
+        panel.set_yticks(range(len(names)), names)
+        panel.set_ylim(len(names) - 0.5, -0.5)
+        panel.grid(visible=False, axis="y")
+        panel.set_title("Keys and values of one sequence in bfloat16, by arithmetic")
+        panel.set_xlabel("GiB (dotted: a GPU of 80 GiB)")
+        legend_outside(figure, panel, handles=_legend())
+    return figure
+
+
+_SHADES = dict(
+    zip(REAL_CONTEXTS, map(press_colour, ("TOVAPress", "SnapKVPress", "KVzipPress")), strict=True)
+)
+_RATIO_LOOKS: dict[float, dict[str, Any]] = {
+    0.0: {"marker": "o"},
+    0.5: {"marker": "D", "markersize": 4},
+    0.8: {"marker": "o", "markerfacecolor": "white"},
+}
+
+
+def _legend() -> list[Line2D]:
+    lines = [
+        Line2D([], [], color=shade, label=f"{_short(context)} tokens")
+        for context, shade in _SHADES.items()
+    ]
+    dots = [
+        Line2D([], [], color=INK, linestyle="none", label=f"{ratio:.0%} evicted", **look)
+        for ratio, look in _RATIO_LOOKS.items()
+    ]
+    return lines + dots
+
+
+def _short(context: int) -> str:
+    return f"{context // 2**20}M" if context >= 2**20 else f"{context // 2**10}k"
+
+
+EXPERIMENT = Experiment(
+    name="memory",
+    title="What a cache takes",
+    question="How much memory do a cache and the prefill that fills it take, by context length and "
+    "press, and how much would they take in large models?",
+    run=run,
+    figures=figures,
+    summary=summary,
+    repeat="python -m experiments memory",
+)
+
+
+# ---- command -------------------------------------------------------------------------------------
+
+
+def command(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Shipped model, folder or hub id. By default a random Llama of 4 layers, 4/2 "
+            "heads of 32, and one of 8 layers."
+        ),
+    ] = None,
+    press: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Press to measure, such as SnapKV; repeat it for several.",
+            show_default=", ".join(map(press_label, PRESSES)),
+        ),
+    ] = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=2,
+            help="Tokens of a prefill; repeat it for several.",
+            show_default=", ".join(map(str, Size.contexts)),
+        ),
+    ] = None,
+    ratio: Annotated[float, typer.Option(help="Share to evict, in (0, 1).")] = Size.ratio,
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda.")] = "cpu",
+    output: Annotated[
+        Path | None, typer.Option(help="Folder to write the tables and the figures to.")
+    ] = None,
+) -> None:
+    """Bytes of caches and peaks of prefills, measured, and by arithmetic for large models."""
+    if not 0 < ratio < 1:
+        raise typer.BadParameter(f"{ratio} is not above 0 and below 1", param_hint="--ratio")
+    presses = tuple(map(press_name, press or PRESSES))
+    size = Size(tuple(sorted(context or Size.contexts)), ratio, presses)
+    if model:
+        subjects = {short_name(model): (load_model(model, device=device)[0], size)}
+    else:
+        subjects = {_name(4): (_random_llama(4).to(device), size)}
+        subjects[_name(8)] = (
+            _random_llama(8).to(device),
+            replace(_DEEP, ratio=ratio, presses=presses),
+        )
+    tables, console = measure(subjects), Console()
+    for table in shown(tables):
+        console.print(table.note)
+        console.print(table.rich())
+    console.print("\n\n".join(sentences(tables)))
+    if output is not None:
+        write_results(tables, figures(tables), output)

@@ -1,0 +1,1 @@
+"""What experiments are run on: models, presses, tasks, and how results are compared."""

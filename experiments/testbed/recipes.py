@@ -1,0 +1,273 @@
+"""How to make each press so that it evicts about a given share of a context.
+
+```python
+presses = recipe_pair("AdaKVPress", ratio=0.5)                # for a few dozen tokens
+presses = recipe_pair("AdaKVPress", ratio=0.5, length=512)    # around SnapKVPress, defaults
+presses = fitted_pair(presses, model)                         # taught by a few random tokens
+presses = suited_pair("AdaKVPress", 0.5, 512, model)          # taught only what nobody has learned
+```
+
+Given a length, fields stay at their defaults, but for those that contexts of hundreds of tokens
+are too short for. Without one, windows and chunks are small enough for a few dozen tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import hooks_impl
+import patch_impl
+from experiments import UserError
+from experiments.framework.plots import press_label
+from experiments.testbed.compare import PressPair
+from press_core import HyperparameterError, Press, PressError
+from press_core.model.sites import attention_sites
+from press_core.presses.kvzip import RepeatPrompts
+from press_core.select import n_kept
+
+Presses = Mapping[str, type[Any]]
+"""The presses of a package by name."""
+
+MECHANISMS: dict[str, Presses] = {"hook": hooks_impl.PRESSES, "patch": patch_impl.PRESSES}
+
+DELIMITER = 2**31 - 1
+"""Token id of the delimiter for FinchPress: beyond any vocabulary, for no model ever sees it."""
+
+PROMPTS = RepeatPrompts(first=(3, 4, 5), following=(6, 7), suffix=(8,))
+"""What asks a model without a tokenizer to repeat a context."""
+
+SHORT = 48
+"""Tokens of a context where no length is given."""
+
+
+def press_name(given: str) -> str:
+    """The name of the press that a user calls `given`, with or without "Press", in any case.
+
+    Raises:
+        UserError: if there is none, with the names of all.
+    """
+    for name in hooks_impl.PRESSES:
+        if given.lower() in (name.lower(), press_label(name).lower()):
+            return name
+    known = ", ".join(map(press_label, hooks_impl.PRESSES))
+    raise UserError(f"there is no press {given!r}; there are {known}")
+
+
+# ---- recipes -------------------------------------------------------------------------------------
+
+
+def recipe(presses: Presses, name: str, ratio: float, length: int | None = None) -> Press:
+    """The press `name` of a package, so that it evicts about `ratio` of `length` tokens.
+
+    A DMSPress evicts what a RandomPress scores below `ratio`, a SimLayerKVPress all but
+    `1 - ratio` of a layer that looks at little else, a ThinKPress `ratio` of the key channels.
+
+    Args:
+        length: None for contexts of a few dozen tokens.
+
+    Raises:
+        KeyError: if no press has that name.
+        HyperparameterError: if the ratio is out of range.
+    """
+    presses[name]
+    if not 0 <= ratio < 1:
+        raise HyperparameterError(f"compression_ratio={ratio}: it must be a number in [0, 1)")
+    return _Kitchen(presses, length or SHORT, _FIELDS if length else _SHORT_FIELDS).make(
+        name, ratio
+    )
+
+
+def recipe_pair(name: str, ratio: float, length: int | None = None) -> PressPair:
+    """`recipe` with both mechanisms."""
+    return PressPair(*(recipe(presses, name, ratio, length) for presses in MECHANISMS.values()))
+
+
+class _Kitchen(NamedTuple):
+    """The presses of one package for contexts of one length.
+
+    Attributes:
+        fields: by press, what is set whatever the ratio.
+    """
+
+    presses: Presses
+    length: int
+    fields: Mapping[str, Mapping[str, Any]]
+
+    def make(self, name: str, ratio: float) -> Any:
+        inner = WRAPPED.get(name)
+        if inner is not None:
+            amount = {"press": self.make(inner, ratio)}
+        else:
+            amount = _AMOUNTS.get(name, _share)(self, ratio)
+        return self.presses[name](**{**amount, **self.fields.get(name, {})})
+
+    def kept(self, ratio: float, at_least: int = 1) -> int:
+        return max(at_least, n_kept(self.length, ratio))
+
+
+WRAPPED: dict[str, str] = {
+    **dict.fromkeys(
+        ("AdaKVPress", "ChunkKVPress", "ChunkPress", "CriticalAdaKVPress"), "SnapKVPress"
+    ),
+    **dict.fromkeys(("CriticalKVPress", "KeyRerotationPress"), "SnapKVPress"),
+    "BlockPress": "KeyDiffPress",
+}
+"""What is wrapped by presses that evict as much as what they wrap."""
+
+_FIELDS: dict[str, dict[str, Any]] = {
+    "ChunkPress": {"chunk_length": 256},  # 1024 would be one chunk
+    "DMSPress": {"decoding": True},
+    "DecodingPress": {"compression_interval": 1},
+    # What streaming heads keep by default, 384 tokens, would be most of such a context.
+    "DuoAttentionPress": {"sink_size": 4, "recent_size": 28},
+    "FinchPress": {"delimiter_token_id": DELIMITER},
+    "RandomPress": {"seed": 0},
+}
+
+_SHORT_FIELDS: dict[str, dict[str, Any]] = {
+    **_FIELDS,
+    "BlockPress": {"block_size": 8},
+    "ChunkKVPress": {"chunk_length": 5},
+    "ChunkPress": {"chunk_length": 16},
+    "CompactorPress": {"chunk_size": 16, "sketch_dimension": 8},
+    "DMSPress": {"sliding_window_size": 8, "decoding": True},
+    "DecodingPress": {"compression_interval": 2},
+    "DuoAttentionPress": {"sink_size": 2, "recent_size": 6},
+    "ExpectedAttentionPress": {"n_future_positions": 64},
+    "ExpectedAttentionStatsPress": {"n_future_positions": 64},
+    "KVzipPress": {"chunk_size": 24, "prompts": PROMPTS},
+    "LagKVPress": {"lag_size": 8},
+    "LeverageScorePress": {"sketch_dimension": 8},
+    "NonCausalAttnPress": {"chunk_size": 16},
+    "PyramidKVPress": {"window_size": 8},
+    "SnapKVPress": {"window_size": 8},
+}
+
+
+def _share(_: _Kitchen, ratio: float) -> dict[str, Any]:
+    return {"compression_ratio": ratio}
+
+
+def _composed(of: _Kitchen, ratio: float) -> dict[str, Any]:
+    half = 1 - (1 - ratio) ** 0.5
+    return {"presses": [of.make("KnormPress", half), of.make("SnapKVPress", half)]}
+
+
+def _duo(of: _Kitchen, ratio: float) -> dict[str, Any]:
+    spared = sum(of.fields["DuoAttentionPress"].values())  # by streaming heads
+    streaming = ratio / (1 - min(spared, of.length - 1) / of.length)
+    return {"head_compression_ratio": min(1.0, streaming)}
+
+
+_AMOUNTS: dict[str, Callable[[_Kitchen, float], dict[str, Any]]] = {
+    "ComposedPress": _composed,
+    "DMSPress": lambda of, ratio: {
+        "press": of.make("RandomPress", ratio),  # scores in [0, 1)
+        "threshold": ratio,
+        "sliding_window_size": max(1, of.length // 8),
+    },
+    "DecodingPress": lambda of, ratio: {
+        "base_press": of.make("SnapKVPress", 0.0),
+        "target_size": of.kept(ratio),
+    },
+    "DuoAttentionPress": _duo,
+    "PerLayerCompressionPress": lambda of, ratio: {
+        "press": of.make("SnapKVPress", ratio),
+        "compression_ratios": [ratio],  # `fitted_pair` knows how many layers there are
+    },
+    "PrefillDecodingPress": lambda of, ratio: {
+        "prefilling_press": of.make("SnapKVPress", ratio),
+        "decoding_press": of.make("DecodingPress", ratio),
+    },
+    "SimLayerKVPress": lambda of, ratio: {
+        "lazy_threshold": 1 - ratio,
+        "n_recent": max(2, of.kept(ratio) - 4),
+    },
+    "StreamingLLMDecodingPress": lambda of, ratio: {"max_capacity": of.kept(ratio, at_least=5)},
+    "ThinKPress": lambda _, ratio: {"key_channel_compression_ratio": ratio},
+}
+"""Fields that say how much is evicted, of presses that are told more than a ratio."""
+
+
+# ---- what presses have to know about a model -----------------------------------------------------
+
+
+def suited_pair(name: str, ratio: float, length: int, model: PreTrainedModel) -> PressPair:
+    """`recipe_pair`, where nothing was learned about `model` with what a few random tokens teach.
+
+    What no press can do on `model` is refused when it is opened, not here.
+    """
+    pair = recipe_pair(name, ratio, length)
+    if all(_knows(press, model) for press in pair):
+        return pair
+    if name == "KVzipPress":  # there is no tokenizer
+        return PressPair(*(replace(press, prompts=PROMPTS) for press in pair))  # type: ignore[call-arg]
+    return fitted_pair(pair, model)
+
+
+def _knows(press: Press, model: PreTrainedModel) -> bool:
+    try:
+        resolved = press.resolve(model)
+        for site in attention_sites(model):
+            resolved.check_site(site)
+    except PressError:
+        return False
+    return True
+
+
+def fitted_pair(pair: PressPair, model: PreTrainedModel) -> PressPair:
+    """`pair` with what its presses have to learn about `model`, from a few random tokens.
+
+    Fields that are filled already stay. The ratios of a PerLayerCompressionPress are repeated for
+    all layers.
+    """
+    return PressPair(*(_fitted(press, model) for press in pair))
+
+
+def _fitted(press: Press, model: PreTrainedModel) -> Press:
+    changed: dict[str, Any] = {}
+    for field in fields(press):
+        value = getattr(press, field.name)
+        if isinstance(value, Press):
+            changed[field.name] = _fitted(value, model)
+        elif field.name == "presses":
+            changed["presses"] = [_fitted(inner, model) for inner in value]
+        elif field.name == "compression_ratios":
+            n_layers = model.config.num_hidden_layers
+            changed[field.name] = (list(value) * n_layers)[:n_layers]
+        elif field.name in _LEARNED and value is None and _works_on(press, model):
+            changed[field.name] = _learned(model, field.name)
+    return replace(press, **changed)
+
+
+def _works_on(press: Press, model: PreTrainedModel) -> bool:
+    """Whether `model` has the position embeddings that `press` asks for."""
+    return not press.uses_rope or all(site.rotary is not None for site in attention_sites(model))
+
+
+@lru_cache(maxsize=64)
+def _learned(model: PreTrainedModel, field: str) -> Any:
+    vocabulary = model.get_input_embeddings().num_embeddings
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, vocabulary, (2, 48), generator=generator).to(model.device)
+    return _LEARNED[field](model, ids)
+
+
+def _regressor(model: PreTrainedModel, ids: Tensor) -> Any:
+    kvzip = hooks_impl.KVzipPress(kvzip_plus_normalization=True, prompts=PROMPTS)
+    return hooks_impl.KVzapPress.fit(model, [ids], kvzip.scores, steps=20)
+
+
+_LEARNED: dict[str, Callable[[PreTrainedModel, Tensor], Any]] = {
+    "filters": lambda model, ids: hooks_impl.QFilterPress.fit(model, [ids]),
+    "stats": lambda model, ids: hooks_impl.ExpectedAttentionStatsPress.collect(model, [ids]),
+    "regressor": _regressor,
+    "head_scores": lambda model, ids: hooks_impl.DuoAttentionPress.measure(model, [ids], 2, 6),
+}

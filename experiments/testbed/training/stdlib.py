@@ -1,0 +1,388 @@
+"""Training of the model that ships in ``experiments/models/stdlib-neox``.
+
+    python -m experiments.testbed.training.stdlib --output DIR
+
+A small GPT-NeoX learns the sources of Python's standard library, `experiments.testbed.stdlib_text`,
+from sequences of 256 tokens that always begin with ``<bos>``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm  # type: ignore[import-untyped]
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from experiments.framework.tables import markdown_table
+from experiments.testbed.stdlib_text import (
+    BOS,
+    HELD_OUT_EVERY,
+    PAD,
+    SPECIAL_TOKENS,
+    UNK,
+    build_tokenizer,
+    corpus,
+    token_stream,
+)
+from experiments.testbed.training.common import (
+    Output,
+    Seed,
+    Threads,
+    set_threads,
+    update,
+    write_card,
+)
+
+VOCABULARY = 2048
+LENGTH = 256
+"""Tokens in a training sequence, ``<bos>`` included."""
+ROWS = 32
+"""Sequences in a step."""
+LEARNING_RATE = 1e-2
+WARM_UP_STEPS = 100
+WEIGHT_DECAY = 0.1
+
+STREAM = 1_536
+"""Tokens in each of the streams that run past the trained length."""
+STREAMS = 24
+SINKS = 4
+EDGES = (0, 256, 320, 512, 1024, STREAM)
+"""Bounds of the ranges of positions that losses past the trained length are averaged over."""
+PAD_ID, BOS_ID, UNK_ID = (SPECIAL_TOKENS.index(token) for token in (PAD, BOS, UNK))
+IGNORED = -100
+"""Label that `cross_entropy` leaves out."""
+
+
+def build_model() -> GPTNeoXForCausalLM:
+    """The untrained model: 0.86 M float32 parameters, drawn from torch's global generator."""
+    config = GPTNeoXConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=LENGTH,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "partial_rotary_factor": 0.25,
+        },
+        use_parallel_residual=True,
+        tie_word_embeddings=True,
+        pad_token_id=PAD_ID,
+        bos_token_id=BOS_ID,
+        eos_token_id=BOS_ID,
+    )
+    return GPTNeoXForCausalLM(config)
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a training went."""
+
+    seed: int
+    steps: int
+    minutes: float
+    threads: int
+    train_tokens: int
+    held_out_tokens: int
+    train_unknown: float
+    held_out_unknown: float
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What was measured on held-out text. Losses are in nats per token, unknown ones left out."""
+
+    loss: float
+    unigram: float
+    bigram: float
+    past: dict[str, list[float]]
+    """By how the cache is bounded, the loss in each range of positions between `EDGES`."""
+    sink: list[float]
+    """By layer, the attention that queries in the second half of a sequence pay to ``<bos>``."""
+    sample: str
+
+
+@dataclass(frozen=True)
+class _Text:
+    tokenizer: PreTrainedTokenizerFast
+    train: Tensor
+    held_out: Tensor
+
+    @classmethod
+    def load(cls) -> _Text:
+        tokenizer = build_tokenizer(corpus("train"), VOCABULARY)
+        streams = token_stream(tokenizer, "train"), token_stream(tokenizer, "held-out")
+        return cls(tokenizer, *streams)
+
+
+def blocks(stream: Tensor) -> Tensor:
+    """Cut a stream ``(tokens,)`` into sequences ``(rows, LENGTH)``, ``<bos>`` before each."""
+    rows = len(stream) // (LENGTH - 1)
+    return _begin(stream[: rows * (LENGTH - 1)].view(rows, LENGTH - 1))
+
+
+def _begin(rows: Tensor) -> Tensor:
+    return torch.cat([rows.new_full((len(rows), 1), BOS_ID), rows], dim=1)
+
+
+def _draw(stream: Tensor, generator: torch.Generator) -> Tensor:
+    starts = torch.randint(len(stream) - LENGTH + 2, (ROWS, 1), generator=generator)
+    return _begin(stream[starts + torch.arange(LENGTH - 1)])
+
+
+def _targets(tokens: Tensor) -> Tensor:
+    """What each token but the last should predict; unknown words are no target."""
+    targets = tokens[:, 1:]
+    return targets.masked_fill(targets == UNK_ID, IGNORED)
+
+
+def _loss(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    return cross_entropy(logits.flatten(0, 1), _targets(tokens).flatten(), ignore_index=IGNORED)
+
+
+def _rate(step: int, steps: int) -> float:
+    """The learning rate at a step: a linear warm-up times a cosine that falls to zero."""
+    warm_up = min(1.0, (step + 1) / WARM_UP_STEPS)
+    return LEARNING_RATE * warm_up * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def _optimizer(model: PreTrainedModel) -> torch.optim.Optimizer:
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    groups = [
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": vectors, "weight_decay": 0.0},  # biases and norms are not to shrink
+    ]
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95))
+
+
+def train(
+    output: Output,
+    *,
+    seed: Seed = 0,
+    steps: Annotated[int, typer.Option(help="Updates, of 32 sequences of 256 tokens each.")] = 700,
+    checkpoints: Annotated[
+        Path | None, typer.Option(help="Folder for the model after every quarter of the steps.")
+    ] = None,
+    threads: Threads = None,
+    progress: bool = True,
+) -> None:
+    """Train the model, evaluate it, and save it with its tokenizer and model card.
+
+    The same seed gives the same model as long as Python, torch and its number of threads are the
+    same.
+    """
+    set_threads(threads)
+    text = _Text.load()
+    start = time.monotonic()
+    torch.manual_seed(seed)
+    model = build_model()
+    _fit(model, text, seed, steps, checkpoints, progress)
+    run = Run(
+        seed=seed,
+        steps=steps,
+        minutes=(time.monotonic() - start) / 60,
+        threads=torch.get_num_threads(),
+        train_tokens=len(text.train),
+        held_out_tokens=len(text.held_out),
+        train_unknown=float((text.train == UNK_ID).float().mean()),
+        held_out_unknown=float((text.held_out == UNK_ID).float().mean()),
+    )
+    save(model, text.tokenizer, output)
+    measures = evaluate(model, text.tokenizer, text.train, text.held_out)
+    write_card("stdlib", output, run, _figures(model, run, measures))
+
+
+def _fit(
+    model: PreTrainedModel,
+    text: _Text,
+    seed: int,
+    steps: int,
+    checkpoints: Path | None,
+    progress: bool,
+) -> None:
+    optimizer = _optimizer(model)
+    generator = torch.Generator().manual_seed(seed)
+    held_out = math.nan
+    model.train()
+    with tqdm(desc="training", unit="step", total=steps, disable=not progress) as bar:
+        for step in range(steps):
+            loss = _loss(model, _draw(text.train, generator))
+            update(model, optimizer, loss, _rate(step, steps))
+            if step % 100 == 99:
+                held_out = held_out_loss(model, text.held_out[: 64 * LENGTH])
+            if checkpoints is not None and (step + 1) % max(1, steps // 4) == 0:
+                save(model, text.tokenizer, checkpoints)
+            bar.update()
+            bar.set_postfix(train=loss.item(), held_out=held_out, refresh=False)
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Save a model together with its tokenizer."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@torch.inference_mode()
+def held_out_loss(model: PreTrainedModel, stream: Tensor) -> float:
+    """Nats per token on a stream ``(tokens,)`` cut into blocks, unknown words left out."""
+    was_training = model.training
+    model.eval()
+    total, count = 0.0, 0
+    for tokens in blocks(stream).split(ROWS):
+        known = int((_targets(tokens) != IGNORED).sum())
+        total += float(_loss(model, tokens)) * known
+        count += known
+    model.train(was_training)
+    return total / count
+
+
+def evaluate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    train_stream: Tensor,
+    held_out: Tensor,
+) -> Measures:
+    """Measure a model on the held-out stream ``(tokens,)``, n-grams fitted on the other one."""
+    model.eval()
+    unigram, bigram = ngram_losses(blocks(train_stream), blocks(held_out))
+    return Measures(
+        loss=held_out_loss(model, held_out),
+        unigram=unigram,
+        bigram=bigram,
+        past=dict(_past_losses(model, held_out)),
+        sink=attention_to_first(model, blocks(held_out)[:ROWS]),
+        sample=_sample(model, tokenizer),
+    )
+
+
+def ngram_losses(train: Tensor, held_out: Tensor) -> tuple[float, float]:
+    """Held-out losses of a unigram and of a bigram model, on blocks ``(rows, LENGTH)`` of tokens.
+
+    The bigram model is Kneser-Ney's, interpolated. Its discount is the one that is best on the
+    held-out blocks themselves, which favours it. Unknown words are no target, as for the model.
+    """
+    flat = (train[:, :-1] * VOCABULARY + train[:, 1:]).flatten()
+    counts = torch.bincount(flat, minlength=VOCABULARY**2).view(VOCABULARY, VOCABULARY).double()
+    counts[:, UNK_ID] = 0
+    known = held_out[:, 1:] != UNK_ID
+    before, after = held_out[:, :-1][known], held_out[:, 1:][known]
+    unigram = -_share(counts.sum(0)).log()[after].mean()
+    follow = _share((counts > 0).sum(0))  # of how many different tokens each is a successor
+    bigrams = []
+    for discount in (0.5, 0.6, 0.7, 0.75, 0.8, 0.9):
+        kept = (counts - discount).clamp(min=0) / counts.sum(1, keepdim=True).clamp(min=1)
+        left = 1 - kept.sum(1, keepdim=True)
+        bigrams.append(float(-(kept + left * follow)[before, after].log().mean()))
+    return float(unigram), min(bigrams)
+
+
+def _share(counts: Tensor) -> Tensor:
+    """Counts as shares of their sum; tokens never counted get a little, for they may occur."""
+    smoothed = counts.double() + 0.1
+    return smoothed / smoothed.sum()
+
+
+def _past_losses(model: PreTrainedModel, stream: Tensor) -> Iterator[tuple[str, list[float]]]:
+    """Losses along streams longer than the trained length, by how the cache is bounded.
+
+    A mask stands for the cache: what a bounded cache has dropped, later queries do not see.
+    Positions stay the original ones.
+    """
+    starts = torch.linspace(0, len(stream) - STREAM, STREAMS).long()
+    tokens = _begin(stream[starts[:, None] + torch.arange(STREAM)])
+    query, key = torch.arange(STREAM)[:, None], torch.arange(STREAM)
+    causal, near = key <= query, query - key < LENGTH
+    yield "the full cache", _losses_by_range(model, tokens, causal)
+    yield f"the last {LENGTH}", _losses_by_range(model, tokens, causal & near)
+    kept = (key < SINKS) | (query - key < LENGTH - SINKS)
+    name = f"the first {SINKS} and the last {LENGTH - SINKS}"
+    yield name, _losses_by_range(model, tokens, causal & kept)
+
+
+@torch.inference_mode()
+def _losses_by_range(model: PreTrainedModel, tokens: Tensor, seen: Tensor) -> list[float]:
+    mask = torch.zeros(seen.shape).masked_fill(~seen, -math.inf)[None, None]
+    losses = []
+    for row in tokens.split(1):
+        logits = model(input_ids=row[:, :-1], attention_mask=mask, use_cache=False).logits
+        loss = cross_entropy(logits[0], _targets(row)[0], ignore_index=IGNORED, reduction="none")
+        losses.append(loss.masked_fill(_targets(row)[0] == IGNORED, math.nan))
+    by_position = torch.stack(losses)
+    return [float(by_position[:, first:last].nanmean()) for first, last in pairwise(EDGES)]
+
+
+@torch.inference_mode()
+def attention_to_first(model: PreTrainedModel, tokens: Tensor) -> list[float]:
+    """By layer, the mean attention of the second half of ``(rows, length)`` to the first token."""
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation("eager")  # the only one that returns attention weights
+    attentions = model(input_ids=tokens, output_attentions=True, use_cache=False).attentions
+    model.set_attn_implementation(implementation)
+    return [float(layer[:, :, tokens.shape[1] // 2 :, 0].mean()) for layer in attentions]
+
+
+def _sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> str:
+    torch.manual_seed(0)
+    prompt = tokenizer("def ", return_tensors="pt")
+    output = model.generate(**prompt, max_new_tokens=150, do_sample=True, temperature=0.7)
+    return str(tokenizer.decode(output[0], skip_special_tokens=True)).strip()
+
+
+def _figures(model: PreTrainedModel, run: Run, measures: Measures) -> dict[str, Any]:
+    """What the model card says of the training and of what was measured."""
+    spans = [f"{first:,}-{last - 1:,}" for first, last in pairwise(EDGES)]
+    past = [[name, *(f"{loss:.3f}" for loss in losses)] for name, losses in measures.past.items()]
+    return {
+        "config": model.config,
+        "parameters": model.num_parameters() / 1e6,
+        "vocabulary": VOCABULARY - len(SPECIAL_TOKENS),
+        "every": HELD_OUT_EVERY,
+        "tokens": ROWS * LENGTH,
+        "epochs": run.steps * ROWS * LENGTH / run.train_tokens,
+        "length": LENGTH,
+        "rate": LEARNING_RATE,
+        "decay": WEIGHT_DECAY,
+        "measures": measures,
+        "perplexity": math.exp(measures.loss),
+        "unigram_perplexity": math.exp(measures.unigram),
+        "bigram_perplexity": math.exp(measures.bigram),
+        "streams": STREAMS,
+        "stream": STREAM,
+        "past": markdown_table(["", *spans], past, left=None),
+        "sink": ", ".join(f"{share:.2%}" for share in measures.sink),
+        "even": 1 / (0.75 * LENGTH),
+        "verdict": _verdict(measures.sink),
+    }
+
+
+def _verdict(sink: list[float]) -> str:
+    # Ten times an even share: far above chance, and still far below what large models show.
+    if max(sink) < 10 / (0.75 * LENGTH):
+        return (
+            "No layer has made it an attention sink,\nso this model is no example of a window that "
+            "fails once the first tokens have left it."
+        )
+    return "So it has become an attention sink."
+
+
+if __name__ == "__main__":
+    typer.run(train)

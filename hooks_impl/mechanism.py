@@ -1,0 +1,279 @@
+"""The mechanism: presses installed by PyTorch's own hooks, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from threading import local
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from attention_patch.headwise import check_interface, serve
+from press_core import engine, press
+from press_core.call import AttentionCall
+from press_core.errors import ScopeError, UnsupportedInputError
+from press_core.eviction import Eviction
+from press_core.model.forward import AttentionForward, DecoderForward
+from press_core.model.sites import AttentionSite
+from press_core.press import Needs, Phase, RatioScorer, TokenScorer
+from press_core.scope import ScopeState
+
+CALL = "attention_call"
+"""Keyword argument under which the methods of a press find what the hooks observed."""
+
+
+@dataclass
+class BasePress(press.Press):
+    """A press in hook terms: after an attention module has run, compress what it cached.
+
+    The methods take what PyTorch hands a forward hook, as kvpress has them, so that a press written
+    for kvpress runs unchanged. The exact queries, which a hook does not get, are in `kwargs`:
+    see `queries`.
+    """
+
+    mechanism = "hooks"
+
+    # ---- what a press may put in its own words ---------------------------------------------------
+
+    def compress(
+        self,
+        module: nn.Module,
+        hidden_states: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attentions: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Eviction | tuple[Tensor, Tensor]:
+        """What stays: an `Eviction`, or keys and values `(B, H_kv, n, d)` as kvpress has it.
+
+        Args:
+            module: the attention module.
+            hidden_states: `(B, q, D)`, its input.
+            keys, values: `(B, H_kv, S, d)`, as cached.
+            attentions: `(B, H, q, S)` where the attention implementation returns them, or None.
+            kwargs: the keyword arguments of the module's forward.
+        """
+        return self.decide(observed(kwargs))
+
+    def evict(self, call: AttentionCall) -> Eviction:
+        return Eviction.of(call, self.compress(*arguments(call)))
+
+    def forward_hook(
+        self, module: nn.Module, input: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """Called after each forward of an attention module; prunes the layer that it has filled."""
+        collected = kwargs.get(CALL)
+        if not isinstance(collected, _Collected):
+            raise UnsupportedInputError(
+                f"{type(self).__name__}.forward_hook was called by a hook of its own; leave it to "
+                "the scope to install it (call super().__call__, or do not override __call__)"
+            )
+        query = collected.query() if Needs.QUERIES in self.needs else None
+        forward = AttentionForward(input, kwargs, collected.site)
+        engine.after_attention(collected.scope, forward, output, query, query_is_rotated=False)
+        return output
+
+    # ---- around an attention module, around the decoder ------------------------------------------
+
+    def install(self, scope: ScopeState) -> None:
+        """Install the press on the model of `scope`; it comes off when that closes."""
+        scope.warnings.append(partial(_passed_by, scope))
+        for site in scope.sites:
+            hooks = _SiteHooks(self, scope, site)
+            if self.evicts.needs_attention:  # a hook can choose what heads keep, not attend over it
+                for patch in serve(site):
+                    scope.install(patch)
+            if Needs.QUERIES in self.needs:
+                source = site.query_source.module
+                scope.install(source.register_forward_hook(Hook(hooks.collect)))
+            if self.phases & ~Phase.DECODER:
+                scope.install(
+                    site.module.register_forward_pre_hook(Hook(hooks.before), with_kwargs=True)
+                )
+                # Prepended, so that of several scopes the inner one acts first.
+                scope.install(
+                    site.module.register_forward_hook(
+                        Hook(hooks.after), with_kwargs=True, prepend=True
+                    )
+                )
+        if Phase.DECODER in self.phases:
+            self._install_around_decoder(scope)
+
+    def _install_around_decoder(self, scope: ScopeState) -> None:
+        decoder = scope.decoder
+        assert decoder is not None
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            forward = self.before_decoder(scope, DecoderForward(args, kwargs, decoder))
+            return forward.args, forward.kwargs
+
+        def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            self.after_decoder(scope, DecoderForward(args, kwargs, decoder), output)
+
+        scope.install(decoder.register_forward_pre_hook(Hook(before), with_kwargs=True))
+        scope.install(decoder.register_forward_hook(Hook(after), with_kwargs=True, prepend=True))
+
+    def check_site(self, site: AttentionSite) -> None:
+        super().check_site(site)
+        if self.evicts.needs_attention:
+            check_interface(site)
+        if Needs.QUERIES in self.needs:
+            _ = site.query_source  # raises where a hook cannot tell what the query is
+
+
+@dataclass
+class Scorer(TokenScorer, BasePress):
+    """Keeps, per KV head, as many of the best-scored tokens as its `budget` says."""
+
+    def score(
+        self,
+        module: nn.Module,
+        hidden_states: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attentions: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """Scores `(B, H_kv, S)`, the higher the better, from the arguments of `compress`."""
+        return self.score_tokens(observed(kwargs))
+
+    def scores(self, call: AttentionCall) -> Tensor:
+        return self.score(*arguments(call))
+
+
+@dataclass
+class ScorerPress(RatioScorer, Scorer):
+    """Keeps, per KV head, the `n = max(1, int(S * (1 - compression_ratio)))` best-scored tokens."""
+
+
+@dataclass
+class Collector(press.Collector, BasePress):
+    pass
+
+
+BasePress.collector = Collector
+
+
+# ---- what the methods of a press are given -------------------------------------------------------
+
+
+def queries(kwargs: dict[str, Any], last: int | None = None) -> Tensor:
+    """The exact queries after RoPE of the (`last`) tokens, `(B, H, last or S, d)`.
+
+    Args:
+        kwargs: the last argument of `score` or `compress`, of a press with `needs = Needs.QUERIES`.
+    """
+    return observed(kwargs).queries(last)
+
+
+def observed(kwargs: dict[str, Any]) -> AttentionCall:
+    """What the hooks observed of the forward that a method of a press is called for.
+
+    Args:
+        kwargs: the last argument of `score` or `compress`.
+
+    Raises:
+        UnsupportedInputError: if it does not come from an open scope.
+    """
+    call = kwargs.get(CALL)
+    if not isinstance(call, AttentionCall):
+        raise UnsupportedInputError(
+            "no hook has observed this forward; the exact queries are known only while "
+            "`with press(model): ...` is open"
+        )
+    return call
+
+
+def arguments(call: AttentionCall) -> tuple[Any, ...]:
+    """What the methods of a press take, for `call`."""
+    states = call.hidden_states, call.keys, call.values, call.attentions
+    return call.site.module, *states, {**call.kwargs, CALL: call}
+
+
+# ---- hooks ---------------------------------------------------------------------------------------
+
+
+class _Collected(NamedTuple):
+    """What hooks know of a forward in progress.
+
+    Attributes:
+        projected: input and output of the module that makes the query; None: it has not run.
+    """
+
+    site: AttentionSite
+    scope: ScopeState
+    projected: tuple[Tensor, Tensor] | None
+
+    def query(self) -> Tensor:
+        """The query before RoPE, `(B, H, q, d)`.
+
+        Raises:
+            ScopeError: if another module makes it than the one with the hook.
+        """
+        source = self.site.query_source
+        if self.projected is None or not source.is_in_place(self.site.module):
+            raise ScopeError(
+                f"the module that computes the query of {self.site.name} was replaced after this "
+                "scope had opened (as PEFT does with adapters), and its hook sees another query; "
+                "open the scope after such changes, or use the press from patch_impl"
+            )
+        return source.to_heads(*self.projected)
+
+
+class _SiteHooks:
+    """The hooks of one scope on one attention module.
+
+    The query has to wait from the projection's hook to the attention's: kept per thread, as several
+    may run the model at once, and released when the attention hook begins.
+    """
+
+    def __init__(self, press: BasePress, scope: ScopeState, site: AttentionSite) -> None:
+        self.press, self.scope, self.site = press, scope, site
+        self.waiting = local()
+
+    def collect(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        self.waiting.projected = args[0], output
+
+    def before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        forward = engine.before_attention(self.scope, AttentionForward(args, kwargs, self.site))
+        return forward.args, forward.kwargs
+
+    def after(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        collected = _Collected(self.site, self.scope, self.waiting.__dict__.pop("projected", None))
+        return self.press.forward_hook(module, args, {**kwargs, CALL: collected}, output)
+
+
+def _passed_by(scope: ScopeState) -> str | None:
+    """A warning about attention modules that the hooks never saw run, though later ones did."""
+    passed_by = sorted(set(range(max(scope.seen, default=0))) - scope.seen)
+    if not passed_by:
+        return None
+    return (
+        f", layers {passed_by}: nothing was pruned there, as their attention ran without this "
+        "press being told; a module that calls `attention.forward(...)` in place of "
+        "`attention(...)` goes past its hooks: use the press of the same name from patch_impl"
+    )
+
+
+class Hook:
+    """A hook that does not come along when its model is copied or pickled.
+
+    PyTorch's hook dictionaries travel with a module; a copy made inside a scope would be pruned for
+    ever. The copy gets a hook that does nothing instead.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+    def __reduce__(self) -> Any:
+        return Hook, (do_nothing,)
+
+
+def do_nothing(*_: Any) -> None:
+    """What is left of a hook in a copy of its model."""

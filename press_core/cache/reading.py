@@ -1,0 +1,89 @@
+"""Reading a pruned cache: what a forward needs of mask and positions, whoever pruned it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from press_core.cache.masks import mask_for_pruned, prefill_tokens, visible_tokens
+from press_core.cache.pruned import PrunedLayer, Reader
+from press_core.model.forward import AttentionForward
+
+
+def prepared(forward: AttentionForward, reader: Reader) -> AttentionForward:
+    """The forward with a mask and positions that fit the pruned layer which it is about to read.
+
+    Args:
+        reader: who stands up for it: the layer lets itself be read while that is open.
+    """
+    layer = layer_of(forward)
+    if not isinstance(layer, PrunedLayer) or layer.get_seq_length() == 0:
+        return forward
+    layer.allow_update(reader)
+    return _with_positions(_with_mask(forward, layer), layer)
+
+
+def layer_of(forward: AttentionForward) -> Any:
+    """The cache layer of a forward; None where it has none, or none yet."""
+    cache = forward.cache
+    return forward.layer if hasattr(cache, "layers") else None
+
+
+def _with_mask(forward: AttentionForward, layer: PrunedLayer) -> AttentionForward:
+    """The forward with a mask that fits a layer pruned before.
+
+    The model builds one mask for all layers, from the uncompressed columns; it fits neither rows of
+    different lengths nor layers of different lengths.
+    """
+    mask = forward.argument("attention_mask")
+    n_keys = layer.n_slots + forward.n_tokens
+    if not layer.kept.padded and (mask is None or mask.shape[-1] == n_keys):
+        return forward
+    occupied, n_recent = layer.occupied(), n_keys - layer.kept.n_slots
+    form = forward.site.attn_implementation
+    mask = mask_for_pruned(mask, occupied, n_recent, forward.hidden_states, form)
+    return forward.with_argument("attention_mask", mask)
+
+
+def _with_positions(forward: AttentionForward, layer: PrunedLayer) -> AttentionForward:
+    """The forward with positions that continue from where the keys were rerotated to."""
+    if layer.rerotation is None:
+        return forward
+    hidden_states, row_lag = forward.hidden_states, layer.rerotation.row_lag
+    start = layer.get_seq_length() - (0 if row_lag is None else row_lag[:, None])
+    steps = torch.arange(forward.n_tokens, device=hidden_states.device)
+    positions = (start + steps).view(-1, len(steps))
+    given = forward.argument("position_ids")
+    if given is not None and torch.equal(given.expand_as(positions), positions):
+        return forward
+    rotary = forward.site.rotary
+    assert rotary is not None
+    embeddings = rotary.embeddings(hidden_states, positions)
+    forward = forward.with_argument("position_embeddings", embeddings)
+    return forward if given is None else forward.with_argument("position_ids", positions)
+
+
+def occupied_slots(forward: AttentionForward, n_new: int) -> Tensor | None:
+    """Which slots of the layer of a forward hold tokens of that row, `(B, S)` bool; None: all.
+
+    Args:
+        n_new: how many of the forward's tokens the layer holds already: none before it, `q` after.
+    """
+    layer, mask = forward.layer, forward.argument("attention_mask")
+    batch = forward.hidden_states.shape[0]
+    pruned = isinstance(layer, PrunedLayer) and layer.is_pruned
+    n_recent = layer.n_recent if pruned else layer.get_seq_length()
+    if not pruned and n_recent == n_new:
+        return prefill_tokens(mask, n_recent, batch)
+    behind = forward.n_tokens - n_new  # columns of tokens that are not there yet
+    recent = visible_tokens(mask, n_recent + behind, batch)
+    recent = None if recent is None else recent[:, :n_recent]
+    if not pruned:
+        return None if recent is None or bool(recent.all()) else recent
+    if not layer.kept.padded and recent is None:
+        return None
+    if recent is None:
+        recent = torch.ones(batch, n_recent, dtype=torch.bool, device=layer.device)
+    return torch.cat((layer.occupied(), recent.to(layer.device)), dim=-1)

@@ -1,0 +1,386 @@
+"""Storing what a press has left: rows that were judged apart are put together in one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from press_core.cache.caches import mask_columns, mask_layer, model_clock
+from press_core.cache.pruned import (
+    ChannelPrunedLayer,
+    DecodingBuffer,
+    KeptTokens,
+    PrefillStagingLayer,
+    PrunedLayer,
+    ReadingNeeds,
+    Rerotation,
+    filled,
+    storage_of,
+)
+from press_core.cache.ragged import RaggedLayer
+from press_core.call import AttentionCall
+from press_core.errors import UnsupportedCacheError, UnsupportedInputError
+from press_core.eviction import SAY_WHAT_IS_KEPT, Eviction
+from press_core.model.forward import AttentionForward
+from press_core.scope import ScopeState
+
+# ---- rows that are judged together ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class RowGroup:
+    """Rows of a batch whose slots hold tokens in the same places, and what is left of them.
+
+    Attributes:
+        rows: of the batch.
+        slots: `(m,)` int64, those that hold tokens; None: all.
+        eviction: what the press decided about them.
+    """
+
+    rows: list[int]
+    slots: Tensor | None
+    eviction: Eviction
+
+
+def row_groups(
+    batch: int, occupied: Tensor | None, row_by_row: bool
+) -> Iterator[tuple[list[int], Tensor | None]]:
+    """The rows of a batch that are judged together, and their slots that hold tokens.
+
+    Args:
+        occupied: `(B, S)` bool; None: all slots of all rows.
+        row_by_row: whether each row is judged by itself.
+    """
+    if occupied is None:
+        together = [[row] for row in range(batch)] if row_by_row else [list(range(batch))]
+        yield from ((rows, None) for rows in together)
+        return
+    patterns: dict[Any, list[int]] = {}
+    for row, pattern in enumerate(occupied.cpu().tolist()):
+        patterns.setdefault(row if row_by_row else tuple(pattern), []).append(row)
+    for rows in patterns.values():
+        yield rows, occupied[rows[0]].nonzero().squeeze(1)
+
+
+class BatchEviction:
+    """What is left of a batch: the groups put together, the shorter with empty slots on the left.
+
+    Attributes:
+        call: about the whole batch.
+        groups: each with its eviction.
+        length: slots that the longest group keeps.
+    """
+
+    def __init__(self, call: AttentionCall, groups: list[RowGroup]) -> None:
+        self.call, self.groups = call, groups
+        self.length = max(group.eviction.length for group in groups)
+        rows = [row for group in groups for row in group.rows]
+        self._order = torch.tensor(rows, device=call.keys.device).argsort()
+
+    @property
+    def evictions(self) -> list[Eviction]:
+        return [group.eviction for group in self.groups]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything is left as it was."""
+        return all(eviction.is_whole for eviction in self.evictions)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether rows have lost padding, or keep different numbers of tokens."""
+        return any(
+            group.slots is not None or group.eviction.length != self.length for group in self.groups
+        )
+
+    @property
+    def mean_kept(self) -> float:
+        """Slots that a row keeps, on average."""
+        kept = sum(group.eviction.length * len(group.rows) for group in self.groups)
+        return kept / len(self._order)
+
+    @property
+    def mean_unseen(self) -> float:
+        """Slots of a row that held no token, on average."""
+        unseen = (
+            0 if group.slots is None else (self.call.length - len(group.slots)) * len(group.rows)
+            for group in self.groups
+        )
+        return sum(unseen) / len(self._order)
+
+    def joined(self, of_group: Callable[[Eviction], Tensor], empty: float) -> Tensor:
+        """What `of_group` says of the slots `(b, H_kv, n, ...)` of each, for the batch."""
+        if len(self.groups) == 1:
+            return of_group(self.evictions[0])
+        return self.per_row(lambda eviction: _pad_left(of_group(eviction), self.length, empty))
+
+    def per_row(self, of_group: Callable[[Eviction], Tensor]) -> Tensor:
+        """What `of_group` says of the rows `(b, ...)` of each, for the batch."""
+        return torch.cat([of_group(eviction) for eviction in self.evictions])[self._order]
+
+    def of_slots(self, known: Tensor | None) -> Tensor | None:
+        """Of something known of every slot, `(1 or B, 1 or H_kv, S)`, what is left."""
+        if known is None or any(eviction.kept is None for eviction in self.evictions):
+            return None
+        known = known.to(self.call.keys.device).expand(self.call.keys.shape[:3])
+
+        def of_group(group: RowGroup) -> Tensor:
+            of_rows = known[group.rows]
+            if group.slots is not None:
+                of_rows = of_rows.index_select(2, group.slots)
+            return _pad_left(of_rows.gather(-1, group.eviction.known_kept), self.length, -1)
+
+        return torch.cat([of_group(group) for group in self.groups])[self._order]
+
+
+def _pad_left(states: Tensor, n: int, value: float) -> Tensor:
+    """`states` `(B, H, m, ...)` with slots holding `value` on the left, `n` in all."""
+    missing = n - states.shape[2]
+    if not missing:
+        return states
+    shape = (*states.shape[:2], missing, *states.shape[3:])
+    return torch.cat((states.new_full(shape, value), states), dim=2)
+
+
+# ---- layers --------------------------------------------------------------------------------------
+
+
+def n_seen(layer: Any) -> int:
+    """Tokens that a cache layer has seen, padding included."""
+    return int(layer.n_seen if isinstance(layer, PrunedLayer) else layer.get_seq_length())
+
+
+def positions_in(layer: Any) -> Tensor | None:
+    """Position in the sequence of what each slot holds, `(1 or B, 1 or H_kv, S)`, or None."""
+    if isinstance(layer, PrunedLayer):
+        return layer.all_positions()
+    return torch.arange(layer.get_seq_length(), device=layer.device).view(1, 1, -1)
+
+
+def store(forward: AttentionForward, scope: ScopeState, batch: BatchEviction) -> None:
+    """Let the layer of `forward` hold what is left of it.
+
+    Raises:
+        UnsupportedCacheError: if it cannot hold that.
+        UnsupportedInputError: if a press did not say what it kept where that matters.
+    """
+    former = forward.layer
+    if any(eviction.head_mask is not None for eviction in batch.evictions):
+        _store(forward, scope, batch, former, *_ragged(scope, batch, former))
+    # Also a layer left whole has to know its padding, once the mask is built for a pruned one.
+    elif not batch.is_whole or (
+        not _is_pruned(former) and isinstance(mask_layer(forward.cache), PrunedLayer)
+    ):
+        _store(forward, scope, batch, former, *_pruned(forward, scope, batch, former))
+    elif isinstance(former, PrefillStagingLayer):
+        former.quantized.update(former.keys, former.values)
+        forward.cache.layers[forward.site.layer_idx] = former.quantized
+    elif isinstance(former, PrunedLayer):
+        former.buffers.pop(scope.key, None)
+
+
+def _store(
+    forward: AttentionForward,
+    scope: ScopeState,
+    batch: BatchEviction,
+    former: Any,
+    layer: Any,
+    mean_kept: float,
+) -> None:
+    """Put `layer` in the place of `former`, and say what was evicted."""
+    forward.cache.layers[forward.site.layer_idx] = layer
+    if isinstance(layer, PrunedLayer):
+        layer.needs = _reading_needs(forward, layer)
+    scope.record(forward.site.layer_idx, n_seen(former) - _mean_padding(former, batch), mean_kept)
+    if former.keys.device != layer.keys.device:
+        layer.offload()
+
+
+def _is_pruned(layer: Any) -> bool:
+    return isinstance(layer, PrunedLayer) and layer.is_pruned
+
+
+def _mean_padding(former: Any, batch: BatchEviction) -> float:
+    """Padding per row of all that a layer has seen, on average."""
+    if not _is_pruned(former):
+        return batch.mean_unseen
+    empty_before = float((~former.occupied()).sum(dim=-1).float().mean())
+    return float(former.kept.mean_padding) + batch.mean_unseen - empty_before
+
+
+def _pruned(
+    forward: AttentionForward, scope: ScopeState, batch: BatchEviction, former: Any
+) -> tuple[PrunedLayer, float]:
+    """The layer that holds what is left, and how many tokens each KV head keeps on average."""
+    positions = batch.of_slots(positions_in(former))
+    padded = batch.is_uneven or (_is_pruned(former) and former.kept.padded)
+    if padded and positions is None:
+        raise UnsupportedInputError(
+            "a padded batch was pruned by a press that does not say which tokens it kept, so that "
+            f"its rows cannot be told from their padding; {SAY_WHAT_IS_KEPT}"
+        )
+    layer = _layer_like(scope, batch, former)
+    layer.kept = KeptTokens(
+        None if positions is None else positions.to(torch.int32),
+        batch.length,
+        n_seen(former),
+        padded,
+        _mean_padding(former, batch),
+    )
+    layer.rerotation = _rerotation(forward, batch, former, padded)
+    if isinstance(former, PrunedLayer):
+        layer.buffers = {
+            key: DecodingBuffer(buffer.n_steps)
+            for key, buffer in former.buffers.items()
+            if key != scope.key
+        }
+    return layer, batch.mean_kept
+
+
+def _layer_like(scope: ScopeState, batch: BatchEviction, former: Any) -> PrunedLayer:
+    """A layer that stores what is left as `former` does, and does not know yet what that is.
+
+    Raises:
+        UnsupportedCacheError: if it cannot.
+    """
+    storage = former.quantized if isinstance(former, PrefillStagingLayer) else storage_of(former)
+    keys = batch.joined(lambda eviction: eviction.keys, 0)
+    values = batch.joined(lambda eviction: eviction.values, 0)
+    if batch.evictions[0].channels is None:
+        return PrunedLayer(filled(storage, keys, values))
+    _refuse_quantized(scope, former, "some channels of the keys")
+    channels = batch.per_row(lambda eviction: _required(eviction.channels))
+    head_dim = batch.call.keys.shape[-1]
+    return ChannelPrunedLayer(filled(storage, keys, values), channels, head_dim)
+
+
+def _required(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x
+
+
+def _refuse_quantized(scope: ScopeState, former: Any, kept: str) -> None:
+    if isinstance(former, PrefillStagingLayer):
+        raise UnsupportedCacheError(
+            f"{type(scope.press).__name__} keeps {kept}, which a "
+            f"{type(former.quantized).__name__} cannot store; use a DynamicCache"
+        )
+
+
+def _rerotation(
+    forward: AttentionForward, batch: BatchEviction, former: Any, padded: bool
+) -> Rerotation | None:
+    """To which positions the keys that are left are rotated, if not to those they came with."""
+    before = former.rerotation if isinstance(former, PrunedLayer) else None
+    if all(eviction.rotary_positions is None for eviction in batch.evictions):
+        if before is None:
+            return None
+        positions = batch.of_slots(former.all_rotary_positions())
+        return Rerotation(_required(positions), before.shift, before.row_lag)
+    longest = max(eviction.next_position or eviction.length for eviction in batch.evictions)
+    shift = 0 if before is None else before.shift
+    n_shorter = n_seen(former) - shift - longest
+
+    def lag(eviction: Eviction) -> Tensor:
+        n = longest - (eviction.next_position or eviction.length)
+        return torch.full((len(eviction.keys),), n, device=eviction.keys.device)
+
+    def rotated_to(eviction: Eviction) -> Tensor:
+        rotary = eviction.rotary_positions
+        return eviction.known_kept if rotary is None else rotary
+
+    positions = batch.joined(rotated_to, -1).to(torch.int32)
+    row_lag = batch.per_row(lag)
+    # The count of tokens seen is the model's clock: layers that keep their positions go by it too,
+    # and so does the model's mask of a padded batch, which has columns for all tokens.
+    if padded or forward.site.shares_clock:
+        return Rerotation(positions, shift, row_lag + n_shorter)
+    return Rerotation(positions, shift + n_shorter, row_lag)
+
+
+def _reading_needs(forward: AttentionForward, layer: PrunedLayer) -> ReadingNeeds:
+    """What the forwards to come need to read `layer`, which the cache holds already."""
+    cache, needs = forward.cache, ReadingNeeds.NOTHING
+    if layer.kept.padded:
+        needs |= ReadingNeeds.MASK
+    if layer.n_slots != mask_columns(mask_layer(cache)):
+        # Of those that transformers has, these alone can do without a mask for a single token.
+        unmasked_steps = forward.site.attn_implementation.startswith(("sdpa", "flash"))
+        needs |= ReadingNeeds.MASK_OF_MANY if unmasked_steps else ReadingNeeds.MASK
+    if layer.rerotation is not None:
+        keeps_clock = layer.kept.padded or forward.site.shares_clock
+        if keeps_clock or model_clock(cache) != layer.get_seq_length():
+            needs |= ReadingNeeds.POSITIONS
+    return needs
+
+
+# ---- heads of different lengths ------------------------------------------------------------------
+
+
+def _ragged(scope: ScopeState, batch: BatchEviction, former: Any) -> tuple[RaggedLayer, float]:
+    """The layer whose heads differ in length, and how many tokens each keeps on average.
+
+    Raises:
+        UnsupportedCacheError: if the cache stores states in a way that heads share.
+        UnsupportedInputError: if keys were rerotated.
+    """
+    _refuse_quantized(scope, former, "other tokens for each head")
+    if any(eviction.rotary_positions is not None for eviction in batch.evictions):
+        raise UnsupportedInputError(
+            f"{type(scope.press).__name__} rerotates keys and keeps other tokens for each head, "
+            "which no layer can tell later positions for; leave one of the two out"
+        )
+
+    def kept(eviction: Eviction) -> Tensor:
+        if eviction.head_mask is not None:
+            return eviction.head_mask
+        return torch.ones_like(eviction.keys[..., 0], dtype=torch.bool)
+
+    layer = RaggedLayer.of(
+        batch.joined(lambda eviction: eviction.keys, 0),
+        batch.joined(lambda eviction: eviction.values, 0),
+        batch.joined(kept, 0),
+        _required(batch.of_slots(positions_in(former))),
+        n_seen(former),
+    )
+    layer.mean_padding = _mean_padding(former, batch)
+    if any(eviction.recent_scores is not None for eviction in batch.evictions):
+        layer.remember(_recent_scores(batch))
+    return layer, sum(layer.counts) / len(layer.counts)
+
+
+def _recent_scores(batch: BatchEviction) -> Tensor:
+    """`(B, H_kv, w)`, infinite where a row has fewer: padding is never evicted."""
+    known = [eviction.recent_scores for eviction in batch.evictions]
+    longest = max(0 if scores is None else scores.shape[-1] for scores in known)
+
+    def scores(eviction: Eviction) -> Tensor:
+        recent = eviction.recent_scores
+        if recent is None:
+            recent = eviction.keys.new_zeros(*eviction.keys.shape[:2], 0)
+        return _pad_left(recent, longest, float("inf"))
+
+    return batch.per_row(scores)
+
+
+def evict_late(
+    forward: AttentionForward, scope: ScopeState, layer: RaggedLayer, eviction: Eviction
+) -> None:
+    """Evict tokens from heads of different lengths some time after they came."""
+    if eviction.late_mask is None or eviction.recent_scores is None:
+        return
+    late = eviction.late_mask
+    width = late.shape[-1] + eviction.recent_scores.shape[-1]
+    layer.remember(eviction.recent_scores)
+    if late.any():
+        ends = torch.tensor(layer.counts, device=layer.device).cumsum(0)
+        index = ends[:, None] - width + torch.arange(late.shape[-1], device=layer.device)
+        kept = torch.ones(sum(layer.counts), dtype=torch.bool, device=layer.device)
+        kept[index[late.flatten(0, 1)]] = False
+        layer.keep(kept)
+    kept_per_head = sum(layer.counts) / len(layer.counts)
+    scope.record(forward.site.layer_idx, layer.seen - layer.mean_padding, kept_per_head)

@@ -1,0 +1,313 @@
+"""Around an attention forward: observe what it was given and made, let the press decide, store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from press_core.cache.caches import check_prunable, prunable_layer, refuse_offloading
+from press_core.cache.pruned import (
+    ChannelPrunedLayer,
+    DecodingBuffer,
+    PrefillStagingLayer,
+    PrunedLayer,
+    is_quantized,
+    states_of,
+    storage_of,
+)
+from press_core.cache.ragged import RaggedLayer
+from press_core.cache.reading import occupied_slots, prepared
+from press_core.cache.storing import (
+    BatchEviction,
+    RowGroup,
+    evict_late,
+    n_seen,
+    positions_in,
+    row_groups,
+    store,
+)
+from press_core.call import AttentionCall
+from press_core.errors import UnsupportedInputError
+from press_core.eviction import SAY_WHAT_IS_KEPT
+from press_core.model.forward import AttentionForward
+from press_core.press import Evicts, Needs, Phase
+from press_core.scope import ScopeState
+
+
+def before_attention(scope: ScopeState, forward: AttentionForward) -> AttentionForward:
+    """What to do before an attention forward.
+
+    Returns:
+        The forward with the arguments that it is to get.
+
+    Raises:
+        UnsupportedCacheError: if the cache is of a kind that cannot be pruned.
+    """
+    if forward.cache is None:
+        return forward
+    scope.seen.add(forward.site.depth)
+    press, cache, index = scope.press, forward.cache, forward.site.layer_idx
+    check_prunable(cache, index)
+    if press.evicts.needs_attention:
+        refuse_offloading(press, cache)
+    layer = forward.layer
+    if layer is None or layer.get_seq_length() == 0:
+        if Phase.PREFILL in press.phases and is_quantized(layer):
+            cache.layers[index] = PrefillStagingLayer(storage_of(layer))
+        return forward
+    if Phase.BEFORE_DECODING in press.phases:
+        press.before_attention(scope, forward)
+    return prepared(forward, scope)
+
+
+def after_attention(
+    scope: ScopeState,
+    forward: AttentionForward,
+    output: Any,
+    query: Tensor | None,
+    query_is_rotated: bool,
+) -> None:
+    """Prune the layer that an attention forward has filled, if it is the press's time to act.
+
+    Args:
+        forward: as `before_attention` returned it.
+        output: what the attention module has returned.
+        query: `(B, H, q, d)`, if the press asked for it.
+        query_is_rotated: whether that is the query after RoPE.
+    """
+    if forward.cache is None:
+        return
+    layer = prunable_layer(forward.cache, forward.site.layer_idx)
+    if n_seen(layer) == forward.n_tokens:
+        if Phase.PREFILL in scope.press.phases:
+            _prune(scope, forward, _prefill(scope, forward, output, query, query_is_rotated))
+    elif Phase.DECODING in scope.press.phases:
+        call = _decoding_step(scope, forward, query, query_is_rotated)
+        if call is not None:
+            _prune(scope, forward, call)
+
+
+def prune_before(scope: ScopeState, forward: AttentionForward) -> None:
+    """Prune a layer before the forward, by what it holds alone."""
+    layer = forward.layer
+    _require_known(scope, forward)
+    call = _call(
+        scope,
+        forward,
+        *states_of(layer),
+        hidden_states=forward.hidden_states[:, :0],
+        position_embeddings=None,
+        position_ids=None,
+        rotary_positions=_rotary_positions(forward, forward.first_position - 1, n_new=0),
+        decoding=True,
+    )
+    _prune(scope, forward, call, n_new=0)
+
+
+def row_lengths(forward: AttentionForward) -> Tensor:
+    """How many tokens each row of the layer holds before the forward, `(B,)` int64."""
+    layer, batch = forward.layer, forward.hidden_states.shape[0]
+    device = forward.hidden_states.device
+    occupied = occupied_slots(forward, n_new=0)
+    if occupied is not None:
+        return occupied.sum(dim=-1).to(device)
+    n_slots = layer.n_slots if isinstance(layer, PrunedLayer) else layer.get_seq_length()
+    return torch.full((batch,), n_slots, device=device)
+
+
+def _prune(
+    scope: ScopeState, forward: AttentionForward, call: AttentionCall, n_new: int | None = None
+) -> None:
+    """Let the press decide, for rows of different padding apart, and store what is left."""
+    press, layer = scope.press, forward.layer
+    if isinstance(layer, RaggedLayer):
+        evict_late(forward, scope, layer, press.evict(call))
+        return
+    occupied = occupied_slots(forward, forward.n_tokens if n_new is None else n_new)
+    if occupied is not None:
+        occupied = occupied.to(call.keys.device)
+    groups, batch = [], call.keys.shape[0]
+    for rows, slots in row_groups(batch, occupied, press.row_by_row):
+        part = call if slots is None and len(rows) == batch else call.of_rows(rows, slots)
+        groups.append(RowGroup(rows, slots, press.evict(part)))
+    store(forward, scope, BatchEviction(call, groups))
+
+
+# ---- observing -----------------------------------------------------------------------------------
+
+
+def _call(
+    scope: ScopeState, forward: AttentionForward, keys: Tensor, values: Tensor, **fields: Any
+) -> AttentionCall:
+    device = forward.hidden_states.device  # an offloaded cache is brought back to the model
+    known = {
+        "hidden_states": forward.hidden_states,
+        "position_embeddings": forward.argument("position_embeddings"),
+        "position_ids": forward.argument("position_ids"),
+        "kwargs": forward.kwargs,
+        "scope": scope,
+    }
+    return AttentionCall(
+        site=forward.site, keys=keys.to(device), values=values.to(device), **{**known, **fields}
+    )
+
+
+def _prefill(
+    scope: ScopeState,
+    forward: AttentionForward,
+    output: Any,
+    query: Tensor | None,
+    query_is_rotated: bool,
+) -> AttentionCall:
+    """The prefill that has just ended, seen from its arguments, its output and the layer it filled.
+
+    Raises:
+        UnsupportedInputError: if an inner scope pruned the layer and did not say what it kept, so
+            that nobody knows which queries and positions its keys belong to.
+    """
+    _require_known(scope, forward)
+    layer = forward.layer
+    weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
+    pruned = isinstance(layer, PrunedLayer) and layer.is_pruned
+    rerotation = layer.rerotation if pruned else None
+    return _call(
+        scope,
+        forward,
+        *states_of(layer),
+        attentions=weights if not pruned and isinstance(weights, Tensor) else None,
+        query=query,
+        query_is_rotated=query_is_rotated,
+        tokens=layer.positions.long().to(forward.hidden_states.device) if pruned else None,
+        rotary_positions=None if rerotation is None else rerotation.positions.long(),
+    )
+
+
+def _decoding_step(
+    scope: ScopeState, forward: AttentionForward, query: Tensor | None, query_is_rotated: bool
+) -> AttentionCall | None:
+    """What is known of the last tokens while decoding, or None if the press is not due.
+
+    Queries are buffered as they are after RoPE, so that both mechanisms buffer the same.
+    """
+    cache, index, press = forward.cache, forward.site.layer_idx, scope.press
+    if isinstance(forward.layer, RaggedLayer) and press.evicts is Evicts.PER_HEAD:
+        return _new_tokens(scope, forward, forward.layer, query, query_is_rotated)
+    _require_readable(forward)
+    if not isinstance(forward.layer, PrunedLayer):
+        cache.layers[index] = PrunedLayer(forward.layer)
+    layer = forward.layer
+    here = _call(
+        scope,
+        forward,
+        *(layer.keys, layer.values),
+        query=query,
+        query_is_rotated=query_is_rotated,
+    )
+    buffer = layer.buffers.get(scope.key, DecodingBuffer())
+    buffer = buffer.after_step(press.buffered_tokens or forward.n_tokens, **_states_to_buffer(here))
+    layer.buffers[scope.key] = buffer
+    if not press.is_due(buffer.n_steps, layer.n_slots):
+        return None
+    _require_known(scope, forward)
+    known, ids = buffer.states, here.position_ids
+    return _call(
+        scope,
+        forward,
+        *states_of(layer),
+        hidden_states=known.get("hidden_states", forward.hidden_states[:, :0]),
+        query=known.get("query"),
+        query_is_rotated=True,
+        position_embeddings=(known["cos"], known["sin"]) if "cos" in known else None,
+        position_ids=known["position_ids"].squeeze(-1) if "position_ids" in known else None,
+        rotary_positions=_rotary_positions(
+            forward, None if ids is None else ids[:, -1], forward.n_tokens
+        ),
+        decoding=True,
+    )
+
+
+def _states_to_buffer(call: AttentionCall) -> dict[str, Tensor | None]:
+    """By name, what a press may ask about the tokens of a step later: `(B, ..., q, channels)`."""
+    batch, cos_sin, ids = len(call.hidden_states), call.position_embeddings, call.position_ids
+    return {
+        "hidden_states": call.hidden_states,
+        "query": None if call.query is None else call.queries(),
+        "cos": None if cos_sin is None else cos_sin[0].expand(batch, -1, -1),
+        "sin": None if cos_sin is None else cos_sin[1].expand(batch, -1, -1),
+        "position_ids": None if ids is None else ids.expand(batch, -1).unsqueeze(-1),
+    }
+
+
+def _new_tokens(
+    scope: ScopeState,
+    forward: AttentionForward,
+    layer: RaggedLayer,
+    query: Tensor | None,
+    query_is_rotated: bool,
+) -> AttentionCall:
+    """The tokens of this forward alone, of a layer whose heads differ in length."""
+    n_new = forward.n_tokens
+    return _call(
+        scope,
+        forward,
+        *layer.newest(n_new),
+        query=query,
+        query_is_rotated=query_is_rotated,
+        recent_scores=layer.recall(n_new),
+        decoding=True,
+    )
+
+
+def _rotary_positions(forward: AttentionForward, last: Tensor | None, n_new: int) -> Tensor | None:
+    """To which position each key of the layer is rotated, `(1 or B, 1 or H_kv, S)` int64.
+
+    Args:
+        last: position of the last token that the layer has seen, `(1 or B,)`.
+        n_new: how many of the forward's tokens the layer holds already.
+
+    Returns:
+        None where a press did not say what it kept.
+    """
+    layer, device = forward.layer, forward.hidden_states.device
+    rerotated = layer.all_rotary_positions() if isinstance(layer, PrunedLayer) else None
+    if rerotated is not None:
+        return rerotated.to(device)
+    positions = positions_in(layer)
+    if positions is None or last is None:
+        return None if positions is None else positions.to(device)
+    n_padding = (n_seen(layer) - 1 - last).view(-1, 1)
+    occupied = occupied_slots(forward, n_new)
+    if occupied is not None:  # padding between turns stands behind the tokens before it
+        n_recent = layer.n_recent if isinstance(layer, PrunedLayer) else layer.get_seq_length()
+        empty = ~occupied.to(device)
+        empty[:, : empty.shape[1] - n_recent] = False
+        behind = empty.flip(-1).cumsum(dim=-1).flip(-1) - empty.long()
+        n_padding = n_padding - behind
+    return positions.to(device) - n_padding.unsqueeze(1)
+
+
+def _require_readable(forward: AttentionForward) -> None:
+    if isinstance(forward.layer, (RaggedLayer, ChannelPrunedLayer)):
+        raise UnsupportedInputError(
+            f"the press of an inner scope has left {forward.site.name} with heads of different "
+            "lengths or channels, which no press can prune again; open that scope outermost"
+        )
+
+
+def _require_known(scope: ScopeState, forward: AttentionForward) -> None:
+    """Refuse a layer that was pruned by a press that did not say what it kept, where that matters.
+
+    While decoding it matters only for the positions.
+    """
+    _require_readable(forward)
+    layer = forward.layer
+    told = not (isinstance(layer, PrunedLayer) and layer.is_pruned) or layer.positions is not None
+    in_prefill = n_seen(layer) == forward.n_tokens
+    if not told and (in_prefill or Needs.ROPE in scope.press.needs):
+        raise UnsupportedInputError(
+            f"{forward.site.name} was pruned before, by the press of an inner scope or of the "
+            "prefill, which did not say which tokens it kept; open that scope outermost, or "
+            f"{SAY_WHAT_IS_KEPT}"
+        )

@@ -1,0 +1,130 @@
+"""Forwards as a mechanism intercepts them: arguments found and replaced by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from press_core.errors import UnsupportedInputError
+from press_core.model.sites import AttentionSite
+
+F = TypeVar("F", bound="Forward")
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The arguments of one forward of a module.
+
+    Attributes:
+        args, kwargs: as they were passed.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the parameters of the forward, in order."""
+        raise NotImplementedError
+
+    def argument(self, name: str) -> Any:
+        """The argument called `name`, however it was passed, or None."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        index = self._index(name)
+        return self.args[index] if index < len(self.args) else None
+
+    def with_argument(self: F, name: str, value: Any) -> F:
+        """The same forward with `value` as the argument called `name`."""
+        index = self._index(name)
+        if name not in self.kwargs and index < len(self.args):
+            return replace(self, args=(*self.args[:index], value, *self.args[index + 1 :]))
+        return replace(self, kwargs={**self.kwargs, name: value})
+
+    def _index(self, name: str) -> int:
+        names = self.parameters
+        return names.index(name) if name in names else len(self.args)
+
+
+@dataclass(frozen=True)
+class AttentionForward(Forward):
+    """One forward of an attention module.
+
+    Attributes:
+        site: the module.
+    """
+
+    site: AttentionSite
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return self.site.parameters
+
+    @property
+    def cache(self) -> Any:
+        """The cache that the forward was given, or None."""
+        return self.argument(self.site.cache_name)
+
+    @property
+    def layer(self) -> Any:
+        """The layer of the cache, or None where it is not there yet."""
+        layers, index = self.cache.layers, self.site.layer_idx
+        return layers[index] if index < len(layers) else None
+
+    @property
+    def hidden_states(self) -> Tensor:
+        """`(B, q, D)`, the input of the attention module."""
+        return self.argument("hidden_states")
+
+    @property
+    def n_tokens(self) -> int:
+        """`q`."""
+        return int(self.hidden_states.shape[1])
+
+    @property
+    def first_position(self) -> Tensor:
+        """Position of its first token in the sequence, `(1 or B,)` int64, padding not counted."""
+        ids = self.argument("position_ids")
+        if ids is None:
+            seen = self.layer.get_seq_length()
+            return torch.tensor([seen], device=self.hidden_states.device)
+        return ids[:, 0]
+
+
+@dataclass(frozen=True)
+class DecoderForward(Forward):
+    """One forward of the module that takes token ids and runs all layers.
+
+    Attributes:
+        decoder: the module.
+    """
+
+    decoder: nn.Module
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(inspect.signature(type(self.decoder).forward).parameters)[1:]
+
+    @property
+    def cache(self) -> Any:
+        """The cache that the forward was given, or None."""
+        return self.argument("past_key_values")
+
+    def token_ids(self, why: str) -> Tensor:
+        """`(B, S)` int64.
+
+        Args:
+            why: what they are needed for, for the error message.
+
+        Raises:
+            UnsupportedInputError: if the decoder was given embeddings instead.
+        """
+        ids = self.argument("input_ids")
+        if ids is None:
+            raise UnsupportedInputError(f"{why}; pass input_ids, not inputs_embeds")
+        return ids

@@ -1,0 +1,320 @@
+"""What a press is: hyperparameters, what it needs, when it acts, what it evicts, its formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from enum import Enum, Flag, auto
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor, nn
+
+from press_core.errors import HyperparameterError, UnsupportedModelError
+from press_core.eviction import Eviction
+from press_core.model.sites import AttentionSite
+from press_core.select import n_kept, top_positions
+
+if TYPE_CHECKING:
+    from press_core.call import AttentionCall
+    from press_core.model.forward import AttentionForward, DecoderForward
+    from press_core.scope import Scope, ScopeState
+
+
+class Needs(Flag):
+    """What a press reads of a model, beyond hidden states, keys and values."""
+
+    NOTHING = 0
+    QUERIES = auto()
+    """The exact queries."""
+    ROPE = auto()
+    """Rotary position embeddings."""
+    FORWARD = auto()
+    """The hidden states of all tokens that it scores: it cannot score them again later."""
+
+
+class Evicts(Enum):
+    """What a press takes out of a cache layer."""
+
+    NOTHING = "nothing"
+    TOKENS = "tokens"
+    """As many of each KV head."""
+    PER_HEAD = "tokens, per head"
+    """Other tokens, and another number, of each KV head."""
+    CHANNELS = "channels"
+    """Channels of the keys."""
+
+    @property
+    def needs_attention(self) -> bool:
+        """Whether what is left can be read only by an attention function of its own."""
+        return self in (Evicts.PER_HEAD, Evicts.CHANNELS)
+
+
+class Phase(Flag):
+    """When a press acts."""
+
+    NEVER = 0
+    PREFILL = auto()
+    """After each attention forward that brings a context into an empty layer."""
+    DECODING = auto()
+    """After all other attention forwards."""
+    BEFORE_DECODING = auto()
+    """Before them."""
+    DECODER = auto()
+    """Before and after each forward of the whole decoder."""
+
+
+@dataclass
+class Press:
+    """A compression policy: hyperparameters and the formula, whatever installs it.
+
+    ```python
+    with press(model):
+        model(input_ids, past_key_values=cache)
+    handle = press.register(model); handle.remove()    # the same without a block
+    ```
+
+    A press holds no state of a run: one press may be open on several models, in several threads or
+    twice on one model (the inner scope acts first).
+
+    Attributes:
+        mechanism: class attribute; what installs it, "hooks" or "patches".
+        needs: class attribute; what it reads of the model.
+        evicts: class attribute; what it takes out of a layer.
+        phases: class attribute; when it acts.
+        row_by_row: class attribute; whether rows of a batch may keep different numbers of tokens.
+        buffered_tokens: class attribute; of how many of the last tokens it wants the hidden states
+            and queries while decoding.
+        rerotates: class attribute; whether kept keys get other positions.
+    """
+
+    mechanism: ClassVar[str] = ""
+    needs: ClassVar[Needs] = Needs.NOTHING
+    evicts: ClassVar[Evicts] = Evicts.TOKENS
+    phases: ClassVar[Phase] = Phase.PREFILL
+    row_by_row: ClassVar[bool] = False
+    buffered_tokens: ClassVar[int] = 0
+    rerotates: ClassVar[bool] = False
+    collector: ClassVar[type[Collector]]
+    """Shows the calls of a model to a function, by the same mechanism."""
+
+    # ---- hyperparameters -------------------------------------------------------------------------
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Check the fields; called when the press is made and whenever a scope opens.
+
+        Raises:
+            HyperparameterError: naming the field, its value and what is allowed.
+        """
+
+    def with_ratio(self, compression_ratio: float) -> Press:
+        """A copy of this press that evicts another share of the tokens.
+
+        Raises:
+            HyperparameterError: if it cannot be told a ratio.
+        """
+        if "compression_ratio" not in {field.name for field in fields(self)}:
+            raise HyperparameterError(
+                f"{type(self).__name__} cannot be told a compression ratio; wrap a press with the "
+                "field compression_ratio"
+            )
+        return replace(self, compression_ratio=compression_ratio)  # type: ignore[call-arg]
+
+    # ---- opening it on a model -------------------------------------------------------------------
+
+    def __call__(self, model: nn.Module) -> Scope:
+        """The scope `with press(model): ...`; nothing is installed before it is entered."""
+        from press_core.scope import Scope
+
+        return Scope(self, model)
+
+    def register(self, model: nn.Module) -> Scope:
+        """Open the scope at once; `remove()` on what is returned closes it (again: no effect)."""
+        scope = self(model)
+        scope.open()
+        return scope
+
+    def remove(self) -> None:
+        """Close the scope of this press that was opened last, if it is open."""
+        if self.last_scope is not None:
+            self.last_scope.close()
+
+    @property
+    def last_scope(self) -> ScopeState | None:
+        """What the scope of this press that was opened last has learned; None: there was none."""
+        return vars(self).get("_last_scope")
+
+    @property
+    def compression_count(self) -> int:
+        """How often a layer was pruned (the most of all layers) in the scope opened last."""
+        return 0 if self.last_scope is None else self.last_scope.compression_count
+
+    @property
+    def evicted_ratio(self) -> float:
+        """Share of the tokens that was really evicted in the scope opened last."""
+        return 0.0 if self.last_scope is None else self.last_scope.compression_ratio
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_last_scope"}
+
+    def post_init_from_model(self, model: nn.Module) -> None:
+        """Fill in what depends on the model; called when a scope opens."""
+
+    def bind(self, model: nn.Module) -> Press:
+        """The press as it acts on `model`: itself, or a copy with what depends on the model."""
+        return self
+
+    def check_site(self, site: AttentionSite) -> None:
+        """Refuse an attention module that the press cannot work on, before anything is installed.
+
+        Raises:
+            UnsupportedModelError: saying what is missing and what to use instead.
+        """
+        if Needs.ROPE in self.needs and site.rotary is None:
+            raise UnsupportedModelError(
+                f"{type(self).__name__} needs rotary position embeddings, and "
+                f"{type(site.module).__name__} ({site.name}) has none; SnapKVPress and KnormPress "
+                "work on any model"
+            )
+
+    def install(self, scope: ScopeState) -> None:
+        """Install the press on the model of `scope`, which takes it off again."""
+        raise NotImplementedError
+
+    # ---- deciding --------------------------------------------------------------------------------
+
+    def is_long_enough(self, length: int) -> bool:
+        """Whether a context of `length` tokens is long enough; a shorter one is left whole."""
+        return True
+
+    def budget(self, call: AttentionCall) -> int:
+        """How many of the tokens of `call` each KV head keeps, on average where heads differ."""
+        return call.budget or call.length
+
+    def leaves_whole(self, call: AttentionCall) -> bool:
+        """Whether there is nothing to choose."""
+        return self.budget(call) >= call.length or not self.is_long_enough(call.length)
+
+    def decide(self, call: AttentionCall) -> Eviction:
+        """The formula: what is left of `call`."""
+        raise NotImplementedError(f"{type(self).__name__} says nowhere what it keeps")
+
+    def evict(self, call: AttentionCall) -> Eviction:
+        """`decide`, or what a subclass put in its place in the words of its mechanism."""
+        raise NotImplementedError
+
+    def is_due(self, n_steps: int, length: int) -> bool:
+        """Whether to prune after `n_steps` decoding steps, of `length` tokens in the layer."""
+        return True
+
+    # ---- acting around forwards ------------------------------------------------------------------
+
+    def before_attention(self, scope: ScopeState, forward: AttentionForward) -> None:
+        """Called before each attention forward on a filled layer, in `Phase.BEFORE_DECODING`."""
+
+    def before_decoder(self, scope: ScopeState, forward: DecoderForward) -> DecoderForward:
+        """Called before each forward of the decoder, in `Phase.DECODER`.
+
+        Returns:
+            The forward with the arguments that the decoder is to get.
+        """
+        return forward
+
+    def after_decoder(self, scope: ScopeState, forward: DecoderForward, output: Any) -> None:
+        """Called after each forward of the decoder, in `Phase.DECODER`."""
+
+
+@dataclass
+class TokenScorer(Press):
+    """A press that gives each token a score and keeps the best.
+
+    Attributes:
+        independent: class attribute; whether a token's score depends on no other token.
+    """
+
+    independent: ClassVar[bool] = False
+
+    def score_tokens(self, call: AttentionCall) -> Tensor:
+        """The formula: scores `(B, H_kv, S)`, floating point, the higher the better."""
+        raise NotImplementedError(f"{type(self).__name__} says nowhere how it scores tokens")
+
+    def scores(self, call: AttentionCall) -> Tensor:
+        """`score_tokens`, or what a subclass put in its place in the words of its mechanism."""
+        raise NotImplementedError
+
+    def decide(self, call: AttentionCall) -> Eviction:
+        if self.leaves_whole(call):
+            return Eviction.nothing(call)
+        return Eviction.keep(call, top_positions(self.scores(call), self.budget(call)))
+
+
+@dataclass
+class RatioPress(Press):
+    """A press that is told what share of the tokens to evict.
+
+    Attributes:
+        compression_ratio: share of the tokens that each KV head evicts, in [0, 1).
+    """
+
+    compression_ratio: float = 0.0
+
+    def validate(self) -> None:
+        super().validate()
+        require(self, "compression_ratio", 0 <= self.compression_ratio < 1, "a number in [0, 1)")
+
+    def budget(self, call: AttentionCall) -> int:
+        return call.budget or n_kept(call.length, self.compression_ratio)
+
+
+@dataclass
+class MeasuredPress(Press):
+    """A press that is not told a ratio: what it evicts is known when it has."""
+
+    @property
+    def compression_ratio(self) -> float:
+        """Share of the tokens that was evicted in the scope opened last."""
+        return self.evicted_ratio
+
+
+@dataclass
+class RatioScorer(RatioPress, TokenScorer):
+    """Keeps, per KV head, the `n = max(1, int(S * (1 - compression_ratio)))` best-scored tokens."""
+
+
+@dataclass
+class Collector(Press):
+    """Shows the call of every attention module to a function, and evicts nothing.
+
+    Attributes:
+        see: what to show it to; rows of different padding are shown one after the other, without.
+        reads: what the calls are to hold.
+        decoding: whether to show forwards that find their layer filled, rather than prefills.
+    """
+
+    see: Callable[[AttentionCall], Any]
+    reads: Needs = Needs.QUERIES
+    decoding: bool = False
+
+    evicts = Evicts.NOTHING
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        return self.reads
+
+    @property
+    def phases(self) -> Phase:  # type: ignore[override]
+        return Phase.DECODING if self.decoding else Phase.PREFILL
+
+    def decide(self, call: AttentionCall) -> Eviction:
+        self.see(call)
+        return Eviction.nothing(call)
+
+
+def require(press: Any, field: str, holds: bool, allowed: str) -> None:
+    """Raise a `HyperparameterError` about `field` of `press` unless `holds`."""
+    if not holds:
+        raise HyperparameterError(
+            f"{type(press).__name__}({field}={getattr(press, field)!r}): {field} must be {allowed}"
+        )

@@ -1,0 +1,55 @@
+"""Pruning while decoding, at intervals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from press_core.call import AttentionCall
+from press_core.composite import CompositePress, check_child, takes_scorer
+from press_core.eviction import Eviction
+from press_core.press import Evicts, Needs, Phase, Press, require
+
+
+@dataclass
+class Decoding(CompositePress):
+    """Prunes a cache that has grown while decoding, every so many steps, to a fixed size.
+
+    Attributes:
+        base_press: scores tokens.
+        compression_interval: forwards after the prefill from one pruning to the next.
+        target_size: tokens that each KV head then keeps.
+        hidden_states_buffer_size: of how many of the last tokens since then the hidden states and
+            queries are kept for `base_press`.
+    """
+
+    base_press: Press
+    compression_interval: int = 512
+    target_size: int = 2048
+    hidden_states_buffer_size: int = 256
+
+    evicts = Evicts.NOTHING
+    phases = Phase.DECODING
+
+    def validate(self) -> None:
+        super().validate()
+        check_child(self, "base_press", self.base_press)
+        fits, allowed = takes_scorer(self.base_press)
+        fits = fits and Needs.FORWARD not in self.base_press.needs
+        require(self, "base_press", fits, f"{allowed} and can score them again later")
+        for field in ("compression_interval", "target_size"):
+            require(self, field, getattr(self, field) >= 1, "1 or more")
+        fits = self.hidden_states_buffer_size >= (
+            1 if Needs.QUERIES in self.base_press.needs else 0
+        )
+        allowed = "0 or more; 1 or more for a base_press that reads queries"
+        require(self, "hidden_states_buffer_size", fits, allowed)
+
+    @property
+    def buffered_tokens(self) -> int:  # type: ignore[override]
+        return self.hidden_states_buffer_size
+
+    def is_due(self, n_steps: int, length: int) -> bool:
+        return n_steps >= self.compression_interval
+
+    def decide(self, call: AttentionCall) -> Eviction:
+        return self.base_press.evict(call.with_budget(self.target_size))

@@ -1,0 +1,102 @@
+"""Presses at their usual settings: all of them, about as much evicted as was asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import hooks_impl
+from experiments import UserError
+from experiments.loading import load_model
+from experiments.testbed.compare import Inputs
+from experiments.testbed.families import build
+from experiments.testbed.recipes import (
+    DELIMITER,
+    PROMPTS,
+    WRAPPED,
+    press_name,
+    recipe_pair,
+    suited_pair,
+)
+from press_core import HyperparameterError, kept_lengths
+from press_core.calibration import Calibration
+
+LENGTH = 512
+TOLD_A_SHARE = sorted(set(hooks_impl.PRESSES) - {"ThinKPress", "SimLayerKVPress"})
+everyone = pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model("facts-llama")[0]
+
+
+@everyone
+def test_both_mechanisms_have_the_same_settings(name):
+    hook, patch = recipe_pair(name, 0.5, LENGTH)
+    assert (type(hook).__name__, type(patch).__name__) == (name, name)
+    assert (hook.mechanism, patch.mechanism) == ("hooks", "patches")
+    assert repr(hook) == repr(patch)
+
+
+@pytest.mark.parametrize("name", TOLD_A_SHARE)
+def test_about_as_much_is_evicted_as_was_asked_for(name, model):
+    """After the prefill or, by presses that act then, after one decode step."""
+    press = suited_pair(name, 0.75, LENGTH, model).hook
+    inputs = Inputs.random(model.config.vocab_size, (LENGTH,), question=0, steps=1)
+    if name == "FinchPress":
+        inputs = inputs.with_delimiter(DELIMITER, question=6)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), press(model):
+        for ids in (inputs.context, *inputs.following):
+            model(ids, past_key_values=cache)
+    evicted = 1 - torch.cat(kept_lengths(cache)).double().mean() / (LENGTH + 1)
+    low = 0.63 if name == "DMSPress" else 0.69  # it spares a window
+    assert low < evicted < 0.8
+
+
+@everyone
+def test_ratios_out_of_range_are_refused(name):
+    with pytest.raises(HyperparameterError):
+        recipe_pair(name, 1.5, LENGTH)
+
+
+def test_defaults_stay_where_contexts_are_long_enough():
+    assert recipe_pair("SnapKVPress", 0.5, LENGTH).hook == hooks_impl.SnapKVPress(0.5)
+    assert recipe_pair("AdaKVPress", 0.5, LENGTH).hook == hooks_impl.AdaKVPress(
+        hooks_impl.SnapKVPress(0.5)
+    )
+
+
+def test_what_wrappers_wrap(model):
+    for outer, inner in WRAPPED.items():
+        assert type(recipe_pair(outer, 0.5, LENGTH).patch.press).__name__ == inner
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("ExpectedAttentionStatsPress", "stats"),
+        ("QFilterPress", "filters"),
+        ("KVzapPress", "regressor"),
+        ("DuoAttentionPress", "head_scores"),
+    ],
+)
+def test_what_was_learned_is_found_or_made_up(name, field, model):
+    for press in suited_pair(name, 0.5, LENGTH, model):
+        assert getattr(press, field) is None, "it lies beside the model"
+    for press in suited_pair(name, 0.5, LENGTH, build("llama")):
+        assert isinstance(getattr(press, field), Calibration)
+
+
+def test_prompts_are_those_of_the_tokenizer_or_made_up(model):
+    assert suited_pair("KVzipPress", 0.5, LENGTH, model).hook.prompts is None
+    assert suited_pair("KVzipPress", 0.5, LENGTH, build("llama")).patch.prompts is PROMPTS
+
+
+def test_presses_are_named_with_and_without_press_and_in_any_case():
+    for given in ("SnapKVPress", "SnapKV", "snapkv", "SNAPKVPRESS"):
+        assert press_name(given) == "SnapKVPress"
+    with pytest.raises(UserError, match=r"no press 'Snap'; there are AdaKV, .*ThinK"):
+        press_name("Snap")
