@@ -80,7 +80,7 @@ def attend(
     """
     asked = ask(site, query, attention_mask, layer.n_recent, kwargs)
     layer.attended_by = backend or choose(layer, asked)
-    output = BACKENDS[layer.attended_by](layer, asked)
+    output = site.ungrouped(BACKENDS[layer.attended_by](layer, asked))
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -104,7 +104,7 @@ def ask(
         )
     scaling, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
     return Query(
-        query,
+        site.grouped(query),
         _visible(attention_mask, n, query.shape[2], query.device),
         attention_mask is None,
         site.scaling if scaling is None else scaling,

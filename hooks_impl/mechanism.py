@@ -71,7 +71,8 @@ class BasePress(press.Press):
             )
         query = collected.query() if Needs.QUERIES in self.needs else None
         forward = AttentionForward(input, kwargs, collected.site)
-        engine.after_attention(collected.scope, forward, output, query, query_is_rotated=False)
+        is_rotated = query is not None and collected.site.query_source.is_rotated
+        engine.after_attention(collected.scope, forward, output, query, is_rotated)
         return output
 
     # ---- around an attention module, around the decoder ------------------------------------------

@@ -36,6 +36,10 @@ class CompositePress(Press):
                     yield press
 
     @property
+    def reads_states(self) -> bool:  # type: ignore[override]
+        return any(press.reads_states for press in self.children)
+
+    @property
     def needs(self) -> Needs:  # type: ignore[override]
         return reduce(or_, (press.needs for press in self.children), self.own_needs)
 

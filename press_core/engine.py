@@ -31,6 +31,7 @@ from press_core.cache.storing import (
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import SAY_WHAT_IS_KEPT
+from press_core.model import probe
 from press_core.model.forward import AttentionForward
 from press_core.press import Evicts, Needs, Phase
 from press_core.scope import ScopeState
@@ -45,7 +46,7 @@ def before_attention(scope: ScopeState, forward: AttentionForward) -> AttentionF
     Raises:
         UnsupportedCacheError: if the cache is of a kind that cannot be pruned.
     """
-    if forward.cache is None:
+    if forward.cache is None or probe.is_running():
         return forward
     scope.seen.add(forward.site.depth)
     press, cache, index = scope.press, forward.cache, forward.site.layer_idx
@@ -77,8 +78,10 @@ def after_attention(
         query: `(B, H, q, d)`, if the press asked for it.
         query_is_rotated: whether that is the query after RoPE.
     """
-    if forward.cache is None:
+    if forward.cache is None or probe.is_running():
         return
+    if query is not None:
+        query = forward.site.grouped(query)
     layer = prunable_layer(forward.cache, forward.site.layer_idx)
     if n_seen(layer) == forward.n_tokens:
         if Phase.PREFILL in scope.press.phases:
@@ -176,7 +179,9 @@ def _prefill(
         scope,
         forward,
         *states_of(layer),
-        attentions=weights if not pruned and isinstance(weights, Tensor) else None,
+        attentions=forward.site.grouped(weights)
+        if not pruned and isinstance(weights, Tensor)
+        else None,
         query=query,
         query_is_rotated=query_is_rotated,
         tokens=layer.positions.long().to(forward.hidden_states.device) if pruned else None,

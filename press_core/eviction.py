@@ -11,6 +11,7 @@ from torch import Tensor
 
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
+from press_core.model.rotary import NoRotation
 from press_core.select import gather_tokens
 
 SAY_WHAT_IS_KEPT = (
@@ -166,6 +167,8 @@ class Eviction:
         """
         n, rotary = self.length, self.call.site.rotary
         assert rotary is not None
+        if isinstance(rotary, NoRotation):  # its keys are at every position alike
+            return self
         positions = torch.arange(n, device=self.keys.device)
         keys = self.keys
         if n != self.call.length or self.rotary_positions is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from enum import Enum, Flag, auto
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -85,6 +85,9 @@ class Press:
         buffered_tokens: class attribute; of how many of the last tokens it wants the hidden states
             and queries while decoding.
         rerotates: class attribute; whether kept keys get other positions.
+        reads_states: class attribute; whether it reads keys, values or queries, rather than where
+            tokens stand alone.
+        compares_key_norms: class attribute; whether it goes by the norms of keys alone.
     """
 
     mechanism: ClassVar[str] = ""
@@ -94,6 +97,8 @@ class Press:
     row_by_row: ClassVar[bool] = False
     buffered_tokens: ClassVar[int] = 0
     rerotates: ClassVar[bool] = False
+    reads_states: ClassVar[bool] = True
+    compares_key_norms: ClassVar[bool] = False
     collector: ClassVar[type[Collector]]
     """Shows the calls of a model to a function, by the same mechanism."""
 
@@ -172,12 +177,27 @@ class Press:
         Raises:
             UnsupportedModelError: saying what is missing and what to use instead.
         """
+        for need in self._needs_of_a_site():
+            if need in site.refusals:
+                raise UnsupportedModelError(f"{type(self).__name__}: {site.refusals[need]}")
         if Needs.ROPE in self.needs and site.rotary is None:
             raise UnsupportedModelError(
                 f"{type(self).__name__} needs rotary position embeddings, and "
                 f"{type(site.module).__name__} ({site.name}) has none; SnapKVPress and KnormPress "
                 "work on any model"
             )
+
+    def _needs_of_a_site(self) -> Iterator[str]:
+        """What it takes for granted of an attention module: keys of `AttentionSite.refusals`."""
+        yield "tokens"
+        if self.reads_states:
+            yield "states"
+        if self.compares_key_norms:
+            yield "key norms"
+        if Needs.ROPE in self.needs:
+            yield "rope"
+        if self.evicts.needs_attention:
+            yield "heads"
 
     def install(self, scope: ScopeState) -> None:
         """Install the press on the model of `scope`, which takes it off again."""

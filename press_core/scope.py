@@ -15,7 +15,8 @@ from torch import nn
 
 from press_core.errors import ScopeError
 from press_core.model.decoder import decoder_of
-from press_core.model.sites import AttentionSite, attention_sites
+from press_core.model.probe import verified_sites
+from press_core.model.sites import AttentionSite
 from press_core.press import Press
 
 T = TypeVar("T")
@@ -105,7 +106,7 @@ def bind(press: Press, model: nn.Module) -> ScopeState:
     """
     press.validate()
     press.post_init_from_model(model)
-    sites = attention_sites(model)
+    sites = verified_sites(model)
     for site in sites:
         Press.check_site(press, site)
     bound = press.bind(model)

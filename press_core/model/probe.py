@@ -27,6 +27,7 @@ from transformers.cache_utils import DynamicLayer
 
 from press_core.errors import UnsupportedModelError
 from press_core.model.decoder import decoder_of
+from press_core.model.forward import AttentionForward
 from press_core.model.rotary import NoRotation, Rotary, is_rotary_embedding
 from press_core.model.sites import (
     LAYOUTS,
@@ -86,7 +87,7 @@ def verified_sites(model: nn.Module) -> list[AttentionSite]:
     Raises:
         UnsupportedModelError: if there are none, or if the model could not be asked.
     """
-    sites = attention_sites(model)
+    sites: list[AttentionSite] = attention_sites(model)
     if not _enabled.get():
         return sites
     known = _known.setdefault(type(model), {})
@@ -113,7 +114,7 @@ def verified_sites(model: nn.Module) -> list[AttentionSite]:
 def _kind_of(model: Any, sites: list[AttentionSite]) -> str:
     """What two models of one class have in common that need not be probed apart."""
     config = getattr(model, "config", None)
-    told = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else ""
+    told = "" if config is None else config.to_json_string(use_diff=False)
     implementation = sites[0].attn_implementation
     parts = [f"{site.name}:{type(site.module)}:{_children(site.module)}" for site in sites]
     return "\n".join((told, implementation, *parts))
@@ -167,6 +168,9 @@ class _Seen:
     kwargs: dict[str, Any] = field(default_factory=dict)
     calls: list[_Call] = field(default_factory=list)
     outputs: dict[str, Tensor] = field(default_factory=dict)
+
+    def forward(self, site: AttentionSite) -> AttentionForward:
+        return AttentionForward(self.args, self.kwargs, site)
 
 
 def _probe(model: nn.Module, sites: list[AttentionSite]) -> dict[str, SiteFacts | str] | str:
@@ -223,7 +227,7 @@ def _forward(model: Any, module: Any, sites: list[AttentionSite]) -> None:
     inputs = {"input_ids": ids}
     if "decoder_input_ids" in parameters:
         inputs = {"input_ids": ids[:, :-2], "decoder_input_ids": ids}
-    more = {"use_cache": True} if "use_cache" in parameters else {}
+    more: dict[str, Any] = {"use_cache": True} if "use_cache" in parameters else {}
     if "logits_to_keep" in parameters:
         more["logits_to_keep"] = 1
     module(**inputs, **more)
@@ -313,7 +317,7 @@ def _passing_by(interface: Any, attend: Callable[..., Any]) -> Iterator[None]:
 def _judge(
     model: nn.Module, site: AttentionSite, seen: _Seen, everywhere: dict[str, _Seen]
 ) -> SiteFacts | str:
-    cache = site.cache(seen.args, seen.kwargs)
+    cache = seen.forward(site).cache
     cache = getattr(cache, "self_attention_cache", cache)
     if cache is None or not hasattr(cache, "layers"):
         return f"{type(site.module).__name__} is given no cache"
@@ -357,15 +361,23 @@ def _facts(model: nn.Module, site: AttentionSite, seen: _Seen, layer: Any) -> Si
     facts = SiteFacts(sizes=sizes, refusals=refusals)
     if "states" in refusals or "tokens" in refusals:
         return facts
+    norms = keys.float().norm(dim=-1)
+    if norms.std(dim=-1).max() < 1e-2 * norms.mean():
+        refusals["key norms"] = (
+            f"all keys of {name} have the same norm but for rounding; KeyDiffPress and SnapKVPress "
+            "go by their directions"
+        )
     facts = _with_rotation(model, site, seen, facts)
     place = _query_place(model, site, seen, facts)
-    if place is None:
-        refusals["hooked queries"] = (
-            f"a hook cannot tell where {name} computes its query: no output of "
-            f"{', '.join(seen.outputs) or 'its submodules'} becomes what attention receives; use "
-            "the press of the same name from patch_impl, which sees the query itself"
-        )
-    return replace(facts, query=place)
+    if place is not None:
+        return replace(facts, query=place)
+    return _refused(
+        facts,
+        "hooked queries",
+        f"a hook cannot tell where {name} computes its query: no output of "
+        f"{', '.join(seen.outputs) or 'its submodules'} becomes what attention receives; use the "
+        "press of the same name from patch_impl, which sees the query itself",
+    )
 
 
 def _order_of_heads(call: _Call, keys: Tensor, values: Tensor) -> tuple[int, ...] | None:
@@ -394,7 +406,7 @@ def _with_rotation(
 ) -> SiteFacts:
     """`facts` with what the layer does to its queries and keys at their positions."""
     name = f"{type(site.module).__name__} ({site.name})"
-    embeddings = site.argument("position_embeddings", seen.args, seen.kwargs)
+    embeddings = seen.forward(site).argument("position_embeddings")
     if embeddings is None:
         takes = any(is_rotary_embedding(module) for module in model.modules())
         if "position_embeddings" in site.parameters and takes:
@@ -410,7 +422,7 @@ def _with_rotation(
     call = seen.calls[0]
     if torch.equal(unrotated.query, call.query):
         return facts
-    for n_channels in dict.fromkeys((site.rotary_channels, call.query.shape[-1], cos.shape[-1])):
+    for n_channels in dict.fromkeys((_n_channels(site), call.query.shape[-1], cos.shape[-1])):
         rotary = Rotary(site.rotary_function, n_channels)
         try:
             same = _close(rotary.rotate(unrotated.query, cos, sin), call.query)
@@ -422,6 +434,10 @@ def _with_rotation(
             return _with_embedding(model, site, replace(facts, rotates=True), fields, cos, sin)
     why = "does something after rotating its queries and keys that is not undone by rotating back"
     return _refused(replace(facts, rotates=True), "rope", f"{name} {why}")
+
+
+def _n_channels(site: AttentionSite) -> int:
+    return site.head_dim if site.rotary is None else site.rotary.n_channels
 
 
 def _with_embedding(
@@ -440,18 +456,23 @@ def _with_embedding(
             continue
         for layer_type in _layer_types(site, embedding):
             for in_3d in (False, True):
-                more = {"embedding": embedding, "layer_type": layer_type, "in_3d": in_3d}
-                rotary = Rotary(site.rotary_function, **fields, **more)  # type: ignore[arg-type]
+                more: dict[str, Any] = {
+                    "layer_type": layer_type,
+                    "in_3d": in_3d,
+                }
+                rotary = Rotary(site.rotary_function, embedding=embedding, **fields, **more)
                 for start in (0, 1, 2):
                     try:
                         made = rotary.embeddings(like, steps + start)
                     except Exception:  # not how this one is called
                         break
                     if made[0].shape == cos.shape and _close(made[0], cos) and _close(made[1], sin):
-                        more = {"layer_type": layer_type, "in_3d": in_3d, "first_position": start}
-                        return replace(facts, rotary_from=name, rotary={**fields, **more})
+                        made_by = {**fields, **more, "first_position": start}
+                        return replace(facts, rotary_from=name, rotary=made_by)
     why = "gets cosines and sines of positions that no rotary module of the model gives"
-    return _refused(facts, "rope", f"{type(site.module).__name__} ({site.name}) {why}")
+    return _refused(
+        replace(facts, rotary=fields), "rope", f"{type(site.module).__name__} ({site.name}) {why}"
+    )
 
 
 def _layer_types(site: AttentionSite, embedding: nn.Module) -> list[str | None]:
@@ -469,10 +490,10 @@ def _refused(facts: SiteFacts, need: str, why: str) -> SiteFacts:
 
 def _asked_again(site: AttentionSite, seen: _Seen, embeddings: tuple[Tensor, Tensor]) -> _Call:
     """The attention once more, over the same tokens, with other position embeddings."""
-    args, kwargs = site.replace_argument("position_embeddings", embeddings, seen.args, seen.kwargs)
-    args, kwargs = site.replace_argument(site.cache_name, None, args, kwargs)
+    forward = seen.forward(site).with_argument("position_embeddings", embeddings)
+    forward = forward.with_argument(site.cache_name, None)
     with _watching([site]) as again:
-        site.module(*args, **kwargs)
+        site.module(*forward.args, **forward.kwargs)
     return again[site.name].calls[0]
 
 
@@ -482,7 +503,7 @@ def _query_place(
     """Where a hook finds the query that attention receives, or None."""
     query = seen.calls[0].query
     described = _with_facts(model, replace(site, **facts.sizes), facts)
-    embeddings = site.argument("position_embeddings", seen.args, seen.kwargs)
+    embeddings = seen.forward(site).argument("position_embeddings")
     for child, output in reversed(seen.outputs.items()):
         for layout, to_heads in LAYOUTS.items():
             try:
@@ -496,9 +517,10 @@ def _query_place(
                 scaled = found if factor == 1.0 else found * factor
                 if torch.equal(scaled, query):
                     return QueryPlace(child, layout, factor, is_rotated=True)
-                if isinstance(described.rotary, Rotary) and facts.rotates:
-                    if torch.equal(described.rotary.rotate(scaled, *embeddings), query):
-                        return QueryPlace(child, layout, factor, is_rotated=False)
+                if described.rotary is None or not facts.rotates:
+                    continue
+                if torch.equal(described.rotary.rotate(scaled, *embeddings), query):
+                    return QueryPlace(child, layout, factor, is_rotated=False)
     return None
 
 

@@ -7,12 +7,13 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 import hooks_impl
 import patch_impl
@@ -51,6 +52,9 @@ class Subject:
 
 SUBJECTS = {
     "nothing evicted": Subject("nothing", lambda of: of.KnormPress(0.0), None),
+    "StreamingLLM": Subject(
+        "order", lambda of: of.StreamingLLMPress(RATIO), reference.sinks_and_recent
+    ),
     "Knorm": Subject("keys", lambda of: of.KnormPress(RATIO), reference.key_norms),
     "LagKV": Subject(
         "values", lambda of: of.LagKVPress(RATIO, n_sink=2, lag_size=4), reference.lag_variation
@@ -105,7 +109,7 @@ def cells() -> Iterator[Cell]:
         yield Cell(press, mechanism, attention, cache, padded)
 
 
-class NotApplicable(Exception):
+class NotApplicableError(Exception):
     """The model itself cannot do what a cell asks for."""
 
 
@@ -126,7 +130,7 @@ class Bench:
     """One model, its full run and what the reference makes of it, for all cells.
 
     Raises:
-        NotApplicable: if the model does not run on text alone.
+        NotApplicableError: if the model does not run on text alone.
     """
 
     def __init__(self, model: Any) -> None:
@@ -139,14 +143,27 @@ class Bench:
             self.run = reference.run_in_full(model, self.ids)
             self.plain = self._found(model, None).logits
         except Exception as error:
-            raise NotApplicable(f"does not run on text alone: {_told(error)}") from error
+            raise NotApplicableError(f"does not run on text alone: {_told(error)}") from error
 
     def outcome(self, cell: Cell) -> tuple[str, str]:
         """One of `OUTCOMES` for `cell`, and why."""
+        if self._makes_plain_layers:  # as `DynamicCache()` does, so that there is no difference
+            cell = replace(cell, cache="default")
+        if cell not in self._memory:
+            self._memory[cell] = self._outcome(cell)
+        outcome: tuple[str, str] = self._memory[cell]
+        return outcome
+
+    @property
+    def _makes_plain_layers(self) -> bool:
+        layers = getattr(self.run.cache, "layers", [None])
+        return all(type(layer) is DynamicLayer for layer in layers)
+
+    def _outcome(self, cell: Cell) -> tuple[str, str]:
         try:
             model = self._model(cell.attention)
             self._check_itself(cell)
-        except NotApplicable as reason:
+        except NotApplicableError as reason:
             return "not applicable", str(reason)
         scope = SUBJECTS[cell.press].make(MECHANISMS[cell.mechanism])(model)
         try:
@@ -182,7 +199,7 @@ class Bench:
             else:
                 self.models[attention] = model
         if isinstance(self.models[attention], str):
-            raise NotApplicable(self.models[attention])
+            raise NotApplicableError(self.models[attention])
         return self.models[attention]
 
     def _check_itself(self, cell: Cell) -> None:
@@ -191,7 +208,7 @@ class Bench:
         if key not in self._memory:
             self._memory[key] = self._itself(cell)
         if self._memory[key]:
-            raise NotApplicable(self._memory[key])
+            raise NotApplicableError(self._memory[key])
 
     def _itself(self, cell: Cell) -> str:
         what = "padding" if cell.padded else f"{cell.attention} attention, {cell.cache} cache"
@@ -232,7 +249,7 @@ class Bench:
 
     def _padded_logits(self, model: Any, ids: Tensor, mask: Tensor) -> list[Tensor]:
         cache, logits = None, []
-        for new in (ids, *(step.expand(len(ids), -1) for step in self.steps)):
+        for new in (ids, self.steps[0].expand(len(ids), -1)):
             if cache is not None:
                 mask = torch.cat((mask, torch.ones_like(new)), dim=1)
             more = {"attention_mask": mask}
@@ -300,7 +317,8 @@ class Bench:
             if moves:
                 moved = {i: reference.keys_moved(self.run, layers[i], k) for i, k in kept.items()}
             self._memory[key] = reference.logits_after(self.run, kept, self.steps, moved)
-        return self._memory[key]  # type: ignore[no-any-return]
+        logits: list[Tensor] = self._memory[key]
+        return logits
 
 
 def _cache(cell: Cell) -> Any:

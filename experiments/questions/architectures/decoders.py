@@ -23,13 +23,10 @@ from transformers import (
 )
 from transformers.models.auto import modeling_auto
 
-VOCABULARY = 128
-LARGEST = 150_000_000
+LARGEST = 120_000_000
 """Parameters above which a model is not tiny, whatever its configuration was told."""
 
 _NAMES: dict[Any, str] = {
-    VOCABULARY: "vocab_size vocab_size_per_layer_input decoder_vocab_size unpadded_vocab_size "
-    "audio_vocab_size",
     64: "hidden_size n_embd d_model embed_dim emb_dim dim embedding_size embedding_dim lru_width "
     "hidden_size_global input_embedding_size output_embedding_size out_hidden_size "
     "text_hidden_size encoder_hidden_size backbone_hidden_size projector_hidden_size "
@@ -37,7 +34,8 @@ _NAMES: dict[Any, str] = {
     "projector_output_dim adapter_out_dim adapter_in_dim output_dim image_token_embed_dim "
     "projection_hidden_size vision_hidden_size output_proj_dims mm_embed_dim moe_hidden_size "
     "image_text_hidden_size projection_hidden_dim output_channels shared_intermediate_size",
-    128: "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size d_ff dim_ff "
+    128: "vocab_size vocab_size_per_layer_input decoder_vocab_size unpadded_vocab_size "
+    "audio_vocab_size intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size d_ff dim_ff "
     "dff d_inner feed_forward_size mlp_dim dense_intermediate_size intermediate_size_mlp "
     "prefix_dense_intermediate_size alignment_intermediate_size projection_intermediate_size "
     "mamba_d_ssm",
@@ -139,9 +137,7 @@ DEMANDS: dict[str, dict[str, Any]] = {
     "dots3_note": _text(**_DOTS3, per_layer_config={}),
     "dots3_note_text": _DOTS3,
     "emu3": {"vocabulary_map": {"<image>": 120}},
-    "ernie4_5_vl_moe": _text(
-        rope_parameters=_sections(3, 3, 2), moe_intermediate_size=[32, 32]
-    ),
+    "ernie4_5_vl_moe": _text(rope_parameters=_sections(3, 3, 2), moe_intermediate_size=[32, 32]),
     "gemma3n_text": {**_SHARING, "activation_sparsity_pattern": [0.0] * 6},
     "gemma4_assistant": _text(hidden_size_per_layer_input=0, vocab_size_per_layer_input=0),
     "gemma4_text": _SHARING,
@@ -223,9 +219,7 @@ def decoders() -> dict[str, Decoder]:
                 continue
             seq2seq = loader is AutoModelForSeq2SeqLM
             name = f"{model_type} (seq2seq)" if seq2seq else model_type
-            found.setdefault(
-                name, Decoder(name, model_type, loader, DEMANDS.get(model_type, {}))
-            )
+            found.setdefault(name, Decoder(name, model_type, loader, DEMANDS.get(model_type, {})))
     for name, (model_type, fields) in VARIANTS.items():
         found[name] = dataclasses.replace(found[model_type], name=name, fields=fields)
     return dict(sorted(found.items()))
@@ -279,7 +273,7 @@ def _defaults(kind: type) -> dict[str, Any]:
     """What a configuration class can be told, and what it assumes if it is not."""
     if dataclasses.is_dataclass(kind):
         return {field.name: field.default for field in dataclasses.fields(kind)}
-    parameters = inspect.signature(kind.__init__).parameters  # transformers 5.2
+    parameters = inspect.signature(kind).parameters  # transformers 5.2
     return {
         name: dataclasses.MISSING if parameter.default is parameter.empty else parameter.default
         for name, parameter in parameters.items()
@@ -346,12 +340,11 @@ def _sub_configurations(
             auto = sub_kind.config_class.__name__ == "AutoConfig" or "model_type" in sub_told
             sub_told = {**preset, **sub_told}
             sub_kind = CONFIG_MAPPING[model_type] if auto else sub_kind.config_class
-        elif sub_told is not None:
-            if sub_kind.__name__ == "AutoConfig":
-                default = getattr(kind(), name, None)
-                if default is None:
-                    continue
-                sub_kind = type(default)
+        elif sub_told is not None and sub_kind.__name__ == "AutoConfig":
+            default = getattr(kind(), name, None)
+            if default is None:
+                continue
+            sub_kind = type(default)
         found.append((name, sub_kind, sub_told))
     return found
 
@@ -361,7 +354,7 @@ def _spread_layer_types(kind: Any, fields: dict[str, Any]) -> None:
     for name, sub_kind, told in _sub_configurations(kind, fields):
         if told is not None and isinstance(fields.get(name), dict):
             model_type = fields[name].get("model_type")
-            known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else sub_kind
+            known = CONFIG_MAPPING.get(model_type, sub_kind)
             _spread_layer_types(known, fields[name])
     for name in {"layer_types", "layers_block_type"} & (_defaults(kind).keys() - fields.keys()):
         kinds = list(dict.fromkeys(_default_layer_types(kind, name)))

@@ -12,7 +12,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -78,12 +78,14 @@ class FullRun:
         ids: `(1, S)`, the context.
         cache: what the run left.
         layers: by index in the cache, those that hold keys of the whole context.
+        elsewhere: by positions, what modules were given in runs over these.
     """
 
     model: nn.Module
     ids: Tensor
     cache: Any
     layers: dict[int, Layer]
+    elsewhere: dict[tuple[int, ...], dict[nn.Module, tuple[Any, Any]]] = field(default_factory=dict)
 
 
 def feed(model: Any, ids: Tensor, cache: Any, **more: Any) -> Any:
@@ -117,7 +119,7 @@ def replaced_attention(attend: Attend) -> Iterator[None]:
         function = original(implementation, default)
         return lambda *args, **kwargs: attend(function, *args, **kwargs)
 
-    ALL_ATTENTION_FUNCTIONS.get_interface = get_interface  # type: ignore[method-assign]
+    ALL_ATTENTION_FUNCTIONS.get_interface = get_interface
     try:
         yield
     finally:
@@ -200,6 +202,13 @@ def _heads_over(call: Call, index: int, cached: Any, length: int) -> Tensor | No
 # ---- which tokens a press should keep ------------------------------------------------------------
 
 
+def sinks_and_recent(run: FullRun, layer: Layer) -> Tensor:
+    """StreamingLLM: the first four tokens, and then the later the better."""
+    later = torch.arange(layer.length, dtype=torch.float32)
+    later[:4] = float("inf")
+    return later.expand(layer.keys.shape[:3])
+
+
 def key_norms(run: FullRun, layer: Layer) -> Tensor:
     """Knorm: the smaller the norm of a key, the better."""
     return -layer.keys.norm(dim=-1)
@@ -252,12 +261,9 @@ def expected_attention(run: FullRun, layer: Layer, sink: int = 2, future: int = 
 
 def asked_at(run: FullRun, layer: Layer, position: int) -> Call:
     """The attention of `layer` once more, with every token of the context at one `position`."""
-    elsewhere = torch.full_like(run.ids, position)
-    with arguments_seen(run.model) as seen:
-        feed(run.model, run.ids, None, **_positions(run.model, elsewhere))
     module = layer.call.module
     args, kwargs = layer.call.args, dict(layer.call.kwargs)
-    moved_args, moved = seen[module]
+    moved_args, moved = _arguments_at(run, torch.full_like(run.ids, position))[module]
     parameters = list(inspect.signature(type(module).forward).parameters)[1:]
     for name in ("position_embeddings", "position_ids", "cache_position"):
         if name in moved:
@@ -274,6 +280,16 @@ def asked_at(run: FullRun, layer: Layer, position: int) -> Call:
     with recorded(run.model) as calls, torch.no_grad():
         module(*args, **kwargs)
     return calls[-1]
+
+
+def _arguments_at(run: FullRun, positions: Tensor) -> dict[nn.Module, tuple[Any, Any]]:
+    """What the modules of layers are given in a run at `positions` `(1, q)`."""
+    key = tuple(positions[0].tolist())
+    if key not in run.elsewhere:
+        ids = run.ids[:, : len(key)]
+        with arguments_seen(run.model) as run.elsewhere[key]:
+            feed(run.model, ids, None, **_positions(run.model, positions))
+    return run.elsewhere[key]
 
 
 def _positions(model: nn.Module, positions: Tensor) -> dict[str, Tensor]:
@@ -365,12 +381,12 @@ def logits_after(
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Any = None,
+        attention_mask: Any = None,
         **more: Any,
     ) -> tuple[Tensor, Any]:
         if module in masks:
-            mask = _with_evicted(mask, masks[module], query, key)
-        result: tuple[Tensor, Any] = function(module, query, key, value, mask, **more)
+            attention_mask = _with_evicted(attention_mask, masks[module], query, key)
+        result: tuple[Tensor, Any] = function(module, query, key, value, attention_mask, **more)
         return result
 
     logits, seen = [], run.ids.shape[1]
@@ -402,8 +418,7 @@ def _places(
     for index, of_layer in kept.items():
         start = int(of_layer.sum(dim=-1).max()) + seen - run.ids.shape[1]
         positions = torch.arange(start, start + ids.shape[1])[None]
-        with arguments_seen(run.model) as arguments:
-            feed(run.model, ids, None, **_positions(run.model, positions))
+        arguments = _arguments_at(run, positions)
         for reader in run.layers[index].readers:
             names = ("position_embeddings", "position_ids")
             found[reader] = {k: v for k, v in arguments[reader][1].items() if k in names}

@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 import transformers
 
-from experiments.questions.architectures.cells import Bench, Cell, NotApplicable, cells
+from experiments.questions.architectures.cells import Bench, Cell, NotApplicableError, cells
 from experiments.questions.architectures.decoders import Decoder, build, decoders
 
 COLUMNS = ["type", "press", "mechanism", "attention", "cache", "padded", "outcome", "reason"]
@@ -95,11 +95,11 @@ def rows_of(
     """The rows of one decoder, measured in this process."""
     try:
         bench = Bench(build(decoder))
-    except NotApplicable as reason:
+    except NotApplicableError as reason:
         return [_row(decoder, None, "not applicable", str(reason))]
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        return [_row(decoder, None, "not applicable", f"cannot be built small: {reason}")]
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        return [_row(decoder, None, "not applicable", f"cannot be built small: {told}")]
     return [_row(decoder, cell, *bench.outcome(cell)) for cell in cells() if choose(cell)]
 
 
