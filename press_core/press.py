@@ -87,6 +87,7 @@ class Press:
         rerotates: class attribute; whether kept keys get other positions.
         reads_states: class attribute; whether it reads keys, values or queries, rather than where
             tokens stand alone.
+        alike_per_head: class attribute; whether every KV head keeps the same tokens.
         compares_key_norms: class attribute; whether it goes by the norms of keys alone.
     """
 
@@ -98,6 +99,7 @@ class Press:
     buffered_tokens: ClassVar[int] = 0
     rerotates: ClassVar[bool] = False
     reads_states: ClassVar[bool] = True
+    alike_per_head: ClassVar[bool] = False
     compares_key_norms: ClassVar[bool] = False
     collector: ClassVar[type[Collector]]
     """Shows the calls of a model to a function, by the same mechanism."""
@@ -177,7 +179,7 @@ class Press:
         Raises:
             UnsupportedModelError: saying what is missing and what to use instead.
         """
-        for need in self._needs_of_a_site():
+        for need in self.needs_of_a_site():
             if need in site.refusals:
                 raise UnsupportedModelError(f"{type(self).__name__}: {site.refusals[need]}")
         if Needs.ROPE in self.needs and site.rotary is None:
@@ -187,9 +189,12 @@ class Press:
                 "work on any model"
             )
 
-    def _needs_of_a_site(self) -> Iterator[str]:
+    def needs_of_a_site(self) -> Iterator[str]:
         """What it takes for granted of an attention module: keys of `AttentionSite.refusals`."""
-        yield "tokens"
+        if self.evicts is not Evicts.NOTHING:
+            yield "tokens"
+        if self.reads_states or not self.alike_per_head:
+            yield "own tokens"
         if self.reads_states:
             yield "states"
         if self.compares_key_norms:

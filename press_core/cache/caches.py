@@ -8,9 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, QuantizedLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    QuantizedLayer,
+)
 
-from press_core.cache.pruned import PrefillStagingLayer, PrunedLayer, states_of
+from press_core.cache.pruned import HybridLayer, PrefillStagingLayer, PrunedLayer, states_of
 from press_core.cache.ragged import RaggedLayer
 from press_core.errors import UnsupportedCacheError
 
@@ -28,7 +34,7 @@ def prunable_layer(cache: Any, layer_idx: int) -> Any:
             "nothing and let the model make one"
         )
     layer = cache.layers[layer_idx]
-    plain = type(layer) in (DynamicLayer, PrefillStagingLayer)
+    plain = type(layer) in (DynamicLayer, HybridLayer, PrefillStagingLayer)
     if not plain and not isinstance(layer, (PrunedLayer, RaggedLayer, QuantizedLayer)):
         raise UnsupportedCacheError(
             f"cannot prune layer {layer_idx} of a {type(cache).__name__}: it is a "
@@ -66,6 +72,16 @@ def check_prunable(cache: Any, layer_idx: int) -> None:
             "layers; pass a DynamicCache"
         )
     prunable_layer(cache, layer_idx)
+
+
+def let_slide(cache: Cache, layer_idx: int, window: int) -> None:
+    """Let a bare cache keep a window of a layer that slides, as one made for the model does.
+
+    The model builds the masks of all layers for the first where no layer says that it slides.
+    """
+    grows = getattr(cache, "layer_class_to_replicate", None) is DynamicLayer
+    if grows and layer_idx == len(cache.layers):
+        cache.layers.append(DynamicSlidingWindowLayer(window))
 
 
 def refuse_offloading(press: Any, cache: Any) -> None:

@@ -11,6 +11,7 @@ state of the random generators is put back, and so are rotary modules that adapt
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 import threading
@@ -25,6 +26,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
+from press_core.cache.pruned import HybridLayer, KeptTokens, filled, pruned_layer
+from press_core.cache.reading import prepared
 from press_core.errors import UnsupportedModelError
 from press_core.model.decoder import decoder_of
 from press_core.model.forward import AttentionForward
@@ -32,8 +35,11 @@ from press_core.model.rotary import NoRotation, Rotary, is_rotary_embedding
 from press_core.model.sites import (
     LAYOUTS,
     AttentionSite,
+    LeftAlone,
     QueryPlace,
+    all_sites,
     attention_sites,
+    numbered,
 )
 
 N_TOKENS = 7
@@ -61,14 +67,19 @@ class SiteFacts:
     """What was found out about one attention module.
 
     Attributes:
+        left_alone: why presses leave its cache alone; empty: they do not.
+        owner, window: see `LeftAlone`.
         sizes: fields of the site that were assumed: heads, widths, the scaling, the head order.
         rotary_from: name of the rotary embedding module whose cosines the layer gets.
         rotary: fields of its `Rotary`; None where it rotates in a way that is not known here.
         rotates: whether the layer rotates at all.
         query: where a hook finds the query; None if nowhere.
-        refusals: by need ("tokens", "states", "rope", "queries", "heads"), why it is not met.
+        refusals: by need, why it is not met; see `AttentionSite`.
     """
 
+    left_alone: str = ""
+    owner: int | None = None
+    window: int | None = None
     sizes: dict[str, Any] = field(default_factory=dict)
     rotary_from: str | None = None
     rotary: dict[str, Any] | None = None
@@ -77,8 +88,22 @@ class SiteFacts:
     refusals: dict[str, str] = field(default_factory=dict)
 
 
-_Known = dict[str, "dict[str, SiteFacts | str] | str"]
-_known: weakref.WeakKeyDictionary[type, _Known] = weakref.WeakKeyDictionary()
+@dataclass(frozen=True)
+class Verified:
+    """The attention modules of a model: those that presses work on, and those that need help then.
+
+    Attributes:
+        sites: in the order of their layers.
+        left_alone: modules that go on as ever, but for what pruned layers beside them change.
+    """
+
+    sites: list[AttentionSite]
+    left_alone: list[LeftAlone]
+
+
+_known: weakref.WeakKeyDictionary[type, dict[str, dict[str, SiteFacts] | str]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def verified_sites(model: nn.Module) -> list[AttentionSite]:
@@ -87,28 +112,45 @@ def verified_sites(model: nn.Module) -> list[AttentionSite]:
     Raises:
         UnsupportedModelError: if there are none, or if the model could not be asked.
     """
-    sites: list[AttentionSite] = attention_sites(model)
+    return verified(model).sites
+
+
+def verified(model: nn.Module) -> Verified:
+    """The same, and the modules beside them that need help once those are pruned."""
     if not _enabled.get():
-        return sites
+        return Verified(attention_sites(model), [])
+    sites = all_sites(model)
     known = _known.setdefault(type(model), {})
     key = _kind_of(model, sites)
     if key not in known:
         known[key] = _probe(model, sites)
-    found = known[key]
-    if isinstance(found, str):
+    facts = known[key]
+    if isinstance(facts, str):
         raise UnsupportedModelError(
-            f"{type(model).__name__} could not be verified, as {found}; to open a press on it all "
+            f"{type(model).__name__} could not be verified, as {facts}; to open a press on it all "
             "the same, and at your own risk, do so in `with press_core.unverified(): ...`"
         )
-    facts = {name: of_site for name, of_site in found.items() if isinstance(of_site, SiteFacts)}
-    if not facts:
-        reasons = sorted({str(reason) for reason in found.values()})
+    pruned = [site for site in sites if not facts[site.name].left_alone]
+    if not pruned:
+        reasons = sorted({facts[site.name].left_alone for site in sites})
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no layer whose cache can give tokens up: "
-            + "; ".join(reasons)
+            f"no layer of {type(model).__name__} can give tokens up: {'; '.join(reasons)}"
         )
-    left = [_with_facts(model, site, facts[site.name]) for site in sites if site.name in facts]
-    return [replace(site, depth=i, n_sites=len(left)) for i, site in enumerate(left)]
+    sliding = [site.layer_idx for site in sites if facts[site.name].window is not None]
+    slides_later = min(sliding, default=0) > pruned[0].layer_idx
+    others = [_left_alone(site, facts[site.name], slides_later) for site in sites]
+    left = [_with_facts(model, site, facts[site.name]) for site in pruned]
+    return Verified(
+        numbered(left, shares_clock=bool(sliding)), [other for other in others if other]
+    )
+
+
+def _left_alone(site: AttentionSite, facts: SiteFacts, slides_later: bool) -> LeftAlone | None:
+    if facts.owner is not None:
+        return LeftAlone(site, owner=facts.owner)
+    if facts.window is not None and slides_later:
+        return LeftAlone(site, window=facts.window)
+    return None
 
 
 def _kind_of(model: Any, sites: list[AttentionSite]) -> str:
@@ -152,6 +194,7 @@ class _Call:
     key: Tensor
     value: Tensor
     scaling: float | None
+    masks_heads: bool
 
 
 @dataclass
@@ -162,26 +205,30 @@ class _Seen:
         args, kwargs: of its forward.
         calls: of attention functions.
         outputs: by name, what its submodules returned, the latest last.
+        n_forwards: how often it ran.
     """
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     calls: list[_Call] = field(default_factory=list)
     outputs: dict[str, Tensor] = field(default_factory=dict)
+    n_forwards: int = 0
 
     def forward(self, site: AttentionSite) -> AttentionForward:
         return AttentionForward(self.args, self.kwargs, site)
 
 
-def _probe(model: nn.Module, sites: list[AttentionSite]) -> dict[str, SiteFacts | str] | str:
+def _probe(model: nn.Module, sites: list[AttentionSite]) -> dict[str, SiteFacts] | str:
     """By name of a site its facts, or why no press can work on it; or why nothing is known."""
+    step = "it does not run over a few tokens alone"
     try:
         with _as_if_nothing_happened(model):
-            seen = _run(model, sites)
-            return {site.name: _judge(model, site, seen[site.name], seen) for site in sites}
+            asked, seen = _run(model, sites)
+            step = "what it does with a few tokens is like no other model"
+            facts = {site.name: _judge(model, site, seen[site.name], seen) for site in sites}
+            return _with_eviction_tried(model, asked, sites, seen, facts)
     except Exception as error:
-        told = " ".join(str(error).split())[:200]
-        return f"it does not run over a few tokens alone ({type(error).__name__}: {told})"
+        return f"{step} ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
 
 
 @contextmanager
@@ -205,31 +252,41 @@ def _as_if_nothing_happened(model: nn.Module) -> Iterator[None]:
                 module._buffers.update(buffers)
 
 
-def _run(model: nn.Module, sites: list[AttentionSite]) -> dict[str, _Seen]:
-    """Run the model, or if it wants more than text its decoder, over a few tokens."""
+def _run(model: nn.Module, sites: list[AttentionSite]) -> tuple[nn.Module, dict[str, _Seen]]:
+    """Run the model, or if it wants more than text its decoder, over a few tokens.
+
+    Returns:
+        What was run, and what was seen of each site, by name.
+    """
     decoder = decoder_of(model, sites)
     for module in dict.fromkeys((getattr(model, "_orig_mod", model), decoder)):
         try:
             with _watching(sites) as seen:
                 _forward(model, module, sites)
-            return seen
+            return module, seen
         except Exception:
             if module is decoder:
                 raise
     raise AssertionError
 
 
-def _forward(model: Any, module: Any, sites: list[AttentionSite]) -> None:
+def _forward(
+    model: Any, module: Any, sites: list[AttentionSite], cache: Any = None, n: int = N_TOKENS
+) -> None:
+    """Run `module` over the first tokens, or over one more after those that `cache` has seen."""
     config = getattr(module, "config", None) or model.config
     device = next(sites[0].module.parameters()).device
     ids = _ordinary_tokens(config).to(device)
+    ids = ids[:, :n] if cache is None else ids[:, :1]
     parameters = inspect.signature(type(module).forward).parameters
     inputs = {"input_ids": ids}
     if "decoder_input_ids" in parameters:
-        inputs = {"input_ids": ids[:, :-2], "decoder_input_ids": ids}
+        inputs = {"input_ids": _ordinary_tokens(config).to(device)[:, 2:], "decoder_input_ids": ids}
     more: dict[str, Any] = {"use_cache": True} if "use_cache" in parameters else {}
     if "logits_to_keep" in parameters:
         more["logits_to_keep"] = 1
+    if cache is not None:
+        more["past_key_values"] = cache
     module(**inputs, **more)
 
 
@@ -255,7 +312,9 @@ def _watching(sites: list[AttentionSite]) -> Iterator[dict[str, _Seen]]:
     def attend(function: Any, module: Any, query: Any, key: Any, value: Any, *a: Any, **k: Any):  # type: ignore[no-untyped-def]
         of_module = by_module.get(id(module))
         if of_module is not None and is_running():
-            of_module.calls.append(_Call(query, key, value, k.get("scaling")))
+            mask = a[0] if a else k.get("attention_mask")
+            masks_heads = isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] > 1
+            of_module.calls.append(_Call(query, key, value, k.get("scaling"), masks_heads))
         return function(module, query, key, value, *a, **k)
 
     with ExitStack() as stack:
@@ -272,6 +331,7 @@ def _watching(sites: list[AttentionSite]) -> Iterator[dict[str, _Seen]]:
 def _note_arguments(module: nn.Module, seen: _Seen) -> Any:
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
         seen.args, seen.kwargs = args, dict(kwargs)
+        seen.n_forwards += 1
 
     return module.register_forward_pre_hook(note, with_kwargs=True)
 
@@ -311,29 +371,189 @@ def _passing_by(interface: Any, attend: Callable[..., Any]) -> Iterator[None]:
                 del interface.get_interface
 
 
+# ---- trying an eviction --------------------------------------------------------------------------
+
+EVICTED = 3
+
+
+def _with_eviction_tried(
+    model: nn.Module,
+    asked: nn.Module,
+    sites: list[AttentionSite],
+    seen: dict[str, _Seen],
+    facts: dict[str, SiteFacts],
+) -> dict[str, SiteFacts]:
+    """`facts`, with what depends on the place of a key in the cache refused.
+
+    One token is taken out of the cache, and masked in another: attention has to be the same.
+    """
+    pruned = [site for site in sites if not facts[site.name].left_alone and seen[site.name].calls]
+    if not pruned:
+        return facts
+    indices = {site.layer_idx for site in pruned}
+    readers = [s for s in sites if s in pruned or facts[s.name].owner in indices]
+    cache = seen[pruned[0].name].forward(pruned[0]).cache
+    with _masking(readers), _outputs(pruned) as masked:
+        _forward(model, asked, sites, copy.deepcopy(cache))
+    try:
+        with _helping(pruned), _outputs(pruned) as evicted:
+            _forward(model, asked, sites, _without_one(cache, indices))
+    except RuntimeError:  # shapes that do not fit
+        evicted = {}
+    differs = [s.name for s in pruned if not _alike(masked[s.name], evicted.get(s.name))]
+    why = (
+        "the attention of {} changes with the number of keys that were evicted before those which "
+        "it sees, as where it goes by a key's place in the cache in place of its position"
+    )
+    return {
+        name: _refused(known, "tokens", why.format(name)) if name in differs else known
+        for name, known in facts.items()
+    }
+
+
+def _without_one(cache: Any, indices: set[int]) -> Any:
+    """A copy of `cache` in which some layers have lost one token."""
+    cache = copy.deepcopy(cache)
+    own = getattr(cache, "self_attention_cache", cache)
+    for index in indices:
+        storage = own.layers[index]
+        left = [slot for slot in range(storage.keys.shape[2]) if slot != EVICTED]
+        states = storage.keys[:, :, left], storage.values[:, :, left]
+        layer = pruned_layer(filled(storage, *states))
+        positions = torch.tensor(left, dtype=torch.int32).expand(*storage.keys.shape[:2], -1)
+        layer.kept = KeptTokens(positions, len(left), len(left) + 1, False, 0.0)
+        own.layers[index] = layer
+    return cache
+
+
+@contextmanager
+def _masking(sites: list[AttentionSite]) -> Iterator[None]:
+    """Let `sites` attend as if one of the first tokens were not there."""
+    modules = {id(site.module) for site in sites}
+
+    def attend(function: Any, module: Any, query: Any, key: Any, value: Any, *a: Any, **k: Any):  # type: ignore[no-untyped-def]
+        if id(module) not in modules or not is_running():
+            return function(module, query, key, value, *a, **k)
+        mask = a[0] if a else k.pop("attention_mask", None)
+        mask = _hiding_one(mask, query, key)
+        return function(module, query, key, value, mask, *a[1:], **k)
+
+    with ExitStack() as stack:
+        for interface in {id(site.interface): site.interface for site in sites}.values():
+            stack.enter_context(_passing_by(interface, attend))
+        yield
+
+
+def _hiding_one(mask: Any, query: Tensor, key: Tensor) -> Tensor:
+    if mask is None:
+        mask = query.new_zeros(1, 1, 1, key.shape[2])
+    mask = mask.clone()
+    mask[..., EVICTED] = 0 if mask.dtype != query.dtype else torch.finfo(mask.dtype).min
+    return mask
+
+
+class _Reader:
+    is_open = True
+
+
+@contextmanager
+def _helping(sites: list[AttentionSite]) -> Iterator[None]:
+    """Give `sites` the mask that an open scope would give them."""
+
+    def help_with(site: AttentionSite) -> Any:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            forward = prepared(AttentionForward(args, kwargs, site), _Reader())
+            return forward.args, forward.kwargs
+
+        return hook
+
+    with ExitStack() as stack:
+        for site in sites:
+            handle = site.module.register_forward_pre_hook(help_with(site), with_kwargs=True)
+            stack.callback(handle.remove)
+        yield
+
+
+@contextmanager
+def _outputs(sites: list[AttentionSite]) -> Iterator[dict[str, Tensor]]:
+    """What `sites` return, by name."""
+    outputs: dict[str, Tensor] = {}
+
+    def note(name: str) -> Any:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            outputs[name] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    with ExitStack() as stack:
+        for site in sites:
+            stack.callback(site.module.register_forward_hook(note(site.name)).remove)
+        yield outputs
+
+
+def _alike(a: Tensor, b: Tensor | None) -> bool:
+    if b is None or a.shape != b.shape:
+        return False
+    tolerance = 4 * torch.finfo(b.dtype).eps ** 0.5
+    return bool(((a - b).abs() <= tolerance * b.abs().amax()).all())
+
+
 # ---- judging what was seen -----------------------------------------------------------------------
 
 
 def _judge(
     model: nn.Module, site: AttentionSite, seen: _Seen, everywhere: dict[str, _Seen]
-) -> SiteFacts | str:
+) -> SiteFacts:
+    name = type(site.module).__name__
     cache = seen.forward(site).cache
     cache = getattr(cache, "self_attention_cache", cache)
     if cache is None or not hasattr(cache, "layers"):
-        return f"{type(site.module).__name__} is given no cache"
+        return SiteFacts(left_alone=f"{name} is given no cache")
+    if seen.n_forwards > 1:
+        return SiteFacts(left_alone=f"one {name} serves several layers of the cache")
     layer = cache.layers[site.layer_idx] if site.layer_idx < len(cache.layers) else None
     kind = type(layer)
-    if kind is not DynamicLayer:
-        return f"{type(site.module).__name__} caches in a {kind.__name__}"
+    window = getattr(layer, "sliding_window", None)
+    if window is not None:
+        why = f"{name} sees a sliding window only, which bounds its cache already"
+        return SiteFacts(left_alone=why, window=window)
+    if kind is not DynamicLayer and kind is not HybridLayer:
+        owner = _owner(seen, cache)
+        why = f"{name} caches in a {kind.__name__}, which this project cannot prune"
+        if owner is not None:
+            why = f"{name} reads the cache of another layer"
+        return SiteFacts(left_alone=why, owner=owner)
     if not seen.calls:
-        return SiteFacts(refusals={})
-    return _facts(model, site, seen, layer)
+        return SiteFacts()
+    facts = _facts(model, site, seen, layer)
+    if kind is HybridLayer:
+        why = f"{name} shares its layer with a linear state, which a head-wise one has no room for"
+        facts = _refused(facts, "heads", why)
+    if any(
+        _owner(other, cache) == site.layer_idx for other in everywhere.values() if other is not seen
+    ):
+        why = f"other layers read what {name} ({site.name}) caches, and know one length of it"
+        facts = _refused(facts, "heads", why)
+    return facts
 
 
-def _facts(model: nn.Module, site: AttentionSite, seen: _Seen, layer: Any) -> SiteFacts | str:
+def _owner(seen: _Seen, cache: Any) -> int | None:
+    """The layer of `cache` whose keys a module attended over, if it has none of its own."""
+    if not seen.calls:
+        return None
+    given = seen.calls[0].key
+    for index, layer in enumerate(cache.layers):
+        keys = getattr(layer, "keys", None)
+        if isinstance(keys, Tensor) and torch.equal(keys, given):
+            return index
+    return None
+
+
+def _facts(model: nn.Module, site: AttentionSite, seen: _Seen, layer: Any) -> SiteFacts:
     call, keys, values = seen.calls[0], layer.keys, layer.values
     if keys.shape[-2] != call.query.shape[-2] or call.key.shape[-2] != keys.shape[-2]:
-        return f"{type(site.module).__name__} attends over other tokens than it is given"
+        why = f"{type(site.module).__name__} attends over other tokens than it is given"
+        return SiteFacts(left_alone=why)
     refusals: dict[str, str] = {}
     order = _order_of_heads(call, keys, values)
     name = f"{type(site.module).__name__} ({site.name})"
@@ -343,12 +563,13 @@ def _facts(model: nn.Module, site: AttentionSite, seen: _Seen, layer: Any) -> Si
             f"{keys.shape[-1]} that both are made of; StreamingLLMPress and RandomPress, which "
             "read neither, can evict them"
         )
-        refusals["heads"] = refusals["rope"] = refusals["queries"] = refusals["states"]
-    elif order is None or len(seen.calls) > 1:
-        refusals["tokens"] = (
-            f"{name} mixes the heads of its cache before it attends, so that heads cannot keep "
-            "tokens of their own; no press here keeps the same for all"
+        refusals["heads"] = refusals["rope"] = refusals["states"]
+    elif order is None or any(call.masks_heads for call in seen.calls):
+        refusals["own tokens"] = (
+            f"{name} does not attend over the heads of its cache one by one, so that they cannot "
+            "keep tokens of their own; StreamingLLMPress keeps the same of all"
         )
+        refusals["heads"] = refusals["rope"] = refusals["own tokens"]
     sizes: dict[str, Any] = {
         "num_heads": call.query.shape[1],
         "num_kv_heads": keys.shape[1],
@@ -359,7 +580,7 @@ def _facts(model: nn.Module, site: AttentionSite, seen: _Seen, layer: Any) -> Si
     if call.scaling is not None:
         sizes["scaling"] = float(call.scaling)
     facts = SiteFacts(sizes=sizes, refusals=refusals)
-    if "states" in refusals or "tokens" in refusals:
+    if "states" in refusals or "own tokens" in refusals:
         return facts
     norms = keys.float().norm(dim=-1)
     if norms.std(dim=-1).max() < 1e-2 * norms.mean():
@@ -411,7 +632,8 @@ def _with_rotation(
         takes = any(is_rotary_embedding(module) for module in model.modules())
         if "position_embeddings" in site.parameters and takes:
             return facts  # other layers of the model rotate, this one is given no rotation
-        why = "has no rotary position embeddings, or rotates inside of it where nobody can see"
+        inside = takes or site.rotary_function is not None
+        why = "rotates where nobody can see it" if inside else "has no rotary position embeddings"
         return _refused(facts, "rope", f"{name} {why}")
     pair = isinstance(embeddings, tuple) and len(embeddings) == 2
     if not pair or site.rotary_function is None or embeddings[0].dim() != 3:

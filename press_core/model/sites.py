@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ class AttentionSite:
         head_order: per query head, the KV head that it attends over; None: `h // G`.
         rotary_function: what the modeling module rotates queries and keys by, if it has that.
         query_place: where a probe has found the query for hooks; None: nowhere.
-        refusals: by need ("tokens", "states", "rope", "heads", "hooked queries"), why a press that
+        refusals: by need (see `Press.needs_of_a_site`; "hooked queries" of hooks), why a press that
             has it cannot work here.
         verified: whether a probe has compared all that with what the model computes.
     """
@@ -155,24 +155,27 @@ class AttentionSite:
         return _query_source(self) if self.query_place is None else _found_query(self)
 
 
+@dataclass(frozen=True)
+class LeftAlone:
+    """An attention module whose cache presses leave alone, and what it needs beside pruned ones.
+
+    Attributes:
+        owner: index of the layer in the cache that it attends over, where that is another's.
+        window: how many of the last tokens it sees, where a bare cache would keep all.
+    """
+
+    site: AttentionSite
+    owner: int | None = None
+    window: int | None = None
+
+
 def attention_sites(model: nn.Module) -> list[AttentionSite]:
     """All attention modules of `model` that a press can work on, in the order of their layers.
 
     Raises:
         UnsupportedModelError: if there are none, or if all of them are sliding-window layers.
     """
-    candidates = {name: module for name, module in model.named_modules() if _may_attend(module)}
-    found = [
-        _describe(model, name, module)
-        for name, module in candidates.items()
-        # a decoder layer can look the part too: the attention is what it contains
-        if not any(other.startswith(f"{name}.") for other in candidates)
-    ]
-    if not found:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no attention module that goes through transformers' "
-            "attention interface with a Cache; presses need a decoder of transformers >= 5.2"
-        )
+    found = all_sites(model)
     sites = [site for site in found if not site.is_sliding]
     if not sites:
         raise UnsupportedModelError(
@@ -180,11 +183,34 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
             "which bounds their cache already; set sliding_window=None in the config if the model "
             "was loaded for contexts shorter than its window"
         )
-    shares_clock = len(sites) < len(found)
+    return numbered(sites, shares_clock=len(sites) < len(found))
+
+
+def numbered(sites: list[AttentionSite], shares_clock: bool) -> list[AttentionSite]:
+    """`sites` as those of one model that presses work on."""
     return [
         replace(site, depth=i, n_sites=len(sites), shares_clock=shares_clock)
         for i, site in enumerate(sites)
     ]
+
+
+def all_sites(model: nn.Module) -> list[AttentionSite]:
+    """All attention modules of `model` that are given a cache, sliding ones too.
+
+    Raises:
+        UnsupportedModelError: if there are none.
+    """
+    found = [
+        _describe(model, name, module)
+        for name, module in model.named_modules()
+        if _may_attend(module)
+    ]
+    if not found:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no attention module that goes through transformers' "
+            "attention interface with a Cache; presses need a decoder of transformers >= 5.2"
+        )
+    return found
 
 
 def _may_attend(module: nn.Module) -> bool:
@@ -192,11 +218,11 @@ def _may_attend(module: nn.Module) -> bool:
         return False
     if not hasattr(module, "config") or getattr(module, "is_cross_attention", False):
         return False
-    modeling = sys.modules[type(module).__module__]
-    parameters = inspect.signature(type(module).forward).parameters
-    return hasattr(modeling, "ALL_ATTENTION_FUNCTIONS") and any(
-        name in parameters for name in CACHE_NAMES
-    )
+    # Indexers, convolutions and whole layers take a cache too, but ask for no attention function.
+    forward = inspect.unwrap(type(module).forward)
+    asks = "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names
+    parameters = inspect.signature(forward).parameters
+    return asks and any(name in parameters for name in CACHE_NAMES)
 
 
 def _describe(model: nn.Module, name: str, module: Any) -> AttentionSite:
@@ -249,7 +275,14 @@ _ROTATIONS = ("apply_rotary_pos_emb", "apply_multimodal_rotary_pos_emb")
 
 def _rotary_function(module: nn.Module) -> Any:
     modeling = sys.modules[type(module).__module__]
-    return next((getattr(modeling, name) for name in _ROTATIONS if hasattr(modeling, name)), None)
+    function = next((getattr(modeling, n) for n in _ROTATIONS if hasattr(modeling, n)), None)
+    if function is None or "k" in inspect.signature(function).parameters:
+        return function
+    return partial(_one_by_one, function)  # Gemma 3n rotates queries and keys in two calls
+
+
+def _one_by_one(function: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return function(q, cos, sin), function(k, cos, sin)
 
 
 def _describe_rotary(model: nn.Module, name: str, module: Any, head_dim: int) -> Rotary | None:

@@ -24,6 +24,7 @@ class StreamingLLM(RatioScorer):
     n_sink: int = 4
 
     reads_states = False
+    alike_per_head = True
 
     def validate(self) -> None:
         super().validate()

@@ -35,9 +35,10 @@ _NAMES: dict[Any, str] = {
     "projection_hidden_size vision_hidden_size output_proj_dims mm_embed_dim moe_hidden_size "
     "image_text_hidden_size projection_hidden_dim output_channels shared_intermediate_size",
     128: "vocab_size vocab_size_per_layer_input decoder_vocab_size unpadded_vocab_size "
-    "audio_vocab_size intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size d_ff dim_ff "
-    "dff d_inner feed_forward_size mlp_dim dense_intermediate_size intermediate_size_mlp "
-    "prefix_dense_intermediate_size alignment_intermediate_size projection_intermediate_size "
+    "audio_vocab_size intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size "
+    "d_ff dim_ff dff d_inner feed_forward_size mlp_dim dense_intermediate_size "
+    "intermediate_size_mlp prefix_dense_intermediate_size alignment_intermediate_size "
+    "projection_intermediate_size "
     "mamba_d_ssm",
     4: "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers layers "
     "num_decoder_layers num_attention_heads n_head n_heads num_heads decoder_attention_heads "

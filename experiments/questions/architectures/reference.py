@@ -245,7 +245,9 @@ def expected_attention(run: FullRun, layer: Layer, sink: int = 2, future: int = 
 
     The rotation of a query is averaged by asking the model for it at every coming position.
     """
-    positions = range(layer.length, layer.length + future)
+    given = layer.call.kwargs.get("position_ids")
+    start = layer.length if given is None else int(given.max()) + 1
+    positions = range(start, start + future)
     queries = torch.stack([asked_at(run, layer, p).query for p in positions]).mean(dim=0)
     queries = queries[:, :, sink:].double()
     mean = queries.mean(dim=2)
