@@ -112,6 +112,11 @@ class Patch:
             _unlink_unused(owner, name)
 
     @property
+    def name(self) -> str | None:
+        """The attribute that is patched; None once the patch is removed."""
+        return None if self._wrapper is None else self._wrapper._self_name
+
+    @property
     def is_lost(self) -> bool:
         """Whether somebody has put back an attribute from before this patch, which is still open.
 

@@ -34,7 +34,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from experiments import UserError
-from press_core import Press, RaggedLayer
+from press_core import Phase, Press, RaggedLayer
 from press_core.cache.pruned import ChannelPrunedLayer, PrunedLayer
 from press_core.presses.finch import Finch
 
@@ -438,20 +438,20 @@ def _left_padded(
 
 def _is_needed(press: Press, cache: Any) -> bool:
     """Whether `press` has to stay open while `cache` is decoded."""
-    acts_later = press.acts_in_decoding or type(press).before is not Press.before
-    return acts_later or any(_needs_help(layer) for layer in cache.layers)
+    later = Phase.DECODING | Phase.BEFORE_DECODING
+    return bool(press.phases & later) or any(_needs_help(layer) for layer in cache.layers)
 
 
 def _needs_help(layer: Any) -> bool:
     """Whether a layer refuses to be decoded while no scope is open."""
     if isinstance(layer, (RaggedLayer, ChannelPrunedLayer)):
         return True
-    return isinstance(layer, PrunedLayer) and (layer.padded or layer.uneven or layer.misplaced)
+    return isinstance(layer, PrunedLayer) and bool(layer.needs)
 
 
 def _is_turned(layer: Any) -> bool:
     """Whether positions continue from the number of keys kept, not of the tokens seen."""
-    return isinstance(layer, PrunedLayer) and layer.rotary_positions is not None
+    return isinstance(layer, PrunedLayer) and layer.rerotation is not None
 
 
 def _copied(cache: Any) -> Any:
@@ -467,7 +467,7 @@ def _copied_layer(layer: Any) -> Any:
         return copy.deepcopy(layer)  # these write into the tensors that they have
     copied = copy.copy(layer)
     if isinstance(layer, PrunedLayer):
-        copied.journals = copy.deepcopy(layer.journals)
+        copied.storage, copied.buffers = copy.copy(layer.storage), dict(layer.buffers)
     return copied
 
 

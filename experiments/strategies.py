@@ -40,7 +40,7 @@ from experiments.testbed.families import (
     supported_implementations,
 )
 from experiments.testbed.recipes import DELIMITER, PROMPTS, fitted_pair
-from press_core import Press
+from press_core import Evicts, Needs, Press
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_LENGTH = 80
@@ -363,7 +363,7 @@ def nestable_pairs() -> SearchStrategy[PressPair]:
         *(
             name
             for name, press in sorted(hooks_impl.PRESSES.items())
-            if press.evicts == "tokens" and name not in alone and isinstance(press.evicts, str)
+            if press.evicts is Evicts.TOKENS and name not in alone
         )
     )
 
@@ -404,4 +404,4 @@ def cases(
 
 def fits(presses: PressPair, spec: ModelSpec) -> bool:
     """Whether the family has the position embeddings that a press asks for."""
-    return not (presses.hook.uses_rope and spec.family in NO_ROPE)
+    return not (Needs.ROPE in presses.hook.needs and spec.family in NO_ROPE)

@@ -133,11 +133,21 @@ class AttentionCall:
         return rotary.rotate(query, cos[:, start:], sin[:, start:])
 
     def key_positions(self) -> Tensor:
-        """Rotary position of each key, `(1 or B, 1 or H_kv, S)` int64."""
+        """Rotary position of each key, `(1 or B, 1 or H_kv, S)` int64.
+
+        Raises:
+            UnsupportedInputError: if a press pruned before that did not say what it kept.
+        """
         if self.rotary_positions is not None:
             return self.rotary_positions
         positions = self._known_position_ids().unsqueeze(1)
         if self.tokens is None:
+            if positions.shape[-1] != self.length:
+                raise UnsupportedInputError(
+                    f"the keys of {self.site.name} are to be rotated back, and a press that pruned "
+                    "before did not say which tokens it kept; let its compress return "
+                    "Eviction.keep(call, positions)"
+                )
             return positions
         return positions.expand(*self.tokens.shape[:2], -1).gather(-1, self.tokens)
 
@@ -146,7 +156,8 @@ class AttentionCall:
         rotary = self.site.rotary
         if rotary is None or self.position_embeddings is None:
             return upcast(self.keys)
-        if self.tokens is None and self.rotary_positions is None:
+        as_given = self.tokens is None and self.rotary_positions is None
+        if as_given and self.hidden_states.shape[1] == self.length:
             return rotary.unrotate(self.keys, *self.position_embeddings)
         return rotary.rotate_from(self.keys, self.key_positions())
 

@@ -41,7 +41,7 @@ from press_core.eviction import SAY_WHAT_IS_KEPT
 from press_core.model import probe
 from press_core.model.forward import AttentionForward
 from press_core.model.sites import LeftAlone
-from press_core.press import Evicts, Needs, Phase
+from press_core.press import Evicts, Phase
 from press_core.scope import ScopeState
 
 
@@ -119,7 +119,7 @@ def after_attention(
 def prune_before(scope: ScopeState, forward: AttentionForward) -> None:
     """Prune a layer before the forward, by what it holds alone."""
     layer = forward.layer
-    _require_known(scope, forward)
+    _require_known(forward)
     call = _call(
         scope,
         forward,
@@ -194,7 +194,7 @@ def _prefill(
         UnsupportedInputError: if an inner scope pruned the layer and did not say what it kept, so
             that nobody knows which queries and positions its keys belong to.
     """
-    _require_known(scope, forward)
+    _require_known(forward)
     layer = forward.layer
     weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
     pruned = isinstance(layer, PrunedLayer) and layer.is_pruned
@@ -239,7 +239,7 @@ def _decoding_step(
     layer.buffers[scope.key] = buffer
     if not press.is_due(buffer.n_steps, layer.n_slots):
         return None
-    _require_known(scope, forward)
+    _require_known(forward)
     known, ids = buffer.states, here.position_ids
     return _call(
         scope,
@@ -325,18 +325,13 @@ def _require_readable(forward: AttentionForward) -> None:
         )
 
 
-def _require_known(scope: ScopeState, forward: AttentionForward) -> None:
-    """Refuse a layer that was pruned by a press that did not say what it kept, where that matters.
-
-    While decoding it matters only for the positions.
-    """
+def _require_known(forward: AttentionForward) -> None:
+    """Refuse a layer that nobody can judge: in a prefill also if it is not known what is left."""
     _require_readable(forward)
     layer = forward.layer
     told = not (isinstance(layer, PrunedLayer) and layer.is_pruned) or layer.positions is not None
-    in_prefill = n_seen(layer) == forward.n_tokens
-    if not told and (in_prefill or Needs.ROPE in scope.press.needs):
+    if not told and n_seen(layer) == forward.n_tokens:
         raise UnsupportedInputError(
-            f"{forward.site.name} was pruned before, by the press of an inner scope or of the "
-            "prefill, which did not say which tokens it kept; open that scope outermost, or "
-            f"{SAY_WHAT_IS_KEPT}"
+            f"the press of an inner scope pruned {forward.site.name} without saying which tokens "
+            f"it kept; open that scope outermost, or {SAY_WHAT_IS_KEPT}"
         )

@@ -45,6 +45,8 @@ class ScopeState:
         seen: depths of the sites whose forwards were seen.
         warnings: what a mechanism found to have gone wrong, asked when the scope closes.
         key: tells this scope from all others of the process.
+        n_sites: how many attention modules there are.
+        installed: what the mechanism has put on the model.
     """
 
     press: Press
@@ -58,8 +60,12 @@ class ScopeState:
     seen: set[int] = field(default_factory=set)
     warnings: list[Callable[[], str | None]] = field(default_factory=list)
     key: int = field(default_factory=itertools.count().__next__)
+    n_sites: int = 0
     _memories: dict[type, Any] = field(default_factory=dict)
-    _installed: ExitStack = field(default_factory=ExitStack)
+    installed: list[Removable] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.n_sites = len(self.sites)
 
     def record(self, layer_idx: int, seen: float, kept: float) -> None:
         """Note that a layer was pruned: of `seen` tokens each KV head keeps `kept` on average."""
@@ -78,13 +84,13 @@ class ScopeState:
     @property
     def compression_ratio(self) -> float:
         """Share of the tokens that was evicted, over all layers."""
-        seen = len(self.sites) * max((seen for seen, _ in self.layers.values()), default=0)
+        seen = self.n_sites * max((seen for seen, _ in self.layers.values()), default=0)
         evicted = sum(seen - kept for seen, kept in self.layers.values())
         return evicted / seen if seen else 0.0
 
     def install(self, removable: Removable) -> None:
         """Take `removable` off when the scope closes."""
-        self._installed.callback(removable.remove)
+        self.installed.append(removable)
 
     def close(self) -> None:
         """Take off all that was installed; without effect on a scope that is not open."""
@@ -96,8 +102,10 @@ class ScopeState:
             warnings.warn(f"{type(self.press).__name__}{said[0]}", RuntimeWarning, stacklevel=3)
         self.warnings.clear()
         self._memories.clear()
-        self._installed.close()
-        self.model = self.decoder = None
+        with ExitStack() as removing:  # all of it, whatever one of them raises
+            for removable in self.installed:
+                removing.callback(removable.remove)
+        self.installed, self.sites, self.model, self.decoder = [], [], None, None
 
 
 def bind(press: Press, model: nn.Module) -> ScopeState:

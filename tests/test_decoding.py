@@ -17,7 +17,8 @@ import hooks_impl
 import patch_impl
 from attention_patch.headwise import headwise
 from experiments.testbed.families import build
-from press_core import PressError, attention_sites, kept_lengths
+from press_core import Needs, PressError, attention_sites, kept_lengths
+from press_core.model.forward import AttentionForward
 from tests.support import left_padded, token_ids
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
@@ -92,7 +93,7 @@ class Whole:
 
     def _hook(self, site: Any) -> Any:
         def hook(_: Any, args: Any, kwargs: Any) -> Any:
-            hidden = site.argument("hidden_states", args, kwargs)
+            hidden = AttentionForward(args, kwargs, site).argument("hidden_states")
             past, n_new = self.cache.layers[site.layer_idx].get_seq_length(), hidden.shape[1]
             shape = hidden.shape[0], site.num_heads, n_new, past + n_new
             mask = torch.ones(shape, dtype=torch.bool).tril(past)
@@ -101,7 +102,8 @@ class Whole:
                 group = site.num_heads // first.shape[1]
                 mask[..., : first.shape[-1]] &= first.repeat_interleave(group, 1).unsqueeze(2)
             added = torch.zeros(shape, dtype=hidden.dtype).masked_fill_(~mask, -1e30)
-            return site.replace_argument("attention_mask", added, args, kwargs)
+            changed = AttentionForward(args, kwargs, site).with_argument("attention_mask", added)
+            return changed.args, changed.kwargs
 
         return hook
 
@@ -592,7 +594,7 @@ def test_presses_that_know_too_few_queries(package):
                 model(ids, past_key_values=cache)
         held = positions_in(cache.layers[0])[0]
         assert [len(head) for head in held] == [16, 16]
-        wanted = list(range(4)) if base.uses_rope else list(range(20, 32))
+        wanted = list(range(4)) if Needs.ROPE in base.needs else list(range(20, 32))
         assert all(set(wanted) <= set(head) for head in held)
 
 
@@ -698,8 +700,8 @@ def test_sinks_and_window_at_each_step(package, family, rerotate, capacity, n_si
                 assert positions_in(layer) == [[held] * layer.keys.shape[1]] * 2
                 assert layer.keys.shape[2] <= capacity + ids.shape[1] or seen == 12
                 assert layer.get_seq_length() == seen
-            assert press.n_compressions == n_cuts
-    assert press.n_compressions == n_cuts > 0
+            assert press.compression_count == n_cuts
+    assert press.compression_count == n_cuts > 0
 
 
 @both

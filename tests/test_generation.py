@@ -151,8 +151,8 @@ def test_rows_of_a_padded_batch_are_those_of_the_row_alone(package, implementati
             model(ids[row : row + 1, n:], past_key_values=alone)
             budget = max(1, int((LENGTH - n) * (1 - 0.6)))
             for layer, single in zip(cache.layers, alone.layers, strict=True):
-                assert single.n_pruned == budget
-                kept = layer.positions[row, :, layer.n_pruned - budget :] - n
+                assert single.kept.n_slots == budget
+                kept = layer.positions[row, :, layer.kept.n_slots - budget :] - n
                 assert torch.equal(kept, single.positions[0])
             logits = model(question[row : row + 1], past_key_values=alone).logits
             atol = 1e-5 if implementation == "eager" else 1e-10

@@ -32,6 +32,7 @@ from press_core import (
     kept_lengths,
 )
 from press_core.cache.pruned import ChannelPrunedLayer
+from press_core.model.forward import AttentionForward
 from press_core.presses.duo_attention import HeadScores
 from tests.support import left_padded, token_ids
 
@@ -144,7 +145,7 @@ class Whole:
     def _masking(self, site: AttentionSite) -> Any:
         def hook(_: Any, args: Any, kwargs: Any) -> Any:
             assert self.shown is not None
-            hidden = site.argument("hidden_states", args, kwargs)
+            hidden = AttentionForward(args, kwargs, site).argument("hidden_states")
             batch, n_new = hidden.shape[:2]
             past = self.cache.layers[site.layer_idx].get_seq_length()
             mask = torch.full((batch, site.num_heads, n_new, past + n_new), -1e30)
@@ -155,7 +156,10 @@ class Whole:
                     mask[row, head, :, [p for p in shown if p < past]] = 0
                     for i in range(n_new):
                         mask[row, head, i, past : past + i + 1] = 0
-            return site.replace_argument("attention_mask", mask.to(hidden.dtype), args, kwargs)
+            changed = AttentionForward(args, kwargs, site).with_argument(
+                "attention_mask", mask.to(hidden.dtype)
+            )
+            return changed.args, changed.kwargs
 
         return hook
 

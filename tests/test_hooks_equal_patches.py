@@ -28,12 +28,12 @@ from experiments.testbed.families import (
     supported_implementations,
 )
 from experiments.testbed.recipes import DELIMITER, fitted_pair, recipe_pair
-from press_core import Press, UnsupportedModelError
+from press_core import Needs, Press, UnsupportedModelError
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 N_CASES = {"short": 20, "long": 3000}.get(PROFILE, 80)
 PRESSES = sorted(hooks_impl.PRESSES)
-QUERY_PRESSES = [name for name in PRESSES if hooks_impl.PRESSES[name].uses_queries is True]
+QUERY_PRESSES = [name for name in PRESSES if Needs.QUERIES in recipe_pair(name, 0.5).hook.needs]
 # Told a ratio and nothing else; 0 changes nothing.
 SIMPLE = [
     name
@@ -194,7 +194,7 @@ def presses_for(family: str, names: list[str]) -> list[str]:
     return [
         name
         for name in names
-        if not (family in NO_ROPE and recipe_pair(name, 0.5).hook.uses_rope)
+        if not (family in NO_ROPE and Needs.ROPE in recipe_pair(name, 0.5).hook.needs)
         and name != "FinchPress"  # whose prompts need a delimiter
     ]
 

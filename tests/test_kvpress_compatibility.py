@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from experiments.testbed.families import build
 from hooks_impl import BasePress, KnormPress, ScorerPress, queries
-from press_core import UnsupportedInputError, kept_lengths
+from press_core import Needs, UnsupportedInputError, kept_lengths
 from tests.support import left_padded, token_ids
 
 
@@ -111,7 +111,7 @@ def test_exact_queries_for_presses_of_ones_own():
 
     @dataclass
     class Peeking(ScorerPress):
-        uses_queries = True
+        needs = Needs.QUERIES
 
         def score(self, module, hidden_states, keys, values, attentions, kwargs):
             seen.append(queries(kwargs, last=4))

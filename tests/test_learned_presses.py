@@ -220,7 +220,7 @@ def test_filters_tell_how_much_keys_are_looked_at() -> None:
     """On another text, scores go with the mean logit that the queries of a group give a key."""
     model, _ = load_model("facts-llama")
     press = PRESSES["QFilterPress"][0]
-    filters, calls = press().resolve(model).filters, list[Any]()
+    filters, calls = press().bind(model).filters, list[Any]()
     with torch.no_grad(), press.collector(calls.append)(model):
         model(next(fact_batches(1, seed=5))[:4])
     found = []
@@ -298,9 +298,9 @@ def test_one_press_finds_what_belongs_to_each_of_two_models(
         given.save(model.config.name_or_path)
     for model in [*two_models, two_models[0]]:
         assert opens(press, model) == [10, 10]
-        resolved = press.resolve(model)
-        assert resolved is not press
-        assert isinstance(getattr(resolved, FIELD[name]), Calibration)
+        bound = press.bind(model)
+        assert bound is not press
+        assert isinstance(getattr(bound, FIELD[name]), Calibration)
         assert getattr(press, FIELD[name]) is None, "a press is not changed by opening it"
     with press(two_models[0]), press(two_models[1]):
         pass
@@ -349,7 +349,7 @@ def test_a_given_regressor_decides_its_type(mechanism: int, tmp_path: Path) -> N
     assert isinstance(given, KVzapRegressor)
     press = PRESSES["KVzapPress"][mechanism](0.5, regressor=given)
     assert press.model_type == "mlp"
-    assert press.resolve(model).model_type == "linear"
+    assert press.bind(model).model_type == "linear"
     given.save(tmp_path)
     by_type = PRESSES["KVzapPress"][mechanism](0.5, model_type="linear", regressor=tmp_path)
     assert opens(by_type, model) == [10, 10]
@@ -381,11 +381,11 @@ def test_shipped_regressors_keep_the_facts(model_type: str, mechanism: int) -> N
 def test_the_shipped_files_are_what_learning_them_again_gives(mechanism: int) -> None:
     model, _ = load_model("facts-llama")
     for name in ("ExpectedAttentionStatsPress", "QFilterPress"):
-        shipped = getattr(PRESSES[name][mechanism]().resolve(model), FIELD[name])
+        shipped = getattr(PRESSES[name][mechanism]().bind(model), FIELD[name])
         close(learn(name, mechanism, model, fact_batches()), shipped)
     duo: Any = (hooks_impl, patch_impl)[mechanism].DuoAttentionPress
     measured = duo.measure(model, fact_batches(), SINKS, RECENT)
-    close(measured, duo().resolve(model).head_scores)
+    close(measured, duo().bind(model).head_scores)
 
 
 @pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
@@ -397,13 +397,13 @@ def test_the_shipped_model_comes_with_head_scores(package: Any) -> None:
         model(next(fact_batches(1, seed=5))[:1, :60], past_key_values=cache)
     kept = torch.cat(kept_lengths(cache))  # 4 layers of 4 KV heads
     assert sorted(kept.flatten().tolist()) == [32] * 4 + [60] * 12
-    shipped = press.resolve(model).head_scores
+    shipped = press.bind(model).head_scores
     assert torch.equal(kept == 32, streaming_heads(shipped.scores, 0.25))
 
 
 def test_the_shipped_head_scores_tell_which_heads_can_stream() -> None:
     model, _ = load_model("facts-llama")
-    shipped: Any = hooks_impl.DuoAttentionPress().resolve(model)
+    shipped: Any = hooks_impl.DuoAttentionPress().bind(model)
     scores = shipped.head_scores.scores
     batch = draw(8, 256, 8, torch.Generator().manual_seed(1))
 
@@ -419,7 +419,7 @@ def test_the_shipped_head_scores_tell_which_heads_can_stream() -> None:
 @pytest.mark.parametrize(("model_type", "mean"), [("linear", 0.85), ("mlp", 0.9)])
 def test_shipped_regressors_predict_scores_of_other_contexts(model_type: Any, mean: float) -> None:
     model, _ = load_model("facts-llama")
-    press: Any = hooks_impl.KVzapPress(model_type=model_type).resolve(model)
+    press: Any = hooks_impl.KVzapPress(model_type=model_type).bind(model)
     (batch,) = fact_batches(1, seed=HELD_OUT_SEED)
     found = correlations(model, press.regressor, batch[:16], kvzip_plus(model))
     assert found.shape == (4, 4)
@@ -475,7 +475,7 @@ def test_kvzip_is_what_regressors_learn_by_default(
         def __init__(self, **fields: Any) -> None:
             made.append(fields)
 
-        def resolve(self, _: Any) -> Teacher:
+        def bind(self, _: Any) -> Teacher:
             return self
 
         scores = staticmethod(stand_in_scores)

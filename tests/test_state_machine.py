@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from attention_patch import Patch
 from experiments.testbed.compare import PressPair, pair
 from experiments.testbed.families import build
 from experiments.testbed.recipes import recipe
@@ -378,7 +379,14 @@ class Programs(RuleBasedStateMachine):
         if not takes_others:
             return
         subject = next(s for s in self.subjects if any(module is m for m in s.model.modules()))
-        lost = [[patch.is_lost for patch in scope.handle.run.patches] for scope in subject.scopes]
+        lost = [
+            [
+                patch.is_lost
+                for patch in scope.handle.state.installed
+                if isinstance(patch, Patch) and patch.name == "forward"
+            ]
+            for scope in subject.scopes
+        ]
         if any(any(layers) and not all(layers) for layers in lost):
             cache = DynamicCache(config=subject.model.config)
             with pytest.raises(ScopeError, match="put back what this scope had patched"):

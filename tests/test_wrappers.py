@@ -25,6 +25,7 @@ from press_core import (
     attention_sites,
     kept_lengths,
 )
+from press_core.model.forward import AttentionForward
 from tests.support import left_padded, snapshot, token_ids
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
@@ -117,8 +118,10 @@ def seeing(model: Any, visible: dict[int, Tensor]) -> Iterator[None]:
     for site in attention_sites(model):
 
         def hook(_: Any, args: Any, kwargs: Any, site: Any = site) -> Any:
-            hidden = site.argument("hidden_states", args, kwargs)
-            past = site.cache(args, kwargs).layers[site.layer_idx].get_seq_length()
+            hidden = AttentionForward(args, kwargs, site).argument("hidden_states")
+            past = (
+                AttentionForward(args, kwargs, site).cache.layers[site.layer_idx].get_seq_length()
+            )
             n_new, first = hidden.shape[1], visible[site.layer_idx]
             shape = hidden.shape[0], site.num_heads, n_new, past + n_new
             mask = torch.ones(shape, dtype=torch.bool).tril(past)
@@ -127,7 +130,8 @@ def seeing(model: Any, visible: dict[int, Tensor]) -> Iterator[None]:
             added = torch.zeros(shape, dtype=hidden.dtype).masked_fill_(
                 ~mask, torch.finfo(torch.float32).min
             )
-            return site.replace_argument("attention_mask", added, args, kwargs)
+            changed = AttentionForward(args, kwargs, site).with_argument("attention_mask", added)
+            return changed.args, changed.kwargs
 
         handles.append(site.module.register_forward_pre_hook(hook, with_kwargs=True))
     try:
@@ -1028,7 +1032,8 @@ def described(press: Any) -> Any:
         return [described(item) for item in press]
     if not dataclasses.is_dataclass(press):
         return press
-    return id(press), type(press), {name: described(x) for name, x in vars(press).items()}
+    fields = {name: x for name, x in vars(press).items() if name != "_last_scope"}
+    return id(press), type(press), {name: described(x) for name, x in fields.items()}
 
 
 @both

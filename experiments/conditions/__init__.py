@@ -45,6 +45,7 @@ from press_core import (
 )
 from press_core.cache.caches import layer_at
 from press_core.cache.masks import mask_for_pruned
+from press_core.model.forward import AttentionForward
 
 Kept = dict[int, Tensor]
 """By layer of the cache: which tokens of the prefill each head keeps, `(B, H_kv, S)` bool, padding
@@ -185,7 +186,7 @@ def override_attention(opened: ExitStack, site: AttentionSite, length: int, over
 
 def _n_cached(site: AttentionSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Tokens that the layer holds before a forward."""
-    cache = site.cache(args, kwargs)
+    cache = AttentionForward(args, kwargs, site).cache
     layer = None if cache is None else layer_at(cache, site.layer_idx)
     return 0 if layer is None else int(layer.get_seq_length())
 
@@ -214,11 +215,12 @@ def _replace_mask(
     n_cached = _n_cached(site, args, kwargs)
     if n_cached < kept.shape[-1]:  # the prefill itself
         return None
-    hidden_states = site.argument("hidden_states", args, kwargs)
-    mask = site.argument("attention_mask", args, kwargs)
+    hidden_states = AttentionForward(args, kwargs, site).argument("hidden_states")
+    mask = AttentionForward(args, kwargs, site).argument("attention_mask")
     n_keys, additive = n_cached + hidden_states.shape[1], site.attn_implementation == "eager"
     mask = head_mask(site, kept, mask, hidden_states, n_keys, additive)
-    return site.replace_argument("attention_mask", mask, args, kwargs)
+    changed = AttentionForward(args, kwargs, site).with_argument("attention_mask", mask)
+    return changed.args, dict(changed.kwargs)
 
 
 def head_mask(

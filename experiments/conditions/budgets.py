@@ -139,7 +139,7 @@ class Streaming:
 def head_scores(model: PreTrainedModel, task: Asked) -> HeadScores:
     """DuoAttention's scores of the heads: what lies beside the model, or else measured."""
     try:
-        known = hooks_impl.DuoAttentionPress().resolve(model)
+        known = hooks_impl.DuoAttentionPress().bind(model)
     except CalibrationError:
         contexts = [ids for batch in task.others() for ids in task.contexts(batch)]
         return hooks_impl.DuoAttentionPress.measure(model, contexts, _SINK, task.length // 4)

@@ -24,7 +24,7 @@ from experiments.framework.intervals import median_interval
 from experiments.framework.timing import in_turn
 from experiments.testbed.families import build
 from press_core import RaggedLayer, attention_sites, cache_nbytes
-from press_core.cache.pruned import pruned_like
+from press_core.cache.pruned import KeptTokens, PrunedLayer, filled
 from press_core.presses.adakv import shared_budget
 from press_core.select import n_kept
 
@@ -98,11 +98,12 @@ def uniform_cache(full: Cache, ratio: float) -> DynamicCache:
     """What is left of `full` when every head keeps as many tokens."""
     cache = DynamicCache()
     for layer in full.layers:
-        seen, pruned = layer.get_seq_length(), pruned_like(layer)
+        seen = layer.get_seq_length()
         n = n_kept(seen, ratio)
         positions = torch.arange(n, device=layer.keys.device).expand(*layer.keys.shape[:2], -1)
         keys, values = (states[:, :, :n].clone() for states in (layer.keys, layer.values))
-        pruned.hold(keys, values, positions, seen, False)
+        pruned = PrunedLayer(filled(layer, keys, values))
+        pruned.kept = KeptTokens(positions.to(torch.int32), n, seen)
         cache.layers.append(pruned)
     return cache
 

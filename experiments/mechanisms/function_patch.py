@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attention_patch import wrap
-from experiments.mechanisms.press import PatchPress, Score, as_press, forward_of, prune_late
+from experiments.mechanisms.press import PatchPress, Score, as_press, observing, prune_late
 from press_core import attention_sites
 
 
@@ -33,7 +33,7 @@ def function_patch(
 
     def rotate(apply_rotary_pos_emb: Any, *args: Any, **kwargs: Any) -> Any:
         module, named = _caller(inspect.currentframe())
-        prune_late(forward_of(press, module, (), named))
+        prune_late(*observing(press, module, (), named))
         return apply_rotary_pos_emb(*args, **kwargs)
 
     files = {sys.modules[type(site.module).__module__] for site in attention_sites(model)}

@@ -14,7 +14,7 @@ from experiments.mechanisms.press import (
     Score,
     as_press,
     call_and_prune,
-    forward_of,
+    observing,
     prune_after,
 )
 from press_core import attention_sites
@@ -27,7 +27,7 @@ def plain_hook(model: PreTrainedModel, compression_ratio: float, score: Score) -
     press = PatchPress(compression_ratio, score)
 
     def prune(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        prune_after(forward_of(press, module, args, kwargs), output)
+        prune_after(*observing(press, module, args, kwargs), output)
 
     with ExitStack() as hooks:
         for site in attention_sites(model):

@@ -5,23 +5,23 @@ What is borrowed from the machinery of presses is borrowed here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from press_core.forward import Forward
-from press_core.pruning import is_pruned
-from press_core.steps import after, before, prune_before
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import hooks_impl
 import patch_impl
 from press_core import attention_sites
+from press_core.cache.pruned import PrunedLayer
 from press_core.call import AttentionCall
+from press_core.engine import after_attention, before_attention, prune_before
+from press_core.model.forward import AttentionForward
 from press_core.presses.knorm import knorm_scores
-from press_core.scope import Run
+from press_core.scope import ScopeState
 from press_core.select import gather_tokens, n_kept, top_positions
 
 Score = Callable[[Tensor], Tensor]
@@ -69,34 +69,35 @@ def as_press(scope: Callable[..., AbstractContextManager[Any]]) -> Callable[...,
     return press
 
 
-def forward_of(
-    press: PatchPress, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Forward:
-    """A call of the forward of an attention module of whatever model."""
-    (site,) = attention_sites(module)
-    return Forward(press, site, Run(1), args, kwargs)
+def observing(
+    press: PatchPress, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[ScopeState, AttentionForward]:
+    """A forward of an attention module of whatever model, and what stands for a scope around it."""
+    scope = ScopeState(press, None, attention_sites(module))
+    return scope, AttentionForward(args, kwargs, scope.sites[0])
 
 
-def prune_after(step: Forward, output: Any) -> None:
+def prune_after(scope: ScopeState, forward: AttentionForward, output: Any) -> None:
     """Prune the layer that a forward has filled."""
-    after(step, output, None, False, step.press.compress)
+    after_attention(scope, forward, output, None, query_is_rotated=False)
 
 
-def prune_late(step: Forward) -> None:
+def prune_late(scope: ScopeState, forward: AttentionForward) -> None:
     """Prune, before a forward, what an earlier one has left whole."""
-    layer = None if step.cache is None else step.layer
-    if layer is not None and layer.get_seq_length() and not is_pruned(layer):
-        prune_before(step, step.press.compress)
+    layer = None if forward.cache is None else forward.layer
+    pruned = isinstance(layer, PrunedLayer) and layer.is_pruned
+    if layer is not None and layer.get_seq_length() and not pruned:
+        prune_before(scope, forward)
 
 
 def call_and_prune(
-    press: PatchPress, module: nn.Module, forward: Any, *args: Any, **kwargs: Any
+    press: PatchPress, module: nn.Module, call_next: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call an attention module's `forward`, and prune the layer that it has filled."""
-    step = forward_of(press, module, args, kwargs)
-    before(step)
-    output = forward(*step.args, **step.kwargs)
-    prune_after(step, output)
+    """Call an attention module's forward, `call_next`, and prune the layer that it has filled."""
+    scope, forward = observing(press, module, args, kwargs)
+    forward = before_attention(scope, forward)
+    output = call_next(*forward.args, **forward.kwargs)
+    prune_after(scope, forward, output)
     return output
 
 

@@ -55,6 +55,7 @@ from experiments.testbed.families import FAMILIES, build, supported_implementati
 from experiments.testbed.recipes import DELIMITER, press_name, suited_pair
 from press_core import AttentionSite, Press, attention_sites, cache_nbytes, kept_lengths
 from press_core.model.decoder import body_argument
+from press_core.model.forward import AttentionForward
 from press_core.presses.finch import Finch
 from press_core.scope import Removable, Run
 
@@ -207,7 +208,7 @@ class Recorder:
     def _hidden_states_enter(
         self, site: AttentionSite, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        n_hidden = site.argument("hidden_states", args, kwargs).shape[1]
+        n_hidden = AttentionForward(args, kwargs, site).argument("hidden_states").shape[1]
         if self._replayed is not None:
             if site.layer_idx == min(self._layers):
                 self._replayed.append(n_hidden)
@@ -347,7 +348,10 @@ class Recorder:
         self, who: str, enters: str, site: AttentionSite, held: list[_Held], given: Any, now: Any
     ) -> None:
         """Tell what the press did before the attention module runs."""
-        index, masks = site.layer_idx, [site.argument("attention_mask", *a) for a in (given, now)]
+        index, masks = (
+            site.layer_idx,
+            [AttentionForward(*a, site).argument("attention_mask") for a in (given, now)],
+        )
         if self._changes(who, index, held):
             self._layers[index].n_before = self._held(index).mean
         mask = "leaves" if masks[0] is masks[1] else "replaces"

@@ -27,7 +27,7 @@ import patch_impl
 from experiments import UserError
 from experiments.framework.plots import press_label
 from experiments.testbed.compare import PressPair
-from press_core import HyperparameterError, Press, PressError
+from press_core import HyperparameterError, Needs, Press, PressError
 from press_core.model.sites import attention_sites
 from press_core.presses.kvzip import RepeatPrompts
 from press_core.select import n_kept
@@ -214,7 +214,7 @@ def suited_pair(name: str, ratio: float, length: int, model: PreTrainedModel) ->
 
 def _knows(press: Press, model: PreTrainedModel) -> bool:
     try:
-        resolved = press.resolve(model)
+        resolved = press.bind(model)
         for site in attention_sites(model):
             resolved.check_site(site)
     except PressError:
@@ -249,7 +249,8 @@ def _fitted(press: Press, model: PreTrainedModel) -> Press:
 
 def _works_on(press: Press, model: PreTrainedModel) -> bool:
     """Whether `model` has the position embeddings that `press` asks for."""
-    return not press.uses_rope or all(site.rotary is not None for site in attention_sites(model))
+    needs_rope = Needs.ROPE in press.needs
+    return not needs_rope or all(site.rotary is not None for site in attention_sites(model))
 
 
 @lru_cache(maxsize=64)

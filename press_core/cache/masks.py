@@ -56,7 +56,7 @@ def prefill_tokens(mask: Any, length: int, batch: int) -> Tensor | None:
     columns = torch.arange(length, device=tokens.device)
     left_padded = columns >= (length - n_visible)[:, None]
     wrong = (tokens != left_padded).any(dim=-1) | (n_visible == 0)
-    wrong |= _hides_more(mask, left_padded.to(_device_of(mask))).to(wrong.device)
+    wrong |= _is_not_causal(mask, left_padded.to(_device_of(mask))).to(wrong.device)
     if wrong.any():
         raise UnsupportedInputError(
             f"row {int(wrong.nonzero()[0])} of the batch masks other tokens than padding on its "
@@ -66,18 +66,22 @@ def prefill_tokens(mask: Any, length: int, batch: int) -> Tensor | None:
     return visible
 
 
-def _hides_more(mask: Any, tokens: Tensor) -> Tensor:
-    """`(B,)` bool: whether one of `tokens` `(B, n)` does not see another that came before it."""
+def _is_not_causal(mask: Any, tokens: Tensor) -> Tensor:
+    """`(B,)` bool: whether one of `tokens` `(B, n)` misses an earlier one, or padding sees itself.
+
+    Padding sees nothing; of sequences packed one after the other each token sees itself.
+    """
     n = tokens.shape[1]
     if isinstance(mask, BlockMask):  # asked about the diagonal only: it has no dense form
         itself = _ask(mask, torch.arange(n), torch.arange(n))
-        return (itself < tokens).any(dim=-1)
+        return (itself != tokens).any(dim=-1)
     if mask.dim() == 2:
         return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-    hidden = ~_one_for_all_heads(mask)[:, -n:, -n:]
-    causal = torch.ones(n, n, dtype=torch.bool, device=hidden.device).tril()
-    # What padding sees does not matter, nor that image tokens see each other.
-    return (hidden & causal & tokens[:, None] & tokens[:, :, None]).flatten(1).any(dim=-1)
+    visible = _one_for_all_heads(mask)[:, -n:, -n:]
+    packed = visible.diagonal(dim1=-2, dim2=-1) & ~tokens
+    causal = torch.ones(n, n, dtype=torch.bool, device=visible.device).tril()
+    missed = ~visible & causal & tokens[:, None] & tokens[:, :, None]
+    return packed.any(dim=-1) | missed.flatten(1).any(dim=-1)
 
 
 def _one_for_all_heads(mask: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from press_core.call import AttentionCall
 from press_core.composite import (
     CompositePress,
     acts_in_prefill_only,
-    asked_ratio,
     check_child,
 )
 from press_core.eviction import Eviction
@@ -51,10 +50,6 @@ class PrefillDecoding(CompositePress):
         press = self.decoding_press if call.decoding else self.prefilling_press
         assert press is not None
         return press.evict(call)
-
-    @property
-    def asked_ratio(self) -> float:
-        return 0.0 if self.prefilling_press is None else asked_ratio(self.prefilling_press)
 
     @property
     def evicts(self) -> Evicts:  # type: ignore[override]

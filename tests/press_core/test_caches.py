@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from experiments.testbed.families import build
 from patch_impl import KnormPress
 from press_core import (
     AttentionCall,
+    Eviction,
     PrunedLayer,
     ScopeError,
     UnsupportedCacheError,
@@ -23,6 +26,15 @@ from press_core import (
     kept_lengths,
 )
 from press_core.cache.caches import check_prunable, mask_layer, prunable_layer
+from press_core.cache.pruned import (
+    ChannelPrunedLayer,
+    DecodingBuffer,
+    KeptTokens,
+    ReadingNeeds,
+    Rerotation,
+    Sinks,
+    filled,
+)
 
 BATCH, HEADS, KEPT, SEEN, DIM = 3, 2, 4, 10, 5
 CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
@@ -38,13 +50,31 @@ def _positions() -> Tensor:
     return torch.tensor(rows)[:, None].expand(BATCH, HEADS, KEPT)
 
 
-def _pruned(n_later: int = 0, padded: bool = False) -> PrunedLayer:
+@dataclass
+class Reader:
+    """Stands for a scope that helps with reading."""
+
+    is_open: bool = True
+
+
+def _holding(keys: Tensor, values: Tensor, kept: KeptTokens) -> PrunedLayer:
+    layer = PrunedLayer(filled(DynamicLayer(), keys, values))
+    layer.kept = kept
+    return layer
+
+
+def _pruned(n_later: int = 0, needs: ReadingNeeds = ReadingNeeds.NOTHING) -> PrunedLayer:
     """`KEPT` of `SEEN` tokens, and `n_later` that came afterwards."""
-    layer = PrunedLayer()
-    layer.hold(*_states(KEPT), _positions(), SEEN, padded)
+    layer = _holding(*_states(KEPT), KeptTokens(_positions().to(torch.int32), KEPT, SEEN))
+    layer.needs = needs
     if n_later:
         layer.update(*_states(n_later))
     return layer
+
+
+def _unsaid(keys: Tensor, values: Tensor) -> PrunedLayer:
+    """What a press has left that did not say which of `SEEN` tokens those are."""
+    return _holding(keys, values, KeptTokens(None, keys.shape[2], SEEN))
 
 
 def _cache(*layers: DynamicLayer) -> DynamicCache:
@@ -75,7 +105,7 @@ def test_later_tokens_are_appended_and_given_back_with_the_kept_ones() -> None:
 
 
 def test_a_new_layer_has_seen_nothing() -> None:
-    layer = PrunedLayer()
+    layer = PrunedLayer(DynamicLayer())
     assert layer.get_seq_length() == 0
     assert layer.n_slots == 0
     layer.update(*_states(3))
@@ -97,39 +127,48 @@ def test_occupied_slots_are_those_with_a_position() -> None:
 
 
 def test_without_positions_all_slots_are_occupied() -> None:
-    layer = PrunedLayer()
-    layer.hold(*_states(KEPT), None, SEEN, False)
+    layer = _unsaid(*_states(KEPT))
     layer.update(*_states(2))
     assert layer.occupied().tolist() == [[True] * KEPT] * BATCH
 
 
-def test_a_padded_layer_is_not_updated_without_a_mask_made_for_it() -> None:
-    layer = _pruned(padded=True)
+@pytest.mark.parametrize("need", [ReadingNeeds.MASK, ReadingNeeds.POSITIONS])
+def test_a_layer_in_need_of_help_is_not_updated_without_it(need: ReadingNeeds) -> None:
+    layer = _pruned(needs=need)
     with pytest.raises(ScopeError, match="keep the scope of the press open"):
         layer.update(*_states(1))
     assert layer.get_seq_length() == SEEN
-    layer.serve()
+    layer.allow_update(Reader())
     layer.update(*_states(1))
     assert layer.get_seq_length() == SEEN + 1
-    with pytest.raises(ScopeError):  # one mask serves one update
+    with pytest.raises(ScopeError):  # one mask is for one update
         layer.update(*_states(1))
 
 
 @pytest.mark.parametrize("n_tokens", [1, 3])
 def test_an_uneven_layer_takes_several_tokens_only_with_a_mask_made_for_it(n_tokens: int) -> None:
-    layer = _pruned()
-    layer.uneven = True
+    layer = _pruned(needs=ReadingNeeds.MASK_OF_MANY)
     if n_tokens > 1:
         with pytest.raises(ScopeError, match="keep the scope of the press open"):
             layer.update(*_states(n_tokens))
-        layer.serve()
+        layer.allow_update(Reader())
     layer.update(*_states(n_tokens))
     assert layer.get_seq_length() == SEEN + n_tokens
 
 
+def test_help_ends_with_the_scope_that_gives_it() -> None:
+    layer, reader = _pruned(needs=ReadingNeeds.MASK), Reader()
+    layer.allow_update(reader)
+    assert layer.is_allowed
+    reader.is_open = False  # between the mask and the update, as after an exception
+    assert not layer.is_allowed
+    with pytest.raises(ScopeError):
+        layer.update(*_states(1))
+
+
 class OnlyTheSecondLayer(KnormPress):
-    def compress(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        return super().compress(call) if call.site.layer_idx == 1 else (call.keys, call.values)
+    def compress(self, call: AttentionCall) -> Eviction | tuple[Tensor, Tensor]:
+        return super().compress(call) if call.site.layer_idx == 1 else Eviction.nothing(call)
 
 
 @pytest.mark.parametrize("n_tokens", [1, 3])
@@ -221,7 +260,7 @@ def test_crop_to_more_than_was_seen_changes_nothing() -> None:
 
 
 def test_reset_forgets_everything() -> None:
-    layer = _pruned(n_later=3, padded=False)
+    layer = _pruned(n_later=3)
     layer.reset()
     assert layer.get_seq_length() == layer.n_slots == 0
     assert layer.get_mask_sizes(4) == (4, 0)
@@ -231,13 +270,24 @@ def test_reset_forgets_everything() -> None:
     assert layer.get_mask_sizes(1) == (3, 0)
 
 
-@pytest.mark.parametrize("demand", ["padded", "uneven"])
-def test_reset_lifts_the_demand_for_a_mask(demand: str) -> None:
-    layer = _pruned()
-    setattr(layer, demand, True)
+@pytest.mark.parametrize("need", [need for need in ReadingNeeds if need])
+def test_reset_lifts_the_need_for_help(need: ReadingNeeds) -> None:
+    layer = _pruned(needs=need)
     layer.reset()
     layer.update(*_states(2))
     assert layer.get_seq_length() == 2
+
+
+def test_reset_forgets_rerotations_sinks_and_buffers() -> None:
+    layer = _rerotated(n_later=1)
+    layer.sinks = Sinks(torch.zeros(BATCH, HEADS, 1, DIM), torch.ones(BATCH, dtype=torch.bool))
+    layer.buffers = {0: DecodingBuffer(2)}
+    layer.reset()
+    known = layer.rerotation, layer.sinks, layer.positions, layer.buffers or None
+    assert all(x is None for x in known)
+    layer.update(*_states(2))
+    assert layer.all_positions().tolist() == [[[0, 1]]]  # type: ignore[union-attr]
+    assert layer.all_rotary_positions() is None
 
 
 @pytest.mark.parametrize("rows", [[2, 0, 0], [1], [0, 1, 2, 2]])
@@ -266,9 +316,28 @@ def test_rows_are_repeated_with_their_positions() -> None:
     assert layer.get_seq_length() == SEEN + 2
 
 
+def test_everything_known_of_rows_is_selected_with_them() -> None:
+    layer, rows = _rerotated(n_later=1), [2, 0]
+    assert layer.rerotation is not None
+    lag, rotary = layer.rerotation.row_lag, layer.all_rotary_positions()
+    assert lag is not None
+    assert rotary is not None
+    sinks = torch.randn(BATCH, HEADS, 1, DIM)
+    layer.sinks = Sinks(sinks, torch.tensor([True, False, True]))
+    states = torch.randn(BATCH, 3, DIM)
+    layer.buffers = {7: DecodingBuffer(3, {"hidden_states": states})}
+    layer.batch_select_indices(torch.tensor(rows))
+    assert layer.rerotation.row_lag is not None
+    assert torch.equal(layer.rerotation.row_lag, lag[rows])
+    assert torch.equal(layer.all_rotary_positions(), rotary[rows])  # type: ignore[arg-type]
+    assert torch.equal(layer.sinks.keys, sinks[rows])
+    assert layer.sinks.known.tolist() == [True, True]
+    assert layer.buffers[7].n_steps == 3
+    assert torch.equal(layer.buffers[7].states["hidden_states"], states[rows])
+
+
 def test_rows_without_positions_are_selected_and_repeated_too() -> None:
-    layer = PrunedLayer()
-    layer.hold(*_states(KEPT), None, SEEN, False)
+    layer = _unsaid(*_states(KEPT))
     keys = layer.keys
     layer.batch_repeat_interleave(2)
     layer.batch_select_indices(torch.tensor([5, 0]))
@@ -276,9 +345,14 @@ def test_rows_without_positions_are_selected_and_repeated_too() -> None:
     assert layer.positions is None
 
 
-def test_a_copy_is_a_pruned_layer_of_its_own() -> None:
+def _pickled(layer: PrunedLayer) -> Any:
+    return pickle.loads(pickle.dumps(layer))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, _pickled])
+def test_a_copy_is_a_pruned_layer_of_its_own(copied: Any) -> None:
     layer = _pruned(n_later=2)
-    other = copy.deepcopy(layer)
+    other = copied(layer)
     other.update(*_states(3))
     assert isinstance(other, PrunedLayer)
     assert (other.get_seq_length(), layer.get_seq_length()) == (SEEN + 5, SEEN + 2)
@@ -288,6 +362,113 @@ def test_a_copy_is_a_pruned_layer_of_its_own() -> None:
     other.reset()
     assert layer.positions is not None
     assert layer.get_mask_sizes(1) == (KEPT + 3, SEEN - KEPT)
+
+
+# ---- rotated anew --------------------------------------------------------------------------------
+
+
+def _rerotated(n_later: int = 0) -> PrunedLayer:
+    """As `_pruned`, with the kept keys at `0 ... KEPT - 1`; rows lag behind by 0, 2 and 1."""
+    layer = _pruned()
+    positions = torch.arange(KEPT, dtype=torch.int32).expand(BATCH, HEADS, KEPT)
+    layer.rerotation = Rerotation(positions, SEEN - KEPT, torch.tensor([0, 2, 1]))
+    if n_later:
+        layer.update(*_states(n_later))
+    return layer
+
+
+def test_a_rerotated_layer_counts_on_from_where_its_keys_are() -> None:
+    layer = _rerotated(n_later=2)
+    assert layer.n_seen == SEEN + 2
+    assert layer.get_seq_length() == KEPT + 2
+    assert layer.get_mask_sizes(3) == (KEPT + 2 + 3, 0)
+
+
+def test_later_tokens_of_a_rerotated_layer_stand_behind_its_keys_row_by_row() -> None:
+    rotary = _rerotated(n_later=2).all_rotary_positions()
+    assert rotary is not None
+    kept = list(range(KEPT))
+    for row, lag in enumerate([0, 2, 1]):
+        expected = [*kept, KEPT - lag, KEPT + 1 - lag]
+        assert rotary[row].tolist() == [expected] * HEADS
+    positions = _rerotated(n_later=2).all_positions()
+    assert positions is not None
+    assert positions[..., -2:].tolist() == [[[SEEN, SEEN + 1]] * HEADS] * BATCH
+
+
+# ---- what a scope buffers while decoding ---------------------------------------------------------
+
+
+def test_a_buffer_holds_the_last_tokens_of_all_that_came() -> None:
+    steps = [torch.randn(BATCH, n, DIM) for n in (1, 2, 1)]
+    first = buffer = DecodingBuffer()
+    for step in steps:
+        buffer = buffer.after_step(3, hidden_states=step, query=None)
+    assert buffer.n_steps == 3
+    assert set(buffer.states) == {"hidden_states"}
+    assert torch.equal(buffer.states["hidden_states"], torch.cat(steps, dim=1)[:, -3:])
+    assert (first.n_steps, first.states) == (0, {})  # a value, which nobody has changed
+
+
+def test_a_buffer_without_room_counts_only() -> None:
+    buffer = DecodingBuffer(4).after_step(0, hidden_states=torch.zeros(1, 1, 1))
+    assert (buffer.n_steps, buffer.states) == (5, {})
+
+
+@pytest.mark.parametrize("remove", [1, 2, 3])
+def test_crop_takes_the_tokens_out_of_the_buffers_too(remove: int) -> None:
+    layer = _pruned(n_later=3)
+    states = torch.randn(BATCH, 2, DIM), torch.randn(BATCH, HEADS, 2, DIM)
+    layer.buffers = {7: DecodingBuffer(3, {"hidden_states": states[0], "query": states[1]})}
+    layer.crop(-remove)
+    buffer = layer.buffers[7]
+    left = max(0, 2 - remove)
+    assert torch.equal(buffer.states["hidden_states"], states[0][:, :left])
+    assert torch.equal(buffer.states["query"], states[1][:, :, :left])
+
+
+# ---- channels ------------------------------------------------------------------------------------
+
+
+def _channels(n_later: int = 0) -> ChannelPrunedLayer:
+    """`KEPT` tokens with the first two channels of their keys, and `n_later` with all."""
+    keys, values = _states(KEPT)
+    channels = torch.arange(2).expand(BATCH, HEADS, 2)
+    layer = ChannelPrunedLayer(filled(DynamicLayer(), keys[..., :2].clone(), values), channels, DIM)
+    layer.kept = KeptTokens(torch.arange(KEPT).expand(BATCH, HEADS, KEPT), KEPT, KEPT)
+    if n_later:
+        layer.allow_update(Reader())
+        layer.update(*_states(n_later))
+    return layer
+
+
+def test_a_layer_without_some_channels_is_updated_by_whoever_can_read_it_alone() -> None:
+    layer = _channels()
+    with pytest.raises(ScopeError, match="headwise"):
+        layer.update(*_states(1))
+    layer.allow_update(Reader(is_open=False))
+    with pytest.raises(ScopeError, match="headwise"):
+        layer.update(*_states(1))
+    layer.allow_update(Reader())
+    new = _states(2)
+    assert all(a is b for a, b in zip(layer.update(*new), new, strict=True))
+    assert layer.get_seq_length() == layer.n_slots == KEPT + 2
+    assert torch.equal(layer.recent_keys, new[0])
+    assert layer.keys.shape == (BATCH, HEADS, KEPT, 2)
+    assert layer.values.shape == (BATCH, HEADS, KEPT + 2, DIM)
+
+
+def test_channels_are_cropped_selected_and_counted_with_their_rows() -> None:
+    layer = _channels(n_later=3)
+    recent = layer.recent_keys
+    layer.crop(-2)
+    layer.batch_select_indices(torch.tensor([2, 0]))
+    assert torch.equal(layer.recent_keys, recent[[2, 0], :, :1])
+    assert layer.channels.shape == (2, HEADS, 2)
+    assert layer.n_slots == KEPT + 1
+    assert kept_lengths(_cache(layer))[0].tolist() == [[KEPT + 1] * HEADS] * 2
+    whole = _channels()
+    assert cache_nbytes(_cache(whole)) == BATCH * HEADS * KEPT * (2 + DIM) * 4
 
 
 # ---- what a cache holds --------------------------------------------------------------------------
@@ -304,9 +485,8 @@ def test_kept_lengths_count_tokens_and_not_empty_slots() -> None:
 
 
 def test_kept_lengths_may_differ_per_head() -> None:
-    layer = PrunedLayer()
     positions = torch.tensor([[[-1, -1, 3], [0, 1, 2]]])
-    layer.hold(*_states(3, batch=1), positions, 8, False)
+    layer = _holding(*_states(3, batch=1), KeptTokens(positions, 3, 8))
     assert kept_lengths(_cache(layer))[0].tolist() == [[1, 3]]
 
 
@@ -320,19 +500,14 @@ def test_bytes_are_counted_over_all_layers() -> None:
 
 
 def test_bytes_of_spare_capacity_count() -> None:
-    layer = PrunedLayer()
     room, values = torch.zeros(1, HEADS, 100, DIM), torch.zeros(1, HEADS, 6, DIM)
-    layer.hold(room[:, :, :6], values, None, 50, False)
+    layer = _unsaid(room[:, :, :6], values)
     assert cache_nbytes(_cache(layer)) == HEADS * (100 + 6) * DIM * 4
 
 
 def test_bytes_of_shared_storage_count_once() -> None:
     both = torch.zeros(2, 1, HEADS, 6, DIM, dtype=torch.bfloat16)
-    layers = []
-    for _ in range(2):
-        layer = PrunedLayer()
-        layer.hold(both[0], both[1], None, 50, False)
-        layers.append(layer)
+    layers = [_unsaid(both[0], both[1]) for _ in range(2)]
     assert cache_nbytes(_cache(*layers)) == 2 * HEADS * 6 * DIM * 2
 
 

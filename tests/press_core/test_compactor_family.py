@@ -14,14 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import hooks_impl
+import patch_impl
 from experiments.testbed.compare import Inputs, compare
 from experiments.testbed.families import build
-from hooks_impl import compactor as compactor_hooks
-from hooks_impl import leverage_score as leverage_hooks
-from hooks_impl import non_causal_attn as non_causal_hooks
-from patch_impl import compactor as compactor_patches
-from patch_impl import leverage_score as leverage_patches
-from patch_impl import non_causal_attn as non_causal_patches
 from press_core import AttentionCall, AttentionSite, HyperparameterError, attention_sites
 from press_core.presses import non_causal_attn
 from press_core.presses.compactor import Compactor, compactor_scores
@@ -100,7 +96,7 @@ def _dot(a: Vector, b: Vector) -> float:
     return math.fsum(x * y for x, y in zip(a, b, strict=True))
 
 
-def _turned_back(x: Vector, position: int, theta: float = 10000.0) -> Vector:
+def _rotated_back(x: Vector, position: int, theta: float = 10000.0) -> Vector:
     """RoPE undone, channels paired by halves as in Llama."""
     half = len(x) // 2
     out = [0.0] * len(x)
@@ -169,7 +165,7 @@ def _expected_leverage(
     projection = sketch((KV_HEADS, DIM, width), layer_idx, call.keys).tolist()
     heads = []
     for head in range(KV_HEADS):
-        keys = [_turned_back(call.keys[row, head, j].tolist(), j) for j in tokens]
+        keys = [_rotated_back(call.keys[row, head, j].tolist(), j) for j in tokens]
         heads.append(_leverages(keys, projection[head]))
     return _standardised(heads)
 
@@ -229,7 +225,7 @@ def test_compactor_blends_both_between_the_ends(
 
 def test_the_blending_is_the_share_that_is_evicted_where_the_budget_comes_from_outside() -> None:
     call = _call()
-    given = compactor_scores(replace(call, target=4), COMPACTOR)
+    given = compactor_scores(replace(call, budget=4), COMPACTOR)
     asked = compactor_scores(call, replace(COMPACTOR, blending=1 - 4 / LENGTH))
     torch.testing.assert_close(given, asked)
 
@@ -480,36 +476,34 @@ def test_a_call_of_a_decoding_step_is_scored_over_all_keys() -> None:
         position_ids=call.position_ids[:, -4:],
         position_embeddings=(cos[:, -4:], sin[:, -4:]),
         rotary_positions=call.position_ids[:, None],
-        target=10,
+        budget=10,
     )
     torch.testing.assert_close(SCORES["leverage"](step), SCORES["leverage"](call))
     all_queries = call.query[:, :, -4:].repeat(1, 1, 6, 1)[:, :, -LENGTH:]
-    repeated = replace(call, query=all_queries, target=10)
+    repeated = replace(call, query=all_queries, budget=10)
     for name in ("non-causal", "compactor"):
         torch.testing.assert_close(SCORES[name](step), SCORES[name](repeated))
 
 
 # ---- both mechanisms -----------------------------------------------------------------------------
 
-PRESSES: list[tuple[Any, Any, dict[str, Any]]] = [
-    (leverage_hooks.LeverageScorePress, leverage_patches.LeverageScorePress, {}),
-    (non_causal_hooks.NonCausalAttnPress, non_causal_patches.NonCausalAttnPress, {}),
-    (
-        non_causal_hooks.NonCausalAttnPress,
-        non_causal_patches.NonCausalAttnPress,
-        {"chunk_size": 12},
-    ),
-    (compactor_hooks.CompactorPress, compactor_patches.CompactorPress, {"chunk_size": 12}),
-]
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen3", "gpt2"])
-@pytest.mark.parametrize(("hook", "patch", "fields"), PRESSES)
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("LeverageScorePress", {}),
+        ("NonCausalAttnPress", {}),
+        ("NonCausalAttnPress", {"chunk_size": 12}),
+        ("CompactorPress", {"chunk_size": 12}),
+    ],
+)
 def test_hooks_and_patches_leave_the_same_bits(
-    hook: Any, patch: Any, fields: dict[str, Any], family: str, dtype: torch.dtype
+    name: str, fields: dict[str, Any], family: str, dtype: torch.dtype
 ) -> None:
     model = build(family, dtype=dtype)
     inputs = Inputs.random(model.config.vocab_size, lengths=(40, 23, 9))
-    difference = compare(model, hook(0.5, **fields), patch(0.5, **fields), inputs)
+    hook, patch = (impl.PRESSES[name](0.5, **fields) for impl in (hooks_impl, patch_impl))
+    difference = compare(model, hook, patch, inputs)
     assert difference is None, str(difference)

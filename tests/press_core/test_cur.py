@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import hooks_impl
+import patch_impl
 from experiments.testbed.compare import Inputs, compare
 from experiments.testbed.families import build
-from hooks_impl import cur as hooks
-from patch_impl import cur as patches
 from press_core import HyperparameterError
 from press_core.presses.cur import CUR, cur_scores
 from press_core.presses.leverage_score import sketch
@@ -180,11 +180,11 @@ def test_hooks_and_patches_leave_the_same_bits(
 ) -> None:
     model = build(family, dtype=dtype)
     inputs = Inputs.random(model.config.vocab_size, lengths=(40, 23, 9))
-    press = hooks.CURPress(0.5, use_random_leverage=random)
-    difference = compare(model, press, patches.CURPress(**vars(press)), inputs)
+    press = hooks_impl.CURPress(0.5, use_random_leverage=random)
+    difference = compare(model, press, patch_impl.CURPress(**vars(press)), inputs)
     assert difference is None, str(difference)
 
 
 def test_a_press_can_be_told_another_ratio() -> None:
-    press = hooks.CURPress(0.5, num_sinks=2)
+    press = hooks_impl.CURPress(0.5, num_sinks=2)
     assert vars(replace(press, compression_ratio=0.2)) == {**vars(press), "compression_ratio": 0.2}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,7 +143,7 @@ def test_scores_of_tokens_follow_the_keys_that_are_left(maker: Any) -> None:
 @pytest.mark.parametrize("n_sink", [0, 4])
 def test_statistics_of_the_context_itself_give_expected_attention(n_sink: int) -> None:
     call = a_call()
-    one = call.rows([0], 0)
+    one = call.of_rows([0], None)
     mean, covariance = query_statistics(one, n_sink)
     measured = ExpectedAttentionStats(
         mean.expand(LAYERS, -1, -1), covariance.expand(LAYERS, -1, -1, -1)
@@ -178,7 +179,7 @@ def test_a_row_of_a_batch_scores_as_it_does_alone(name: str) -> None:
     call = a_call()
     scores = scores_of(name, call)
     for row in range(BATCH):
-        torch.testing.assert_close(scores_of(name, call.rows([row], 0))[0], scores[row])
+        torch.testing.assert_close(scores_of(name, call.of_rows([row], None))[0], scores[row])
 
 
 # ---- learning ------------------------------------------------------------------------------------
@@ -238,9 +239,9 @@ def examples(
     learned = _Examples(max_tokens)
     for seed in range(2):
         call = a_call(dtype, length=n // 2 // BATCH)
-        call.hidden_states = (2 + 3 * drawn(*call.hidden_states.shape, seed=seed)).to(dtype)
-        learned.see(call)
-        learned.label(of_layer_1(target(call.hidden_states.double()).mT.exp()))
+        states = (2 + 3 * drawn(*call.hidden_states.shape, seed=seed)).to(dtype)
+        learned.see(replace(call, hidden_states=states))
+        learned.label(of_layer_1(target(states.double()).mT.exp()))
     return learned
 
 
@@ -257,9 +258,9 @@ def a_bend(states: Tensor) -> Tensor:
 
 def left_over(given: KVzapRegressor, learned: _Examples) -> float:
     """Share of the variance of the targets that the regressor leaves unexplained."""
-    call = a_call(torch.float32)
-    call.hidden_states = torch.cat(learned.states[1])[None]
-    call.keys = call.keys[:1, :, :1].expand(-1, -1, call.hidden_states.shape[1], -1)
+    call, states = a_call(torch.float32), torch.cat(learned.states[1])[None]
+    keys = call.keys[:1, :, :1].expand(-1, -1, states.shape[1], -1)
+    call = replace(call, hidden_states=states, keys=keys)
     targets = torch.cat(learned.targets[1]).mT[None]
     return float((kvzap_scores(call, given) - targets).var() / targets.var())
 
@@ -660,11 +661,11 @@ def test_the_repositories_are_those_of_kvpress(
 ) -> None:
     hub = Hub(monkeypatch)
     with pytest.raises(CalibrationError, match=re.escape(repository)):
-        press.resolve(model_of("meta-llama/Llama-3.1-8B-Instruct"))
+        press.bind(model_of("meta-llama/Llama-3.1-8B-Instruct"))
     assert {asked[:2] for asked in hub.asked} == {(repository, "model.safetensors")}
 
 
 def test_stats_folder_is_stats_as_a_folder(tmp_path: Path) -> None:
     stats().save(tmp_path)
-    press: Any = ExpectedAttentionWithStats(stats_folder=str(tmp_path)).resolve(model_of(None))
+    press: Any = ExpectedAttentionWithStats(stats_folder=str(tmp_path)).bind(model_of(None))
     assert same(press.stats, stats())

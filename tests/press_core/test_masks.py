@@ -1,4 +1,4 @@
-"""Padding is read off every form of mask, and masks are fitted to what a pruned layer holds."""
+"""Masks of every form tell padding, and are fitted to what a pruned layer holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from press_core import UnsupportedInputError
-from press_core.cache.masks import mask_for_pruned, padding
+from press_core.cache.masks import mask_for_pruned, prefill_tokens, visible_tokens
 
 LENGTH = 6
 
@@ -69,24 +69,30 @@ def _tokens(*rows: str) -> Tensor:
     return torch.tensor([[mark == "x" for mark in row] for row in rows])
 
 
+def _expected(tokens: Tensor | None) -> list[list[bool]] | None:
+    return None if tokens is None else tokens.tolist()
+
+
 def test_no_mask_is_no_padding() -> None:
-    assert padding(None, LENGTH) == []
+    assert prefill_tokens(None, LENGTH, 2) is None
+    assert visible_tokens(None, LENGTH, 2) is None
 
 
 @of_every_form
 def test_a_full_batch_has_no_padding(form: Callable[[Tensor], Any]) -> None:
-    assert padding(form(_tokens("xxxxxx", "xxxxxx")), LENGTH) == []
+    assert prefill_tokens(form(_tokens("xxxxxx", "xxxxxx")), LENGTH, 2) is None
 
 
 @of_every_form
-def test_padding_on_the_left_is_counted_per_row(form: Callable[[Tensor], Any]) -> None:
+def test_padding_on_the_left_is_told_row_by_row(form: Callable[[Tensor], Any]) -> None:
     tokens = _tokens("..xxxx", "xxxxxx", ".....x")
-    assert padding(form(tokens), LENGTH) == [2, 0, 5]
+    assert _expected(prefill_tokens(form(tokens), LENGTH, 3)) == tokens.tolist()
 
 
 @of_every_form
 def test_one_row_may_stand_for_the_whole_batch(form: Callable[[Tensor], Any]) -> None:
-    assert padding(form(_tokens("...xxx")), LENGTH) == [3]
+    found = prefill_tokens(form(_tokens("...xxx")), LENGTH, 2)
+    assert _expected(found) == _tokens("...xxx", "...xxx").tolist()
 
 
 @of_every_form
@@ -94,30 +100,79 @@ def test_one_row_may_stand_for_the_whole_batch(form: Callable[[Tensor], Any]) ->
 def test_padding_elsewhere_is_refused_by_its_row(form: Callable[[Tensor], Any], row: str) -> None:
     mask = form(_tokens("xxxxxx", row))
     with pytest.raises(UnsupportedInputError, match=r"row 1 .*left-padded"):
-        padding(mask, LENGTH)
+        prefill_tokens(mask, LENGTH, 2)
+
+
+def _of_form(form: str, visible: Tensor) -> Any:
+    """`(B, 1 or H, q, S)` bool in the form that an attention implementation takes."""
+    if form == "float":
+        return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+    if form == "block":
+
+        def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return visible[b, h, q, kv]
+
+        return create_block_mask(mask_mod, len(visible), None, LENGTH, LENGTH, device="cpu")
+    return visible
 
 
 @pytest.mark.parametrize("form", ["bool", "float", "block"])
 def test_sequences_packed_one_after_the_other_are_not_taken_for_padding(form: str) -> None:
     sequence = torch.tensor([0, 0, 0, 1, 1, 1])
-
-    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return (kv <= q) & (sequence[q] == sequence[kv])
-
     visible = (sequence[:, None] == sequence) & torch.ones(LENGTH, LENGTH).tril().bool()
-    mask: Any = visible[None, None]
-    if form == "float":
-        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-    elif form == "block":
-        mask = create_block_mask(mask_mod, 1, None, LENGTH, LENGTH, device="cpu")
     with pytest.raises(UnsupportedInputError, match="row 0"):
-        padding(mask, LENGTH)
+        prefill_tokens(_of_form(form, visible[None, None]), LENGTH, 1)
 
 
 @of_every_form
 def test_a_row_of_padding_alone_is_refused(form: Callable[[Tensor], Any]) -> None:
     with pytest.raises(UnsupportedInputError, match="row 1"):
-        padding(form(_tokens("xxxxxx", "......")), LENGTH)
+        prefill_tokens(form(_tokens("xxxxxx", "......")), LENGTH, 2)
+
+
+@pytest.mark.parametrize("form", ["bool", "float"])
+@pytest.mark.parametrize(("query", "key"), [(3, 1), (4, 4), (5, 2), (2, 0)])
+def test_a_token_hidden_from_another_in_the_middle_is_refused(
+    form: str, query: int, key: int
+) -> None:
+    visible = _visible(_tokens("xxxxxx", "xxxxxx"))
+    visible[1, 0, query, key] = False
+    with pytest.raises(UnsupportedInputError, match=r"row 1 .*no custom attention mask"):
+        prefill_tokens(_of_form(form, visible), LENGTH, 2)
+
+
+@pytest.mark.parametrize("form", ["bool", "float"])
+def test_a_window_is_refused(form: str) -> None:
+    visible = _visible(_tokens("xxxxxx")) & torch.ones(LENGTH, LENGTH).triu(-2).bool()
+    with pytest.raises(UnsupportedInputError, match="row 0"):
+        prefill_tokens(_of_form(form, visible), LENGTH, 1)
+
+
+@pytest.mark.parametrize("form", ["bool", "float"])
+def test_tokens_may_see_ahead(form: str) -> None:
+    tokens = _tokens("..xxxx")
+    visible = _visible(tokens)
+    visible[0, 0, 3, 4] = True  # as image tokens do
+    found = prefill_tokens(_of_form(form, visible), LENGTH, 1)
+    assert _expected(found) == tokens.tolist()
+
+
+@pytest.mark.parametrize("function", [prefill_tokens, visible_tokens])
+@pytest.mark.parametrize("form", ["bool", "float"])
+def test_a_mask_that_differs_from_head_to_head_is_refused(form: str, function: Any) -> None:
+    visible = _visible(_tokens("xxxxxx")).repeat(1, 3, 1, 1)
+    assert function(_of_form(form, visible), LENGTH, 1) is None
+    visible[0, 1, 4, 2] = False
+    with pytest.raises(UnsupportedInputError, match=r"\(1, 3, 6, 6\).*each head"):
+        function(_of_form(form, visible), LENGTH, 1)
+
+
+@of_every_form
+def test_the_last_columns_are_told_wherever_the_holes_are(form: Callable[[Tensor], Any]) -> None:
+    tokens = _tokens("..x.xx", ".xxxxx")
+    assert _expected(visible_tokens(form(tokens), 4, 2)) == tokens[:, 2:].tolist()
+    assert visible_tokens(form(tokens), 2, 2) is None
+    assert visible_tokens(form(tokens), 0, 2) is None
 
 
 # ---- masks for a pruned layer --------------------------------------------------------------------

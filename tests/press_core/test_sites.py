@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from experiments.testbed.families import FAMILIES, HYBRID, NO_GQA, NO_ROPE, build
 from press_core import UnsupportedModelError, attention_sites
@@ -139,63 +138,3 @@ def test_a_model_of_sliding_layers_only_is_refused() -> None:
 def test_a_module_without_transformers_attention_is_refused(model: nn.Module) -> None:
     with pytest.raises(UnsupportedModelError, match=type(model).__name__):
         attention_sites(model)
-
-
-# ---- the arguments of forward --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama"])
-def test_an_argument_is_found_however_it_is_passed(family: str) -> None:
-    site = attention_sites(build(family, num_layers=1))[0]
-    names = _parameters(site)
-    values = [object() for _ in names]
-    for n_positional in range(len(names) + 1):
-        args = tuple(values[:n_positional])
-        kwargs = dict(zip(names[n_positional:], values[n_positional:], strict=True))
-        for name, value in zip(names, values, strict=True):
-            assert site.argument(name, args, kwargs) is value
-    assert site.argument("attention_mask", (), {}) is None
-    assert site.argument("position_ids_of_nobody", tuple(values), {}) is None
-
-
-@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama"])
-def test_an_argument_is_replaced_where_it_was_passed(family: str) -> None:
-    site = attention_sites(build(family, num_layers=1))[0]
-    names = _parameters(site)
-    values = [object() for _ in names]
-    at, new = names.index("attention_mask"), object()
-
-    args, kwargs = site.replace_argument("attention_mask", new, tuple(values), {"other": 1})
-    assert args == (*values[:at], new, *values[at + 1 :])
-    assert kwargs == {"other": 1}
-
-    given = {"attention_mask": values[at], "other": 1}
-    args, kwargs = site.replace_argument("attention_mask", new, tuple(values[:1]), given)
-    assert args == tuple(values[:1])
-    assert kwargs == {"attention_mask": new, "other": 1}
-    assert given["attention_mask"] is values[at]
-
-    args, kwargs = site.replace_argument("attention_mask", new, tuple(values[:1]), {})
-    assert (args, kwargs) == (tuple(values[:1]), {"attention_mask": new})
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_cache_and_hidden_states_are_found_as_the_model_passes_them(family: str) -> None:
-    model = build(family, num_layers=1, attn_implementation="eager")
-    site = attention_sites(model)[0]
-    calls: list[tuple[Any, Any]] = []
-
-    def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append((site.cache(args, kwargs), site.argument("hidden_states", args, kwargs)))
-
-    cache = DynamicCache()
-    with site.module.register_forward_pre_hook(see, with_kwargs=True), torch.no_grad():
-        model(torch.arange(3, 8)[None], past_key_values=cache)
-    ((seen, hidden_states),) = calls
-    assert seen is cache
-    assert hidden_states.shape == (1, 5, HEADS * HEAD_DIM)
-
-
-def _parameters(site: Any) -> list[str]:
-    parameters = inspect.signature(type(site.module).forward).parameters.values()
-    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]

@@ -30,7 +30,7 @@ from hooks_impl import (
     QFilterPress,
 )
 from hooks_impl.mechanism import Collector
-from press_core import AttentionCall
+from press_core import AttentionCall, Needs
 from press_core.calibration import Calibration, run
 from press_core.presses.kvzap import SMALLEST_SCORE, KVzapRegressor, Scores, kvzap_scores
 
@@ -83,7 +83,7 @@ def fit(
 
 def kvzip_plus(model: PreTrainedModel) -> Scores:
     """The scores of KVzip+, which regressors learn."""
-    teacher: Any = KVzipPress(kvzip_plus_normalization=True).resolve(model)
+    teacher: Any = KVzipPress(kvzip_plus_normalization=True).bind(model)
     return teacher.scores
 
 
@@ -114,7 +114,7 @@ def correlations(
     def see(call: AttentionCall) -> None:
         predicted[call.site.layer_idx] = kvzap_scores(call, regressor)
 
-    run(model, [ids], Collector(see, uses_queries=False))
+    run(model, [ids], Collector(see, reads=Needs.NOTHING))
     wanted = [layer.clamp(min=SMALLEST_SCORE).log() for layer in scores(model, ids)]
     pairs = torch.stack((torch.stack(list(predicted.values())), torch.stack(wanted)))
     pairs = pairs.transpose(2, 3).flatten(3)  # (2, L, H_kv, B * S)
