@@ -181,7 +181,9 @@ class Press:
         """
         for need in self.needs_of_a_site():
             if need in site.refusals:
-                raise UnsupportedModelError(f"{type(self).__name__}: {site.refusals[need]}")
+                raise UnsupportedModelError(
+                    f"{type(self).__name__} needs {_NEEDS[need]}, and {site.refusals[need]}"
+                )
         if Needs.ROPE in self.needs and site.rotary is None:
             raise UnsupportedModelError(
                 f"{type(self).__name__} needs rotary position embeddings, and "
@@ -335,6 +337,17 @@ class Collector(Press):
     def decide(self, call: AttentionCall) -> Eviction:
         self.see(call)
         return Eviction.nothing(call)
+
+
+_NEEDS = {
+    "tokens": "a cache that can lose tokens",
+    "own tokens": "heads that can keep tokens of their own",
+    "states": "the keys and values of each head",
+    "key norms": "keys of different norms",
+    "rope": "rotary position embeddings",
+    "heads": "heads that can keep different numbers of tokens",
+}
+"""What a press takes for granted of an attention module, in words."""
 
 
 def require(press: Any, field: str, holds: bool, allowed: str) -> None:

@@ -132,13 +132,14 @@ def kept_lengths(cache: Cache) -> list[Tensor]:
 
     Returns:
         Per layer an int64 tensor `(B, H_kv)`; empty slots of padded rows do not count. A layer that
-        has seen nothing yet gives a tensor of shape `(0, 0)`.
+        has seen nothing yet gives a tensor of shape `(0, 0)`, and so does one that holds no keys
+        (of a linear attention, or of another layer). Of an encoder-decoder: the decoder's own.
     """
-    return [_kept(layer) for layer in cache.layers]
+    return [_kept(layer) for layer in getattr(cache, "self_attention_cache", cache).layers]
 
 
 def _kept(layer: Any) -> Tensor:
-    if layer.get_seq_length() == 0:
+    if not hasattr(layer, "get_seq_length") or layer.get_seq_length() == 0:
         return torch.zeros(0, 0, dtype=torch.int64)
     if isinstance(layer, RaggedLayer):
         return layer.lengths
@@ -154,12 +155,19 @@ def cache_nbytes(cache: Cache) -> int:
     """Bytes of key and value storage that `cache` holds, spare capacity included."""
     storages = {
         storage.data_ptr(): storage.nbytes()
-        for layer in cache.layers
+        for part in _parts(cache)
+        for layer in part.layers
         for name in ("keys", "values", "recent_keys")
         for states in _plain_tensors(layer, name)
         if (storage := states.untyped_storage()).nbytes()
     }
     return sum(storages.values())
+
+
+def _parts(cache: Any) -> list[Any]:
+    """`cache`, or both caches of an encoder-decoder."""
+    own = getattr(cache, "self_attention_cache", None)
+    return [cache] if own is None else [own, cache.cross_attention_cache]
 
 
 def _plain_tensors(layer: Any, name: str) -> Iterator[Tensor]:

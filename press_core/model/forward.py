@@ -67,8 +67,9 @@ class AttentionForward(Forward):
 
     @property
     def cache(self) -> Any:
-        """The cache that the forward was given, or None."""
-        return self.argument(self.site.cache_name)
+        """The cache that the forward was given, or None; of two, that of the decoder's own keys."""
+        cache = self.argument(self.site.cache_name)
+        return getattr(cache, "self_attention_cache", cache)
 
     @property
     def layer(self) -> Any:

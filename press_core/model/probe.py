@@ -38,6 +38,7 @@ from press_core.model.sites import (
     LeftAlone,
     QueryPlace,
     all_sites,
+    all_slide,
     attention_sites,
     numbered,
 )
@@ -131,6 +132,8 @@ def verified(model: nn.Module) -> Verified:
             "the same, and at your own risk, do so in `with press_core.unverified(): ...`"
         )
     pruned = [site for site in sites if not facts[site.name].left_alone]
+    if all(facts[site.name].window is not None for site in sites):
+        raise UnsupportedModelError(all_slide(model, len(sites)))
     if not pruned:
         reasons = sorted({facts[site.name].left_alone for site in sites})
         raise UnsupportedModelError(
@@ -167,6 +170,8 @@ def _children(module: nn.Module) -> str:
 
 
 def _with_facts(model: nn.Module, site: AttentionSite, facts: SiteFacts) -> AttentionSite:
+    if not facts.sizes:  # nothing was seen of it
+        return site
     rotary: Rotary | None = None
     if facts.rotary is not None and site.rotary_function is not None:
         embedding = model.get_submodule(facts.rotary_from) if facts.rotary_from else None
@@ -223,10 +228,10 @@ def _probe(model: nn.Module, sites: list[AttentionSite]) -> dict[str, SiteFacts]
     step = "it does not run over a few tokens alone"
     try:
         with _as_if_nothing_happened(model):
-            asked, seen = _run(model, sites)
+            run = _run(model, sites)
             step = "what it does with a few tokens is like no other model"
-            facts = {site.name: _judge(model, site, seen[site.name], seen) for site in sites}
-            return _with_eviction_tried(model, asked, sites, seen, facts)
+            facts = {site.name: _judge(model, site, run.seen) for site in sites}
+            return _with_eviction_tried(model, sites, run, facts)
     except Exception as error:
         return f"{step} ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
 
@@ -252,18 +257,28 @@ def _as_if_nothing_happened(model: nn.Module) -> Iterator[None]:
                 module._buffers.update(buffers)
 
 
-def _run(model: nn.Module, sites: list[AttentionSite]) -> tuple[nn.Module, dict[str, _Seen]]:
-    """Run the model, or if it wants more than text its decoder, over a few tokens.
+@dataclass(frozen=True)
+class _Run:
+    """A forward over a few tokens.
 
-    Returns:
-        What was run, and what was seen of each site, by name.
+    Attributes:
+        module: what was run: the model, or its decoder where the model wants more than text.
+        seen: what was seen of each site, by name.
+        cache: what it left.
     """
+
+    module: nn.Module
+    seen: dict[str, _Seen]
+    cache: Any
+
+
+def _run(model: nn.Module, sites: list[AttentionSite]) -> _Run:
     decoder = decoder_of(model, sites)
     for module in dict.fromkeys((getattr(model, "_orig_mod", model), decoder)):
         try:
             with _watching(sites) as seen:
-                _forward(model, module, sites)
-            return module, seen
+                output = _forward(model, module, sites)
+            return _Run(module, seen, getattr(output, "past_key_values", None))
         except Exception:
             if module is decoder:
                 raise
@@ -272,7 +287,7 @@ def _run(model: nn.Module, sites: list[AttentionSite]) -> tuple[nn.Module, dict[
 
 def _forward(
     model: Any, module: Any, sites: list[AttentionSite], cache: Any = None, n: int = N_TOKENS
-) -> None:
+) -> Any:
     """Run `module` over the first tokens, or over one more after those that `cache` has seen."""
     config = getattr(module, "config", None) or model.config
     device = next(sites[0].module.parameters()).device
@@ -287,7 +302,7 @@ def _forward(
         more["logits_to_keep"] = 1
     if cache is not None:
         more["past_key_values"] = cache
-    module(**inputs, **more)
+    return module(**inputs, **more)
 
 
 def _ordinary_tokens(config: Any) -> Tensor:
@@ -378,26 +393,25 @@ EVICTED = 3
 
 def _with_eviction_tried(
     model: nn.Module,
-    asked: nn.Module,
     sites: list[AttentionSite],
-    seen: dict[str, _Seen],
+    run: _Run,
     facts: dict[str, SiteFacts],
 ) -> dict[str, SiteFacts]:
     """`facts`, with what depends on the place of a key in the cache refused.
 
     One token is taken out of the cache, and masked in another: attention has to be the same.
     """
-    pruned = [site for site in sites if not facts[site.name].left_alone and seen[site.name].calls]
-    if not pruned:
+    pruned = [site for site in sites if facts[site.name].sizes]
+    if not pruned or run.cache is None:
         return facts
     indices = {site.layer_idx for site in pruned}
     readers = [s for s in sites if s in pruned or facts[s.name].owner in indices]
-    cache = seen[pruned[0].name].forward(pruned[0]).cache
+    cache = run.cache
     with _masking(readers), _outputs(pruned) as masked:
-        _forward(model, asked, sites, copy.deepcopy(cache))
+        _forward(model, run.module, sites, copy.deepcopy(cache))
     try:
         with _helping(pruned), _outputs(pruned) as evicted:
-            _forward(model, asked, sites, _without_one(cache, indices))
+            _forward(model, run.module, sites, _without_one(cache, indices))
     except RuntimeError:  # shapes that do not fit
         evicted = {}
     differs = [s.name for s in pruned if not _alike(masked[s.name], evicted.get(s.name))]
@@ -501,12 +515,12 @@ def _alike(a: Tensor, b: Tensor | None) -> bool:
 # ---- judging what was seen -----------------------------------------------------------------------
 
 
-def _judge(
-    model: nn.Module, site: AttentionSite, seen: _Seen, everywhere: dict[str, _Seen]
-) -> SiteFacts:
+def _judge(model: nn.Module, site: AttentionSite, everywhere: dict[str, _Seen]) -> SiteFacts:
+    seen = everywhere[site.name]
     name = type(site.module).__name__
     cache = seen.forward(site).cache
-    cache = getattr(cache, "self_attention_cache", cache)
+    if seen.calls and not seen.n_forwards:  # `attention.forward(...)` goes past all hooks
+        return SiteFacts()
     if cache is None or not hasattr(cache, "layers"):
         return SiteFacts(left_alone=f"{name} is given no cache")
     if seen.n_forwards > 1:

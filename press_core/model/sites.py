@@ -178,12 +178,17 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
     found = all_sites(model)
     sites = [site for site in found if not site.is_sliding]
     if not sites:
-        raise UnsupportedModelError(
-            f"all {len(found)} attention layers of {type(model).__name__} use a sliding window, "
-            "which bounds their cache already; set sliding_window=None in the config if the model "
-            "was loaded for contexts shorter than its window"
-        )
+        raise UnsupportedModelError(all_slide(model, len(found)))
     return numbered(sites, shares_clock=len(sites) < len(found))
+
+
+def all_slide(model: nn.Module, n: int) -> str:
+    """What is said of a model all of whose `n` attention layers see a window only."""
+    return (
+        f"all {n} attention layers of {type(model).__name__} use a sliding window, which bounds "
+        "their cache already; set sliding_window=None in the config if the model was loaded for "
+        "contexts shorter than its window"
+    )
 
 
 def numbered(sites: list[AttentionSite], shares_clock: bool) -> list[AttentionSite]:
