@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool1d, pad
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
 
@@ -111,19 +111,29 @@ Attend = Callable[..., tuple[Tensor, Any]]
 
 
 @contextmanager
-def replaced_attention(attend: Attend) -> Iterator[None]:
+def replaced_attention(model: nn.Module, attend: Attend) -> Iterator[None]:
     """Let `attend(function, module, query, key, value, mask, **more)` be called for `function`."""
-    original = ALL_ATTENTION_FUNCTIONS.get_interface
+    modeling = [sys.modules[type(module).__module__] for module in model.modules()]
+    registries = [getattr(m, "ALL_ATTENTION_FUNCTIONS", None) for m in modeling]
+    with ExitStack() as stack:
+        for registry in {id(r): r for r in registries if r is not None}.values():
+            stack.enter_context(_replaced_in(registry, attend))
+        yield
+
+
+@contextmanager
+def _replaced_in(registry: Any, attend: Attend) -> Iterator[None]:
+    original = registry.get_interface
 
     def get_interface(implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
         function = original(implementation, default)
         return lambda *args, **kwargs: attend(function, *args, **kwargs)
 
-    ALL_ATTENTION_FUNCTIONS.get_interface = get_interface
+    registry.get_interface = get_interface
     try:
         yield
     finally:
-        del ALL_ATTENTION_FUNCTIONS.get_interface
+        del registry.get_interface
 
 
 @contextmanager
@@ -157,7 +167,7 @@ def recorded(model: nn.Module) -> Iterator[list[Call]]:
             calls.append(Call(module, args, kwargs, query, key, weights))
             return output, weights
 
-        with replaced_attention(attend):
+        with replaced_attention(model, attend):
             yield calls
 
 
@@ -289,14 +299,16 @@ def _arguments_at(run: FullRun, positions: Tensor) -> dict[nn.Module, tuple[Any,
     key = tuple(positions[0].tolist())
     if key not in run.elsewhere:
         ids = run.ids[:, : len(key)]
-        with arguments_seen(run.model) as run.elsewhere[key]:
+        with arguments_seen(run.model) as seen:
             feed(run.model, ids, None, **_positions(run.model, positions))
+        run.elsewhere[key] = seen
     return run.elsewhere[key]
 
 
 def _positions(model: nn.Module, positions: Tensor) -> dict[str, Tensor]:
     accepted = inspect.signature(type(model).forward).parameters
-    return {"position_ids": positions} if "position_ids" in accepted else {}
+    names = [name for name in ("decoder_position_ids", "position_ids") if name in accepted]
+    return {name: positions for name in names[:1]}
 
 
 def tokens_left(layer: Layer, cached: Any) -> Tensor:
@@ -394,7 +406,7 @@ def logits_after(
     logits, seen = [], run.ids.shape[1]
     for ids in steps:
         places = None if moved is None else _places(run, kept, seen, ids)
-        with replaced_attention(attend), _at(places):
+        with replaced_attention(run.model, attend), _at(places):
             logits.append(feed(run.model, ids, cache).logits)
         seen += ids.shape[1]
     return logits
