@@ -8,6 +8,7 @@ forward takes a `Cache` and hands queries, keys and values to a function of
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -307,8 +308,16 @@ def _describe_rotary(model: nn.Module, name: str, module: Any, head_dim: int) ->
 # ---- queries for hooks: where a probe has found them ---------------------------------------------
 
 
+def _split(output: Tensor, *sizes: int) -> Tensor:
+    """`output` with its last dimension as `sizes`; -1 stands for what is left over."""
+    known = math.prod(size for size in sizes if size > 0)
+    if output.shape[-1] % known or (-1 not in sizes and output.shape[-1] != known):
+        raise ValueError(f"{output.shape[-1]} channels are no {sizes}")
+    return output.unflatten(-1, sizes)
+
+
 def _as_tokens_of_heads(site: AttentionSite, output: Tensor) -> Tensor:
-    return output.unflatten(-1, (site.num_heads, site.head_dim)).transpose(1, 2)
+    return _split(output, site.num_heads, site.head_dim).transpose(1, 2)
 
 
 def _as_first_channels(site: AttentionSite, output: Tensor) -> Tensor:
@@ -316,13 +325,12 @@ def _as_first_channels(site: AttentionSite, output: Tensor) -> Tensor:
 
 
 def _as_start_of_each_head(site: AttentionSite, output: Tensor) -> Tensor:
-    per_head = output.unflatten(-1, (site.num_heads, -1))
-    return per_head[..., : site.head_dim].transpose(1, 2)
+    return _split(output, site.num_heads, -1)[..., : site.head_dim].transpose(1, 2)
 
 
 def _as_start_of_each_group(site: AttentionSite, output: Tensor) -> Tensor:
     groups = site.num_heads // site.num_kv_heads
-    per_group = output.unflatten(-1, (site.num_kv_heads, groups + 2, site.head_dim))
+    per_group = _split(output, site.num_kv_heads, groups + 2, site.head_dim)
     return per_group[..., :groups, :].flatten(2, 3).transpose(1, 2)
 
 

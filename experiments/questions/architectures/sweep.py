@@ -14,10 +14,22 @@ import pandas as pd
 import torch
 import transformers
 
-from experiments.questions.architectures.cells import Bench, Cell, NotApplicableError, cells
+from experiments.questions.architectures.cells import (
+    OUTCOMES,
+    Bench,
+    Cell,
+    NotApplicableError,
+    cells,
+)
 from experiments.questions.architectures.decoders import Decoder, build, decoders
 
 COLUMNS = ["type", "press", "mechanism", "attention", "cache", "padded", "outcome", "reason"]
+CONDITIONS = [
+    f"{attention}, {what}"
+    for attention in ("eager", "sdpa")
+    for what in ("default", "DynamicCache()", "padded")
+]
+_BY_WEIGHT = ("not applicable", *OUTCOMES[:2], *reversed(OUTCOMES[2:6]))
 SECONDS = 120
 """A model that takes longer than this is given up."""
 
@@ -106,3 +118,24 @@ def rows_of(
 def _row(decoder: Decoder, cell: Cell | None, outcome: str, reason: str) -> tuple[Any, ...]:
     where = (cell.press, cell.mechanism, cell.attention, cell.cache, cell.padded) if cell else ()
     return (decoder.name, *(where or ("", "", "", "", False)), outcome, reason)
+
+
+def condensed(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row per type, press and mechanism: an outcome for each condition, the worst, and why."""
+    rows = rows.copy()
+    padded = rows["padded"].astype(str) == "True"
+    rows["condition"] = rows["attention"] + ", " + rows["cache"].where(~padded, "padded")
+    rank = {outcome: n for n, outcome in enumerate(_BY_WEIGHT)}
+    found = []
+    for (kind, press, mechanism), group in rows.groupby(["type", "press", "mechanism"], sort=False):
+        worst = group.iloc[int(group["outcome"].map(rank).argmax())]
+        outcomes = dict(zip(group["condition"], group["outcome"], strict=True))
+        found.append(
+            {
+                **{"type": kind, "press": press, "mechanism": mechanism},
+                **{condition: outcomes.get(condition, "") for condition in CONDITIONS},
+                **{"worst": worst["outcome"], "reason": worst["reason"]},
+            }
+        )
+    columns = ["type", "press", "mechanism", *CONDITIONS, "worst", "reason"]
+    return pd.DataFrame(found, columns=columns)
