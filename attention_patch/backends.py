@@ -193,7 +193,7 @@ def heads(layer: RaggedLayer, query: Query) -> Tensor:
         outputs.append(
             scaled_dot_product_attention(states, keys, values, mask, scale=query.scaling)
         )
-    return torch.cat(outputs).view(batch, n_heads, n_queries, d)
+    return torch.cat(outputs).view(batch, n_heads, n_queries, -1)  # values may be narrower
 
 
 def padded(layer: RaggedLayer, query: Query) -> Tensor:

@@ -201,6 +201,8 @@ class Press:
             yield "states"
         if self.compares_key_norms:
             yield "key norms"
+        if Needs.QUERIES in self.needs:
+            yield "causal"
         if Needs.ROPE in self.needs:
             yield "rope"
         if self.evicts.needs_attention:
@@ -344,6 +346,7 @@ _NEEDS = {
     "own tokens": "heads that can keep tokens of their own",
     "states": "the keys and values of each head",
     "key norms": "keys of different norms",
+    "causal": "causal attention",
     "rope": "rotary position embeddings",
     "heads": "heads that can keep different numbers of tokens",
 }

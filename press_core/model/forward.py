@@ -91,7 +91,8 @@ class AttentionForward(Forward):
     def cos_sin(self) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines of its tokens' positions, where it is given such."""
         given = self.argument("position_embeddings")
-        return given if isinstance(given, tuple) and len(given) == 2 else None
+        pair = isinstance(given, tuple) and len(given) == 2
+        return given if pair and given[0].dim() == 3 else None
 
     @property
     def position_ids(self) -> Tensor | None:

@@ -200,6 +200,7 @@ class _Call:
     value: Tensor
     scaling: float | None
     masks_heads: bool
+    sees_later: bool
 
 
 @dataclass
@@ -328,8 +329,14 @@ def _watching(sites: list[AttentionSite]) -> Iterator[dict[str, _Seen]]:
         of_module = by_module.get(id(module))
         if of_module is not None and is_running():
             mask = a[0] if a else k.get("attention_mask")
-            masks_heads = isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] > 1
-            of_module.calls.append(_Call(query, key, value, k.get("scaling"), masks_heads))
+            spelled = isinstance(mask, Tensor) and mask.dim() == 4
+            masks_heads = spelled and mask.shape[1] > 1
+            later = spelled and (
+                mask[0, 0, 0, 1:] if mask.dtype == torch.bool else mask[0, 0, 0, 1:] >= 0
+            )
+            sees_later = spelled and query.shape[2] > 1 and bool(later.any())
+            call = _Call(query, key, value, k.get("scaling"), masks_heads, sees_later)
+            of_module.calls.append(call)
         return function(module, query, key, value, *a, **k)
 
     with ExitStack() as stack:
@@ -596,6 +603,8 @@ def _facts(model: nn.Module, site: AttentionSite, seen: _Seen, layer: Any) -> Si
     facts = SiteFacts(sizes=sizes, refusals=refusals)
     if "states" in refusals or "own tokens" in refusals:
         return facts
+    if any(call.sees_later for call in seen.calls):
+        refusals["causal"] = f"in {name} a token sees later ones too"
     norms = keys.float().norm(dim=-1)
     if norms.std(dim=-1).max() < 1e-2 * norms.mean():
         refusals["key norms"] = (
@@ -646,8 +655,7 @@ def _with_rotation(
         takes = any(is_rotary_embedding(module) for module in model.modules())
         if "position_embeddings" in site.parameters and takes:
             return facts  # other layers of the model rotate, this one is given no rotation
-        inside = takes or site.rotary_function is not None
-        why = "rotates where nobody can see it" if inside else "has no rotary position embeddings"
+        why = "rotates where nobody can see it" if takes else "has no rotary position embeddings"
         return _refused(facts, "rope", f"{name} {why}")
     pair = isinstance(embeddings, tuple) and len(embeddings) == 2
     if not pair or site.rotary_function is None or embeddings[0].dim() != 3:

@@ -8,6 +8,7 @@ from functools import cache
 import pandas as pd
 import pytest
 import torch
+import transformers
 
 from experiments.questions.architectures import EXPERIMENT, REPRESENTATIVES
 from experiments.questions.architectures.cells import (
@@ -58,6 +59,15 @@ BY_PATCH_ALONE: dict[str, tuple[str, ...]] = {
 }
 
 
+ON_5_2 = {
+    "diffllama": (tuple(SUBJECTS), ()),  # attends without the interface
+    "deepseek_v3": (NO_ROPE, ("SnapKV", "AdaKV(SnapKV)")),  # caches keys and values of heads
+    "qwen2_vl": (NO_ROPE, ("SnapKV", "AdaKV(SnapKV)")),  # cosines and sines in three dimensions
+    "paligemma": (("SnapKV", "ExpectedAttention", "AdaKV(SnapKV)"), ()),  # is not causal
+}
+"""What both refuse and what hooks refuse where transformers 5.2 is built otherwise."""
+
+
 def some_conditions(cell: Cell) -> bool:
     """Each condition once: both caches under eager attention, a padded batch under sdpa."""
     return cell.padded == (cell.attention == "sdpa")
@@ -73,10 +83,15 @@ def test_a_press_is_right_or_refused_when_its_scope_opens(name: str) -> None:
     rows = swept(name)
     bad = rows[rows["outcome"].isin(BAD)]
     assert bad.empty, bad[["press", "mechanism", "attention", "cache", "outcome", "reason"]]
+    if set(rows["outcome"]) == {"not applicable"}:
+        pytest.skip(f"{name} in this release of transformers: {rows['reason'].iloc[0]}")
     reached = reach(condensed(rows)).set_index("press")["reach"]
+    refused, by_patch = REFUSED.get(name, ()), BY_PATCH_ALONE.get(name, ())
+    if transformers.__version__.startswith("5.2."):
+        refused, by_patch = ON_5_2.get(name, (refused, by_patch))
     expected = {press: BOTH for press in SUBJECTS}
-    expected |= {press: NEITHER for press in REFUSED.get(name, ())}
-    expected |= {press: PATCH for press in BY_PATCH_ALONE.get(name, ())}
+    expected |= {press: NEITHER for press in refused}
+    expected |= {press: PATCH for press in by_patch}
     assert dict(reached) == expected
 
 

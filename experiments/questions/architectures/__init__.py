@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import pandas as pd
 import typer
 from matplotlib.figure import Figure
 from rich.progress import Progress
@@ -87,10 +88,11 @@ class Architectures(Experiment[Options]):
 
     def views(self, tables: Tables) -> list[ResultTable]:
         table = tables["architectures"]
-        counts = table.groupby(["press", "mechanism"], sort=False)["worst"].value_counts().unstack()
+        counts = pd.crosstab([table["press"], table["mechanism"]], table["worst"])
         head = ["press", "mechanism", *(outcome for outcome in OUTCOMES if outcome in counts)]
+        counts = counts[head[2:]]
         rows = [
-            [press, mechanism, *(int(counts.fillna(0).at[(press, mechanism), o]) for o in head[2:])]
+            [press, mechanism, *counts.loc[(press, mechanism)].tolist()]
             for press in SUBJECTS
             for mechanism in MECHANISMS
             if (press, mechanism) in counts.index

@@ -308,6 +308,8 @@ def _arguments_at(run: FullRun, positions: Tensor) -> dict[nn.Module, tuple[Any,
 def _positions(model: nn.Module, positions: Tensor) -> dict[str, Tensor]:
     accepted = inspect.signature(type(model).forward).parameters
     names = [name for name in ("decoder_position_ids", "position_ids") if name in accepted]
+    if not names and "kwargs" in accepted:
+        names = ["position_ids"]  # handed on to the language model
     return {name: positions for name in names[:1]}
 
 

@@ -85,10 +85,14 @@ def test_positions_are_counted_from_where_the_model_does(name: str, first: int) 
     assert site.rotary.first_position == first
 
 
-def test_positions_in_three_dimensions() -> None:
-    (site, *_) = verified_sites(tiny("glm4v_moe"))
+@pytest.mark.parametrize("name", ["glm4v", "ernie4_5_vl_moe", "qwen3_vl"])
+def test_positions_in_three_dimensions(name: str) -> None:
+    """Cosines and sines at positions of one's own are those that the model makes of them."""
+    (site, *_) = verified_sites(tiny(name))
+    assert "rope" not in site.refusals
     assert site.rotary is not None
-    assert site.rotary.in_3d
+    cos, _ = site.rotary.embeddings(torch.zeros(1), torch.arange(7)[None])
+    assert cos.shape[:2] == (1, 7)
 
 
 def test_layers_that_share_a_cache_are_known_with_its_owner() -> None:
