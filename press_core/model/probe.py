@@ -528,8 +528,9 @@ def _judge(model: nn.Module, site: AttentionSite, everywhere: dict[str, _Seen]) 
     cache = seen.forward(site).cache
     if seen.calls and not seen.n_forwards:  # `attention.forward(...)` goes past all hooks
         return SiteFacts()
-    if cache is None or not hasattr(cache, "layers"):
-        return SiteFacts(left_alone=f"{name} is given no cache")
+    if not hasattr(cache, "layers"):
+        what = "no cache" if cache is None else f"a {type(cache).__name__}, which has no layers"
+        return SiteFacts(left_alone=f"{name} is given {what}")
     if seen.n_forwards > 1:
         return SiteFacts(left_alone=f"one {name} serves several layers of the cache")
     layer = cache.layers[site.layer_idx] if site.layer_idx < len(cache.layers) else None

@@ -36,6 +36,7 @@ REASONS = {
     "other layers read": "other layers read the same cache, which must have one length",
     "serves several layers": "one attention module serves several layers",
     "no attention module": "attention does not go through transformers' interface with a cache",
+    "is given ": "the model gives attention no cache of transformers' kind",
     "caches in a": "the layer keeps more than keys and values (an index, compressed blocks)",
     "could not be verified": "the model could not be verified",
 }

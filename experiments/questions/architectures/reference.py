@@ -102,7 +102,7 @@ def feed(model: Any, ids: Tensor, cache: Any, **more: Any) -> Any:
 
 def layers_of(cache: Any) -> list[Any]:
     """The layers of a cache; of an encoder-decoder cache those of the decoder's own attention."""
-    return list(getattr(cache, "self_attention_cache", cache).layers)
+    return list(getattr(getattr(cache, "self_attention_cache", cache), "layers", ()))
 
 
 # ---- watching attention functions ----------------------------------------------------------------
