@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_patch.backends import ask, capped, softmax_with_sinks
+from attention_patch.kernels import ask, by_kv_head, capped, softmax_with_sinks
 from press_core.cache.pruned import ChannelPrunedLayer
 from press_core.model.sites import AttentionSite
 
@@ -32,7 +32,7 @@ def attend_channels(
         `(B, q, H, d)`, and no weights.
 
     Raises:
-        UnsupportedInputError: for dropout, and for a mask of each head.
+        UnsupportedInputError: for dropout.
     """
     asked = ask(site, query, attention_mask, layer.n_slots, kwargs)
     grouped = asked.states.unflatten(1, (layer.channels.shape[1], -1))  # (B, H_kv, G, q, d)
@@ -44,9 +44,10 @@ def attend_channels(
         ),
         dim=-1,
     )
-    logits = capped(logits, asked.scaling, asked.softcap)
+    logits = capped(logits * asked.scaling, asked.softcap)
     if asked.visible is not None:
-        logits = logits.masked_fill(~asked.visible[:, None, None], float("-inf"))
+        visible = by_kv_head(asked.visible, layer.channels.shape[1])
+        logits = logits.masked_fill(~visible, float("-inf"))
     weights = softmax_with_sinks(logits, asked.sinks)
     output = weights.to(value.dtype) @ layer.values.unsqueeze(2)
     return site.ungrouped(output.flatten(1, 2)).transpose(1, 2).contiguous(), None

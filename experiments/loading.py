@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -35,6 +36,7 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     attn_implementation: str = "sdpa",
     device: torch.device | str | None = None,
+    **model_kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model in eval mode, and its tokenizer.
 
@@ -45,16 +47,18 @@ def load_model(
         attn_implementation: "eager", "sdpa", "flex_attention" and so on.
         device: where to put the model; the CPU by default. "auto" spreads it over all devices that
             there are, and over memory and disk where it does not fit (needs accelerate).
+        model_kwargs: more for `from_pretrained`.
 
     Raises:
         ModelNotFoundError: if `name` is none of the three, or the hub cannot be reached.
         UserError: if the device cannot be used.
     """
+    given = {"dtype": dtype, "attn_implementation": attn_implementation, **model_kwargs}
     folder = _folder(name)
     if folder is not None:
-        return _load(str(folder), dtype, attn_implementation, device)
+        return _load(str(folder), device, given)
     try:
-        return _load(name, dtype, attn_implementation, device)
+        return _load(name, device, given)
     except OSError as error:
         raise ModelNotFoundError(
             f"cannot load a model called {name!r}: it is neither {_shipped()} nor an existing "
@@ -91,15 +95,18 @@ def _folder(name: str) -> Path | None:
     return None
 
 
+_OF_THE_REPOSITORY = ("revision", "subfolder", "local_files_only", "trust_remote_code")
+"""Arguments that the tokenizer is told too."""
+
+
 def _load(
-    source: str, dtype: torch.dtype, attn_implementation: str, device: torch.device | str | None
+    source: str, device: torch.device | str | None, given: dict[str, Any]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     spread = {"device_map": "auto"} if device == "auto" else {}
+    shared = {name: given[name] for name in _OF_THE_REPOSITORY if name in given}
     with _no_progress_bar(Path(source).is_dir()):
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, attn_implementation=attn_implementation, **spread
-        )
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, **given, **spread)
+        tokenizer = AutoTokenizer.from_pretrained(source, **shared)
     if device is not None and not spread:
         try:
             model = model.to(device)

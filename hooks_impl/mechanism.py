@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from attention_patch.headwise import check_interface, serve
+from attention_patch.scope import check_interface, serve
 from press_core import engine, press
 from press_core.call import AttentionCall
 from press_core.errors import ScopeError, UnsupportedInputError
@@ -143,7 +143,7 @@ class Scorer(TokenScorer, BasePress):
         """Scores `(B, H_kv, S)`, the higher the better, from the arguments of `compress`."""
         return self.score_tokens(observed(kwargs))
 
-    def scores(self, call: AttentionCall) -> Tensor:
+    def token_scores(self, call: AttentionCall) -> Tensor:
         return self.score(*arguments(call))
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from attention_patch.headwise import check_interface, serve
 from attention_patch.interception import intercept, with_override
 from attention_patch.reversible import Patch, is_covered, wrap
+from attention_patch.scope import check_interface, serve
 from press_core import engine, press
 from press_core.call import AttentionCall
 from press_core.errors import ScopeError, UnsupportedModelError
@@ -114,7 +114,7 @@ class Scorer(TokenScorer, BasePress):
         """Scores `(B, H_kv, S)`, the higher the better."""
         return self.score_tokens(call)
 
-    def scores(self, call: AttentionCall) -> Tensor:
+    def token_scores(self, call: AttentionCall) -> Tensor:
         return self.score(call)
 
 

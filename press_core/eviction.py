@@ -165,16 +165,17 @@ class Eviction:
         Raises:
             UnsupportedInputError: if the press did not say which keys are left.
         """
-        n, rotary = self.length, self.call.site.rotary
+        n, rotary, left, keys = self.length, self.call.site.rotary, self.next_call(), self.keys
         assert rotary is not None
         if isinstance(rotary, NoRotation):  # its keys are at every position alike
             return self
-        positions = torch.arange(n, device=self.keys.device)
-        keys = self.keys
-        if n != self.call.length or self.rotary_positions is not None:
-            before_rope = self.next_call().keys_before_rope()
-            keys = rotary.rotate_to(before_rope, positions.view(1, 1, -1)).to(keys.dtype)
-        positions = positions.expand(keys.shape[:3])
+        positions = torch.arange(n, device=keys.device).expand(keys.shape[:3])
+        # A whole context may lie elsewhere: pruned before, or given other positions.
+        is_there = n == self.call.length and torch.equal(
+            left.key_positions().expand_as(positions), positions
+        )
+        if not is_there:
+            keys = rotary.rotate_to(left.keys_before_rope(), positions[:1, :1]).to(keys.dtype)
         return replace(self, keys=keys, rotary_positions=positions, next_position=n, is_whole=False)
 
 

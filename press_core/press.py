@@ -46,7 +46,7 @@ class Evicts(Enum):
     @property
     def needs_attention(self) -> bool:
         """Whether what is left can be read only by an attention function of its own."""
-        return self in (Evicts.PER_HEAD, Evicts.CHANNELS)
+        return self is Evicts.PER_HEAD or self is Evicts.CHANNELS
 
 
 class Phase(Flag):
@@ -269,14 +269,14 @@ class TokenScorer(Press):
         """The formula: scores `(B, H_kv, S)`, floating point, the higher the better."""
         raise NotImplementedError(f"{type(self).__name__} says nowhere how it scores tokens")
 
-    def scores(self, call: AttentionCall) -> Tensor:
+    def token_scores(self, call: AttentionCall) -> Tensor:
         """`score_tokens`, or what a subclass put in its place in the words of its mechanism."""
         raise NotImplementedError
 
     def decide(self, call: AttentionCall) -> Eviction:
         if self.leaves_whole(call):
             return Eviction.nothing(call)
-        return Eviction.keep(call, top_positions(self.scores(call), self.budget(call)))
+        return Eviction.keep(call, top_positions(self.token_scores(call), self.budget(call)))
 
 
 @dataclass

@@ -52,6 +52,12 @@ def left_padded(batch: int, length: int, padding: list[int]) -> tuple[Tensor, Te
     return ids, mask, (mask.cumsum(dim=-1) - 1).clamp(min=0)
 
 
+class Reader:
+    """Stands for an open scope that helps with reading a layer."""
+
+    is_open = True
+
+
 def snapshot(model: nn.Module) -> dict[str, Any]:
     """Everything reachable from `model` that a hook or a patch could change, by identity."""
     state: dict[str, Any] = {"config": repr(model.config)}

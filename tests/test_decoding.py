@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hooks_impl
 import patch_impl
-from attention_patch.headwise import headwise
+from attention_patch.scope import headwise
 from experiments.testbed.families import build
 from press_core import Needs, PressError, attention_sites, kept_lengths
 from press_core.model.forward import AttentionForward

@@ -32,6 +32,7 @@ from experiments.testbed.training.fitted import (
     train,
 )
 from press_core import (
+    Needs,
     Press,
     PressError,
     UnsupportedModelError,
@@ -167,7 +168,7 @@ def test_both_have_the_same_fields(name: str) -> None:
 
 def test_no_queries_are_read(name: str) -> None:
     """What was learned replaces them, so the presses work wherever keys can be seen."""
-    assert not any(press.uses_queries for press in PRESSES[name])
+    assert not any(Needs.QUERIES in press.needs for press in PRESSES[name])
 
 
 # ---- learning ------------------------------------------------------------------------------------
@@ -482,7 +483,7 @@ def test_kvzip_is_what_regressors_learn_by_default(
 
     batches = [token_ids(2, 30)]
     package = ("hooks_impl", "patch_impl")[mechanism]
-    assert press.teacher.__module__ == f"{package}.kvzip"
+    assert press.teacher.__module__ == f"{package}.presses"
     monkeypatch.setattr(press, "teacher", Teacher)
     taught = press.fit(model, batches, model_type="linear")
     assert made == [{"kvzip_plus_normalization": True}]

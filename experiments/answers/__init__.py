@@ -1,5 +1,6 @@
-"""Sweeps over models, presses, ratios, mechanisms and datasets; `experiments.answers.evaluate` runs them.
+"""Long-context answers: an answerer, datasets and metrics, and sweeps that can be interrupted.
 
-`settings` says what is asked for, `datasets` makes the samples, `cells` answers them, `engines`
-runs cells one by one or on Ray, and `store` keeps what is finished.
+`answerer` answers questions from a compressed context. Of a sweep `settings` says what is asked
+for, `datasets` makes the samples, `cells` answers them, `engines` runs cells one by one or on Ray,
+`store` keeps what is finished, and `sweep` is the command.
 """

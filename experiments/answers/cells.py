@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import re
+import json
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import groupby
@@ -13,13 +13,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from experiments import UserError
+from experiments.answers.answerer import Answered, ContextAnswerer
 from experiments.answers.datasets import contexts_of, expand, load
-from experiments.answers.metrics import score
+from experiments.answers.metrics import also, score
 from experiments.answers.presses import make_press, takes_ratio
 from experiments.answers.sample import Sample
 from experiments.answers.settings import Settings
 from experiments.loading import load_model
-from experiments.pipeline import ContextAnswerer
 from press_core import Press
 
 NO_PRESS, BARE = "no press", "bare"
@@ -48,9 +48,21 @@ class Cell(NamedTuple):
 
     @property
     def key(self) -> str:
-        """A file name without suffix, different for all cells."""
-        words = re.sub(r"[^\w.]+", "-", "_".join(map(str, self)))[:80].strip("-_.")
-        return f"{words}_{hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:10]}"
+        """A text that is different for all cells."""
+        return json.dumps(self)
+
+
+class Result(NamedTuple):
+    """What came of a cell.
+
+    Attributes:
+        rows: one per question: which it is, a digest of its context, references, prediction, score
+            (None where nobody knows it) and what other metrics say.
+        evicted: share of the tokens that was really evicted, on average over contexts.
+    """
+
+    rows: list[dict[str, Any]]
+    evicted: float
 
 
 def plan(settings: Settings) -> list[Cell]:
@@ -78,41 +90,43 @@ def plan(settings: Settings) -> list[Cell]:
     return cells
 
 
-def run_cell(settings: Settings, cell: Cell) -> list[dict[str, Any]]:
+def run_cell(settings: Settings, cell: Cell) -> Result:
     """Answer the questions of a cell.
 
     What is drawn at random is drawn from the seed of the settings, so that a cell gives the same
     answers in whatever process and after whatever other cells it runs.
-
-    Returns:
-        A row per question: which it is, a digest of its context, references, prediction and score.
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    which = settings.model, settings.dtype, settings.attn_implementation, settings.device
-    model, tokenizer = _model(*which)
-    samples = _samples(cell.dataset, settings.samples, settings.seed, settings.data, *which)
+    model, tokenizer = _model(settings)
+    samples = _samples(cell.dataset, settings)
     answerer, press = ContextAnswerer(model, tokenizer), cell.make(settings.seed)
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(settings.seed)
-        predictions = [
-            prediction
-            for batch in _batches(samples, settings.batch_size)
-            for prediction in _answers(answerer, batch, press, settings)
-        ]
-    return [
-        {
-            "sample": number,
-            "context": hashlib.sha256(sample.context.encode()).hexdigest()[:12],
-            "question": sample.question,
-            "answers": list(sample.answers),
-            "prediction": prediction,
-            "metric": sample.metric,
-            "score": score(sample, prediction),
-        }
+        batches = list(_batches(samples, settings.batch_size))
+        answered = [_answered(answerer, batch, press, settings) for batch in batches]
+    predictions = [text for batch in answered for row in batch.answers for text in row]
+    n_contexts = sum(len(batch) for batch in batches)
+    evicted = sum(a.evicted * len(b) for a, b in zip(answered, batches, strict=True))
+    rows = [
+        _row(number, sample, prediction)
         for number, (sample, prediction) in enumerate(zip(samples, predictions, strict=True))
     ]
+    return Result(rows, evicted / n_contexts)
+
+
+def _row(number: int, sample: Sample, prediction: str) -> dict[str, Any]:
+    return {
+        "sample": number,
+        "context": hashlib.sha256(sample.context.encode()).hexdigest()[:12],
+        "question": sample.question,
+        "answers": list(sample.answers),
+        "prediction": prediction,
+        "metric": sample.metric,
+        "score": score(sample, prediction),
+        "also": also(sample, prediction),
+    }
 
 
 def press_text(settings: Settings, cell: Cell) -> str:
@@ -125,18 +139,30 @@ def press_text(settings: Settings, cell: Cell) -> str:
 
 
 @lru_cache(maxsize=1)
-def _model(
-    name: str, dtype: str, attn_implementation: str, device: str
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    torch_dtype = getattr(torch, dtype)
+def _model(settings: Settings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    code = {"trust_remote_code": True} if settings.trust_remote_code else {}
     return load_model(
-        name, dtype=torch_dtype, attn_implementation=attn_implementation, device=device
+        settings.model,
+        dtype=getattr(torch, settings.dtype),
+        attn_implementation=settings.attn_implementation,
+        device=settings.device,
+        **settings.model_kwargs,
+        **code,
     )
 
 
 @lru_cache(maxsize=4)
-def _samples(dataset: str, samples: int, seed: int, data: str | None, *model: str) -> list[Sample]:
-    return load(dataset, samples, seed, _model(*model)[1], model[0], data)
+def _samples(dataset: str, settings: Settings) -> list[Sample]:
+    return load(
+        dataset,
+        settings.samples,
+        settings.seed,
+        _model(settings)[1],
+        settings.model,
+        settings.data,
+        fraction=settings.fraction,
+        depths=settings.needle_depth,
+    )
 
 
 def _batches(samples: list[Sample], size: int) -> Iterator[list[list[Sample]]]:
@@ -151,18 +177,21 @@ def _batches(samples: list[Sample], size: int) -> Iterator[list[list[Sample]]]:
             yield groups[start : start + size]
 
 
-def _answers(
+def _answered(
     answerer: ContextAnswerer, batch: list[list[Sample]], press: Press | None, settings: Settings
-) -> list[str]:
+) -> Answered:
     """Answers to all samples of a batch, in their order."""
-    answers = answerer(
+    generation = {"max_new_tokens": batch[0][0].max_new_tokens, **settings.generation}
+    if settings.max_new_tokens is not None:
+        generation["max_new_tokens"] = settings.max_new_tokens
+    if settings.custom_generate is not None:
+        generation |= {"custom_generate": settings.custom_generate, "trust_remote_code": True}
+    return answerer.answered(
         [group[0].context for group in batch],
         [[sample.question for sample in group] for group in batch],
         press=press,
         answer_prefix=[group[0].answer_prefix for group in batch],
         compress_questions=settings.compress_questions,
         max_context_length=settings.max_context_length,
-        max_new_tokens=batch[0][0].max_new_tokens,
-        **dict(settings.generation),
+        **generation,
     )
-    return [answer for row in answers for answer in row]

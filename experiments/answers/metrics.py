@@ -6,17 +6,27 @@ none), as the benchmark that it comes from defines it.
 
 from __future__ import annotations
 
+import logging
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
+from functools import lru_cache, partial
+from importlib import import_module
+from typing import Any
 
+from experiments import UserError
 from experiments.answers.sample import Sample
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _BOXED = r"\boxed{"
+
+Metric = Callable[[str, Sequence[str], Sequence[str]], float]
+
+
+# ---- what is contained, chosen or counted --------------------------------------------------------
 
 
 def match_all(prediction: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
@@ -27,22 +37,6 @@ def match_all(prediction: str, answers: Sequence[str], choices: Sequence[str] = 
 def match_any(prediction: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
     """Whether the prediction contains one of the references (RULER's question answering)."""
     return float(any(answer.lower() in prediction.lower() for answer in answers))
-
-
-def f1(prediction: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
-    """Harmonic mean of precision and recall of words (SQuAD, LongBench), of the best reference."""
-    return max(_overlap(_words(prediction), _words(answer)) for answer in answers)
-
-
-def rouge_l(prediction: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
-    """F-measure of the longest common subsequence of words (ROUGE-L), of the best reference."""
-    found = prediction.lower().split()
-    scores = []
-    for answer in answers:
-        words = answer.lower().split()
-        common = _longest_common(found, words)
-        scores.append(2 * common / (len(found) + len(words)) if common else 0.0)
-    return max(scores)
 
 
 def choice(prediction: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
@@ -68,10 +62,27 @@ def first_number(prediction: str, answers: Sequence[str], choices: Sequence[str]
     return float(found is not None and found.group() in (a.strip() for a in answers))
 
 
+def first_numbers(prediction: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+    """Share of the numbers asked for up to the first wrong one (InfiniteBench's math_calc)."""
+    found = [int(digits) for digits in re.findall(r"[0-9]+", prediction)]
+    right = 0
+    for number, answer in zip(found, answers, strict=False):
+        if str(number) != answer.strip():
+            break
+        right += 1
+    return right / len(answers)
+
+
 def letter(prediction: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
     """Whether the first letter from A to D that stands alone is the right one (InfiniteBench)."""
     found = re.search(r"\b[A-D]\b", prediction)
     return float(found is not None and found.group() in answers)
+
+
+def named_letter(prediction: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+    """Whether "The correct answer is (C)" names the right letter (LongBench-v2)."""
+    found = re.search(r"The correct answer is \(?([A-D])\b", prediction.replace("*", ""))
+    return float(found is not None and found[1] in answers)
 
 
 def code(prediction: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
@@ -88,45 +99,6 @@ def boxed(prediction: str, answers: Sequence[str], choices: Sequence[str] = ()) 
     """
     found = _last_boxed(prediction)
     return float(found is not None and _plain(found) in (_plain(answer) for answer in answers))
-
-
-METRICS: dict[str, Callable[[str, Sequence[str], Sequence[str]], float]] = {
-    metric.__name__: metric
-    for metric in (
-        *(match_all, match_any, f1, rouge_l, choice),
-        *(numbers, first_number, letter, code, boxed),
-    )
-}
-"""Every metric by its name."""
-
-
-def score(sample: Sample, prediction: str) -> float:
-    """How right a prediction is, from 0 to 1, by the metric of its sample."""
-    if sample.one_line:
-        prediction = prediction.lstrip("\n").split("\n")[0]
-    return METRICS[sample.metric](prediction, sample.answers, sample.choices)
-
-
-def _words(text: str) -> list[str]:
-    """Words without upper case, punctuation and articles, as SQuAD compares them."""
-    bare = "".join(c for c in text.lower() if c not in string.punctuation)
-    return _ARTICLES.sub(" ", bare).split()
-
-
-def _overlap(found: list[str], wanted: list[str]) -> float:
-    common = sum((Counter(found) & Counter(wanted)).values())
-    return 2 * common / (len(found) + len(wanted)) if common else 0.0
-
-
-def _longest_common(one: list[str], other: list[str]) -> int:
-    """Length of the longest common subsequence."""
-    lengths = [0] * (len(other) + 1)
-    for word in one:
-        diagonal = 0
-        for i, candidate in enumerate(other, 1):
-            diagonal, longer = lengths[i], diagonal + 1 if word == candidate else 0
-            lengths[i] = max(lengths[i], lengths[i - 1], longer)
-    return lengths[-1]
 
 
 def _last_boxed(text: str) -> str | None:
@@ -147,3 +119,158 @@ def _plain(latex: str) -> str:
         latex = latex.replace(long, short)
     plain = re.sub(r"\\left|\\right|\\text\s*|\\[!,;: ]|\s|\$|\.$", "", latex)
     return str(int(plain)) if plain.isdecimal() else plain
+
+
+# ---- overlap of words ----------------------------------------------------------------------------
+
+
+def english_words(text: str) -> list[str]:
+    """Words without upper case, punctuation and articles, as SQuAD compares them."""
+    bare = "".join(c for c in text.lower() if c not in string.punctuation)
+    return _ARTICLES.sub(" ", bare).split()
+
+
+def chinese_words(text: str) -> list[str]:
+    """Words as jieba segments them, without punctuation (LongBench)."""
+    return [word for word in map(_bare, _jieba().cut(text)) if word]
+
+
+def chinese_characters(text: str) -> list[str]:
+    """Characters without punctuation (InfiniteBench)."""
+    return list(_bare(text))
+
+
+def _bare(text: str) -> str:
+    """The letters, digits and signs of a text in lower case, without punctuation and spaces."""
+    return "".join(c for c in text.lower() if c.isalnum())
+
+
+def f1(
+    prediction: str,
+    answers: Sequence[str],
+    choices: Sequence[str] = (),
+    *,
+    words: Callable[[str], list[str]] = english_words,
+) -> float:
+    """Harmonic mean of precision and recall of words (SQuAD, LongBench), of the best reference."""
+    found = words(prediction)
+    return max(_overlap(found, words(answer)) for answer in answers)
+
+
+def _overlap(found: list[str], wanted: list[str]) -> float:
+    common = sum((Counter(found) & Counter(wanted)).values())
+    return 2 * common / (len(found) + len(wanted)) if common else 0.0
+
+
+def rouge(
+    prediction: str,
+    answers: Sequence[str],
+    choices: Sequence[str] = (),
+    *,
+    kind: str = "rougeL",
+    chinese: bool = False,
+) -> float:
+    """F-measure of ROUGE over words between spaces, of the best reference.
+
+    Args:
+        kind: "rouge1", "rouge2" or "rougeL" (longest common subsequence).
+        chinese: split into words by jieba.
+    """
+    scorer = _rouge_scorer(kind, chinese)
+    return float(max(scorer.score(answer, prediction)[kind].fmeasure for answer in answers))
+
+
+@lru_cache
+def _rouge_scorer(kind: str, chinese: bool) -> Any:
+    class Words:
+        def tokenize(self, text: str) -> list[str]:
+            return list(_jieba().cut(text)) if chinese else text.lower().split()
+
+    return _library("rouge_score.rouge_scorer").RougeScorer([kind], tokenizer=Words())
+
+
+def bleu(
+    prediction: str, answers: Sequence[str], choices: Sequence[str] = (), *, n: int = 4
+) -> float:
+    """Precision of n-grams of words with BLEU's penalty of brevity, against all references."""
+    nltk = _library("nltk.translate.bleu_score")
+    weights = tuple(float(length == n) for length in range(1, n + 1))
+    references = [answer.split() for answer in answers]
+    if len(prediction.split()) < n:
+        return 0.0
+    smooth = nltk.SmoothingFunction().method1  # says nothing of n-grams that do not occur
+    return float(nltk.sentence_bleu(references, prediction.split(), weights, smooth))
+
+
+def meteor(prediction: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+    """METEOR by equal words and equal stems, of the best reference; synonyms are not known."""
+    nltk = _library("nltk.translate.meteor_score")
+    given = {"hypothesis": prediction.split(), "wordnet": _NoSynonyms()}
+    return float(max(nltk.single_meteor_score(answer.split(), **given) for answer in answers))
+
+
+class _NoSynonyms:
+    """In place of WordNet, which would have to be downloaded."""
+
+    def synsets(self, _: str) -> list[Any]:
+        return []
+
+
+def _library(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f"{name.partition('.')[0]} scores such answers, and is not installed; "
+            'pip install "hook-or-patch[evaluate]"'
+        ) from error
+
+
+@lru_cache
+def _jieba() -> Any:
+    jieba = _library("jieba")
+    jieba.setLogLevel(logging.WARNING)
+    return jieba
+
+
+# ---- all of them ---------------------------------------------------------------------------------
+
+UNKNOWN = "unknown"
+"""In place of a metric where the references are not published: predictions are kept, unscored."""
+
+METRICS: dict[str, Metric] = {
+    **{
+        metric.__name__: metric
+        for metric in (
+            *(match_all, match_any, f1, choice, numbers, first_number, first_numbers),
+            *(letter, named_letter, code, boxed, meteor),
+        )
+    },
+    "f1_zh": partial(f1, words=chinese_words),
+    "f1_characters": partial(f1, words=chinese_characters),
+    "rouge_1": partial(rouge, kind="rouge1"),
+    "rouge_2": partial(rouge, kind="rouge2"),
+    "rouge_l": rouge,
+    "rouge_l_zh": partial(rouge, chinese=True),
+    "bleu_1": partial(bleu, n=1),
+    "bleu_4": bleu,
+}
+"""Every metric by its name."""
+
+
+def score(sample: Sample, prediction: str) -> float | None:
+    """How right a prediction is, from 0 to 1, by the metric of its sample; None: nobody knows."""
+    if sample.metric == UNKNOWN:
+        return None
+    return METRICS[sample.metric](_scored(sample, prediction), sample.answers, sample.choices)
+
+
+def also(sample: Sample, prediction: str) -> dict[str, float]:
+    """What the other metrics of a sample say, by their names."""
+    text = _scored(sample, prediction)
+    return {name: METRICS[name](text, sample.answers, sample.choices) for name in sample.also}
+
+
+def _scored(sample: Sample, prediction: str) -> str:
+    """The part of a prediction that counts."""
+    return prediction.lstrip("\n").split("\n")[0] if sample.one_line else prediction

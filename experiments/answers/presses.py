@@ -9,22 +9,12 @@ a press takes it in another place than its `compression_ratio`:
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
-import hooks_impl
-import patch_impl
 from experiments import UserError
+from experiments.testbed.recipes import MECHANISMS, Presses
 from press_core import HyperparameterError, Press
-
-MECHANISMS: Mapping[str, Mapping[str, type[Press]]] = {
-    "hook": hooks_impl.PRESSES,
-    "patch": patch_impl.PRESSES,
-}
-"""Every press class by mechanism and name."""
-
-RATIO = "ratio"
 
 
 def make_press(text: str, mechanism: str, ratio: float | None, seed: int) -> Press:
@@ -67,44 +57,51 @@ def takes_ratio(text: str, mechanism: str) -> bool:
 def _parse(text: str) -> ast.expr:
     try:
         return ast.parse(text.strip(), mode="eval").body
-    except SyntaxError as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        reason = getattr(error, "msg", None) or error or type(error).__name__
         raise UserError(
-            f"cannot read the press {text!r}: {error.msg}; write one such as "
+            f"cannot read the press {text!r:.200}: {reason}; write one such as "
             "AdaKVPress(SnapKVPress(window_size=32))"
         ) from error
 
 
 def _mentions_ratio(expression: ast.expr) -> bool:
-    return any(isinstance(n, ast.Name) and n.id == RATIO for n in ast.walk(expression))
+    return any(isinstance(n, ast.Name) and n.id == "ratio" for n in ast.walk(expression))
 
 
-class _Maker:
+class _Maker(NamedTuple):
     """Evaluates the expression of one press."""
 
-    def __init__(
-        self, text: str, presses: Mapping[str, type[Press]], ratio: float | None, seed: int
-    ) -> None:
-        self.text, self.presses, self.ratio, self.seed = text, presses, ratio, seed
+    text: str
+    presses: Presses
+    ratio: float | None
+    seed: int
 
     def value(self, node: ast.expr) -> Any:
-        if isinstance(node, ast.Name) and node.id == RATIO:
-            return 0.5 if self.ratio is None else self.ratio
-        if isinstance(node, ast.Name):
-            return self._make(node.id, [], {})
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            given = {k.arg: self.value(k.value) for k in node.keywords if k.arg is not None}
-            return self._make(node.func.id, [self.value(arg) for arg in node.args], given)
-        if isinstance(node, ast.List):
-            return [self.value(item) for item in node.elts]
+        match node:
+            case ast.Name(id="ratio"):
+                return self.told_ratio()
+            case ast.Name(id=name):
+                return self.made(name, [], {})
+            case ast.Call(func=ast.Name(id=name)) if all(k.arg for k in node.keywords):
+                given = {str(k.arg): self.value(k.value) for k in node.keywords}
+                return self.made(name, [self.value(arg) for arg in node.args], given)
+            case ast.List(elts=items):
+                return [self.value(item) for item in items]
         try:
             return ast.literal_eval(node)
-        except ValueError:
+        except (ValueError, TypeError, RecursionError):
             raise UserError(
-                f"{ast.unparse(node)} is not allowed in the press {self.text!r}; write presses, "
-                "numbers, strings and lists only"
+                f"{ast.get_source_segment(self.text.strip(), node)!s:.60} is not allowed in the "
+                f"press {self.text!r:.200}; write presses, numbers, strings and lists only"
             ) from None
 
-    def _make(self, name: str, args: list[Any], given: dict[str, Any]) -> Press:
+    def told_ratio(self) -> float:
+        if self.ratio is None:
+            raise UserError(f"{self.text!r} says `ratio`, and no ratio is given")
+        return self.ratio
+
+    def made(self, name: str, args: list[Any], given: dict[str, Any]) -> Press:
         if name not in self.presses:
             raise UserError(
                 f"there is no press {name!r} (in {self.text!r}); there are "

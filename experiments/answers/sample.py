@@ -14,11 +14,12 @@ class Sample:
         context: what is compressed.
         question: what follows the context, separators included.
         answers: the references.
-        metric: name of the function of `metrics` that scores a prediction.
+        metric: name of the one of `metrics` that scores a prediction, or `metrics.UNKNOWN`.
         max_new_tokens: how long an answer may be.
         answer_prefix: how the answer begins, given to the model.
         choices: all answers that the task knows, for metrics that choose among them.
         one_line: score the first line of a prediction only.
+        also: names of other metrics to tell beside it.
     """
 
     task: str
@@ -30,3 +31,4 @@ class Sample:
     answer_prefix: str = ""
     choices: tuple[str, ...] = ()
     one_line: bool = False
+    also: tuple[str, ...] = ()

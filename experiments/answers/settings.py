@@ -1,76 +1,166 @@
-"""What a sweep is asked to do: flags of the command line, or a YAML file with the same names."""
+"""What a sweep is asked to do: flags of the command line, or a YAML file with the same names.
+
+A file says what is measured and never runs code: arguments of `generate` and of `from_pretrained`
+are those of the lists below, and what brings code of its own is a flag, see `FLAGS_ONLY`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import typer
 import yaml
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from experiments import UserError
-from experiments.answers.presses import MECHANISMS
+from experiments.answers.datasets import SOURCES
 
 SWEPT = ("press", "ratio", "mechanism", "dataset")
 """Settings that make cells; all others are the set-up that cells of one folder share."""
 
+FLAGS_ONLY = ("custom_generate", "trust_remote_code")
+"""Settings that run somebody's code, and so are taken from the command line alone."""
 
-@dataclass(frozen=True)
+STUDIED = (
+    *("SnapKVPress", "AdaKVPress(SnapKVPress())", "ExpectedAttentionPress", "TOVAPress"),
+    *("KeyDiffPress", "StreamingLLMPress", "RandomPress"),
+)
+"""The presses of the study."""
+
+GENERATION = (
+    *("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff"),
+    *("num_beams", "early_stopping", "length_penalty", "diversity_penalty"),
+    *("max_new_tokens", "min_new_tokens", "max_time", "eos_token_id"),
+    *("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens"),
+    *("forced_eos_token_id", "exponential_decay_length_penalty", "renormalize_logits"),
+)
+"""Arguments of `generate` that a sweep may give."""
+
+MODEL_KWARGS = (
+    *("revision", "subfolder", "variant", "local_files_only", "max_memory", "low_cpu_mem_usage"),
+    *("rope_parameters", "rope_scaling", "max_position_embeddings", "sliding_window"),
+    "quantization_config",
+)
+"""Arguments of `from_pretrained` that a sweep may give."""
+
+
+def _known(*names: str) -> AfterValidator:
+    def check(given: Mapping[str, Any]) -> Mapping[str, Any]:
+        unknown = sorted(set(map(str, given)) - set(names))
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)} is not allowed; there are {', '.join(names)}")
+        return given
+
+    return AfterValidator(check)
+
+
+def _listed(value: Any) -> Any:
+    """One value as several, as flags that can be repeated give them."""
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+_SEVERAL = BeforeValidator(_listed)
+_AT_LEAST_ONE = Field(min_length=1)
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class Settings:
     """A sweep: every press at every ratio with every mechanism on every dataset.
 
-    Attributes:
-        model: shipped model, folder or hub id.
-        press: presses as text, see `presses`.
-        ratio: shares of the tokens to evict; 0 is run once, without a press.
-        mechanism: "hook", "patch" or both.
-        dataset: as `NAME/TASK@LENGTH`, see `datasets`.
-        samples: questions per task.
-        seed: of generated samples, of the choice among published ones, of presses that draw at
-            random, and of sampled answers.
-        batch_size: contexts per forward.
-        compress_questions: compress context and question together.
-        max_context_length: tokens of a context; longer ones lose their middle.
-        dtype, attn_implementation, device: how the model is loaded; "auto" spreads it over devices.
-        threads: of torch, in each process; None: torch's own choice.
-        data: folder with local copies of published datasets.
-        generation: arguments of `model.generate`.
+    By default it is that of the study: the tasks that the shipped model can answer. Attributes are
+    what their flags say. `generation` holds arguments of `model.generate`, `model_kwargs` those of
+    `from_pretrained`; these two have no flags.
     """
 
-    model: str = "facts-llama"
-    press: tuple[str, ...] = ("SnapKVPress",)
-    ratio: tuple[float, ...] = (0.0, 0.5, 0.8)
-    mechanism: tuple[str, ...] = ("hook", "patch")
-    dataset: tuple[str, ...] = ("facts",)
-    samples: int = 64
-    seed: int = 0
-    batch_size: int = 8
-    compress_questions: bool = False
-    max_context_length: int | None = None
-    dtype: str = "float32"
-    attn_implementation: str = "sdpa"
-    device: str = "cpu"
-    threads: int | None = None
-    data: str | None = None
-    generation: tuple[tuple[str, Any], ...] = (("do_sample", False),)
+    model: Annotated[str, typer.Option(help="Shipped model, folder or hub id.")] = "facts-llama"
+    press: Annotated[
+        tuple[str, ...],
+        _SEVERAL,
+        _AT_LEAST_ONE,
+        typer.Option(
+            help="Press as text, such as AdaKVPress(SnapKVPress(window_size=32)); repeat it for "
+            "several. `ratio` in it stands for the ratio."
+        ),
+    ] = STUDIED
+    ratio: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], ...],
+        _SEVERAL,
+        _AT_LEAST_ONE,
+        typer.Option(
+            help="Share of the tokens to evict; 0: no press. Repeat it for several.",
+        ),
+    ] = (0.0, 0.5, 0.8)
+    mechanism: Annotated[
+        tuple[Literal["hook", "patch"], ...],
+        _SEVERAL,
+        _AT_LEAST_ONE,
+        typer.Option(help="hook or patch."),
+    ] = ("hook", "patch")
+    dataset: Annotated[
+        tuple[str, ...],
+        _SEVERAL,
+        _AT_LEAST_ONE,
+        typer.Option(
+            help="NAME, NAME/TASK, NAME@LENGTH or NAME/TASK@LENGTH; repeat it for several. NAME is "
+            f"one of {', '.join(SOURCES)}."
+        ),
+    ] = ("facts",)
+    samples: Annotated[int, Field(ge=1), typer.Option(help="Questions per task.")] = 48
+    fraction: Annotated[
+        Annotated[float, Field(gt=0, le=1)] | None,
+        typer.Option(help="Share of the questions of published datasets, in place of --samples."),
+    ] = None
+    needle_depth: Annotated[
+        tuple[Annotated[float, Field(ge=0, le=1)], ...],
+        _SEVERAL,
+        typer.Option(
+            help="Depth of the needle, from 0 (start) to 1 (end), a question each; repeat it for "
+            "several. By default evenly spread ones."
+        ),
+    ] = ()
+    seed: Annotated[int, Field(ge=0), typer.Option(help="Of all that is drawn.")] = 0
+    batch_size: Annotated[int, Field(ge=1), typer.Option(help="Contexts per forward.")] = 8
+    compress_questions: Annotated[
+        bool, typer.Option(help="Compress context and question together.")
+    ] = False
+    max_context_length: Annotated[
+        Annotated[int, Field(ge=2)] | None,
+        typer.Option(help="Cut the middle out of contexts of more tokens."),
+    ] = None
+    max_new_tokens: Annotated[
+        Annotated[int, Field(ge=1)] | None,
+        typer.Option(help="Tokens of an answer, in place of the number that its task allows."),
+    ] = None
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the model.")
+    ] = "float32"
+    attn_implementation: Annotated[str, typer.Option(help="eager, sdpa and so on.")] = "sdpa"
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, or auto to spread the model over devices.")
+    ] = "cpu"
+    threads: Annotated[
+        Annotated[int, Field(ge=1)] | None,
+        typer.Option(help="CPU threads of torch, and CPUs of a Ray worker."),
+    ] = None
+    data: Annotated[
+        str | None, typer.Option(help="Folder with local copies of published datasets.")
+    ] = None
+    custom_generate: Annotated[
+        str | None,
+        typer.Option(help="Folder or hub id with a generate function of its own: its code is run."),
+    ] = None
+    trust_remote_code: Annotated[
+        bool, typer.Option(help="Run code that the model's repository brings.")
+    ] = False
+    generation: Annotated[dict[str, Any], _known(*GENERATION)] = Field(default_factory=dict)
+    model_kwargs: Annotated[dict[str, Any], _known(*MODEL_KWARGS)] = Field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        for name, low in (("samples", 1), ("batch_size", 1), ("threads", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise UserError(f"{name} is {value}; it must be {low} or more")
-        _require_known("mechanism", self.mechanism, tuple(MECHANISMS))
-        _require_known("dtype", (self.dtype,), ("float32", "bfloat16", "float16"))
-        outside = [ratio for ratio in self.ratio if not 0 <= ratio < 1]
-        if outside:
-            raise UserError(f"ratio is {outside[0]}; it must be a number in [0, 1)")
-
-
-def _require_known(name: str, values: tuple[str, ...], known: tuple[str, ...]) -> None:
-    wrong = [value for value in values if value not in known]
-    if wrong:
-        raise UserError(f"{name} is {wrong[0]!r}; it must be one of {', '.join(known)}")
+    def __hash__(self) -> int:
+        return hash(repr(self))  # mappings have none
 
 
 def settings_from(path: Path | None, flags: Mapping[str, Any]) -> Settings:
@@ -83,15 +173,12 @@ def settings_from(path: Path | None, flags: Mapping[str, Any]) -> Settings:
     Raises:
         UserError: naming the entry that is wrong.
     """
-    known = {field.name: field for field in fields(Settings)}
     given = {} if path is None else _read(path)
-    unknown = sorted(set(given) - set(known))
-    if unknown:
-        raise UserError(
-            f"{path} has {', '.join(unknown)}, which is no setting; there are {', '.join(known)}"
-        )
     given |= {name: value for name, value in flags.items() if value is not None}
-    return Settings(**{name: _converted(name, value, known[name]) for name, value in given.items()})
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        raise UserError("; ".join(map(_said, error.errors()))) from error
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -99,43 +186,22 @@ def _read(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"there is no file {path}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # dates: ValueError
         raise UserError(f"{path} is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} must be a YAML mapping of settings, such as `model: facts-llama`")
+    known = [field.name for field in fields(Settings) if field.name not in FLAGS_ONLY]
+    for name in content:
+        if name in FLAGS_ONLY:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{path} has {name}, which runs code; give it as a flag, {flag}")
+        if name not in known:
+            raise UserError(f"{path} has {name}, which is no setting; there are {', '.join(known)}")
     return content
 
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "bool": (bool,),
-    "float": (int, float),
-}
-
-
-def _converted(name: str, value: Any, field: Any) -> Any:
-    """`value` as the type of `field`, a text such as `tuple[str, ...]` or `int | None`."""
-    wanted = str(field.type)
-    if name == "generation":
-        if not isinstance(value, Mapping):
-            raise UserError(f"generation is {value!r}; it must be a mapping of arguments")
-        return tuple(sorted({**dict(Settings.generation), **value}.items()))
-    if value is None and wanted.endswith("None"):
-        return None
-    if wanted.startswith("tuple"):
-        kind = wanted[len("tuple[") :].split(",")[0]
-        values = value if isinstance(value, (list, tuple)) else [value]
-        if values:
-            return tuple(_typed(name, item, kind) for item in values)
-        raise UserError(f"{name} is empty; give at least one")
-    return _typed(name, value, wanted.split(" ")[0])
-
-
-def _typed(name: str, value: Any, kind: str) -> Any:
-    fits = isinstance(value, _TYPES[kind]) and (kind == "bool") == isinstance(value, bool)
-    if not fits:
-        raise UserError(
-            f"{name} is {value!r}; it must be {'a number' if kind == 'float' else kind}"
-        )
-    return float(value) if kind == "float" else value
+def _said(error: Any) -> str:
+    """What is wrong with a setting, such as `samples is 'many'; input should be an integer`."""
+    name = ".".join(str(part) for part in error["loc"] if isinstance(part, str)) or "settings"
+    reason = error["msg"].removeprefix("Value error, ")
+    return f"{name} is {error['input']!r:.200}; {reason[0].lower()}{reason[1:]}"

@@ -13,12 +13,12 @@ from transformers import AutoConfig
 import experiments
 from experiments.answers.settings import SWEPT, Settings
 from experiments.loading import SHIPPED
-from experiments.study import circumstances_now
+from experiments.study import environment_info
 
 _ROOT = Path(experiments.__file__).resolve().parents[1]
 _CODE = (
     *("press_core", "hooks_impl", "patch_impl", "attention_patch"),
-    *("experiments/evaluation", "experiments/pipeline.py", "experiments/facts.py"),
+    *("experiments/answers", "experiments/loading.py", "experiments/testbed/facts.py"),
 )
 """What of this project the results hang on."""
 
@@ -28,11 +28,10 @@ _ENDS = 2**20  # bytes of a file, at its start and its end, that tell it from an
 
 def setup_of(settings: Settings) -> dict[str, Any]:
     """The settings that cells share, the model and the versions; `made_with` is for information."""
-    made_with = circumstances_now()
+    made_with = environment_info()
     versions = made_with.pop("versions")
     made_with.pop("seed")
     shared = {name: value for name, value in asdict(settings).items() if name not in SWEPT}
-    shared["generation"] = {name: value for name, value in settings.generation}
     shared["threads"] = settings.threads or torch.get_num_threads()
     return {
         **shared,

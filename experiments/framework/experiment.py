@@ -82,6 +82,19 @@ class Finding:
             raise ValueError(f"a finding has one number in bold: {self.text}")
 
 
+@dataclass(frozen=True)
+class Contrast:
+    """Hooks against patches in one number each, for the report's first figure.
+
+    Attributes:
+        title: what the numbers are.
+        bars: numbers by what they are of: "hooks", "patches", and perhaps others.
+    """
+
+    title: str
+    bars: dict[str, float]
+
+
 class Experiment(ABC, Generic[OptionsT]):
     """One experiment of the study; the docstring of a subclass is the help of its command.
 
@@ -132,6 +145,10 @@ class Experiment(ABC, Generic[OptionsT]):
     def figures(self, tables: Tables) -> dict[str, Figure]:
         """Figures by name, the stem of the PNG file; the first shows the first finding."""
         return {}
+
+    def contrasts(self, tables: Tables) -> list[Contrast]:
+        """What goes into the report's first figure."""
+        return []
 
     def passed(self, tables: Tables) -> bool:
         """Whether the command ends with status 0."""

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from experiments.framework.plots import INK, legend_outside, new_figure, style
+from experiments.framework.plots import CELL_INK, new_figure, style
 from experiments.framework.tables import ResultTable
 
 
@@ -62,10 +62,11 @@ class OutcomeMatrix:
             Line2D([], [], color=colour, marker="s", markersize=9, linestyle="none", label=outcome)
             for outcome, (_, colour) in self.looks.items()
         ]
+        width, height = 2.4 + 0.4 * len(self.columns), 1.9 + 0.22 * len(self.rows)
+        figure, (panel,) = new_figure(width=width, height=height)
         with style():
-            figure, (panel,) = new_figure(width=9.6, height=1.5 + 0.27 * len(self.rows))
             draw_cells(panel, self.rows, self.columns, cells)
-            legend_outside(figure, panel, handles=handles)
+            figure.legend(handles=handles, loc="outside lower center", ncols=2)
         figure.set_label(label)
         return figure
 
@@ -86,11 +87,11 @@ def draw_cells(
     for (row, column), (text, colour) in cells.items():
         x, y = columns.index(column), rows.index(row)
         panel.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=colour, linewidth=0))
-        ink = "white" if _is_dark(colour) else INK
+        ink = "white" if _is_dark(colour) else CELL_INK
         panel.text(x, y, text, ha="center", va="center", fontsize=7.5, color=ink)
     panel.set_xlim(-0.5, len(columns) - 0.5)
     panel.set_ylim(len(rows) - 0.5, -0.5)
-    panel.set_xticks(range(len(columns)), columns, rotation=40, ha="left", rotation_mode="anchor")
+    panel.set_xticks(range(len(columns)), columns, rotation=50, ha="left", rotation_mode="anchor")
     panel.set_yticks(range(len(rows)), rows)
     panel.xaxis.tick_top()
     panel.grid(visible=False)

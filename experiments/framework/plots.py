@@ -15,9 +15,11 @@ backend chosen, no setting of matplotlib changed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import StringIO
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
+
+from hooks_impl import PRESSES
 
 INK, MUTED, GRID = "#222222", "#6b6b6b", "#e4e4e4"
 """Colours of text, of what should stay in the background, and of grid lines; see `svg`."""
@@ -78,56 +82,34 @@ _STYLE: Any = {
 _BLACK, _ORANGE, _SKY, _GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 _GOLD, _BLUE, _VERMILLION, _PURPLE, _GREY = "#A58B00", "#0072B2", "#D55E00", "#CC79A7", "#8C8C8C"
 
+_COLOURS = (_GREY, _BLUE, _VERMILLION, _GREEN, _ORANGE, _PURPLE, _SKY, _GOLD, _BLACK)
+
 _Dashes = tuple[float, ...]
 _SOLID: _Dashes = ()
 _DASHED: _Dashes = (4, 1.5)
 _DOTTED: _Dashes = (1, 1.2)
 _MIXED: _Dashes = (5, 1.2, 1, 1.2)
+_LINES = (_SOLID, _DASHED, _DOTTED, _MIXED)
 
-_PRESSES: dict[str, tuple[str, _Dashes]] = {
-    # baselines
+_Look = tuple[str, _Dashes]
+_CHOSEN: dict[str, _Look] = {
     "RandomPress": (_GREY, _DOTTED),
     "StreamingLLMPress": (_GREY, _SOLID),
-    # what queries look at
     "ObservedAttentionPress": (_GREEN, _SOLID),
     "SnapKVPress": (_BLUE, _SOLID),
     "PyramidKVPress": (_BLUE, _DASHED),
     "TOVAPress": (_SKY, _SOLID),
     "ExpectedAttentionPress": (_PURPLE, _SOLID),
-    "ExpectedAttentionStatsPress": (_PURPLE, _DASHED),
-    "QFilterPress": (_PURPLE, _DOTTED),
-    "FinchPress": (_BLUE, _DOTTED),
-    "NonCausalAttnPress": (_GREEN, _DASHED),
-    # what keys and values look like
     "KnormPress": (_ORANGE, _SOLID),
     "KeyDiffPress": (_VERMILLION, _SOLID),
-    "LagKVPress": (_GOLD, _DASHED),
-    "LeverageScorePress": (_ORANGE, _DASHED),
-    "CompactorPress": (_VERMILLION, _DASHED),
-    "CURPress": (_GOLD, _DOTTED),
-    # what was learned or measured beforehand
     "KVzipPress": (_BLACK, _SOLID),
-    "KVzapPress": (_BLACK, _DOTTED),
     "DuoAttentionPress": (_BLACK, _DASHED),
-    # budgets and other wrappers
     "AdaKVPress": (_SKY, _DASHED),
     "CriticalKVPress": (_GREEN, _DOTTED),
     "CriticalAdaKVPress": (_SKY, _DOTTED),
-    "ChunkKVPress": (_VERMILLION, _DOTTED),
-    "ChunkPress": (_ORANGE, _DOTTED),
-    "BlockPress": (_GREEN, _MIXED),
-    "ComposedPress": (_GREY, _DASHED),
-    "KeyRerotationPress": (_BLUE, _MIXED),
-    "PerLayerCompressionPress": (_SKY, _MIXED),
-    "DMSPress": (_BLACK, _MIXED),
-    # other things than tokens of a prefill
     "ThinKPress": (_PURPLE, _MIXED),
-    "SimLayerKVPress": (_GOLD, _SOLID),
-    "DecodingPress": (_ORANGE, _MIXED),
-    "PrefillDecodingPress": (_VERMILLION, _MIXED),
-    "StreamingLLMDecodingPress": (_GREY, _MIXED),
 }
-_UNKNOWN = (_GOLD, _MIXED)
+"""Looks of the presses that are drawn most, like ones alike; the others get what is left."""
 
 _MECHANISMS: dict[str, tuple[str, str]] = {
     "bare": (_GREY, "D"),
@@ -194,8 +176,12 @@ def press_label(name: str) -> str:
     return name.removesuffix("Press")
 
 
-def _press_look(name: str) -> tuple[str, _Dashes]:
-    return _PRESSES.get(name, _UNKNOWN)
+def _press_look(name: str) -> _Look:
+    if name in _CHOSEN:
+        return _CHOSEN[name]
+    left = [look for look in product(_COLOURS, _LINES) if look not in _CHOSEN.values()]
+    others = sorted(set(PRESSES) - set(_CHOSEN))
+    return left[others.index(name) % len(left) if name in others else -1]
 
 
 def mechanism_colour(name: str) -> str:
@@ -240,24 +226,31 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(path)
 
 
-_DARK = {INK: "#e4e6e9", MUTED: "#a0a7af", GRID: "#343a41"}
-"""What the colours of text and lines become where the reader prefers dark pages."""
+_THEMED = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--line)"}
+"""Colours that a page sets for its light and its dark mode."""
 
 
-def svg(figure: Figure) -> str:
-    """A figure as SVG on no background, whose text and lines follow the reader's dark mode.
+def svg(figure: Figure, salt: str) -> str:
+    """A figure as an `<svg>` element without background, for a page that sets `--ink` and so on.
 
     The same figure gives the same text.
+
+    Args:
+        salt: makes the ids of its parts differ from those of other figures on the page.
     """
     drawn = StringIO()
-    with style(), matplotlib.rc_context({"svg.hashsalt": "figure", "svg.fonttype": "none"}):
+    with style(), matplotlib.rc_context({"svg.hashsalt": salt, "svg.fonttype": "none"}):
         figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
-    head, body = drawn.getvalue().split("<defs>", 1)
-    for index, colour in enumerate(_DARK):
-        body = body.replace(colour, f"var(--c{index})")
-    light, dark = (
-        "svg{" + "".join(f"--c{i}:{colour};" for i, colour in enumerate(colours)) + "}"
-        for colours in (_DARK.keys(), _DARK.values())
-    )
-    sheet = f"<style>{light}@media(prefers-color-scheme:dark){{{dark}}}</style>"
-    return f"{head}{sheet}<defs>{body}"
+    text = drawn.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r' id="\w+_\d+"', "", text)  # the same in every figure, and nothing refers to it
+    text = re.sub("<[^>]+>", _rounded, text)
+    text = re.sub(r"\s*\n\s*", " ", text)
+    for colour, themed in _THEMED.items():
+        text = text.replace(colour, themed)
+    return text.replace("'DejaVu Sans'", "system-ui, sans-serif")
+
+
+def _rounded(tag: re.Match[str]) -> str:
+    """A tag whose coordinates are cut after a hundredth of a point."""
+    return re.sub(r"(\.\d\d)\d+", r"\1", tag[0])

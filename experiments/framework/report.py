@@ -7,29 +7,40 @@ anew from the tables, and follow the reader's light or dark mode.
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import pandas as pd
 import typer
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markdown_it import MarkdownIt
 from markupsafe import Markup
+from matplotlib.figure import Figure
 
 from experiments import load_experiments
 from experiments.framework.experiment import AnyExperiment
-from experiments.framework.plots import svg
-from experiments.framework.results import Part, draw, read_manifest, read_parts, write_manifest
+from experiments.framework.overview import overview
+from experiments.framework.plots import save, svg
+from experiments.framework.results import (
+    Part,
+    describe,
+    draw,
+    read_manifest,
+    read_parts,
+    write_manifest,
+)
 from experiments.framework.tables import markdown_table
 
 QUESTION = (
     "To change what a transformer keeps in its KV cache, must you patch its code, or are hooks "
     "enough, and what does each cost?"
 )
-MAX_ROWS = 200
+MAX_ROWS = 100
 """Rows of a CSV file that the HTML page shows."""
+
+OVERVIEW = "overview"
+"""Stem of the file of the first figure."""
 
 _MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")
 
@@ -87,19 +98,37 @@ def _inline(markdown: str) -> Markup:
     return Markup(_MARKDOWN.renderInline(markdown))
 
 
-def _pictures(part: Part) -> list[dict[str, Any]]:
-    """The figures of a part as data URIs, with their captions and widths in CSS pixels."""
-    pictures = []
-    for name, figure in part.experiment.figures(part.tables).items():
-        data = b64encode(svg(figure).encode()).decode()
-        pictures.append(
-            {
-                "source": f"data:image/svg+xml;base64,{data}",
-                "shows": part.figures.get(name) or name,
-                "width": round(96 * figure.get_figwidth()),
-            }
-        )
-    return pictures
+class _Picture(NamedTuple):
+    """A figure on the page: its `<svg>` element, what it shows, and its width in CSS pixels."""
+
+    drawn: Markup
+    shows: str
+    width: int
+
+
+def _pictures(part: Part) -> list[_Picture]:
+    figures = part.experiment.figures(part.tables)
+    return [_picture(name, figure, part.figures.get(name)) for name, figure in figures.items()]
+
+
+def _picture(name: str, figure: Figure, shows: str | None) -> _Picture:
+    drawn = Markup(svg(figure, salt=name))
+    return _Picture(drawn, shows or name, round(96 * figure.get_figwidth()))
+
+
+def _overview(parts: Iterable[Part], folder: Path) -> list[_Picture]:
+    """The first figure, also written as a PNG file; empty if nothing goes into it."""
+    contrasts = [
+        contrast
+        for part in parts
+        if not part.error
+        for contrast in part.experiment.contrasts(part.tables)
+    ]
+    if not contrasts:
+        return []
+    figure = overview(contrasts)
+    save(figure, folder / f"{OVERVIEW}.png")
+    return [_picture(OVERVIEW, figure, describe(figure))]
 
 
 def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
@@ -128,8 +157,8 @@ def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
         "run": read_manifest(folder),
         "parts": parts,
         "needs": needs(parts),
+        "overview": _overview(parts, folder),
         "verdict": verdict(parts),
-        "answer": _answer,
         "pictures": _pictures,
         "max_rows": MAX_ROWS,
         "numeric": pd.api.types.is_numeric_dtype,

@@ -25,7 +25,7 @@ import hooks_impl
 from experiments import UserError
 from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.options import Device, checked_share, one_of
-from experiments.framework.plots import new_figure, press_label, style
+from experiments.framework.plots import CELL_INK, new_figure, press_label, style
 from experiments.framework.tables import ResultTable
 from experiments.framework.timing import threads
 from experiments.loading import ModelNotFoundError, load_model, short_name
@@ -301,24 +301,39 @@ _GREY, _RED, _GREEN = "#eeeeee", "#f4b6a0", "#c7e8dc"
 
 
 def _figure(cells: pd.DataFrame) -> Figure:
+    """A square per press and model; with words in it where there is more to say than "equal"."""
     presses, families = list(cells["press"].unique()), list(cells["family"].unique())
     counts = _counts(cells, ["press", "family"])
     shades = [[_shade(counts, (press, family)) for family in families] for press in presses]
-    figure, (axes,) = new_figure(width=9.5, height=0.25 * len(presses) + 1.3)
+    width, height = 1.6 + 0.27 * len(families), 1.2 + 0.18 * len(presses)
+    figure, (axes,) = new_figure(width=max(width, 3.6), height=height)
     with style():
         colours = ListedColormap([_GREY, _RED, _GREEN])
         axes.pcolormesh(shades, cmap=colours, vmin=0, vmax=2, edgecolors="white", linewidth=1.5)
         for row, column in product(range(len(presses)), range(len(families))):
-            label = _label(counts, (presses[row], families[column]))
-            axes.text(column + 0.5, row + 0.5, label, ha="center", va="center", fontsize=7.5)
+            if shades[row][column] < 2:
+                label = _mark(counts, (presses[row], families[column]))
+                place = column + 0.5, row + 0.5
+                axes.text(*place, label, ha="center", va="center", fontsize=7.5, color=CELL_INK)
         columns, rows = ([0.5 + i for i in range(len(names))] for names in (families, presses))
-        axes.set_xticks(columns, families, rotation=30, ha="right", rotation_mode="anchor")
+        axes.set_xticks(columns, families, rotation=45, ha="right", rotation_mode="anchor")
         axes.set_yticks(rows, [press_label(press) for press in presses])
         axes.invert_yaxis()
-        axes.set_title("Cells in which hook and patch leave the same bits")
         axes.grid(False)
         axes.spines[:].set_visible(False)
+    figure.set_label(
+        "Green: hook and patch leave the same bits in every cell of a press and a model; red: they "
+        "differ in as many; grey, with a dash: both refuse"
+    )
     return figure
+
+
+def _mark(counts: _Counts, group: Any) -> str:
+    """How many cells differ; a dash where both refuse."""
+    if group not in counts:
+        return "\N{EN DASH}"
+    equal, compared = counts[group]
+    return str(compared - equal)
 
 
 def _shade(counts: _Counts, group: Any) -> int:

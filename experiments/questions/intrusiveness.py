@@ -34,10 +34,11 @@ import hooks_impl
 import patch_impl
 from experiments import UserError
 from experiments.audit import LEFT, OPEN, REACHES, RUNNING, audit, differences, snapshot
-from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.experiment import Contrast, Experiment, Finding, Tables
 from experiments.framework.heatmap import draw_cells
 from experiments.framework.plots import new_figure, style
 from experiments.framework.tables import ResultTable
+from experiments.framework.wording import in_one_line
 from experiments.interventions import LIBRARIES
 from experiments.mechanisms import MECHANISMS, OURS
 from experiments.mechanisms.contain import contained
@@ -164,7 +165,7 @@ def leftovers(opens: Opens, exit_name: str) -> dict[str, Any]:
         try:
             EXITS[exit_name](model, opens)
         except Exception as raised:
-            error = " ".join(f"{type(raised).__name__}: {raised}".split())
+            error = in_one_line(raised)
         left = differences(before, snapshot(model))
     example = f"{left[0].place.owner}.{left[0].place.name}" if left else ""
     return {"exit": exit_name, "leftovers": len(left), "example": example, "error": error}
@@ -329,7 +330,7 @@ def _left(exits: pd.DataFrame, ours: bool) -> pd.Series[int]:
     return left[left.index.map(lambda name: (name.split(",")[0] in OURS) == ours)]
 
 
-_TITLE_PAD = 72
+_TITLE_PAD = 80
 """Points that slanted labels need above a matrix."""
 _OPEN_COLOURS = ("#d7e6f2", "#8dbbdd", "#3f8ac4", "#0b5394")
 _LEFT_COLOURS = ("#fbe0cf", "#f4ae84", "#e2783b", "#D55E00")
@@ -344,47 +345,41 @@ def _shade(count: int, colours: tuple[str, ...]) -> tuple[str, str]:
 
 def _mechanisms_figure(tables: Tables) -> Figure:
     changes, exits = tables["intrusiveness"], tables["intrusiveness_exits"]
-    opened = _while_open(changes)
     left = exits.pivot(index="mechanism", columns="exit", values="leftovers")
-    names, ways = list(dict.fromkeys(exits["mechanism"])), list(dict.fromkeys(exits["exit"]))
-    with style():
-        figure, (during, after) = new_figure(
-            1, 2, width=9.4, height=1.7 + 0.27 * len(names), sharey=True
-        )
-        during.set_title("touched while open", y=1, pad=_TITLE_PAD)
-        after.set_title("left behind, by way of leaving", y=1, pad=_TITLE_PAD)
-        draw_cells(during, names, list(REACHES), _cells(opened, _OPEN_COLOURS))
-        draw_cells(after, names, ways, _cells(left.loc[names, ways], _LEFT_COLOURS))
-    figure.set_label(
+    names, ways = exits["mechanism"].unique(), exits["exit"].unique()
+    label = (
         "Entries touched while a scope is open, by mechanism and reach, and entries left behind, "
         "by mechanism and way of leaving"
     )
-    return figure
+    touched_names = _while_open(changes).loc[names]
+    return _figure(touched_names, left.loc[names, ways], label, "by way of leaving")
 
 
 def _libraries_figure(audited: pd.DataFrame) -> Figure:
-    keys = ["library", "subject"]
+    opened, left = (by_reach(audited, ["library", "subject"], when) for when in (OPEN, LEFT))
+    for counts in (opened, left):
+        counts.index = pd.Index([f"{library}: {subject}" for library, subject in counts.index])
+    label = "Entries that libraries touch and leave behind, by reach"
+    return _figure(opened, left, label, "by reach")
+
+
+def _figure(opened: pd.DataFrame, left: pd.DataFrame, label: str, left_by: str) -> Figure:
+    """Two matrices side by side: what is touched, and what is left."""
     with style():
-        count = len(audited[keys].drop_duplicates())
-        figure, panels = new_figure(1, 2, width=9.4, height=1.7 + 0.25 * count, sharey=True)
-        whens = ((OPEN, "touched while open", _OPEN_COLOURS), (LEFT, "left behind", _LEFT_COLOURS))
-        for panel, (when, title, colours) in zip(panels, whens, strict=True):
-            counted = by_reach(audited, keys, when)
-            counted.index = pd.Index([f"{library}: {what}" for library, what in counted.index])
+        height = 1.7 + 0.26 * len(opened)
+        figure, panels = new_figure(1, 2, width=9.4, height=height, sharey=True)
+        titles = "touched while open, by reach", f"left behind, {left_by}"
+        matrices = zip(panels, titles, (opened, left), (_OPEN_COLOURS, _LEFT_COLOURS), strict=True)
+        for panel, title, counts, colours in matrices:
             panel.set_title(title, y=1, pad=_TITLE_PAD)
-            draw_cells(panel, list(counted.index), list(REACHES), _cells(counted, colours))
-    figure.set_label("Entries that libraries touch and leave behind, by reach")
+            cells = {
+                (str(row), str(column)): _shade(count, colours)
+                for row, of_row in counts.to_dict("index").items()
+                for column, count in of_row.items()
+            }
+            draw_cells(panel, list(counts.index), list(counts.columns), cells)
+    figure.set_label(label)
     return figure
-
-
-def _cells(
-    counts: pd.DataFrame, colours: tuple[str, ...]
-) -> dict[tuple[str, str], tuple[str, str]]:
-    return {
-        (str(row), str(column)): _shade(int(counts.loc[row, column]), colours)
-        for row in counts.index
-        for column in counts.columns
-    }
 
 
 def _touched_table(changes: pd.DataFrame, exits: pd.DataFrame) -> pd.DataFrame:
@@ -534,6 +529,14 @@ class Intrusiveness(Experiment[Options]):
         if not audited.empty:
             drawn["intrusiveness_libraries"] = _libraries_figure(audited)
         return drawn
+
+    def contrasts(self, tables: Tables) -> list[Contrast]:
+        exits = tables["intrusiveness_exits"]
+        own = _left(exits, ours=True)
+        bars = {name: float(own[own.index.str.startswith(name)].sum()) for name in OURS}
+        worst = _left(exits, ours=False).nlargest(1)
+        bars |= {str(name): float(count) for name, count in worst.items()}
+        return [Contrast("Entries left behind", bars)]
 
 
 EXPERIMENT = Intrusiveness()

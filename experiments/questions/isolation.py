@@ -28,10 +28,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl
 import patch_impl
-from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.experiment import Contrast, Experiment, Finding, Tables
 from experiments.framework.heatmap import OutcomeMatrix
 from experiments.framework.options import one_of
 from experiments.framework.tables import ResultTable
+from experiments.framework.wording import in_one_line
 from experiments.mechanisms import MECHANISMS, OURS, Mechanism
 from experiments.mechanisms.contain import contained
 from experiments.testbed.families import build
@@ -354,7 +355,7 @@ def outcome(seen: Seen) -> tuple[str, str]:
         if isinstance(expected, Exception):
             raise expected
         if isinstance(got, Exception):
-            return ERROR, f"{when}: {type(got).__name__}: {' '.join(str(got).split())}"
+            return ERROR, f"{when}: {in_one_line(got)}"
         details.append(expected.difference(got))
     inside, after = details
     if after:
@@ -455,6 +456,14 @@ class Isolation(Experiment[Options]):
         label = "What became of bystanders, bit for bit, by situation (rows) and mechanism"
         matrix = OutcomeMatrix.of(tables["isolation"], "situation", _LOOKS)
         return {"isolation": matrix.figure(label)}
+
+    def contrasts(self, tables: Tables) -> list[Contrast]:
+        table = tables["isolation"]
+        untouched = _untouched(table)
+        others = untouched.drop(list(OURS), errors="ignore").nsmallest(1)
+        chosen = [*untouched[untouched.index.isin(OURS)].items(), *others.items()]
+        title = f"Of {table['situation'].nunique()} situations, those nobody else feels"
+        return [Contrast(title, {str(name): float(count) for name, count in chosen})]
 
 
 def _untouched(table: pd.DataFrame) -> pd.Series[Any]:

@@ -27,17 +27,18 @@ import torch
 import typer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, PreTrainedModel
 
 from experiments import UserError
-from experiments.framework.experiment import Experiment, Tables
+from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.options import Device, checked_positive_share
 from experiments.framework.plots import (
     INK,
     MUTED,
+    NO_PRESS,
     legend_outside,
     new_figure,
     press_colour,
@@ -45,10 +46,8 @@ from experiments.framework.plots import (
     press_line,
     style,
 )
-from experiments.framework.report import write_results
-from experiments.framework.tables import Shown
+from experiments.framework.tables import ResultTable
 from experiments.loading import load_model, short_name
-from experiments.questions.overhead import NO_PRESS
 from experiments.testbed.families import build
 from experiments.testbed.recipes import MECHANISMS, press_name, suited_pair
 from press_core import Press, attention_sites, cache_nbytes
@@ -58,6 +57,29 @@ PRESSES = ("SnapKVPress", "AdaKVPress", "ThinKPress", "KVzipPress")
 """What the study measures: tokens, tokens by head, channels, and tokens once all are read."""
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler tells of each start and stop
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Shipped model, folder or hub id.",
+            show_default="a random Llama of 4 layers, 4/2 heads of 32, and one of 8 layers",
+        ),
+    ] = None
+    press: Annotated[
+        tuple[str, ...], typer.Option(help="Press to measure, such as SnapKV. Repeatable.")
+    ] = PRESSES
+    context: Annotated[
+        tuple[int, ...], typer.Option(min=2, help="Tokens of a prefill. Repeatable.")
+    ] = (1024, 2048, 4096, 8192, 16384)
+    ratio: Annotated[
+        float, typer.Option(help="Share to evict, in (0, 1).", callback=checked_positive_share)
+    ] = 0.5
+    device: Device = "cpu"
 
 
 class Shape(NamedTuple):
@@ -113,8 +135,8 @@ class Size:
         twice: longest context for presses that read it twice.
     """
 
-    contexts: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
-    ratio: float = 0.5
+    contexts: tuple[int, ...] = Options.context
+    ratio: float = Options.ratio
     presses: tuple[str, ...] = PRESSES
     both: int = 2048
     twice: int = 4096
@@ -199,31 +221,21 @@ def evicted(name: str, ratio: float) -> float:
     return ratio / 2 if name == "ThinKPress" else ratio  # which drops channels of keys only
 
 
-def measure(
-    subjects: Mapping[str, tuple[PreTrainedModel, Size]], *, progress: bool = True
-) -> Tables:
-    """Prefills of all models, and the arithmetic for those that are too large.
+def measure_prefills(
+    subjects: Mapping[str, tuple[PreTrainedModel, Size]], progress: Progress
+) -> pd.DataFrame:
+    """The table `memory`; see `Memory.measure`.
 
     Args:
-        subjects: by the name that tables give it, a model and what is measured of it.
-        progress: show a bar on stderr.
-
-    Returns:
-        `memory`: per prefill the columns `model`, `layers`, `context`, `press`, `mechanism`,
-        `ratio`; `bytes` of the cache, `predicted` ones, and `measured_over_predicted`; `peak`,
-        bytes, see `peak_nbytes`, and `peak_over_bare`, times that without a press.
-        `memory_models`: see `predicted`.
+        subjects: by the name that the table gives it, a model and what is measured of it.
     """
     total = sum(len(list(size.cells())) for _, size in subjects.values())
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    console, rows = Console(stderr=True), []
-    with Progress(*columns, TimeElapsedColumn(), console=console, disable=not progress) as bar:
-        task = bar.add_task("prefills", total=total)
-        for name, (model, size) in subjects.items():
-            for row in _rows(model, size):
-                rows.append({"model": name, **row})
-                bar.advance(task)
-    return {"memory": pd.DataFrame(rows), "memory_models": predicted()}
+    task, rows = progress.add_task("prefills", total=total), []
+    for name, (model, size) in subjects.items():
+        for row in _rows(model, size):
+            rows.append({"model": name, **row})
+            progress.advance(task)
+    return pd.DataFrame(rows)
 
 
 def _rows(model: PreTrainedModel, size: Size) -> Iterator[dict[str, Any]]:
@@ -270,36 +282,29 @@ def predicted(shapes: Mapping[str, Shape] = REAL) -> pd.DataFrame:
     return pd.DataFrame(rows)[columns]
 
 
-def run() -> Tables:
-    """The study: random models of two depths, of which the shallow one gets the long contexts."""
-    return measure({_name(4): (_random_llama(4), Size()), _name(8): (_random_llama(8), _DEEP)})
-
-
-_DEEP = Size(contexts=(4096,), twice=0)
+def _subjects(options: Options) -> dict[str, tuple[PreTrainedModel, Size]]:
+    """What is measured: a given model, or two of which the shallow one gets the long contexts."""
+    presses = tuple(map(press_name, options.press))
+    size = Size(tuple(sorted(options.context)), options.ratio, presses)
+    if options.model:
+        return {
+            short_name(options.model): (load_model(options.model, device=options.device)[0], size)
+        }
+    deep = replace(size, contexts=(4096,), twice=0)
+    return {
+        f"random Llama, {layers} layers": (
+            _random_llama(layers).to(torch.device(options.device)),
+            of,
+        )
+        for layers, of in ((4, size), (8, deep))
+    }
 
 
 def _random_llama(layers: int) -> PreTrainedModel:
     return build("llama", num_layers=layers, num_heads=4, num_kv_heads=2, head_dim=32)
 
 
-def _name(layers: int) -> str:
-    return f"random Llama, {layers} layers"
-
-
 # ---- reading the tables --------------------------------------------------------------------------
-
-
-def summary(tables: Tables) -> str:
-    """What was measured, as Markdown."""
-    return "\n\n".join([*sentences(tables), *(table.markdown() for table in shown(tables))])
-
-
-def sentences(tables: Tables) -> list[str]:
-    """What was measured in short."""
-    memory = tables["memory"]
-    told = [sentence_on_arithmetic(memory), sentence_on_peaks(memory), sentence_on_depth(memory)]
-    told.append(sentence_on_mechanisms(memory))
-    return [sentence for sentence in told if sentence]
 
 
 def sentence_on_arithmetic(memory: pd.DataFrame) -> str:
@@ -347,17 +352,13 @@ def sentence_on_depth(memory: pd.DataFrame) -> str:
     )
 
 
-def sentence_on_mechanisms(memory: pd.DataFrame) -> str:
-    """The peaks with hooks, in those with patches."""
+def hook_over_patch(memory: pd.DataFrame) -> pd.Series[float]:
+    """Peaks with hooks over those with patches, where both were measured."""
     keys = ["model", "context", "press"]
     peaks = memory.pivot(index=keys, columns="mechanism", values="peak")
-    if "patch" not in peaks:
-        return ""
-    ratios = (peaks["hook"] / peaks["patch"]).dropna()
-    return (
-        f"With hooks the peak is {_span(ratios.min(), ratios.max())} times that with patches, over "
-        f"{len(ratios)} prefills."
-    )
+    if not {"hook", "patch"} <= set(peaks):
+        return pd.Series(dtype=float)
+    return (peaks["hook"] / peaks["patch"]).dropna()
 
 
 def _span(low: float, high: float) -> str:
@@ -370,16 +371,7 @@ def _mib(n_bytes: float) -> str:
     return f"{n_bytes / 2**20:,.1f}"
 
 
-def shown(tables: Tables) -> list[Shown]:
-    """Measured sizes of each model, and predicted ones of all."""
-    memory, models = tables["memory"], tables["memory_models"]
-    measured = [_measured(of_model) for _, of_model in memory.groupby("model", sort=False)]
-    real = [_real_line(of) for _, of in models.groupby(["model", "context"], sort=False)]
-    head = ["model", "tokens", *(f"{ratio:.0%} evicted" for ratio in REAL_RATIOS)]
-    return [*measured, Shown("By arithmetic, GiB of the cache in bfloat16:", head, real)]
-
-
-def _measured(memory: pd.DataFrame) -> Shown:
+def _measured(memory: pd.DataFrame) -> ResultTable:
     note = (
         f"{memory['model'].iloc[0]}: one prefill; presses, installed by hooks, evict "
         f"{memory['ratio'].max():.0%} (ThinK: of the channels of the keys). MiB of the cache, over "
@@ -387,7 +379,7 @@ def _measured(memory: pd.DataFrame) -> Shown:
     )
     head = ["tokens", "press", "cache", "/ predicted", "peak", "/ no press"]
     rows: list[dict[Any, Any]] = memory[memory["mechanism"] != "patch"].to_dict("records")
-    return Shown(note, head, [_measured_line(row) for row in rows], left=2)
+    return ResultTable(note, head, [_measured_line(row) for row in rows], left=2)
 
 
 def _measured_line(row: dict[Any, Any]) -> list[str]:
@@ -403,14 +395,6 @@ def _real_line(rows: pd.DataFrame) -> list[str]:
 
 
 # ---- figures -------------------------------------------------------------------------------------
-
-
-def figures(tables: Tables) -> dict[str, Figure]:
-    """Sizes of the first model by context, `memory`; by arithmetic, `memory_models`."""
-    return {
-        "memory": _draw_measured(tables["memory"]),
-        "memory_models": _draw_models(tables["memory_models"]),
-    }
 
 
 def _draw_measured(memory: pd.DataFrame) -> Figure:
@@ -492,67 +476,87 @@ def _short(context: int) -> str:
     return f"{context // 2**20}M" if context >= 2**20 else f"{context // 2**10}k"
 
 
-EXPERIMENT = Experiment(
-    name="memory",
-    title="What a cache takes",
-    question="How much memory do a cache and the prefill that fills it take, by context length and "
-    "press, and how much would they take in large models?",
-    run=run,
-    figures=figures,
-    summary=summary,
-    repeat="python -m experiments memory",
-)
+class Memory(Experiment[Options]):
+    """Measure bytes of caches and peaks of prefills, and work them out for large models."""
 
+    name = "memory"
+    title = "What a cache takes"
+    question = (
+        "How much memory do a cache and the prefill that fills it take, by context length and "
+        "press, and how much would they take in large models?"
+    )
+    method = (
+        "Bytes are those that the cache holds after a prefill, spare room included. The peak is "
+        "what is allocated at most while the prefill runs and the press acts, counted allocation "
+        "by allocation, so that a repeated run gives the same number. Both are set beside "
+        "arithmetic, which is then worked out for published models. What a C library keeps back "
+        "and what a serving engine reserves are not in it."
+    )
+    full = Options()
+    quick = Options(context=(1024, 2048, 4096))
 
-# ---- command -------------------------------------------------------------------------------------
+    def measure(self, options: Options, progress: Progress) -> Tables:
+        """Prefills of all models, and the arithmetic for those that are too large.
 
+        Returns:
+            `memory`: per prefill the columns `model`, `layers`, `context`, `press`, `mechanism`,
+            `ratio`; `bytes` of the cache, `predicted` ones, and `measured_over_predicted`; `peak`,
+            bytes, see `peak_nbytes`, and `peak_over_bare`, times that without a press.
+            `memory_models`: see `predicted`.
+        """
+        return {
+            "memory": measure_prefills(_subjects(options), progress),
+            "memory_models": predicted(),
+        }
 
-def command(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Shipped model, folder or hub id. By default a random Llama of 4 layers, 4/2 "
-            "heads of 32, and one of 8 layers."
-        ),
-    ] = None,
-    press: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Press to measure, such as SnapKV; repeat it for several.",
-            show_default=", ".join(map(press_label, PRESSES)),
-        ),
-    ] = None,
-    context: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=2,
-            help="Tokens of a prefill; repeat it for several.",
-            show_default=", ".join(map(str, Size.contexts)),
-        ),
-    ] = None,
-    ratio: Annotated[float, typer.Option(help="Share to evict, in (0, 1).")] = Size.ratio,
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda.")] = "cpu",
-    output: Annotated[
-        Path | None, typer.Option(help="Folder to write the tables and the figures to.")
-    ] = None,
-) -> None:
-    """Bytes of caches and peaks of prefills, measured, and by arithmetic for large models."""
-    if not 0 < ratio < 1:
-        raise typer.BadParameter(f"{ratio} is not above 0 and below 1", param_hint="--ratio")
-    presses = tuple(map(press_name, press or PRESSES))
-    size = Size(tuple(sorted(context or Size.contexts)), ratio, presses)
-    if model:
-        subjects = {short_name(model): (load_model(model, device=device)[0], size)}
-    else:
-        subjects = {_name(4): (_random_llama(4).to(device), size)}
-        subjects[_name(8)] = (
-            _random_llama(8).to(device),
-            replace(_DEEP, ratio=ratio, presses=presses),
+    def findings(self, tables: Tables) -> list[Finding]:
+        memory = tables["memory"]
+        most = memory["measured_over_predicted"].max()
+        text = (
+            f"A cache holds at most **{most:.3f}** times the bytes that arithmetic gives, over "
+            f"{len(memory)} prefills with and without presses."
         )
-    tables, console = measure(subjects), Console()
-    for table in shown(tables):
-        console.print(table.note)
-        console.print(table.rich())
-    console.print("\n\n".join(sentences(tables)))
-    if output is not None:
-        write_results(tables, figures(tables), output)
+        found = [Finding("bytes", text, "free the memory of what is evicted", "works")]
+        pressed = memory.loc[memory["press"] != NO_PRESS, "peak_over_bare"]
+        if len(pressed):
+            text = (
+                f"The peak of a prefill with a press is {pressed.min():.2f} to "
+                f"**{pressed.max():.2f}** times that without one."
+            )
+            verdict: Any = "works" if pressed.max() < 1 else "costs"
+            found.append(Finding("peak", text, "lower the peak of a prefill", verdict))
+        ratios = hook_over_patch(memory)
+        if len(ratios):
+            text = (
+                f"With hooks the peak is {ratios.min():.3f} to **{ratios.max():.3f}** times that "
+                f"with patches, over {len(ratios)} prefills."
+            )
+            found.append(Finding("mechanisms", text))
+        return found
+
+    def views(self, tables: Tables) -> list[ResultTable]:
+        """Measured sizes of each model, and predicted ones of all."""
+        memory, models = tables["memory"], tables["memory_models"]
+        measured = [_measured(of_model) for _, of_model in memory.groupby("model", sort=False)]
+        real = [_real_line(of) for _, of in models.groupby(["model", "context"], sort=False)]
+        head = ["model", "tokens", *(f"{ratio:.0%} evicted" for ratio in REAL_RATIOS)]
+        return [*measured, ResultTable("By arithmetic, GiB of the cache in bfloat16:", head, real)]
+
+    def remarks(self, tables: Tables) -> list[str]:
+        memory = tables["memory"]
+        said = [
+            sentence_on_arithmetic(memory),
+            sentence_on_peaks(memory),
+            sentence_on_depth(memory),
+        ]
+        return [sentence for sentence in said if sentence]
+
+    def figures(self, tables: Tables) -> dict[str, Figure]:
+        """Sizes of the first model by context, `memory`; by arithmetic, `memory_models`."""
+        return {
+            "memory": _draw_measured(tables["memory"]),
+            "memory_models": _draw_models(tables["memory_models"]),
+        }
+
+
+EXPERIMENT = Memory()

@@ -38,20 +38,17 @@ import typer
 import wrapt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from rich.progress import Progress
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl
-from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.experiment import Contrast, Experiment, Finding, Tables
 from experiments.framework.intervals import median_interval
 from experiments.framework.options import Device, checked_positive_share
 from experiments.framework.plots import (
-    INK,
     MUTED,
     NO_PRESS,
-    legend_outside,
     mechanism_colour,
     mechanism_marker,
     new_figure,
@@ -410,32 +407,28 @@ def _subjects(options: Options) -> dict[str, PreTrainedModel]:
 # ---- reading the table -------------------------------------------------------------------------
 
 
-def _figure(overhead: pd.DataFrame) -> Figure:
-    """Times over those of the bare model, a row of panels per model."""
-    shown = overhead[overhead["phase"].isin(_PHASES) & (overhead["baseline"] == "bare")]
+def _figure(overhead: pd.DataFrame, phase: str) -> Figure:
+    """Times of a phase over those of the bare model, a panel per model."""
+    shown = overhead[(overhead["phase"] == phase) & (overhead["baseline"] == "bare")]
+    names = list(dict.fromkeys(zip(shown["press"], shown["mechanism"], strict=True)))
     models = list(dict.fromkeys(shown["model"]))
-    height = 0.7 + len(models) * (0.9 + 0.2 * len(_drawn(shown)))
+    height = 0.5 + len(models) * (0.5 + 0.22 * len(names))
+    figure, axes = new_figure(len(models), width=5.2, height=height, sharex=True)
     with style():
-        figure, axes = new_figure(
-            len(models), 2, width=8.6, height=height, sharey=True, sharex="col"
-        )
-        panels = [(model, phase) for model in models for phase in _PHASES]
-        for panel, (model, phase) in zip(axes, panels, strict=True):
-            rows = shown[(shown["model"] == model) & (shown["phase"] == phase)]
-            _draw_panel(panel, rows, _drawn(shown))
+        for panel, model in zip(axes, models, strict=True):
+            _draw_panel(panel, shown[shown["model"] == model], names)
             panel.set_title(f"{model}: {phase}")
-        for panel in axes[-2:]:
-            panel.set_xlabel("time / time of the bare model")
-        legend_outside(figure, axes[0], handles=_legend(shown))
+        axes[-1].set_xlabel("time / time of the bare model")
+    evicted = shown["compression_ratio"].max()
+    hollow = "; hollow: nothing evicted" if phase == "prefill" else ""
+    figure.set_label(
+        f"Time of a {phase}{' step' if phase == 'decode' else ''} with an open scope over that of "
+        f"the bare model: median and 95% interval, {evicted:.0%} evicted{hollow}"
+    )
     return figure
 
 
-_PHASES = ("prefill", "decode")
-
-
-def _drawn(overhead: pd.DataFrame) -> list[tuple[str, str]]:
-    """Press and mechanism of each line of a panel."""
-    return list(dict.fromkeys(zip(overhead["press"], overhead["mechanism"], strict=True)))
+_PHASES = ("decode", "prefill")
 
 
 def _draw_panel(panel: Axes, rows: pd.DataFrame, names: list[tuple[str, str]]) -> None:
@@ -443,30 +436,26 @@ def _draw_panel(panel: Axes, rows: pd.DataFrame, names: list[tuple[str, str]]) -
     records: list[dict[Any, Any]] = rows.to_dict("records")
     for row in records:
         evicts = row["press"] == NO_PRESS or row["compression_ratio"] > 0
-        colour = mechanism_colour(row["mechanism"])
+        colour, marker = mechanism_colour(row["mechanism"]), mechanism_marker(row["mechanism"])
         # What evicts nothing is drawn a little lower, as it belongs to the press above.
         y = names.index((row["press"], row["mechanism"])) + (0 if evicts else 0.28)
+        face = colour if evicts else "white"
         panel.plot([row["low"], row["high"]], [y, y], color=colour, linewidth=1.6)
-        panel.plot(
-            row["ratio"],
-            y,
-            color=colour,
-            marker=mechanism_marker(row["mechanism"]),
-            markerfacecolor=colour if evicts else "white",
-        )
+        panel.plot(row["ratio"], y, color=colour, marker=marker, markerfacecolor=face)
+        if evicts:
+            panel.annotate(
+                f"{row['ratio']:.2f}",
+                (row["high"], y),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+                color=MUTED,
+            )
     labels = [m if p == NO_PRESS else f"{press_label(p)}, {m}" for p, m in names]
     panel.set_yticks(range(len(names)), labels)
     panel.set_ylim(len(names) - 0.4, -0.6)
     panel.grid(visible=False, axis="y")
-
-
-def _legend(rows: pd.DataFrame) -> list[Line2D]:
-    evicted = rows["compression_ratio"].max()
-    look: dict[str, Any] = {"color": INK, "marker": "o", "linestyle": "none"}
-    handles = [Line2D([], [], label=f"{evicted:.0%} evicted", **look)]
-    handles.append(Line2D([], [], label="nothing evicted", markerfacecolor="white", **look))
-    handles.append(Line2D([], [], color=INK, linewidth=1.6, label="95% interval"))
-    return handles
 
 
 _COLUMNS = (
@@ -590,7 +579,15 @@ class Overhead(Experiment[Options]):
         ]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
-        return {"overhead": _figure(tables["overhead"])}
+        names = ("overhead", "overhead_prefill")
+        return {n: _figure(tables["overhead"], p) for n, p in zip(names, _PHASES, strict=True)}
+
+    def contrasts(self, tables: Tables) -> list[Contrast]:
+        bars = {
+            name: float(_span(tables["overhead"], "decode", mechanism, "bare").median())
+            for name, mechanism in (("hooks", "hook"), ("patches", "patch"))
+        }
+        return [Contrast("Decode step with a press open, over none", bars)]
 
 
 EXPERIMENT = Overhead()

@@ -29,7 +29,7 @@ from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.intervals import wilson
 from experiments.framework.options import Device
 from experiments.framework.plots import (
-    INK,
+    CELL_INK,
     NO_PRESS,
     mechanism_colour,
     new_figure,
@@ -245,7 +245,7 @@ def _figure(quality: pd.DataFrame, agreement: pd.DataFrame) -> Figure:
     """Accuracy by press and compression ratio, a panel per kind of question."""
     names = _by_accuracy(quality)
     ratios = [ratio for ratio in sorted(quality["ratio"].unique()) if ratio > 0]
-    width, height = 3.0 + 1.1 * 2 * len(ratios), 1.2 + 0.23 * len(names)
+    width, height = 1.9 + 0.55 * 2 * len(ratios), 1.2 + 0.2 * len(names)
     figure, axes = new_figure(columns=2, width=width, height=height, sharey=True)
     with style():
         for panel, question in zip(axes, (UNSEEN, SEEN), strict=True):
@@ -257,8 +257,8 @@ def _figure(quality: pd.DataFrame, agreement: pd.DataFrame) -> Figure:
             for name, ratio in zip(unlike["press"], unlike["ratio"], strict=True):
                 corner = ratios.index(ratio), names.index(name)
                 panel.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=_UNLIKE, linewidth=2))
-            panel.set_title(f"Question {question}: right answers in %")
-            panel.set_xlabel("share of the tokens evicted")
+            panel.set_title(f"Question {question}")
+            panel.set_xlabel("tokens evicted")
             panel.set_xticks([i + 0.5 for i in range(len(ratios))], [f"{r:.0%}" for r in ratios])
             panel.grid(False)
             panel.spines[:].set_visible(False)
@@ -285,7 +285,7 @@ def _draw_panel(panel: Axes, quality: pd.DataFrame, names: list[str], ratios: li
     records: list[dict[Any, Any]] = cells.to_dict("records")
     for row in records:
         place = ratios.index(row["ratio"]) + 0.5, names.index(row["press"]) + 0.5
-        colour = "white" if row["accuracy"] > 0.6 else INK
+        colour = "white" if row["accuracy"] > 0.6 else CELL_INK
         text = _text(row["accuracy"], row["low"], row["high"])
         panel.text(*place, text, ha="center", va="center", fontsize=7.5, color=colour)
 

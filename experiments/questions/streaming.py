@@ -12,14 +12,14 @@ The caches that are compared:
   between three quarters of the window and all of it.
 
 Tokens keep their *original* positions, or have those that they hold *in the cache*
-(`rerotate=True`). A window alone has no first token to turn: for it the two are the same, bit for
-bit, and both are run.
+(`rerotate=True`). A window alone has no first token to rerotate: for it the two are the same, bit
+for bit, and both are run.
 
 Streams take turns, a stretch of the text each. Each closes its scope after its turn: what was
 evicted is known by the cache alone.
 
 What else runs on the machine interrupts some forwards and makes times drift. So every few tokens
-one is read *alone* as well, without a cache, and the time per token is told in such forwards, both
+one is read *alone* as well, without a cache, and the time per token is given in such forwards, both
 by their quickest tenth, which nothing has interrupted.
 """
 
@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any, NamedTuple
@@ -39,17 +40,17 @@ import torch
 import typer
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, PreTrainedModel
 
 from experiments import UserError
-from experiments.framework.experiment import Experiment, Tables
+from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.options import Device
 from experiments.framework.plots import INK, MUTED, legend_outside, new_figure, press_colour, style
-from experiments.framework.report import write_results
-from experiments.framework.tables import Shown
+from experiments.framework.tables import ResultTable
+from experiments.framework.timing import threads
 from experiments.loading import load_model, short_name
 from experiments.testbed.recipes import MECHANISMS
 from experiments.testbed.stdlib_text import token_stream
@@ -58,6 +59,9 @@ from press_core import Press, attention_sites, cache_nbytes, kept_lengths
 FULL, WINDOW, SINKS, RECOMPUTED = "full cache", "window", "sinks + window", "window, recomputed"
 ORIGINAL, IN_CACHE = "original", "in the cache"
 
+BROKEN = 0.1
+"""Nats per token that a stream may lose before it counts as broken."""
+
 ALONE_EVERY = 8
 """Tokens of a stream between two forwards of one alone."""
 
@@ -65,24 +69,67 @@ IGNORED = -100
 """Target that costs nothing: an unknown word."""
 
 
-class Condition(NamedTuple):
-    """How a stream bounds its cache, and which positions its tokens have."""
+class Bound(NamedTuple):
+    """How a stream bounds its cache, if at all, and which positions its tokens have."""
 
     cache: str
     positions: str = ORIGINAL
 
     def __str__(self) -> str:
-        turned = self.positions == IN_CACHE and self.cache != RECOMPUTED
-        return f"{self.cache}, in cache" if turned else self.cache
+        rerotated = self.positions == IN_CACHE and self.cache != RECOMPUTED
+        return f"{self.cache}, in cache" if rerotated else self.cache
 
 
 STREAMED = (
-    Condition(FULL),
-    Condition(WINDOW),
-    Condition(WINDOW, IN_CACHE),
-    Condition(SINKS),
-    Condition(SINKS, IN_CACHE),
+    Bound(FULL),
+    Bound(WINDOW),
+    Bound(WINDOW, IN_CACHE),
+    Bound(SINKS),
+    Bound(SINKS, IN_CACHE),
 )
+
+
+class Mechanism(str, Enum):
+    """What installs the presses."""
+
+    HOOK = "hook"
+    PATCH = "patch"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is streamed, and through what."""
+
+    model: Annotated[
+        str, typer.Option(help="Shipped model, folder or hub id, such as EleutherAI/pythia-160m.")
+    ] = "stdlib-neox"
+    tokens: Annotated[int, typer.Option(min=2, help="Length of the streams.")] = 3072
+    capacity: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Tokens that a bounded cache holds; by default one less than the model was "
+            "trained with, and 1,023 at most.",
+        ),
+    ] = None
+    n_sink: Annotated[int, typer.Option(min=1, help="First tokens to keep.")] = 4
+    full: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Length of the stream with a full cache; by default 4 trained lengths."
+        ),
+    ] = None
+    mechanism: Annotated[Mechanism, typer.Option(help="What installs the presses.")] = (
+        Mechanism.HOOK
+    )
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Text to stream; by default Python's standard library, held out."),
+    ] = None
+    threads: Annotated[
+        int, typer.Option(min=1, help="Threads of torch; small models want one.")
+    ] = 1
+    device: Device = "cpu"
 
 
 @dataclass(frozen=True)
@@ -97,10 +144,10 @@ class Size:
         stretch: tokens that are measured together.
     """
 
-    tokens: int = 3072
+    tokens: int = Options.tokens
     capacity: int = 255
     full: int = 1024
-    n_sink: int = 4
+    n_sink: int = Options.n_sink
     stretch: int = 128
 
     @property
@@ -108,20 +155,20 @@ class Size:
         """Tokens of which bounded caches evict some for two stretches and more."""
         return self.capacity + 3 * self.stretch
 
-    def press(self, condition: Condition, mechanism: str = "hook") -> Press | None:
+    def press(self, bound: Bound, mechanism: str = "hook") -> Press | None:
         """What bounds the cache; None for a full one."""
-        if condition.cache == FULL:
+        if bound.cache == FULL:
             return None
         press: Press = MECHANISMS[mechanism]["StreamingLLMDecodingPress"](
             max_capacity=self.capacity,
-            n_sink=self.n_sink if condition.cache == SINKS else 0,
-            rerotate=condition.positions == IN_CACHE,
+            n_sink=self.n_sink if bound.cache == SINKS else 0,
+            rerotate=bound.positions == IN_CACHE,
         )
         return press
 
-    def length(self, condition: Condition) -> int:
+    def length(self, bound: Bound) -> int:
         """Tokens that are streamed."""
-        return min(self.full, self.tokens) if condition.cache == FULL else self.tokens
+        return min(self.full, self.tokens) if bound.cache == FULL else self.tokens
 
 
 # ---- the text ------------------------------------------------------------------------------------
@@ -301,56 +348,45 @@ def _eager(model: PreTrainedModel) -> Iterator[None]:
 # ---- tables --------------------------------------------------------------------------------------
 
 
-def measure(
+def stream_text(
     model: PreTrainedModel,
     text: Text,
     size: Size,
+    progress: Progress,
     *,
     model_name: str,
     mechanism: str = "hook",
-    progress: bool = True,
 ) -> Tables:
-    """Stream `text` through all caches.
+    """Stream `text` through all caches; the tables of `Streaming.measure`.
 
     Args:
         text: of `size.tokens` tokens and one more.
         mechanism: "hook" or "patch".
-        progress: show a bar on stderr.
-
-    Returns:
-        `streaming`: per cache and stretch of the text the columns `model`, `mechanism`, `capacity`,
-        `n_sink`; `cache`, `positions`; `first` and `end`, the positions it covers; `loss`, mean
-        nats per known target; `known`, how many there are; `ms`, median milliseconds per token,
-        `quick_ms`, their tenth percentile, and `quick_ms_alone`, that of tokens that are read
-        without a cache in between; `length`, tokens that
-        the layers hold afterwards, and `bytes`, what that takes (both, and times, are missing where
-        the window is recomputed).
-        `streaming_attention`: see `attention_to_first`, and the `model`.
     """
     streams = {of: Stream(model, text, size.press(of, mechanism)) for of in STREAMED}
-    with _bar(sum(map(size.length, STREAMED)), progress) as advance:
-        rows = _in_turn(streams, size, advance)
+    task = progress.add_task("tokens", total=sum(map(size.length, STREAMED)))
+    rows = _in_turn(streams, size, partial(progress.advance, task))
     losses = recomputed_losses(model, text, size.capacity + 1)
     rows += [
-        _row(Condition(RECOMPUTED, IN_CACHE), first, losses[first : first + size.stretch])
+        _row(Bound(RECOMPUTED, IN_CACHE), first, losses[first : first + size.stretch])
         for first in range(0, size.tokens, size.stretch)
     ]
-    table = pd.DataFrame(rows)
     setting: dict[str, Any] = {"model": model_name, "mechanism": mechanism}
     setting |= {"capacity": size.capacity, "n_sink": size.n_sink}
-    for place, (name, value) in enumerate(setting.items()):
-        table.insert(place, name, value)
     attention = attention_to_first(model, text, size.n_sink, size.capacity + 1)
-    return {"streaming": table, "streaming_attention": attention.assign(model=model_name)}
+    return {
+        "streaming": pd.DataFrame([setting | row for row in rows]),
+        "streaming_attention": attention.assign(model=model_name),
+    }
 
 
 def _in_turn(
-    streams: dict[Condition, Stream], size: Size, advance: Callable[[int], None]
+    streams: dict[Bound, Stream], size: Size, advance: Callable[[int], None]
 ) -> list[dict[str, Any]]:
     rows = []
     for first in range(0, size.tokens, size.stretch):
-        for condition, stream in streams.items():
-            n_tokens = min(size.stretch, size.length(condition) - first)
+        for bound, stream in streams.items():
+            n_tokens = min(size.stretch, size.length(bound) - first)
             if n_tokens <= 0:
                 continue
             stretch = stream.advance(n_tokens)
@@ -359,104 +395,46 @@ def _in_turn(
             measured["quick_ms_alone"] = 1e3 * float(stretch.alone.quantile(0.1))
             measured["length"] = max(int(kept.max()) for kept in kept_lengths(stream.cache))
             measured["bytes"] = cache_nbytes(stream.cache)
-            rows.append(_row(condition, first, stretch.losses) | measured)
+            rows.append(_row(bound, first, stretch.losses) | measured)
             advance(n_tokens)
     return rows
 
 
-def _row(condition: Condition, first: int, losses: Tensor) -> dict[str, Any]:
+def _row(bound: Bound, first: int, losses: Tensor) -> dict[str, Any]:
     place = {"first": first, "end": first + len(losses)}
     known = int((~losses.isnan()).sum())
-    return condition._asdict() | place | {"loss": float(losses.nanmean()), "known": known}
+    return bound._asdict() | place | {"loss": float(losses.nanmean()), "known": known}
 
 
-@contextmanager
-def _bar(total: int, progress: bool) -> Iterator[Callable[[int], None]]:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    left = TimeRemainingColumn()
-    with Progress(*columns, left, console=Console(stderr=True), disable=not progress) as bar:
-        task = bar.add_task("tokens", total=total)
-        yield lambda n: bar.advance(task, n)
+def size_for(model: PreTrainedModel, options: Options) -> Size:
+    """Sizes that fit a model, where they are not given.
 
+    A query then sees as many tokens as the model was trained with, or 1,024 if those are fewer, and
+    a full cache is followed up to four times the trained length.
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """That many threads of torch, for as long as the block lasts."""
-    former = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(former)
-
-
-def run() -> Tables:
-    """The study: the shipped model, on text that it has not seen."""
-    model, tokenizer = load_model("stdlib-neox")
-    size = Size()
-    with threads(1):  # more only get in the way of a model this small
-        return measure(model, read_text(tokenizer, size.tokens), size, model_name="stdlib-neox")
+    Raises:
+        UserError: if too few tokens are streamed to see anything evicted.
+        PressError: if no press can be opened on `model`.
+    """
+    trained = int(getattr(model.config, "max_position_embeddings", 1024))
+    size = Size(
+        options.tokens,
+        min(trained, 1024) - 1 if options.capacity is None else options.capacity,
+        4 * trained if options.full is None else options.full,
+        options.n_sink,
+    )
+    if size.tokens < size.shortest:
+        raise UserError(
+            f"{size.tokens:,} tokens are too few to see what a cache of {size.capacity:,} evicts: "
+            f"give --tokens {size.shortest} or more, or a smaller --capacity"
+        )
+    for press in map(size.press, STREAMED):
+        with nullcontext() if press is None else press(model):
+            pass
+    return size
 
 
 # ---- reading the tables --------------------------------------------------------------------------
-
-
-def summary(tables: Tables) -> str:
-    """What was measured, as Markdown."""
-    return "\n\n".join([*sentences(tables), *(s.markdown() for s in shown(tables["streaming"]))])
-
-
-def sentences(tables: Tables) -> list[str]:
-    """What was measured in short."""
-    streaming = tables["streaming"]
-    return [
-        sentence_on_sinks(streaming),
-        sentence_on_attention(tables["streaming_attention"]),
-        sentence_on_pace(streaming),
-    ]
-
-
-def sentence_on_sinks(streaming: pd.DataFrame) -> str:
-    """What a window loses with the first tokens, and whether keeping them mends it."""
-    window = _more(streaming, Condition(WINDOW))
-    turned, kept = (_more(streaming, Condition(SINKS, p)) for p in (IN_CACHE, ORIGINAL))
-    told = (
-        "Once the first tokens have to go, a window alone costs "
-        f"{window} nats per token more than one that is recomputed, sinks + window {turned} with "
-        f"positions as in the cache and {kept} with original ones."
-    )
-    mended = _more(streaming, Condition(WINDOW), Condition(SINKS, IN_CACHE))
-    if mended.is_more_than(0.1):
-        return f"{told} That is the StreamingLLM paper's picture: sinks mend {mended} nats of it."
-    return (
-        f"{told} That is not the StreamingLLM paper's picture, in which the window alone breaks: "
-        f"here the first tokens mend {mended} nats."
-    )
-
-
-def sentence_on_attention(attention: pd.DataFrame) -> str:
-    """How much queries look at the first tokens."""
-    first = attention.iloc[0]
-    shares = ", ".join(f"{share:.2%}" for share in attention["share"])
-    return (
-        f"The later half of a window pays its first {first['n_first']} tokens together {shares} of "
-        f"its attention, layer by layer (the head that pays most, {attention['most'].max():.2%}); "
-        f"spread evenly it would be {first['even']:.2%}."
-    )
-
-
-def sentence_on_pace(streaming: pd.DataFrame) -> str:
-    """Whether time and memory stay where they are."""
-    streams = [_of(streaming, of) for of in STREAMED]
-    full, *bounded = map(_slowdown, streams)
-    later = [_evicting(rows) for rows in streams[1:]]
-    grown = max(rows["bytes"].max() / rows["bytes"].min() for rows in later)
-    return (
-        f"Of {streaming['end'].max():,} tokens those of the last quarter take "
-        f"{min(bounded):.2f} to {max(bounded):.2f} times as long as those of the second quarter "
-        f"with bounded caches, whose bytes become {grown:.2f} times as many; with a full cache "
-        f"{full:.2f} times as long within {streams[0]['end'].max():,} tokens."
-    )
 
 
 class Mean(NamedTuple):
@@ -473,13 +451,13 @@ class Mean(NamedTuple):
         return f"{self.value:+.3f} ± {self.error:.3f}"
 
 
-def _more(streaming: pd.DataFrame, one: Condition, other: Condition | None = None) -> Mean:
+def _more(streaming: pd.DataFrame, one: Bound, other: Bound | None = None) -> Mean:
     """By how many nats the loss with `one` is above that with `other`, once tokens are evicted.
 
     Args:
         other: None: a window that is recomputed.
     """
-    less = other or Condition(RECOMPUTED, IN_CACHE)
+    less = other or Bound(RECOMPUTED, IN_CACHE)
     losses = [_evicting(_of(streaming, of)).set_index("first")["loss"] for of in (one, less)]
     difference = (losses[0] - losses[1]).dropna().to_numpy()
     if len(difference) < 2:
@@ -487,8 +465,8 @@ def _more(streaming: pd.DataFrame, one: Condition, other: Condition | None = Non
     return Mean(float(difference.mean()), float(difference.std(ddof=1) / len(difference) ** 0.5))
 
 
-def _of(streaming: pd.DataFrame, condition: Condition) -> pd.DataFrame:
-    cache, positions = condition
+def _of(streaming: pd.DataFrame, bound: Bound) -> pd.DataFrame:
+    cache, positions = bound
     return streaming[(streaming["cache"] == cache) & (streaming["positions"] == positions)]
 
 
@@ -518,45 +496,59 @@ def _slowdown(rows: pd.DataFrame) -> float:
     return float(last / second)
 
 
-def shown(streaming: pd.DataFrame) -> list[Shown]:
-    """Losses, and what the streams cost: one line per cache."""
+def _losses_table(streaming: pd.DataFrame) -> ResultTable:
     first = streaming.iloc[0]
-    losses = (
+    note = (
         f"{first['model']}, {streaming['end'].max():,} tokens one by one (full cache: "
         f"{_of(streaming, STREAMED[0])['end'].max():,}); bounded caches hold {first['capacity']} "
         f"tokens, with sinks the first {first['n_sink']} among them. Nats per token before and "
         "after tokens are evicted, the perplexity after, and by how much each stretch is above a "
         "recomputed window, with its standard error:"
     )
-    costs = (
+    head = ["cache", "before", "after", "perplexity", "above recomputed"]
+    compared = [*STREAMED, Bound(RECOMPUTED, IN_CACHE)]
+    return ResultTable(note, head, [_loss_line(streaming, of) for of in compared])
+
+
+def _costs_table(streaming: pd.DataFrame) -> ResultTable:
+    note = (
         "Held by each layer at the end, and by the cache; time per token in the last quarter of "
         "the stream, in milliseconds (median) and in forwards of a token alone (quickest tenth of "
         "both), and the latter over those in its second quarter:"
     )
-    compared = [*STREAMED, Condition(RECOMPUTED, IN_CACHE)]
-    head = ["cache", "before", "after", "perplexity", "above recomputed"]
-    return [
-        Shown(losses, head, [_loss_line(streaming, of) for of in compared]),
-        Shown(costs, _COSTS, [_cost_line(streaming, of) for of in STREAMED]),
+    return ResultTable(note, _COSTS, [_cost_line(streaming, of) for of in STREAMED])
+
+
+def _attention_table(attention: pd.DataFrame) -> ResultTable:
+    note = (
+        f"Attention that the later half of a window pays to its first {attention['n_first'][0]} "
+        "tokens together: mean of all heads, and the head that pays most:"
+    )
+    lines = [
+        [str(layer), f"{share:.2%}", f"{most:.2%}"]
+        for layer, share, most in zip(
+            *(attention[n] for n in ("layer", "share", "most")), strict=True
+        )
     ]
+    return ResultTable(note, ["layer", "share", "most"], lines)
 
 
 _COSTS = ("cache", "tokens", "KiB", "ms", "forwards", "last / second")
 
 
-def _loss_line(streaming: pd.DataFrame, condition: Condition) -> list[str]:
-    rows = _of(streaming, condition)
+def _loss_line(streaming: pd.DataFrame, bound: Bound) -> list[str]:
+    rows = _of(streaming, bound)
     after = _evicting(rows)
     loss = _mean_loss(after)
-    line = [str(condition), _number(_mean_loss(rows.drop(after.index))), _number(loss)]
+    line = [str(bound), _number(_mean_loss(rows.drop(after.index))), _number(loss)]
     line.append(_number(np.exp(loss), ".1f"))
-    return [*line, "" if condition.cache == RECOMPUTED else str(_more(streaming, condition))]
+    return [*line, "" if bound.cache == RECOMPUTED else str(_more(streaming, bound))]
 
 
-def _cost_line(streaming: pd.DataFrame, condition: Condition) -> list[str]:
-    rows = _of(streaming, condition)
+def _cost_line(streaming: pd.DataFrame, bound: Bound) -> list[str]:
+    rows = _of(streaming, bound)
     end, last = rows.iloc[-1], _quarter(rows, 4)
-    line = [str(condition), f"{end['length']:,.0f}", f"{end['bytes'] / 2**10:,.0f}"]
+    line = [str(bound), f"{end['length']:,.0f}", f"{end['bytes'] / 2**10:,.0f}"]
     times = last["ms"].median(), _in_forwards(last).median(), _slowdown(rows)
     return [*line, *(_number(time, ".2f") for time in times)]
 
@@ -573,14 +565,13 @@ def _mean_loss(rows: pd.DataFrame) -> float:
 # ---- figure --------------------------------------------------------------------------------------
 
 
-def figures(tables: Tables) -> dict[str, Figure]:
-    """Loss, time and memory along the text: `streaming`."""
-    streaming = tables["streaming"]
+def _figure(streaming: pd.DataFrame) -> Figure:
+    """Loss, time and memory along the text."""
     with style():
         figure, axes = new_figure(3, 1, width=8.6, height=7.0, sharex=True, height_ratios=(2, 1, 1))
         loss, time, memory = axes
-        for condition in STREAMED:
-            rows, look = _of(streaming, condition), _look(condition)
+        for bound in STREAMED:
+            rows, look = _of(streaming, bound), _look(bound)
             middle = (rows["first"] + rows["end"]) / 2
             loss.plot(middle, _above_recomputed(streaming, rows), **look)
             time.plot(middle, _in_forwards(rows), **look)
@@ -601,124 +592,130 @@ def figures(tables: Tables) -> dict[str, Figure]:
         memory.set_ylabel("MiB")
         memory.set_xlabel("tokens read (dotted: the bounded caches begin to evict)")
         legend_outside(figure, loss)
-    return {"streaming": figure}
+    return figure
 
 
 def _above_recomputed(streaming: pd.DataFrame, rows: pd.DataFrame) -> Any:
-    recomputed = _of(streaming, Condition(RECOMPUTED, IN_CACHE)).set_index("first")["loss"]
+    recomputed = _of(streaming, Bound(RECOMPUTED, IN_CACHE)).set_index("first")["loss"]
     return rows["loss"] - recomputed.loc[rows["first"]].to_numpy()
 
 
-def _look(condition: Condition) -> dict[str, Any]:
-    if condition.cache == FULL:
+def _look(bound: Bound) -> dict[str, Any]:
+    if bound.cache == FULL:
         return {"color": INK, "label": FULL, "linewidth": 1.2}
-    colour = press_colour("KnormPress" if condition.cache == WINDOW else "SnapKVPress")
-    look: dict[str, Any] = {"color": colour, "label": f"{condition.cache},\noriginal positions"}
-    if condition.positions == IN_CACHE:  # dashed, above solid: where both coincide both are seen
-        label = f"{condition.cache},\npositions in the cache"
+    colour = press_colour("KnormPress" if bound.cache == WINDOW else "SnapKVPress")
+    look: dict[str, Any] = {"color": colour, "label": f"{bound.cache},\noriginal positions"}
+    if bound.positions == IN_CACHE:  # dashed, above solid: where both coincide both are seen
+        label = f"{bound.cache},\npositions in the cache"
         look |= {"label": label, "dashes": (3, 1.5), "zorder": 2.5}
     return look
 
 
-EXPERIMENT = Experiment(
-    name="streaming",
-    title="Streaming past the trained length",
-    question="What do a bounded cache, its first tokens and their positions do to loss, memory and "
-    "time per token over thousands of tokens?",
-    run=run,
-    figures=figures,
-    summary=summary,
-    repeat="python -m experiments streaming",
-)
+def find_sinks(streaming: pd.DataFrame) -> list[Finding]:
+    """What a window loses with the first tokens, and whether keeping them mends it.
 
-
-# ---- command -------------------------------------------------------------------------------------
-
-
-class Mechanism(str, Enum):
-    """What installs the presses."""
-
-    HOOK = "hook"
-    PATCH = "patch"
-
-
-def size_for(
-    model: PreTrainedModel,
-    tokens: int = Size.tokens,
-    capacity: int | None = None,
-    n_sink: int = Size.n_sink,
-    full: int | None = None,
-) -> Size:
-    """Sizes that fit a model, where they are not given.
-
-    A query then sees as many tokens as the model was trained with, or 1,024 if those are fewer, and
-    a full cache is followed up to four times the trained length.
+    Nothing if no word of the text is known.
     """
-    trained = int(getattr(model.config, "max_position_embeddings", 1024))
-    capacity = min(trained, 1024) - 1 if capacity is None else capacity
-    return Size(tokens, capacity, 4 * trained if full is None else full, n_sink)
+    window, sinks = (_more(streaming, Bound(cache, IN_CACHE)) for cache in (WINDOW, SINKS))
+    mended = _more(streaming, Bound(WINDOW), Bound(SINKS, IN_CACHE))
+    if np.isnan(mended.value):
+        return []
+    lost = (
+        f"Without its first tokens a window loses **{window.value:+.3f}** ± {window.error:.3f} "
+        f"nats per token against a recomputed one; with them, {sinks}."
+    )
+    papers = "is" if mended.is_more_than(BROKEN) else "is not"
+    picture = (
+        f"That {papers} the StreamingLLM paper's picture, in which a window alone breaks: the "
+        f"first tokens mend **{mended.value:+.3f}** ± {mended.error:.3f} nats."
+    )
+    verdict: Any = "breaks" if sinks.is_more_than(BROKEN) else "works"
+    return [
+        Finding("sinks", lost, "stream past the trained length", verdict),
+        Finding("picture", picture),
+    ]
 
 
-def command(
-    model: Annotated[
-        str, typer.Option(help="Shipped model, folder or hub id, such as EleutherAI/pythia-160m.")
-    ] = "stdlib-neox",
-    tokens: Annotated[int, typer.Option(min=2, help="Length of the streams.")] = Size.tokens,
-    capacity: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            help="Tokens that a bounded cache holds; by default one less than the model was "
-            "trained with, and 1,023 at most.",
+def find_attention(attention: pd.DataFrame) -> Finding:
+    """How much queries look at the first tokens."""
+    first = attention.iloc[0]
+    return Finding(
+        "attention",
+        f"The later half of a window pays its first {first['n_first']} tokens "
+        f"**{attention['share'].mean():.2%}** of its attention; spread evenly it would be "
+        f"{first['even']:.2%}.",
+    )
+
+
+def find_pace(streaming: pd.DataFrame) -> list[Finding]:
+    """Whether time and memory stay where they are."""
+    streams = [_of(streaming, of) for of in STREAMED]
+    full, *bounded = map(_slowdown, streams)
+    grown = max(rows["bytes"].max() / rows["bytes"].min() for rows in map(_evicting, streams[1:]))
+    pace = (
+        f"Tokens of the last quarter take {min(bounded):.2f} to **{max(bounded):.2f}** times as "
+        f"long as those of the second in bounded caches, {full:.2f} in a full one."
+    )
+    growth = f"While they evict, the bytes of bounded caches become **{grown:.2f}** times as many."
+    return [
+        Finding("pace", pace),
+        Finding(
+            "growth", growth, "bound the memory of a stream", "works" if grown < 1.05 else "breaks"
         ),
-    ] = None,
-    n_sink: Annotated[int, typer.Option(min=1, help="First tokens to keep.")] = Size.n_sink,
-    full: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Length of the stream with a full cache; by default 4 trained lengths."
-        ),
-    ] = None,
-    mechanism: Annotated[Mechanism, typer.Option(help="What installs the presses.")] = (
-        Mechanism.HOOK
-    ),
-    text: Annotated[
-        Path | None,
-        typer.Option(help="Text to stream; by default Python's standard library, held out."),
-    ] = None,
-    threads_: Annotated[
-        int, typer.Option("--threads", min=1, help="Threads of torch; small models want one.")
-    ] = 1,
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda.")] = "cpu",
-    output: Annotated[
-        Path | None, typer.Option(help="Folder to write the tables and the figure to.")
-    ] = None,
-) -> None:
-    """Loss, memory and time per token over thousands of tokens, with bounded caches and without."""
-    loaded, tokenizer = load_model(model, device=device)
-    size = size_for(loaded, tokens, capacity, n_sink, full)
-    if tokens < size.shortest:
-        raise UserError(
-            f"{tokens:,} tokens are too few to see what a cache of {size.capacity:,} evicts: give "
-            f"--tokens {size.shortest} or more, or a smaller --capacity"
-        )
-    for condition in STREAMED:
-        press = size.press(condition)
-        if press is not None:
-            with press(loaded):  # refuses what does not fit before anything is run
-                pass
-    with threads(threads_):
-        tables = measure(
-            loaded,
-            read_text(tokenizer, tokens, text),
-            size,
-            model_name=short_name(model),
-            mechanism=mechanism.value,
-        )
-    console = Console()
-    for table in shown(tables["streaming"]):
-        console.print(table.note)
-        console.print(table.rich())
-    console.print("\n\n".join(sentences(tables)))
-    if output is not None:
-        write_results(tables, figures(tables), output)
+    ]
+
+
+class Streaming(Experiment[Options]):
+    """Stream thousands of tokens through caches: loss, memory and time, bounded and not."""
+
+    name = "streaming"
+    title = "Streaming past the trained length"
+    question = (
+        "What do a bounded cache, its first tokens and their positions do to loss, memory and time "
+        "per token over thousands of tokens?"
+    )
+    method = (
+        "A text is read token by token through caches that are full, keep the last tokens, or "
+        "keep the first ones too, with original positions or with those in the cache. Losses are "
+        "compared with a window that is recomputed, stretch by stretch. Streams take turns, and "
+        "times are given in forwards of a token alone. How much a window loses depends on how much "
+        "the model attends to its first tokens, which is shown as well; a model of another size "
+        "or training may attend more."
+    )
+    full = Options()
+    quick = Options(tokens=1536)
+
+    def measure(self, options: Options, progress: Progress) -> Tables:
+        """Stream the text through all caches.
+
+        Returns:
+            `streaming`: per cache and stretch of the text the columns `model`, `mechanism`,
+            `capacity`, `n_sink`; `cache`, `positions`; `first` and `end`, the positions it covers;
+            `loss`, mean nats per known target; `known`, how many there are; `ms`, median
+            milliseconds per token, `quick_ms`, their tenth percentile, and `quick_ms_alone`, that
+            of tokens that are read without a cache in between; `length`, tokens that the layers
+            hold afterwards, and `bytes`, what that takes (both, and times, are missing where the
+            window is recomputed).
+            `streaming_attention`: see `attention_to_first`, and the `model`.
+        """
+        model, tokenizer = load_model(options.model, device=options.device)
+        size = size_for(model, options)
+        text = read_text(tokenizer, size.tokens, options.text)
+        setting = {"model_name": short_name(options.model), "mechanism": options.mechanism.value}
+        with threads(options.threads):
+            return stream_text(model, text, size, progress, **setting)
+
+    def findings(self, tables: Tables) -> list[Finding]:
+        streaming = tables["streaming"]
+        attention = find_attention(tables["streaming_attention"])
+        return [*find_sinks(streaming), attention, *find_pace(streaming)]
+
+    def views(self, tables: Tables) -> list[ResultTable]:
+        streaming, attention = tables["streaming"], tables["streaming_attention"]
+        return [_losses_table(streaming), _costs_table(streaming), _attention_table(attention)]
+
+    def figures(self, tables: Tables) -> dict[str, Figure]:
+        return {"streaming": _figure(tables["streaming"])}
+
+
+EXPERIMENT = Streaming()

@@ -157,7 +157,7 @@ def cache_nbytes(cache: Cache) -> int:
         storage.data_ptr(): storage.nbytes()
         for part in _parts(cache)
         for layer in part.layers
-        for name in ("keys", "values", "recent_keys")
+        for name in ("keys", "values", "recent_keys", "recent_values")
         for states in _plain_tensors(layer, name)
         if (storage := states.untyped_storage()).nbytes()
     }

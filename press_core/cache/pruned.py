@@ -249,14 +249,18 @@ class PrunedLayer(DynamicLayer):
         """Let the next update happen, which comes with all the help it needs from `reader`."""
         self._reader = reader
 
+    def disallow_update(self) -> None:
+        """No longer let it happen."""
+        self._reader = None
+
     @property
     def is_allowed(self) -> bool:
         """Whether the next update may happen: while the scope that said so is open."""
         return self._reader is not None and self._reader.is_open
 
     def _check_allowed(self, n_new: int) -> None:
-        needs = self.needs if n_new > 1 else self.needs & ~ReadingNeeds.MASK_OF_MANY
-        if needs and not self.is_allowed:
+        nothing = ReadingNeeds.NOTHING, ReadingNeeds.MASK_OF_MANY if n_new == 1 else None
+        if self.needs not in nothing and not self.is_allowed:
             raise ScopeError(
                 "this cache holds rows or layers of different lengths, which the model's own "
                 "attention mask does not fit, or other positions than it counts with; keep the "
@@ -400,6 +404,15 @@ class ChannelPrunedLayer(PrunedLayer):
         super().__init__(storage)
         self.channels = channels
         self.recent_keys = self.keys.new_empty(*self.keys.shape[:2], 0, head_dim)
+        self._attending: Reader | None = None
+
+    def allow_attention(self, reader: Reader) -> None:
+        """Let the next update happen: the attention function of `reader` reads the layer itself."""
+        self._attending = self._reader = reader
+
+    def disallow_update(self) -> None:
+        super().disallow_update()
+        self._attending = None
 
     @property
     def n_slots(self) -> int:
@@ -410,13 +423,14 @@ class ChannelPrunedLayer(PrunedLayer):
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:  # reset
             raise ScopeError("this cache was reset while it had lost channels; make a new one")
-        if not self.is_allowed:
+        if self._attending is None or not self._attending.is_open:
             raise ScopeError(
                 "this cache stores some channels of its keys only, which the model's own attention "
                 "cannot read; decode inside the scope of the press, or inside "
                 "`with attention_patch.headwise(model): ...`"
             )
         self._check_allowed(key_states.shape[2])
+        self._attending = None
         self.recent_keys = torch.cat((self.recent_keys, key_states), dim=-2)
         self.values = torch.cat((self.values, value_states), dim=-2)
         return key_states, value_states
@@ -429,6 +443,10 @@ class ChannelPrunedLayer(PrunedLayer):
             super()._of_rows(select_stored, rows)
             rows = rows.to(self.channels.device)
             self.channels, self.recent_keys = self.channels[rows], self.recent_keys[rows]
+
+    def reset(self) -> None:
+        super().reset()
+        self.channels = self.recent_keys = None  # type: ignore[assignment]
 
     def offload(self) -> None:
         raise UnsupportedCacheError(

@@ -36,7 +36,7 @@ class AdaKV(Wrapper):
     def decide(self, call: AttentionCall) -> Eviction:
         if self.leaves_whole(call):
             return Eviction.nothing(call)
-        return Eviction.keep_per_head(call, self.choose(call, self.scorer.scores(call)))
+        return Eviction.keep_per_head(call, self.choose(call, self.scorer.token_scores(call)))
 
     def choose(self, call: AttentionCall, scores: Tensor) -> Tensor:
         """Which tokens each head keeps, `(B, H_kv, S)` bool."""

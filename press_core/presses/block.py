@@ -49,7 +49,7 @@ class Block(Wrapper):
         """
         if not self.is_long_enough(candidates.shape[-1]):
             return candidates[..., -n:]
-        scores = self.scorer.scores(call.select(candidates).with_budget(n))
+        scores = self.scorer.token_scores(call.select(candidates).with_budget(n))
         return candidates.gather(-1, top_positions(scores, n))
 
 

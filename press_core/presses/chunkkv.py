@@ -40,7 +40,7 @@ class ChunkKV(Wrapper):
             return self.press.evict(call)
         if self.leaves_whole(call):
             return Eviction.nothing(call)
-        scores = self.scorer.scores(call)
+        scores = self.scorer.token_scores(call)
         positions = best_chunks(scores, self.chunk_length, self.asked_ratio)
         return Eviction.keep(call, positions.expand(*call.keys.shape[:2], -1))
 

@@ -42,7 +42,7 @@ class CriticalKV(Wrapper, TokenScorer):
         return self.scorer.independent
 
     def score_tokens(self, call: AttentionCall) -> Tensor:
-        scores = self.scorer.scores(call)
+        scores = self.scorer.token_scores(call)
         weighted = (scores + self.epsilon) * projected_norms(call)
         first = best_first(scores, int(self.budget(call) * self.first_stage_ratio))
         return weighted.masked_fill(first, float("inf"))

@@ -52,7 +52,7 @@ class DMS(Wrapper):
     def decide(self, call: AttentionCall) -> Eviction:
         if not self.is_long_enough(call.length):
             return Eviction.nothing(call)
-        scores, window = self.scorer.scores(call), self.sliding_window_size
+        scores, window = self.scorer.token_scores(call), self.sliding_window_size
         if call.recent_scores is None:
             kept = (scores >= self.threshold) | trailing(call.keys, window)
             return Eviction.keep_per_head(call, kept, recent_scores=scores[..., -window:])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from attention_patch.channels import attend_channels
 from experiments.testbed.families import build
@@ -25,7 +26,8 @@ from press_core import (
     cache_nbytes,
     kept_lengths,
 )
-from press_core.cache.pruned import ChannelPrunedLayer
+from press_core.cache.pruned import ChannelPrunedLayer, KeptTokens, filled
+from tests.support import Reader
 
 DIM, N = 8, 12
 CHANNELS = torch.tensor([[[0, 2, 7], [1, 2, 3]], [[4, 5, 6], [0, 1, 7]]])
@@ -40,10 +42,9 @@ def pruned(dtype: torch.dtype = torch.float64) -> tuple[ChannelPrunedLayer, Tens
     """A layer with three of eight channels, and its keys with zeros in the others and values."""
     keys, values = (random(2, 2, N, DIM, seed=seed, dtype=dtype) for seed in (1, 2))
     index = CHANNELS.unsqueeze(2).expand(-1, -1, N, -1)
-    positions = torch.arange(N).expand(2, 2, N)
-    layer = ChannelPrunedLayer()
-    layer.hold(keys.gather(-1, index), values, positions, N, padded=False)
-    layer.cut(CHANNELS, DIM)
+    storage = filled(DynamicLayer(), keys.gather(-1, index), values)
+    layer = ChannelPrunedLayer(storage, CHANNELS, DIM)
+    layer.kept = KeptTokens(torch.arange(N, dtype=torch.int32).expand(2, 2, N), N, N)
     return layer, torch.zeros_like(keys).scatter(-1, index, keys.gather(-1, index)), values
 
 
@@ -52,7 +53,7 @@ def append(
 ) -> tuple[Tensor, Tensor]:
     batch, heads = layer.keys.shape[:2]
     keys, values = (random(batch, heads, n, DIM, seed=s, dtype=dtype) for s in (seed, -seed))
-    layer.serve_channels()
+    layer.allow_attention(Reader())
     layer.update(keys, values)
     return keys, values
 
@@ -155,11 +156,19 @@ def test_masks(form, n_queries):
     torch.testing.assert_close(run(layer, query, mask), expected, rtol=0, atol=1e-12)
 
 
-def test_masks_of_each_head_are_refused():
-    layer, keys, _ = example()
-    mask = torch.ones(2, 4, 1, keys.shape[2], dtype=torch.bool)
-    with pytest.raises(UnsupportedInputError, match=r"use one of shape \(B, 1, q, n\)"):
-        run(layer, random(2, 4, 1, DIM), mask)
+@pytest.mark.parametrize("n_queries", [1, 3])
+def test_masks_of_each_head(n_queries):
+    """Each head's output is that under its own mask given to all of them."""
+    layer, keys, _ = example(n_queries)
+    query, n = random(2, 4, n_queries, DIM), keys.shape[2]
+    mask = random(2, 4, n_queries, n) > 0
+    mask[..., -1] = True
+    output = run(layer, query, mask)
+    for head in range(4):
+        alone = run(layer, query, mask[:, head : head + 1])
+        torch.testing.assert_close(output[:, head], alone[:, head], rtol=0, atol=1e-12)
+        others = [other for other in range(4) if other != head]
+        assert not torch.allclose(output[:, others], alone[:, others])
 
 
 def test_dropout_is_refused():
@@ -190,9 +199,8 @@ def assert_holds(layer: ChannelPrunedLayer, keys: Tensor, values: Tensor) -> Non
 
 def test_it_counts_what_it_holds_and_what_it_has_seen():
     keys, values = random(1, 2, 5, 3), random(1, 2, 5, DIM)
-    layer = ChannelPrunedLayer()
-    layer.hold(keys, values, torch.tensor([0, 1, 4, 7, 8]).expand(1, 2, 5), 9, padded=False)
-    layer.cut(CHANNELS[:1], DIM)
+    layer = ChannelPrunedLayer(filled(DynamicLayer(), keys, values), CHANNELS[:1], DIM)
+    layer.kept = KeptTokens(torch.tensor([0, 1, 4, 7, 8]).expand(1, 2, 5).int(), 5, 9)
     append(layer, 2)
     assert layer.n_slots == 7
     assert layer.get_seq_length() == 11
@@ -214,7 +222,7 @@ def test_it_grows_step_by_step():
 def test_only_a_scope_that_attends_may_append():
     layer, keys, values = pruned()
     new = random(2, 2, 1, DIM)
-    layer.serve()  # a scope that fits masks, and attends over nothing
+    layer.allow_update(Reader())  # a scope that fits masks, and attends over nothing
     with pytest.raises(ScopeError, match=r"attention_patch\.headwise\(model\)"):
         layer.update(new, new)
     append(layer, 1)

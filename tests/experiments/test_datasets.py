@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import sys
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from experiments import UserError
+from experiments.answers import metrics
+from experiments.answers.cells import Cell, run_cell
 from experiments.answers.datasets import SOURCES, contexts_of, expand, load
 from experiments.answers.datasets.published import SETS
-from experiments.answers.metrics import METRICS, score
+from experiments.answers.metrics import METRICS, UNKNOWN, also, score
 from experiments.answers.sample import Sample
+from experiments.answers.settings import Settings
+from experiments.answers.store import summary_of
 from experiments.loading import load_model
 
 SYNTHETIC = expand("synthetic@1500")
@@ -214,6 +221,88 @@ def test_longbench(hub, tokenizer):
     assert score(sample, "tower") == pytest.approx(2 / 3)
 
 
+def test_longbench_in_chinese(hub, tokenizer):
+    row = {"context": "c", "question": "q", "all_classes": None}
+    answers = {
+        "multifieldqa_zh": ["我喜欢北京"],
+        "dureader": ["我喜欢北京"],
+        "vcsum": ["我喜欢北京"],
+        "lsht": ["体育"],
+        "passage_retrieval_zh": ["段落7"],
+    }
+    files = {f"{task}/test.jsonl": [row | {"answers": a}] for task, a in answers.items()}
+    files["lsht/test.jsonl"][0]["all_classes"] = ["体育", "财经"]
+    data = hub("longbench", files, configs(*answers))
+    samples = {
+        task: load(f"longbench/{task}", 9, 0, tokenizer, "model", data)[0] for task in answers
+    }
+    for task, (answer,) in answers.items():
+        assert score(samples[task], answer) == 1
+        assert score(samples[task], "") == 0
+    assert score(samples["multifieldqa_zh"], "我喜欢上海。") == pytest.approx(2 / 3)  # words
+    assert score(samples["dureader"], "我喜欢上海") == pytest.approx(2 / 3)
+    assert score(samples["vcsum"], "上海我喜欢") == pytest.approx(2 / 3)  # in their order
+    assert score(samples["lsht"], "体育\n财经") == 1  # one line
+    assert score(samples["lsht"], "体育财经") == 0.5
+    assert score(samples["passage_retrieval_zh"], "段落7和段落8") == 0.5
+
+
+def test_longbench_of_even_lengths(hub, tokenizer):
+    row = {"context": "c", "question": "q", "answers": ["tower"], "all_classes": None}
+    data = hub("longbench-e", {"hotpotqa_e/test.jsonl": [row]}, configs("hotpotqa_e"))
+    (sample,) = load("longbench-e/hotpotqa", 9, 0, tokenizer, "model", data)
+    assert score(sample, "The tower.") == 1
+    assert len(expand("longbench-e")) == 13
+    assert len(expand("longbench")) == 21
+
+
+def test_longbench_v2(hub, tokenizer):
+    row = {"context": "c", "question": "q", "answer": "C", "max_new_tokens": 148}
+    data = hub("longbench-v2", {"0shot/test.jsonl": [row]}, configs("0shot"))
+    (sample,) = load("longbench-v2/0shot", 9, 0, tokenizer, "model", data)
+    right = "**The correct answer is (C)**", "Then\nThe correct answer is C."
+    wrong = "C", "The correct answer is (B)", "The correct answer is Cat"
+    assert [score(sample, text) for text in (*right, *wrong)] == [1, 1, 0, 0, 0]
+    assert sample.max_new_tokens == 148
+
+
+def test_zero_scrolls_has_no_answers(hub, facts_tokenizer):
+    rows = [{"context": "river alice tea", "question": "? alice", "task": "qasper"}]
+    data = hub("zero_scrolls", {"test.jsonl": rows})
+    (sample,) = load("zero_scrolls/qasper", 9, 0, facts_tokenizer, "model", data)
+    assert score(sample, "anything") is None
+    settings = Settings(data=data, threads=1, max_new_tokens=1)
+    (row,), _ = run_cell(settings, Cell("zero_scrolls/qasper", "no press", 0.0, "bare"))
+    assert (row["prediction"], row["score"]) == ("tea", None)
+    assert summary_of([row])["score"] is None
+
+
+def test_a_share_of_a_published_set(hub, facts_tokenizer):
+    rows = [{"problem": f"p{i}", "answer": str(i)} for i in range(40)]
+    data = hub("math500", {"test.jsonl": rows})
+
+    def load_share(fraction):
+        return load("math500/math", 3, 0, facts_tokenizer, "model", data, fraction=fraction)
+
+    assert [len(load_share(f)) for f in (None, 0.001, 0.25, 1.0)] == [3, 1, 10, 40]
+    with pytest.raises(UserError, match=r"facts is made here.*give samples, no fraction"):
+        load("facts/single", 3, 0, facts_tokenizer, "facts-llama", fraction=0.5)
+
+
+def test_answers_are_as_long_as_asked_for():
+    settings = Settings(dataset=("facts/single@48",), samples=2, threads=1)
+    cell = Cell("facts/single@48", "no press", 0.0, "bare")
+
+    def lengths(**changed):
+        rows = run_cell(replace(settings, **changed), cell).rows
+        return [len(row["prediction"].split()) for row in rows]
+
+    assert lengths() == [1, 1]
+    assert lengths(max_new_tokens=3) == [3, 3]
+    assert lengths(generation={"max_new_tokens": 2}) == [2, 2]
+    assert lengths(generation={"max_new_tokens": 2}, max_new_tokens=3) == [3, 3]
+
+
 def test_the_columns_of_the_original_longbench_will_do(hub, tokenizer):
     row = {"input": "who?", "context": "c", "answers": ["x"], "all_classes": None, "_id": "1"}
     data = hub("longbench", {"qasper/test.jsonl": [row]}, configs("qasper"))
@@ -233,6 +322,9 @@ def test_loogle(hub, tokenizer):
     assert sample.answers == ("Ada", "Paris")
     (sample,) = load("loogle/shortdep_qa", 9, 0, tokenizer, "model", data)
     assert score(sample, "a c") == 0.5
+    others = also(sample, "a c")
+    assert others.keys() == {"bleu_1", "bleu_4", "rouge_1", "rouge_2", "meteor"}
+    assert (others["bleu_1"], others["bleu_4"], others["rouge_1"]) == (0.5, 0, 0.5)
 
 
 def test_infinitebench(hub, tokenizer):
@@ -242,13 +334,19 @@ def test_infinitebench(hub, tokenizer):
         {
             "passkey/test.jsonl": [row | {"answer": ["71432"]}],
             "longbook_choice_eng/test.jsonl": [row | {"answer": ["Mary", "B"]}],
+            "longbook_qa_chn/test.jsonl": [row | {"answer": ["北京"]}],
+            "math_calc/test.jsonl": [row | {"answer": ["3", "14", "15", "9"]}],
         },
-        configs("passkey", "longbook_choice_eng"),
+        configs("passkey", "longbook_choice_eng", "longbook_qa_chn", "math_calc"),
     )
     (sample,) = load("infinitebench/passkey", 9, 0, tokenizer, "model", data)
     assert [score(sample, text) for text in ("it is 71432.", "714321")] == [1, 0]
     (sample,) = load("infinitebench/longbook_choice_eng", 9, 0, tokenizer, "model", data)
     assert [score(sample, text) for text in ("B. Mary", "A", "Bath")] == [1, 0, 0]
+    (sample,) = load("infinitebench/longbook_qa_chn", 9, 0, tokenizer, "model", data)
+    assert [score(sample, text) for text in ("北京。", "北 方", "")] == [1, 0.5, 0]
+    (sample,) = load("infinitebench/math_calc", 9, 0, tokenizer, "model", data)
+    assert [score(sample, text) for text in ("3, 14, 16, 9", "4 14", "")] == [0.5, 0, 0]
 
 
 @pytest.mark.parametrize(("name", "split"), [("math500", "test"), ("aime24", "train")])
@@ -273,6 +371,10 @@ def test_a_needle_in_essays(hub, tokenizer):
         assert score(sample, " under the blue flower pot.") == 1
     with pytest.raises(UserError, match=r"needs \d+ tokens of essays, and there are \d+"):
         load("needle@99999", 5, 0, tokenizer, "model", data)
+    deep = load("needle@512", 5, 0, tokenizer, "model", data, depths=(0.25, 0.75))
+    assert [s.context for s in deep] == [samples[1].context, samples[3].context]
+    with pytest.raises(UserError, match="synthetic has no needle to put at a depth"):
+        load("synthetic/qa", 5, 0, tokenizer, "model", depths=(0.5,))
 
 
 def test_some_of_many_are_chosen_by_the_seed(hub, tokenizer):
@@ -330,7 +432,9 @@ def test_ruler_without_tasks_and_copies_that_are_not_there(hub, tokenizer):
 
 
 def test_every_task_has_a_metric():
-    assert {metric for found in SETS.values() for metric in found.metrics.values()} <= set(METRICS)
+    named = {metric for found in SETS.values() for metric in found.metrics.values()}
+    named |= {name for found in SETS.values() for also in found.also.values() for name in also}
+    assert named <= {*METRICS, UNKNOWN}
     assert all(source.tasks for source in SOURCES.values())
 
 
@@ -351,10 +455,31 @@ def test_every_task_has_a_metric():
         ("code", "# comment\nreturn x\n", ["return x"], 1),
         ("boxed", r"\boxed{070}", ["70"], 1),
         ("boxed", "70", ["70"], 0),
+        ("bleu_1", "the cat sat", ["the cat sat down"], math.exp(1 - 4 / 3)),  # brevity
+        ("bleu_4", "a b c d e", ["a b c d x"], 0.5),
+        ("bleu_4", "a b c", ["a b c"], 0),
+        ("rouge_1", "b a", ["a b"], 1),
+        ("rouge_2", "b a", ["a b"], 0),
+        # Three matches in one chunk; "cats" has the stem of "cat".
+        ("meteor", "the cats sat", ["the cat sat"], 1 - 0.5 / 27),
+        ("meteor", "the dog sat", ["a hound slept"], 0),
     ],
 )
 def test_metrics(metric, prediction, answers, expected):
     assert METRICS[metric](prediction, answers, ()) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("metric", "library"), [("rouge_l", "rouge_score"), ("meteor", "nltk"), ("f1_zh", "jieba")]
+)
+def test_metrics_need_their_library(monkeypatch, metric, library):
+    known = [name for name in sys.modules if name.partition(".")[0] == library]
+    for name in {library, *known}:
+        monkeypatch.setitem(sys.modules, name, None)
+    metrics._rouge_scorer.cache_clear()
+    metrics._jieba.cache_clear()
+    with pytest.raises(UserError, match=rf"{library} .*not installed; .*hook-or-patch\[evaluate\]"):
+        METRICS[metric]("a b", ["a b"], ())
 
 
 def test_a_choice_within_the_right_one_is_not_another():

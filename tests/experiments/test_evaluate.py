@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import json
-import os
 import shutil
+import sqlite3
+import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from io import StringIO
 from pathlib import Path
 
@@ -15,23 +16,30 @@ import pandas as pd
 import pytest
 import torch
 import typer
+import yaml
+from hypothesis import given
+from hypothesis import settings as drawn
+from hypothesis import strategies as st
 from rich.console import Console
+from rich.progress import Progress
 from typer.testing import CliRunner
 
 import hooks_impl
 import patch_impl
 from experiments import UserError
-from experiments.answers import evaluate, setup, store
+from experiments.answers import cells, setup, store
+from experiments.answers import sweep as sweeps
 from experiments.answers.cells import NO_PRESS, Cell, plan, press_text, run_cell
 from experiments.answers.datasets import load
 from experiments.answers.engines import Failure, on_ray, serial
-from experiments.answers.evaluate import STUDY, sweep
 from experiments.answers.presses import make_press, takes_ratio
 from experiments.answers.settings import Settings, settings_from
 from experiments.answers.setup import model_fingerprint, setup_of
 from experiments.answers.store import Store
-from experiments.framework import report
+from experiments.answers.sweep import sweep
+from experiments.framework.results import read_table, write_table
 from experiments.loading import load_model
+from experiments.questions import evaluate
 from press_core import HyperparameterError
 
 SMALL = Settings(
@@ -42,7 +50,7 @@ SMALL = Settings(
     threads=1,
 )
 SETUP = {"model": "facts-llama", "seed": 0, "versions": {"torch": "1"}, "made_with": {"date": "x"}}
-EXAMPLES = sorted(Path(evaluate.__file__).parent.glob("examples/*.yaml"))
+EXAMPLES = sorted(Path(sweeps.__file__).parent.glob("examples/*.yaml"))
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +127,13 @@ def test_presses_with_a_size_of_their_own():
         ("SnapKVPress(open('x').read())", "is not allowed"),
         ("3", "'3' is no press"),
         ("KnormPress(1, 2, 3)", "KnormPress has no 3 fields"),
+        ("KnormPress(compression_ratio=ratio)", "says `ratio`, and no ratio is given"),
+        ("(" * 9999, "cannot read the press"),
+        ("-" * 9999 + "1", "cannot read the press|is not allowed"),
+        ("KnormPress(0.5)\0", "cannot read the press"),
+        ("KnormPress({[]: 1})", "is not allowed in the press"),
+        ("KnormPress(**{'compression_ratio': 0.5})", "is not allowed in the press"),
+        ("KnormPress(*[0.5])", "is not allowed in the press"),
     ],
 )
 def test_what_is_no_press_is_refused_in_words(text, words):
@@ -138,7 +153,7 @@ def test_flags_override_the_file(tmp_path):
     )
     file.write_text("generation: {do_sample: true, temperature: 0.5}")
     expected = {"do_sample": True, "temperature": 0.5}
-    assert dict(settings_from(file, {}).generation) == expected
+    assert settings_from(file, {}).generation == expected
     assert settings_from(None, {}) == Settings()
 
 
@@ -146,18 +161,25 @@ def test_flags_override_the_file(tmp_path):
     ("text", "words"),
     [
         ("presses: [KnormPress]", "has presses, which is no setting; there are model, press"),
-        ("samples: many", "samples is 'many'; it must be int"),
-        ("samples: true", "samples is True; it must be int"),
-        ("samples: 0", "samples is 0; it must be 1 or more"),
-        ("ratio: [0.5, high]", "ratio is 'high'; it must be a number"),
-        ("ratio: 1", r"ratio is 1.0; it must be a number in \[0, 1\)"),
-        ("press: []", "press is empty"),
-        ("mechanism: hooks", "mechanism is 'hooks'; it must be one of hook, patch"),
+        ("samples: many", "samples is 'many'; input should be a valid integer"),
+        ("samples: true", "samples is True; input should be a valid integer"),
+        ("samples: 0", "samples is 0; input should be greater than or equal to 1"),
+        ("ratio: [0.5, high]", "ratio is 'high'; input should be a valid number"),
+        ("ratio: 1", "ratio is 1; input should be less than 1"),
+        ("ratio: .nan", "ratio is nan; input should be less than 1"),
+        ("press: []", "press is .*; .*at least 1 item"),
+        ("mechanism: hooks", "mechanism is 'hooks'; input should be 'hook' or 'patch'"),
         ("dtype: int8", "dtype is 'int8'"),
-        ("compress_questions: 1", "compress_questions is 1; it must be bool"),
+        ("compress_questions: 1", "compress_questions is 1; input should be a valid boolean"),
         ("generation: greedy", "generation is 'greedy'"),
+        ("generation: {top: 3}", "top is not allowed; there are do_sample"),
+        ("model_kwargs: {device_map: auto}", "device_map is not allowed; there are revision"),
+        ("fraction: 0", "fraction is 0; input should be greater than 0"),
+        ("needle_depth: 50", "needle_depth is 50; input should be less than or equal to 1"),
         ("- a\n- b", "must be a YAML mapping"),
         ("a: [", "is not YAML"),
+        ("a: 2024-99-99", "is not YAML"),
+        ("[" * 2000, "is not YAML"),
     ],
 )
 def test_settings_that_cannot_be_are_named(tmp_path, text, words):
@@ -169,6 +191,99 @@ def test_settings_that_cannot_be_are_named(tmp_path, text, words):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(UserError, match="there is no file"):
         settings_from(tmp_path / "sweep.yaml", {})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "generation: {custom_generate: DIR}",
+        "generation: {custom_generate: DIR, trust_remote_code: true}",
+        "generation: {trust_remote_code: true}",
+        "model_kwargs: {trust_remote_code: true}",
+        "custom_generate: DIR",
+        "trust_remote_code: true",
+    ],
+)
+def test_a_file_runs_no_code(tmp_path, text):
+    config = own_generate(tmp_path, text)
+    with pytest.raises(UserError, match=r"not allowed|give it as a flag, --"):
+        settings_from(config, {})
+
+
+def own_generate(folder, text):
+    """A YAML file, and beside it a folder whose `generate` leaves a mark."""
+    code = folder / "own" / "custom_generate"
+    code.mkdir(parents=True)
+    (code / "generate.py").write_text(
+        "import pathlib\n"
+        "def generate(model, **arguments):\n"
+        "    pathlib.Path(__file__).with_name('ran').touch()\n"
+        "    return model.generate(**arguments)\n"
+    )
+    (folder / "sweep.yaml").write_text(text.replace("DIR", str(folder / "own")))
+    return folder / "sweep.yaml"
+
+
+def test_code_is_run_where_a_flag_says_so(tmp_path, monkeypatch):
+    modules = tmp_path / "modules"
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules))
+    config = own_generate(tmp_path, "ratio: 0")
+    result = call(
+        "--config", config, "--custom-generate", tmp_path / "own", "--output", tmp_path / "out"
+    )
+    assert result.exit_code == 0, result.output
+    assert list(tmp_path.rglob("ran"))
+
+
+def test_presses_and_settings_read_anything_without_a_traceback(tmp_path):
+    """Whatever a file says is settings that can be planned, or is refused in words."""
+    file = tmp_path / "sweep.yaml"
+
+    @given(yaml_texts())
+    @drawn(deadline=None)
+    def read(text):
+        file.write_bytes(text)
+        with contextlib.suppress(UserError, HyperparameterError):
+            plan(settings_from(file, {}))
+
+    read()
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.yaml"]
+
+
+_ATOMS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=9), st.dates()
+)
+_PRESS_WORDS = ("SnapKVPress", "AdaKVPress", "ratio", "compression_ratio", "window_size", "press")
+
+
+@st.composite
+def press_texts(draw):
+    signs = "(", ")", "[", "]", "{", "}", "=", ":", ",", "0.5", "-", "lambda ", ".", "'", "\\"
+    words = st.sampled_from([*_PRESS_WORDS, *signs])
+    return draw(st.one_of(st.text(max_size=30), st.lists(words, max_size=14).map("".join)))
+
+
+def yaml_texts():
+    """YAML with the names of settings and values of all kinds, and bytes that are none."""
+    names = [field.name for field in fields(Settings)]
+    values = st.recursive(
+        st.one_of(_ATOMS, press_texts()),
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=9), inner, max_size=3)
+        ),
+        max_leaves=6,
+    )
+    wild = st.dictionaries(st.one_of(st.sampled_from(names), _ATOMS), values, max_size=4)
+    return st.one_of(
+        st.binary(max_size=40), wild.map(lambda found: yaml.safe_dump(found).encode("utf-8"))
+    )
+
+
+@given(press_texts(), st.sampled_from([None, 0.5]))
+@drawn(deadline=None)
+def test_press_texts_make_a_press_or_an_error_in_words(text, ratio):
+    with contextlib.suppress(UserError, HyperparameterError):
+        make_press(text, "hook", ratio, 0)
 
 
 def test_cells_are_the_grid_each_once():
@@ -206,14 +321,15 @@ def test_examples_can_be_planned(path):
     settings = settings_from(path, {})
     assert plan(settings)
     if path.stem == "study":
-        assert settings == STUDY
+        assert settings == Settings()
 
 
 def test_a_cell_scores_what_the_model_answers():
     """Against the model called by hand, one context and one question at a time."""
     settings, cell = SMALL, Cell("facts/multiquery@48", "SnapKVPress(window_size=8)", 0.5, "patch")
     model, tokenizer = load_model("facts-llama")
-    rows = run_cell(settings, cell)
+    rows, evicted = run_cell(settings, cell)
+    assert evicted == pytest.approx(1 - int(49 * 0.5) / 49)
     samples = load(cell.dataset, 8, 0, tokenizer, "facts-llama")
     press = patch_impl.SnapKVPress(0.5, window_size=8)
     for row, sample in zip(rows, samples, strict=True):
@@ -228,7 +344,7 @@ def test_a_cell_scores_what_the_model_answers():
 
 
 def test_a_cell_is_the_same_whatever_ran_before():
-    sampled = (("do_sample", True), ("eos_token_id", [2, 3]))
+    sampled = {"do_sample": True, "eos_token_id": [2, 3]}
     settings = replace(SMALL, press=("RandomPress",), generation=sampled)
     cell = Cell("facts/single@48", "RandomPress", 0.5, "hook")
     first = run_cell(settings, cell)
@@ -239,6 +355,27 @@ def test_a_cell_is_the_same_whatever_ran_before():
     assert torch.equal(torch.get_rng_state(), state)
     assert run_cell(settings, cell._replace(mechanism="patch")) == first
     assert run_cell(replace(settings, seed=1), cell) != first
+
+
+def test_arguments_for_the_model_reach_it():
+    settings = replace(SMALL, model_kwargs={"max_position_embeddings": 20})
+    with pytest.raises(UserError, match="more than the 20 positions"):
+        run_cell(settings, Cell("facts/single@48", NO_PRESS, 0.0, "bare"))
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_code_of_a_model_is_trusted_by_its_flag_alone(monkeypatch, tmp_path, trusted):
+    seen = []
+
+    def load(name, **given):
+        seen.append(given.get("trust_remote_code", False))
+        return load_model("facts-llama")
+
+    monkeypatch.setattr(cells, "load_model", load)
+    flag = ["--trust-remote-code"] if trusted else []
+    result = call("--ratio", "0", "--seed", 40 + trusted, *flag, "--output", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert seen == [trusted]
 
 
 # ---- sweeps ------------------------------------------------------------------------------------
@@ -273,10 +410,10 @@ def test_an_interrupted_sweep_continues(tmp_path, monkeypatch):
         ran.append(cell)
         return run_cell(settings, cell)
 
-    monkeypatch.setattr(evaluate, "run_cell", interrupted)
+    monkeypatch.setattr(sweeps, "run_cell", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_sweep(SMALL, tmp_path / "cut")
-    monkeypatch.setattr(evaluate, "run_cell", lambda s, c: ran.append(c) or run_cell(s, c))
+    monkeypatch.setattr(sweeps, "run_cell", lambda s, c: ran.append(c) or run_cell(s, c))
     continued, _, printed = run_sweep(SMALL, tmp_path / "cut")
     assert sorted(ran) == sorted(plan(SMALL))  # each once
     assert "2 of 6 cells are finished already" in printed
@@ -286,69 +423,158 @@ def test_an_interrupted_sweep_continues(tmp_path, monkeypatch):
     pd.testing.assert_frame_equal(again, continued)
 
 
+KILLED = """
+import os, sqlite3, sys
+database = sqlite3.connect(sys.argv[1])
+database.execute("PRAGMA cache_size = 1")  # pages go to the disk before the end
+database.execute("DELETE FROM predictions")
+database.execute("DELETE FROM cells")
+for number in range(2000):
+    database.execute("INSERT INTO cells (key, press_text) VALUES (?, ?)", (str(number), "x" * 99))
+os._exit(9)
+"""
+
+
 def damage(path, how):
-    files = sorted((path / "cells").iterdir())
-    predictions, record = files[0], files[0].with_suffix(".json")
-    if how == "predictions cut":
-        predictions.write_bytes(predictions.read_bytes()[:-20])
-    elif how == "predictions gone":
-        predictions.unlink()
-    elif how == "record cut":
-        record.write_bytes(record.read_bytes()[:30])
-    elif how == "record empty":
-        record.write_text("")
-    elif how == "record gone":
-        record.unlink()
-    elif how == "part left over":
-        record.rename(record.with_name(f".{record.name}.part"))
+    """Take a cell, half of one or the tables away, as what goes wrong does."""
+    database = path / "sweep.sqlite"
+    if how == "killed while writing":
+        killed = subprocess.run([sys.executable, "-c", KILLED, str(database)])
+        assert killed.returncode == 9
+        assert database.with_name("sweep.sqlite-journal").exists()
+    elif how == "cell gone":
+        with contextlib.closing(sqlite3.connect(database)) as opened, opened:
+            (last,) = opened.execute("SELECT max(id) FROM cells").fetchone()
+            opened.execute("DELETE FROM predictions WHERE cell = ?", (last,))
+            opened.execute("DELETE FROM cells WHERE id = ?", (last,))
+    elif how == "tables cut":
+        (path / "results.csv").write_bytes((path / "results.csv").read_bytes()[:30])
+        (path / "predictions.csv").write_text("")
+    elif how == "tables gone":
+        for name in ("results.csv", "predictions.csv", "setup.json"):
+            (path / name).unlink()
 
 
 @pytest.mark.parametrize(
-    "how",
-    [
-        "predictions cut",
-        "predictions gone",
-        "record cut",
-        "record empty",
-        "record gone",
-        "part left over",
-    ],
+    ("how", "n_again"),
+    [("killed while writing", 0), ("cell gone", 1), ("tables cut", 0), ("tables gone", 0)],
 )
-def test_what_is_half_written_is_run_again(tmp_path, monkeypatch, how):
+def test_what_is_missing_is_run_again(tmp_path, monkeypatch, how, n_again):
     settings = replace(SMALL, dataset=("facts/single@48",))
     before = run_sweep(settings, tmp_path)[0]
     damage(tmp_path, how)
     ran = []
-    monkeypatch.setattr(evaluate, "run_cell", lambda s, c: ran.append(c) or run_cell(s, c))
-    after, _, printed = run_sweep(settings, tmp_path)
-    assert len(ran) == 1
-    assert ("1 cells were damaged" in printed) == (how not in ("record gone", "part left over"))
+    monkeypatch.setattr(sweeps, "run_cell", lambda s, c: ran.append(c) or run_cell(s, c))
+    after, _, _ = run_sweep(settings, tmp_path)
+    assert len(ran) == n_again
     pd.testing.assert_frame_equal(without_time(after), without_time(before))
     assert len(pd.read_csv(tmp_path / "predictions.csv")) == 3 * 8
+    assert json.loads((tmp_path / "setup.json").read_text()) == SETUP
+
+
+@given(st.integers(0, 600), st.binary(min_size=1, max_size=200), st.booleans())
+@drawn(deadline=None)
+def test_a_damaged_database_is_refused_in_words(swept, tmp_path_factory, place, content, cut):
+    """Whatever its bytes say: results, or one error, and nothing is written anywhere else."""
+    outer = tmp_path_factory.mktemp("damaged")
+    shutil.copytree(swept, outer / "sweep")
+    database = outer / "sweep" / "sweep.sqlite"
+    whole = database.read_bytes()
+    start = place * len(whole) // 600
+    database.write_bytes(whole[:start] + content + (b"" if cut else whole[start + len(content) :]))
+    with contextlib.suppress(UserError):
+        opened = Store(outer / "sweep", SETUP)
+        opened.finished()
+        opened.write_tables()
+    assert [path.name for path in outer.iterdir()] == ["sweep"]
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("swept")
+    run_sweep(replace(SMALL, dataset=("facts/single@48",), ratio=(0.0,)), folder)
+    return folder
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]", "null", "3", '"setup"'])
+def test_a_set_up_that_says_nothing_is_refused(tmp_path, swept, content):
+    shutil.copytree(swept, tmp_path / "sweep")
+    with contextlib.closing(sqlite3.connect(tmp_path / "sweep" / "sweep.sqlite")) as opened, opened:
+        opened.execute("UPDATE setup SET content = ?", (content,))
+    with pytest.raises(UserError, match=r"does not say what|another set-up"):
+        Store(tmp_path / "sweep", SETUP)
 
 
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
-    settings = replace(SMALL, dataset=("facts/single@48",))
+    settings = replace(SMALL, dataset=("facts/single@48",), samples=64)
     expected = run_sweep(settings, tmp_path / "whole")[0]
-    writes, fsync = [], os.fsync
+    opened, connect = [], sqlite3.connect
 
-    def full(descriptor):
-        writes.append(descriptor)
-        if len(writes) == 5:  # setup, first cell, predictions of the second: now its record
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        fsync(descriptor)
+    def full(path):
+        database = connect(path)
+        opened.append(database)
+        (pages,) = database.execute("PRAGMA page_count").fetchone()
+        if pages > 6:  # the set-up and the first cell are there
+            database.execute(f"PRAGMA max_page_count = {pages}")
+        return database
 
-    monkeypatch.setattr(store.os, "fsync", full)
-    with pytest.raises(UserError, match=r"cannot write .*No space left.*the same command again"):
+    monkeypatch.setattr(store.sqlite3, "connect", full)
+    with pytest.raises(UserError, match=r"database or disk is full.*the same command again"):
         run_sweep(settings, tmp_path / "full")
-    left = {path.name for path in (tmp_path / "full").rglob("*")}
-    assert not [name for name in left if name.endswith(".part")]
-    monkeypatch.setattr(store.os, "fsync", fsync)
+    monkeypatch.setattr(store.sqlite3, "connect", connect)
     ran = []
-    monkeypatch.setattr(evaluate, "run_cell", lambda s, c: ran.append(c) or run_cell(s, c))
+    monkeypatch.setattr(sweeps, "run_cell", lambda s, c: ran.append(c) or run_cell(s, c))
     results = run_sweep(settings, tmp_path / "full")[0]
     assert len(ran) == 2
     pd.testing.assert_frame_equal(without_time(results), without_time(expected))
+
+
+@pytest.mark.parametrize("name", ["results.csv", "predictions.csv", "setup.json", "sweep.sqlite"])
+def test_files_of_others_are_not_touched(tmp_path, name):
+    for content in (b"mine", b""):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match="another --output"):
+            Store(tmp_path, SETUP)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {name: content}
+
+
+def test_tables_of_others_beside_those_of_a_sweep_are_not_touched(tmp_path):
+    pytest.importorskip("pyarrow", reason="the extra [evaluate] is not installed")
+    Store(tmp_path, SETUP).write_tables()
+    (tmp_path / "results.parquet").write_bytes(b"mine")
+    with pytest.raises(UserError, match=r"results\.parquet that no sweep has written"):
+        Store(tmp_path, SETUP, "parquet")
+    Store(tmp_path, SETUP).write_tables()  # its own are written again
+    assert (tmp_path / "results.parquet").read_bytes() == b"mine"
+
+
+def test_a_link_leads_nowhere(tmp_path):
+    outside = tmp_path / "outside"
+    for name in ("results.csv", "sweep.sqlite", "setup.json"):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        (folder / name).symlink_to(outside)
+        with pytest.raises(UserError, match="another --output"):
+            Store(folder, SETUP)
+    assert not outside.exists()
+
+
+def test_a_database_of_something_else_is_not_touched(tmp_path):
+    with contextlib.closing(sqlite3.connect(tmp_path / "sweep.sqlite")) as other, other:
+        other.execute("CREATE TABLE cells (mine TEXT)")
+    before = (tmp_path / "sweep.sqlite").read_bytes()
+    with pytest.raises(UserError, match="a database of something else"):
+        Store(tmp_path, SETUP)
+    assert (tmp_path / "sweep.sqlite").read_bytes() == before
+
+
+def test_an_output_that_cannot_be_is_told_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweeps, "run_cell", lambda *_: pytest.fail("worked first"))
+    (tmp_path / "file").write_text("mine")
+    for output in (tmp_path / "file", tmp_path / "file" / "inside"):
+        result = call("--output", output)
+        assert isinstance(result.exception, UserError), result.output
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_a_cell_that_fails_takes_nothing_from_the_others(tmp_path):
@@ -372,16 +598,6 @@ def test_set_ups_are_not_mixed(tmp_path, name, value):
         Store(tmp_path, SETUP | {name: value})
 
 
-def test_a_folder_that_does_not_say_what_it_holds(tmp_path):
-    run_sweep(replace(SMALL, dataset=("facts/single@48",), ratio=(0.0,)), tmp_path)
-    (tmp_path / "setup.json").write_text("{")
-    with pytest.raises(UserError, match="is not JSON"):
-        Store(tmp_path, SETUP)
-    (tmp_path / "setup.json").unlink()
-    with pytest.raises(UserError, match=r"no setup\.json that says of what"):
-        Store(tmp_path, SETUP)
-
-
 ROWS = [
     {"sample": i, "context": c, "question": "q", "answers": ["1"], "prediction": p}
     | {"metric": "f1", "score": s}
@@ -394,9 +610,9 @@ def test_predictions_come_back_as_they_were(tmp_path, file_format):
     if file_format == "parquet":
         pytest.importorskip("pyarrow", reason="the extra [evaluate] is not installed")
     kept, cell = Store(tmp_path, SETUP, file_format), Cell("d", "KnormPress", None, "hook")
-    assert not kept.finished(cell)
+    assert not kept.finished()
     kept.save(cell, ROWS, {"press_text": "p", "seconds": 1})
-    assert kept.finished(cell)
+    assert kept.finished() == {cell.key}
     found = kept.predictions()
     for name in ("sample", "context", "prediction", "score"):
         assert list(found[name]) == [row[name] for row in ROWS]
@@ -431,7 +647,7 @@ def test_the_set_up_says_what_made_the_results(tmp_path):
 
 def test_other_weights_are_another_model(tmp_path):
     folder = tmp_path / "model"
-    shutil.copytree(Path(evaluate.__file__).parents[1] / "models" / "facts-llama", folder)
+    shutil.copytree(Path(sweeps.__file__).parents[1] / "models" / "facts-llama", folder)
     assert model_fingerprint(str(folder)) == model_fingerprint("facts-llama")
     model = load_model(str(folder))[0]
     model.lm_head.weight.data[-1, -1] += 1
@@ -447,6 +663,10 @@ def test_other_code_is_another_set_up(tmp_path, monkeypatch):
     before = setup.code_digest()
     (tmp_path / "press_core" / "a.py").write_text("x = 2")
     assert setup.code_digest() != before
+
+
+def test_the_code_that_results_hang_on_is_there():
+    assert all((setup._ROOT / part).exists() for part in setup._CODE)
 
 
 # ---- engines -----------------------------------------------------------------------------------
@@ -467,7 +687,7 @@ def test_ray_is_asked_for_where_it_is_missing(monkeypatch):
 # ---- command -----------------------------------------------------------------------------------
 
 app = typer.Typer()
-app.command()(evaluate.command)
+app.command()(sweeps.command)
 
 
 def call(*args):
@@ -483,7 +703,7 @@ def test_the_command(tmp_path):
         assert words in result.output
     assert {path.name for path in tmp_path.iterdir()} == {
         "setup.json",
-        "cells",
+        "sweep.sqlite",
         "results.csv",
         "predictions.csv",
     }
@@ -503,11 +723,27 @@ def test_the_command_reads_a_file_and_tells_failures(tmp_path):
     assert "no result: facts/single@48 PerLayerCompressionPress" in result.output
 
 
+FLAGS = (
+    "config output model press ratio mechanism dataset samples seed batch-size compress-questions "
+    "max-context-length dtype attn-implementation device threads data format on ray-address "
+    "ray-gpus retries fraction max-new-tokens needle-depth custom-generate trust-remote-code"
+)
+
+
+def test_the_command_has_its_flags(tmp_path):
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "160"}).output
+    for name in FLAGS.split():
+        assert f"--{name} " in shown
+    given = ["--needle-depth", "0.5", "--compress-questions", "--fraction", "0.5"]
+    result = call(*given, "--output", tmp_path / "out")
+    assert isinstance(result.exception, UserError) or "no fraction" in result.output
+
+
 def test_an_interrupted_command_says_how_to_continue(tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(evaluate, "run_cell", interrupt)
+    monkeypatch.setattr(sweeps, "run_cell", interrupt)
     result = call("--output", tmp_path)
     assert result.exit_code == 130
     assert "the same command continues" in result.output
@@ -518,24 +754,21 @@ def test_an_interrupted_command_says_how_to_continue(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory):
-    few = replace(
-        STUDY,
+    few = Settings(
         dataset=("facts/single@96", "facts/multikey@96", "facts/multiquery@96"),
         press=("KnormPress", "AdaKVPress(SnapKVPress(window_size=8))"),
         samples=4,
         threads=1,
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate, "STUDY", few)
-        made = evaluate.EXPERIMENT.run()
+    made = evaluate.EXPERIMENT.measure(few, Progress(disable=True))
     path = tmp_path_factory.mktemp("study") / "evaluate.csv"
-    report.write_table(made["evaluate"], path)
-    return {"evaluate": report.read_table(path)}
+    write_table(made["evaluate"], path)
+    return {"evaluate": read_table(path)}
 
 
 def test_the_study_reads_its_tables(tables):
-    text = evaluate.EXPERIMENT.summary(tables)
-    assert "Hook and patch gave the same answers in all of 12 cells." in text
+    text = evaluate.EXPERIMENT.markdown(tables)
+    assert "Hook and patch gave the same answers in all of **12** cells." in text
     assert "| press | one fact, 50% evicted | 1 of 16 facts, 50% evicted |" in text
     table = tables["evaluate"]
     value = table[
@@ -551,8 +784,8 @@ def test_the_study_reads_its_tables(tables):
 def test_the_study_does_not_claim_agreement_that_is_not_there(tables):
     table = tables["evaluate"].copy()
     table.loc[(table["mechanism"] == "patch").idxmax(), "answers"] = "something else"
-    text = evaluate.EXPERIMENT.summary({"evaluate": table})
-    assert "Hook and patch gave other answers in 1 of 12 cells." in text
+    text = evaluate.EXPERIMENT.markdown({"evaluate": table})
+    assert "Hook and patch gave other answers in **1** of 12 cells." in text
 
 
 def test_the_figure_shows_every_score(tables):

@@ -12,27 +12,37 @@ from typer.testing import CliRunner
 import hooks_impl
 from experiments import UserError
 from experiments.cli import app
-from experiments.conditions import CONDITIONS, budgets
-from experiments.conditions.budgets import (
+from experiments.framework.command import progress_bar
+from experiments.framework.plots import NO_PRESS
+from experiments.loading import load_model
+from experiments.questions.headwise import (
+    EXPERIMENT,
+    Options,
+    Part,
+    budgets,
+    find_freeing,
+    find_patching,
+    find_worth,
+)
+from experiments.questions.headwise.asked import Asked, AskedInWords, asked
+from experiments.questions.headwise.budgets import (
     ALL,
     HEADWISE,
     N_PAIRS,
     UNIFORM,
-    AskedInWords,
     EvenKVzipPress,
     Streaming,
-    asked,
     differences,
     head_scores,
     held,
     paired_interval,
     pairs,
 )
-from experiments.conditions.timing import FULL, Size
-from experiments.conditions.trial import OTHER, SAME
-from experiments.loading import load_model
-from experiments.questions import headwise
-from experiments.questions.quality import NO_PRESS, Task
+from experiments.questions.headwise.timing import FULL
+from experiments.questions.headwise.trials import OTHER, SAME
+from experiments.questions.headwise.variants import VARIANTS
+from experiments.questions.headwise.views import by_press
+from experiments.testbed.asking import Task
 from experiments.testbed.facts import VOCABULARY, build_tokenizer
 from experiments.testbed.families import build
 from press_core.presses.duo_attention import HeadScores
@@ -49,16 +59,19 @@ def facts_llama():
 
 
 @pytest.fixture(scope="module")
-def tables(facts_llama):
-    model, tokenizer = facts_llama
-    before = snapshot(model)
-    tables = headwise.measure_budgets(
-        model, asked(tokenizer, SMALL), RATIOS, model_name="facts-llama", progress=False
-    )
-    assert snapshot(model) == before
-    timed, size = build("llama"), Size(contexts=(128, 256), ratios=RATIOS, rounds=2, repeats=1)
-    tables |= headwise.measure_decoding(timed, size, model_name="tiny", progress=False)
-    return tables | headwise.measure_conditions(["llama"], progress=False)
+def tables(facts_llama, tmp_path_factory):
+    asked_for = {"samples": SMALL.samples, "context": SMALL.context, "facts": SMALL.facts}
+    tables = measured(Part.BUDGETS, ratio=RATIOS, **asked_for)
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    build("llama").save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    few = {"contexts": (128, 256), "ratio": RATIOS, "rounds": 2}
+    tables |= measured(Part.DECODING, model=str(folder), **few)
+    return tables | measured(Part.CONDITIONS, family=("llama",))
+
+
+def measured(part, **options):
+    return EXPERIMENT.measure(Options(part=(part,), **options), progress_bar(disable=True))
 
 
 # ---- what is compared ----------------------------------------------------------------------------
@@ -152,7 +165,7 @@ def test_scores_beside_the_model_are_taken(facts_llama, monkeypatch, tmp_path):
 
 def test_a_vocabulary_of_its_own_is_asked_in_words():
     tokenizer = build_tokenizer()
-    assert type(asked(tokenizer, SMALL)) is budgets.Asked
+    assert type(asked(tokenizer, SMALL)) is Asked
     tokenizer.add_tokens(["zebra"])
     assert type(asked(tokenizer, SMALL)) is AskedInWords
 
@@ -160,7 +173,7 @@ def test_a_vocabulary_of_its_own_is_asked_in_words():
 @pytest.mark.parametrize("press", [None, hooks_impl.AdaKVPress(hooks_impl.KeyDiffPress(0.7))])
 def test_words_are_answered_as_tokens_are(facts_llama, press):
     model, tokenizer = facts_llama
-    in_words, in_tokens = AskedInWords(SMALL, tokenizer), budgets.Asked(SMALL)
+    in_words, in_tokens = AskedInWords(SMALL, tokenizer), Asked(SMALL)
     (batch,) = in_tokens.batches
     assert in_words.length == in_tokens.length == 97
     assert torch.equal(torch.cat(in_words.contexts(batch)), batch.context_ids)
@@ -278,10 +291,18 @@ def test_every_context_is_timed(tables):
     assert decoding.groupby("context").size().to_dict() == {128: 11, 256: 11}
 
 
-def test_sliding_layers_are_not_timed():
-    model = build("gemma3_text")
+def test_sliding_layers_are_not_timed(tmp_path):
+    build("gemma3_text").save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(UserError, match="sliding window"):
-        headwise.measure_decoding(model, Size((64,), (0.5,), 1, 1), model_name="g", progress=False)
+        measured(Part.DECODING, model=str(tmp_path), contexts=(64,), ratio=(0.5,), rounds=1)
+
+
+def test_budgets_leave_the_model_as_it_was(facts_llama):
+    model, tokenizer = facts_llama
+    before = snapshot(model)
+    budgets.compare(model, asked(tokenizer, SMALL), (0.5,), model_name="facts-llama")
+    assert snapshot(model) == before
 
 
 def test_a_bar_goes_to_its_end(monkeypatch, facts_llama):
@@ -294,57 +315,67 @@ def test_a_bar_goes_to_its_end(monkeypatch, facts_llama):
     assert len(moved) == 1 + 2 * N_PAIRS * len(RATIOS)
 
 
-# ---- summary -------------------------------------------------------------------------------------
+# ---- what is found -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("shift", "verdict"),
+    ("shift", "said", "verdict"),
     [
-        (0.3, "helped on"),
-        (-0.3, "cost answers on"),
-        (0.0, "made no difference that could be shown"),
+        (0.3, "helped", "works"),
+        (-0.3, "cost answers", "costs"),
+        (0.0, "made no difference that could be shown", None),
     ],
 )
-def test_summary_says_whether_budgets_helped(tables, shift, verdict):
+def test_whether_budgets_helped(tables, shift, said, verdict):
     table = tables["headwise_difference"].copy()
     table[["difference", "low", "high"]] = shift + np.array([0.0, -0.1, 0.1])
-    told = headwise.sentence_on_budgets(tables | {"headwise_difference": table})
-    assert told.startswith(f"Head-wise budgets {verdict}")
-    assert f"by {100 * shift:+.1f} [" in told
-    assert f"They {verdict.removesuffix(' on')} with AdaKV(SnapKV) {100 * shift:+.1f} [" in told
+    found = find_worth(tables | {"headwise_difference": table})
+    assert found.text.startswith(f"Head-wise budgets {said} on facts-llama")
+    assert f"**{100 * shift:+.1f}** points [" in found.text
+    assert found.verdict == verdict
+    told = by_press(table)
+    assert f"They {said} with AdaKV(SnapKV) {100 * shift:+.1f} [" in told
     better, worse = (12 * (sign * shift > 0.1) for sign in (1, -1))
     assert f"Of 12 single comparisons {better} are better and {worse} worse" in told
 
 
-def test_summary_says_whether_a_patch_is_needed(tables):
+def test_whether_a_patch_is_needed(tables):
     table = tables["headwise_conditions"]
-    told = headwise.sentence_on_patching(tables)
-    assert "needs no patch" in told
-    assert "6 of 6 trials (llama: eager, sdpa, flex_attention)" in told
+    found = find_patching(tables)
+    assert "needs no patch" in found.text
+    assert (
+        "**3** of 3" in find_patching({"headwise_conditions": table[table["question"] == 3]}).text
+    )
+    assert ("**6** of 6 trials" in found.text, found.verdict) == (True, "works")
     broken = table.copy()
     broken.loc[(table["condition"] == "mask by hook").idxmax(), "outcome"] = OTHER
-    told = headwise.sentence_on_patching({"headwise_conditions": broken})
-    assert "needs a patch" in told
-    assert "5 of 6" in told
+    found = find_patching({"headwise_conditions": broken})
+    assert ("needs a patch" in found.text, found.verdict) == (True, "breaks")
+    assert "**5** of 6" in found.text
     patched = table.assign(registry=True)
-    assert "needs a patch" in headwise.sentence_on_patching({"headwise_conditions": patched})
+    assert "needs a patch" in find_patching({"headwise_conditions": patched}).text
 
 
-def test_summary_says_whether_memory_is_freed(tables):
+def test_whether_memory_is_freed(tables):
     table = tables["headwise_decoding"]
-    told = headwise.sentence_on_freeing(tables)
-    assert "That mask frees nothing: with 80% of 256 tokens evicted" in told
+    found = find_freeing(tables)
+    assert "With 80% evicted ragged storage" in found.text
+    assert found.text.endswith("behind a mask by a hook stay 1.00.")
+    assert found.verdict == "works"
     row = table[(table["context"] == 256) & (table["ratio"] == 0.8)].set_index("condition")
-    assert f"{row.loc['ragged', 'time']:.2f} [{row.loc['ragged', 'low']:.2f}," in told
+    held = row.loc["ragged", "bytes"] / row.loc["ragged", "full_bytes"]
+    assert f"holds **{held:.2f}** of" in found.text
     freed = {"headwise_decoding": table.assign(bytes=table["bytes"] // 2)}
-    assert "That mask frees memory" in headwise.sentence_on_freeing(freed)
+    assert find_freeing(freed).text.endswith("stay 0.50.")
+    kept = {"headwise_decoding": table.assign(bytes=table["full_bytes"])}
+    assert find_freeing(kept).verdict == "breaks"
 
 
-def test_summary_shows_every_table(tables):
-    text = headwise.summary(tables)
+def test_every_table_is_shown(tables):
+    text = EXPERIMENT.markdown(tables)
     for pair in tables["headwise_accuracy"]["press"].unique():
         assert pair == NO_PRESS or f"| {pair} |" in text
-    for name in CONDITIONS:
+    for name in VARIANTS:
         assert f"| {name}, 80% evicted |" in text
     assert (
         f"| llama, sdpa | 3 tokens: {SAME}, 20 tokens: error | {SAME} | {SAME} | {SAME} |" in text
@@ -358,20 +389,20 @@ def test_summary_shows_every_table(tables):
     assert widths == {5, 6}
 
 
-def test_summary_is_the_same_off_the_files(tables, tmp_path):
-    from experiments.framework.report import read_table, write_table
+def test_what_is_said_is_the_same_off_the_files(tables, tmp_path):
+    from experiments.framework.results import read_table, write_table
 
     for name, table in tables.items():
         write_table(table, tmp_path / f"{name}.csv")
     again = {name: read_table(tmp_path / f"{name}.csv") for name in tables}
-    assert headwise.summary(again) == headwise.summary(tables)
+    assert EXPERIMENT.markdown(again) == EXPERIMENT.markdown(tables)
 
 
 # ---- figures and command -------------------------------------------------------------------------
 
 
 def test_figures_show_what_the_tables_hold(tables):
-    figures = headwise.figures(tables)
+    figures = EXPERIMENT.figures(tables)
     assert set(figures) == set(tables) - {"headwise_conditions"}
     accuracy = figures["headwise_accuracy"].axes
     assert len(accuracy) == N_PAIRS

@@ -112,6 +112,11 @@ def test_a_model_may_be_spread_over_what_there_is():
     torch.testing.assert_close(*logits)
 
 
+def test_more_can_be_said_of_how_a_model_is_loaded(folder):
+    model, _ = load_model(str(folder), max_position_embeddings=77, low_cpu_mem_usage=True)
+    assert model.config.max_position_embeddings == 77
+
+
 def test_tables_call_a_model_by_its_last_folder(folder):
     assert short_name(str(folder)) == short_name(f"{folder}/") == "tiny"
     assert short_name("facts-llama") == "facts-llama"

@@ -9,14 +9,25 @@ from typer.testing import CliRunner
 
 from experiments import UserError
 from experiments.cli import app
+from experiments.framework.command import progress_bar
 from experiments.questions import memory
-from experiments.questions.memory import NO_PRESS, PRESSES, REAL, Cell, Shape, Size
+from experiments.questions.memory import (
+    EXPERIMENT,
+    NO_PRESS,
+    PRESSES,
+    REAL,
+    Cell,
+    Shape,
+    Size,
+    hook_over_patch,
+)
 from experiments.testbed.facts import build_tokenizer
 from experiments.testbed.families import build
 from tests.support import snapshot, token_ids
 
 SMALL = Size(contexts=(128, 256), both=128, twice=128)
 CPU = torch.device("cpu")
+SILENT = progress_bar(disable=True)
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +39,9 @@ def models():
 def tables(models):
     before = snapshot(models["shallow"])
     subjects = {name: (model, SMALL) for name, model in models.items()}
-    tables = memory.measure(subjects, progress=False)
+    table = memory.measure_prefills(subjects, SILENT)
     assert snapshot(models["shallow"]) == before
-    return tables
+    return {"memory": table, "memory_models": memory.predicted()}
 
 
 # ---- counting ------------------------------------------------------------------------------------
@@ -147,7 +158,7 @@ def test_a_prefill_takes_as_much_beside_the_cache_at_any_depth(tables):
 def test_a_model_from_outside(tmp_path):
     model = build("gpt_neox")
     size = Size(contexts=(128,), presses=("KnormPress",), ratio=0.8)
-    table = memory.measure({"neox": (model, size)}, progress=False)["memory"]
+    table = memory.measure_prefills({"neox": (model, size)}, SILENT)
     assert table["press"].tolist() == [NO_PRESS, "KnormPress", "KnormPress"]
     expected = int(128 * (1 - 0.8)) / (128 * (1 - 0.8))
     assert table["measured_over_predicted"].tolist() == pytest.approx([1, expected, expected])
@@ -164,7 +175,11 @@ def test_sentences_are_read_off_the_table(tables):
     assert "ThinK -9.0 MiB (frees 0.0 at 256 tokens)" in memory.sentence_on_peaks(table)
     table.loc[table["mechanism"] == "patch", "peak"] = 1
     table.loc[table["mechanism"] == "hook", "peak"] = 2
-    assert "peak is 2.000 times that with patches" in memory.sentence_on_mechanisms(table)
+    assert (hook_over_patch(table) == 2).all()
+    assert len(hook_over_patch(table)) == 2 * len(PRESSES)
+    assert hook_over_patch(table[table["mechanism"] != "patch"]).empty
+    *_, found = EXPERIMENT.findings(tables | {"memory": table})
+    assert "peak is 2.000 to **2.000** times that with patches, over 8 prefills" in found.text
     table.loc[table["press"] == NO_PRESS, "peak"] = table["bytes"] + 3 * 2**20
     told = memory.sentence_on_depth(table)
     assert "256 tokens without a press takes 3.0 MiB with 2 layers and 3.0 MiB with 4" in told
@@ -172,8 +187,17 @@ def test_sentences_are_read_off_the_table(tables):
     assert "ThinK 1.000, KVzip" in memory.sentence_on_arithmetic(tables["memory"])
 
 
+@pytest.mark.parametrize(("peaks", "verdict"), [([1.5, 0.5], "costs"), ([0.9, 0.5], "works")])
+def test_whether_presses_lower_the_peak(tables, peaks, verdict):
+    table = tables["memory"].query("press != @NO_PRESS").iloc[:2].assign(peak_over_bare=peaks)
+    held, peak, *_ = EXPERIMENT.findings(tables | {"memory": table})
+    assert peak.text.endswith(f"is 0.50 to **{max(peaks):.2f}** times that without one.")
+    assert peak.verdict == verdict
+    assert "times the bytes that arithmetic gives, over 2 prefills" in held.text
+
+
 def test_summary_has_a_line_per_prefill_with_hooks(tables):
-    lines = [line for line in memory.summary(tables).splitlines() if line.startswith("| ")]
+    lines = [line for line in EXPERIMENT.markdown(tables).splitlines() if line.startswith("| ")]
     hooked = tables["memory"]["mechanism"] != "patch"
     assert sum(" | SnapKV | " in line for line in lines) == 4
     assert len([line for line in lines if "-B" not in line]) >= hooked.sum()
@@ -181,7 +205,7 @@ def test_summary_has_a_line_per_prefill_with_hooks(tables):
 
 
 def test_figures_show_every_size(tables):
-    drawn = memory.figures(tables)
+    drawn = EXPERIMENT.figures(tables)
     _, peak = drawn["memory"].axes
     assert len(peak.get_lines()) == 1 + len(PRESSES)
     assert peak.get_lines()[0].get_xdata().tolist() == [128, 256]

@@ -247,6 +247,18 @@ def test_without_a_press_it_is_generate(model, answerer, options):
     assert found == (expected if len(expected) > 1 else expected[0])
 
 
+def test_it_is_greedy_unless_asked_to_be_otherwise(model, answerer, monkeypatch):
+    (text,) = facts(1)[1]
+    ask = text.context, text.questions[:1]
+    expected = answerer(*ask, max_new_tokens=8, do_sample=False)
+    hot = copy.deepcopy(model.generation_config)
+    hot.do_sample, hot.temperature = True, 50.0
+    monkeypatch.setattr(model, "generation_config", hot)
+    assert [answerer(*ask, max_new_tokens=8) for _ in range(4)] == [expected] * 4
+    for asked in ({"do_sample": True, "temperature": 50.0}, {"generation_config": hot}):
+        assert answerer(*ask, max_new_tokens=8, **asked) != expected
+
+
 def test_answers_end_before_the_end_of_sequence(model, answerer):
     (text,) = facts(1)[1]
     (long,) = answerer(text.context, text.questions[:1], max_new_tokens=6)
@@ -306,6 +318,103 @@ def test_long_contexts_lose_their_middle(model, answerer):
     )
 
 
+def test_a_context_that_is_cut_is_told_of(answerer, caplog):
+    context = " ".join(["river"] * 20)
+    answerer(context, ["? alice"], max_context_length=21, max_new_tokens=1)
+    assert not caplog.records
+    answerer(context, ["? alice"], max_context_length=11, max_new_tokens=1)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == "a context of 21 tokens is cut to 11: it loses its middle"
+
+
+@both
+def test_lengths_are_logged(answerer, caplog, package):
+    (text,) = facts(1)[1]
+    with caplog.at_level("DEBUG", logger="experiments"):
+        answerer(text.context, ["? alice"], press=package.KnormPress(0.5), max_new_tokens=1)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["context length: 49 tokens", "compressed length: 24.0 tokens"]
+
+
+@both
+@presses
+@pytest.mark.parametrize("together", [False, True], ids=["unseen", "seen"])
+def test_the_share_that_was_really_evicted(model, answerer, package, name, together):
+    """Against the caches that the model itself was left with, batched and row by row."""
+    texts = facts()[1]
+    contexts, questions = uneven(texts), [t.questions[:1] for t in texts]
+    options = {"press": PRESSES[name](package), "max_new_tokens": 4}
+    options["compress_questions"] = together
+    shares = []
+    for context, asked in zip(contexts, questions, strict=True):
+        shares.append(answerer.answered(context, asked, **options).evicted)
+        if name in ("none", "channels"):
+            assert shares[-1] == 0
+        elif name in ("snapkv", "rerotated"):
+            text = f"{context} {asked[0]}" if together else context
+            length = len(answerer.tokenizer(text).input_ids)
+            kept = int(length * (0.5 if name == "snapkv" else 0.6))
+            assert shares[-1] == pytest.approx(1 - kept / length)
+    if name not in ("none", "channels"):
+        assert 0 < max(shares) < 0.8  # short contexts fit into what some presses keep
+    batched = answerer.answered(contexts, questions, **options).evicted
+    assert batched == pytest.approx(sum(shares) / 3, abs=1e-6)
+
+
+def test_thinking_is_off_unless_asked_for(model, answerer):
+    answerer.tokenizer.chat_template = (
+        "<bos>{% for message in messages %}{{ message.content }}{% endfor %} "
+        "{% if enable_thinking is not defined %}near{% elif enable_thinking %}quiet{% else %}same"
+        "{% endif %}"
+    )
+    for options, last in (({}, "same"), ({"enable_thinking": True}, "quiet")):
+        read = tokens_read(model, answerer, "river", [" ? alice"], **options)
+        assert answerer.tokenizer.decode(read) == f"<bos> river ? alice {last}"
+
+
+@both
+@pytest.mark.parametrize("press", [None, "KnormPress"])
+@pytest.mark.parametrize("questions", [None, [""]])
+@pytest.mark.parametrize("context", ["river alice tea ? alice", "", " \n"])
+def test_without_a_question_or_a_context_the_text_goes_on(
+    model, answerer, package, press, questions, context
+):
+    pressed = getattr(package, press)(0.0) if press else None
+    ids = answerer.tokenizer(context, return_tensors="pt").input_ids
+    expected = model.generate(ids, max_new_tokens=3)[0, ids.shape[1] :]
+    for together in (False, True):
+        found = answerer(
+            context, questions, press=pressed, max_new_tokens=3, compress_questions=together
+        )
+        assert found == [answerer.tokenizer.decode(expected)]
+
+
+def test_a_blank_context_is_answered(answerer):
+    (blank, other) = answerer(["", "river alice tea"], ["? alice"], max_new_tokens=1)
+    assert blank == answerer("", ["? alice"], max_new_tokens=1)
+    assert other == ["tea"]
+
+
+def test_a_text_of_no_tokens_starts_with_something_or_is_refused(answerer, monkeypatch):
+    known, expected = answerer.tokenizer, answerer("", ["? alice"], max_new_tokens=2)
+
+    class Startless:
+        bos_token_id, eos_token_id = known.bos_token_id, None
+
+        def __call__(self, text, add_special_tokens=True):
+            return known(text, add_special_tokens=False)
+
+        def __getattr__(self, name):
+            return getattr(known, name)
+
+    answerer.tokenizer = Startless()
+    assert answerer("", ["? alice"], max_new_tokens=2) == expected
+    monkeypatch.setattr(Startless, "bos_token_id", None)
+    with pytest.raises(UserError, match="a context of at least one word"):
+        answerer("", ["? alice"])
+
+
 def test_shorter_rows_need_something_to_be_filled_with(model, answerer):
     contexts = ["river alice tea of", "of of alice tea of"]
     expected = answerer(contexts, ["? alice"], max_new_tokens=1)
@@ -320,8 +429,6 @@ def test_shorter_rows_need_something_to_be_filled_with(model, answerer):
 @pytest.mark.parametrize(
     ("contexts", "questions", "options", "words"),
     [
-        ("", ["? a"], {}, "context 0 is ''"),
-        (["a", " \n"], ["? a"], {}, r"context 1 is ' \\n'"),
         ([], ["? a"], {}, "there is no context"),
         ([3], ["? a"], {}, "context 0 is 3"),
         ("river", [], {}, r"questions is \[\]"),
@@ -329,7 +436,6 @@ def test_shorter_rows_need_something_to_be_filled_with(model, answerer):
         ("river", [None], {}, "a question is None"),
         (["a", "b"], [["? a"]], {}, "questions for 1 contexts, and 2 contexts"),
         (["a", "b"], [["? a"], []], {}, "each context needs a list of texts"),
-        ("river", [""], {}, "there is nothing to answer"),
         ("river", ["of " * 2048], {}, "the question takes 2048 tokens, more than the 2048"),
         ("of " * 2048, ["? a"], {}, "take 2049 and 2 tokens.*max_context_length=2046 or less"),
         ("river", ["? a"], {"max_positions": 3}, "take 2 and 2 tokens, more than the 3 positions"),
@@ -371,16 +477,23 @@ def test_the_pipeline_answers_as_the_class_does(answerer, pipe, package):
 @pytest.mark.parametrize(
     ("inputs", "options", "words"),
     [
-        ("river alice tea", {}, "give a list of at least one question"),
+        ("river alice tea", {"questions": []}, "give a list of at least one question"),
         ("river alice tea", {"question": "? a", "questions": ["? a"]}, "give one of the two"),
         ([], {"question": "? a"}, "there is no context"),
         ([], {}, "there is no context"),
-        ("", {"question": "? a"}, "context 0 is ''"),
+        ([3], {"question": "? a"}, "context 0 is 3"),
     ],
 )
 def test_the_pipeline_refuses_bad_input(pipe, inputs, options, words):
     with pytest.raises(UserError, match=words):
         pipe(inputs, **options)
+
+
+def test_the_pipeline_goes_on_where_nothing_is_asked(pipe):
+    expected = pipe("river alice tea of", question="? alice", max_new_tokens=1)
+    assert pipe("river alice tea of ? alice", max_new_tokens=1) == expected == {"answer": "tea"}
+    assert pipe(["river alice tea of ? alice"], question="", max_new_tokens=1) == [expected]
+    assert pipe("", question="? alice", max_new_tokens=1).keys() == {"answer"}
 
 
 def test_the_pipeline_loads_a_model_by_its_path():

@@ -310,8 +310,8 @@ def test_figure_has_a_cell_per_press_ratio_and_question(tables):
     figure = EXPERIMENT.figures(tables)["quality"]
     assert dict(matplotlib.rcParams) == before
     assert [axes.get_title(loc="left") for axes in figure.axes] == [
-        "Question unseen: right answers in %",
-        "Question seen: right answers in %",
+        "Question unseen",
+        "Question seen",
     ]
     assert "differ" not in figure.get_label()
     table = tables["quality"].drop_duplicates(["press", "ratio", "question"])

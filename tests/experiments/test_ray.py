@@ -13,9 +13,9 @@ from rich.console import Console
 
 from experiments import UserError
 from experiments.answers.engines import Failure, on_ray
-from experiments.answers.evaluate import sweep
 from experiments.answers.settings import Settings
 from experiments.answers.store import Store
+from experiments.answers.sweep import sweep
 
 ray = pytest.importorskip("ray", reason="the extra [ray] is not installed")
 

@@ -12,9 +12,11 @@ from typer.testing import CliRunner
 
 from experiments import UserError
 from experiments.cli import app
+from experiments.framework.command import progress_bar
 from experiments.loading import load_model
 from experiments.questions import streaming
 from experiments.questions.streaming import (
+    EXPERIMENT,
     FULL,
     IGNORED,
     IN_CACHE,
@@ -22,7 +24,8 @@ from experiments.questions.streaming import (
     SINKS,
     STREAMED,
     WINDOW,
-    Condition,
+    Bound,
+    Options,
     Size,
     Stream,
     Text,
@@ -56,13 +59,15 @@ def settled(model):
 @pytest.fixture(scope="module")
 def tables(model, text):
     before = settled(model)
-    tables = streaming.measure(model, text, SMALL, model_name="tiny", progress=False)
+    tables = streaming.stream_text(
+        model, text, SMALL, progress_bar(disable=True), model_name="tiny"
+    )
     assert snapshot(model) == before
     return tables
 
 
-def rows_of(tables, *condition):
-    return streaming._of(tables["streaming"], Condition(*condition))
+def rows_of(tables, *bound):
+    return streaming._of(tables["streaming"], Bound(*bound))
 
 
 @torch.inference_mode()
@@ -75,21 +80,21 @@ def losses_at_once(model, text, first, end):
 # ---- streams -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("condition", BOUNDED, ids=str)
-def test_both_mechanisms_stream_the_same_bits(condition):
+@pytest.mark.parametrize("bound", BOUNDED, ids=str)
+def test_both_mechanisms_stream_the_same_bits(bound):
     shipped, _ = load_model("stdlib-neox")
     size = Size(tokens=64, capacity=31)
     text = Text(torch.randint(3, 2000, (65,), generator=torch.manual_seed(0)), None)
-    hook, patch = (Stream(shipped, text, size.press(condition, m)) for m in ("hook", "patch"))
+    hook, patch = (Stream(shipped, text, size.press(bound, m)) for m in ("hook", "patch"))
     assert torch.equal(hook.advance(64).losses, patch.advance(64).losses)
     for one, other in zip(hook.cache.layers, patch.cache.layers, strict=True):
         assert torch.equal(one.keys, other.keys)
         assert torch.equal(one.values, other.values)
 
 
-@pytest.mark.parametrize("condition", STREAMED, ids=str)
-def test_taking_turns_changes_nothing(model, text, condition):
-    at_once, in_turns = (Stream(model, text, SMALL.press(condition)) for _ in range(2))
+@pytest.mark.parametrize("bound", STREAMED, ids=str)
+def test_taking_turns_changes_nothing(model, text, bound):
+    at_once, in_turns = (Stream(model, text, SMALL.press(bound)) for _ in range(2))
     parts = []
     for n_tokens in (7, 20, 1, 32):
         parts.append(in_turns.advance(n_tokens).losses)
@@ -97,28 +102,28 @@ def test_taking_turns_changes_nothing(model, text, condition):
     assert torch.equal(at_once.advance(60).losses, torch.cat(parts))
 
 
-@pytest.mark.parametrize("condition", BOUNDED, ids=str)
-def test_bounded_caches_hold_what_they_say(model, text, condition):
-    stream = Stream(model, text, SMALL.press(condition))
+@pytest.mark.parametrize("bound", BOUNDED, ids=str)
+def test_bounded_caches_hold_what_they_say(model, text, bound):
+    stream = Stream(model, text, SMALL.press(bound))
     stream.advance(41)
-    sinks = [0, 1] if condition.cache == SINKS else []
+    sinks = [0, 1] if bound.cache == SINKS else []
     recent = list(range(41 - 16 + len(sinks), 41))
     for layer in stream.cache.layers:
         assert layer.all_positions()[0, 0].tolist() == sinks + recent
 
 
 def test_a_full_cache_loses_nothing(model, text):
-    stream = Stream(model, text, SMALL.press(Condition(FULL)))
+    stream = Stream(model, text, SMALL.press(Bound(FULL)))
     streamed = stream.advance(40).losses
     assert streamed == pytest.approx(losses_at_once(model, text, 0, 40), abs=1e-4)
     assert kept_lengths(stream.cache)[0].unique().tolist() == [40]
 
 
-@pytest.mark.parametrize("condition", BOUNDED, ids=str)
-def test_nothing_grows_unseen(model, text, condition):
+@pytest.mark.parametrize("bound", BOUNDED, ids=str)
+def test_nothing_grows_unseen(model, text, bound):
     """Neither in the cache, nor anywhere else."""
     long = Text(text.ids.repeat(4), None)
-    stream = Stream(model, long, SMALL.press(condition))
+    stream = Stream(model, long, SMALL.press(bound))
     stream.advance(40)
     held, alive = cache_nbytes(stream.cache), living_tensors()
     stream.advance(100)
@@ -199,9 +204,9 @@ def test_standard_library_is_long_enough_for_twenty_thousand_tokens():
 
 def test_every_cache_is_measured_along_the_text(tables):
     table = tables["streaming"]
-    for condition in (*STREAMED, Condition(RECOMPUTED, IN_CACHE)):
-        rows = streaming._of(table, condition)
-        last = 40 if condition.cache == FULL else 60
+    for bound in (*STREAMED, Bound(RECOMPUTED, IN_CACHE)):
+        rows = streaming._of(table, bound)
+        last = 40 if bound.cache == FULL else 60
         assert rows["first"].tolist() == list(range(0, last, 10))
         assert rows["end"].tolist() == list(range(10, last + 10, 10))
         assert (rows["known"] == 10).all()
@@ -210,8 +215,8 @@ def test_every_cache_is_measured_along_the_text(tables):
 
 
 def test_bounded_caches_stay_as_they_are(tables):
-    for condition in BOUNDED:
-        rows = rows_of(tables, *condition)
+    for bound in BOUNDED:
+        rows = rows_of(tables, *bound)
         assert rows["length"].tolist() == [10, *[16] * 5]
         per_token = 2 * 2 * 4 * 16 * 4  # keys and values, layers, heads, channels, float32
         assert (rows["bytes"] == rows["length"] * per_token).all()
@@ -237,59 +242,78 @@ def test_losses_are_means_over_stretches(tables, model, text):
 
 def made_up(**losses):
     """A table in which each cache has one loss, and a full cache gets slower."""
-    conditions = [*STREAMED, Condition(RECOMPUTED, IN_CACHE)]
+    conditions = [*STREAMED, Bound(RECOMPUTED, IN_CACHE)]
     rows = [
-        condition._asdict()
+        bound._asdict()
         | {"model": "made up", "capacity": 15, "n_sink": 2, "first": first, "end": first + 10}
-        | {"loss": losses.get(condition.cache[0], 2.0) + first / 1000, "known": 10}
-        | {"ms": 4.0, "quick_ms": 3 + first * (condition.cache == FULL), "quick_ms_alone": 1.5}
+        | {"loss": losses.get(bound.cache[0], 2.0) + first / 1000, "known": 10}
+        | {"ms": 4.0, "quick_ms": 3 + first * (bound.cache == FULL), "quick_ms_alone": 1.5}
         | {"length": 16, "bytes": 1024}
-        for condition in conditions
+        for bound in conditions
         for first in range(0, 160, 10)
     ]
     return pd.DataFrame(rows)
 
 
 def test_the_papers_picture_is_recognised():
-    """f, w and s: losses of the full cache, of the windows, and with sinks."""
+    """w and s: losses of the windows, and with sinks."""
     table = made_up(w=5.0, s=2.25)
     table.loc[table["cache"] == RECOMPUTED, "loss"] -= 3.0
-    told = streaming.sentence_on_sinks(table)
-    assert "window alone costs +3.000 ± 0.000 nats" in told
-    assert "sinks + window +0.250 ± 0.000 with positions as in the cache" in told
-    assert "That is the StreamingLLM paper's picture: sinks mend +2.750" in told
+    lost, picture = streaming.find_sinks(table)
+    assert "a window loses **+3.000** ± 0.000 nats per token" in lost.text
+    assert lost.text.endswith("with them, +0.250 ± 0.000.")
+    assert "That is the StreamingLLM paper's picture" in picture.text
+    assert picture.text.endswith("the first tokens mend **+2.750** ± 0.000 nats.")
+    assert lost.verdict == "breaks"
 
 
 def test_another_picture_is_told_as_it_is():
-    told = streaming.sentence_on_sinks(made_up())
-    assert "That is not the StreamingLLM paper's picture" in told
-    assert "the first tokens mend +0.000 ± 0.000 nats" in told
+    lost, picture = streaming.find_sinks(made_up())
+    assert "That is not the StreamingLLM paper's picture" in picture.text
+    assert "the first tokens mend **+0.000** ± 0.000 nats" in picture.text
+    assert lost.verdict == "works"
 
 
 def test_a_difference_within_its_error_is_no_picture():
     table = made_up()
     noisy = (table["cache"] == WINDOW) & (table["first"] == 100)
     table.loc[noisy, "loss"] += 30
-    assert "That is not" in streaming.sentence_on_sinks(table)
+    assert "That is not" in streaming.find_sinks(table)[1].text
+
+
+def test_nothing_is_said_of_losses_that_are_not_known():
+    assert streaming.find_sinks(made_up().assign(loss=np.nan, known=0)) == []
 
 
 def test_slowing_down_is_told_apart_from_a_slower_machine():
     table = made_up()
-    assert streaming._slowdown(streaming._of(table, Condition(FULL))) == pytest.approx(138 / 58)
+    assert streaming._slowdown(streaming._of(table, Bound(FULL))) == pytest.approx(138 / 58)
     table.loc[table["first"] >= 100, ["quick_ms", "quick_ms_alone"]] *= 4
-    told = streaming.sentence_on_pace(table)
-    assert "take 1.00 to 1.00 times as long as" in told
-    assert "whose bytes become 1.00 times as many; with a full cache 2.38 times" in told
+    pace, growth = streaming.find_pace(table)
+    assert "take 1.00 to **1.00** times as long as" in pace.text
+    assert "2.38 in a full one" in pace.text
+    assert ("become **1.00** times as many" in growth.text, growth.verdict) == (True, "works")
 
 
 def test_growing_caches_are_told():
     table = made_up()
     table.loc[table["first"] == 150, "bytes"] *= 3
-    assert "bytes become 3.00 times" in streaming.sentence_on_pace(table)
+    _, growth = streaming.find_pace(table)
+    assert ("become **3.00** times as many" in growth.text, growth.verdict) == (True, "breaks")
+
+
+def test_attention_to_the_first_tokens_is_told(tables):
+    table = tables["streaming_attention"].assign(share=[0.25, 0.75], even=0.125)
+    found = streaming.find_attention(table)
+    assert "first 2 tokens **50.00%** of its attention" in found.text
+    assert found.text.endswith("it would be 12.50%.")
+    text = EXPERIMENT.markdown(tables | {"streaming_attention": table})
+    assert "| 0 | 25.00% |" in text
+    assert "| 1 | 75.00% |" in text
 
 
 def test_summary_has_a_line_per_cache(tables):
-    text = streaming.summary(tables)
+    text = EXPERIMENT.markdown(tables)
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     names = [line.split(" | ")[0].removeprefix("| ") for line in lines]
     assert names.count("sinks + window, in cache") == names.count("window") == 2
@@ -298,7 +322,7 @@ def test_summary_has_a_line_per_cache(tables):
 
 
 def test_figure_has_a_line_per_cache(tables):
-    figure = streaming.figures(tables)["streaming"]
+    figure = EXPERIMENT.figures(tables)["streaming"]
     loss, time, memory = figure.axes
     for panel in (loss, time, memory):
         drawn = [line for line in panel.get_lines() if len(line.get_xdata()) > 2]
@@ -313,10 +337,11 @@ def test_figure_has_a_line_per_cache(tables):
 
 
 def test_sizes_follow_the_model(model):
-    assert streaming.size_for(model) == Size(capacity=1023, full=4 * 4096)
+    assert streaming.size_for(model, Options()) == Size(capacity=1023, full=4 * 4096)
     shipped, _ = load_model("stdlib-neox")
-    assert streaming.size_for(shipped) == Size()
-    assert streaming.size_for(shipped, 500, 31, 1, 64) == Size(500, 31, 64, 1)
+    assert streaming.size_for(shipped, Options()) == Size()
+    given = Options(tokens=500, capacity=31, n_sink=1, full=64)
+    assert streaming.size_for(shipped, given) == Size(500, 31, 64, 1)
 
 
 @pytest.fixture(scope="module")

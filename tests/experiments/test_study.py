@@ -1,8 +1,8 @@
 """The study's folder, its report, and the README's tables from it."""
 
 import json
+import re
 import sys
-from base64 import b64decode
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from io import StringIO
@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 import typer
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from rich.console import Console
 from typer.testing import CliRunner
@@ -20,7 +21,9 @@ from typer.testing import CliRunner
 import experiments
 from experiments import UserError
 from experiments.cli import app
-from experiments.framework.experiment import Experiment, Finding
+from experiments.framework import plots
+from experiments.framework.experiment import Contrast, Experiment, Finding
+from experiments.framework.overview import overview
 from experiments.framework.readme import blocks, fill
 from experiments.framework.report import MAX_ROWS, write_report
 from experiments.framework.results import MANIFEST, describe, read_table, write_table
@@ -130,8 +133,8 @@ class Page(HTMLParser):
             for name, value in attrs
             if name in ("src", "href", "srcset", "data", "poster", "action")
         ]
-        if tag == "img":
-            self.images.append(attributes)
+        if attributes.get("role") == "img":
+            self.images.append(attributes["aria-label"])
 
     def handle_data(self, data):
         self.text += data
@@ -187,7 +190,7 @@ def test_an_experiment_that_fails_takes_nothing_from_the_others(tmp_path):
 def test_a_study_is_quick_unless_asked_for_the_full_one(tmp_path):
     assert run_study([ONE], tmp_path, Console(file=StringIO())) == []
     assert read_table(tmp_path / "one.csv")["x"].tolist() == [0.1, 2.0, 2.9]
-    assert "Repeat it: python -m experiments one --last 2.9" in page(tmp_path).text
+    assert "Repeat it: python -m experiments study --only one" in page(tmp_path).text
 
 
 @pytest.mark.parametrize("part", ["figures", "findings", "views", "remarks"])
@@ -277,7 +280,7 @@ def test_the_page_needs_no_other_file(folder):
     html = (folder / "report.html").read_text(encoding="utf-8")
     shown = Page(html)
     assert all(ref.startswith(("#", "data:")) for ref in shown.references), shown.references
-    assert "url(" not in html
+    assert not re.search(r"url\((?!#)", html)
     assert "@import" not in html
     assert "script" not in shown.tags
     assert "prefers-color-scheme: dark" in html
@@ -292,8 +295,7 @@ def test_the_page_reads_as_a_paper(folder):
         "must you patch its code",
         "know one works The mean of one is 1.867.",
         "know two works The mean of two is 1.867.",
-        "What about one? The mean of one is 1.867.",
-        "What about two? The mean of two is 1.867.",
+        "What was asked What about one? What about two?",
         "The one experiment",
         "What about one?",
         "The mean of one is 1.867.",
@@ -312,7 +314,7 @@ def test_the_page_reads_as_a_paper(folder):
     for words in order:
         places.append(text.index(words, places[-1] if places else 0))
     assert places == sorted(places)
-    assert [image["alt"] for image in shown.images] == ["A line: x against row"] * 2
+    assert shown.images == ["A line: x against row"] * 2
     assert shown.tags.count("details") == 4
 
 
@@ -359,16 +361,14 @@ def test_nothing_in_the_data_becomes_markup(tmp_path):
     shown = page(tmp_path)
     assert "script" not in shown.tags
     assert "strong" in shown.tags
-    assert (
-        shown.text.count(evil) == 8
-    )  # question and answer twice each, title, method, column, cell
+    places = ("contents", "title", "question", "finding", "method", "column", "cell")
+    assert shown.text.count(evil) == len(places)
 
 
 def test_long_tables_are_cut_and_say_so(tmp_path):
     rows = MAX_ROWS + 5
-    long = tiny(
-        "long", measure=lambda *_: {"long": pd.DataFrame({"x": range(100_000, 100_000 + rows)})}
-    )
+    table = pd.DataFrame({"x": range(100_000, 100_000 + rows)})
+    long = tiny("long", measure=lambda *_: {"long": table}, figures=lambda tables: {})
     study([long], tmp_path)
     shown = page(tmp_path)
     assert f"{rows} rows" in shown.text
@@ -398,11 +398,29 @@ def test_every_finding_has_an_anchor(folder):
     assert 'href="#one-mean"' in text
 
 
-def test_figures_follow_the_dark_mode_of_the_reader(folder):
-    source = page(folder).images[0]["src"]
-    drawn = b64decode(source.removeprefix("data:image/svg+xml;base64,")).decode()
-    assert "prefers-color-scheme:dark" in drawn
-    assert "#222222" not in drawn.split("</style>")[1]
+def test_figures_take_the_colours_of_the_page():
+    figure, (panel,) = plots.new_figure()
+    panel.plot([1, 2], color=plots.INK)
+    panel.set_title("1.23456")
+    drawn = plots.svg(figure, "salt")
+    assert drawn.startswith("<svg")
+    assert "stroke: var(--ink)" in drawn
+    assert ">1.23456<" in drawn, "coordinates are rounded, words are not"
+    assert not {plots.INK, plots.MUTED, plots.GRID} & set(re.findall("#[0-9a-f]{6}", drawn))
+    assert drawn == plots.svg(figure, "salt")
+
+
+def test_the_first_figure_sets_hooks_beside_patches(tmp_path):
+    bars = {"hooks": 1.0, "patches": 2.5, "something else": 40.0}
+    study([tiny("one", contrasts=lambda tables: [Contrast("Costs", bars)])], tmp_path)
+    assert (tmp_path / "overview.png").exists()
+    assert page(tmp_path).images[0].startswith("Hooks and patches side by side")
+    assert "](overview.png)" in (tmp_path / "report.md").read_text()
+    (panel,) = overview([Contrast("Costs", bars)]).axes
+    assert [bar.get_width() for bar in panel.patches] == [1.0, 2.5, 40.0]
+    assert [label.get_text() for label in panel.texts] == ["1", "2.5", "40"]
+    colours = [to_hex(bar.get_facecolor()) for bar in panel.patches]
+    assert colours == [plots.mechanism_colour(n).lower() for n in ("hook", "patch", "bare")]
 
 
 def test_what_a_figure_shows():
@@ -456,7 +474,7 @@ def test_report_can_redraw(registered, tmp_path):
     assert (tmp_path / "one.png").read_bytes() == before
     runner.invoke(app, ["report", "--input", str(tmp_path), "--redraw"], catch_exceptions=False)
     assert (tmp_path / "one.png").read_bytes() != before
-    assert page(tmp_path).images[0]["alt"] == "A better title: x against row"
+    assert page(tmp_path).images[0] == "A better title: x against row"
 
 
 def test_report_refuses_a_folder_that_holds_no_study(registered, folder, tmp_path):

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 import hooks_impl
 import patch_impl
 from experiments.cli import app
-from experiments.framework.report import read_table, write_table
+from experiments.framework.results import read_table, write_table
 from experiments.questions import trace as tracing
-from experiments.questions.trace import Event, to_table, trace
+from experiments.questions.trace import EXPERIMENT, Event, to_table, trace
 from experiments.testbed.compare import PressPair, pair
 from experiments.testbed.families import build
 from experiments.testbed.recipes import suited_pair
@@ -164,7 +164,7 @@ def test_any_press_can_be_traced(model, name):
     assert set(zip(hook["step"], hook["layer"], strict=True)) == {
         (s, i) for s in (0, 1) for i in (0, 1)
     }
-    assert tracing.summary({"trace": table}).startswith("With both mechanisms every layer receives")
+    assert "With both mechanisms every layer receives" in EXPERIMENT.markdown({"trace": table})
 
 
 def test_wrappers_name_the_press_that_scores(model):
@@ -293,7 +293,9 @@ def test_pruning_another_layer_is_told(model):
         "forward hook of layer 1 changes 10 → 3"
     )
     table = to_table(events, model="m", press="KnormPress", ratio=0.5)
-    assert "1 time a press changed the cache of another layer" in tracing.summary({"trace": table})
+    assert "1 time a press changed the cache of another layer" in EXPERIMENT.markdown(
+        {"trace": table}
+    )
 
 
 @pytest.mark.parametrize("mechanism", ["hook", "patch"])
@@ -304,7 +306,7 @@ def test_a_mask_that_is_replaced_is_told(model, mechanism):
     mask = torch.ones(2, 20, dtype=torch.long)
     mask[0, :6] = 0
     recorder = tracing.Recorder(mechanism, model, cache)
-    with torch.inference_mode(), recorder.recorded(press, model)(model):
+    with torch.inference_mode(), recorder.recorded(press):
         model(token_ids(2, 20), attention_mask=mask, past_key_values=cache)
         recorder.step = 1
         longer = torch.cat((mask, mask.new_ones(2, 1)), dim=1)
@@ -387,16 +389,21 @@ def test_figure_and_summary_come_from_the_csv_file(snapkv, tmp_path):
     write_table(table, tmp_path / "trace.csv")
     read = read_table(tmp_path / "trace.csv")
     assert read["keys_made"].dropna().tolist() == table["keys_made"].dropna().tolist()
-    text = tracing.summary({"trace": read})
-    assert text == tracing.summary({"trace": table})
-    assert text.startswith(
+    text = EXPERIMENT.markdown({"trace": read})
+    assert text == EXPERIMENT.markdown({"trace": table})
+    assert text.startswith("Of 80 keys per head a layer keeps **40** once its own hook has run; ")
+    assert (
         "With both mechanisms every layer receives 80 hidden states, makes 80 keys per head, and "
         "keeps 40 of them when its own press has acted; no press ever changed the cache of another "
         "layer (SnapKV at ratio 0.5, 2 layers of `llama`)."
-    )
+    ) in text
     assert "| 1 | 80 | 80 | 40 | 20.0 | 10.0 |" in text
-    assert "| hook on q_proj collects 80 queries | attention function is intercepted" in text
-    left, right = tracing.figures({"trace": read})["trace"].axes
+    assert re.search(
+        r"\| hook on q_proj collects 80 queries \| [\d,]+ \| attention function is intercepted",
+        text,
+    )
+    assert "| prefill, layers 0 to 1 | 80 hidden states enter |  | 80 hidden states enter |" in text
+    left, right = EXPERIMENT.figures({"trace": read})["trace"].axes
     for panel, name in ((left, "hooks"), (right, "patches")):
         assert panel.get_title(loc="left") == name
         widths = [bar.get_width() for bar in panel.patches]

@@ -26,6 +26,8 @@ class Request(NamedTuple):
         task: of the dataset.
         length: of each context with its question, in tokens.
         samples: how many questions.
+        fraction: of the questions of a published dataset, in place of `samples`; None: not given.
+        depths: where a needle is to be put, from 0 to 1, a sample each; none: evenly spread.
         seed: of everything that is drawn.
         tokenizer: counts the tokens.
         model: what messages call the model.
@@ -39,6 +41,8 @@ class Request(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     model: str
     data: str | None
+    fraction: float | None = None
+    depths: tuple[float, ...] = ()
 
 
 class Source(NamedTuple):
@@ -90,6 +94,9 @@ def load(
     tokenizer: PreTrainedTokenizerBase,
     model: str,
     data: str | None = None,
+    *,
+    fraction: float | None = None,
+    depths: Sequence[float] = (),
 ) -> list[Sample]:
     """The samples of one task, `NAME/TASK` or `NAME/TASK@LENGTH`.
 
@@ -98,6 +105,8 @@ def load(
         seed: the same seed gives the same samples.
         tokenizer, model: for which, and what messages call it.
         data: folder with local copies of published datasets, one folder for each; None: the hub.
+        fraction: share of the questions of a published dataset to take, in place of `samples`.
+        depths: where a needle is to be put, a sample each, in place of `samples`.
 
     Raises:
         UserError: if they cannot be made or loaded.
@@ -105,7 +114,12 @@ def load(
     name, task, length = _parse(text)
     source = SOURCES[name]
     (task,) = [task] if task else source.tasks
-    request = Request(task, length or source.length, samples, seed, tokenizer, model, data)
+    if fraction is not None and name not in published.SETS:
+        raise UserError(f"{name} is made here, as large as asked for: give samples, no fraction")
+    if depths and name != "needle":
+        raise UserError(f"{name} has no needle to put at a depth; leave out needle_depth")
+    what = task, length or source.length, samples, seed
+    request = Request(*what, tokenizer, model, data, fraction, tuple(depths))
     return source.make(request)
 
 

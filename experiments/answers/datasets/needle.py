@@ -24,7 +24,7 @@ _MAX_NEW_TOKENS = 16
 
 
 def make(request: Request) -> list[Sample]:
-    """A sample per depth, evenly spread, each as long as asked for.
+    """A sample per depth, as asked for or evenly spread, each as long as asked for.
 
     Raises:
         UserError: if the essays are shorter than that.
@@ -46,17 +46,18 @@ def make(request: Request) -> list[Sample]:
         )
     haystack = essays[: most(lambda n: n < len(essays) and length(essays[:n]) <= room)]
     last = max(request.samples - 1, 1)
+    depths = request.depths or [number / last for number in range(request.samples)]
     return [
         Sample(
             request.task,
-            _with_needle(haystack, number / last),
+            _with_needle(haystack, depth),
             QUESTION,
             (ANSWER,),
             "match_all",
             _MAX_NEW_TOKENS,
             PREFIX,
         )
-        for number in range(request.samples)
+        for depth in depths
     ]
 
 

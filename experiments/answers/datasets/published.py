@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments import UserError
+from experiments.answers.metrics import UNKNOWN
 from experiments.answers.sample import Sample
 
 if TYPE_CHECKING:
@@ -41,11 +42,13 @@ class Published:
         length: where it comes in several and none is asked for; 0: it does not.
         task_is: what of the repository a task is: a "config", a value of the "column" task, or
             nothing ("").
+        config: name of the config of a task, with the task in place of `{}`.
         length_is: "data_dir", or nothing.
         required: columns that every row must have.
         question: what follows the context where no column says it.
         max_new_tokens: where no column says it.
         one_line: tasks of which an answer is one line.
+        also: other metrics to tell beside that of a task.
     """
 
     hub: str
@@ -53,11 +56,13 @@ class Published:
     metrics: Mapping[str, str] = field(default_factory=dict)
     length: int = 0
     task_is: str = ""
+    config: str = "{}"
     length_is: str = ""
     required: Columns = field(default_factory=lambda: _QUESTION_ABOUT_CONTEXT)
     question: str = ""
     max_new_tokens: int = 64
     one_line: tuple[str, ...] = ()
+    also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -74,7 +79,10 @@ def maker(published: Published) -> Callable[[Request], list[Sample]]:
         if not samples:
             raise UserError(f"{name} has no rows of the task {request.task!r} in {published.hub}")
         # A choice that does not hang on the order of the rows, in that order.
-        few = min(request.samples, len(samples))
+        wanted = request.samples
+        if request.fraction is not None:
+            wanted = max(1, round(request.fraction * len(samples)))
+        few = min(wanted, len(samples))
         chosen = random.Random(request.seed).sample(range(len(samples)), few)
         return [samples[index] for index in sorted(chosen)]
 
@@ -101,7 +109,7 @@ def rows_of(
         ) from error
     source = published.hub if data is None else str(Path(data).expanduser() / name)
     where: dict[str, Any] = {"split": published.split}
-    where |= {"name": task} if published.task_is == "config" else {}
+    where |= {"name": published.config.format(task)} if published.task_is == "config" else {}
     where |= {"data_dir": str(length)} if published.length_is == "data_dir" else {}
     try:
         rows = datasets.load_dataset(source, **where)
@@ -144,8 +152,9 @@ def samples_of(
         if published.task_is == "column" and row["task"] != task:
             continue
         found = {key: _first(row, names) for key, names in published.required.items()}
-        answers = _answers(found["answers"])
-        if not str(found["context"] or "").strip() or not answers:
+        metric = published.metrics[task]
+        answers = _answers(found.get("answers"))
+        if not str(found["context"] or "").strip() or not (answers or metric == UNKNOWN):
             raise UserError(f"row {number} of {name} ({task}) has an empty context or answer")
         samples.append(
             Sample(
@@ -153,11 +162,12 @@ def samples_of(
                 str(found["context"]),
                 str(found.get("question") or "") or published.question,
                 answers,
-                published.metrics[task],
+                metric,
                 int(row.get("max_new_tokens") or published.max_new_tokens),
                 str(row.get("answer_prefix") or ""),
                 tuple(row.get("all_classes") or ()),
                 task in published.one_line,
+                published.also.get(task, ()),
             )
         )
     return samples
@@ -180,19 +190,32 @@ _RULER = (
     *("niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
     *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"),
 )
-_LONGBENCH_QA = ("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique")
-_LONGBENCH = {
-    **dict.fromkeys((*_LONGBENCH_QA, "triviaqa"), "f1"),
-    **dict.fromkeys(("gov_report", "qmsum", "multi_news", "samsum"), "rouge_l"),
+_LONGBENCH_E = {
+    **dict.fromkeys(("qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "triviaqa"), "f1"),
+    **dict.fromkeys(("gov_report", "multi_news", "samsum"), "rouge_l"),
     **{"trec": "choice", "passage_count": "numbers", "passage_retrieval_en": "numbers"},
     **{"lcc": "code", "repobench-p": "code"},
 }
+"""The tasks of LongBench that come with contexts of even lengths too."""
+_LONGBENCH = {
+    **_LONGBENCH_E,
+    **{"narrativeqa": "f1", "musique": "f1", "qmsum": "rouge_l"},
+    **{"multifieldqa_zh": "f1_zh", "dureader": "rouge_l_zh", "vcsum": "rouge_l_zh"},
+    **{"lsht": "choice", "passage_retrieval_zh": "numbers"},
+}
+_ONE_LINE = ("trec", "triviaqa", "samsum", "lsht")
 _INFINITE = {
     **dict.fromkeys(("passkey", "number_string", "math_find", "code_run"), "first_number"),
     **dict.fromkeys(("kv_retrieval", "longdialogue_qa_eng"), "match_any"),
     **dict.fromkeys(("longbook_choice_eng", "code_debug"), "letter"),
     **{"longbook_qa_eng": "f1", "longbook_sum_eng": "rouge_l"},
+    **{"longbook_qa_chn": "f1_characters", "math_calc": "first_numbers"},
 }
+_LOOGLE_WORDS = ("shortdep_qa", "longdep_qa", "summarization")
+_ZERO_SCROLLS = (
+    *("gov_report", "summ_screen_fd", "qmsum", "squality", "qasper", "narrative_qa", "quality"),
+    *("musique", "space_digest", "book_sum_sort"),
+)
 _ASK_BOXED = "\n\nSolve the problem step by step and put the final answer into \\boxed{}.\n"
 
 SETS: dict[str, Published] = {
@@ -207,13 +230,32 @@ SETS: dict[str, Published] = {
         "Xnhyacinth/LongBench",
         metrics=_LONGBENCH,
         task_is="config",
-        one_line=("trec", "triviaqa", "samsum"),
+        one_line=_ONE_LINE,
+    ),
+    "longbench-e": Published(
+        "Xnhyacinth/LongBench",
+        metrics=_LONGBENCH_E,
+        task_is="config",
+        config="{}_e",
+        one_line=_ONE_LINE,
+    ),
+    "longbench-v2": Published(
+        "Xnhyacinth/LongBench-v2",
+        metrics=dict.fromkeys(("0shot", "cot"), "named_letter"),
+        task_is="config",
+        max_new_tokens=128,
     ),
     "loogle": Published(
         "simonjegou/loogle",
-        metrics=dict.fromkeys(("shortdep_qa", "longdep_qa", "summarization"), "rouge_l")
-        | {"shortdep_cloze": "match_all"},
+        metrics=dict.fromkeys(_LOOGLE_WORDS, "rouge_l") | {"shortdep_cloze": "match_all"},
         task_is="config",
+        also=dict.fromkeys(_LOOGLE_WORDS, ("bleu_1", "bleu_4", "rouge_1", "rouge_2", "meteor")),
+    ),
+    "zero_scrolls": Published(
+        "simonjegou/zero_scrolls",
+        metrics=dict.fromkeys(_ZERO_SCROLLS, UNKNOWN),
+        task_is="column",
+        required={"context": ("context",), "question": ("question", "input")},
     ),
     "infinitebench": Published("MaxJeblick/InfiniteBench", metrics=_INFINITE, task_is="config"),
     "math500": Published(
@@ -239,4 +281,4 @@ SETS: dict[str, Published] = {
         max_new_tokens=16384,
     ),
 }
-"""Every published set by its name; of LongBench the tasks that need no Chinese word segmenter."""
+"""Every published set by its name."""

@@ -346,7 +346,7 @@ def _figures(
         "longest": STAGES[-1][0],
         "answers": ANSWERS,
         "depth_answers": DEPTH_ANSWERS,
-        "sizes": markdown_table(["words", *counts], rows, left=0),
+        "sizes": markdown_table(["words", *map(str, counts)], rows, left=0),
         "depths": markdown_table(["depth", *depths], [["right", *right]], left=0),
     }
 

@@ -1,8 +1,8 @@
 """What a decode step takes and what a cache holds, of everything, of what is kept, in four ways.
 
 Times depend on how many tokens are kept, not on which: caches are filled with random numbers, and
-heads share their budget by random scores, some heads' higher than others'. All conditions take
-turns, as in `experiments.questions.overhead`, and are compared round by round with the full cache.
+heads share their budget by random scores, some heads' higher than others'. All of them take turns,
+and are compared round by round with the full cache.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from experiments.conditions import CONDITIONS, Kept
 from experiments.framework.intervals import median_interval
 from experiments.framework.timing import in_turn
+from experiments.questions.headwise.variants import VARIANTS, Kept
 from experiments.testbed.families import build
 from press_core import RaggedLayer, attention_sites, cache_nbytes
 from press_core.cache.pruned import KeptTokens, PrunedLayer, filled
@@ -39,7 +39,7 @@ class Size:
     Attributes:
         contexts: tokens in the cache.
         ratios: shares of them evicted.
-        rounds: in which every condition takes its turn.
+        rounds: in which all take their turn.
         repeats: steps of each in a round, of which the quickest counts.
     """
 
@@ -49,11 +49,11 @@ class Size:
     repeats: int = 2
 
 
-class Mechanism(NamedTuple):
-    """What is decoded, and how."""
+class Timed(NamedTuple):
+    """What is timed: a way to hold a context, and the share of it that is evicted."""
 
-    mechanism: str
-    compression_ratio: float = 0.0
+    condition: str
+    ratio: float = 0.0
 
 
 class Held(NamedTuple):
@@ -108,19 +108,17 @@ def uniform_cache(full: Cache, ratio: float) -> DynamicCache:
     return cache
 
 
-def caches(
-    model: PreTrainedModel, context: int, ratios: tuple[float, ...]
-) -> dict[Mechanism, Held]:
+def caches(model: PreTrainedModel, context: int, ratios: tuple[float, ...]) -> dict[Timed, Held]:
     """Everything that is timed at one context length."""
     full = full_cache(model, context)
-    held = {Mechanism(FULL): Held(full, nullcontext)}
+    held = {Timed(FULL): Held(full, nullcontext)}
     for ratio in ratios:
         uniform, kept = uniform_cache(full, ratio), head_budgets(full, ratio)
-        held[Mechanism(UNIFORM, compression_ratio=ratio)] = Held(uniform, nullcontext)
-        for condition in CONDITIONS.values():
-            opened = partial(condition.open, model, kept)
-            name = Mechanism(condition.name, compression_ratio=ratio)
-            held[name] = Held(condition.cache(full, kept), opened)
+        held[Timed(UNIFORM, ratio)] = Held(uniform, nullcontext)
+        for variant in VARIANTS.values():
+            opened = partial(variant.open, model, kept)
+            name = Timed(variant.name, ratio)
+            held[name] = Held(variant.cache(full, kept), opened)
     return held
 
 
@@ -154,7 +152,7 @@ class Decoder:
     def restore(self) -> None:
         """Take the token away again: no state that was there has been written to.
 
-        The first three conditions share the tensors of the full cache, which are put back, as a
+        The first three variants share the tensors of the full cache, which are put back, as a
         step leaves longer copies; ragged layers write into the room that they have.
         """
         for layer, states in zip(self.cache.layers, self.states, strict=True):
@@ -180,13 +178,13 @@ def decode_times(
     n_bytes = {name: cache_nbytes(one.cache) for name, one in held.items()}
     scopes = {name: partial(decoder.turn, one) for name, one in held.items()}
     run = partial(in_turn, scopes, decoder.step, prepare=decoder.restore, advance=advance)
-    times, full = run(rounds=size.rounds, repeats=size.repeats), Mechanism(FULL)
+    times, full = run(rounds=size.rounds, repeats=size.repeats), Timed(FULL)
     rows = []
     for name, seconds in times.items():
         ratios = seconds / times[full]
         low, high = median_interval(ratios)
         rows.append(
-            {"context": context, "condition": name.mechanism, "ratio": name.compression_ratio}
+            {"context": context, "condition": name.condition, "ratio": name.ratio}
             | {"time": float(np.median(ratios)), "low": low, "high": high}
             | {"ms": 1e3 * float(np.median(seconds))}
             | {"full_ms": 1e3 * float(np.median(times[full]))}

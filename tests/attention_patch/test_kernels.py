@@ -1,4 +1,4 @@
-"""Every back end against attention written out number by number."""
+"""Every kernel against attention written out number by number."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
-from torch.nn.functional import scaled_dot_product_attention
 
-from attention_patch.backends import BACKENDS, Query, attend, check_backend, choose
+from attention_patch import kernels
+from attention_patch.kernels import KERNELS, Query, attend, check_backend, choose
 from experiments.testbed.families import build
 from press_core import (
     AttentionSite,
@@ -22,23 +22,22 @@ from press_core import (
     UnsupportedInputError,
     attention_sites,
 )
+from press_core.cache import ragged
+from tests.support import Reader
 
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 on_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-ON_CPU = ["heads", "padded", "eager", "flex"]  # varlen has a kernel for CUDA only
-backends = pytest.mark.parametrize("backend", ON_CPU)
+backends = pytest.mark.parametrize("backend", ["blocks"])  # varlen runs on CUDA only
 N = 60  # tokens of the context
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-@pytest.fixture(autouse=True)
-def _not_compiled():
-    """A compiled kernel takes a C++ compiler and half a minute per shape, and adds nothing."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
+@pytest.fixture(autouse=True, params=[0, ragged.FEW], ids=["several blocks", "one block"])
+def _layout(request, monkeypatch):
+    """Layers as small as these lie in one block, unless told otherwise."""
+    monkeypatch.setattr(ragged, "FEW", request.param)
 
 
 class Example(NamedTuple):
@@ -80,7 +79,7 @@ def example(
     positions = torch.arange(N, device=device).view(1, 1, N)
     layer = RaggedLayer.of(random(n_kv, N), random(n_kv, N), kept.to(device), positions, N)
     for n in (n_before, n_queries, 2):
-        layer.serve()
+        layer.allow_update(Reader())
         layer.update(random(n_kv, n), random(n_kv, n))
     layer.crop(-2)  # and leaves room behind each head, with something in it
     query = random(n_kv * group, n_queries)
@@ -120,34 +119,40 @@ def slowly(
     scaling: float = 0.3,
     softcap: float | None = None,
     sinks: list[float] | None = None,
+    seen: Tensor | None = None,
 ) -> Tensor:
     """The same, one query and one key at a time.
 
     Args:
         hidden: whether a query of a row must not see one of the tokens after the pruning, beyond
             those that come later than itself.
+        seen: `(B, H, q, n)` bool, which tokens of the sequence each query sees.
     """
     batch, n_heads, n_queries, _ = case.query.shape
     output = torch.empty(*case.query.shape[:3], case.layer.values.shape[-1], dtype=torch.float64)
     group = n_heads // case.layer.n_heads
+    positions = case.layer.dense()[2]
     for row, head, i in itertools.product(range(batch), range(n_heads), range(n_queries)):
         keys, values = case.layer.head(row * case.layer.n_heads + head // group)
         n_old = len(keys) - case.n_recent
         query = case.query[row, head, i].double()
-        logits, seen = [], []
+        logits, read = [], []
+        places = positions[row, head // group, -len(keys) :]
         for j in range(len(keys)):
             recent = j - n_old
             own = case.n_recent - n_queries + i
             if recent > own or (recent >= 0 and hidden(row, i, recent)):
                 continue
+            if seen is not None and not seen[row, head, i, places[j]]:
+                continue
             logit = float(query @ keys[j].double()) * scaling
             logits.append(logit if softcap is None else math.tanh(logit / softcap) * softcap)
-            seen.append(values[j].double().cpu())
+            read.append(values[j].double().cpu())
         extra = [] if sinks is None else [sinks[head]]
         most = max(logits + extra)
         weights = [math.exp(logit - most) for logit in logits]
         total = sum(weights) + sum(math.exp(logit - most) for logit in extra)
-        weighted = zip(weights, seen, strict=True)
+        weighted = zip(weights, read, strict=True)
         output[row, head, i] = sum(weight / total * value for weight, value in weighted)
     return output
 
@@ -204,9 +209,12 @@ def test_heads_that_keep_nothing_but_one_token_each(backend):
 def test_what_lies_in_spare_room_is_not_read(backend):
     case = example(n_queries=3)
     expected = run(backend, case)
-    empty = case.layer.slots < 0
-    assert empty.any()
-    case.layer.keys[empty], case.layer.values[empty] = 1e4, 1e4
+    layer = case.layer
+    empty = layer.slots < 0
+    assert empty.any() or layer.blocks.n == 1
+    layer.keys[empty], layer.values[empty] = 1e4, 1e4
+    assert layer.recent_keys.shape[1] > layer.n_recent
+    layer.recent_keys[:, layer.n_recent :], layer.recent_values[:, layer.n_recent :] = 1e4, 1e4
     assert torch.equal(run(backend, case), expected)
 
 
@@ -217,7 +225,7 @@ def test_after_many_steps(backend):
     generator = torch.Generator().manual_seed(3)
     for _ in range(20):
         new = torch.randn(2, 2, 2, 1, 16, generator=generator)
-        case.layer.serve()
+        case.layer.allow_update(Reader())
         case.layer.update(*new)
     case = case._replace(n_recent=21)
     assert_equal(run(backend, case), slowly(case))
@@ -231,10 +239,17 @@ def hidden(row: int, query: int, recent: int) -> bool:
     return recent == row or (row == 1 and query > 1 and recent == 4)
 
 
+def kept_of_padded() -> Tensor:
+    """Some tokens, and no padding, of which the second row has nine."""
+    kept = torch.rand(2, 2, N, generator=torch.Generator().manual_seed(2)) < 0.5
+    kept[1, :, :9] = False
+    return kept
+
+
 def visible(case: Example) -> Tensor:
     """`(B, q, n)` bool, as the model has it: of all tokens, evicted ones and padding included."""
     seen = torch.ones(2, case.n_queries, case.layer.seen, dtype=torch.bool)
-    seen[1, :, :9] = False  # padding: a ragged layer does not hold it
+    seen[1, :, :9] = False  # padding, which the layer does not hold
     for row, i, j in itertools.product(range(2), range(case.n_queries), range(case.n_recent)):
         if j > case.n_recent - case.n_queries + i or hidden(row, i, j):
             seen[row, i, case.layer.seen - case.n_recent + j] = False
@@ -260,14 +275,14 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("n_queries", [1, 4])
 def test_masks_say_which_of_the_later_tokens_are_seen(backend, form, n_queries):
-    case = example(n_queries=n_queries, n_before=3)
+    case = example(n_queries=n_queries, n_before=3, kept=kept_of_padded())
     assert_equal(run(backend, case, FORMS[form](visible(case))), slowly(case, hidden))
 
 
 @backends
 @pytest.mark.parametrize("n_queries", [1, 4])
 def test_masks_of_flash_attention(backend, n_queries):
-    case = example(n_queries=n_queries)
+    case = example(n_queries=n_queries, kept=kept_of_padded())
     mask = torch.ones(2, case.layer.seen, dtype=torch.long)
     mask[1, :9] = 0
     mask[0, -case.n_recent] = 0
@@ -290,11 +305,71 @@ def test_one_mask_for_all_rows(backend):
     assert torch.equal(run(backend, case, causal), run(backend, case))
 
 
-def test_a_mask_of_its_own_for_each_head_is_refused():
+@backends
+@pytest.mark.parametrize("n_queries", [1, 4])
+@pytest.mark.parametrize("form", ["bool", "float"])
+def test_masks_tell_of_the_context_too_and_of_each_head_and_query(backend, form, n_queries):
+    """Holes anywhere: what a head has kept of the context may be hidden from some queries."""
+    case = example(n_queries=n_queries)
+    generator = torch.Generator().manual_seed(1)
+    seen = torch.rand(2, 4, n_queries, case.layer.seen, generator=generator) < 0.7
+    seen &= torch.ones(n_queries, case.layer.seen, dtype=torch.bool).tril(
+        case.layer.seen - n_queries
+    )
+    seen[..., -n_queries:] |= torch.eye(n_queries, dtype=torch.bool)
+    mask = seen if form == "bool" else torch.zeros(seen.shape).masked_fill(~seen, -math.inf)
+    assert_equal(run(backend, case, mask), slowly(case, seen=seen))
+
+
+@backends
+def test_a_query_that_sees_nothing_gets_zeros(backend):
     case = example(n_queries=2)
-    mask = torch.ones(2, 4, 2, case.layer.seen, dtype=torch.bool)
-    with pytest.raises(UnsupportedInputError, match=r"mask.*\(2, 4, 2, 65\)"):
-        run(None, case, mask)
+    seen = torch.ones(2, 1, 2, case.layer.seen, dtype=torch.bool).tril(case.layer.seen - 2)
+    expected = run(backend, case)
+    seen[1, :, 0] = False
+    output = run(backend, case, seen)
+    assert not output[1, :, 0].any()
+    output[1, :, 0] = expected[1, :, 0]
+    torch.testing.assert_close(output, expected)
+
+
+@backends
+def test_long_questions_are_asked_in_parts(backend, monkeypatch):
+    case = example(n_queries=5)
+    expected = run(backend, case)
+    monkeypatch.setattr(kernels, "LOGITS", 2 * 2 * (case.layer.slots.numel() + 4 * case.n_recent))
+    torch.testing.assert_close(run(backend, case), expected)
+
+
+@backends
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_gradients_are_those_of_dense_attention(backend, softcap):
+    keys, values, *new = (
+        torch.randn(2, 2, n, 16, dtype=torch.float64, requires_grad=True) for n in (N, N, 3, 3)
+    )
+    kept = torch.rand(2, 2, N, generator=torch.Generator().manual_seed(0)) < 0.4
+    layer = RaggedLayer.of(keys, values, kept, torch.arange(N).view(1, 1, -1), N)
+    layer.allow_update(Reader())
+    layer.update(*new)
+    query = torch.randn(2, 4, 1, 16, dtype=torch.float64, requires_grad=True)
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    leaves = [query, keys, values, *new, sinks]
+    output = run(backend, Example(layer, query, 1, 3), of=site(softcap=softcap), s_aux=sinks)
+    weight = torch.randn_like(output)
+    gradients = torch.autograd.grad((output * weight).sum(), leaves)
+
+    all_keys, all_values = (torch.cat(x, dim=2) for x in zip((keys, values), new, strict=True))
+    seen = torch.cat((kept, torch.ones(2, 2, 3, dtype=torch.bool)), dim=-1)
+    logits = 0.3 * query.unflatten(1, (2, 2)) @ all_keys.unsqueeze(2).mT
+    logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
+    logits = logits.masked_fill(~seen[:, :, None, None], -math.inf)
+    extra = sinks.view(1, 2, 2, 1, 1).expand(2, -1, -1, -1, -1)
+    shares = torch.cat((logits, extra), dim=-1).softmax(dim=-1)[..., :-1]
+    expected = (shares @ all_values.unsqueeze(2)).flatten(1, 2)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+    wanted = torch.autograd.grad((expected * weight).sum(), leaves)
+    for one, other in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
 
 
 # ---- what models add -----------------------------------------------------------------------------
@@ -304,7 +379,7 @@ def test_a_mask_of_its_own_for_each_head_is_refused():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_soft_capped_logits(n_queries, dtype):
     case, of = example(n_queries=n_queries, dtype=dtype), site(softcap=1.5)
-    for backend in ("eager", None):
+    for backend in ("blocks", None):
         assert_equal(run(backend, case, of=of), slowly(case, softcap=1.5))
 
 
@@ -312,7 +387,7 @@ def test_soft_capped_logits(n_queries, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_learned_sinks(n_queries, dtype):
     case, sinks = example(n_queries=n_queries, dtype=dtype), [0.5, -1.0, 3.0, 2.0]
-    for backend in ("eager", None):
+    for backend in ("blocks", None):
         output = run(backend, case, s_aux=torch.tensor(sinks))
         assert_equal(output, slowly(case, sinks=sinks))
 
@@ -337,76 +412,42 @@ def test_dropout_is_refused(backend):
         run(backend, example(), dropout=0.1)
 
 
-# ---- the same bits where the arithmetic is the same ----------------------------------------------
-
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-
-
-@dtypes
-@shapes
-@pytest.mark.parametrize("n_queries", [1, 5])
-def test_heads_that_evicted_nothing_are_attended_over_as_ever(dtype, shape, n_queries):
-    batch, n_kv = shape.get("batch", 2), shape.get("n_kv", 2)
-    everything = torch.ones(batch, n_kv, N, dtype=torch.bool)
-    case = example(**shape, n_queries=n_queries, dtype=dtype, kept=everything)
-    states = [x.view(batch, n_kv, -1, x.shape[-1]) for x in (case.layer.keys, case.layer.values)]
-    keys, values = (
-        x[:, :, : N + case.n_recent].repeat_interleave(case.query.shape[1] // n_kv, dim=1)
-        for x in states
-    )
-    causal = torch.ones(n_queries, N + case.n_recent, dtype=torch.bool).tril(N + 3)
-    expected = scaled_dot_product_attention(case.query, keys, values, causal, scale=0.3)
-    assert torch.equal(run("padded", case), expected)
-    if case.query.shape[1] == n_kv:  # otherwise a group's queries are asked together
-        assert torch.equal(run("heads", case), expected)
-
-
-@dtypes
-@pytest.mark.parametrize("n_queries", [1, 5])
-def test_each_head_is_attended_over_as_if_it_were_alone(dtype, n_queries):
-    case = example(n_queries=n_queries, dtype=dtype, group=1, n_kv=3)
-    output = run("heads", case)
-    for row, head in itertools.product(range(2), range(3)):
-        keys, values = (x[None, None] for x in case.layer.head(3 * row + head))
-        causal = torch.ones(n_queries, keys.shape[2], dtype=torch.bool)
-        causal = causal.tril(keys.shape[2] - n_queries) if n_queries > 1 else None
-        query = case.query[row, head][None, None]
-        alone = scaled_dot_product_attention(query, keys, values, causal, scale=0.3)
-        assert torch.equal(output[row, head], alone[0, 0])
-
-
 # ---- which one -----------------------------------------------------------------------------------
 
 
 def test_the_one_that_is_chosen():
     case = example()
-    plain = Query(case.query, None, True, 0.3)
-    assert choose(case.layer, plain) == "heads"
-    assert choose(case.layer, replace(plain, softcap=20.0)) == "eager"
-    assert choose(case.layer, replace(plain, sinks=torch.zeros(4))) == "eager"
-    assert torch.equal(run(None, case), run("heads", case))
+    assert choose(case.layer, Query(case.query, None, 0.3)) == "blocks"
+    assert torch.equal(run(None, case), run("blocks", case))
+    assert case.layer.attended_by == "blocks"
 
 
 def test_unknown_back_ends_are_refused():
-    with pytest.raises(HyperparameterError, match=f"'sdpa'.*known: {', '.join(BACKENDS)}"):
+    with pytest.raises(HyperparameterError, match=f"'sdpa'.*known: {', '.join(KERNELS)}"):
         check_backend("sdpa", site())
 
 
+def test_the_kernel_of_cuda_is_refused_elsewhere():
+    with pytest.raises(HyperparameterError, match=r"'varlen'.* on cpu in torch.float32; use 'bloc"):
+        check_backend("varlen", site())
+
+
+def test_the_kernel_of_cuda_takes_no_mask_of_the_context():
+    case = example()
+    mask = torch.ones(2, 1, 1, case.layer.seen, dtype=torch.bool)
+    with pytest.raises(UnsupportedInputError, match="mask for it; use 'blocks'"):
+        run("varlen", case, mask)
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_those_without_softcap_and_sinks_are_refused_to_models_that_have_them(family, backend):
-    of = attention_sites(build(family, attn_implementation="eager"))[0]
-    if backend == "eager":
-        check_backend(backend, of)
-    else:
-        with pytest.raises(HyperparameterError, match=f"'{backend}'.*only 'eager' does"):
-            check_backend(backend, of)
+def test_softcap_and_sinks_are_no_matter_to_blocks(family):
+    check_backend("blocks", attention_sites(build(family, attn_implementation="eager"))[0])
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", [pytest.param(name, marks=on_gpu) for name in BACKENDS])
+@pytest.mark.parametrize("backend", [pytest.param(name, marks=on_gpu) for name in KERNELS])
 @shapes
 @pytest.mark.parametrize("n_queries", [1, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -415,5 +456,5 @@ def test_on_a_gpu(backend, shape, n_queries, dtype):
         pytest.skip("the variable-length kernel takes 16-bit states only")
     case = example(**{"dim": 64, **shape}, n_queries=n_queries, dtype=dtype, device="cuda")
     assert_equal(run(backend, case), slowly(case))
-    query = Query(case.query, None, True, 0.3)
-    assert choose(case.layer, query) == ("varlen" if dtype == torch.bfloat16 else "padded")
+    query = Query(case.query, None, 0.3)
+    assert choose(case.layer, query) == ("varlen" if dtype == torch.bfloat16 else "blocks")

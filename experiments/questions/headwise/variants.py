@@ -2,9 +2,9 @@
 
 ```python
 full, kept = prefill(model, AdaKVPress(SnapKVPress(0.5)), input_ids=context)
-condition = CONDITIONS["mask by hook"]
-with condition.open(model, kept):
-    model(question, past_key_values=condition.cache(full, kept))
+variant = VARIANTS["mask by hook"]
+with variant.open(model, kept):
+    model(question, past_key_values=variant.cache(full, kept))
 ```
 
 All give the same logits, and differ in what they touch, hold and cost:
@@ -17,7 +17,7 @@ All give the same logits, and differ in what they touch, hold and cost:
 | `ragged` | evicted tokens are gone; attention reads what is left | forwards, registry |
 
 In the first three what is evicted is known by the scope, not by the cache, and every token that the
-prefill has seen is still stored: they are experimental conditions, not how presses work here.
+prefill has seen is still stored: they are there to be compared with, not how presses work here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from press_core import (
     UnsupportedModelError,
     attention_sites,
 )
-from press_core.cache.caches import layer_at
 from press_core.cache.masks import mask_for_pruned
 from press_core.model.forward import AttentionForward
 
@@ -51,16 +50,19 @@ Kept = dict[int, Tensor]
 """By layer of the cache: which tokens of the prefill each head keeps, `(B, H_kv, S)` bool, padding
 never. A layer that is not listed keeps all."""
 
+Override = Callable[..., Any]
+"""Called in the place of an attention function, with that function before its arguments."""
+
 FAR = 1e3
 """How far below zero a logit has to be to vanish from any softmax."""
 
 
 @dataclass(frozen=True)
-class Condition:
-    """One way to decode.
+class Variant:
+    """One way to decode, a "condition" in the tables.
 
     Attributes:
-        name: as in `CONDITIONS`.
+        name: as in `VARIANTS`.
         open: from a model and what is kept to the scope in which it is decoded.
         frees: whether what is evicted is gone from the cache.
     """
@@ -111,31 +113,48 @@ def evicted(full: Cache, kept: Kept) -> DynamicCache:
 
 
 @contextmanager
-def fake_keys(model: nn.Module, kept: Kept) -> Iterator[None]:
+def overridden(
+    model: nn.Module, kept: Kept, make: Callable[[AttentionSite, Tensor], Override]
+) -> Iterator[None]:
+    """Run what `make` gives around each attention function, once the whole prefill is cached."""
+    with ExitStack() as opened:
+        for site, heads in sites_of(model, kept):
+            override, length = make(site, heads), heads.shape[-1]
+            forward = partial(_forward, site, length, override)
+            opened.callback(intercept(site.interface).remove)
+            opened.callback(wrap(site.module, "forward", forward).remove)
+        yield
+
+
+def _forward(
+    site: AttentionSite, length: int, override: Override, call_next: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if _n_cached(site, args, kwargs) >= length:
+        kwargs = with_override(kwargs, override)
+    return call_next(*args, **kwargs)
+
+
+def fake_keys(model: nn.Module, kept: Kept) -> AbstractContextManager[None]:
     """Give evicted positions, at each step, a key that no query of that step attends to.
 
-    Raises:
-        UnsupportedModelError: if the model caps its logits, so that none can vanish.
+    The scope raises an `UnsupportedModelError` if the model caps its logits, so that none can
+    vanish.
     """
-    with ExitStack() as opened:
-        for site, heads in sites_of(model, kept):
-            if site.softcap is not None:
-                raise UnsupportedModelError(
-                    f"{site.name} keeps all logits within ±{site.softcap:g}, so that no key can be "
-                    "overlooked; use a mask or ragged storage"
-                )
-            slots = (~heads).nonzero(as_tuple=True)
-            override_attention(opened, site, heads.shape[-1], partial(_with_fake_keys, site, slots))
-        yield
+
+    def make(site: AttentionSite, heads: Tensor) -> Override:
+        if site.softcap is not None:
+            raise UnsupportedModelError(
+                f"{site.name} keeps all logits within ±{site.softcap:g}, so that no key can be "
+                "overlooked; use a mask or ragged storage"
+            )
+        return partial(_with_fake_keys, site, (~heads).nonzero(as_tuple=True))
+
+    return overridden(model, kept, make)
 
 
-@contextmanager
-def mask_by_patch(model: nn.Module, kept: Kept) -> Iterator[None]:
+def mask_by_patch(model: nn.Module, kept: Kept) -> AbstractContextManager[None]:
     """Add to the logits of each head a mask, inside a patched attention function."""
-    with ExitStack() as opened:
-        for site, heads in sites_of(model, kept):
-            override_attention(opened, site, heads.shape[-1], partial(_with_mask, site, heads))
-        yield
+    return overridden(model, kept, lambda site, heads: partial(_with_mask, site, heads))
 
 
 @contextmanager
@@ -154,16 +173,16 @@ def ragged(model: nn.Module, kept: Kept) -> headwise:
     return headwise(model)
 
 
-CONDITIONS: dict[str, Condition] = {
-    condition.name: condition
-    for condition in (
-        Condition("fake keys", fake_keys, frees=False),
-        Condition("mask by patch", mask_by_patch, frees=False),
-        Condition("mask by hook", mask_by_hook, frees=False),
-        Condition("ragged", ragged, frees=True),
+VARIANTS: dict[str, Variant] = {
+    variant.name: variant
+    for variant in (
+        Variant("fake keys", fake_keys, frees=False),
+        Variant("mask by patch", mask_by_patch, frees=False),
+        Variant("mask by hook", mask_by_hook, frees=False),
+        Variant("ragged", ragged, frees=True),
     )
 }
-"""Every condition by its name."""
+"""All of them by name."""
 
 
 def sites_of(model: nn.Module, kept: Kept) -> list[tuple[AttentionSite, Tensor]]:
@@ -172,23 +191,10 @@ def sites_of(model: nn.Module, kept: Kept) -> list[tuple[AttentionSite, Tensor]]
     return [(site, kept[site.layer_idx]) for site in sites if site.layer_idx in kept]
 
 
-def override_attention(opened: ExitStack, site: AttentionSite, length: int, override: Any) -> None:
-    """Run `override` around the attention function of `site`, once `length` tokens are cached."""
-
-    def forward(call_next: Any, *args: Any, **kwargs: Any) -> Any:
-        if _n_cached(site, args, kwargs) >= length:
-            kwargs = with_override(kwargs, override)
-        return call_next(*args, **kwargs)
-
-    opened.callback(intercept(site.interface).remove)
-    opened.callback(wrap(site.module, "forward", forward).remove)
-
-
 def _n_cached(site: AttentionSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Tokens that the layer holds before a forward."""
     cache = AttentionForward(args, kwargs, site).cache
-    layer = None if cache is None else layer_at(cache, site.layer_idx)
-    return 0 if layer is None else int(layer.get_seq_length())
+    return 0 if cache is None else int(cache.get_seq_length(site.layer_idx))
 
 
 # ---- masks ---------------------------------------------------------------------------------------

@@ -10,19 +10,7 @@ import torch
 from transformers import DynamicCache
 
 import hooks_impl
-from experiments.conditions import (
-    CONDITIONS,
-    FAR,
-    Condition,
-    evicted,
-    fake_keys,
-    head_mask,
-    kept_in,
-    prefill,
-    sites_of,
-    unattended,
-)
-from experiments.conditions.timing import (
+from experiments.questions.headwise.timing import (
     FULL,
     UNIFORM,
     Decoder,
@@ -33,7 +21,7 @@ from experiments.conditions.timing import (
     head_budgets,
     uniform_cache,
 )
-from experiments.conditions.trial import (
+from experiments.questions.headwise.trials import (
     ERROR,
     IMPLEMENTATIONS,
     MISSING,
@@ -42,6 +30,18 @@ from experiments.conditions.trial import (
     SAME,
     reach,
     trials,
+)
+from experiments.questions.headwise.variants import (
+    FAR,
+    VARIANTS,
+    Variant,
+    evicted,
+    fake_keys,
+    head_mask,
+    kept_in,
+    prefill,
+    sites_of,
+    unattended,
 )
 from experiments.testbed.families import build, supported_implementations
 from press_core import (
@@ -54,7 +54,7 @@ from press_core import (
 from press_core.select import n_kept
 from tests.support import snapshot, token_ids
 
-every_condition = pytest.mark.parametrize("condition", CONDITIONS.values(), ids=lambda c: c.name)
+every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=lambda c: c.name)
 PRESS = hooks_impl.AdaKVPress(hooks_impl.KnormPress(0.5))
 
 
@@ -75,9 +75,9 @@ def flex_was_used():
     trials(build("llama", num_layers=1), lengths=(24,))
 
 
-def logits(model, condition, full, kept, ids):
-    cache = condition.cache(deepcopy(full), kept)
-    with condition.open(model, kept), torch.no_grad():
+def logits(model, variant, full, kept, ids):
+    cache = variant.cache(deepcopy(full), kept)
+    with variant.open(model, kept), torch.no_grad():
         return torch.cat([model(part, past_key_values=cache).logits for part in ids], dim=1)
 
 
@@ -85,7 +85,7 @@ def logits(model, condition, full, kept, ids):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt_oss", "gemma2"])
-def test_conditions_give_the_logits_of_the_reference_on(family, flex_was_used):
+def test_variants_give_the_logits_of_the_reference_on(family, flex_was_used):
     offered = supported_implementations(family)
     model = build(family, attn_implementation=offered[0])
     for implementation in (*IMPLEMENTATIONS, offered[0]):  # transformers notes it on the class
@@ -94,7 +94,7 @@ def test_conditions_give_the_logits_of_the_reference_on(family, flex_was_used):
     before, advanced = snapshot(model), []
     table = trials(model, lengths=(40, 32), advance=lambda: advanced.append(1))
     assert snapshot(model) == before
-    assert len(table) == len(advanced) == N_TRIALS == 2 * len(IMPLEMENTATIONS) * len(CONDITIONS)
+    assert len(table) == len(advanced) == N_TRIALS == 2 * len(IMPLEMENTATIONS) * len(VARIANTS)
     of = table[table["implementation"].isin(offered)]
     for (name, question), rows in of.groupby(["condition", "question"]):
         # No key is overlooked by more queries than a head has channels, or under capped logits.
@@ -105,8 +105,8 @@ def test_conditions_give_the_logits_of_the_reference_on(family, flex_was_used):
     assert (table["why"].fillna("") != "").equals(table["outcome"].isin([ERROR, MISSING]))
 
 
-@every_condition
-def test_where_heads_agree_it_is_a_shorter_cache(model, condition):
+@every_variant
+def test_where_heads_agree_it_is_a_shorter_cache(model, variant):
     """A reference without any mask: the same tokens cut out of the cache."""
     ids, kept_tokens = token_ids(1, 30), torch.arange(30) % 3 != 1
     with torch.no_grad():
@@ -120,14 +120,14 @@ def test_where_heads_agree_it_is_a_shorter_cache(model, condition):
         expected = model(
             question, past_key_values=cut, position_ids=torch.arange(30, 33)[None]
         ).logits
-    ours = logits(model, condition, full, kept, [question])
+    ours = logits(model, variant, full, kept, [question])
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
 
 
-def test_a_condition_that_is_wrong_is_found_out(model, monkeypatch):
+def test_a_variant_that_is_wrong_is_found_out(model, monkeypatch):
     """One that attends to what was evicted."""
-    wrong = Condition("mask by hook", lambda *_: nullcontext(), frees=False)
-    monkeypatch.setitem(CONDITIONS, "mask by hook", wrong)
+    wrong = Variant("mask by hook", lambda *_: nullcontext(), frees=False)
+    monkeypatch.setitem(VARIANTS, "mask by hook", wrong)
     table = trials(model, lengths=(40,))
     assert set(table.loc[table["condition"] == "mask by hook", "outcome"]) == {OTHER}
     assert set(table.loc[table["condition"] == "ragged", "outcome"]) == {SAME}
@@ -136,36 +136,36 @@ def test_a_condition_that_is_wrong_is_found_out(model, monkeypatch):
 # ---- scopes --------------------------------------------------------------------------------------
 
 
-@every_condition
-def test_nothing_stays_on_the_model(model, pruned, condition):
+@every_variant
+def test_nothing_stays_on_the_model(model, pruned, variant):
     full, kept = pruned
     before = snapshot(model)
-    logits(model, condition, full, kept, [token_ids(2, 3, seed=1)])
+    logits(model, variant, full, kept, [token_ids(2, 3, seed=1)])
     assert snapshot(model) == before
-    with condition.open(model, kept):
+    with variant.open(model, kept):
         assert snapshot(model) != before
-    with pytest.raises(RuntimeError, match="inside"), condition.open(model, kept):
+    with pytest.raises(RuntimeError, match="inside"), variant.open(model, kept):
         raise RuntimeError("inside")
     assert snapshot(model) == before
 
 
-@every_condition
-def test_a_prefill_inside_the_scope_is_as_ever(model, pruned, condition):
+@every_variant
+def test_a_prefill_inside_the_scope_is_as_ever(model, pruned, variant):
     ids = token_ids(2, 12, seed=3)
     expected = model(ids).logits
-    with condition.open(model, pruned[1]):
+    with variant.open(model, pruned[1]):
         assert torch.equal(model(ids).logits, expected)
 
 
-def test_what_conditions_touch(model, pruned):
-    touched = {name: reach(model, condition, pruned[1]) for name, condition in CONDITIONS.items()}
+def test_what_variants_touch(model, pruned):
+    touched = {name: reach(model, variant, pruned[1]) for name, variant in VARIANTS.items()}
     assert touched.pop("mask by hook") == (2, 0, False)
     assert set(touched.values()) == {(0, 2, True)}
 
 
 def test_only_ragged_storage_frees_memory(pruned):
     full, kept = pruned
-    held = {c.name: cache_nbytes(c.cache(full, kept)) for c in CONDITIONS.values()}
+    held = {c.name: cache_nbytes(c.cache(full, kept)) for c in VARIANTS.values()}
     assert held.pop("ragged") <= 0.6 * cache_nbytes(full)
     assert set(held.values()) == {cache_nbytes(full)}
 
@@ -188,7 +188,7 @@ def test_what_is_kept_is_read_off_the_cache(model):
 def test_evicting_leaves_the_full_cache_as_it_is(model, pruned):
     full, kept = deepcopy(pruned[0]), pruned[1]
     left = evicted(full, kept)
-    with CONDITIONS["ragged"].open(model, kept), torch.no_grad():
+    with VARIANTS["ragged"].open(model, kept), torch.no_grad():
         model(token_ids(2, 1), past_key_values=left)
     assert left.get_seq_length() == 41
     for layer, untouched in zip(full.layers, pruned[0].layers, strict=True):
@@ -241,7 +241,7 @@ def test_every_cache_is_timed_and_weighed(model):
     table = decode_times(model, 256, SIZE, lambda: advanced.append(1))
     assert snapshot(model) == before
     assert len(advanced) == 3
-    pressed = [(name, ratio) for ratio in SIZE.ratios for name in (UNIFORM, *CONDITIONS)]
+    pressed = [(name, ratio) for ratio in SIZE.ratios for name in (UNIFORM, *VARIANTS)]
     found = list(zip(table["condition"], table["ratio"], strict=True))
     assert found == [(FULL, 0.0), *pressed]
     assert ((table["low"] > 0) & (table["low"] <= table["time"])).all()
@@ -263,7 +263,7 @@ def test_random_budgets_differ_by_head_and_come_out_even(model):
 
 
 def test_every_timed_step_starts_from_the_same_cache(model):
-    """A second step gives the logits of the first, and no condition spoils the cache of another."""
+    """A second step gives the logits of the first, and no variant spoils the cache of another."""
     held, decoder, given = caches(model, 64, (0.5,)), Decoder(model, 64), {}
     hook = model.register_forward_hook(lambda *seen: outputs.append(seen[-1].logits))
     with hook, torch.inference_mode():
@@ -276,10 +276,10 @@ def test_every_timed_step_starts_from_the_same_cache(model):
                     decoder.step()
                 assert torch.equal(*outputs)
                 assert torch.equal(given.setdefault(name, outputs[0]), outputs[0])
-    by_condition = {name.mechanism: states for name, states in given.items()}
-    for name in CONDITIONS:
-        torch.testing.assert_close(by_condition[name], by_condition["ragged"], rtol=0, atol=1e-5)
-    assert not torch.allclose(by_condition[FULL], by_condition["ragged"], atol=1e-3)
+    by_name = {name.condition: states for name, states in given.items()}
+    for name in VARIANTS:
+        torch.testing.assert_close(by_name[name], by_name["ragged"], rtol=0, atol=1e-5)
+    assert not torch.allclose(by_name[FULL], by_name["ragged"], atol=1e-3)
 
 
 def test_a_uniform_cache_holds_as_many_tokens_of_each_head(model):

@@ -11,22 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from copy import deepcopy
-from dataclasses import replace
 from math import ceil, isnan
 from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 import hooks_impl
-from experiments import UserError
 from experiments.framework.intervals import wilson
 from experiments.framework.plots import NO_PRESS
-from experiments.testbed.asking import UNSEEN, Task, answer_unseen, check_vocabulary
-from experiments.testbed.facts import FactBatch
+from experiments.questions.headwise.asked import Asked, prefill_only
 from press_core import Press, attention_sites, cache_nbytes, kept_lengths
 from press_core.calibration import CalibrationError
 from press_core.presses.duo_attention import HeadScores
@@ -148,86 +144,6 @@ def head_scores(model: PreTrainedModel, task: Asked) -> HeadScores:
     return known.head_scores
 
 
-# ---- what is asked -------------------------------------------------------------------------------
-
-
-class Asked:
-    """The facts task as token ids, for models that speak its language."""
-
-    def __init__(self, task: Task) -> None:
-        self.task, self.batches = task, task.batches(UNSEEN)
-        self.length = self.contexts(self.batches[0])[0].shape[1]
-
-    def others(self) -> list[FactBatch]:
-        """Contexts that are drawn in the same way, and never asked about."""
-        return replace(self.task, samples=8, seed=self.task.seed + 1).batches(UNSEEN)
-
-    def contexts(self, batch: FactBatch) -> list[Tensor]:
-        """Token ids of the contexts of a batch, `(rows, S)`, those of one length together."""
-        return [batch.context_ids]
-
-    def right(self, model: PreTrainedModel, press: Press | None, batch: FactBatch) -> Tensor:
-        """Which questions are answered rightly after `press`: `(rows, facts)` bool."""
-        return answer_unseen(model, press, batch) == batch.answer_ids
-
-
-class AskedInWords(Asked):
-    """The facts task in words, for models with a tokenizer of their own.
-
-    An answer is right if each of its tokens is the likeliest after the ones before.
-    """
-
-    def __init__(self, task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-        super().__init__(task)
-
-    def contexts(self, batch: FactBatch) -> list[Tensor]:
-        return [self._ids(batch.text(row).context, start=True) for row in range(_rows(batch))]
-
-    def _ids(self, words: str, start: bool = False) -> Tensor:
-        """`(1, n)`; what continues a text begins without special tokens."""
-        encoded: Any = self.tokenizer(words, add_special_tokens=start, return_tensors="pt")
-        return encoded.input_ids
-
-    @torch.inference_mode()
-    def right(self, model: PreTrainedModel, press: Press | None, batch: FactBatch) -> Tensor:
-        rows = []
-        for row, context in enumerate(self.contexts(batch)):
-            text = batch.text(row)
-            with nullcontext() if press is None else press(model):
-                cache = _prefill(model, context)
-                rows.append(
-                    [
-                        self._is_right(model, deepcopy(cache), f" {question}", f" {answer}")
-                        for question, answer in zip(text.questions, text.answers, strict=True)
-                    ]
-                )
-        return torch.tensor(rows)
-
-    def _is_right(self, model: PreTrainedModel, cache: Any, question: str, answer: str) -> bool:
-        wanted = self._ids(answer)
-        ids = torch.cat((self._ids(question), wanted), dim=1)[:, :-1].to(model.device)
-        logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=wanted.shape[1]).logits
-        return torch.equal(logits.argmax(dim=-1).cpu(), wanted)
-
-
-def asked(tokenizer: PreTrainedTokenizerBase, task: Task) -> Asked:
-    """The task for a model: as token ids where it was trained on them, else in words."""
-    try:
-        check_vocabulary(tokenizer, "the model")
-    except UserError:
-        return AskedInWords(task, tokenizer)
-    return Asked(task)
-
-
-def _rows(batch: FactBatch) -> int:
-    return len(batch.context_ids)
-
-
-def _prefill(model: PreTrainedModel, context: Tensor) -> Any:
-    return model.base_model(input_ids=context.to(model.device), use_cache=True).past_key_values
-
-
 # ---- measuring -----------------------------------------------------------------------------------
 
 
@@ -249,7 +165,7 @@ def held(model: PreTrainedModel, press: Press | None, contexts: Sequence[Tensor]
     shares, n_bytes = [], 0
     for ids in contexts:
         with nullcontext() if press is None else press(model):
-            cache = _prefill(model, ids)
+            cache = prefill_only(model, ids)
         lengths = torch.stack([kept_lengths(cache)[s.layer_idx] for s in attention_sites(model)])
         shares.append(lengths.transpose(0, 1) / ids.shape[1])  # (rows, L, H_kv)
         n_bytes += cache_nbytes(cache)

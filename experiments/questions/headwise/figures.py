@@ -10,10 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
-from experiments.conditions import CONDITIONS
-from experiments.conditions.budgets import ALL, HEADWISE, UNIFORM
-from experiments.conditions.timing import FULL
 from experiments.framework.plots import (
+    CELL_INK,
     INK,
     MUTED,
     NO_PRESS,
@@ -24,12 +22,15 @@ from experiments.framework.plots import (
     press_colour,
     style,
 )
+from experiments.questions.headwise.budgets import ALL, HEADWISE, UNIFORM
+from experiments.questions.headwise.timing import FULL
+from experiments.questions.headwise.variants import VARIANTS
 
 _BUDGETS: dict[str, dict[str, Any]] = {
     UNIFORM: {"color": mechanism_colour("bare"), "marker": "o", "linestyle": (0, (4, 1.5))},
     HEADWISE: {"color": mechanism_colour("hook"), "marker": "s"},
 }
-_CONDITIONS: dict[str, dict[str, Any]] = {
+_LOOKS: dict[str, dict[str, Any]] = {
     FULL: {"color": MUTED, "linewidth": 1, "linestyle": (0, (5, 3))},
     UNIFORM: {"color": INK, "marker": "D"},
     "fake keys": {"color": mechanism_colour("empty wrapper"), "marker": "v"},
@@ -37,7 +38,7 @@ _CONDITIONS: dict[str, dict[str, Any]] = {
     "mask by hook": {"color": mechanism_colour("hook"), "marker": "o"},
     "ragged": {"color": press_colour("ObservedAttentionPress"), "marker": "^"},
 }
-"""Looks by condition, in the order of the legend."""
+"""Looks by variant, in the order of the legend."""
 
 HEAT_MAPS = ("AdaKV(SnapKV)", "DuoAttention", "KVzip")
 """The presses whose head budgets are drawn."""
@@ -126,7 +127,8 @@ def _write_shares(panel: Axes, shares: pd.DataFrame) -> None:
     look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
     for layer, of_layer in enumerate(shares.to_numpy()):
         for head, share in enumerate(of_layer):
-            panel.text(head, layer, f"{share:.0%}", color="white" if share > 0.55 else INK, **look)
+            ink = "white" if share > 0.55 else CELL_INK
+            panel.text(head, layer, f"{share:.0%}", color=ink, **look)
 
 
 def decoding(table: pd.DataFrame) -> Figure:
@@ -143,17 +145,17 @@ def decoding(table: pd.DataFrame) -> Figure:
     # Few rounds give wide intervals, which may leave the figure; no median does.
     timed[0].set_ylim(0, min(1.05 * table["high"].max(), 1.5 * table["time"].max()))
     _draw_bytes(last, table)
-    legend_outside(figure, axes[0], handles=[_handle(name) for name in _CONDITIONS])
+    legend_outside(figure, axes[0], handles=[_handle(name) for name in _LOOKS])
     return figure
 
 
 def _draw_times(panel: Axes, table: pd.DataFrame) -> None:
     contexts = sorted(table["context"].unique())
-    panel.axhline(1, **_CONDITIONS[FULL])
-    for name in (UNIFORM, *CONDITIONS):
+    panel.axhline(1, **_LOOKS[FULL])
+    for name in (UNIFORM, *VARIANTS):
         rows = table[table["condition"] == name].sort_values("context")
-        panel.plot(rows["context"], rows["time"], **_CONDITIONS[name])
-        band = {"color": _CONDITIONS[name]["color"], "alpha": 0.12, "linewidth": 0}
+        panel.plot(rows["context"], rows["time"], **_LOOKS[name])
+        band = {"color": _LOOKS[name]["color"], "alpha": 0.12, "linewidth": 0}
         panel.fill_between(rows["context"], rows["low"], rows["high"], **band)
     panel.set_xscale("log", base=2)
     panel.set_xticks(contexts, [f"{context / 1024:g}k" for context in contexts])
@@ -163,12 +165,12 @@ def _draw_times(panel: Axes, table: pd.DataFrame) -> None:
 
 def _draw_bytes(panel: Axes, table: pd.DataFrame) -> None:
     longest = table[table["context"] == table["context"].max()]
-    panel.axhline(1, **_CONDITIONS[FULL])
+    panel.axhline(1, **_LOOKS[FULL])
     # What coincides is drawn in different sizes, the largest first.
-    for size, name in zip((10, 7.5, 5, 7.5, 5), (*CONDITIONS, UNIFORM), strict=True):
+    for size, name in zip((10, 7.5, 5, 7.5, 5), (*VARIANTS, UNIFORM), strict=True):
         rows = longest[longest["condition"] == name].sort_values("ratio")
         share = rows["bytes"] / rows["full_bytes"]
-        panel.plot(rows["ratio"], share, **_CONDITIONS[name] | {"markersize": size})
+        panel.plot(rows["ratio"], share, **_LOOKS[name] | {"markersize": size})
     panel.set_title("Bytes held")
     panel.set_ylim(0, 1.08)
     panel.set_ylabel("cache / full cache")
@@ -180,12 +182,12 @@ def _draw_bytes(panel: Axes, table: pd.DataFrame) -> None:
 
 def _handle(name: str) -> Line2D:
     label = {FULL: "full cache", UNIFORM: "uniform budgets"}.get(name, f"head-wise, {name}")
-    return Line2D([], [], label=label, **_CONDITIONS[name])
+    return Line2D([], [], label=label, **_LOOKS[name])
 
 
 _FIGURES = {
-    "headwise_accuracy": accuracy,
     "headwise_difference": difference,
+    "headwise_accuracy": accuracy,
     "headwise_budgets": budgets,
     "headwise_decoding": decoding,
 }

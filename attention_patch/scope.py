@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from attention_patch.backends import attend, check_backend
 from attention_patch.channels import attend_channels
 from attention_patch.interception import intercept, with_override
+from attention_patch.kernels import attend, check_backend
 from attention_patch.reversible import Patch, wrap
 from press_core.cache.pruned import ChannelPrunedLayer
 from press_core.cache.ragged import RaggedLayer
@@ -36,7 +36,7 @@ def serve(site: AttentionSite, backend: str | None = None) -> Iterator[Patch | H
     """Attend over head-wise and channel-wise compressed layers at `site` until all is removed.
 
     Args:
-        backend: name of the function that attends, see `backends`; None: chosen call by call.
+        backend: name of the kernel, see `kernels`; None: chosen call by call.
     """
     reader = HeadwiseReader()
     yield reader
@@ -54,8 +54,11 @@ def _forward(
 ) -> Any:
     layer = layer_of(AttentionForward(args, kwargs, site))
     if isinstance(layer, ChannelPrunedLayer) and layer.n_slots:
-        layer.allow_update(reader)
-        return forward(*args, **with_override(kwargs, partial(attend_channels, site, layer)))
+        layer.allow_attention(reader)
+        try:
+            return forward(*args, **with_override(kwargs, partial(attend_channels, site, layer)))
+        finally:
+            layer.disallow_update()
     if not isinstance(layer, RaggedLayer) or layer.is_allowed:
         return forward(*args, **kwargs)
     layer.allow_update(reader)
@@ -80,7 +83,7 @@ class headwise:  # noqa: N801 - used like a function: `with headwise(model):`
 
     Args:
         model: a decoder of `transformers`.
-        backend: one of `backends.BACKENDS`; None: chosen call by call.
+        backend: one of `kernels.KERNELS`; None: chosen call by call.
 
     Raises:
         HyperparameterError: if there is no such back end, or if it cannot do what the model needs.

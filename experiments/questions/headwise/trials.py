@@ -1,6 +1,6 @@
-"""The four conditions tried on a model: with which attention implementations do they work?
+"""The four variants tried on a model: with which attention implementations do they work?
 
-Nothing is taken from documentation: a condition works where its logits are those of a reference,
+Nothing is taken from documentation: a variant works where its logits are those of a reference,
 which masks the full cache head by head and computes attention in float64.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 import hooks_impl
-from experiments.conditions import (
-    CONDITIONS,
-    Condition,
+from experiments.framework.wording import in_one_line
+from experiments.questions.headwise.variants import (
+    VARIANTS,
     Kept,
+    Variant,
     head_mask,
     kept_in,
-    override_attention,
-    sites_of,
+    overridden,
 )
 from experiments.testbed.compare import Inputs
 from press_core import AttentionSite, attention_sites
@@ -35,21 +35,16 @@ IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
 SAME, OTHER, ERROR, MISSING = "same logits", "other logits", "error", "not offered"
 """Outcomes; the last where the model itself is not right with the implementation."""
 
-NOTHING = Condition("nothing", lambda *_: nullcontext(), frees=False)
+NOTHING = Variant("nothing", lambda *_: nullcontext(), frees=False)
 """The model as it is, on the full cache."""
 
 
 # ---- the reference -------------------------------------------------------------------------------
 
 
-@contextmanager
-def reference(model: nn.Module, kept: Kept) -> Iterator[None]:
+def reference(model: nn.Module, kept: Kept) -> AbstractContextManager[None]:
     """Attend in float64 over all that is stored, what each head has evicted masked away."""
-    with ExitStack() as opened:
-        for site, heads in sites_of(model, kept):
-            override = partial(_dense, site, heads)
-            override_attention(opened, site, heads.shape[-1], override)
-        yield
+    return overridden(model, kept, lambda site, heads: partial(_dense, site, heads))
 
 
 def _dense(
@@ -94,8 +89,8 @@ class Reach(NamedTuple):
     registry: bool
 
 
-def reach(model: PreTrainedModel, condition: Condition, kept: Kept) -> Reach:
-    """What `condition` changes on `model`, seen by opening it."""
+def reach(model: PreTrainedModel, variant: Variant, kept: Kept) -> Reach:
+    """What `variant` changes on `model`, seen by opening it."""
     sites = attention_sites(model)
 
     def look() -> tuple[list[int], list[Any], list[Any]]:
@@ -104,7 +99,7 @@ def reach(model: PreTrainedModel, condition: Condition, kept: Kept) -> Reach:
         return hooks, forwards, [vars(site.interface).get("get_interface") for site in sites]
 
     before = look()
-    with condition.open(model, kept):
+    with variant.open(model, kept):
         after = look()
     hooks, forwards, registry = (
         sum(old is not new for old, new in zip(*pair, strict=True))
@@ -119,7 +114,7 @@ def trials(
     lengths: Sequence[int] = (96, 80),
     advance: Callable[[], None] = lambda: None,
 ) -> pd.DataFrame:
-    """Try every condition with every attention implementation.
+    """Try every variant with every attention implementation.
 
     A padded batch is pruned to half by `AdaKVPress(KnormPress)`; then comes a question, short or
     with more tokens than a head has channels, and two decode steps.
@@ -142,15 +137,15 @@ def trials(
             trial = _Trial(model, inputs)
             for implementation in IMPLEMENTATIONS:
                 why_not = trial.why_not(implementation)
-                for condition in CONDITIONS.values():
-                    rows.append(trial.outcome(condition, implementation, why_not))
+                for variant in VARIANTS.values():
+                    rows.append(trial.outcome(variant, implementation, why_not))
                     advance()
     finally:
         model.set_attn_implementation(own)
     return pd.DataFrame(rows)
 
 
-N_TRIALS = 2 * len(IMPLEMENTATIONS) * len(CONDITIONS)
+N_TRIALS = 2 * len(IMPLEMENTATIONS) * len(VARIANTS)
 """How often `trials` calls `advance`."""
 
 
@@ -166,7 +161,7 @@ class _Trial:
             self.kept = kept_in(self._run(context, None))
         with torch.no_grad():
             self.full = self._run(context, None)
-        self.expected = self.logits(Condition("reference", reference, frees=False))
+        self.expected = self.logits(Variant("reference", reference, frees=False))
         self.highest = float(self.expected.abs().max())
         self.rounding = torch.finfo(model.dtype).eps ** 0.5 * self.highest
         self.plain = self.logits(NOTHING)
@@ -175,10 +170,10 @@ class _Trial:
         return self.model(**arguments, past_key_values=cache, use_cache=True).past_key_values
 
     @torch.no_grad()
-    def logits(self, condition: Condition) -> Tensor:
+    def logits(self, variant: Variant) -> Tensor:
         """Of all tokens after the context, `(B, n, vocabulary)` float64."""
-        cache = condition.cache(deepcopy(self.full), self.kept)
-        with condition.open(self.model, self.kept), _flex_uncompiled():
+        cache = variant.cache(deepcopy(self.full), self.kept)
+        with variant.open(self.model, self.kept), _flex_uncompiled():
             outputs = [
                 self.model(**arguments, past_key_values=cache).logits.double()
                 for arguments in self.following
@@ -191,31 +186,27 @@ class _Trial:
             self.model.set_attn_implementation(implementation)
             difference = float((self.logits(NOTHING) - self.plain).abs().max())
         except Exception as error:
-            return _told(error)
+            return in_one_line(error)
         if difference <= self.rounding:
             return ""
         return f"with nothing evicted its logits are {difference:.2g} off those of eager attention"
 
-    def outcome(self, condition: Condition, implementation: str, why_not: str) -> dict[str, Any]:
-        """What comes of `condition` with an attention implementation: a row of the table."""
-        row = {"question": self.n_question, "condition": condition.name}
+    def outcome(self, variant: Variant, implementation: str, why_not: str) -> dict[str, Any]:
+        """What comes of `variant` with an attention implementation: a row of the table."""
+        row = {"question": self.n_question, "condition": variant.name}
         row |= {"implementation": implementation, "outcome": MISSING, "difference": float("nan")}
         row |= {"highest": self.highest, "why": why_not, **Reach(0, 0, False)._asdict()}
         if why_not:
             return row
         row["outcome"] = ERROR
         try:  # whatever the libraries raise is the result
-            row |= reach(self.model, condition, self.kept)._asdict()
-            logits = self.logits(condition)
+            row |= reach(self.model, variant, self.kept)._asdict()
+            logits = self.logits(variant)
         except Exception as error:
-            return row | {"why": _told(error)}
+            return row | {"why": in_one_line(error)}
         difference = float((logits - self.expected).abs().max())
         outcome = SAME if difference <= self.rounding else OTHER
         return row | {"outcome": outcome, "difference": difference}
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 @contextmanager

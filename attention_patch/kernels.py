@@ -1,0 +1,378 @@
+"""Attention over a layer whose heads hold different numbers of tokens.
+
+| name | how | on |
+|---|---|---|
+| `blocks` | one product over all blocks of slots, put together head by head | any device |
+| `varlen` | torch's variable-length kernel over what the context has left | CUDA, 16-bit |
+
+Both attend over the recent tokens, which all heads hold, in one product, and give the same result
+within rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from press_core.cache.ragged import RaggedLayer
+from press_core.errors import HyperparameterError, UnsupportedInputError
+from press_core.model.sites import AttentionSite
+from press_core.select import upcast
+
+_SIXTEEN = torch.float16, torch.bfloat16
+
+LOGITS = 2**22
+"""Logits held at a time (16 MiB in float32); longer questions are asked some tokens at a time."""
+
+
+@dataclass
+class Query:
+    """What asks, and how.
+
+    Attributes:
+        states: `(B, H, q, d)`, after RoPE.
+        visible: `(1 or B, 1 or H, q, n)` bool, which of the last `n` tokens of the sequence each
+            query sees; all see what came before. None: they see everything.
+        scaling: factor on the logits.
+        softcap: bound of `tanh` soft-capping of the logits, or None.
+        sinks: `(H,)` learned logits that take part in the softmax, or None.
+    """
+
+    states: Tensor
+    visible: Tensor | None
+    scaling: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def tells_of_context(self, layer: RaggedLayer) -> bool:
+        """Whether it says which tokens of the context are seen, not only of those after it."""
+        return self.visible is not None and self.visible.shape[-1] > layer.n_recent
+
+    def rows(self, start: int, stop: int) -> Query:
+        """Some of its tokens."""
+        visible = None if self.visible is None else self.visible[:, :, start:stop]
+        return replace(self, states=self.states[:, :, start:stop], visible=visible)
+
+
+def attend(
+    site: AttentionSite,
+    layer: RaggedLayer,
+    backend: str | None,
+    function: Any,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Called in place of an attention function whose keys and values lie in `layer`.
+
+    Returns:
+        `(B, q, H, d)`, and no weights.
+
+    Raises:
+        UnsupportedInputError: for dropout, which no kernel has.
+    """
+    # Of another length, the mask was made for a layer that holds fewer columns of the context.
+    tells_all = attention_mask is not None and attention_mask.shape[-1] == layer.seen
+    n_told = layer.seen if tells_all else layer.n_recent
+    asked = ask(site, query, attention_mask, n_told, kwargs)
+    layer.attended_by = backend or choose(layer, asked)
+    output = site.ungrouped(KERNELS[layer.attended_by](layer, asked))
+    return output.transpose(1, 2).contiguous(), None
+
+
+def ask(
+    site: AttentionSite, query: Tensor, attention_mask: Any, n: int, kwargs: dict[str, Any]
+) -> Query:
+    """What an attention function is asked.
+
+    Args:
+        query: `(B, H, q, d)`, after RoPE.
+        n: of how many of the latest tokens the mask is to tell.
+        kwargs: the other keyword arguments of the attention function.
+
+    Raises:
+        UnsupportedInputError: for dropout.
+    """
+    if kwargs.get("dropout"):
+        raise UnsupportedInputError(
+            f"attention over compressed heads or channels has no dropout, got {kwargs['dropout']}; "
+            "call model.eval()"
+        )
+    scaling, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
+    return Query(
+        site.grouped(query),
+        _visible(attention_mask, n, query.shape[2], query.device),
+        site.scaling if scaling is None else scaling,
+        site.softcap,
+        site.sinks if sinks is None else sinks,
+    )
+
+
+def _visible(mask: Any, n: int, n_queries: int, device: torch.device) -> Tensor | None:
+    """`(1 or B, 1 or H, q, n)` bool: which of the `n` latest tokens each query sees; None: all.
+
+    Args:
+        mask: of an attention function, in any form: None, `(B, S)`, `(B, 1 or H, q, S)` of bools or
+            of what is added to the logits, or the `BlockMask` of flex attention.
+    """
+    if mask is None and n_queries == 1:
+        return None
+    if isinstance(mask, BlockMask):
+        rows, heads = (torch.arange(size, device=device) for size in mask.shape[:2])
+        asking = torch.arange(n_queries, device=device)[:, None]
+        asked = mask.seq_lengths[1] - n + torch.arange(n, device=device)
+        seen = mask.mask_mod(rows.view(-1, 1, 1, 1), heads.view(-1, 1, 1), asking, asked)
+        return seen.expand(*mask.shape[:2], n_queries, n)
+    if mask is not None and mask.dim() == 4:
+        latest = mask[..., mask.shape[-1] - n :]
+        return latest if latest.dtype == torch.bool else latest >= 0
+    causal = torch.ones(n_queries, n, dtype=torch.bool, device=device).tril(n - n_queries)
+    if mask is None:
+        return causal[None, None]
+    return mask[:, None, None, mask.shape[1] - n :].bool() & causal
+
+
+def choose(layer: RaggedLayer, query: Query) -> str:
+    """Name of the kernel for a call."""
+    sixteen = query.states.is_cuda and query.states.dtype in _SIXTEEN
+    plain = query.softcap is None and not query.tells_of_context(layer)
+    return "varlen" if sixteen and plain else "blocks"
+
+
+def check_backend(name: str, site: AttentionSite) -> None:
+    """Refuse a kernel that is not known, or that lacks what a module needs.
+
+    Raises:
+        HyperparameterError: naming those that will do.
+    """
+    if name not in KERNELS:
+        raise HyperparameterError(
+            f"unknown back end {name!r} for head-wise attention; known: {', '.join(KERNELS)}"
+        )
+    if name == "varlen":
+        _check_varlen(site)
+
+
+def _check_varlen(site: AttentionSite) -> None:
+    weight = next(site.module.parameters())
+    if not weight.is_cuda or weight.dtype not in _SIXTEEN:
+        raise HyperparameterError(
+            f"the back end 'varlen' runs on CUDA in 16 bits, and {type(site.module).__name__} "
+            f"({site.name}) is on {weight.device.type} in {weight.dtype}; use 'blocks'"
+        )
+    if site.softcap is not None:
+        raise HyperparameterError(
+            f"the back end 'varlen' has no soft-capped logits, which {type(site.module).__name__} "
+            f"({site.name}) has; use 'blocks'"
+        )
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Scaled logits in float32 or better, soft-capped where the model does that."""
+    logits = upcast(logits)
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def by_kv_head(visible: Tensor, n_kv_heads: int) -> Tensor:
+    """`(1 or B, 1 or H, q, n)` as `(1 or B, 1 or H_kv, 1 or G, q, n)`."""
+    if visible.shape[1] == 1:
+        return visible.unsqueeze(1)
+    return visible.unflatten(1, (n_kv_heads, -1))
+
+
+def softmax_with_sinks(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """Weights `(B, H_kv, G, q, n)`; learned `sinks` `(H,)` take their share."""
+    if sinks is None:
+        return logits.softmax(dim=-1)
+    extra = sinks.to(logits).view(1, logits.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
+    return torch.cat((logits, extra), dim=-1).softmax(dim=-1)[..., :-1]
+
+
+# ---- the kernels ---------------------------------------------------------------------------------
+#
+# A group's queries, and those of all tokens of a call, are the rows of one product with the keys:
+# `(N, G * q, d)` for the N heads of all rows of the batch.
+
+
+def blocks(layer: RaggedLayer, query: Query) -> Tensor:
+    """One softmax per head over logits that lie in blocks, all blocks of all heads at once."""
+    n_heads, n_queries = query.states.shape[1:3]
+    per_query = n_heads // layer.n_heads * (layer.slots.numel() + len(layer.held) * layer.n_recent)
+    step = max(1, LOGITS // per_query)
+    attended = _one_block if layer.blocks.n == 1 else _blocks
+    if n_queries <= step:
+        return attended(layer, query)
+    starts = range(0, n_queries, step)
+    return torch.cat([attended(layer, query.rows(i, i + step)) for i in starts], dim=2)
+
+
+def _one_block(layer: RaggedLayer, query: Query) -> Tensor:
+    """Every head reads the one block, so that its logits lie in one row already."""
+    states = _rows(layer, query)
+    old, recent = _old_logits(layer, query, states), _recent_logits(layer, query, states)
+    n, values = old.shape[-1], layer.values.expand(len(states), -1, -1)
+    logits = torch.cat((old, recent), dim=-1).view(
+        layer.batch, layer.n_heads, -1, query.states.shape[2], n + layer.n_recent
+    )
+    weights = softmax_with_sinks(logits, query.sinks)
+    if query.visible is not None:  # which may hide everything
+        weights = weights.nan_to_num(0)
+    weights = weights.to(values.dtype).view(len(states), -1, n + layer.n_recent)
+    output = torch.baddbmm(torch.bmm(weights[..., n:], layer.recent[1]), weights[..., :n], values)
+    return output.view(*query.states.shape[:3], -1).to(query.states.dtype)
+
+
+def _blocks(layer: RaggedLayer, query: Query) -> Tensor:
+    states, heads = _rows(layer, query), layer.blocks.heads
+    recent = _recent_logits(layer, query, states)
+    old = _old_logits(layer, query, states.index_select(0, heads))
+    # Any number near the highest logit will do, so gradients need not pass through it.
+    highest = recent.detach().amax(dim=-1)
+    of_readings = old.detach().amax(dim=-1)
+    highest.scatter_reduce_(0, heads[:, None].expand_as(of_readings), of_readings, "amax")
+    highest, extra = _with_sinks(highest, layer, query)
+    recent = recent.sub_(highest.unsqueeze(-1)).exp_()
+    old = old.sub_(highest.index_select(0, heads).unsqueeze(-1)).exp_()
+    total = recent.sum(dim=-1).index_add_(0, heads, old.sum(dim=-1))
+    _, values = layer.recent
+    output = torch.bmm(recent.to(values.dtype), values)
+    old = old.to(values.dtype)
+    read = _per_reading(layer, layer.values, lambda part, stored: torch.bmm(old[part], stored))
+    output = upcast(output).index_add_(0, heads, upcast(read))
+    return _normalised(output, total, extra, query)
+
+
+def varlen(layer: RaggedLayer, query: Query) -> Tensor:
+    """Torch's kernel over the context, each KV head of each row a sequence of its own.
+
+    Raises:
+        UnsupportedInputError: for a mask of the context, padding included.
+    """
+    if query.tells_of_context(layer):
+        raise UnsupportedInputError(
+            "the back end 'varlen' reads all that a head holds of the context, and this call has a "
+            "mask for it; use 'blocks'"
+        )
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn  # torch 2.10 has it first
+
+    states, n_queries = _rows(layer, query), query.states.shape[2]
+    n, rows, d = states.shape
+    group = rows // n_queries
+
+    def integers(numbers: Iterable[int]) -> Tensor:
+        return torch.tensor(list(numbers), dtype=torch.int32, device=states.device)
+
+    attended: Any = varlen_attn(
+        states.view(n, group, n_queries, d).transpose(1, 2).reshape(-1, group, d),
+        layer.keys.view(-1, 1, d),
+        layer.values.view(-1, 1, layer.values.shape[-1]),
+        integers(range(0, (n + 1) * n_queries, n_queries)),
+        integers([*layer.blocks.starts.tolist(), layer.slots.numel()]),
+        n_queries,
+        max(layer.held),
+        scale=query.scaling,
+        enable_gqa=True,
+        seqused_k=integers(layer.held),
+        return_aux=AuxRequest(lse=True),
+    )
+    old = attended[0].view(n, n_queries, group, -1).transpose(1, 2).reshape(n, rows, -1)
+    log_total = attended[1].view(group, n, n_queries).transpose(0, 1).reshape(n, rows)
+    recent = _recent_logits(layer, query, states)
+    highest = torch.maximum(recent.detach().amax(dim=-1), log_total)
+    highest, extra = _with_sinks(highest, layer, query)
+    recent = recent.sub_(highest.unsqueeze(-1)).exp_()
+    share = torch.exp(log_total - highest)
+    total = recent.sum(dim=-1) + share
+    output = upcast(torch.bmm(recent.to(layer.values.dtype), layer.recent[1]))
+    return _normalised(output + upcast(old) * share.unsqueeze(-1), total, extra, query)
+
+
+KERNELS: dict[str, Callable[[RaggedLayer, Query], Tensor]] = {"blocks": blocks, "varlen": varlen}
+"""Every kernel by its name."""
+
+
+def _rows(layer: RaggedLayer, query: Query) -> Tensor:
+    batch, _, _, d = query.states.shape
+    return query.states.reshape(batch * layer.n_heads, -1, d)
+
+
+def _recent_logits(layer: RaggedLayer, query: Query, states: Tensor) -> Tensor:
+    """`(N, G * q, n_recent)`."""
+    logits = capped(torch.bmm(states * query.scaling, layer.recent[0].mT), query.softcap)
+    if query.visible is None:
+        return logits
+    seen = by_kv_head(query.visible[..., -layer.n_recent :], layer.n_heads)
+    split = logits.view(layer.batch, layer.n_heads, -1, *seen.shape[3:])
+    return split.masked_fill_(~seen, float("-inf")).view_as(logits)
+
+
+def _old_logits(layer: RaggedLayer, query: Query, states: Tensor) -> Tensor:
+    """`(P, G * q, c)`, minus infinity for slots of other heads."""
+    hidden = layer.blocks.hidden
+
+    def logits(part: slice, keys: Tensor) -> Tensor:
+        if query.softcap is None:
+            return upcast(torch.baddbmm(hidden[part], states[part], keys, alpha=query.scaling))
+        product = torch.bmm(states[part] * query.scaling, keys)
+        return capped(product, query.softcap) + hidden[part]
+
+    old = _per_reading(layer, layer.keys.mT, logits)
+    if not query.tells_of_context(layer):
+        return old
+    assert query.visible is not None
+    of_context = query.visible[..., : query.visible.shape[-1] - layer.n_recent]
+    visible = by_kv_head(of_context, layer.n_heads)
+    rows, kv_heads = layer.blocks.heads // layer.n_heads, layer.blocks.heads % layer.n_heads
+    seen = visible.expand(layer.batch, layer.n_heads, -1, -1, -1)[
+        rows[:, None], kv_heads[:, None], :, :, _per_reading(layer, layer.slots, _as_they_are)
+    ]  # (P, c, 1 or G, q)
+    split = old.view(len(old), -1, query.states.shape[2], old.shape[-1])
+    return split.masked_fill_(~seen.permute(0, 2, 3, 1), float("-inf")).view_as(old)
+
+
+def _per_reading(
+    layer: RaggedLayer, stored: Tensor, function: Callable[[slice, Tensor], Tensor]
+) -> Tensor:
+    """What `function` makes of some readings and the blocks `stored` that they read, `(P, ...)`."""
+    n, shared = layer.blocks.n, layer.blocks.shared
+    if n == 1:
+        return function(slice(None), stored.expand(len(layer.blocks.heads), *stored.shape[1:]))
+    first = function(slice(n), stored)
+    if not len(shared):
+        return first
+    return torch.cat((first, function(slice(n, None), stored.index_select(0, shared))))
+
+
+def _as_they_are(part: slice, slots: Tensor) -> Tensor:
+    return slots.long().clamp(min=0)
+
+
+def _with_sinks(highest: Tensor, layer: RaggedLayer, query: Query) -> tuple[Tensor, Tensor | None]:
+    """The highest logits `(N, G * q)`, sinks among them, and what the sinks add to the sums."""
+    if query.visible is not None:  # which may hide everything
+        highest = highest.clamp(min=torch.finfo(highest.dtype).min)
+    if query.sinks is None:
+        return highest, None
+    batch, n_heads, n_queries, _ = query.states.shape
+    sinks = query.sinks.to(highest.dtype).view(1, n_heads, 1).expand(batch, -1, n_queries)
+    sinks = sinks.reshape(highest.shape)
+    highest = torch.maximum(highest, sinks.detach())
+    return highest, torch.exp(sinks - highest)
+
+
+def _normalised(output: Tensor, total: Tensor, extra: Tensor | None, query: Query) -> Tensor:
+    """`(B, H, q, d)`; zeros where a query sees nothing."""
+    if extra is not None:
+        total = total + extra
+    if query.visible is not None:
+        total = total.masked_fill(total == 0, 1)
+    output = output / total.unsqueeze(-1)
+    return output.view(*query.states.shape[:3], -1).to(query.states.dtype)

@@ -1,0 +1,207 @@
+"""A batch of contexts, compressed once, that can be continued many times."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from experiments import UserError
+from press_core import Phase, Press, RaggedLayer, kept_lengths
+from press_core.cache.pruned import ChannelPrunedLayer, PrunedLayer
+
+logger = logging.getLogger(__name__)
+
+
+class Row(NamedTuple):
+    """Token ids to compress, and where the question begins among them (None: there is none)."""
+
+    ids: list[int]
+    question_at: int | None = None
+
+
+class Compressed:
+    """A batch of rows, compressed, that can be continued many times.
+
+    Attributes:
+        ids: `(B, S)` int64, the tokens that the cache has seen, padded on the left.
+        mask: `(B, S)` int64, 0 where a row is padded.
+        cache: never changed by `generate`.
+        evicted: share of the tokens that was evicted, on average over rows: of those compressed
+            or, by a press that acts while decoding, of all that the last `generate` has seen.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: Any, acts_later: bool
+    ) -> None:
+        self.model, self.ids, self.mask, self.cache = model, ids, mask, cache
+        self._acts_later = acts_later
+        self.evicted = _share_evicted(cache, mask.sum(dim=1))
+
+    def generate(
+        self, rows: Sequence[int], new: Sequence[Sequence[int]], options: Mapping[str, Any]
+    ) -> list[list[list[int]]]:
+        """Continue some rows with new tokens, and let the model go on from there.
+
+        Args:
+            rows: of the batch.
+            new: for each of them as many tokens. None at all: the last token is run again, at its
+                own position, or at the next one where keys were turned to other positions.
+            options: for `model.generate`.
+
+        Returns:
+            For each row its sequences of generated tokens, ended before the end-of-sequence token.
+        """
+        width = max(options.get("num_beams") or 1, options.get("num_return_sequences") or 1)
+        cache = without_change(self.cache)
+        if list(rows) != list(range(len(self.ids))):
+            cache.batch_select_indices(torch.tensor(rows, device=self.ids.device))
+        if width > 1:
+            cache.batch_repeat_interleave(width)
+        seen = int(cache.get_seq_length())  # fewer than went in, where keys were turned
+        ids, mask = self.ids[rows, -seen:], self.mask[rows, -seen:]
+        again = not new[0]
+        following = ids[:, -1:] if again else torch.tensor(new, device=ids.device)
+        mask = torch.cat((mask, torch.ones_like(following)), dim=1)
+        arguments = {"attention_mask": mask, "past_key_values": cache, **options}
+        if again and not any(_is_rerotated(layer) for layer in cache.layers):
+            positions = mask.cumsum(dim=-1) - 1
+            positions[:, -1] -= 1
+            arguments["position_ids"] = positions.clamp(min=0)
+        ids = torch.cat((ids, following), dim=1)
+        output = self.model.generate(ids, **arguments)[:, ids.shape[1] :]
+        if self._acts_later:
+            n_new = following.shape[1] + output.shape[1] - 1  # the last one is not read
+            self.evicted = _share_evicted(cache, self.mask[rows].sum(dim=1) + n_new, width)
+        ended = [_until_end(sequence, self._ends(options)) for sequence in output.tolist()]
+        n = len(ended) // len(rows)
+        return [ended[start : start + n] for start in range(0, len(ended), n)]
+
+    def _ends(self, options: Mapping[str, Any]) -> list[int]:
+        ends = options.get("eos_token_id", self.model.generation_config.eos_token_id)
+        return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+def _until_end(sequence: list[int], ends: list[int]) -> list[int]:
+    first = next((i for i, token in enumerate(sequence) if token in ends), len(sequence))
+    return sequence[:first]
+
+
+@contextmanager
+def compressed(
+    model: PreTrainedModel,
+    rows: Sequence[Row],
+    press: Press | None,
+    pad_id: int,
+    cache: Any = None,
+    delimiter: int | None = None,
+) -> Iterator[Compressed]:
+    """Run the rows through the model as one batch and compress what it caches.
+
+    The press is taken off the model right after that, unless it acts while decoding as well, or has
+    left a cache that the model cannot read without help.
+
+    Args:
+        rows: at least one.
+        pad_id: what shorter rows are filled with on their left.
+        cache: an empty one; None: a `DynamicCache`.
+        delimiter: token to put before the question of each row; the press takes it out again.
+    """
+    if cache is None:
+        cache = DynamicCache(config=model.config)
+    elif cache.get_seq_length():
+        raise UserError(
+            f"the cache holds {cache.get_seq_length()} tokens; give an empty one for each batch "
+            "of contexts"
+        )
+    # A model that is spread over devices takes its inputs from wherever they are.
+    device = torch.device("cpu") if model.device.type == "meta" else model.device
+    ids, mask = _left_padded([row.ids for row in rows], pad_id, device)
+    given, given_mask = ids, mask
+    if delimiter is not None:
+        delimited = [[*r.ids[: r.question_at], delimiter, *r.ids[r.question_at :]] for r in rows]
+        given, given_mask = _left_padded(delimited, pad_id, device)
+    arguments = {"input_ids": given}
+    if not bool(given_mask.all()):
+        positions = (given_mask.cumsum(dim=-1) - 1).clamp(min=0)
+        arguments |= {"attention_mask": given_mask, "position_ids": positions}
+    with ExitStack() as scope:
+        if press is not None:
+            scope.enter_context(press(model))
+        with torch.no_grad():
+            model(**arguments, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        acts_later = press is not None and _acts_later(press)
+        if press is not None and not acts_later and not any(map(_needs_help, cache.layers)):
+            scope.close()
+        state = Compressed(model, ids, mask, cache, acts_later)
+        n_tokens = mask.shape[1]
+        logger.debug("context length: %d tokens", n_tokens)
+        logger.debug("compressed length: %.1f tokens", n_tokens * (1 - state.evicted))
+        yield state
+
+
+def _left_padded(
+    rows: Sequence[list[int]], pad_id: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Ids and mask `(B, S)` of rows of different lengths."""
+    longest = max(len(row) for row in rows)
+    ids = [[pad_id] * (longest - len(row)) + row for row in rows]
+    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def _share_evicted(cache: Any, seen: Tensor, width: int = 1) -> float:
+    """Share of the tokens that a cache has lost, on average over rows, heads and layers.
+
+    Args:
+        seen: `(B,)`, how many tokens of each row the cache has seen.
+        width: how many rows of the cache there are for each.
+    """
+    seen = seen.repeat_interleave(width).cpu()[:, None]
+    shares = [
+        (1 - kept.cpu().clamp(max=seen).double() / seen).mean()
+        for kept, layer in zip(kept_lengths(cache), cache.layers, strict=True)
+        if kept.numel() and not getattr(layer, "is_sliding", False)  # these lose by themselves
+    ]
+    return float(torch.stack(shares).mean()) if shares else 0.0
+
+
+def _acts_later(press: Press) -> bool:
+    """Whether `press` has work to do after the context was compressed."""
+    return bool(press.phases & (Phase.DECODING | Phase.BEFORE_DECODING))
+
+
+def _needs_help(layer: Any) -> bool:
+    """Whether a layer refuses to be decoded while no scope is open."""
+    if isinstance(layer, (RaggedLayer, ChannelPrunedLayer)):
+        return True
+    return isinstance(layer, PrunedLayer) and bool(layer.needs)
+
+
+def _is_rerotated(layer: Any) -> bool:
+    """Whether positions continue from the number of keys kept, not of the tokens seen."""
+    return isinstance(layer, PrunedLayer) and layer.rerotation is not None
+
+
+def without_change(cache: Any) -> Any:
+    """A copy that can be continued without a change to `cache`."""
+    copied = copy.copy(cache)  # what moves offloaded layers about stays shared
+    if cache is not None:
+        copied.layers = [_copied_layer(layer) for layer in cache.layers]
+    return copied
+
+
+def _copied_layer(layer: Any) -> Any:
+    if isinstance(layer, RaggedLayer) or not isinstance(layer, DynamicLayer):
+        return copy.deepcopy(layer)  # these write into the tensors that they have
+    copied = copy.copy(layer)
+    if isinstance(layer, PrunedLayer):
+        copied.storage, copied.buffers = copy.copy(layer.storage), dict(layer.buffers)
+    return copied

@@ -1,0 +1,152 @@
+"""How many answers are right when a long context is compressed first and asked about later.
+
+The study's own sweep, in memory; `experiments.answers.sweep` is the command, which sweeps anything.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import matplotlib
+import pandas as pd
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from rich.progress import Progress
+
+from experiments.answers.cells import NO_PRESS, plan
+from experiments.answers.engines import Failure, serial
+from experiments.answers.settings import Settings
+from experiments.answers.store import summary_of
+from experiments.answers.sweep import command, press_words, shown, timed_cell
+from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.heatmap import draw_cells
+from experiments.framework.plots import new_figure, style
+from experiments.framework.tables import ResultTable
+
+__all__ = ["EXPERIMENT", "Evaluate", "command"]
+
+TASKS = {"single": "one fact", "multikey": "1 of 16 facts", "multiquery": "4 of 16 facts"}
+"""What figures and tables call the study's tasks."""
+
+
+class Evaluate(Experiment[Settings]):
+    """Accuracy by press, ratio, mechanism and dataset."""
+
+    name = "evaluate"
+    title = "From context to answer"
+    question = (
+        "How many answers are still right, by task and press, when a long context is compressed "
+        "first and asked about later?"
+    )
+    method = (
+        "The shipped model reads contexts through the pipeline, which compresses each before any "
+        "question is known and then answers several from the one cache. Answers are compared with "
+        "the truth, and those of both mechanisms with each other. Contexts of other lengths, "
+        "larger models or questions that the press may see would change the numbers. What holds "
+        "for facts hidden among unrelated words need not hold for text in which all hangs together."
+    )
+    full = Settings()
+    quick = Settings(samples=12)
+
+    def measure(self, options: Settings, progress: Progress) -> Tables:
+        cells = plan(options)
+        rows = []
+        outcomes = serial(cells, partial(timed_cell, options))
+        for cell, outcome in shown(outcomes, len(cells), progress):
+            if isinstance(outcome, Failure):
+                raise RuntimeError(f"{cell}: {outcome.reason}")
+            result, _ = outcome
+            found = summary_of(result.rows) | {"evicted": result.evicted}
+            del found["also"]
+            answers = " ".join(row["prediction"] for row in result.rows)
+            rows.append(cell._asdict() | found | {"answers": answers})
+        return {self.name: pd.DataFrame(rows)}
+
+    def findings(self, tables: Tables) -> list[Finding]:
+        table = tables[self.name]
+        ratio = table["ratio"].max()
+        means = _accuracy(table, ratio).mean(axis=1)
+        text = (
+            f"With {ratio:.0%} of the context evicted, {press_words(str(means.idxmax()))} answers "
+            f"**{means.max():.0%}** right, averaged over the tasks."
+        )
+        need = "ask of a context that was compressed before"
+        best = Finding("best", text, need, "works" if means.max() >= 0.8 else "costs")
+        return [best, _finding_on_agreement(table)]
+
+    def views(self, tables: Tables) -> list[ResultTable]:
+        table = tables[self.name]
+        by_ratio = {ratio: _accuracy(table, ratio) for ratio in _ratios(table)}
+        columns = [(ratio, task) for ratio, scores in by_ratio.items() for task in scores.columns]
+        presses = next(iter(by_ratio.values())).index
+        note = (
+            "Share of right answers through the pipeline, contexts compressed before any question "
+            f"is known, {table['questions'].iloc[0]} questions in each cell (95% interval "
+            f"±{(table['high'] - table['low']).max() / 2:.0%} or better). {_bare(table)}"
+        )
+        head = ["press", *(f"{task}, {ratio:.0%} evicted" for ratio, task in columns)]
+        rows = [
+            [press_words(press), *(f"{by_ratio[r].loc[press, task]:.1%}" for r, task in columns)]
+            for press in presses
+        ]
+        return [ResultTable(note.strip(), head, rows)]
+
+    def figures(self, tables: Tables) -> dict[str, Figure]:
+        """Right answers by press and task, a panel per ratio."""
+        table = tables[self.name]
+        colours = matplotlib.colormaps["Blues"]
+        with style():
+            height = 1.4 + 0.3 * table["press"].nunique()
+            ratios = _ratios(table)
+            figure, axes = new_figure(columns=len(ratios), width=8.6, height=height, sharey=True)
+            for panel, ratio in zip(axes, ratios, strict=True):
+                scores = _accuracy(table, ratio).rename(index=press_words)
+                cells = {
+                    (str(press), str(task)): (f"{score:.0%}", to_hex(tuple(colours(score / 1.15))))
+                    for task, column in scores.items()
+                    for press, score in column.items()
+                }
+                draw_cells(panel, list(scores.index), list(scores.columns), cells)
+                panel.xaxis.tick_bottom()
+                panel.set_xticks(range(scores.shape[1]), scores.columns, rotation=0, ha="center")
+                panel.set_title(f"{ratio:.0%} of the context evicted")
+            figure.set_label("Share of right answers by press (rows) and task (columns)")
+        return {self.name: figure}
+
+
+def _ratios(table: pd.DataFrame) -> list[float]:
+    return sorted(ratio for ratio in table["ratio"].unique() if ratio > 0)
+
+
+def _accuracy(table: pd.DataFrame, ratio: float) -> pd.DataFrame:
+    """Scores by press (the best on average first) and task, of one mechanism."""
+    first = "hook" if (table["mechanism"] == "hook").any() else "patch"
+    at = table[(table["ratio"] == ratio) & (table["mechanism"] == first)]
+    tasks = at["dataset"].str.extract(r"/(\w+)", expand=False).map(TASKS)
+    wide = at.assign(task=tasks).pivot_table(
+        index="press", columns="task", values="score", sort=False
+    )
+    order = table[table["press"] != NO_PRESS].groupby("press")["score"].mean()
+    return wide.loc[order.sort_values(ascending=False, kind="stable").index]
+
+
+def _finding_on_agreement(table: pd.DataFrame) -> Finding:
+    pressed = table[table["press"] != NO_PRESS]
+    pairs = pressed.groupby(["dataset", "press", "ratio"])["answers"]
+    both = [list(answers) for _, answers in pairs if len(answers) == 2]
+    other = sum(one != two for one, two in both)
+    if other:
+        text = f"Hook and patch gave other answers in **{other}** of {len(both)} cells."
+        return Finding("agreement", text, verdict="breaks")
+    text = f"Hook and patch gave the same answers in all of **{len(both)}** cells."
+    return Finding("agreement", text)
+
+
+def _bare(table: pd.DataFrame) -> str:
+    bare = table[table["press"] == NO_PRESS]
+    tasks = bare["dataset"].str.extract(r"/(\w+)", expand=False).map(TASKS)
+    said = [f"{score:.1%} ({task})" for task, score in zip(tasks, bare["score"], strict=True)]
+    return f"With nothing evicted it is {', '.join(said)}." if said else ""
+
+
+EXPERIMENT = Evaluate()

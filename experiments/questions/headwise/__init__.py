@@ -1,0 +1,274 @@
+"""Head-wise eviction: what it is worth, what it frees, and what it takes to decode it.
+
+*Budgets*: presses that keep as many tokens in every head, against presses with the same scores that
+let heads compete, on the same questions: see `experiments.questions.headwise.budgets`.
+
+*Decoding*: a step on the full cache, on a uniformly pruned one, and on one whose heads hold
+different numbers of tokens, read in four ways, all timed in turn: see `variants` and `timing`.
+
+*Conditions*: what each of the four ways touches, and on which models and with which attention
+implementations it gives the right logits: see `trials`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import typer
+from matplotlib.figure import Figure
+from rich.progress import Progress
+from transformers import PreTrainedModel
+
+from experiments import UserError
+from experiments.framework.experiment import Contrast, Experiment, Finding, Tables
+from experiments.framework.options import Device, checked_positive_share
+from experiments.framework.tables import ResultTable
+from experiments.loading import load_model, short_name
+from experiments.questions.headwise.asked import asked
+from experiments.questions.headwise.budgets import ALL, N_PAIRS, compare
+from experiments.questions.headwise.figures import figures
+from experiments.questions.headwise.timing import FULL, Size, decode_times, random_llama
+from experiments.questions.headwise.trials import MISSING, N_TRIALS, SAME, trials
+from experiments.questions.headwise.views import points, rows_by, verdict, views
+from experiments.testbed.asking import Task
+from experiments.testbed.facts import draw
+from experiments.testbed.families import build, supported_implementations
+from press_core import attention_sites
+
+RATIOS = (0.5, 0.7, 0.8, 0.9)
+"""Evicted where questions are asked, if nothing else is given."""
+
+FAMILIES = ("llama", "gemma2", "gpt_oss")
+"""What the variants are tried on: a plain model, one with capped logits, one with sinks."""
+
+_TIMED = "random Llama, 6 layers of 8/4 heads of 64"
+_BY_HOOK, _RAGGED = "mask by hook", "ragged"
+
+
+class Part(str, Enum):
+    """What there is to measure."""
+
+    BUDGETS = "budgets"
+    DECODING = "decoding"
+    CONDITIONS = "conditions"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured, and how much of it."""
+
+    part: Annotated[
+        tuple[Part, ...], typer.Option(help="What to measure. Repeatable.", show_default="all")
+    ] = ()
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Shipped model, folder or hub id, asked and timed. By default facts-llama is "
+            "asked, and a random Llama of 6 layers, 8/4 heads of 64, is timed."
+        ),
+    ] = None
+    ratio: Annotated[
+        tuple[float, ...],
+        typer.Option(
+            help="Share of the tokens to evict, in (0, 1). Repeatable.",
+            show_default=f"{', '.join(map(str, RATIOS))}; timed: "
+            f"{', '.join(map(str, Size.ratios))}",
+            callback=checked_positive_share,
+        ),
+    ] = ()
+    samples: Annotated[int, typer.Option(min=2, help="Contexts to ask about.")] = 64
+    context: Annotated[int, typer.Option(min=32, help="Words in a context.")] = Task.context
+    facts: Annotated[int, typer.Option(min=1, help="Facts in a context.")] = Task.facts
+    contexts: Annotated[
+        tuple[int, ...],
+        typer.Option(min=64, help="Tokens in the cache that is timed. Repeatable."),
+    ] = (1024, 4096, 16384)
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the timing.")] = 11
+    family: Annotated[
+        tuple[str, ...],
+        typer.Option(help="Architecture that the four ways are tried on. Repeatable."),
+    ] = FAMILIES
+    seed: Annotated[int, typer.Option(help="Seed of the contexts.")] = Task.seed
+    device: Device = "cpu"
+
+
+class Headwise(Experiment[Options]):
+    """Compare head-wise with uniform budgets: answers, memory, decode time, four ways to decode."""
+
+    name = "headwise"
+    title = "What head-wise eviction is worth, and what it takes"
+    question = (
+        "Do heads that share a budget answer more than heads with equal ones, and does decoding "
+        "such a cache need a patch?"
+    )
+    method = (
+        "Each press is paired with one of the same scores and the other kind of budget, and both "
+        "answer the same questions about the same contexts, which are compared one by one. A "
+        "decode step is timed in turn on the full cache, on a uniform one and on a head-wise one "
+        "read in four ways, and the logits of these are held against float64. A larger model, "
+        "whose heads differ more, may gain more; times on a GPU differ."
+    )
+    full = Options()
+    quick = Options(
+        ratio=(0.5, 0.8), samples=16, contexts=(1024, 4096), rounds=5, family=("llama",)
+    )
+
+    def measure(self, options: Options, progress: Progress) -> Tables:
+        """Whichever parts are asked for.
+
+        Returns:
+            `headwise_accuracy`, `headwise_difference` and `headwise_budgets`: see
+            `budgets.compare`; `headwise_decoding`: `timing.decode_times` at every context length,
+            and the `model`; `headwise_conditions`: `trials.trials` on each family, its `model`.
+        """
+        measures = {
+            Part.BUDGETS: measure_budgets,
+            Part.DECODING: measure_decoding,
+            Part.CONDITIONS: measure_variants,
+        }
+        tables: Tables = {}
+        for part in options.part or Part:
+            tables |= measures[part](options, progress)
+        return tables
+
+    def findings(self, tables: Tables) -> list[Finding]:
+        return [find(tables) for find, needed in _FINDINGS if needed in tables]
+
+    def views(self, tables: Tables) -> list[ResultTable]:
+        return views(tables)
+
+    def figures(self, tables: Tables) -> dict[str, Figure]:
+        return figures(tables)
+
+    def contrasts(self, tables: Tables) -> list[Contrast]:
+        if "headwise_decoding" not in tables:
+            return []
+        ratio, share = _shares(tables)
+        bars = {"hooks": share[_BY_HOOK], "patches": share[_RAGGED]}
+        return [Contrast(f"Bytes held, {ratio:.0%} evicted by heads, over all", bars)]
+
+
+EXPERIMENT = Headwise()
+
+
+# ---- measuring ---------------------------------------------------------------------------------
+
+
+def measure_budgets(options: Options, progress: Progress) -> Tables:
+    """Answers from caches with both kinds of budget.
+
+    Raises:
+        UserError: if the contexts cannot hold the facts.
+    """
+    try:
+        draw(1, options.context, options.facts, torch.Generator())
+    except ValueError as error:
+        raise UserError(f"cannot draw these contexts and facts: {error}") from error
+    name, ratios = options.model or "facts-llama", options.ratio or RATIOS
+    model, tokenizer = load_model(name, device=options.device)
+    task = Task(options.context, options.facts, options.samples, seed=options.seed)
+    bar = progress.add_task("head budgets", total=1 + 2 * N_PAIRS * len(ratios))
+    advance = partial(progress.advance, bar)
+    return compare(
+        model, asked(tokenizer, task), ratios, model_name=short_name(name), advance=advance
+    )
+
+
+def measure_decoding(options: Options, progress: Progress) -> Tables:
+    """Times of decode steps, at every context length."""
+    name = short_name(options.model) if options.model else _TIMED
+    model = _timed_model(options)
+    if len(attention_sites(model)) < model.config.num_hidden_layers:
+        raise UserError(
+            f"some layers of {name} keep a sliding window, so that its decode steps say little "
+            "about head-wise caches; time a model without them, or leave out --part decoding"
+        )
+    size = Size(options.contexts, options.ratio or Size.ratios, options.rounds)
+    bar = progress.add_task("decode steps", total=size.rounds * len(size.contexts))
+    advance = partial(progress.advance, bar)
+    parts = [decode_times(model, context, size, advance) for context in size.contexts]
+    return {"headwise_decoding": pd.concat(parts, ignore_index=True).assign(model=name)}
+
+
+def _timed_model(options: Options) -> PreTrainedModel:
+    if options.model:
+        return load_model(options.model, device=options.device)[0]
+    return random_llama().to(torch.device(options.device))
+
+
+def measure_variants(options: Options, progress: Progress) -> Tables:
+    """The four ways tried on a random model of each family."""
+    bar = progress.add_task("conditions", total=N_TRIALS * len(options.family))
+    parts = []
+    for family in options.family:
+        model = build(family, attn_implementation=supported_implementations(family)[0])
+        found = trials(model, advance=partial(progress.advance, bar))
+        parts.append(found.assign(model=family))
+    return {"headwise_conditions": pd.concat(parts, ignore_index=True)}
+
+
+# ---- findings ----------------------------------------------------------------------------------
+
+
+def find_worth(tables: Tables) -> Finding:
+    """Whether head-wise budgets helped, and by how much."""
+    difference, accuracy = tables["headwise_difference"], tables["headwise_accuracy"]
+    overall = difference[difference["ratio"].isna() & (difference["pair"] == ALL)].iloc[0]
+    mean, interval = points(overall).split(" ", 1)
+    text = (
+        f"Head-wise budgets {verdict(overall)} on {accuracy['model'].iloc[0]}: **{mean}** points "
+        f"{interval} of right answers against uniform ones of the same scores."
+    )
+    works: Any = "works" if overall["low"] > 0 else "costs" if overall["high"] < 0 else None
+    return Finding("worth", text, "let heads share a budget", works)
+
+
+def find_patching(tables: Tables) -> Finding:
+    """Whether head-wise eviction needs a patch to be right."""
+    conditions = tables["headwise_conditions"]
+    tried = conditions[(conditions["condition"] == _BY_HOOK) & (conditions["outcome"] != MISSING)]
+    right = tried[tried["outcome"] == SAME]
+    patched = bool((tried["forwards"] > 0).any() or tried["registry"].any())
+    needless = len(right) == len(tried) and not patched
+    text = (
+        f"Head-wise eviction {'needs no patch' if needless else 'needs a patch'} to be right: a "
+        f"mask per head, set by a hook, gives the right logits in **{len(right)}** of "
+        f"{len(tried)} trials."
+    )
+    need = "decode with different tokens in each head, without a patch"
+    return Finding("patching", text, need, "works" if needless else "breaks")
+
+
+def _shares(tables: Tables) -> tuple[float, dict[str, float]]:
+    """The most that was evicted, and the shares of the full cache's bytes that are held then."""
+    decoding = tables["headwise_decoding"]
+    pressed = decoding[decoding["condition"] != FULL]
+    context = min(pressed["context"].unique(), key=lambda context: abs(context - 4096))
+    ratio = pressed["ratio"].max()
+    rows = pressed[(pressed["context"] == context) & (pressed["ratio"] == ratio)]
+    by = rows_by(rows, "condition")
+    return ratio, {name: by[name]["bytes"] / by[name]["full_bytes"] for name in by}
+
+
+def find_freeing(tables: Tables) -> Finding:
+    """What the mask by a hook and ragged storage hold."""
+    ratio, share = _shares(tables)
+    text = (
+        f"With {ratio:.0%} evicted ragged storage, for which attention is patched, holds "
+        f"**{share[_RAGGED]:.2f}** of the full cache's bytes; behind a mask by a hook stay "
+        f"{share[_BY_HOOK]:.2f}."
+    )
+    frees: Any = "works" if share[_RAGGED] < 1 else "breaks"
+    return Finding("freeing", text, "free memory head by head", frees)
+
+
+_FINDINGS = (
+    (find_worth, "headwise_difference"),
+    (find_patching, "headwise_conditions"),
+    (find_freeing, "headwise_decoding"),
+)

@@ -1,0 +1,272 @@
+"""What does attention over ragged heads cost, against as many bytes in heads of one length?
+
+Three things are timed: the attention function alone; all that a layer does with its cache, which is
+to append a token and to attend; and a whole decode step. Three caches take turns: everything, what
+is left where all heads evict as many tokens, and what is left where they share a budget. The first
+two are plain `DynamicCache`s that the model reads by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
+
+from attention_patch import headwise
+from attention_patch.kernels import attend
+from experiments.framework.intervals import median_interval
+from press_core import AttentionSite, RaggedLayer, attention_sites, cache_nbytes
+from press_core.presses.adakv import shared_budget
+from press_core.select import n_kept
+
+LAYERS = 4
+"""Of the model: enough that the processor does not hold the whole cache in its own."""
+
+_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma2": {"layer_types": ["full_attention"] * LAYERS},
+    "gpt_oss": {"layer_types": ["full_attention"] * LAYERS, "num_local_experts": 4},
+}
+"""Families whose attention differs, and what makes all their layers attend to everything."""
+
+FULL, UNIFORM, RAGGED = "full", "uniform", "ragged"
+ALONE, LAYER, STEP = "attention", "layer", "step"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape that is measured.
+
+    Attributes:
+        family: of the model, with random weights.
+        batch, kv_heads, group, head_dim: `B`, `H_kv`, `G`, `d`.
+        context: tokens in the cache.
+        ratio: share of them evicted.
+        threads: how many torch may use.
+    """
+
+    family: str
+    batch: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    context: int
+    ratio: float
+    threads: int
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured.
+
+    Attributes:
+        rounds: in which every cache takes its turn.
+        repeats: runs of each in a round, of which the quickest counts.
+        most_bytes: of the full cache; cases that need more are left out.
+    """
+
+    rounds: int = 15
+    repeats: int = 3
+    most_bytes: int = 2**31
+
+
+def cases(
+    families: Iterable[str] = ("llama",),
+    batches: Iterable[int] = (1, 8),
+    shapes: Iterable[tuple[int, int, int]] = ((4, 2, 64), (8, 4, 64), (8, 4, 128)),
+    contexts: Iterable[int] = (1024, 4096, 16384, 32768),
+    ratios: Iterable[float] = (0.5, 0.8, 0.9),
+    threads: Iterable[int] = (1, 2),
+) -> list[Case]:
+    """Every combination; a shape is `(H_kv, G, d)`."""
+    grid = itertools.product(families, batches, shapes, contexts, ratios, threads)
+    return [Case(f, b, *shape, n, ratio, t) for f, b, shape, n, ratio, t in grid]
+
+
+def measure(asked: Iterable[Case], effort: Effort = Effort()) -> pd.DataFrame:
+    """Times of all cases, one row per case, thing timed and cache it is compared with.
+
+    Returns:
+        The columns of `Case`; `timed`; `against` (the cache that the ragged one is compared with);
+        `time`, the median over rounds of the ratio to it, with `low` and `high`, its 95% interval;
+        `quickest`, the ratio of the quickest runs; `us`, the ragged cache's quickest microseconds
+        per layer, for context; `bytes`, the ragged cache's over those of the full one.
+    """
+    before = torch.get_num_threads()
+    rows: list[dict[str, Any]] = []
+    try:
+        for case in asked:
+            full_bytes = 8 * LAYERS * case.batch * case.kv_heads * case.head_dim * case.context
+            if full_bytes <= effort.most_bytes:
+                torch.set_num_threads(case.threads)
+                rows += _rows(case, effort)
+    finally:
+        torch.set_num_threads(before)
+    return pd.DataFrame(rows)
+
+
+@torch.inference_mode()
+def _rows(case: Case, effort: Effort) -> Iterator[dict[str, Any]]:
+    bench = _Bench(case)
+    n_bytes = bench.bytes[RAGGED] / bench.bytes[FULL]
+    for timed, run in ((ALONE, bench.alone), (LAYER, bench.layer), (STEP, bench.step)):
+        seconds = _in_turn(bench, {name: run(name) for name in bench.caches}, effort)
+        ragged = seconds[RAGGED]
+        for against in (UNIFORM, FULL):
+            ratios = ragged / seconds[against]
+            low, high = median_interval(ratios)
+            yield (
+                asdict(case)
+                | {"timed": timed, "against": against}
+                | {"time": float(np.median(ratios)), "low": low, "high": high}
+                | {"quickest": float(ragged.min() / seconds[against].min())}
+                | {"us": 1e6 * float(ragged.min()) / LAYERS, "bytes": n_bytes}
+            )
+
+
+def _in_turn(
+    bench: _Bench, runs: dict[str, Callable[[], None]], effort: Effort
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Seconds of each, `(rounds,)`."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(effort.rounds + 1):
+        for name, run in runs.items():
+            with bench.opened(name):
+                times[name].append(min(_seconds(run) for _ in range(effort.repeats)))
+    return {name: np.array(seconds[1:]) for name, seconds in times.items()}
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    start = perf_counter()
+    run()
+    return perf_counter() - start
+
+
+class _Bench:
+    """A model with several layers, so that no layer's cache is left in the processor's own."""
+
+    def __init__(self, case: Case) -> None:
+        torch.manual_seed(0)
+        self.case = case
+        self.model = _model(case)
+        self.sites = attention_sites(self.model)
+        self.caches = self._caches()
+        self.bytes = {name: cache_nbytes(cache) for name, cache in self.caches.items()}
+        one = case.batch, case.kv_heads, 1, case.head_dim
+        self.query = torch.randn(case.batch, case.kv_heads * case.group, 1, case.head_dim)
+        self.new = torch.randn(one), torch.randn(one)
+        self.token = torch.ones(case.batch, 1, dtype=torch.int64)
+
+    def _caches(self) -> dict[str, Cache]:
+        case = self.case
+        full, uniform, ragged = (DynamicCache(config=self.model.config) for _ in range(3))
+        shape = case.batch, case.kv_heads, case.context, case.head_dim
+        n = n_kept(case.context, case.ratio)
+        of_heads = 0.75 + 0.5 * torch.rand(*shape[:2], 1)
+        chosen = shared_budget(torch.rand(shape[:3]) * of_heads, n, alpha_safeguard=0.2)
+        positions = torch.arange(case.context).view(1, 1, -1)
+        for site in self.sites:
+            keys, values = torch.randn(shape), torch.randn(shape)
+            full.update(keys, values, site.layer_idx)
+            uniform.update(keys[:, :, :n].clone(), values[:, :, :n].clone(), site.layer_idx)
+            layer = RaggedLayer.of(keys, values, chosen, positions, case.context)
+            ragged.layers[site.layer_idx] = layer
+        return {FULL: full, UNIFORM: uniform, RAGGED: ragged}
+
+    def opened(self, name: str) -> AbstractContextManager[Any]:
+        """The scope that a cache is decoded in."""
+        return headwise(self.model) if name == RAGGED else nullcontext()
+
+    def alone(self, name: str) -> Callable[[], None]:
+        """The attention function, of all layers."""
+        calls = [
+            self._attention(site, self.caches[name].layers[site.layer_idx]) for site in self.sites
+        ]
+        if name == RAGGED:  # attention comes after the token of the call
+            for site in self.sites:
+                self._append(self.caches[name].layers[site.layer_idx])
+
+        def run() -> None:
+            for call in calls:
+                call()
+
+        return run
+
+    def layer(self, name: str) -> Callable[[], None]:
+        """Appending a token and attending, of all layers."""
+        layers = [self.caches[name].layers[site.layer_idx] for site in self.sites]
+
+        def run() -> None:
+            for site, layer in zip(self.sites, layers, strict=True):
+                with _restored(layer):
+                    self._append(layer)
+                    self._attention(site, layer)()
+
+        return run
+
+    def step(self, name: str) -> Callable[[], None]:
+        """A decode step of the whole model."""
+        cache = self.caches[name]
+
+        def run() -> None:
+            with _restored(*cache.layers):
+                self.model(input_ids=self.token, past_key_values=cache)
+
+        return run
+
+    def _append(self, layer: Any) -> None:
+        if isinstance(layer, RaggedLayer):
+            layer.serve()
+        layer.update(*self.new)
+
+    def _attention(self, site: AttentionSite, layer: Any) -> Callable[[], Any]:
+        module, query = site.module, self.query
+        if isinstance(layer, RaggedLayer):
+            return lambda: attend(site, layer, None, None, module, query, *self.new, None)
+        modeling = import_module(type(module).__module__)
+        own = modeling.eager_attention_forward
+        function = site.interface.get_interface(site.attn_implementation, own)
+        more = {} if site.softcap is None else {"softcap": site.softcap}
+        return lambda: function(
+            module, query, layer.keys, layer.values, None, scaling=site.scaling, **more
+        )
+
+
+@contextmanager
+def _restored(*layers: Any) -> Iterator[None]:
+    """Takes away what is appended inside."""
+    before = [(layer.keys, layer.values, layer.get_seq_length()) for layer in layers]
+    yield
+    for layer, (keys, values, length) in zip(layers, before, strict=True):
+        if isinstance(layer, RaggedLayer):
+            layer.crop(length - layer.get_seq_length())
+        else:
+            layer.keys, layer.values = keys, values
+
+
+def _model(case: Case) -> PreTrainedModel:
+    """Narrow, so that a step is mostly attention; hybrid families without their sliding layers."""
+    config = AutoConfig.for_model(
+        case.family,
+        vocab_size=128,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=case.kv_heads * case.group,
+        num_key_value_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        max_position_embeddings=2**17,
+        **_OF_FAMILY[case.family],
+    )
+    implementation = "sdpa" if case.family == "llama" else "eager"
+    made = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    return made.eval()
