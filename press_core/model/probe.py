@@ -329,12 +329,7 @@ def _watching(sites: list[AttentionSite]) -> Iterator[dict[str, _Seen]]:
         of_module = by_module.get(id(module))
         if of_module is not None and is_running():
             mask = a[0] if a else k.get("attention_mask")
-            spelled = isinstance(mask, Tensor) and mask.dim() == 4
-            masks_heads = spelled and mask.shape[1] > 1
-            later = spelled and (
-                mask[0, 0, 0, 1:] if mask.dtype == torch.bool else mask[0, 0, 0, 1:] >= 0
-            )
-            sees_later = spelled and query.shape[2] > 1 and bool(later.any())
+            masks_heads, sees_later = _said_by(mask, query.shape[2])
             call = _Call(query, key, value, k.get("scaling"), masks_heads, sees_later)
             of_module.calls.append(call)
         return function(module, query, key, value, *a, **k)
@@ -348,6 +343,15 @@ def _watching(sites: list[AttentionSite]) -> Iterator[dict[str, _Seen]]:
             for name, child in site.module.named_children():
                 stack.callback(_note_output(child, name, of_site).remove)
         yield seen
+
+
+def _said_by(mask: Any, n_queries: int) -> tuple[bool, bool]:
+    """Whether an attention mask hides tokens from each head apart, and shows later ones."""
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        return False, False
+    of_first = mask[0, 0, 0, 1:]
+    later = of_first if mask.dtype == torch.bool else of_first >= 0
+    return mask.shape[1] > 1, n_queries > 1 and bool(later.any())
 
 
 def _note_arguments(module: nn.Module, seen: _Seen) -> Any:

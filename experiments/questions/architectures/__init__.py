@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
-import pandas as pd
 import typer
 from matplotlib.figure import Figure
 from rich.progress import Progress
@@ -88,15 +88,12 @@ class Architectures(Experiment[Options]):
 
     def views(self, tables: Tables) -> list[ResultTable]:
         table = tables["architectures"]
-        counts = pd.crosstab([table["press"], table["mechanism"]], table["worst"])
-        head = ["press", "mechanism", *(outcome for outcome in OUTCOMES if outcome in counts)]
-        counts = counts[head[2:]]
-        rows = [
-            [press, mechanism, *counts.loc[(press, mechanism)].tolist()]
-            for press in SUBJECTS
-            for mechanism in MECHANISMS
-            if (press, mechanism) in counts.index
-        ]
+        head = ["press", "mechanism", *(o for o in OUTCOMES if (table["worst"] == o).any())]
+        rows = []
+        for press, mechanism in product(SUBJECTS, MECHANISMS):
+            of_both = (table["press"] == press) & (table["mechanism"] == mechanism)
+            worst = table["worst"][of_both]
+            rows.append([press, mechanism, *(int((worst == o).sum()) for o in head[2:])])
         note = "Decoders by the worst outcome of each press, over all conditions."
         return [ResultTable(note, head, rows, left=2), reasons(table)]
 
