@@ -446,7 +446,7 @@ def _without_one(cache: Any, indices: set[int]) -> Any:
         states = storage.keys[:, :, left], storage.values[:, :, left]
         layer = pruned_layer(filled(storage, *states))
         positions = torch.tensor(left, dtype=torch.int32).expand(*storage.keys.shape[:2], -1)
-        layer.kept = KeptTokens(positions, len(left), len(left) + 1, False, 0.0)
+        layer.kept = KeptTokens(positions, len(left), len(left) + 1)
         own.layers[index] = layer
     return cache
 
