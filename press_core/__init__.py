@@ -13,9 +13,11 @@ from press_core.errors import (
     UnsupportedModelError,
 )
 from press_core.eviction import Eviction
+from press_core.model.probe import unverified
 from press_core.model.sites import AttentionSite, attention_sites
 from press_core.press import Evicts, Needs, Phase, Press
 from press_core.scope import Scope
+from press_core.select import Tokens
 
 __all__ = [
     "AttentionCall",
@@ -31,10 +33,12 @@ __all__ = [
     "RaggedLayer",
     "Scope",
     "ScopeError",
+    "Tokens",
     "UnsupportedCacheError",
     "UnsupportedInputError",
     "UnsupportedModelError",
     "attention_sites",
     "cache_nbytes",
     "kept_lengths",
+    "unverified",
 ]

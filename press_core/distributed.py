@@ -19,7 +19,7 @@ _PER_HEAD = ("keys", "values", "attentions", "query", "tokens", "recent_scores")
 def of_all_heads(call: AttentionCall) -> AttentionCall:
     """The call as one process would have observed it."""
     group, n_local = call.site.heads, call.keys.shape[1]
-    if _has_all_heads(call):
+    if call.site.heads.process_group is None:
         return call
     gathered: dict[str, Any] = {
         name: group.gather(states)
@@ -29,7 +29,8 @@ def of_all_heads(call: AttentionCall) -> AttentionCall:
     rotary = call.rotary_positions
     if rotary is not None and rotary.shape[1] == n_local:
         gathered["rotary_positions"] = group.gather(rotary)
-    return replace(call, **gathered)
+    memory = {name: group.gather(known) for name, known in call.memory.items()}
+    return replace(call, memory=memory, **gathered)
 
 
 _DECIDED = (
@@ -40,7 +41,7 @@ _DECIDED = (
 
 def of_own_heads(eviction: Eviction, call: AttentionCall) -> Eviction:
     """What was decided about all heads, for those of this rank, which `call` was observed of."""
-    if _has_all_heads(call):
+    if call.site.heads.process_group is None:
         return eviction
     if eviction.is_whole:
         return Eviction.nothing(call)
@@ -50,8 +51,3 @@ def of_own_heads(eviction: Eviction, call: AttentionCall) -> Eviction:
         if (decided := getattr(eviction, name)) is not None
     }
     return replace(eviction, call=call, **own)
-
-
-def _has_all_heads(call: AttentionCall) -> bool:
-    """Whether this process attends with all heads, as ranks also do that share the weights only."""
-    return call.site.heads.process_group is None or call.keys.shape[1] == call.site.num_kv_heads

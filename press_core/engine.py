@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
-from press_core.cache.caches import check_prunable, prunable_layer, refuse_offloading
+from press_core.cache.caches import (
+    check_prunable,
+    let_slide,
+    prunable_layer,
+    refuse_offloading,
+)
 from press_core.cache.masks import visible_tokens
 from press_core.cache.pruned import (
     ChannelPrunedLayer,
-    DecodingBuffer,
     PrefillStagingLayer,
     PrunedLayer,
+    ScopeMemory,
     is_quantized,
+    pruned_layer,
     states_of,
     storage_of,
 )
 from press_core.cache.ragged import RaggedLayer
-from press_core.cache.reading import first_position, occupied_slots, prepared
+from press_core.cache.reading import first_position, occupied_slots, prepared, prepared_reader
 from press_core.cache.storing import (
     BatchEviction,
     RowGroup,
@@ -28,12 +37,15 @@ from press_core.cache.storing import (
     positions_in,
     row_groups,
     store,
+    tokens_seen,
 )
 from press_core.call import AttentionCall
 from press_core.distributed import of_all_heads, of_own_heads
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import SAY_WHAT_IS_KEPT, Eviction
+from press_core.model import probe
 from press_core.model.forward import AttentionForward
+from press_core.model.sites import LeftAlone
 from press_core.press import Evicts, Phase, Press
 from press_core.scope import ScopeState
 
@@ -47,7 +59,7 @@ def before_attention(scope: ScopeState, forward: AttentionForward) -> AttentionF
     Raises:
         UnsupportedCacheError: if the cache is of a kind that cannot be pruned.
     """
-    if forward.cache is None:
+    if forward.cache is None or probe.is_running():
         return forward
     scope.seen.add(forward.site.depth)
     press, cache, index = scope.press, forward.cache, forward.site.layer_idx
@@ -62,6 +74,22 @@ def before_attention(scope: ScopeState, forward: AttentionForward) -> AttentionF
     if Phase.BEFORE_DECODING in press.phases:
         press.before_attention(scope, forward)
     return prepared(forward, scope)
+
+
+def before_left_alone(other: LeftAlone, forward: AttentionForward) -> AttentionForward:
+    """What to do before the forward of an attention module that presses leave alone.
+
+    Returns:
+        The forward with the arguments that it is to get.
+    """
+    cache = forward.cache
+    if not isinstance(cache, Cache) or probe.is_running():
+        return forward
+    if other.window is not None:
+        let_slide(cache, forward.site.layer_idx, other.window)
+    if other.owner is not None:
+        return prepared_reader(forward, cache.layers[other.owner])
+    return forward
 
 
 def after_attention(
@@ -79,16 +107,19 @@ def after_attention(
         query: `(B, H, q, d)`, if the press asked for it.
         query_is_rotated: whether that is the query after RoPE.
     """
-    if forward.cache is None or not scope.is_open:  # a patch may be taken off while it runs
+    if forward.cache is None or probe.is_running() or not scope.is_open:  # taken off meanwhile
         return
+    if query is not None:
+        query = forward.site.grouped(query)
     layer = prunable_layer(forward.cache, forward.site.layer_idx)
     if n_seen(layer) == forward.n_tokens:
         if Phase.PREFILL in scope.press.phases:
-            _prune(scope, forward, _prefill(scope, forward, output, query, query_is_rotated))
+            call = _prefill(scope, forward, output, query, query_is_rotated)
+            _prune(scope, forward, _with_memory(scope, forward, call))
     elif Phase.DECODING in scope.press.phases:
-        call = _decoding_step(scope, forward, query, query_is_rotated)
-        if call is not None:
-            _prune(scope, forward, call)
+        step = _decoding_step(scope, forward, query, query_is_rotated)
+        if step is not None:
+            _prune(scope, forward, step)
 
 
 def prune_before(scope: ScopeState, forward: AttentionForward) -> None:
@@ -130,17 +161,27 @@ def _prune(
         evict_late(forward, scope, layer, BatchEviction(call, _judged(press, call, real)))
         return
     occupied = occupied_slots(forward, forward.n_tokens if n_new is None else n_new)
-    if occupied is not None:
-        occupied = occupied.to(call.keys.device)
+    call = replace(call, seen=tokens_seen(layer, occupied, len(call.keys)))
     store(forward, scope, BatchEviction(call, _judged(press, call, occupied)))
     scope.reached[forward.cache] = forward.site.depth
 
 
+def _parts(
+    call: AttentionCall, occupied: Tensor | None, row_by_row: bool
+) -> Iterator[tuple[list[int], Tensor | None, AttentionCall]]:
+    """The calls of rows of different padding, with their rows and slots; see `row_groups`."""
+    batch = call.keys.shape[0]
+    if occupied is not None:
+        occupied = occupied.to(call.keys.device)
+    for rows, slots in row_groups(batch, occupied, row_by_row):
+        alone = slots is not None or len(rows) != batch
+        yield rows, slots, call.of_rows(rows, slots) if alone else call
+
+
 def _judged(press: Press, call: AttentionCall, occupied: Tensor | None) -> list[RowGroup]:
     """What the press decides about rows whose slots are `occupied` `(B, S)` alike; None: all."""
-    groups, batch = [], call.keys.shape[0]
-    for rows, slots in row_groups(batch, occupied, press.row_by_row):
-        part = call if slots is None and len(rows) == batch else call.of_rows(rows, slots)
+    groups = []
+    for rows, slots, part in _parts(call, occupied, press.row_by_row):
         nobody = slots is not None and not len(slots)  # a row that did not ask in this turn
         eviction = Eviction.nothing(part) if nobody else _decided(press, part)
         groups.append(RowGroup(rows, slots, eviction))
@@ -152,6 +193,27 @@ def _decided(press: Press, call: AttentionCall) -> Eviction:
     return of_own_heads(press.evict(of_all_heads(call)), call)
 
 
+def _with_memory(
+    scope: ScopeState, forward: AttentionForward, call: AttentionCall
+) -> AttentionCall:
+    """The call of a forward that has just ended, with what the press remembers up to date."""
+    if not scope.press.remembers:
+        return call
+    occupied = occupied_slots(forward, forward.n_tokens)
+    known: dict[str, Tensor] = {}
+    for rows, slots, part in _parts(call, occupied, row_by_row=False):
+        for name, of_all in scope.press.remember(of_all_heads(part)).items():
+            of_part = call.site.heads.own(of_all, call.keys.shape[1])
+            of_rows = of_part
+            if slots is not None:
+                empty = of_part.new_zeros(*of_part.shape[:2], call.length)
+                of_rows = empty.index_copy_(2, slots, of_part)
+            if name not in known:
+                known[name] = of_part.new_zeros(call.keys.shape[:3])
+            known[name][rows] = of_rows
+    return replace(call, memory=known)
+
+
 # ---- observing -----------------------------------------------------------------------------------
 
 
@@ -161,8 +223,8 @@ def _call(
     device = forward.hidden_states.device  # an offloaded cache is brought back to the model
     known = {
         "hidden_states": forward.hidden_states,
-        "position_embeddings": forward.argument("position_embeddings"),
-        "position_ids": forward.argument("position_ids"),
+        "position_embeddings": forward.cos_sin,
+        "position_ids": forward.position_ids,
         "kwargs": forward.kwargs,
         "scope": scope,
     }
@@ -193,7 +255,9 @@ def _prefill(
         scope,
         forward,
         *states_of(layer),
-        attentions=weights if not pruned and isinstance(weights, Tensor) else None,
+        attentions=forward.site.grouped(weights)
+        if not pruned and isinstance(weights, Tensor)
+        else None,
         query=query,
         query_is_rotated=query_is_rotated,
         tokens=layer.positions.long().to(forward.hidden_states.device) if pruned else None,
@@ -213,22 +277,26 @@ def _decoding_step(
         return _new_tokens(scope, forward, forward.layer, query, query_is_rotated)
     _require_readable(forward)
     if not isinstance(forward.layer, PrunedLayer):
-        cache.layers[index] = PrunedLayer(forward.layer)
+        cache.layers[index] = pruned_layer(forward.layer)
     layer = forward.layer
+    memory = layer.memories.get(scope.key, ScopeMemory())
     here = _call(
         scope,
         forward,
-        *(layer.keys, layer.values),
+        *(states_of(layer) if press.remembers else (layer.keys, layer.values)),
         query=query,
         query_is_rotated=query_is_rotated,
+        memory=memory.of_slots(layer.n_slots),
+        decoding=True,
     )
-    buffer = layer.buffers.get(scope.key, DecodingBuffer())
-    buffer = buffer.after_step(press.buffered_tokens or forward.n_tokens, **_states_to_buffer(here))
-    layer.buffers[scope.key] = buffer
-    if not press.is_due(buffer.n_steps, layer.n_slots):
+    here = _with_memory(scope, forward, here)
+    limit = press.buffered_tokens or forward.n_tokens
+    memory = replace(memory.after_step(limit, **_states_to_buffer(here)), slots=here.memory)
+    layer.memories[scope.key] = memory
+    if not press.is_due(memory.n_steps, layer.n_slots):
         return None
     _require_known(forward)
-    known, ids = buffer.states, here.position_ids
+    known, ids = memory.states, here.position_ids
     return _call(
         scope,
         forward,
@@ -241,6 +309,9 @@ def _decoding_step(
         rotary_positions=_rotary_positions(
             forward, None if ids is None else ids[:, -1], forward.n_tokens
         ),
+        memory=here.memory,
+        n_steps=memory.n_steps,
+        n_forwards=memory.n_forwards,
         decoding=True,
     )
 

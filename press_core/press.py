@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum, Flag, auto
 from numbers import Integral, Real
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from press_core.errors import HyperparameterError, PressError, UnsupportedModelError
 from press_core.eviction import Eviction
 from press_core.model.sites import AttentionSite
-from press_core.select import n_kept, top_positions
+from press_core.select import Amount, Tokens, is_amount, n_kept, ratio_of, top_positions
 
 if TYPE_CHECKING:
     from press_core.call import AttentionCall
@@ -87,6 +87,11 @@ class Press:
         buffered_tokens: class attribute; of how many of the last tokens it wants the hidden states
             and queries while decoding.
         rerotates: class attribute; whether kept keys get other positions.
+        remembers: class attribute; whether it keeps something of each token; see `remember`.
+        reads_states: class attribute; whether it reads keys, values or queries, rather than where
+            tokens stand alone.
+        alike_per_head: class attribute; whether every KV head keeps the same tokens.
+        compares_key_norms: class attribute; whether it goes by the norms of keys alone.
     """
 
     mechanism: ClassVar[str] = ""
@@ -96,6 +101,10 @@ class Press:
     row_by_row: ClassVar[bool] = False
     buffered_tokens: ClassVar[int] = 0
     rerotates: ClassVar[bool] = False
+    remembers: ClassVar[bool] = False
+    reads_states: ClassVar[bool] = True
+    alike_per_head: ClassVar[bool] = False
+    compares_key_norms: ClassVar[bool] = False
     collector: ClassVar[type[Collector]]
     """Shows the calls of a model to a function, by the same mechanism."""
 
@@ -112,8 +121,11 @@ class Press:
         """
         check_types(self)
 
-    def with_ratio(self, compression_ratio: float) -> Press:
+    def with_ratio(self, compression_ratio: Amount) -> Press:
         """A copy of this press that evicts another share of the tokens.
+
+        Args:
+            compression_ratio: in [0, 1), or the `Tokens` to keep.
 
         Raises:
             HyperparameterError: if it cannot be told a ratio.
@@ -124,6 +136,27 @@ class Press:
                 "field compression_ratio"
             )
         return replace(self, compression_ratio=compression_ratio)  # type: ignore[call-arg]
+
+    def with_budget(self, tokens: int) -> Press:
+        """A copy of this press that keeps so many tokens of whatever it is given.
+
+        Args:
+            tokens: of each KV head; on average, where heads or layers differ. Contexts of no more
+                tokens are left whole.
+
+        Raises:
+            HyperparameterError: if it cannot be told how much to keep.
+        """
+        return self.with_ratio(Tokens(tokens))
+
+    @property
+    def amount(self) -> Amount:
+        """What it is told to evict, a share of the tokens or all but so many; 0: nothing told."""
+        return 0.0
+
+    def ratio_of(self, length: int) -> float:
+        """Share of `length` tokens that it is told to evict."""
+        return ratio_of(length, self.amount)
 
     # ---- opening it on a model -------------------------------------------------------------------
 
@@ -175,12 +208,34 @@ class Press:
         Raises:
             UnsupportedModelError: saying what is missing and what to use instead.
         """
+        for need in self.needs_of_a_site():
+            if need in site.refusals:
+                raise UnsupportedModelError(
+                    f"{type(self).__name__} needs {_NEEDS[need]}, and {site.refusals[need]}"
+                )
         if Needs.ROPE in self.needs and site.rotary is None:
             raise UnsupportedModelError(
                 f"{type(self).__name__} needs rotary position embeddings, and "
                 f"{type(site.module).__name__} ({site.name}) has none; SnapKVPress and KnormPress "
                 "work on any model"
             )
+
+    def needs_of_a_site(self) -> Iterator[str]:
+        """What it takes for granted of an attention module: keys of `AttentionSite.refusals`."""
+        if self.evicts is not Evicts.NOTHING:
+            yield "tokens"
+        if self.reads_states or not self.alike_per_head:
+            yield "own tokens"
+        if self.reads_states:
+            yield "states"
+        if self.compares_key_norms:
+            yield "key norms"
+        if Needs.QUERIES in self.needs:
+            yield "causal"
+        if Needs.ROPE in self.needs:
+            yield "rope"
+        if self.evicts.needs_attention:
+            yield "heads"
 
     def install(self, scope: ScopeState) -> None:
         """Install the press on the model of `scope`, which takes it off again."""
@@ -207,6 +262,21 @@ class Press:
     def evict(self, call: AttentionCall) -> Eviction:
         """`decide`, or what a subclass put in its place in the words of its mechanism."""
         raise NotImplementedError
+
+    def remember(self, call: AttentionCall) -> Mapping[str, Tensor]:
+        """What to keep of each token, asked after each forward in whose phase the press acts.
+
+        Kept with the cache layer for as long as the scope is open; tokens that are evicted or taken
+        back take theirs along. `call.memory` then holds it.
+
+        Args:
+            call: the forward, whose `memory` is what was returned last, zeros for new tokens (and
+                empty the first time).
+
+        Returns:
+            By name, `(B, H_kv, S)`, the same names each time.
+        """
+        return {}
 
     def is_due(self, n_steps: int, length: int) -> bool:
         """Whether to prune after `n_steps` decoding steps, of `length` tokens in the layer."""
@@ -283,14 +353,20 @@ class RatioPress(Press):
     """A press that is told what share of the tokens to evict.
 
     Attributes:
-        compression_ratio: share of the tokens that each KV head evicts, in [0, 1).
+        compression_ratio: share of the tokens that each KV head evicts, in [0, 1); or the `Tokens`
+            that it keeps.
     """
 
-    compression_ratio: float = 0.0
+    compression_ratio: Amount = 0.0
 
     def validate(self) -> None:
         super().validate()
-        require(self, "compression_ratio", 0 <= self.compression_ratio < 1, "a number in [0, 1)")
+        fits = is_amount(self.compression_ratio)
+        require(self, "compression_ratio", fits, "a number in [0, 1), or the Tokens to keep")
+
+    @property
+    def amount(self) -> Amount:
+        return self.compression_ratio
 
     def budget(self, call: AttentionCall) -> int:
         return call.budget or n_kept(call.length, self.compression_ratio)
@@ -338,6 +414,18 @@ class Collector(Press):
     def decide(self, call: AttentionCall) -> Eviction:
         self.see(call)
         return Eviction.nothing(call)
+
+
+_NEEDS = {
+    "tokens": "a cache that can lose tokens",
+    "own tokens": "heads that can keep tokens of their own",
+    "states": "the keys and values of each head",
+    "key norms": "keys of different norms",
+    "causal": "causal attention",
+    "rope": "rotary position embeddings",
+    "heads": "heads that can keep different numbers of tokens",
+}
+"""What a press takes for granted of an attention module, in words."""
 
 
 def require(press: Any, field: str, holds: bool, allowed: str) -> None:

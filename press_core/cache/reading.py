@@ -25,20 +25,35 @@ def prepared(forward: AttentionForward, reader: Reader) -> AttentionForward:
     return _with_mask(_with_positions(forward, layer), layer)
 
 
+def prepared_reader(forward: AttentionForward, owner: Any) -> AttentionForward:
+    """The forward of a module that attends over the layer of another, which has run already.
+
+    Args:
+        owner: that layer, which holds the tokens of the forward.
+    """
+    held = forward.n_tokens
+    if not isinstance(owner, PrunedLayer) or owner.n_seen == held:  # its prefill
+        return forward
+    return _with_positions(_with_mask(forward, owner, held), owner, held)
+
+
 def layer_of(forward: AttentionForward) -> Any:
     """The cache layer of a forward; None where it has none, or none yet."""
     cache = forward.cache
     return forward.layer if hasattr(cache, "layers") else None
 
 
-def _with_mask(forward: AttentionForward, layer: PrunedLayer) -> AttentionForward:
+def _with_mask(forward: AttentionForward, layer: PrunedLayer, n_held: int = 0) -> AttentionForward:
     """The forward with a mask that fits a layer pruned before.
 
     The model builds one mask for all layers, from the uncompressed columns; it fits neither rows of
     different lengths nor layers of different lengths.
+
+    Args:
+        n_held: how many of the forward's tokens the layer holds already.
     """
     mask = forward.argument("attention_mask")
-    n_keys = layer.n_slots + forward.n_tokens
+    n_keys = layer.n_slots + forward.n_tokens - n_held
     if not layer.kept.padded and (mask is None or mask.shape[-1] == n_keys):
         return forward
     occupied, n_recent = layer.occupied(), n_keys - layer.kept.n_slots
@@ -47,12 +62,14 @@ def _with_mask(forward: AttentionForward, layer: PrunedLayer) -> AttentionForwar
     return forward.with_argument("attention_mask", mask)
 
 
-def _with_positions(forward: AttentionForward, layer: PrunedLayer) -> AttentionForward:
+def _with_positions(
+    forward: AttentionForward, layer: PrunedLayer, n_held: int = 0
+) -> AttentionForward:
     """The forward with positions that continue from where the keys were rerotated to."""
     if layer.rerotation is None:
         return forward
     hidden_states, row_lag = forward.hidden_states, layer.rerotation.row_lag
-    n_recent = layer.n_recent + forward.n_tokens
+    n_recent = layer.n_recent - n_held + forward.n_tokens
     start = layer.kept.n_seen - layer.rerotation.shift
     positions = torch.arange(start, start + n_recent, device=hidden_states.device)[None]
     real = visible_tokens(forward.argument("attention_mask"), n_recent, len(hidden_states))
@@ -60,15 +77,19 @@ def _with_positions(forward: AttentionForward, layer: PrunedLayer) -> AttentionF
         positions = (start - 1 + real.to(positions.device).cumsum(dim=-1)).clamp(min=0)
     if row_lag is not None:
         positions = positions - row_lag[:, None]
-    positions = positions[:, layer.n_recent :]
-    given = forward.argument("position_ids")
+    positions = positions[:, -forward.n_tokens :]
+    given = forward.position_ids
     if given is not None and torch.equal(given.expand_as(positions), positions):
         return forward
     rotary = forward.site.rotary
     assert rotary is not None
     embeddings = rotary.embeddings(hidden_states, positions)
     forward = forward.with_argument("position_embeddings", embeddings)
-    return forward if given is None else forward.with_argument("position_ids", positions)
+    in_all = forward.argument("position_ids")
+    if in_all is None:
+        return forward
+    positions = positions if in_all.dim() == 2 else positions.expand(len(in_all), *positions.shape)
+    return forward.with_argument("position_ids", positions)
 
 
 def occupied_slots(forward: AttentionForward, n_new: int) -> Tensor | None:
@@ -100,7 +121,7 @@ def first_position(forward: AttentionForward) -> Tensor:
 
     Where positions count padding, that of the first token.
     """
-    ids, n_tokens = forward.argument("position_ids"), forward.n_tokens
+    ids, n_tokens = forward.position_ids, forward.n_tokens
     if ids is None:
         seen = forward.layer.get_seq_length()
         return torch.tensor([seen], device=forward.hidden_states.device)

@@ -34,7 +34,7 @@ class HeadGroup:
 
     def own(self, x: Tensor, n: int, dim: int = 1) -> Tensor:
         """Of `x`, which has the heads of all ranks along `dim`, a copy of the `n` of this one."""
-        if x.shape[dim] == n:  # each rank attends with all of them
+        if x.shape[dim] == n:
             return x
         return x.chunk(self.size, dim=dim)[self.rank].contiguous()
 
