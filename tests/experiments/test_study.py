@@ -592,9 +592,7 @@ def test_readme_command_says_which_page_there_is_not(tmp_path):
 def test_a_readme_without_tables_needs_no_results(tmp_path):
     path = tmp_path / "README.md"
     path.write_text("# Title\n")
-    result = runner.invoke(
-        app, ["readme", "--page", str(path), "--results", "nowhere", "--check"]
-    )
+    result = runner.invoke(app, ["readme", "--page", str(path), "--results", "nowhere", "--check"])
     assert result.exit_code == 0, result.output
 
 
