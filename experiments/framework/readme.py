@@ -92,7 +92,7 @@ def fill(text: str, contents: Mapping[str, str]) -> tuple[str, list[str]]:
     unknown = [name for name in markers(text) if name not in contents]
     if unknown:
         raise UserError(f"no table is called {unknown[0]!r}; there are {', '.join(contents)}")
-    stale = []
+    stale: list[str] = []
 
     def renewed(block: re.Match[str]) -> str:
         names = block["names"].split()
