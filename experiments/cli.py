@@ -163,6 +163,14 @@ def train_stdlib(output: _Output, seed: _Seed = 0) -> None:
     train(output, seed=seed)
 
 
+@train.command("sink")
+def train_sink(output: _Output, seed: _Seed = 0) -> None:
+    """Train stdlib-neox-sink: stdlib-neox with an attention sink."""
+    from experiments.testbed.training.sink import train
+
+    train(output, seed=seed)
+
+
 @train.command("fitted")
 def train_fitted(
     model: Annotated[str, typer.Option(help="A model that knows the facts task.")] = "facts-llama",

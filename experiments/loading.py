@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from experiments import UserError
 
-SHIPPED: tuple[str, ...] = ("facts-llama", "stdlib-neox")
+SHIPPED: tuple[str, ...] = ("facts-llama", "stdlib-neox", "stdlib-neox-sink")
 """Short names of the models that come with the repository."""
 
 _MODELS = Path(__file__).parent / "models"

@@ -214,7 +214,10 @@ SCORERS = (
 )
 """Presses that are drawn for others to wrap: of each kind of input one or two."""
 
-_EVEN = ("KnormPress", "SnapKVPress", "PyramidKVPress", "ChunkKVPress", "BlockPress", "ThinKPress")
+_EVEN = (
+    *("KnormPress", "SnapKVPress", "PyramidKVPress", "ChunkKVPress", "BlockPress", "ThinKPress"),
+    *("EntropyGatedChunkKVPress", "MergingPress"),
+)
 _WINDOW = {"window_size": st.integers(1, 16), "kernel_size": st.sampled_from([1, 3, 5, 7])}
 _EXPECTED = {
     "n_future_positions": st.integers(1, 64),
@@ -225,6 +228,11 @@ _EXPECTED = {
 }
 _RATIO = {"compression_ratio": ratios()}
 _ADAKV = {"press": _scorers(), "alpha_safeguard": st.sampled_from([0.0, 0.2, 0.5, 1.0])}
+_DECODING = {
+    "base_press": _scorers(),
+    "compression_interval": st.integers(1, 3),
+    "hidden_states_buffer_size": st.integers(1, 8),
+}
 _CRITICAL = {
     "epsilon": st.sampled_from([0.0, 1e-4, 1.0]),
     "first_stage_ratio": st.sampled_from([0.0, 0.5, 1.0]),
@@ -233,12 +241,24 @@ _CRITICAL = {
 FIELDS: dict[str, dict[str, SearchStrategy[Any]]] = {
     "AdaKVPress": _ADAKV,
     "BlockPress": {"press": _scorers(), "block_size": st.integers(1, 24)},
+    "CAMPress": {
+        **_DECODING,
+        "target_size": st.integers(1, 60),
+        "merge_budget": st.integers(1, 40),
+        "seed": st.integers(0, 2**16),
+    },
     "CURPress": {
         "num_sinks": st.integers(0, 6),
         "leverage_type": st.sampled_from(["key", "value", "kv_avg", "kv_product"]),
         "use_random_leverage": st.booleans(),
         "use_local_approximation": st.booleans(),
         "local_window_size": st.integers(1, 20),
+        **_RATIO,
+    },
+    "CapPress": {
+        "tau": st.sampled_from([0.0, 1.0, 5.0, 50.0]),
+        "n_future_positions": st.integers(1, 64),
+        "n_sink": st.integers(0, 6),
         **_RATIO,
     },
     "ChunkKVPress": {"press": _scorers(), "chunk_length": st.integers(1, 24)},
@@ -254,6 +274,7 @@ FIELDS: dict[str, dict[str, SearchStrategy[Any]]] = {
     "ComposedPress": {
         "presses": st.deferred(lambda: st.lists(press_pairs(*_EVEN), min_size=1, max_size=3))
     },
+    "CompressionRatioDecodingPress": {**_DECODING, "target_compression_ratio": ratios()},
     "CriticalAdaKVPress": {**_ADAKV, **_CRITICAL},
     "CriticalKVPress": {
         "press": st.deferred(lambda: press_pairs("KnormPress", "SnapKVPress", "TOVAPress")),
@@ -265,16 +286,17 @@ FIELDS: dict[str, dict[str, SearchStrategy[Any]]] = {
         "sliding_window_size": st.integers(1, 16),
         "decoding": st.booleans(),
     },
-    "DecodingPress": {
-        "base_press": _scorers(),
-        "compression_interval": st.integers(1, 3),
-        "target_size": st.integers(1, 60),
-        "hidden_states_buffer_size": st.integers(1, 8),
-    },
+    "DecodingPress": {**_DECODING, "target_size": st.integers(1, 60)},
+    "DropKVPress": {**_WINDOW, **_RATIO},
     "DuoAttentionPress": {
         "head_compression_ratio": st.floats(0, 1),
         "sink_size": st.integers(0, 6),
         "recent_size": st.integers(1, 12),
+    },
+    "EntropyGatedChunkKVPress": {
+        "press": _scorers(),
+        "chunk_length": st.integers(7, 24),
+        "low_entropy_chunk_length": st.integers(1, 6),
     },
     "ExpectedAttentionPress": {**_EXPECTED, **_RATIO},
     "ExpectedAttentionStatsPress": {**_EXPECTED, "n_sink": st.just(4), **_RATIO},
@@ -284,6 +306,7 @@ FIELDS: dict[str, dict[str, SearchStrategy[Any]]] = {
         "delimiter_token_id": st.just(DELIMITER),
         **_RATIO,
     },
+    "H2OPress": {"recent_ratio": st.sampled_from([0.0, 0.2, 0.5, 1.0]), **_RATIO},
     "KVzapPress": {"model_type": st.just("mlp"), **_RATIO},
     "KVzipPress": {
         "layerwise": st.booleans(),
@@ -301,6 +324,11 @@ FIELDS: dict[str, dict[str, SearchStrategy[Any]]] = {
         **_RATIO,
     },
     "LeverageScorePress": {"sketch_dimension": st.integers(1, 24), **_RATIO},
+    "MergingPress": {
+        "press": _scorers(),
+        "similarity_threshold": st.sampled_from([0.0, 0.5, 1.0]),
+        "merge_fraction": st.sampled_from([0.01, 0.3, 1.0]),
+    },
     "NonCausalAttnPress": {"chunk_size": st.integers(1, 40), **_RATIO},
     "PerLayerCompressionPress": {
         "press": _scorers(),
@@ -308,9 +336,18 @@ FIELDS: dict[str, dict[str, SearchStrategy[Any]]] = {
     },
     "PrefillDecodingPress": {
         "prefilling_press": st.deferred(lambda: press_pairs(*_EVEN)),
-        "decoding_press": st.deferred(lambda: press_pairs("DecodingPress")),
+        "decoding_press": st.deferred(
+            lambda: press_pairs("CAMPress", "CompressionRatioDecodingPress", "DecodingPress")
+        ),
     },
     "PyramidKVPress": {**_WINDOW, "beta": st.integers(1, 30), **_RATIO},
+    "RKVPress": {
+        **_WINDOW,
+        "mix_lambda": st.sampled_from([0.0, 0.1, 1.0]),
+        "similarity_threshold": st.sampled_from([-1.0, 0.0, 0.5]),
+        "n_retained": st.integers(0, 3),
+        **_RATIO,
+    },
     "RandomPress": {"seed": st.integers(0, 2**16), **_RATIO},
     "SimLayerKVPress": {
         "lazy_threshold": st.floats(0, 1),

@@ -5,19 +5,25 @@ from __future__ import annotations
 from hooks_impl.mechanism import BasePress, Scorer, ScorerPress
 from press_core.presses.adakv import AdaKV
 from press_core.presses.block import Block
+from press_core.presses.cam import CAM
+from press_core.presses.cap import Cap
 from press_core.presses.chunk import Chunk
 from press_core.presses.chunkkv import ChunkKV
 from press_core.presses.compactor import Compactor
 from press_core.presses.composed import Composed
+from press_core.presses.compression_ratio_decoding import CompressionRatioDecoding
 from press_core.presses.critical_adakv import CriticalAdaKV
 from press_core.presses.criticalkv import CriticalKV
 from press_core.presses.cur import CUR
 from press_core.presses.decoding import Decoding
 from press_core.presses.dms import DMS
+from press_core.presses.dropkv import DropKV
 from press_core.presses.duo_attention import DuoAttention
+from press_core.presses.entropy_gated_chunkkv import EntropyGatedChunkKV
 from press_core.presses.expected_attention import ExpectedAttention
 from press_core.presses.expected_attention_stats import ExpectedAttentionWithStats
 from press_core.presses.finch import Finch
+from press_core.presses.h2o import H2O
 from press_core.presses.key_rerotation import KeyRerotation
 from press_core.presses.keydiff import KeyDiff
 from press_core.presses.knorm import Knorm
@@ -25,6 +31,7 @@ from press_core.presses.kvzap import KVzap
 from press_core.presses.kvzip import KVzip
 from press_core.presses.lagkv import LagKV
 from press_core.presses.leverage_score import LeverageScore
+from press_core.presses.merging import Merging
 from press_core.presses.non_causal_attn import NonCausalAttn
 from press_core.presses.observed_attention import ObservedAttention
 from press_core.presses.per_layer_compression import PerLayerCompression
@@ -32,6 +39,7 @@ from press_core.presses.prefill_decoding import PrefillDecoding
 from press_core.presses.pyramidkv import PyramidKV
 from press_core.presses.qfilter import QFilter
 from press_core.presses.random import Random
+from press_core.presses.rkv import RKV
 from press_core.presses.simlayerkv import SimLayerKV
 from press_core.presses.snapkv import SnapKV
 from press_core.presses.streaming_llm import StreamingLLM
@@ -46,6 +54,9 @@ class DuoAttentionPress(DuoAttention, BasePress): ...
 
 
 class FinchPress(Finch, BasePress): ...
+
+
+class H2OPress(H2O, BasePress): ...
 
 
 class KVzipPress(KVzip, BasePress): ...
@@ -63,10 +74,16 @@ class ThinKPress(ThinK, BasePress): ...
 # ---- Scores: the best tokens of each KV head stay ------------------------------------------------
 
 
+class CapPress(Cap, ScorerPress): ...
+
+
 class CompactorPress(Compactor, ScorerPress): ...
 
 
 class CURPress(CUR, ScorerPress): ...
+
+
+class DropKVPress(DropKV, ScorerPress): ...
 
 
 class ExpectedAttentionPress(ExpectedAttention, ScorerPress): ...
@@ -95,6 +112,9 @@ class ObservedAttentionPress(ObservedAttention, ScorerPress): ...
 
 
 class QFilterPress(QFilter, ScorerPress): ...
+
+
+class RKVPress(RKV, ScorerPress): ...
 
 
 class RandomPress(Random, ScorerPress): ...
@@ -127,6 +147,9 @@ class AdaKVPress(AdaKV, BasePress): ...
 class BlockPress(Block, BasePress): ...
 
 
+class CAMPress(CAM, BasePress): ...
+
+
 class ChunkPress(Chunk, BasePress): ...
 
 
@@ -134,6 +157,9 @@ class ChunkKVPress(ChunkKV, BasePress): ...
 
 
 class ComposedPress(Composed, BasePress): ...
+
+
+class CompressionRatioDecodingPress(CompressionRatioDecoding, BasePress): ...
 
 
 class CriticalAdaKVPress(CriticalAdaKV, BasePress): ...
@@ -145,7 +171,13 @@ class DecodingPress(Decoding, BasePress): ...
 class DMSPress(DMS, BasePress): ...
 
 
+class EntropyGatedChunkKVPress(EntropyGatedChunkKV, BasePress): ...
+
+
 class KeyRerotationPress(KeyRerotation, BasePress): ...
+
+
+class MergingPress(Merging, BasePress): ...
 
 
 class PerLayerCompressionPress(PerLayerCompression, BasePress): ...

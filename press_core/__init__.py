@@ -16,6 +16,7 @@ from press_core.eviction import Eviction
 from press_core.model.sites import AttentionSite, attention_sites
 from press_core.press import Evicts, Needs, Phase, Press
 from press_core.scope import Scope
+from press_core.select import Tokens
 
 __all__ = [
     "AttentionCall",
@@ -31,6 +32,7 @@ __all__ = [
     "RaggedLayer",
     "Scope",
     "ScopeError",
+    "Tokens",
     "UnsupportedCacheError",
     "UnsupportedInputError",
     "UnsupportedModelError",

@@ -52,6 +52,18 @@ def attention_blocks(call: AttentionCall, block: int | None = None) -> Iterator[
             yield upcast(part[..., :end]).unflatten(1, (n_kv, -1))
 
 
+def received_attention(call: AttentionCall) -> Tensor:
+    """Attention that each key receives from the queries of this forward, mean over the group.
+
+    Returns:
+        `(B, H_kv, S)`, float32.
+    """
+    received = torch.zeros_like(upcast(call.keys[..., 0]))
+    for weights in attention_blocks(call):
+        received[..., : weights.shape[-1]] += weights.sum(dim=3).mean(dim=2)
+    return received
+
+
 def causal_weights(site: AttentionSite, queries: Tensor, keys: Tensor) -> Tensor:
     """Weights of queries that are the last of the sequence which `keys` make up."""
     batch, n_heads, rows, d = queries.shape

@@ -43,6 +43,12 @@ class AttentionCall:
         batch_rows: rows of the batch that this call is about; None: all.
         decoding: whether the layer held tokens before this forward.
         budget: number of tokens that each KV head is to keep, where another press sets it.
+        memory: by name `(B, H_kv, S)`, what the press wanted to know of each key, up to date; see
+            `Press.remember`.
+        seen: `(B,)` int64, on the CPU: tokens that the layer has seen of each row, padding left
+            out.
+        n_steps: forwards since the press pruned the layer last, while decoding.
+        n_forwards: forwards that the scope has seen the layer through, while decoding.
         recent_scores: `(B, H_kv, w)`, what an earlier eviction left to judge late; see `Eviction`.
         kwargs: the keyword arguments of the forward, as the module got them.
         scope: what the open scope of the press knows.
@@ -62,6 +68,10 @@ class AttentionCall:
     batch_rows: tuple[int, ...] | None = None
     decoding: bool = False
     budget: int | None = None
+    memory: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    seen: Tensor | None = None
+    n_steps: int = 0
+    n_forwards: int = 0
     recent_scores: Tensor | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
     scope: ScopeState | None = field(default=None, repr=False)
@@ -214,6 +224,7 @@ class AttentionCall:
             attentions=None,
             tokens=positions - older if self.tokens is None else self.tokens.gather(-1, positions),
             rotary_positions=rotary,
+            memory={name: x.gather(-1, positions) for name, x in self.memory.items()},
             budget=None,
         )
 
@@ -234,6 +245,7 @@ class AttentionCall:
             position_embeddings=cos_sin and (cos_sin[0][:, start:stop], cos_sin[1][:, start:stop]),
             position_ids=self._known_position_ids()[:, start:stop],
             query=None if self.query is None else self.query[:, :, start:stop],
+            memory={name: x[..., start:stop] for name, x in self.memory.items()},
             budget=None,
         )
 
@@ -277,6 +289,8 @@ class AttentionCall:
             query=of_tokens(self.query, 2),
             tokens=of_slots(self.tokens),
             rotary_positions=of_slots(self.rotary_positions),
+            memory={name: _required(of_slots(x)) for name, x in self.memory.items()},
+            seen=None if self.seen is None else self.seen[rows],
             recent_scores=per_row(self.recent_scores),
         )
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from operator import or_
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from press_core.call import AttentionCall
 from press_core.model.forward import AttentionForward, DecoderForward
 from press_core.model.sites import AttentionSite
 from press_core.press import Evicts, Needs, Phase, Press, TokenScorer, require
 from press_core.scope import ScopeState
+from press_core.select import Amount, Tokens
 
 
 @dataclass
@@ -50,6 +51,15 @@ class CompositePress(Press):
     @property
     def rerotates(self) -> bool:  # type: ignore[override]
         return any(press.rerotates for press in self.children)
+
+    @property
+    def remembers(self) -> bool:  # type: ignore[override]
+        return any(press.remembers for press in self.children)
+
+    def remember(self, call: AttentionCall) -> Mapping[str, Tensor]:
+        phase = Phase.DECODING if call.decoding else Phase.PREFILL
+        acting = [press for press in self.children if phase in press.phases and press.remembers]
+        return {name: x for press in acting for name, x in press.remember(call).items()}
 
     @property
     def compression_ratio(self) -> float:
@@ -123,11 +133,15 @@ class Wrapper(CompositePress):
         return asked_ratio(self.press)
 
     @property
+    def amount(self) -> Amount:
+        return self.press.amount
+
+    @property
     def compression_ratio(self) -> float:
         return super().compression_ratio
 
     @compression_ratio.setter
-    def compression_ratio(self, ratio: float) -> None:
+    def compression_ratio(self, ratio: Amount) -> None:
         self.press = self.press.with_ratio(ratio)
         vars(self).pop("_last_scope", None)
 
@@ -143,7 +157,7 @@ class Wrapper(CompositePress):
     def budget(self, call: AttentionCall) -> int:
         return self.press.budget(call)
 
-    def with_ratio(self, compression_ratio: float) -> Press:
+    def with_ratio(self, compression_ratio: Amount) -> Press:
         return replace(self, press=self.press.with_ratio(compression_ratio))
 
 
@@ -151,7 +165,8 @@ def asked_ratio(press: Press) -> float:
     """Share of the tokens that a press is told to evict; 0 where it is not told one."""
     if isinstance(press, CompositePress):
         return press.asked_ratio
-    return float(getattr(press, "compression_ratio", 0.0))
+    ratio = getattr(press, "compression_ratio", 0.0)
+    return 0.0 if isinstance(ratio, Tokens) else float(ratio)
 
 
 def check_child(outer: Press, field: str, child: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,9 +12,9 @@ from torch import Tensor
 from press_core.cache.caches import check_prunable, prunable_layer, refuse_offloading
 from press_core.cache.pruned import (
     ChannelPrunedLayer,
-    DecodingBuffer,
     PrefillStagingLayer,
     PrunedLayer,
+    ScopeMemory,
     is_quantized,
     states_of,
     storage_of,
@@ -27,6 +29,7 @@ from press_core.cache.storing import (
     positions_in,
     row_groups,
     store,
+    tokens_seen,
 )
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
@@ -82,11 +85,12 @@ def after_attention(
     layer = prunable_layer(forward.cache, forward.site.layer_idx)
     if n_seen(layer) == forward.n_tokens:
         if Phase.PREFILL in scope.press.phases:
-            _prune(scope, forward, _prefill(scope, forward, output, query, query_is_rotated))
+            call = _prefill(scope, forward, output, query, query_is_rotated)
+            _prune(scope, forward, _with_memory(scope, forward, call))
     elif Phase.DECODING in scope.press.phases:
-        call = _decoding_step(scope, forward, query, query_is_rotated)
-        if call is not None:
-            _prune(scope, forward, call)
+        step = _decoding_step(scope, forward, query, query_is_rotated)
+        if step is not None:
+            _prune(scope, forward, step)
 
 
 def prune_before(scope: ScopeState, forward: AttentionForward) -> None:
@@ -126,13 +130,44 @@ def _prune(
         evict_late(forward, scope, layer, press.evict(call))
         return
     occupied = occupied_slots(forward, forward.n_tokens if n_new is None else n_new)
+    call = replace(call, seen=tokens_seen(layer, occupied, len(call.keys)))
+    groups = [
+        RowGroup(rows, slots, press.evict(part))
+        for rows, slots, part in _parts(call, occupied, press.row_by_row)
+    ]
+    store(forward, scope, BatchEviction(call, groups))
+
+
+def _parts(
+    call: AttentionCall, occupied: Tensor | None, row_by_row: bool
+) -> Iterator[tuple[list[int], Tensor | None, AttentionCall]]:
+    """The calls of rows of different padding, with their rows and slots; see `row_groups`."""
+    batch = call.keys.shape[0]
     if occupied is not None:
         occupied = occupied.to(call.keys.device)
-    groups, batch = [], call.keys.shape[0]
-    for rows, slots in row_groups(batch, occupied, press.row_by_row):
-        part = call if slots is None and len(rows) == batch else call.of_rows(rows, slots)
-        groups.append(RowGroup(rows, slots, press.evict(part)))
-    store(forward, scope, BatchEviction(call, groups))
+    for rows, slots in row_groups(batch, occupied, row_by_row):
+        alone = slots is not None or len(rows) != batch
+        yield rows, slots, call.of_rows(rows, slots) if alone else call
+
+
+def _with_memory(
+    scope: ScopeState, forward: AttentionForward, call: AttentionCall
+) -> AttentionCall:
+    """The call of a forward that has just ended, with what the press remembers up to date."""
+    if not scope.press.remembers:
+        return call
+    occupied = occupied_slots(forward, forward.n_tokens)
+    known: dict[str, Tensor] = {}
+    for rows, slots, part in _parts(call, occupied, row_by_row=False):
+        for name, of_part in scope.press.remember(part).items():
+            of_rows = of_part
+            if slots is not None:
+                empty = of_part.new_zeros(*of_part.shape[:2], call.length)
+                of_rows = empty.index_copy_(2, slots, of_part)
+            if name not in known:
+                known[name] = of_part.new_zeros(call.keys.shape[:3])
+            known[name][rows] = of_rows
+    return replace(call, memory=known)
 
 
 # ---- observing -----------------------------------------------------------------------------------
@@ -198,20 +233,24 @@ def _decoding_step(
     if not isinstance(forward.layer, PrunedLayer):
         cache.layers[index] = PrunedLayer(forward.layer)
     layer = forward.layer
+    memory = layer.memories.get(scope.key, ScopeMemory())
     here = _call(
         scope,
         forward,
-        *(layer.keys, layer.values),
+        *(states_of(layer) if press.remembers else (layer.keys, layer.values)),
         query=query,
         query_is_rotated=query_is_rotated,
+        memory=memory.of_slots(layer.n_slots),
+        decoding=True,
     )
-    buffer = layer.buffers.get(scope.key, DecodingBuffer())
-    buffer = buffer.after_step(press.buffered_tokens or forward.n_tokens, **_states_to_buffer(here))
-    layer.buffers[scope.key] = buffer
-    if not press.is_due(buffer.n_steps, layer.n_slots):
+    here = _with_memory(scope, forward, here)
+    limit = press.buffered_tokens or forward.n_tokens
+    memory = replace(memory.after_step(limit, **_states_to_buffer(here)), slots=here.memory)
+    layer.memories[scope.key] = memory
+    if not press.is_due(memory.n_steps, layer.n_slots):
         return None
     _require_known(forward)
-    known, ids = buffer.states, here.position_ids
+    known, ids = memory.states, here.position_ids
     return _call(
         scope,
         forward,
@@ -224,6 +263,9 @@ def _decoding_step(
         rotary_positions=_rotary_positions(
             forward, None if ids is None else ids[:, -1], forward.n_tokens
         ),
+        memory=here.memory,
+        n_steps=memory.n_steps,
+        n_forwards=memory.n_forwards,
         decoding=True,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum, Flag, auto
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from press_core.errors import HyperparameterError, UnsupportedModelError
 from press_core.eviction import Eviction
 from press_core.model.sites import AttentionSite
-from press_core.select import n_kept, top_positions
+from press_core.select import Amount, Tokens, is_amount, n_kept, ratio_of, top_positions
 
 if TYPE_CHECKING:
     from press_core.call import AttentionCall
@@ -85,6 +85,7 @@ class Press:
         buffered_tokens: class attribute; of how many of the last tokens it wants the hidden states
             and queries while decoding.
         rerotates: class attribute; whether kept keys get other positions.
+        remembers: class attribute; whether it keeps something of each token; see `remember`.
     """
 
     mechanism: ClassVar[str] = ""
@@ -94,6 +95,7 @@ class Press:
     row_by_row: ClassVar[bool] = False
     buffered_tokens: ClassVar[int] = 0
     rerotates: ClassVar[bool] = False
+    remembers: ClassVar[bool] = False
     collector: ClassVar[type[Collector]]
     """Shows the calls of a model to a function, by the same mechanism."""
 
@@ -109,8 +111,11 @@ class Press:
             HyperparameterError: naming the field, its value and what is allowed.
         """
 
-    def with_ratio(self, compression_ratio: float) -> Press:
+    def with_ratio(self, compression_ratio: Amount) -> Press:
         """A copy of this press that evicts another share of the tokens.
+
+        Args:
+            compression_ratio: in [0, 1), or the `Tokens` to keep.
 
         Raises:
             HyperparameterError: if it cannot be told a ratio.
@@ -121,6 +126,27 @@ class Press:
                 "field compression_ratio"
             )
         return replace(self, compression_ratio=compression_ratio)  # type: ignore[call-arg]
+
+    def with_budget(self, tokens: int) -> Press:
+        """A copy of this press that keeps so many tokens of whatever it is given.
+
+        Args:
+            tokens: of each KV head; on average, where heads or layers differ. Contexts of no more
+                tokens are left whole.
+
+        Raises:
+            HyperparameterError: if it cannot be told how much to keep.
+        """
+        return self.with_ratio(Tokens(tokens))
+
+    @property
+    def amount(self) -> Amount:
+        """What it is told to evict, a share of the tokens or all but so many; 0: nothing told."""
+        return 0.0
+
+    def ratio_of(self, length: int) -> float:
+        """Share of `length` tokens that it is told to evict."""
+        return ratio_of(length, self.amount)
 
     # ---- opening it on a model -------------------------------------------------------------------
 
@@ -205,6 +231,21 @@ class Press:
         """`decide`, or what a subclass put in its place in the words of its mechanism."""
         raise NotImplementedError
 
+    def remember(self, call: AttentionCall) -> Mapping[str, Tensor]:
+        """What to keep of each token, asked after each forward in whose phase the press acts.
+
+        Kept with the cache layer for as long as the scope is open; tokens that are evicted or taken
+        back take theirs along. `call.memory` then holds it.
+
+        Args:
+            call: the forward, whose `memory` is what was returned last, zeros for new tokens (and
+                empty the first time).
+
+        Returns:
+            By name, `(B, H_kv, S)`, the same names each time.
+        """
+        return {}
+
     def is_due(self, n_steps: int, length: int) -> bool:
         """Whether to prune after `n_steps` decoding steps, of `length` tokens in the layer."""
         return True
@@ -255,14 +296,20 @@ class RatioPress(Press):
     """A press that is told what share of the tokens to evict.
 
     Attributes:
-        compression_ratio: share of the tokens that each KV head evicts, in [0, 1).
+        compression_ratio: share of the tokens that each KV head evicts, in [0, 1); or the `Tokens`
+            that it keeps.
     """
 
-    compression_ratio: float = 0.0
+    compression_ratio: Amount = 0.0
 
     def validate(self) -> None:
         super().validate()
-        require(self, "compression_ratio", 0 <= self.compression_ratio < 1, "a number in [0, 1)")
+        fits = is_amount(self.compression_ratio)
+        require(self, "compression_ratio", fits, "a number in [0, 1), or the Tokens to keep")
+
+    @property
+    def amount(self) -> Amount:
+        return self.compression_ratio
 
     def budget(self, call: AttentionCall) -> int:
         return call.budget or n_kept(call.length, self.compression_ratio)

@@ -2,13 +2,71 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from press_core.errors import HyperparameterError
 
-def n_kept(length: int, compression_ratio: float) -> int:
+
+@dataclass(frozen=True)
+class Tokens:
+    """A number of tokens to keep, where otherwise a share to evict is said.
+
+    Contexts of no more tokens are left whole.
+
+    Attributes:
+        n: tokens that each KV head keeps, on average where heads differ.
+        progress: how far a press goes towards `n`, where others go on from there: of `S` tokens it
+            keeps `S**(1 - progress) * n**progress`.
+    """
+
+    n: int
+    progress: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.n, int) and self.n >= 1 and 0 <= self.progress <= 1):
+            raise HyperparameterError(f"{self}: a budget must be a number of tokens, 1 or more")
+
+    def __repr__(self) -> str:
+        return f"Tokens({self.n})" if self.progress == 1 else f"Tokens({self.n}, {self.progress})"
+
+    def of(self, length: int) -> int:
+        """How many of `length` tokens are kept."""
+        if length <= self.n:
+            return length
+        return max(self.n, round(length * (self.n / length) ** self.progress))
+
+
+Amount = float | Tokens
+"""A compression ratio in [0, 1), or the number of tokens that are left."""
+
+
+def is_amount(value: object) -> bool:
+    """Whether `value` is a compression ratio in its range, or a number of tokens."""
+    return isinstance(value, Tokens) or (isinstance(value, (int, float)) and 0 <= value < 1)
+
+
+def n_kept(length: int, amount: Amount) -> int:
     """Number of tokens that each KV head keeps of `length`; never zero."""
-    return max(1, int(length * (1 - compression_ratio)))
+    if isinstance(amount, Tokens):
+        return amount.of(length)
+    return max(1, int(length * (1 - amount)))
+
+
+def ratio_of(length: int, amount: Amount) -> float:
+    """Share of `length` tokens that `amount` says to evict."""
+    return 1 - amount.of(length) / length if isinstance(amount, Tokens) else amount
+
+
+def kept_of_chunks(length: int, step: int, amount: Amount) -> list[int]:
+    """Numbers of tokens to keep of each `step` of `length`, where each is pruned by itself."""
+    starts = range(0, length, step)
+    if not isinstance(amount, Tokens):
+        return [n_kept(min(step, length - start), amount) for start in starts]
+    ends = [amount.of(length) * min(start + step, length) // length for start in starts]
+    return [max(1, end - before) for before, end in zip([0, *ends], ends, strict=False)]
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -64,6 +122,11 @@ def best_first(scores: Tensor, n: int | Tensor) -> Tensor:
     order = scores.argsort(dim=-1, descending=True)
     places = torch.arange(scores.shape[-1], device=scores.device)
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, places < n)
+
+
+def places(chosen: Tensor) -> Tensor:
+    """Where `chosen` `(B, H_kv, S)` is true, as often in each head: `(B, H_kv, n)` int64."""
+    return chosen.nonzero()[:, -1].view(*chosen.shape[:2], -1)
 
 
 def gather_tokens(states: Tensor, positions: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def test_formulas_hold_no_module():
 def test_same_presses():
     assert hooks_impl.PRESSES.keys() == patch_impl.PRESSES.keys()
     assert hooks_impl.PRESSES.keys() >= DEFAULTS.keys()
-    assert len(DEFAULTS) == 35
+    assert len(DEFAULTS) == 43
 
 
 @pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
@@ -74,10 +74,17 @@ EXPECTED = {
     "use_vnorm": True,
     "epsilon": 0.0,
 }
+DECODING = {
+    "base_press": None,
+    "compression_interval": 512,
+    "target_size": 2048,
+    "hidden_states_buffer_size": 256,
+}
 # Those without a default are None here.
 DEFAULTS = {
     "AdaKVPress": ADAKV,
     "BlockPress": {"press": None, "block_size": 128},
+    "CAMPress": {**DECODING, "merge_budget": 32},
     "CURPress": {
         **RATIO,
         "num_sinks": 4,
@@ -100,12 +107,15 @@ DEFAULTS = {
     "CriticalAdaKVPress": {**ADAKV, **CRITICAL},
     "CriticalKVPress": {"press": None, **CRITICAL},
     "DMSPress": {"press": None, "threshold": None, "sliding_window_size": 128, "decoding": False},
-    "DecodingPress": {
+    "CapPress": {**RATIO, "tau": 5.0, "n_future_positions": 512, "n_sink": 4, "epsilon": 1e-6},
+    "CompressionRatioDecodingPress": {
         "base_press": None,
         "compression_interval": 512,
-        "target_size": 2048,
         "hidden_states_buffer_size": 256,
+        "target_compression_ratio": 0.5,
     },
+    "DecodingPress": DECODING,
+    "DropKVPress": {**RATIO, "window_size": 32, "kernel_size": 7, "epsilon": 1e-6},
     "DuoAttentionPress": {"head_compression_ratio": 0.0, "on_the_fly_scoring": False},
     "ExpectedAttentionPress": {**RATIO, **EXPECTED},
     "ExpectedAttentionStatsPress": {**RATIO, **EXPECTED},
@@ -131,6 +141,14 @@ DEFAULTS = {
     "NonCausalAttnPress": {**RATIO, "chunk_size": 256},
     "ObservedAttentionPress": RATIO,
     "PerLayerCompressionPress": {"press": None, "compression_ratios": None},
+    "EntropyGatedChunkKVPress": {
+        "press": None,
+        "chunk_length": 10,
+        "low_entropy_chunk_length": 4,
+    },
+    "H2OPress": RATIO,
+    "MergingPress": {"press": None, "similarity_threshold": 0.0, "merge_fraction": 1.0},
+    "RKVPress": RATIO,
     "PrefillDecodingPress": {"prefilling_press": None, "decoding_press": None},
     "PyramidKVPress": {**RATIO, "window_size": 64, "kernel_size": 5, "beta": 20},
     "QFilterPress": RATIO,

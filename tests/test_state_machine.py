@@ -253,10 +253,10 @@ class Programs(RuleBasedStateMachine):
         subject, press = self.subjects[index], presses("SnapKVPress")[side]
 
         class Failing(type(press)):  # type: ignore[misc]
-            def install(self, site: Any, run: Any) -> Any:
-                if site.layer_idx == 1:
-                    raise BrokenError
-                yield from super().install(site, run)
+            def install(self, scope: Any) -> None:
+                scope.sites = scope.sites[:1]
+                super().install(scope)
+                raise BrokenError
 
         try:
             Failing(0.5).register(subject.model)

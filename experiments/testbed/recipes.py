@@ -117,12 +117,15 @@ WRAPPED: dict[str, str] = {
         ("AdaKVPress", "ChunkKVPress", "ChunkPress", "CriticalAdaKVPress"), "SnapKVPress"
     ),
     **dict.fromkeys(("CriticalKVPress", "KeyRerotationPress"), "SnapKVPress"),
+    **dict.fromkeys(("EntropyGatedChunkKVPress", "MergingPress"), "SnapKVPress"),
     "BlockPress": "KeyDiffPress",
 }
 """What is wrapped by presses that evict as much as what they wrap."""
 
 _FIELDS: dict[str, dict[str, Any]] = {
+    "CAMPress": {"compression_interval": 1, "seed": 0},
     "ChunkPress": {"chunk_length": 256},  # 1024 would be one chunk
+    "CompressionRatioDecodingPress": {"compression_interval": 1},
     "DMSPress": {"decoding": True},
     "DecodingPress": {"compression_interval": 1},
     # What streaming heads keep by default, 384 tokens, would be most of such a context.
@@ -134,12 +137,17 @@ _FIELDS: dict[str, dict[str, Any]] = {
 _SHORT_FIELDS: dict[str, dict[str, Any]] = {
     **_FIELDS,
     "BlockPress": {"block_size": 8},
+    "CAMPress": {"compression_interval": 2, "merge_budget": 4, "seed": 0},
+    "CapPress": {"n_future_positions": 64},
     "ChunkKVPress": {"chunk_length": 5},
     "ChunkPress": {"chunk_length": 16},
     "CompactorPress": {"chunk_size": 16, "sketch_dimension": 8},
+    "CompressionRatioDecodingPress": {"compression_interval": 2},
     "DMSPress": {"sliding_window_size": 8, "decoding": True},
     "DecodingPress": {"compression_interval": 2},
+    "DropKVPress": {"window_size": 8},
     "DuoAttentionPress": {"sink_size": 2, "recent_size": 6},
+    "EntropyGatedChunkKVPress": {"chunk_length": 5, "low_entropy_chunk_length": 2},
     "ExpectedAttentionPress": {"n_future_positions": 64},
     "ExpectedAttentionStatsPress": {"n_future_positions": 64},
     "KVzipPress": {"chunk_size": 24, "prompts": PROMPTS},
@@ -166,17 +174,23 @@ def _duo(of: _Kitchen, ratio: float) -> dict[str, Any]:
     return {"head_compression_ratio": min(1.0, streaming)}
 
 
+def _decoding(of: _Kitchen, ratio: float) -> dict[str, Any]:
+    return {"base_press": of.make("SnapKVPress", 0.0), "target_size": of.kept(ratio)}
+
+
 _AMOUNTS: dict[str, Callable[[_Kitchen, float], dict[str, Any]]] = {
+    "CAMPress": _decoding,
     "ComposedPress": _composed,
+    "CompressionRatioDecodingPress": lambda of, ratio: {
+        "base_press": of.make("SnapKVPress", 0.0),
+        "target_compression_ratio": ratio,
+    },
     "DMSPress": lambda of, ratio: {
         "press": of.make("RandomPress", ratio),  # scores in [0, 1)
         "threshold": ratio,
         "sliding_window_size": max(1, of.length // 8),
     },
-    "DecodingPress": lambda of, ratio: {
-        "base_press": of.make("SnapKVPress", 0.0),
-        "target_size": of.kept(ratio),
-    },
+    "DecodingPress": _decoding,
     "DuoAttentionPress": _duo,
     "PerLayerCompressionPress": lambda of, ratio: {
         "press": of.make("SnapKVPress", ratio),

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Flag, auto
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import DynamicLayer, QuantizedLayer
 
 from press_core.errors import ScopeError, UnsupportedCacheError
@@ -58,18 +59,20 @@ class KeptTokens:
         n_seen: tokens that the layer had seen, padding included.
         padded: whether the batch was padded, so that the mask that the model builds from the
             uncompressed sequence would hide the wrong keys.
-        mean_padding: padding per row of what the layer had seen, on average.
+        padding: `(B,)` int64, on the CPU: how much of what the layer had seen was padding. None:
+            nothing.
     """
 
     positions: Tensor | None = None
     n_slots: int = 0
     n_seen: int = 0
     padded: bool = False
-    mean_padding: float = 0.0
+    padding: Tensor | None = None
 
     def of_rows(self, rows: Tensor) -> KeptTokens:
         """The same for some rows of the batch."""
-        return replace(self, positions=_rows(self.positions, rows))
+        padding = _rows(self.padding, rows)
+        return replace(self, positions=_rows(self.positions, rows), padding=padding)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,33 +114,54 @@ class Sinks:
 
 
 @dataclass(frozen=True, eq=False)
-class DecodingBuffer:
-    """What a scope that acts while decoding has of a layer since it pruned it last.
+class ScopeMemory:
+    """What an open scope knows of a layer beside what lies in it.
 
     Attributes:
-        n_steps: forwards since then.
-        states: by name, what is known of the last tokens: `(B, ..., b, channels)` each.
+        n_steps: forwards while decoding since it pruned the layer last.
+        states: by name, what is known of the last tokens since then: `(B, ..., b, channels)` each.
+        slots: by name, what is known of each slot: `(B, H_kv, n)` each; tokens that came since it
+            was brought up to date have none yet.
+        n_forwards: all forwards while decoding.
     """
 
     n_steps: int = 0
     states: dict[str, Tensor] = field(default_factory=dict)
+    slots: Mapping[str, Tensor] = field(default_factory=dict)
+    n_forwards: int = 0
 
-    def after_step(self, limit: int, **states: Tensor | None) -> DecodingBuffer:
+    def after_step(self, limit: int, **states: Tensor | None) -> ScopeMemory:
         """The buffer with the states of new tokens, and all but the last `limit` forgotten."""
         kept = dict(self.states)
         for name, new in states.items():
             if new is not None and limit:
                 joined = torch.cat((kept[name], new), dim=-2) if name in kept else new
                 kept[name] = joined[..., -limit:, :]
-        return DecodingBuffer(self.n_steps + 1, kept)
+        return replace(self, n_steps=self.n_steps + 1, n_forwards=self.n_forwards + 1, states=kept)
 
-    def of_rows(self, rows: Tensor) -> DecodingBuffer:
+    def after_pruning(self, slots: Mapping[str, Tensor], by_this_scope: bool) -> ScopeMemory:
+        """The memory of a layer of which `slots` is what is known of those that are left."""
+        n_steps = 0 if by_this_scope else self.n_steps
+        return replace(self, n_steps=n_steps, states={}, slots=slots)
+
+    def of_slots(self, n: int) -> dict[str, Tensor]:
+        """What is known of the first `n` slots, zeros of those that came since."""
+        missing = {name: n - x.shape[-1] for name, x in self.slots.items()}
+        return {name: pad(x, (0, missing[name])) for name, x in self.slots.items()}
+
+    def of_rows(self, rows: Tensor) -> ScopeMemory:
         """The same for some rows of the batch."""
-        return replace(self, states={n: x[rows.to(x.device)] for n, x in self.states.items()})
+        states, slots = (
+            {name: x[rows.to(x.device)] for name, x in known.items()}
+            for known in (self.states, self.slots)
+        )
+        return replace(self, states=states, slots=slots)
 
-    def without_last(self, n: int) -> DecodingBuffer:
-        """The same without the last `n` tokens, which were taken back."""
-        return replace(self, states={name: x[..., :-n, :] for name, x in self.states.items()})
+    def without_last(self, n: int, n_slots: int) -> ScopeMemory:
+        """The same without the last `n` tokens, which were taken back, down to `n_slots`."""
+        states = {name: x[..., :-n, :] for name, x in self.states.items()}
+        slots = {name: x[..., :n_slots] for name, x in self.slots.items()}
+        return replace(self, states=states, slots=slots)
 
 
 class PrunedLayer(DynamicLayer):
@@ -153,7 +177,7 @@ class PrunedLayer(DynamicLayer):
         rerotation: where their keys were rotated to, or None: where they had been.
         needs: what a forward needs to read this layer.
         sinks: for a press that rerotates the first keys again and again.
-        buffers: by scope, what it has of the tokens while decoding.
+        memories: by scope, what it knows of the layer.
     """
 
     def __init__(self, storage: DynamicLayer) -> None:
@@ -165,7 +189,7 @@ class PrunedLayer(DynamicLayer):
         self.rerotation: Rerotation | None = None
         self.needs = ReadingNeeds.NOTHING
         self.sinks: Sinks | None = None
-        self.buffers: dict[int, DecodingBuffer] = {}
+        self.memories: dict[int, ScopeMemory] = {}
         self._reader: Reader | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -304,7 +328,9 @@ class PrunedLayer(DynamicLayer):
             raise UnsupportedCacheError("a quantized layer cannot give back its latest tokens")
         check_crop(self, remove)
         self._drop_last(remove)
-        self.buffers = {key: b.without_last(remove) for key, b in self.buffers.items()}
+        self.memories = {
+            key: memory.without_last(remove, self.n_slots) for key, memory in self.memories.items()
+        }
 
     def _drop_last(self, n: int) -> None:
         self.keys, self.values = self.keys[..., :-n, :], self.values[..., :-n, :]
@@ -340,7 +366,7 @@ class PrunedLayer(DynamicLayer):
         self.kept = self.kept.of_rows(rows)
         self.rerotation = self.rerotation and self.rerotation.of_rows(rows)
         self.sinks = self.sinks and self.sinks.of_rows(rows)
-        self.buffers = {key: buffer.of_rows(rows) for key, buffer in self.buffers.items()}
+        self.memories = {key: memory.of_rows(rows) for key, memory in self.memories.items()}
 
     def _refuse_rows_of_quantized(self) -> None:
         # transformers would select those of the tokens that wait to be quantized, and no others.

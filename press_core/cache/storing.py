@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from press_core.cache.caches import mask_columns, mask_layer, model_clock
 from press_core.cache.pruned import (
     ChannelPrunedLayer,
-    DecodingBuffer,
     KeptTokens,
     PrefillStagingLayer,
     PrunedLayer,
     ReadingNeeds,
     Rerotation,
+    ScopeMemory,
     filled,
     storage_of,
 )
@@ -103,15 +103,6 @@ class BatchEviction:
         kept = sum(group.eviction.length * len(group.rows) for group in self.groups)
         return kept / len(self._order)
 
-    @property
-    def mean_unseen(self) -> float:
-        """Slots of a row that held no token, on average."""
-        unseen = (
-            0 if group.slots is None else (self.call.length - len(group.slots)) * len(group.rows)
-            for group in self.groups
-        )
-        return sum(unseen) / len(self._order)
-
     def joined(self, of_group: Callable[[Eviction], Tensor], empty: float) -> Tensor:
         """What `of_group` says of the slots `(b, H_kv, n, ...)` of each, for the batch."""
         if len(self.groups) == 1:
@@ -122,7 +113,7 @@ class BatchEviction:
         """What `of_group` says of the rows `(b, ...)` of each, for the batch."""
         return torch.cat([of_group(eviction) for eviction in self.evictions])[self._order]
 
-    def of_slots(self, known: Tensor | None) -> Tensor | None:
+    def of_slots(self, known: Tensor | None, empty: float = -1) -> Tensor | None:
         """Of something known of every slot, `(1 or B, 1 or H_kv, S)`, what is left."""
         if known is None or any(eviction.kept is None for eviction in self.evictions):
             return None
@@ -132,7 +123,7 @@ class BatchEviction:
             of_rows = known[group.rows]
             if group.slots is not None:
                 of_rows = of_rows.index_select(2, group.slots)
-            return _pad_left(of_rows.gather(-1, group.eviction.known_kept), self.length, -1)
+            return _pad_left(of_rows.gather(-1, group.eviction.known_kept), self.length, empty)
 
         return torch.cat([of_group(group) for group in self.groups])[self._order]
 
@@ -172,15 +163,26 @@ def store(forward: AttentionForward, scope: ScopeState, batch: BatchEviction) ->
     if any(eviction.head_mask is not None for eviction in batch.evictions):
         _store(forward, scope, batch, former, *_ragged(scope, batch, former))
     # Also a layer left whole has to know its padding, once the mask is built for a pruned one.
-    elif not batch.is_whole or (
-        not _is_pruned(former) and isinstance(mask_layer(forward.cache), PrunedLayer)
-    ):
+    elif not batch.is_whole or (not _is_pruned(former) and _is_pruned(mask_layer(forward.cache))):
         _store(forward, scope, batch, former, *_pruned(forward, scope, batch, former))
-    elif isinstance(former, PrefillStagingLayer):
-        former.quantized.update(former.keys, former.values)
-        forward.cache.layers[forward.site.layer_idx] = former.quantized
-    elif isinstance(former, PrunedLayer):
-        former.buffers.pop(scope.key, None)
+    else:
+        _leave_whole(forward, scope, batch.call.memory, former)
+
+
+def _leave_whole(
+    forward: AttentionForward, scope: ScopeState, slots: Mapping[str, Tensor], former: Any
+) -> None:
+    """Let the layer of `forward` be what it is without a press, and hold what that remembers."""
+    layer = former
+    if isinstance(former, PrefillStagingLayer):
+        layer = former.quantized
+        layer.update(former.keys, former.values)
+    if slots and not isinstance(layer, PrunedLayer):
+        layer = PrunedLayer(layer)
+    if isinstance(layer, PrunedLayer):
+        memory = layer.memories.get(scope.key, ScopeMemory())
+        layer.memories[scope.key] = memory.after_pruning(slots, by_this_scope=True)
+    forward.cache.layers[forward.site.layer_idx] = layer
 
 
 def _store(
@@ -195,7 +197,7 @@ def _store(
     forward.cache.layers[forward.site.layer_idx] = layer
     if isinstance(layer, PrunedLayer):
         layer.needs = _reading_needs(forward, layer)
-    scope.record(forward.site.layer_idx, n_seen(former) - _mean_padding(former, batch), mean_kept)
+    scope.record(forward.site.layer_idx, float(_seen(batch).float().mean()), mean_kept)
     if former.keys.device != layer.keys.device:
         layer.offload()
 
@@ -204,12 +206,24 @@ def _is_pruned(layer: Any) -> bool:
     return isinstance(layer, PrunedLayer) and layer.is_pruned
 
 
-def _mean_padding(former: Any, batch: BatchEviction) -> float:
-    """Padding per row of all that a layer has seen, on average."""
-    if not _is_pruned(former):
-        return batch.mean_unseen
-    empty_before = float((~former.occupied()).sum(dim=-1).float().mean())
-    return float(former.kept.mean_padding) + batch.mean_unseen - empty_before
+def tokens_seen(layer: Any, occupied: Tensor | None, batch: int) -> Tensor:
+    """How many tokens `layer` has seen of each row, padding left out: `(B,)` int64, on the CPU.
+
+    Args:
+        occupied: `(B, S)` bool, which slots hold tokens; None: all.
+    """
+    seen = torch.full((batch,), n_seen(layer))
+    padding = layer.kept.padding if _is_pruned(layer) else None
+    if padding is not None:
+        seen = seen - padding.cpu()
+    if occupied is None:
+        return seen
+    since = occupied[:, layer.kept.n_slots if _is_pruned(layer) else 0 :]
+    return seen - (~since).sum(dim=-1).cpu()
+
+
+def _seen(batch: BatchEviction) -> Tensor:
+    return _required(batch.call.seen)
 
 
 def _pruned(
@@ -229,16 +243,26 @@ def _pruned(
         batch.length,
         n_seen(former),
         padded,
-        _mean_padding(former, batch),
+        n_seen(former) - _seen(batch),
     )
     layer.rerotation = _rerotation(forward, batch, former, padded)
-    if isinstance(former, PrunedLayer):
-        layer.buffers = {
-            key: DecodingBuffer(buffer.n_steps)
-            for key, buffer in former.buffers.items()
-            if key != scope.key
-        }
+    layer.memories = _memories(scope, batch, former)
     return layer, batch.mean_kept
+
+
+def _memories(scope: ScopeState, batch: BatchEviction, former: Any) -> dict[int, ScopeMemory]:
+    """What each open scope knows of what is left."""
+    before = dict(former.memories) if isinstance(former, PrunedLayer) else {}
+    if batch.call.memory:
+        before.setdefault(scope.key, ScopeMemory())
+    memories = {}
+    for key, memory in before.items():
+        here = key == scope.key
+        slots = batch.call.memory if here else memory.of_slots(batch.call.length)
+        left = {name: batch.of_slots(known, empty=0) for name, known in slots.items()}
+        told = {name: known for name, known in left.items() if known is not None}
+        memories[key] = memory.after_pruning(told, by_this_scope=here)
+    return memories
 
 
 def _layer_like(scope: ScopeState, batch: BatchEviction, former: Any) -> PrunedLayer:
@@ -347,7 +371,7 @@ def _ragged(scope: ScopeState, batch: BatchEviction, former: Any) -> tuple[Ragge
         _required(batch.of_slots(positions_in(former))),
         n_seen(former),
     )
-    layer.mean_padding = _mean_padding(former, batch)
+    layer.mean_padding = n_seen(former) - float(_seen(batch).float().mean())
     if any(eviction.recent_scores is not None for eviction in batch.evictions):
         layer.remember(_recent_scores(batch))
     return layer, sum(layer.counts) / len(layer.counts)

@@ -10,6 +10,7 @@ from press_core.call import AttentionCall
 from press_core.composite import Wrapper
 from press_core.eviction import Eviction
 from press_core.press import require
+from press_core.select import Tokens, kept_of_chunks
 
 
 @dataclass
@@ -28,9 +29,13 @@ class Chunk(Wrapper):
         require(self, "chunk_length", self.chunk_length >= 1, "a number of tokens, 1 or more")
 
     def decide(self, call: AttentionCall) -> Eviction:
-        step = self.chunk_length
+        step, amount = self.chunk_length, self.amount
         starts = range(0, call.length, step)
-        evictions = [self.press.evict(call.chunk(start, start + step)) for start in starts]
+        chunks = [call.chunk(start, start + step) for start in starts]
+        if isinstance(amount, Tokens):
+            numbers = kept_of_chunks(call.length, step, amount)
+            chunks = [chunk.with_budget(n) for chunk, n in zip(chunks, numbers, strict=True)]
+        evictions = [self.press.evict(chunk) for chunk in chunks]
         if all(eviction.is_whole for eviction in evictions):
             return Eviction.nothing(call)
         kept = [

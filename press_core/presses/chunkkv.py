@@ -41,11 +41,11 @@ class ChunkKV(Wrapper):
         if self.leaves_whole(call):
             return Eviction.nothing(call)
         scores = self.scorer.token_scores(call)
-        positions = best_chunks(scores, self.chunk_length, self.asked_ratio)
+        positions = best_chunks(scores, self.chunk_length, self.ratio_of(call.length))
         return Eviction.keep(call, positions.expand(*call.keys.shape[:2], -1))
 
     def leaves_whole(self, call: AttentionCall) -> bool:
-        return self.asked_ratio == 0 or not self.is_long_enough(call.length)
+        return self.ratio_of(call.length) == 0 or not self.is_long_enough(call.length)
 
 
 def best_chunks(scores: Tensor, chunk_length: int, compression_ratio: float) -> Tensor:

@@ -74,4 +74,4 @@ def compactor_scores(call: AttentionCall, press: Compactor) -> Tensor:
 def _blending(call: AttentionCall, press: Compactor) -> float:
     if press.blending is not None:
         return press.blending
-    return press.compression_ratio if call.budget is None else 1 - call.budget / call.length
+    return press.ratio_of(call.length) if call.budget is None else 1 - call.budget / call.length

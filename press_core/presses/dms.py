@@ -9,8 +9,8 @@ import torch
 from press_core.call import AttentionCall
 from press_core.composite import Wrapper
 from press_core.eviction import Eviction
-from press_core.press import Evicts, Phase, require
-from press_core.select import trailing
+from press_core.press import Evicts, Phase, Press, require
+from press_core.select import Amount, trailing
 
 
 @dataclass
@@ -48,6 +48,9 @@ class DMS(Wrapper):
     @property
     def asked_ratio(self) -> float:
         return 0.0  # the threshold decides
+
+    def with_ratio(self, compression_ratio: Amount) -> Press:
+        return Press.with_ratio(self, compression_ratio)  # refused: the threshold decides
 
     def decide(self, call: AttentionCall) -> Eviction:
         if not self.is_long_enough(call.length):

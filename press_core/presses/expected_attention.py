@@ -52,7 +52,7 @@ class ExpectedAttention(RatioScorer):
 def query_statistics(call: AttentionCall, n_sink: int) -> tuple[Tensor, Tensor]:
     """Mean `(B, H, d)` and covariance `(B, H, d, d)` of the queries before RoPE, sinks left out."""
     sizes, means, scatters = [], [], []
-    for queries in _query_blocks(call, n_sink):
+    for queries in query_blocks(call, n_sink):
         mean = queries.mean(dim=2, keepdim=True)
         centred = queries - mean
         sizes.append(queries.shape[2])
@@ -66,7 +66,7 @@ def query_statistics(call: AttentionCall, n_sink: int) -> tuple[Tensor, Tensor]:
     return mean.squeeze(2), scatter / sum(sizes)
 
 
-def _query_blocks(call: AttentionCall, n_sink: int, block: int = 1024) -> Iterator[Tensor]:
+def query_blocks(call: AttentionCall, n_sink: int, block: int = 1024) -> Iterator[Tensor]:
     """Queries before RoPE without the sinks', `(B, H, rows, d)`."""
     if call.tokens is None and call.hidden_states.shape[1] == call.length:
         for start in range(n_sink, call.length, block):

@@ -19,7 +19,7 @@ from press_core.eviction import Eviction
 from press_core.model.forward import DecoderForward
 from press_core.press import Needs, Phase, Press, RatioPress, require
 from press_core.scope import ScopeState
-from press_core.select import n_kept, protect, top_positions, trailing
+from press_core.select import kept_of_chunks, protect, top_positions, trailing
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Finch(RatioPress):
 
     @property
     def rerotates(self) -> bool:  # type: ignore[override]
-        return self.rerotate_keys and self.compression_ratio > 0
+        return self.rerotate_keys and self.compression_ratio != 0
 
     @property
     def needs(self) -> Needs:  # type: ignore[override]
@@ -107,14 +107,13 @@ class Finch(RatioPress):
         return found.int().argmax(dim=-1)
 
     def decide(self, call: AttentionCall) -> Eviction:
-        if self.compression_ratio == 0:
+        if self.ratio_of(call.length) == 0:
             return Eviction.nothing(call)
         scores = finch_scores(call, _question_length(call), self.normalize_scores)
         kept, step = [], self.chunk_length or call.length
-        for start in range(0, call.length, step):
-            chunk = scores[..., start : start + step]
-            n = n_kept(chunk.shape[-1], self.compression_ratio)
-            kept.append(start + top_positions(chunk, n))
+        numbers = kept_of_chunks(call.length, step, self.amount)
+        for start, n in zip(range(0, call.length, step), numbers, strict=True):
+            kept.append(start + top_positions(scores[..., start : start + step], n))
         eviction = Eviction.keep(call, torch.cat(kept, dim=-1))
         return eviction.rerotated() if self.rerotate_keys else eviction
 

@@ -21,7 +21,7 @@ from press_core.model.sites import AttentionSite
 from press_core.press import Evicts, Needs, Phase, Press, RatioPress, require
 from press_core.presses.criticalkv import output_weight
 from press_core.scope import ScopeState, bind
-from press_core.select import best_first, upcast
+from press_core.select import Tokens, best_first, upcast
 
 FIRST = "\n\nRepeat the previous context exactly."
 NEXT = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -187,9 +187,15 @@ class KVzip(RatioPress):
         best = best_first(stacked, 1)  # no head is left empty
         stacked[..., : self.n_sink] = float("inf")
         shared = stacked.flatten(1) if self.layerwise else stacked.flatten()[None]
-        n = shared.shape[-1] - int(shared.shape[-1] * self.compression_ratio)
+        n = self._n_kept(shared.shape[-1], stacked.shape[-1])
         chosen = best_first(shared[None], n)[0].view(stacked.shape) | best
         return dict(zip(scores, chosen, strict=True))
+
+    def _n_kept(self, size: int, length: int) -> int:
+        """How many tokens heads that hold `size` together keep, of a context of `length`."""
+        if isinstance(self.compression_ratio, Tokens):
+            return size // length * self.compression_ratio.of(length)
+        return size - int(size * self.compression_ratio)
 
     def score_row(
         self, scope: ScopeState, cache: Any, context: Tensor, row: int, slots: Tensor | None

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from press_core.attention import attention_blocks
+from press_core.attention import received_attention
 from press_core.call import AttentionCall
 from press_core.press import Needs, RatioScorer
-from press_core.select import upcast
 
 
 @dataclass
@@ -34,9 +33,7 @@ def observed_attention_scores(call: AttentionCall) -> Tensor:
         `(B, H_kv, S)`, float32.
     """
     length = call.length
-    received = torch.zeros_like(upcast(call.keys[..., 0]))
-    for weights in attention_blocks(call):
-        received[..., : weights.shape[-1]] += weights.sum(dim=3).mean(dim=2)
+    received = received_attention(call)
     n_queries = length if call.tokens is not None else call.hidden_states.shape[1]
     observers = torch.arange(length, 0, -1, device=call.keys.device).clamp(max=max(1, n_queries))
     return received / observers

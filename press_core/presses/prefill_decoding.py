@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from press_core.call import AttentionCall
 from press_core.composite import (
@@ -12,7 +12,8 @@ from press_core.composite import (
 )
 from press_core.eviction import Eviction
 from press_core.press import Evicts, Press, require
-from press_core.presses.decoding import Decoding
+from press_core.presses.decoding import AtIntervals
+from press_core.select import Amount
 
 
 @dataclass
@@ -21,7 +22,7 @@ class PrefillDecoding(CompositePress):
 
     Attributes:
         prefilling_press: acts after the prefill; None: nothing does.
-        decoding_press: a DecodingPress; None: nothing is pruned while decoding.
+        decoding_press: acts while decoding, at intervals; None: nothing is pruned while decoding.
     """
 
     prefilling_press: Press | None = None
@@ -34,8 +35,9 @@ class PrefillDecoding(CompositePress):
             require(self, "prefilling_press", *self._takes(self.prefilling_press))
         if self.decoding_press is not None:
             check_child(self, "decoding_press", self.decoding_press)
-            fits = isinstance(self.decoding_press, Decoding)
-            require(self, "decoding_press", fits, "a DecodingPress")
+            fits = isinstance(self.decoding_press, AtIntervals)
+            allowed = "a DecodingPress, CAMPress or CompressionRatioDecodingPress"
+            require(self, "decoding_press", fits, allowed)
 
     def _takes(self, press: Press) -> tuple[bool, str]:
         """Whether `press` can act before the decoding press, and what can."""
@@ -50,6 +52,19 @@ class PrefillDecoding(CompositePress):
         press = self.decoding_press if call.decoding else self.prefilling_press
         assert press is not None
         return press.evict(call)
+
+    def with_ratio(self, compression_ratio: Amount) -> Press:
+        if self.prefilling_press is None:
+            return super().with_ratio(compression_ratio)
+        return replace(self, prefilling_press=self.prefilling_press.with_ratio(compression_ratio))
+
+    def with_budget(self, tokens: int) -> Press:
+        prefilling, decoding = self.prefilling_press, self.decoding_press
+        return replace(
+            self,
+            prefilling_press=prefilling and prefilling.with_budget(tokens),
+            decoding_press=decoding and decoding.with_budget(tokens),
+        )
 
     @property
     def evicts(self) -> Evicts:  # type: ignore[override]

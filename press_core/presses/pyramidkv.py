@@ -28,10 +28,11 @@ class PyramidKV(SnapKV):
         require(self, "beta", self.beta >= 1, "1 or more")
 
     def budget(self, call: AttentionCall) -> int:
-        if call.budget or self.compression_ratio == 0:
+        ratio = self.ratio_of(call.length)
+        if call.budget or ratio == 0:
             return super().budget(call)
         depth, n_layers = call.site.depth, call.site.n_sites
-        mean = call.length * (1 - self.compression_ratio)
+        mean = call.length * (1 - ratio)
         return pyramid_budget(call.length, mean, self.window_size, self.beta, depth, n_layers)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +27,7 @@ class Random(RatioScorer):
 
     def validate(self) -> None:
         super().validate()
-        fits = self.seed is None or 0 <= self.seed < 2**32
-        require(self, "seed", fits, "None or a whole number in [0, 2**32)")
+        check_seed(self)
 
     def score_tokens(self, call: AttentionCall) -> Tensor:
         return random_scores(call.keys, self.seed, call.site.layer_idx)
@@ -35,6 +35,12 @@ class Random(RatioScorer):
 
 _LAYERS = 2**16
 """More layers than any model has, so that no two (seed, layer) pairs share a generator's seed."""
+
+
+def check_seed(press: Any) -> None:
+    """Validate the field `seed`."""
+    fits = press.seed is None or 0 <= press.seed < 2**32
+    require(press, "seed", fits, "None or a whole number in [0, 2**32)")
 
 
 def layer_generator(seed: int, layer_idx: int) -> torch.Generator:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from press_core.errors import UnsupportedCacheError
 from press_core.eviction import Eviction
 from press_core.model.forward import AttentionForward
 from press_core.model.rotary import Rotary
-from press_core.press import MeasuredPress, Needs, Phase, require
+from press_core.press import MeasuredPress, Needs, Phase, Press, require
 from press_core.scope import ScopeState
 
 
@@ -45,6 +45,9 @@ class StreamingLLMDecoding(MeasuredPress):
         require(self, "n_sink", self.n_sink >= 0, "a number of tokens, 0 or more")
         fits = self.max_capacity > self.n_sink
         require(self, "max_capacity", fits, f"a number of tokens above n_sink={self.n_sink}")
+
+    def with_budget(self, tokens: int) -> Press:
+        return replace(self, max_capacity=tokens)
 
     @property
     def needs(self) -> Needs:  # type: ignore[override]

@@ -98,7 +98,7 @@ def test_a_misspelt_command_is_told_its_name():
     assert "Did you mean 'equivalence'?" in result.output
 
 
-@pytest.mark.parametrize("name", ["facts", "stdlib"])
+@pytest.mark.parametrize("name", ["facts", "stdlib", "sink"])
 def test_train(monkeypatch, tmp_path, name):
     seen = []
     fake = SimpleNamespace(train=lambda output, *, seed: seen.append((output, seed)))

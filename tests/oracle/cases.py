@@ -177,6 +177,9 @@ CASES = [
     Case(lambda p, r: p.NonCausalAttnPress(r, chunk_size=130)),
     Case(lambda p, r: p.CompactorPress(r, chunk_size=126), run=ONE_ROW),
     Case(lambda p, r: p.CompactorPress(r, chunk_size=126, blending=0.7), run=ONE_ROW),
+    Case(lambda p, r: p.CapPress(r)),
+    Case(lambda p, r: p.CapPress(r, tau=1.0, n_future_positions=64, n_sink=9, epsilon=0.1)),
+    Case(lambda p, r: p.CapPress(r), setting=QWEN3),
     Case(lambda p, r: p.CURPress(r)),
     Case(lambda p, r: p.CURPress(r, leverage_type="key")),
     Case(lambda p, r: p.CURPress(r, leverage_type="value", num_sinks=9)),
@@ -208,6 +211,26 @@ CASES = [
         lambda p, r: p.ChunkKVPress(p.ExpectedAttentionPress(r), chunk_length=7), run=Context(390)
     ),
     Case(lambda p, r: p.ChunkKVPress(p.TOVAPress(r), chunk_length=500), run=ONE_ROW),
+    Case(lambda p, r: p.EntropyGatedChunkKVPress(p.SnapKVPress(r)), run=ONE_ROW),
+    Case(
+        lambda p, r: p.EntropyGatedChunkKVPress(
+            p.ExpectedAttentionPress(r), chunk_length=7, low_entropy_chunk_length=4
+        ),
+        run=ONE_ROW,
+    ),
+    Case(lambda p, r: p.EntropyGatedChunkKVPress(p.KeyDiffPress(r)), run=ONE_ROW),
+    Case(lambda p, r: p.EntropyGatedChunkKVPress(p.TOVAPress(r), chunk_length=500), run=ONE_ROW),
+    Case(lambda p, r: p.MergingPress(p.KnormPress(r))),
+    Case(lambda p, r: p.MergingPress(p.SnapKVPress(r)), setting=QWEN3),
+    Case(lambda p, r: p.MergingPress(p.KeyDiffPress(r), similarity_threshold=0.3)),
+    Case(lambda p, r: p.MergingPress(p.ExpectedAttentionPress(r), merge_fraction=0.35)),
+    Case(
+        lambda p, r: p.MergingPress(
+            p.SnapKVPress(r), similarity_threshold=0.2, merge_fraction=0.75
+        ),
+    ),
+    Case(lambda p, r: p.MergingPress(p.KnormPress(r), merge_fraction=0.5), run=Context(21)),
+    Case(lambda p, r: p.MergingPress(p.KnormPress(r), merge_fraction=0.5), run=Context(27)),
     Case(lambda p, r: p.BlockPress(p.KeyDiffPress(r))),
     Case(lambda p, r: p.BlockPress(p.KnormPress(r), block_size=50)),
     Case(lambda p, r: p.PerLayerCompressionPress(p.KnormPress(), [r, 0.4, 0.0])),
@@ -268,6 +291,29 @@ CASES = [
             p.DecodingPress(p.KnormPress(), compression_interval=6, target_size=20),
         ),
         run=Context(90, then=30),
+    ),
+    Case(
+        lambda p, r: p.CompressionRatioDecodingPress(
+            p.KnormPress(), compression_interval=7, target_compression_ratio=r
+        ),
+        run=Context(60, then=30),
+    ),
+    Case(
+        lambda p, r: p.CompressionRatioDecodingPress(
+            p.KeyDiffPress(), compression_interval=4, target_compression_ratio=r
+        ),
+        run=Context(60, then=30),
+    ),
+    Case(
+        lambda p, r: p.CAMPress(
+            p.KnormPress(), compression_interval=7, target_size=r, merge_budget=4, seed=0
+        ),
+        theirs=lambda p, r: handed.our_draws(
+            p.CAMPress(p.KnormPress(), compression_interval=7, target_size=r, merge_budget=4)
+        ),
+        run=Context(60, then=30),
+        ratios=(30, 50, 60),
+        note=SAME_NUMBERS,
     ),
     # Own logic
     Case(lambda p, r: p.ThinKPress(r)),

@@ -42,6 +42,9 @@ def difference(*, presses: str, kvpress: str, here: str, why: str) -> Callable[[
 
 
 NOT_IN_KVPRESS = {
+    "DropKVPress": "proposed to it",
+    "H2OPress": "heavy hitters while decoding",
+    "RKVPress": "for reasoning models while decoding",
     "StreamingLLMDecodingPress": "a bounded cache for endless generation",
 }
 """Presses without an oracle."""

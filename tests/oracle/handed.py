@@ -5,6 +5,7 @@ Where kvpress has no argument for it, its own way of getting it is replaced for 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
 from press_core.presses import kvzip
+from press_core.presses.cam import uniform
 from press_core.presses.duo_attention import HeadScores
 from press_core.presses.expected_attention_stats import ExpectedAttentionStats
 from press_core.presses.kvzap import KVzapRegressor
@@ -152,4 +154,23 @@ def our_sketch(press: Any) -> Any:
             return score(module, hidden_states, keys, *rest)
 
     press.score = score_with_it
+    return press
+
+
+def our_draws(press: Any) -> Any:
+    """kvpress's CAMPress, drawing this repository's numbers of seed 0."""
+    compress, calls = press.compress, Counter[int]()
+
+    def compress_with_them(module: Any, *args: Any, **kwargs: Any) -> Any:
+        calls[module.layer_idx] += 1
+        forward = calls[module.layer_idx] * press.compression_interval
+
+        def ours(probabilities: Tensor, **_: Any) -> Tensor:
+            numbers = uniform(probabilities.shape[1:], 0, module.layer_idx, forward)
+            return (numbers < probabilities).to(probabilities)
+
+        with patch.object(torch, "bernoulli", ours):
+            return compress(module, *args, **kwargs)
+
+    press.compress = compress_with_them
     return press

@@ -74,6 +74,9 @@ def compare(ours: Held, theirs: Held) -> Agreement:
             # Cosines and sines are float32 on both sides, so turned keys are no better than that.
             elif not torch.allclose(mine.keys, other.keys, rtol=0, atol=1e-4):
                 found = f"keys differ by {(mine.keys - other.keys).abs().max():.1e}"
+            # Merged values are float32 in kvpress; all others were found bit for bit.
+            elif not torch.allclose(mine.values, other.values, rtol=0, atol=1e-6):
+                found = f"values differ by {(mine.values - other.values).abs().max():.1e}"
             else:
                 same += 1
                 continue

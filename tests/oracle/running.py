@@ -1,7 +1,8 @@
 """One press on one small model: what every layer holds afterwards, whoever wrote the press.
 
-Nothing that a press says about itself is believed. The values that the model makes are recorded on
-their way into the cache; a token is held where they are still there, bit for bit.
+Nothing that a press says about itself is believed. The keys and values that the model makes are
+recorded on their way into the cache; a token is held where its value is still there, bit for bit,
+or its key, where values were merged.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ Run = Callable[[PreTrainedModel, Press, DynamicCache], None]
 
 
 class RecordingCache(DynamicCache):
-    """A cache that remembers all values it was ever given, whatever happens to them.
+    """A cache that remembers all it was ever given, whatever happens to it.
 
     Attributes:
-        made: per layer, values `(B, H_kv, q, d)`, forward by forward.
+        made: per layer, keys and values `(B, H_kv, q, d)`, forward by forward.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[int, list[Tensor]] = defaultdict(list)
+        self.made: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        self.made[layer_idx].append(value_states)
+        self.made[layer_idx].append((key_states, value_states))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
@@ -49,16 +50,17 @@ class Head(NamedTuple):
 
     Attributes:
         positions: `(n,)` int64, in the sequence, in the order in which they lie in the cache.
-        keys: `(n, d)`, in that order.
+        keys, values: `(n, d)`, in that order.
     """
 
     positions: Tensor
     keys: Tensor
+    values: Tensor
 
     def in_time(self) -> Head:
         """The same in temporal order."""
         order = self.positions.argsort()
-        return Head(self.positions[order], self.keys[order])
+        return Head(self.positions[order], self.keys[order], self.values[order])
 
     @property
     def kept(self) -> list[int]:
@@ -142,10 +144,13 @@ def held_after(run: Run, press: Press, model: PreTrainedModel) -> Held:
 
 def held(past: RecordingCache, model: PreTrainedModel) -> Held:
     """What the layers of `past` hold."""
-    made = {index: torch.cat(values, dim=2) for index, values in past.made.items()}
+    made = {
+        index: [torch.cat(states, dim=2) for states in zip(*forwards, strict=True)]
+        for index, forwards in past.made.items()
+    }
     return [
         [
-            Head(_positions_of(values, made[index][row, head]), keys)
+            Head(_positions_of(keys, values, *(x[row, head] for x in made[index])), keys, values)
             for row, head, keys, values in _heads(past.layers[index], site.module)
         ]
         for index, site in enumerate(attention_sites(model))
@@ -169,12 +174,20 @@ def _heads(layer: Any, module: nn.Module) -> Iterator[tuple[int, int, Tensor, Te
             yield row, head, layer.keys[row, head][mine], layer.values[row, head][mine]
 
 
-def _positions_of(values: Tensor, made: Tensor) -> Tensor:
-    """Which of the values `(S, d)` that were made the held ones `(n, d)` are, `(n,)` int64.
+def _positions_of(keys: Tensor, values: Tensor, made_keys: Tensor, made_values: Tensor) -> Tensor:
+    """Which of the tokens that were made the held ones `(n, d)` are, `(n,)` int64."""
+    found = _found(values, made_values)
+    if found is None and keys.shape[-1] == made_keys.shape[-1]:
+        found = _found(keys, made_keys)
+    assert found is not None, "the cache holds tokens that were never made"
+    return found
+
+
+def _found(states: Tensor, made: Tensor) -> Tensor | None:
+    """Where `states` `(n, d)` are among those `made` `(S, d)`, `(n,)` int64; None: not there.
 
     Of equal ones the first, which are the context's where it was replayed.
     """
     known, order = made[:, 0].sort(stable=True)
-    positions = order[torch.searchsorted(known, values[:, 0].contiguous()).clamp(max=len(made) - 1)]
-    assert torch.equal(made[positions], values), "the cache holds values that were never made"
-    return positions
+    first = torch.searchsorted(known, states[:, 0].contiguous()).clamp(max=len(made) - 1)
+    return order[first] if torch.equal(made[order[first]], states) else None

@@ -143,7 +143,8 @@ def test_no_head_is_ever_empty(mechanism):
 
 
 @difference(
-    presses="`ChunkKVPress`, `CompactorPress`, `SimLayerKVPress`, `CriticalAdaKVPress`, in batches",
+    presses="`ChunkKVPress`, `EntropyGatedChunkKVPress`, `CompactorPress`, `SimLayerKVPress`, "
+    "`CriticalAdaKVPress`, in batches",
     kvpress="lets the rows decide for each other (chunks of the first row for all, scores "
     "standardised and laziness averaged over the batch), or fails",
     here="keeps in each row what that row alone would keep",
@@ -153,6 +154,7 @@ def test_no_head_is_ever_empty(mechanism):
     ("build", "ratio"),
     [
         (lambda p, r: p.ChunkKVPress(p.KnormPress(r)), 0.5),
+        (lambda p, r: p.EntropyGatedChunkKVPress(p.KnormPress(r)), 0.5),
         (lambda p, r: p.CompactorPress(r, chunk_size=126), 0.5),
         (lambda p, r: p.SimLayerKVPress(lazy_threshold=r, n_recent=100), 0.27),
         (lambda p, r: p.CriticalAdaKVPress(p.KnormPress(r)), 0.5),
@@ -444,6 +446,45 @@ def test_sinks_while_decoding(mechanism):
     )
     assert kept(ours(case, 0.0, mechanism))[:4] == [0, 1, 2, 3]
     assert kept(theirs(case, 0.0))[:4] != [0, 1, 2, 3]
+
+
+@difference(
+    presses="`CAMPress`, due while the cache is within its target",
+    kvpress="prunes as soon as there is one token too many, and counts from there",
+    here="waits for another interval, as `DecodingPress` does",
+    why="an interval is how often a cache is touched, and one token at a time is not worth it",
+)
+@both_mechanisms
+def test_due_with_nothing_to_evict(mechanism):
+    case = Case(
+        lambda p, r: p.CAMPress(
+            p.KnormPress(), compression_interval=7, target_size=70, merge_budget=4
+        ),
+        run=Context(60, then=30),
+    )
+    assert len(kept(ours(case, 0.0, mechanism))) == 70 + 30 % 7
+    assert len(kept(theirs(case, 0.0))) == 70 + (30 - 11) % 7
+
+
+@difference(
+    presses="`CompressionRatioDecodingPress`",
+    kvpress="has to be told `position_ids`, and takes them for the number of tokens seen",
+    here="the cache counts what it has seen",
+    why="`generate` passes no positions; keys may have others than their place",
+)
+@both_mechanisms
+def test_tokens_seen_while_decoding(mechanism):
+    def without_positions(model, press, past):
+        with torch.no_grad(), press(model):
+            for ids in token_ids(30).split([20, *[1] * 10], dim=1):
+                model(ids, past_key_values=past, position_ids=torch.zeros_like(ids))
+
+    case = Case(
+        lambda p, r: p.CompressionRatioDecodingPress(p.KnormPress(), compression_interval=5),
+        run=without_positions,
+    )
+    assert len(kept(ours(case, 0.0, mechanism))) == 15
+    assert len(kept(theirs(case, 0.0))) == 1
 
 
 @difference(

@@ -113,6 +113,7 @@ TIMED = {
     "LeverageScorePress": Timed(lambda p, n: p.LeverageScorePress(0.5)),
     "NonCausalAttnPress": Timed(lambda p, n: p.NonCausalAttnPress(0.5)),
     "CompactorPress": Timed(lambda p, n: p.CompactorPress(0.5)),
+    "CapPress": Timed(lambda p, n: p.CapPress(0.5)),
     "CURPress": Timed(lambda p, n: p.CURPress(0.5)),
     "KVzapPress": Timed(
         lambda p, n: p.KVzapPress(0.5, regressor=REGRESSOR),
@@ -123,6 +124,8 @@ TIMED = {
     "KeyRerotationPress": Timed(lambda p, n: p.KeyRerotationPress(snap(p))),
     "ChunkPress": Timed(lambda p, n: p.ChunkPress(snap(p))),
     "ChunkKVPress": Timed(lambda p, n: p.ChunkKVPress(snap(p))),
+    "EntropyGatedChunkKVPress": Timed(lambda p, n: p.EntropyGatedChunkKVPress(snap(p))),
+    "MergingPress": Timed(lambda p, n: p.MergingPress(snap(p))),
     "BlockPress": Timed(lambda p, n: p.BlockPress(p.KeyDiffPress(0.5))),
     "PerLayerCompressionPress": Timed(lambda p, n: p.PerLayerCompressionPress(snap(p), [0.3, 0.7])),
     "AdaKVPress": Timed(lambda p, n: p.AdaKVPress(snap(p)), headwise=True),
@@ -130,6 +133,14 @@ TIMED = {
     "DMSPress": Timed(lambda p, n: p.DMSPress(p.KnormPress(), threshold=-8.0), headwise=True),
     "DecodingPress": Timed(
         lambda p, n: p.DecodingPress(p.KnormPress(), compression_interval=4, target_size=n // 2),
+        then=4,
+    ),
+    "CAMPress": Timed(
+        lambda p, n: p.CAMPress(p.KnormPress(), compression_interval=4, target_size=n // 2),
+        then=4,
+    ),
+    "CompressionRatioDecodingPress": Timed(
+        lambda p, n: p.CompressionRatioDecodingPress(p.KnormPress(), compression_interval=4),
         then=4,
     ),
     "PrefillDecodingPress": Timed(

@@ -28,10 +28,10 @@ from press_core import (
 from press_core.cache.caches import check_prunable, mask_layer, prunable_layer
 from press_core.cache.pruned import (
     ChannelPrunedLayer,
-    DecodingBuffer,
     KeptTokens,
     ReadingNeeds,
     Rerotation,
+    ScopeMemory,
     Sinks,
     filled,
 )
@@ -278,12 +278,12 @@ def test_reset_lifts_the_need_for_help(need: ReadingNeeds) -> None:
     assert layer.get_seq_length() == 2
 
 
-def test_reset_forgets_rerotations_sinks_and_buffers() -> None:
+def test_reset_forgets_rerotations_sinks_and_memories() -> None:
     layer = _rerotated(n_later=1)
     layer.sinks = Sinks(torch.zeros(BATCH, HEADS, 1, DIM), torch.ones(BATCH, dtype=torch.bool))
-    layer.buffers = {0: DecodingBuffer(2)}
+    layer.memories = {0: ScopeMemory(2)}
     layer.reset()
-    known = layer.rerotation, layer.sinks, layer.positions, layer.buffers or None
+    known = layer.rerotation, layer.sinks, layer.positions, layer.memories or None
     assert all(x is None for x in known)
     layer.update(*_states(2))
     assert layer.all_positions().tolist() == [[[0, 1]]]  # type: ignore[union-attr]
@@ -325,15 +325,17 @@ def test_everything_known_of_rows_is_selected_with_them() -> None:
     sinks = torch.randn(BATCH, HEADS, 1, DIM)
     layer.sinks = Sinks(sinks, torch.tensor([True, False, True]))
     states = torch.randn(BATCH, 3, DIM)
-    layer.buffers = {7: DecodingBuffer(3, {"hidden_states": states})}
+    received = torch.randn(BATCH, HEADS, KEPT)  # of the later token nothing is known yet
+    layer.memories = {7: ScopeMemory(3, {"hidden_states": states}, {"received": received})}
     layer.batch_select_indices(torch.tensor(rows))
     assert layer.rerotation.row_lag is not None
     assert torch.equal(layer.rerotation.row_lag, lag[rows])
     assert torch.equal(layer.all_rotary_positions(), rotary[rows])  # type: ignore[arg-type]
     assert torch.equal(layer.sinks.keys, sinks[rows])
     assert layer.sinks.known.tolist() == [True, True]
-    assert layer.buffers[7].n_steps == 3
-    assert torch.equal(layer.buffers[7].states["hidden_states"], states[rows])
+    assert layer.memories[7].n_steps == 3
+    assert torch.equal(layer.memories[7].states["hidden_states"], states[rows])
+    assert torch.equal(layer.memories[7].slots["received"], received[rows])
 
 
 def test_rows_without_positions_are_selected_and_repeated_too() -> None:
@@ -421,7 +423,7 @@ def test_later_tokens_of_a_rerotated_layer_stand_behind_its_keys_row_by_row() ->
 
 def test_a_buffer_holds_the_last_tokens_of_all_that_came() -> None:
     steps = [torch.randn(BATCH, n, DIM) for n in (1, 2, 1)]
-    first = buffer = DecodingBuffer()
+    first = buffer = ScopeMemory()
     for step in steps:
         buffer = buffer.after_step(3, hidden_states=step, query=None)
     assert buffer.n_steps == 3
@@ -431,7 +433,7 @@ def test_a_buffer_holds_the_last_tokens_of_all_that_came() -> None:
 
 
 def test_a_buffer_without_room_counts_only() -> None:
-    buffer = DecodingBuffer(4).after_step(0, hidden_states=torch.zeros(1, 1, 1))
+    buffer = ScopeMemory(4).after_step(0, hidden_states=torch.zeros(1, 1, 1))
     assert (buffer.n_steps, buffer.states) == (5, {})
 
 
@@ -439,12 +441,18 @@ def test_a_buffer_without_room_counts_only() -> None:
 def test_crop_takes_the_tokens_out_of_the_buffers_too(remove: int) -> None:
     layer = _pruned(n_later=3)
     states = torch.randn(BATCH, 2, DIM), torch.randn(BATCH, HEADS, 2, DIM)
-    layer.buffers = {7: DecodingBuffer(3, {"hidden_states": states[0], "query": states[1]})}
+    received = torch.randn(BATCH, HEADS, KEPT + 1)  # nothing of the last two tokens
+    known = {"hidden_states": states[0], "query": states[1]}
+    layer.memories = {7: ScopeMemory(3, known, {"received": received})}
     layer.crop(-remove)
-    buffer = layer.buffers[7]
+    buffer = layer.memories[7]
     left = max(0, 2 - remove)
     assert torch.equal(buffer.states["hidden_states"], states[0][:, :left])
     assert torch.equal(buffer.states["query"], states[1][:, :, :left])
+    assert torch.equal(buffer.slots["received"], received[..., : KEPT + 3 - remove])
+    up_to_date = buffer.of_slots(layer.n_slots)["received"]
+    assert up_to_date.shape[-1] == layer.n_slots
+    assert bool((up_to_date[..., KEPT + 1 :] == 0).all())
 
 
 # ---- channels ------------------------------------------------------------------------------------

@@ -8,10 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from press_core.select import (
+    Tokens,
     gather_tokens,
+    kept_of_chunks,
     leading,
     n_kept,
     protect,
+    ratio_of,
     top_positions,
     trailing,
     upcast,
@@ -115,3 +118,28 @@ def test_half_precision_is_turned_into_single(dtype: torch.dtype) -> None:
     x = torch.randn(3).to(dtype)
     assert upcast(x).dtype == torch.float32
     assert torch.equal(upcast(x).to(dtype), x)
+
+
+# ---- amounts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 7, 64, 100])
+@pytest.mark.parametrize("step", [1, 16, 64, 1000])
+def test_chunks_share_a_number_of_tokens(length: int, step: int) -> None:
+    """Exactly, where there are no more chunks than tokens to keep; and none is left empty."""
+    numbers = kept_of_chunks(length, step, Tokens(30))
+    sizes = [min(step, length - start) for start in range(0, length, step)]
+    assert all(1 <= n <= size for n, size in zip(numbers, sizes, strict=True))
+    assert sum(numbers) == max(min(30, length), len(sizes))
+
+
+def test_chunks_each_keep_their_part_under_a_ratio() -> None:
+    assert kept_of_chunks(70, 16, 0.5) == [8, 8, 8, 8, 3]
+
+
+def test_numbers_of_tokens() -> None:
+    assert [Tokens(30).of(length) for length in (1, 30, 31, 500)] == [1, 30, 30, 30]
+    assert [Tokens(10, 0.5).of(length) for length in (9, 40, 1000)] == [9, 20, 100]
+    assert n_kept(500, Tokens(30)) == 30
+    assert ratio_of(500, Tokens(30)) == pytest.approx(0.94)
+    assert (repr(Tokens(30)), repr(Tokens(10, 0.5))) == ("Tokens(30)", "Tokens(10, 0.5)")

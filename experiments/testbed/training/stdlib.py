@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from experiments.framework.tables import markdown_table
+from experiments.testbed.sinks import attention_to_first
 from experiments.testbed.stdlib_text import (
     BOS,
     HELD_OUT_EVERY,
@@ -54,7 +55,8 @@ LENGTH = 256
 ROWS = 32
 """Sequences in a step."""
 LEARNING_RATE = 1e-2
-WARM_UP_STEPS = 100
+WARM_UP = 1 / 7
+"""Share of the steps."""
 WEIGHT_DECAY = 0.1
 
 STREAM = 1_536
@@ -66,6 +68,10 @@ EDGES = (0, 256, 320, 512, 1024, STREAM)
 PAD_ID, BOS_ID, UNK_ID = (SPECIAL_TOKENS.index(token) for token in (PAD, BOS, UNK))
 IGNORED = -100
 """Label that `cross_entropy` leaves out."""
+OBSERVED_EVERY = 20
+"""Steps between two looks at a model that is trained."""
+
+Objective = Callable[[PreTrainedModel, Tensor, int], Tensor]
 
 
 def build_model() -> GPTNeoXForCausalLM:
@@ -120,13 +126,16 @@ class Measures:
 
 
 @dataclass(frozen=True)
-class _Text:
+class Text:
+    """The tokenizer, and the streams of ids ``(tokens,)`` to train on and held out."""
+
     tokenizer: PreTrainedTokenizerFast
     train: Tensor
     held_out: Tensor
 
     @classmethod
-    def load(cls) -> _Text:
+    def load(cls) -> Text:
+        """The text of this machine's Python."""
         tokenizer = build_tokenizer(corpus("train"), VOCABULARY)
         streams = token_stream(tokenizer, "train"), token_stream(tokenizer, "held-out")
         return cls(tokenizer, *streams)
@@ -155,13 +164,18 @@ def _targets(tokens: Tensor) -> Tensor:
 
 def _loss(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    return loss_of(logits, tokens)
+
+
+def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Nats per known target of ``tokens`` ``(rows, n + 1)``, under the logits of the first n."""
     return cross_entropy(logits.flatten(0, 1), _targets(tokens).flatten(), ignore_index=IGNORED)
 
 
-def _rate(step: int, steps: int) -> float:
+def _rate(step: int, steps: int, peak: float) -> float:
     """The learning rate at a step: a linear warm-up times a cosine that falls to zero."""
-    warm_up = min(1.0, (step + 1) / WARM_UP_STEPS)
-    return LEARNING_RATE * warm_up * 0.5 * (1 + math.cos(math.pi * step / steps))
+    warm_up = min(1.0, (step + 1) / (WARM_UP * steps))
+    return peak * warm_up * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def _optimizer(model: PreTrainedModel) -> torch.optim.Optimizer:
@@ -191,11 +205,54 @@ def train(
     same.
     """
     set_threads(threads)
-    text = _Text.load()
+    text = Text.load()
+    model, run = fit(text, seed, steps, checkpoints=checkpoints, progress=progress)
+    save(model, text.tokenizer, output)
+    measures = evaluate(model, text.tokenizer, text.train, text.held_out)
+    write_card("stdlib", output, run, figures(model, run, measures))
+
+
+def fit(
+    text: Text,
+    seed: int,
+    steps: int,
+    *,
+    model: GPTNeoXForCausalLM | None = None,
+    peak: float = LEARNING_RATE,
+    objective: Objective | None = None,
+    observe: Callable[[PreTrainedModel, int], None] | None = None,
+    checkpoints: Path | None = None,
+    progress: bool = True,
+) -> tuple[GPTNeoXForCausalLM, Run]:
+    """A model that is trained on a text, and how that went.
+
+    Args:
+        model: What to begin with, and to change; None: an untrained one.
+        peak: The learning rate after the warm-up.
+        objective: What the model is to lower, of a batch and the number of a step; None: its loss.
+        observe: Called every `OBSERVED_EVERY` steps, with how many there were.
+        checkpoints: Folder to save the model to after every quarter of the steps.
+    """
     start = time.monotonic()
     torch.manual_seed(seed)
-    model = build_model()
-    _fit(model, text, seed, steps, checkpoints, progress)
+    model = model or build_model()
+    optimizer = _optimizer(model)
+    generator = torch.Generator().manual_seed(seed)
+    held_out = math.nan
+    model.train()
+    with tqdm(desc="training", unit="step", total=steps, disable=not progress) as bar:
+        for step in range(steps):
+            tokens = _draw(text.train, generator)
+            loss = objective(model, tokens, step) if objective else _loss(model, tokens)
+            update(model, optimizer, loss, _rate(step, steps, peak))
+            if step % 100 == 99:
+                held_out = held_out_loss(model, text.held_out[: 64 * LENGTH])
+            if observe is not None and (step + 1) % OBSERVED_EVERY == 0:
+                observe(model, step + 1)
+            if checkpoints is not None and (step + 1) % max(1, steps // 4) == 0:
+                save(model, text.tokenizer, checkpoints)
+            bar.update()
+            bar.set_postfix(train=loss.item(), held_out=held_out, refresh=False)
     run = Run(
         seed=seed,
         steps=steps,
@@ -206,33 +263,7 @@ def train(
         train_unknown=float((text.train == UNK_ID).float().mean()),
         held_out_unknown=float((text.held_out == UNK_ID).float().mean()),
     )
-    save(model, text.tokenizer, output)
-    measures = evaluate(model, text.tokenizer, text.train, text.held_out)
-    write_card("stdlib", output, run, _figures(model, run, measures))
-
-
-def _fit(
-    model: PreTrainedModel,
-    text: _Text,
-    seed: int,
-    steps: int,
-    checkpoints: Path | None,
-    progress: bool,
-) -> None:
-    optimizer = _optimizer(model)
-    generator = torch.Generator().manual_seed(seed)
-    held_out = math.nan
-    model.train()
-    with tqdm(desc="training", unit="step", total=steps, disable=not progress) as bar:
-        for step in range(steps):
-            loss = _loss(model, _draw(text.train, generator))
-            update(model, optimizer, loss, _rate(step, steps))
-            if step % 100 == 99:
-                held_out = held_out_loss(model, text.held_out[: 64 * LENGTH])
-            if checkpoints is not None and (step + 1) % max(1, steps // 4) == 0:
-                save(model, text.tokenizer, checkpoints)
-            bar.update()
-            bar.set_postfix(train=loss.item(), held_out=held_out, refresh=False)
+    return model, run
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -263,13 +294,14 @@ def evaluate(
 ) -> Measures:
     """Measure a model on the held-out stream ``(tokens,)``, n-grams fitted on the other one."""
     model.eval()
+    attention = attention_to_first(model, blocks(held_out)[:ROWS])
     unigram, bigram = ngram_losses(blocks(train_stream), blocks(held_out))
     return Measures(
         loss=held_out_loss(model, held_out),
         unigram=unigram,
         bigram=bigram,
         past=dict(_past_losses(model, held_out)),
-        sink=attention_to_first(model, blocks(held_out)[:ROWS]),
+        sink=attention.groupby("layer")["share"].mean().tolist(),
         sample=_sample(model, tokenizer),
     )
 
@@ -330,16 +362,6 @@ def _losses_by_range(model: PreTrainedModel, tokens: Tensor, seen: Tensor) -> li
     return [float(by_position[:, first:last].nanmean()) for first, last in pairwise(EDGES)]
 
 
-@torch.inference_mode()
-def attention_to_first(model: PreTrainedModel, tokens: Tensor) -> list[float]:
-    """By layer, the mean attention of the second half of ``(rows, length)`` to the first token."""
-    implementation = model.config._attn_implementation
-    model.set_attn_implementation("eager")  # the only one that returns attention weights
-    attentions = model(input_ids=tokens, output_attentions=True, use_cache=False).attentions
-    model.set_attn_implementation(implementation)
-    return [float(layer[:, :, tokens.shape[1] // 2 :, 0].mean()) for layer in attentions]
-
-
 def _sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> str:
     torch.manual_seed(0)
     prompt = tokenizer("def ", return_tensors="pt")
@@ -347,7 +369,7 @@ def _sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> str:
     return str(tokenizer.decode(output[0], skip_special_tokens=True)).strip()
 
 
-def _figures(model: PreTrainedModel, run: Run, measures: Measures) -> dict[str, Any]:
+def figures(model: PreTrainedModel, run: Run, measures: Measures) -> dict[str, Any]:
     """What the model card says of the training and of what was measured."""
     spans = [f"{first:,}-{last - 1:,}" for first, last in pairwise(EDGES)]
     past = [[name, *(f"{loss:.3f}" for loss in losses)] for name, losses in measures.past.items()]

@@ -1,0 +1,82 @@
+"""ChunkKV with a gate, against a slow reference that fills a budget chunk by chunk."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from press_core.presses.entropy_gated_chunkkv import gated_order, normalized_entropy
+
+
+def entropy(scores: list[float]) -> float:
+    least = min(0.0, *scores)
+    raised = [score - least for score in scores]
+    total = sum(raised)
+    if total <= 0 or len(scores) == 1:
+        return 0.0
+    return -sum(x / total * math.log(x / total) for x in raised if x > 0) / math.log(len(scores))
+
+
+def lower_median(numbers: list[float]) -> float:
+    return sorted(numbers)[(len(numbers) - 1) // 2]
+
+
+def slow(scores: list[float], budget: int, chunk_length: int, low: int) -> list[int]:
+    """Which tokens are kept."""
+    starts = range(0, len(scores), chunk_length)
+    chunks = [list(range(s, min(s + chunk_length, len(scores)))) for s in starts]
+    means = [fmean(scores[t] for t in chunk) for chunk in chunks]
+    entropies = [entropy([scores[t] for t in chunk]) for chunk in chunks]
+    kept: list[int] = []
+    for i in sorted(range(len(chunks)), key=lambda i: -means[i]):
+        best = sorted(chunks[i], key=lambda t: -scores[t])
+        if means[i] >= lower_median(means) and entropies[i] < lower_median(entropies):
+            best = best[:low]
+        kept += best[: budget - len(kept)]
+    rest = sorted(set(range(len(scores))) - set(kept), key=lambda t: -scores[t])
+    return sorted(kept + rest[: budget - len(kept)])
+
+
+@st.composite
+def scored(draw: st.DrawFn) -> Tensor:
+    length, seed = draw(st.integers(3, 60)), draw(st.integers(0, 2**16))
+    scores = torch.rand(length, generator=torch.Generator().manual_seed(seed)).double()
+    return scores ** draw(st.sampled_from([1, 4])) - draw(st.sampled_from([0.0, 0.3]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(scored(), st.integers(2, 12), st.data())
+def test_against_the_slow_reference(scores: Tensor, chunk_length: int, data: st.DataObject) -> None:
+    low = data.draw(st.integers(1, chunk_length - 1))
+    budget = data.draw(st.integers(1, len(scores)))
+    kept = gated_order(scores, chunk_length, low)[:budget].sort().values
+    assert kept.tolist() == slow(scores.tolist(), budget, chunk_length, low)
+
+
+def test_every_token_has_a_place() -> None:
+    order = gated_order(torch.rand(53), 10, 4)
+    assert order.sort().values.tolist() == list(range(53))
+
+
+def test_one_good_token_does_not_save_its_chunk() -> None:
+    scores = torch.full((40,), 0.1)
+    scores[5] = 9.0  # a spike
+    scores[10:20] = 0.5  # a good chunk
+    scores[20:30] += torch.arange(10) / 1000
+    order = gated_order(scores, 10, 1)
+    assert order[0] == 5
+    assert sorted(order[1:11].tolist()) == list(range(10, 20))
+    assert set(order[-9:].tolist()) == set(range(10)) - {5}
+
+
+@pytest.mark.parametrize("n", [2, 5])
+def test_entropy_of_equal_scores_is_one_and_of_one_token_zero(n: int) -> None:
+    held = torch.ones(2, n, dtype=torch.bool)
+    chunks = torch.stack((torch.full((n,), 0.3), torch.eye(n)[0]))
+    assert normalized_entropy(chunks, held).tolist() == pytest.approx([1.0, 0.0])

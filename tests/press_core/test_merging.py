@@ -1,0 +1,80 @@
+"""Merging on eviction against a slow reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import patch_impl
+from press_core import AttentionCall, Eviction
+from press_core.presses.merging import most_similar
+from tests.press_core.drawn import BATCH, KV_HEADS, drawn_call
+
+LENGTH = 24
+
+
+def slow(
+    call: AttentionCall, kept: list[int], row: int, head: int, threshold: float, fraction: float
+) -> Tensor:
+    """Values of one head after merging, one evicted token at a time."""
+    keys, values = call.keys[row, head], call.values[row, head]
+    evicted = [t for t in range(call.length) if t not in kept]
+    closest = {}
+    for e in evicted:
+        cosines = [float(keys[e] @ keys[j] / keys[e].norm() / keys[j].norm()) for j in kept]
+        closest[e] = max((cosine, place) for place, cosine in enumerate(cosines))
+    ranked = sorted(evicted, key=lambda e: -closest[e][0])
+    n_merged = len(evicted) if fraction == 1 else 1 + int((len(evicted) - 1) * fraction)
+    sums = [values[j].clone() for j in kept]
+    weights = [1.0] * len(kept)
+    for e in ranked[:n_merged]:
+        cosine, place = closest[e]
+        if cosine < threshold:
+            continue
+        norms = float(values[e].norm()), float(values[kept[place]].norm())
+        weight = max(0.0, cosine) * norms[0] / (norms[0] + norms[1] + 1e-6)
+        sums[place] += weight * values[e]
+        weights[place] += weight
+    return torch.stack([total / weight for total, weight in zip(sums, weights, strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("threshold", "fraction"), [(0.0, 1.0), (0.4, 1.0), (0.0, 0.35), (0.3, 0.6), (1.0, 1.0)]
+)
+@pytest.mark.parametrize("ratio", [0.25, 0.8])
+def test_against_the_slow_reference(ratio: float, threshold: float, fraction: float) -> None:
+    call = drawn_call(LENGTH)
+    inner = patch_impl.KnormPress(ratio)
+    press = patch_impl.MergingPress(inner, threshold, fraction)
+    merged, plain = press.evict(call), inner.evict(call)
+    assert isinstance(merged, Eviction)
+    assert torch.equal(merged.known_kept, plain.known_kept)
+    assert torch.equal(merged.keys, plain.keys)
+    for row in range(BATCH):
+        for head in range(KV_HEADS):
+            kept = plain.known_kept[row, head].tolist()
+            expected = slow(call, kept, row, head, threshold, fraction)
+            torch.testing.assert_close(merged.values[row, head], expected)
+
+
+def test_nothing_is_merged_above_every_similarity() -> None:
+    call, inner = drawn_call(LENGTH), patch_impl.KnormPress(0.5)
+    press = patch_impl.MergingPress(inner, similarity_threshold=1.0)
+    assert torch.equal(press.evict(call).values, inner.evict(call).values)
+
+
+def test_equal_values_stay_what_they_are() -> None:
+    """A weighted mean of equal values."""
+    call = drawn_call(LENGTH)
+    call = drawn_call(LENGTH, values=call.values[:, :, :1].expand_as(call.values))
+    values = patch_impl.MergingPress(patch_impl.KnormPress(0.5)).evict(call).values
+    torch.testing.assert_close(values, call.values[:, :, :12])
+
+
+def test_blocks_change_nothing() -> None:
+    call = drawn_call(LENGTH)
+    keys, others = call.keys[:, :, :10], call.keys[:, :, 10:]
+    similarity, target = most_similar(keys, others)
+    for whole, parts in zip((similarity, target), most_similar(keys, others, block=3), strict=True):
+        torch.testing.assert_close(whole, parts)
