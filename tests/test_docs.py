@@ -74,7 +74,10 @@ def test_adding_a_press(checkout):
     assert "equal" in run(checkout, *equivalence.split()[1:])
 
 
-PAGES = ("../README", "index", "mechanisms", "headwise", "auditing", "evaluation", "migration")
+PAGES = (
+    *("../README", "index", "mechanisms", "presses", "headwise", "auditing", "evaluation"),
+    "migration",
+)
 
 
 @pytest.mark.parametrize("page", PAGES)
