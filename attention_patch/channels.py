@@ -35,7 +35,7 @@ def attend_channels(
         UnsupportedInputError: for dropout.
     """
     asked = ask(site, query, attention_mask, layer.n_slots, kwargs)
-    grouped = query.unflatten(1, (layer.channels.shape[1], -1))  # (B, H_kv, G, q, d)
+    grouped = asked.states.unflatten(1, (layer.channels.shape[1], -1))  # (B, H_kv, G, q, d)
     index = layer.channels[:, :, None, None].expand(*grouped.shape[:-1], -1)
     logits = torch.cat(
         (
@@ -50,4 +50,4 @@ def attend_channels(
         logits = logits.masked_fill(~visible, float("-inf"))
     weights = softmax_with_sinks(logits, asked.sinks)
     output = weights.to(value.dtype) @ layer.values.unsqueeze(2)
-    return output.flatten(1, 2).transpose(1, 2).contiguous(), None
+    return site.ungrouped(output.flatten(1, 2)).transpose(1, 2).contiguous(), None

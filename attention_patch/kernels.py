@@ -84,7 +84,7 @@ def attend(
     n_told = layer.seen if tells_all else layer.n_recent
     asked = ask(site, query, attention_mask, n_told, kwargs)
     layer.attended_by = backend or choose(layer, asked)
-    output = KERNELS[layer.attended_by](layer, asked)
+    output = site.ungrouped(KERNELS[layer.attended_by](layer, asked))
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -108,7 +108,7 @@ def ask(
         )
     scaling, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
     return Query(
-        query,
+        site.grouped(query),
         _visible(attention_mask, n, query.shape[2], query.device),
         site.scaling if scaling is None else scaling,
         site.softcap,

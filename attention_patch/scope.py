@@ -18,7 +18,8 @@ from press_core.cache.ragged import RaggedLayer
 from press_core.cache.reading import layer_of, prepared
 from press_core.errors import UnsupportedModelError
 from press_core.model.forward import AttentionForward
-from press_core.model.sites import AttentionSite, attention_sites
+from press_core.model.probe import verified_sites
+from press_core.model.sites import AttentionSite
 
 
 class HeadwiseReader:
@@ -97,7 +98,7 @@ class headwise:  # noqa: N801 - used like a function: `with headwise(model):`
         with ExitStack() as opened:
             reader = HeadwiseReader()
             opened.callback(reader.remove)
-            for site in attention_sites(self.model):
+            for site in verified_sites(self.model):
                 check_interface(site)
                 if self.backend is not None:
                     check_backend(self.backend, site)

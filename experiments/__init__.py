@@ -10,6 +10,7 @@ if TYPE_CHECKING:  # help has to come at once, and this imports pandas
 
 EXPERIMENTS: dict[str, str] = {
     "equivalence": "Check that both mechanisms leave the same bits.",
+    "architectures": "Sweep every decoder of transformers with tiny weights.",
     "intrusiveness": "Audit what each mechanism, and each library, touches.",
     "isolation": "See which other models, copies and caches a press changes.",
     "coexistence": "See who gets along with accelerate, PEFT, torch.compile...",

@@ -15,7 +15,7 @@ from press_core.call import AttentionCall
 from press_core.errors import ScopeError, UnsupportedInputError
 from press_core.eviction import Eviction
 from press_core.model.forward import AttentionForward, DecoderForward
-from press_core.model.sites import AttentionSite
+from press_core.model.sites import AttentionSite, LeftAlone
 from press_core.press import Needs, Phase, RatioScorer, TokenScorer
 from press_core.scope import ScopeState
 
@@ -71,7 +71,8 @@ class BasePress(press.Press):
             )
         query = collected.query() if Needs.QUERIES in self.needs else None
         forward = AttentionForward(input, kwargs, collected.site)
-        engine.after_attention(collected.scope, forward, output, query, query_is_rotated=False)
+        is_rotated = query is not None and collected.site.query_source.is_rotated
+        engine.after_attention(collected.scope, forward, output, query, is_rotated)
         return output
 
     # ---- around an attention module, around the decoder ------------------------------------------
@@ -97,6 +98,10 @@ class BasePress(press.Press):
                         Hook(hooks.after), with_kwargs=True, prepend=True
                     )
                 )
+        for other in scope.left_alone:
+            module = other.site.module
+            before = Hook(partial(_before_left_alone, other))
+            scope.install(module.register_forward_pre_hook(before, with_kwargs=True))
         if Phase.DECODER in self.phases:
             self._install_around_decoder(scope)
 
@@ -244,6 +249,13 @@ class _SiteHooks:
     ) -> Any:
         collected = _Collected(self.site, self.scope, self.waiting.__dict__.pop("projected", None))
         return self.press.forward_hook(module, args, {**kwargs, CALL: collected}, output)
+
+
+def _before_left_alone(
+    other: LeftAlone, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    forward = engine.before_left_alone(other, AttentionForward(args, kwargs, other.site))
+    return forward.args, forward.kwargs
 
 
 def _passed_by(scope: ScopeState) -> str | None:

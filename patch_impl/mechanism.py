@@ -17,7 +17,7 @@ from press_core.call import AttentionCall
 from press_core.errors import ScopeError, UnsupportedModelError
 from press_core.eviction import Eviction
 from press_core.model.forward import AttentionForward, DecoderForward
-from press_core.model.sites import AttentionSite
+from press_core.model.sites import AttentionSite, LeftAlone
 from press_core.press import Needs, Phase, RatioScorer, TokenScorer
 from press_core.scope import ScopeState
 
@@ -77,6 +77,8 @@ class BasePress(press.Press):
                 scope.install(intercept(site.interface))
             if self.phases & ~Phase.DECODER:
                 patches.add(site)
+        for other in scope.left_alone:
+            scope.install(wrap(other.site.module, "forward", partial(_left_alone, other)))
         if Phase.DECODER in self.phases:
             self._install_around_decoder(scope)
 
@@ -130,6 +132,12 @@ BasePress.collector = Collector
 
 
 # ---- patches -------------------------------------------------------------------------------------
+
+
+def _left_alone(other: LeftAlone, call_next: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    forward = engine.before_left_alone(other, AttentionForward(args, kwargs, other.site))
+    return call_next(*forward.args, **forward.kwargs)
+
 
 LOST = (
     "somebody has put back what this scope had patched (as accelerate's remove_hook_from_module "

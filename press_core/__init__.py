@@ -13,6 +13,7 @@ from press_core.errors import (
     UnsupportedModelError,
 )
 from press_core.eviction import Eviction
+from press_core.model.probe import unverified
 from press_core.model.sites import AttentionSite, attention_sites
 from press_core.press import Evicts, Needs, Phase, Press
 from press_core.scope import Scope
@@ -39,4 +40,5 @@ __all__ = [
     "attention_sites",
     "cache_nbytes",
     "kept_lengths",
+    "unverified",
 ]

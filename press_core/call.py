@@ -86,9 +86,7 @@ class AttentionCall:
         """Position of the token that comes after this forward, `(1 or B, 1)` int64."""
         if self.tokens is not None and self.rotary_positions is not None:
             return self.rotary_positions.flatten(1).amax(dim=1, keepdim=True) + 1
-        if self.position_ids is None:
-            return torch.tensor([[self.hidden_states.shape[1]]], device=self.keys.device)
-        return self.position_ids[:, -1:] + 1
+        return self._known_position_ids()[:, -1:] + 1
 
     # ---- queries and keys ------------------------------------------------------------------------
 
@@ -197,7 +195,9 @@ class AttentionCall:
     def _known_position_ids(self) -> Tensor:
         if self.position_ids is not None:
             return self.position_ids
-        return torch.arange(self.hidden_states.shape[1], device=self.keys.device)[None]
+        first = 0 if self.site.rotary is None else self.site.rotary.first_position
+        steps = torch.arange(self.hidden_states.shape[1], device=self.keys.device)
+        return first + steps[None]
 
     # ---- narrower calls, for presses that wrap presses -------------------------------------------
 

@@ -37,6 +37,14 @@ class CompositePress(Press):
                     yield press
 
     @property
+    def reads_states(self) -> bool:  # type: ignore[override]
+        return any(press.reads_states for press in self.children)
+
+    @property
+    def alike_per_head(self) -> bool:  # type: ignore[override]
+        return all(press.alike_per_head for press in self.children)
+
+    @property
     def needs(self) -> Needs:  # type: ignore[override]
         return reduce(or_, (press.needs for press in self.children), self.own_needs)
 

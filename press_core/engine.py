@@ -8,19 +8,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
-from press_core.cache.caches import check_prunable, prunable_layer, refuse_offloading
+from press_core.cache.caches import (
+    check_prunable,
+    let_slide,
+    prunable_layer,
+    refuse_offloading,
+)
 from press_core.cache.pruned import (
     ChannelPrunedLayer,
     PrefillStagingLayer,
     PrunedLayer,
     ScopeMemory,
     is_quantized,
+    pruned_layer,
     states_of,
     storage_of,
 )
 from press_core.cache.ragged import RaggedLayer
-from press_core.cache.reading import occupied_slots, prepared
+from press_core.cache.reading import occupied_slots, prepared, prepared_reader
 from press_core.cache.storing import (
     BatchEviction,
     RowGroup,
@@ -34,7 +41,9 @@ from press_core.cache.storing import (
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import SAY_WHAT_IS_KEPT
+from press_core.model import probe
 from press_core.model.forward import AttentionForward
+from press_core.model.sites import LeftAlone
 from press_core.press import Evicts, Phase
 from press_core.scope import ScopeState
 
@@ -48,7 +57,7 @@ def before_attention(scope: ScopeState, forward: AttentionForward) -> AttentionF
     Raises:
         UnsupportedCacheError: if the cache is of a kind that cannot be pruned.
     """
-    if forward.cache is None:
+    if forward.cache is None or probe.is_running():
         return forward
     scope.seen.add(forward.site.depth)
     press, cache, index = scope.press, forward.cache, forward.site.layer_idx
@@ -63,6 +72,22 @@ def before_attention(scope: ScopeState, forward: AttentionForward) -> AttentionF
     if Phase.BEFORE_DECODING in press.phases:
         press.before_attention(scope, forward)
     return prepared(forward, scope)
+
+
+def before_left_alone(other: LeftAlone, forward: AttentionForward) -> AttentionForward:
+    """What to do before the forward of an attention module that presses leave alone.
+
+    Returns:
+        The forward with the arguments that it is to get.
+    """
+    cache = forward.cache
+    if not isinstance(cache, Cache) or probe.is_running():
+        return forward
+    if other.window is not None:
+        let_slide(cache, forward.site.layer_idx, other.window)
+    if other.owner is not None:
+        return prepared_reader(forward, cache.layers[other.owner])
+    return forward
 
 
 def after_attention(
@@ -80,8 +105,10 @@ def after_attention(
         query: `(B, H, q, d)`, if the press asked for it.
         query_is_rotated: whether that is the query after RoPE.
     """
-    if forward.cache is None:
+    if forward.cache is None or probe.is_running():
         return
+    if query is not None:
+        query = forward.site.grouped(query)
     layer = prunable_layer(forward.cache, forward.site.layer_idx)
     if n_seen(layer) == forward.n_tokens:
         if Phase.PREFILL in scope.press.phases:
@@ -179,8 +206,8 @@ def _call(
     device = forward.hidden_states.device  # an offloaded cache is brought back to the model
     known = {
         "hidden_states": forward.hidden_states,
-        "position_embeddings": forward.argument("position_embeddings"),
-        "position_ids": forward.argument("position_ids"),
+        "position_embeddings": forward.cos_sin,
+        "position_ids": forward.position_ids,
         "kwargs": forward.kwargs,
         "scope": scope,
     }
@@ -211,7 +238,9 @@ def _prefill(
         scope,
         forward,
         *states_of(layer),
-        attentions=weights if not pruned and isinstance(weights, Tensor) else None,
+        attentions=forward.site.grouped(weights)
+        if not pruned and isinstance(weights, Tensor)
+        else None,
         query=query,
         query_is_rotated=query_is_rotated,
         tokens=layer.positions.long().to(forward.hidden_states.device) if pruned else None,
@@ -231,7 +260,7 @@ def _decoding_step(
         return _new_tokens(scope, forward, forward.layer, query, query_is_rotated)
     _require_readable(forward)
     if not isinstance(forward.layer, PrunedLayer):
-        cache.layers[index] = PrunedLayer(forward.layer)
+        cache.layers[index] = pruned_layer(forward.layer)
     layer = forward.layer
     memory = layer.memories.get(scope.key, ScopeMemory())
     here = _call(

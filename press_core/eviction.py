@@ -11,6 +11,7 @@ from torch import Tensor
 
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
+from press_core.model.rotary import NoRotation
 from press_core.select import gather_tokens
 
 SAY_WHAT_IS_KEPT = (
@@ -166,6 +167,8 @@ class Eviction:
         """
         n, rotary, left, keys = self.length, self.call.site.rotary, self.next_call(), self.keys
         assert rotary is not None
+        if isinstance(rotary, NoRotation):  # its keys are at every position alike
+            return self
         positions = torch.arange(n, device=keys.device).expand(keys.shape[:3])
         # A whole context may lie elsewhere: pruned before, or given other positions.
         is_there = n == self.call.length and torch.equal(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum, Flag, auto
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -86,6 +86,10 @@ class Press:
             and queries while decoding.
         rerotates: class attribute; whether kept keys get other positions.
         remembers: class attribute; whether it keeps something of each token; see `remember`.
+        reads_states: class attribute; whether it reads keys, values or queries, rather than where
+            tokens stand alone.
+        alike_per_head: class attribute; whether every KV head keeps the same tokens.
+        compares_key_norms: class attribute; whether it goes by the norms of keys alone.
     """
 
     mechanism: ClassVar[str] = ""
@@ -96,6 +100,9 @@ class Press:
     buffered_tokens: ClassVar[int] = 0
     rerotates: ClassVar[bool] = False
     remembers: ClassVar[bool] = False
+    reads_states: ClassVar[bool] = True
+    alike_per_head: ClassVar[bool] = False
+    compares_key_norms: ClassVar[bool] = False
     collector: ClassVar[type[Collector]]
     """Shows the calls of a model to a function, by the same mechanism."""
 
@@ -198,12 +205,34 @@ class Press:
         Raises:
             UnsupportedModelError: saying what is missing and what to use instead.
         """
+        for need in self.needs_of_a_site():
+            if need in site.refusals:
+                raise UnsupportedModelError(
+                    f"{type(self).__name__} needs {_NEEDS[need]}, and {site.refusals[need]}"
+                )
         if Needs.ROPE in self.needs and site.rotary is None:
             raise UnsupportedModelError(
                 f"{type(self).__name__} needs rotary position embeddings, and "
                 f"{type(site.module).__name__} ({site.name}) has none; SnapKVPress and KnormPress "
                 "work on any model"
             )
+
+    def needs_of_a_site(self) -> Iterator[str]:
+        """What it takes for granted of an attention module: keys of `AttentionSite.refusals`."""
+        if self.evicts is not Evicts.NOTHING:
+            yield "tokens"
+        if self.reads_states or not self.alike_per_head:
+            yield "own tokens"
+        if self.reads_states:
+            yield "states"
+        if self.compares_key_norms:
+            yield "key norms"
+        if Needs.QUERIES in self.needs:
+            yield "causal"
+        if Needs.ROPE in self.needs:
+            yield "rope"
+        if self.evicts.needs_attention:
+            yield "heads"
 
     def install(self, scope: ScopeState) -> None:
         """Install the press on the model of `scope`, which takes it off again."""
@@ -357,6 +386,18 @@ class Collector(Press):
     def decide(self, call: AttentionCall) -> Eviction:
         self.see(call)
         return Eviction.nothing(call)
+
+
+_NEEDS = {
+    "tokens": "a cache that can lose tokens",
+    "own tokens": "heads that can keep tokens of their own",
+    "states": "the keys and values of each head",
+    "key norms": "keys of different norms",
+    "causal": "causal attention",
+    "rope": "rotary position embeddings",
+    "heads": "heads that can keep different numbers of tokens",
+}
+"""What a press takes for granted of an attention module, in words."""
 
 
 def require(press: Any, field: str, holds: bool, allowed: str) -> None:

@@ -15,7 +15,8 @@ from torch import nn
 
 from press_core.errors import ScopeError
 from press_core.model.decoder import decoder_of
-from press_core.model.sites import AttentionSite, attention_sites
+from press_core.model.probe import verified
+from press_core.model.sites import AttentionSite, LeftAlone
 from press_core.press import Press
 
 T = TypeVar("T")
@@ -36,6 +37,7 @@ class ScopeState:
         model: None once the scope is closed.
         sites: the attention modules that the press is installed on.
         decoder: the module that takes token ids and runs all of them.
+        left_alone: attention modules beside them that need help to read what is pruned.
         is_open: whether what the scope has installed is still there.
         layers: per layer, how many tokens the layer had seen when it was pruned last, and how many
             of them each KV head kept, on average.
@@ -51,6 +53,7 @@ class ScopeState:
     model: nn.Module | None
     sites: list[AttentionSite]
     decoder: nn.Module | None = None
+    left_alone: list[LeftAlone] = field(default_factory=list)
     is_open: bool = True
     layers: dict[int, tuple[float, float]] = field(default_factory=dict)
     compressions: dict[int, int] = field(default_factory=dict)
@@ -113,13 +116,14 @@ def bind(press: Press, model: nn.Module) -> ScopeState:
     """
     press.validate()
     press.post_init_from_model(model)
-    sites = attention_sites(model)
+    known = verified(model)
+    sites = known.sites
     for site in sites:
         Press.check_site(press, site)
     bound = press.bind(model)
     for site in sites:
         bound.check_site(site)
-    return ScopeState(bound, model, sites, decoder_of(model, sites))
+    return ScopeState(bound, model, sites, decoder_of(model, sites), known.left_alone)
 
 
 class Scope:

@@ -9,6 +9,7 @@ from transformers import DynamicCache, MistralConfig, MistralForCausalLM, Static
 
 import hooks_impl
 import patch_impl
+from experiments.questions.architectures import decoders
 from experiments.testbed.families import build
 from press_core import (
     HyperparameterError,
@@ -96,9 +97,7 @@ def test_rope_where_there_is_none(package):
 
 def test_a_query_that_no_hook_can_find():
     """The one place where the mechanisms differ in reach: a patch sees the query all the same."""
-    model = build("llama")
-    for layer in model.model.layers:
-        layer.self_attn.gate_norm = nn.Identity()
+    model = decoders.build(decoders.decoders()["jetmoe"])  # experts compute its queries
     before = snapshot(model)
     with pytest.raises(UnsupportedModelError, match="patch_impl"):
         hooks_impl.SnapKVPress(0.5, window_size=4).register(model)
@@ -106,7 +105,7 @@ def test_a_query_that_no_hook_can_find():
     cache = DynamicCache(config=model.config)
     with patch_impl.SnapKVPress(0.5, window_size=4)(model), torch.no_grad():
         model(token_ids(1, 40), past_key_values=cache)
-    assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [20, 20]
+    assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [20, 20, 20, 20]
     with hooks_impl.KnormPress(0.5)(model):  # needs no queries, so nothing is in the way
         pass
 

@@ -8,9 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, QuantizedLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    QuantizedLayer,
+)
 
-from press_core.cache.pruned import PrefillStagingLayer, PrunedLayer, states_of
+from press_core.cache.pruned import HybridLayer, PrefillStagingLayer, PrunedLayer, states_of
 from press_core.cache.ragged import RaggedLayer
 from press_core.errors import UnsupportedCacheError
 
@@ -28,7 +34,7 @@ def prunable_layer(cache: Any, layer_idx: int) -> Any:
             "nothing and let the model make one"
         )
     layer = cache.layers[layer_idx]
-    plain = type(layer) in (DynamicLayer, PrefillStagingLayer)
+    plain = type(layer) in (DynamicLayer, HybridLayer, PrefillStagingLayer)
     if not plain and not isinstance(layer, (PrunedLayer, RaggedLayer, QuantizedLayer)):
         raise UnsupportedCacheError(
             f"cannot prune layer {layer_idx} of a {type(cache).__name__}: it is a "
@@ -66,6 +72,16 @@ def check_prunable(cache: Any, layer_idx: int) -> None:
             "layers; pass a DynamicCache"
         )
     prunable_layer(cache, layer_idx)
+
+
+def let_slide(cache: Cache, layer_idx: int, window: int) -> None:
+    """Let a bare cache keep a window of a layer that slides, as one made for the model does.
+
+    The model builds the masks of all layers for the first where no layer says that it slides.
+    """
+    grows = getattr(cache, "layer_class_to_replicate", None) is DynamicLayer
+    if grows and layer_idx == len(cache.layers):
+        cache.layers.append(DynamicSlidingWindowLayer(window))
 
 
 def refuse_offloading(press: Any, cache: Any) -> None:
@@ -116,13 +132,14 @@ def kept_lengths(cache: Cache) -> list[Tensor]:
 
     Returns:
         Per layer an int64 tensor `(B, H_kv)`; empty slots of padded rows do not count. A layer that
-        has seen nothing yet gives a tensor of shape `(0, 0)`.
+        has seen nothing yet gives a tensor of shape `(0, 0)`, and so does one that holds no keys
+        (of a linear attention, or of another layer). Of an encoder-decoder: the decoder's own.
     """
-    return [_kept(layer) for layer in cache.layers]
+    return [_kept(layer) for layer in getattr(cache, "self_attention_cache", cache).layers]
 
 
 def _kept(layer: Any) -> Tensor:
-    if layer.get_seq_length() == 0:
+    if not hasattr(layer, "get_seq_length") or layer.get_seq_length() == 0:
         return torch.zeros(0, 0, dtype=torch.int64)
     if isinstance(layer, RaggedLayer):
         return layer.lengths
@@ -138,12 +155,19 @@ def cache_nbytes(cache: Cache) -> int:
     """Bytes of key and value storage that `cache` holds, spare capacity included."""
     storages = {
         storage.data_ptr(): storage.nbytes()
-        for layer in cache.layers
+        for part in _parts(cache)
+        for layer in part.layers
         for name in ("keys", "values", "recent_keys", "recent_values")
         for states in _plain_tensors(layer, name)
         if (storage := states.untyped_storage()).nbytes()
     }
     return sum(storages.values())
+
+
+def _parts(cache: Any) -> list[Any]:
+    """`cache`, or both caches of an encoder-decoder."""
+    own = getattr(cache, "self_attention_cache", None)
+    return [cache] if own is None else [own, cache.cross_attention_cache]
 
 
 def _plain_tensors(layer: Any, name: str) -> Iterator[Tensor]:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, QuantizedLayer
 
 from press_core.errors import ScopeError, UnsupportedCacheError
@@ -375,6 +376,44 @@ class PrunedLayer(DynamicLayer):
                 "rows of a quantized layer cannot be selected or repeated, nor its beams reordered "
                 "by transformers 5.2; use a DynamicCache, or a newer transformers for beam search"
             )
+
+
+HybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
+"""The layer of models that attend and keep a linear state in one; transformers 5.2 has none."""
+
+
+class _PrunedHybridLayer(PrunedLayer):
+    """A pruned layer that keeps the state of a linear attention beside its keys and values."""
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
+        return self.storage.update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
+        return self.storage.update_recurrent_state(*args, **kwargs)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        self.storage.lazy_initialization(*args, **kwargs)
+
+    def crop(self, tokens: int) -> None:
+        if n_to_remove(self, tokens):
+            raise UnsupportedCacheError(
+                "a pruned layer with a linear state cannot give back its latest tokens"
+            )
+
+    def reset(self) -> None:
+        super().reset()
+        self.storage.reset()
+
+
+if HybridLayer is not None:
+    # The state of a layer is written only to a layer that is known to have one.
+    cache_utils.LinearAttentionCacheLayerMixin.register(_PrunedHybridLayer)
+
+
+def pruned_layer(storage: DynamicLayer) -> PrunedLayer:
+    """A layer over `storage` that nothing was evicted from yet."""
+    hybrid = HybridLayer is not None and isinstance(storage, HybridLayer)
+    return (_PrunedHybridLayer if hybrid else PrunedLayer)(storage)
 
 
 class ChannelPrunedLayer(PrunedLayer):

@@ -25,20 +25,35 @@ def prepared(forward: AttentionForward, reader: Reader) -> AttentionForward:
     return _with_positions(_with_mask(forward, layer), layer)
 
 
+def prepared_reader(forward: AttentionForward, owner: Any) -> AttentionForward:
+    """The forward of a module that attends over the layer of another, which has run already.
+
+    Args:
+        owner: that layer, which holds the tokens of the forward.
+    """
+    held = forward.n_tokens
+    if not isinstance(owner, PrunedLayer) or owner.n_seen == held:  # its prefill
+        return forward
+    return _with_positions(_with_mask(forward, owner, held), owner, held)
+
+
 def layer_of(forward: AttentionForward) -> Any:
     """The cache layer of a forward; None where it has none, or none yet."""
     cache = forward.cache
     return forward.layer if hasattr(cache, "layers") else None
 
 
-def _with_mask(forward: AttentionForward, layer: PrunedLayer) -> AttentionForward:
+def _with_mask(forward: AttentionForward, layer: PrunedLayer, n_held: int = 0) -> AttentionForward:
     """The forward with a mask that fits a layer pruned before.
 
     The model builds one mask for all layers, from the uncompressed columns; it fits neither rows of
     different lengths nor layers of different lengths.
+
+    Args:
+        n_held: how many of the forward's tokens the layer holds already.
     """
     mask = forward.argument("attention_mask")
-    n_keys = layer.n_slots + forward.n_tokens
+    n_keys = layer.n_slots + forward.n_tokens - n_held
     if not layer.kept.padded and (mask is None or mask.shape[-1] == n_keys):
         return forward
     occupied, n_recent = layer.occupied(), n_keys - layer.kept.n_slots
@@ -47,22 +62,28 @@ def _with_mask(forward: AttentionForward, layer: PrunedLayer) -> AttentionForwar
     return forward.with_argument("attention_mask", mask)
 
 
-def _with_positions(forward: AttentionForward, layer: PrunedLayer) -> AttentionForward:
+def _with_positions(
+    forward: AttentionForward, layer: PrunedLayer, n_held: int = 0
+) -> AttentionForward:
     """The forward with positions that continue from where the keys were rerotated to."""
     if layer.rerotation is None:
         return forward
     hidden_states, row_lag = forward.hidden_states, layer.rerotation.row_lag
-    start = layer.get_seq_length() - (0 if row_lag is None else row_lag[:, None])
+    start = layer.get_seq_length() - n_held - (0 if row_lag is None else row_lag[:, None])
     steps = torch.arange(forward.n_tokens, device=hidden_states.device)
     positions = (start + steps).view(-1, len(steps))
-    given = forward.argument("position_ids")
+    given = forward.position_ids
     if given is not None and torch.equal(given.expand_as(positions), positions):
         return forward
     rotary = forward.site.rotary
     assert rotary is not None
     embeddings = rotary.embeddings(hidden_states, positions)
     forward = forward.with_argument("position_embeddings", embeddings)
-    return forward if given is None else forward.with_argument("position_ids", positions)
+    in_all = forward.argument("position_ids")
+    if in_all is None:
+        return forward
+    positions = positions if in_all.dim() == 2 else positions.expand(len(in_all), *positions.shape)
+    return forward.with_argument("position_ids", positions)
 
 
 def occupied_slots(forward: AttentionForward, n_new: int) -> Tensor | None:

@@ -19,6 +19,7 @@ from press_core.cache.pruned import (
     Rerotation,
     ScopeMemory,
     filled,
+    pruned_layer,
     storage_of,
 )
 from press_core.cache.ragged import RaggedLayer
@@ -275,7 +276,7 @@ def _layer_like(scope: ScopeState, batch: BatchEviction, former: Any) -> PrunedL
     keys = batch.joined(lambda eviction: eviction.keys, 0)
     values = batch.joined(lambda eviction: eviction.values, 0)
     if batch.evictions[0].channels is None:
-        return PrunedLayer(filled(storage, keys, values))
+        return pruned_layer(filled(storage, keys, values))
     _refuse_quantized(scope, former, "some channels of the keys")
     channels = batch.per_row(lambda eviction: _required(eviction.channels))
     head_dim = batch.call.keys.shape[-1]

@@ -67,8 +67,9 @@ class AttentionForward(Forward):
 
     @property
     def cache(self) -> Any:
-        """The cache that the forward was given, or None."""
-        return self.argument(self.site.cache_name)
+        """The cache that the forward was given, or None; of two, that of the decoder's own keys."""
+        cache = self.argument(self.site.cache_name)
+        return getattr(cache, "self_attention_cache", cache)
 
     @property
     def layer(self) -> Any:
@@ -87,9 +88,22 @@ class AttentionForward(Forward):
         return int(self.hidden_states.shape[1])
 
     @property
+    def cos_sin(self) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines of its tokens' positions, where it is given such."""
+        given = self.argument("position_embeddings")
+        pair = isinstance(given, tuple) and len(given) == 2
+        return given if pair and given[0].dim() == 3 else None
+
+    @property
+    def position_ids(self) -> Tensor | None:
+        """`(1 or B, q)` int64, the first of their dimensions where there are three; or None."""
+        ids: Tensor | None = self.argument("position_ids")
+        return ids if ids is None or ids.dim() == 2 else ids[0]
+
+    @property
     def first_position(self) -> Tensor:
         """Position of its first token in the sequence, `(1 or B,)` int64, padding not counted."""
-        ids = self.argument("position_ids")
+        ids = self.position_ids
         if ids is None:
             seen = self.layer.get_seq_length()
             return torch.tensor([seen], device=self.hidden_states.device)

@@ -28,12 +28,16 @@ class Rotary:
         n_channels: how many leading channels the attention module hands to `function`.
         embedding: the model's rotary embedding module, called for positions of one's own.
         layer_type: what `embedding` wants to know of the layer, where it serves several kinds.
+        in_3d: whether `embedding` wants a position in each of three dimensions (images, videos).
+        first_position: where the model counts its positions from.
     """
 
     function: Callable[..., tuple[Tensor, Tensor]]
     n_channels: int
     embedding: nn.Module | None = None
     layer_type: str | None = None
+    in_3d: bool = False
+    first_position: int = 0
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate `x` `(B, H, q, d)` by `cos`, `sin` `(1 or B, q, rotary channels)`.
@@ -95,7 +99,45 @@ class Rotary:
         """
         assert self.embedding is not None
         extra = {"layer_type": self.layer_type} if self.layer_type is not None else {}
-        return copy.deepcopy(self.embedding)(like, positions, **extra)
+        if self.in_3d:  # of text, the same in all of them
+            positions = positions.expand(3, *positions.shape)
+        cos, sin = copy.deepcopy(self.embedding)(like, positions, **extra)
+        return cos, sin
+
+
+class NoRotation(Rotary):
+    """Of a layer without positions, in a model whose other layers rotate: states stay as they are.
+
+    What a press does at other positions is then the same as at any.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(function=_as_it_is, n_channels=0)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return x
+
+    def unrotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return upcast(x)
+
+    def rotate_to(self, x: Tensor, positions: Tensor) -> Tensor:
+        return upcast(x)
+
+    def rotate_from(self, x: Tensor, positions: Tensor) -> Tensor:
+        return upcast(x)
+
+    def average(self, like: Tensor, start: Tensor, n_positions: int) -> Tensor:
+        d = like.shape[-1]
+        return torch.eye(d, device=like.device, dtype=like.dtype).expand(len(start), 1, d, d)
+
+
+def _as_it_is(q: Tensor, k: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    return q, k
+
+
+def is_rotary_embedding(module: nn.Module) -> bool:
+    """Whether `module` makes cosines and sines of positions."""
+    return type(module).__name__.endswith("RotaryEmbedding")
 
 
 def find_rotary_embedding(model: nn.Module, name: str) -> nn.Module | None:
@@ -103,7 +145,7 @@ def find_rotary_embedding(model: nn.Module, name: str) -> nn.Module | None:
     parts = name.split(".")
     for depth in range(len(parts), -1, -1):
         for child in model.get_submodule(".".join(parts[:depth])).children():
-            if type(child).__name__.endswith("RotaryEmbedding"):
+            if is_rotary_embedding(child):
                 return child
     return None
 

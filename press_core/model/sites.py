@@ -8,12 +8,14 @@ forward takes a `Cache` and hands queries, keys and values to a function of
 from __future__ import annotations
 
 import inspect
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from press_core.errors import UnsupportedModelError
@@ -30,14 +32,33 @@ class QuerySource:
     Attributes:
         module: the module to hook.
         to_heads: `(input, output)` of that module to the query, `(B, H, q, d)`.
+        is_rotated: whether RoPE has already been applied to it.
     """
 
     module: nn.Module
     to_heads: Callable[[Tensor, Tensor], Tensor]
+    is_rotated: bool = False
 
     def is_in_place(self, attention: nn.Module) -> bool:
         """Whether the module still is what the attention module calls, and not a part of that."""
         return any(child is self.module for child in attention.children())
+
+
+@dataclass(frozen=True)
+class QueryPlace:
+    """Where a probe has found the query.
+
+    Attributes:
+        child: name of the submodule of the attention module whose output it is part of.
+        layout: how it lies in there, a name in `LAYOUTS`.
+        factor: what the output is multiplied by.
+        is_rotated: whether RoPE has already been applied to it.
+    """
+
+    child: str
+    layout: str
+    factor: float
+    is_rotated: bool
 
 
 @dataclass(frozen=True)
@@ -58,6 +79,13 @@ class AttentionSite:
         depth, n_sites: its place among the model's attention modules that presses work on, from 0,
             and their number.
         shares_clock: whether layers that presses leave alone go by the same count of tokens.
+        value_dim: width of the values, where it is not `d`.
+        head_order: per query head, the KV head that it attends over; None: `h // G`.
+        rotary_function: what the modeling module rotates queries and keys by, if it has that.
+        query_place: where a probe has found the query for hooks; None: nowhere.
+        refusals: by need (see `Press.needs_of_a_site`; "hooked queries" of hooks), why a press that
+            has it cannot work here.
+        verified: whether a probe has compared all that with what the model computes.
     """
 
     name: str
@@ -76,6 +104,27 @@ class AttentionSite:
     depth: int = 0
     n_sites: int = 1
     shares_clock: bool = False
+    value_dim: int | None = None
+    head_order: tuple[int, ...] | None = None
+    rotary_function: Any = field(default=None, repr=False)
+    query_place: QueryPlace | None = None
+    refusals: Mapping[str, str] = field(default_factory=dict, repr=False)
+    verified: bool = False
+
+    def grouped(self, of_heads: Tensor) -> Tensor:
+        """`(B, H, ...)` with the query heads of each KV head next to each other: `h // G`."""
+        if self.head_order is None or list(self.head_order) == sorted(self.head_order):
+            return of_heads
+        return of_heads[:, self._group_order(of_heads)]
+
+    def ungrouped(self, of_heads: Tensor) -> Tensor:
+        """Undo `grouped`."""
+        if self.head_order is None or list(self.head_order) == sorted(self.head_order):
+            return of_heads
+        return of_heads[:, self._group_order(of_heads).argsort()]
+
+    def _group_order(self, like: Tensor) -> Tensor:
+        return torch.tensor(self.head_order, device=like.device).argsort(stable=True)
 
     @property
     def sinks(self) -> Tensor | None:
@@ -102,7 +151,23 @@ class AttentionSite:
             UnsupportedModelError: if the module computes its query in a way not known here. A
                 patch sees queries whatever the projections are called.
         """
-        return _query_source(self)
+        if "hooked queries" in self.refusals:
+            raise UnsupportedModelError(self.refusals["hooked queries"])
+        return _query_source(self) if self.query_place is None else _found_query(self)
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """An attention module whose cache presses leave alone, and what it needs beside pruned ones.
+
+    Attributes:
+        owner: index of the layer in the cache that it attends over, where that is another's.
+        window: how many of the last tokens it sees, where a bare cache would keep all.
+    """
+
+    site: AttentionSite
+    owner: int | None = None
+    window: int | None = None
 
 
 def attention_sites(model: nn.Module) -> list[AttentionSite]:
@@ -111,30 +176,47 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
     Raises:
         UnsupportedModelError: if there are none, or if all of them are sliding-window layers.
     """
-    candidates = {name: module for name, module in model.named_modules() if _may_attend(module)}
+    found = all_sites(model)
+    sites = [site for site in found if not site.is_sliding]
+    if not sites:
+        raise UnsupportedModelError(all_slide(model, len(found)))
+    return numbered(sites, shares_clock=len(sites) < len(found))
+
+
+def all_slide(model: nn.Module, n: int) -> str:
+    """What is said of a model all of whose `n` attention layers see a window only."""
+    return (
+        f"all {n} attention layers of {type(model).__name__} use a sliding window, which bounds "
+        "their cache already; set sliding_window=None in the config if the model was loaded for "
+        "contexts shorter than its window"
+    )
+
+
+def numbered(sites: list[AttentionSite], shares_clock: bool) -> list[AttentionSite]:
+    """`sites` as those of one model that presses work on."""
+    return [
+        replace(site, depth=i, n_sites=len(sites), shares_clock=shares_clock)
+        for i, site in enumerate(sites)
+    ]
+
+
+def all_sites(model: nn.Module) -> list[AttentionSite]:
+    """All attention modules of `model` that are given a cache, sliding ones too.
+
+    Raises:
+        UnsupportedModelError: if there are none.
+    """
     found = [
         _describe(model, name, module)
-        for name, module in candidates.items()
-        # a decoder layer can look the part too: the attention is what it contains
-        if not any(other.startswith(f"{name}.") for other in candidates)
+        for name, module in model.named_modules()
+        if _may_attend(module)
     ]
     if not found:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no attention module that goes through transformers' "
             "attention interface with a Cache; presses need a decoder of transformers >= 5.2"
         )
-    sites = [site for site in found if not site.is_sliding]
-    if not sites:
-        raise UnsupportedModelError(
-            f"all {len(found)} attention layers of {type(model).__name__} use a sliding window, "
-            "which bounds their cache already; set sliding_window=None in the config if the model "
-            "was loaded for contexts shorter than its window"
-        )
-    shares_clock = len(sites) < len(found)
-    return [
-        replace(site, depth=i, n_sites=len(sites), shares_clock=shares_clock)
-        for i, site in enumerate(sites)
-    ]
+    return found
 
 
 def _may_attend(module: nn.Module) -> bool:
@@ -142,11 +224,11 @@ def _may_attend(module: nn.Module) -> bool:
         return False
     if not hasattr(module, "config") or getattr(module, "is_cross_attention", False):
         return False
-    modeling = sys.modules[type(module).__module__]
-    parameters = inspect.signature(type(module).forward).parameters
-    return hasattr(modeling, "ALL_ATTENTION_FUNCTIONS") and any(
-        name in parameters for name in CACHE_NAMES
-    )
+    # Indexers, convolutions and whole layers take a cache too, but ask for no attention function.
+    forward = inspect.unwrap(type(module).forward)
+    asks = "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names
+    parameters = inspect.signature(forward).parameters
+    return asks and any(name in parameters for name in CACHE_NAMES)
 
 
 def _describe(model: nn.Module, name: str, module: Any) -> AttentionSite:
@@ -154,7 +236,7 @@ def _describe(model: nn.Module, name: str, module: Any) -> AttentionSite:
     head_dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
     if head_dim is None:
         head_dim = config.hidden_size // config.num_attention_heads
-    sliding_window = getattr(module, "sliding_window", _layer_window(config, module.layer_idx))
+    sliding_window = _layer_window(module, config)
     parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
     return AttentionSite(
         name=name,
@@ -170,6 +252,7 @@ def _describe(model: nn.Module, name: str, module: Any) -> AttentionSite:
         interface=sys.modules[type(module).__module__].ALL_ATTENTION_FUNCTIONS,
         parameters=parameters,
         cache_name=next(name for name in CACHE_NAMES if name in parameters),
+        rotary_function=_rotary_function(module),
     )
 
 
@@ -184,15 +267,32 @@ def _scaling(module: Any, head_dim: int) -> float:
     return scaling
 
 
-def _layer_window(config: Any, layer_idx: int) -> int | None:
+def _layer_window(module: Any, config: Any) -> int | None:
+    """How many of the last tokens a module sees; None: all."""
     layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None and layer_types[layer_idx] == "full_attention":
+    if "full_attention" in (layer_types or [])[module.layer_idx : module.layer_idx + 1]:
         return None
-    return getattr(config, "sliding_window", None)
+    own: int | None = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
+    return own
+
+
+_ROTATIONS = ("apply_rotary_pos_emb", "apply_multimodal_rotary_pos_emb")
+
+
+def _rotary_function(module: nn.Module) -> Any:
+    modeling = sys.modules[type(module).__module__]
+    function = next((getattr(modeling, n) for n in _ROTATIONS if hasattr(modeling, n)), None)
+    if function is None or "k" in inspect.signature(function).parameters:
+        return function
+    return partial(_one_by_one, function)  # Gemma 3n rotates queries and keys in two calls
+
+
+def _one_by_one(function: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return function(q, cos, sin), function(k, cos, sin)
 
 
 def _describe_rotary(model: nn.Module, name: str, module: Any, head_dim: int) -> Rotary | None:
-    function = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    function = _rotary_function(module)
     parameters = inspect.signature(type(module).forward).parameters
     if function is None or "position_embeddings" not in parameters:
         return None
@@ -203,6 +303,57 @@ def _describe_rotary(model: nn.Module, name: str, module: Any, head_dim: int) ->
     if embedding is not None and takes_layer_type(embedding):
         layer_type = module.config.layer_types[module.layer_idx]
     return Rotary(function, getattr(module, "rotary_ndims", head_dim), embedding, layer_type)
+
+
+# ---- queries for hooks: where a probe has found them ---------------------------------------------
+
+
+def _split(output: Tensor, *sizes: int) -> Tensor:
+    """`output` with its last dimension as `sizes`; -1 stands for what is left over."""
+    known = math.prod(size for size in sizes if size > 0)
+    if output.shape[-1] % known or (-1 not in sizes and output.shape[-1] != known):
+        raise ValueError(f"{output.shape[-1]} channels are no {sizes}")
+    return output.unflatten(-1, sizes)
+
+
+def _as_tokens_of_heads(site: AttentionSite, output: Tensor) -> Tensor:
+    return _split(output, site.num_heads, site.head_dim).transpose(1, 2)
+
+
+def _as_first_channels(site: AttentionSite, output: Tensor) -> Tensor:
+    return _as_tokens_of_heads(site, output[..., : site.num_heads * site.head_dim])
+
+
+def _as_start_of_each_head(site: AttentionSite, output: Tensor) -> Tensor:
+    return _split(output, site.num_heads, -1)[..., : site.head_dim].transpose(1, 2)
+
+
+def _as_start_of_each_group(site: AttentionSite, output: Tensor) -> Tensor:
+    groups = site.num_heads // site.num_kv_heads
+    per_group = _split(output, site.num_kv_heads, groups + 2, site.head_dim)
+    return per_group[..., :groups, :].flatten(2, 3).transpose(1, 2)
+
+
+LAYOUTS: dict[str, Callable[[AttentionSite, Tensor], Tensor]] = {
+    "(B, q, H, d)": lambda site, output: output.transpose(1, 2),
+    "(B, H, q, d)": lambda site, output: output,
+    "(B, q, H d)": _as_tokens_of_heads,
+    "(B, q, H d + ...)": _as_first_channels,
+    "(B, q, H (d + ...))": _as_start_of_each_head,
+    "(B, q, H_kv (G + 2) d)": _as_start_of_each_group,
+}
+"""How the query `(B, H, q, d)` may lie in the output of a submodule, each the way out of it."""
+
+
+def _found_query(site: AttentionSite) -> QuerySource:
+    place = site.query_place
+    assert place is not None
+
+    def to_heads(_: Tensor, output: Tensor) -> Tensor:
+        found = LAYOUTS[place.layout](site, output)
+        return found if place.factor == 1.0 else found * place.factor
+
+    return QuerySource(site.module.get_submodule(place.child), to_heads, place.is_rotated)
 
 
 # ---- queries for hooks: the names that families give to their projections -----------------------

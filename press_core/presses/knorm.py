@@ -16,6 +16,7 @@ class Knorm(RatioScorer):
     """Keeps the keys of smallest L2 norm (Devoto et al., arXiv 2406.11430)."""
 
     independent = True
+    compares_key_norms = True
 
     def score_tokens(self, call: AttentionCall) -> Tensor:
         return knorm_scores(call.keys)

@@ -23,6 +23,7 @@ class Random(RatioScorer):
 
     seed: int | None = None
 
+    reads_states = False
     independent = True
 
     def validate(self) -> None:

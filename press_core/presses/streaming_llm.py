@@ -23,6 +23,9 @@ class StreamingLLM(RatioScorer):
 
     n_sink: int = 4
 
+    reads_states = False
+    alike_per_head = True
+
     def validate(self) -> None:
         super().validate()
         require(self, "n_sink", self.n_sink >= 0, "a number of tokens, 0 or more")

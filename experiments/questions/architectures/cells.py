@@ -1,0 +1,337 @@
+"""One cell of the sweep: one press, by one mechanism, on one model under one set of conditions."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+import hooks_impl
+import patch_impl
+from experiments.questions.architectures import reference
+from press_core import PressError
+
+LENGTH, PADDING, RATIO = 24, 8, 0.5
+MECHANISMS = {"hook": hooks_impl, "patch": patch_impl}
+TOLERANCE = 2e-3
+"""Largest difference of logits, in their standard deviations, that rounding may account for."""
+
+OUTCOMES = (
+    *("right", "refused at open", "refused late", "crash", "wrong", "false warning"),
+    "not applicable",
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A press of the sweep.
+
+    Attributes:
+        reads: the kind of input it is there for.
+        make: from a package of presses to the press.
+        scores: what it should choose by; None: it should evict nothing.
+        headwise: whether heads share one budget.
+        moves: whether it turns kept keys to new positions.
+    """
+
+    reads: str
+    make: Callable[[Any], Any]
+    scores: Callable[..., Tensor] | None
+    headwise: bool = False
+    moves: bool = False
+
+
+SUBJECTS = {
+    "nothing evicted": Subject("nothing", lambda of: of.KnormPress(0.0), None),
+    "StreamingLLM": Subject(
+        "order", lambda of: of.StreamingLLMPress(RATIO), reference.sinks_and_recent
+    ),
+    "Knorm": Subject("keys", lambda of: of.KnormPress(RATIO), reference.key_norms),
+    "LagKV": Subject(
+        "values", lambda of: of.LagKVPress(RATIO, n_sink=2, lag_size=4), reference.lag_variation
+    ),
+    "SnapKV": Subject(
+        "queries", lambda of: of.SnapKVPress(RATIO, window_size=4), reference.window_votes
+    ),
+    "ExpectedAttention": Subject(
+        "hidden states",
+        lambda of: of.ExpectedAttentionPress(RATIO, n_future_positions=4, n_sink=2),
+        reference.expected_attention,
+    ),
+    "KeyRerotation(Knorm)": Subject(
+        "positions",
+        lambda of: of.KeyRerotationPress(of.KnormPress(RATIO)),
+        reference.key_norms,
+        moves=True,
+    ),
+    "AdaKV(SnapKV)": Subject(
+        "head by head",
+        lambda of: of.AdaKVPress(of.SnapKVPress(RATIO, window_size=4)),
+        reference.window_votes,
+        headwise=True,
+    ),
+}
+"""The presses of the sweep by name: one for each kind of input that a press can read."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One press, by one mechanism, under one set of conditions.
+
+    Attributes:
+        attention: the attention implementation.
+        cache: "default" (the model makes its own) or "DynamicCache()".
+        padded: whether the context is a row of a left-padded batch.
+    """
+
+    press: str
+    mechanism: str
+    attention: str
+    cache: str
+    padded: bool
+
+
+def cells() -> Iterator[Cell]:
+    """All cells of one model; padded batches with the default cache only."""
+    conditions = [("default", False), ("DynamicCache()", False), ("default", True)]
+    for attention, (cache, padded), mechanism, press in itertools.product(
+        ("eager", "sdpa"), conditions, MECHANISMS, SUBJECTS
+    ):
+        yield Cell(press, mechanism, attention, cache, padded)
+
+
+class NotApplicableError(Exception):
+    """The model itself cannot do what a cell asks for."""
+
+
+@dataclass
+class Found:
+    """What came of a context and the steps after it.
+
+    Attributes:
+        logits: of the context and of each step.
+        cache: as the context left it.
+    """
+
+    logits: list[Tensor]
+    cache: Any
+
+
+class Bench:
+    """One model, its full run and what the reference makes of it, for all cells.
+
+    Raises:
+        NotApplicableError: if the model does not run on text alone.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.models = {"eager": model}
+        generator = torch.Generator().manual_seed(1)
+        ids = 5 + torch.randperm(90, generator=generator)[: LENGTH + 4][None]
+        self.ids, self.steps = ids[:, :LENGTH], [ids[:, LENGTH:-1], ids[:, -1:]]
+        self._memory: dict[Any, Any] = {}
+        try:
+            self.run = reference.run_in_full(model, self.ids)
+            self.plain = self._found(model, None).logits
+        except Exception as error:
+            raise NotApplicableError(f"does not run on text alone: {_told(error)}") from error
+
+    def outcome(self, cell: Cell) -> tuple[str, str]:
+        """One of `OUTCOMES` for `cell`, and why."""
+        if self._makes_plain_layers:  # as `DynamicCache()` does, so that there is no difference
+            cell = replace(cell, cache="default")
+        if cell not in self._memory:
+            self._memory[cell] = self._outcome(cell)
+        outcome: tuple[str, str] = self._memory[cell]
+        return outcome
+
+    @property
+    def _makes_plain_layers(self) -> bool:
+        layers = getattr(self.run.cache, "layers", [None])
+        return all(type(layer) is DynamicLayer for layer in layers)
+
+    def _outcome(self, cell: Cell) -> tuple[str, str]:
+        try:
+            model = self._model(cell.attention)
+            self._check_itself(cell)
+        except NotApplicableError as reason:
+            return "not applicable", str(reason)
+        scope = SUBJECTS[cell.press].make(MECHANISMS[cell.mechanism])(model)
+        try:
+            scope.open()
+        except PressError as error:
+            return "refused at open", _told(error)
+        except Exception as error:
+            return "crash", f"at open: {_told(error)}"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                wrong = self._inside(cell, model, scope)
+            except PressError as error:
+                return "refused late", _told(error)
+            except Exception as error:
+                return "crash", _told(error)
+            finally:
+                scope.remove()
+        if wrong:
+            return "wrong", wrong
+        ours = [str(w.message) for w in caught if "Press" in str(w.message)]
+        return ("false warning", ours[0]) if ours else ("right", "")
+
+    # ---- what the model does by itself -----------------------------------------------------------
+
+    def _model(self, attention: str) -> Any:
+        if attention not in self.models:
+            model = copy.deepcopy(self.models["eager"])
+            try:
+                model.set_attn_implementation(attention)
+            except Exception as error:
+                self.models[attention] = f"no {attention}: {_told(error)}"
+            else:
+                self.models[attention] = model
+        if isinstance(self.models[attention], str):
+            raise NotApplicableError(self.models[attention])
+        return self.models[attention]
+
+    def _check_itself(self, cell: Cell) -> None:
+        """Refuse conditions under which the model does not do the same as ever without a press."""
+        key = cell.attention, cell.cache, cell.padded
+        if key not in self._memory:
+            self._memory[key] = self._itself(cell)
+        if self._memory[key]:
+            raise NotApplicableError(self._memory[key])
+
+    def _itself(self, cell: Cell) -> str:
+        what = "padding" if cell.padded else f"{cell.attention} attention, {cell.cache} cache"
+        alike = f"{what} makes a difference without a press too"
+        model = self._model(cell.attention)
+        try:
+            if not cell.padded:
+                logits = self._found(model, _cache(cell)).logits
+                return "" if _difference(logits, self.plain) < TOLERANCE else alike
+            for with_positions in (True, False):
+                self._memory["positions"] = with_positions
+                if not self._padded_apart(model):
+                    return ""
+            return alike
+        except Exception as error:
+            return f"without a press: {_told(error)}"
+
+    def _found(self, model: Any, cache: Any) -> Found:
+        first = reference.feed(model, self.ids, cache)
+        left = copy.deepcopy(first.past_key_values)
+        steps = [reference.feed(model, ids, first.past_key_values) for ids in self.steps]
+        return Found([first.logits, *(step.logits for step in steps)], left)
+
+    def _padded_apart(self, model: Any) -> str:
+        """How the padded row of a batch differs from that row alone; not at all: ""."""
+        short = self.ids[:, PADDING:]
+        batch = torch.cat((self.ids, torch.cat((0 * self.ids[:, :PADDING], short), dim=1)))
+        mask = torch.ones_like(batch)
+        mask[1, :PADDING] = 0
+        together = self._padded_logits(model, batch, mask)
+        alone = self._padded_logits(model, short, torch.ones_like(short))
+        difference = _difference(
+            [logits[1:, -1:] for logits in together], [logits[:, -1:] for logits in alone]
+        )
+        if difference > TOLERANCE:
+            return f"a padded row is off by {difference:.2g} deviations"
+        return ""
+
+    def _padded_logits(self, model: Any, ids: Tensor, mask: Tensor) -> list[Tensor]:
+        cache, logits = None, []
+        for new in (ids, self.steps[0].expand(len(ids), -1)):
+            if cache is not None:
+                mask = torch.cat((mask, torch.ones_like(new)), dim=1)
+            more = {"attention_mask": mask}
+            accepted = inspect.signature(type(model).forward).parameters
+            if self._memory["positions"] and "position_ids" in accepted:
+                more["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -new.shape[1] :]
+            output = reference.feed(model, new, cache, **more)
+            cache = output.past_key_values
+            logits.append(output.logits)
+        return logits
+
+    # ---- what it does with a press ---------------------------------------------------------------
+
+    def _inside(self, cell: Cell, model: Any, scope: Any) -> str:
+        """What is wrong with what the model does in the open `scope`; nothing: ""."""
+        if cell.padded:
+            return self._padded_apart(model)
+        found = self._found(model, _cache(cell))
+        scope.remove()
+        if _difference(found.logits[:1], self.plain[:1]) > TOLERANCE:
+            return "the logits of the context itself have changed"
+        subject = SUBJECTS[cell.press]
+        try:
+            kept = self._kept(found.cache)
+        except LookupError as error:
+            return str(error)
+        if subject.scores is None:
+            if kept:
+                return "evicts at ratio 0"
+            expected = self.plain[1:]
+        else:
+            wrong = self._wrongly_kept(subject, kept)
+            if wrong:
+                return wrong
+            expected = self._expected(kept, subject.moves)
+        difference = _difference(found.logits[1:], expected)
+        return f"logits are off by {difference:.2g} deviations" if difference > TOLERANCE else ""
+
+    def _kept(self, cache: Any) -> dict[int, Tensor]:
+        """By layer, the tokens that are left, for layers that have lost some."""
+        left = {
+            index: reference.tokens_left(layer, reference.layers_of(cache)[index])
+            for index, layer in self.run.layers.items()
+        }
+        return {index: kept for index, kept in left.items() if not kept.all()}
+
+    def _wrongly_kept(self, subject: Subject, kept: dict[int, Tensor]) -> str:
+        if not kept:
+            return "evicts nothing"
+        n = max(1, int(LENGTH * (1 - RATIO)))
+        for index, of_layer in kept.items():
+            key = subject.scores, index
+            if key not in self._memory:
+                assert subject.scores is not None
+                self._memory[key] = subject.scores(self.run, self.run.layers[index])
+            wrong = reference.wrongly_kept(of_layer, self._memory[key], n, subject.headwise)
+            if wrong:
+                return f"layer {index}: {wrong}"
+        return ""
+
+    def _expected(self, kept: dict[int, Tensor], moves: bool) -> list[Tensor]:
+        key = moves, tuple((index, tuple(k.flatten().tolist())) for index, k in kept.items())
+        if key not in self._memory:
+            layers, moved = self.run.layers, None
+            if moves:
+                moved = {i: reference.keys_moved(self.run, layers[i], k) for i, k in kept.items()}
+            self._memory[key] = reference.logits_after(self.run, kept, self.steps, moved)
+        logits: list[Tensor] = self._memory[key]
+        return logits
+
+
+def _cache(cell: Cell) -> Any:
+    return DynamicCache() if cell.cache == "DynamicCache()" else None
+
+
+def _difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Largest difference of logits, in standard deviations of those that are expected."""
+    return max(
+        float((f - e).abs().max() / e.std()) if f.isfinite().all() else float("inf")
+        for f, e in zip(found, expected, strict=True)
+    )
+
+
+def _told(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,0 +1,171 @@
+"""What the sweep's table says about the reach of hooks and patches, and why it ends."""
+
+from __future__ import annotations
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from experiments.framework.plots import new_figure, style
+from experiments.framework.tables import ResultTable, markdown_table
+from experiments.questions.architectures.cells import SUBJECTS
+
+BOTH, PATCH, HOOK, NEITHER, WRONG = "both", "patch", "hook", "neither", "wrong"
+COLOURS = {
+    BOTH: ("right by hook and patch", "#0072B2"),
+    PATCH: ("right by patch, hook refused", "#56B4E9"),
+    HOOK: ("right by hook, patch refused", "#009E73"),
+    NEITHER: ("refused when the scope opens", "#e4e4e4"),
+    WRONG: ("wrong, late or a crash", "#D55E00"),
+}
+
+REASONS = {
+    "latents of width": "latents are cached, of which keys and values are made",
+    "has no rotary": "the model has no rotary position embeddings",
+    "nobody can see": "rotation happens where nobody can see it",
+    "not undone": "something follows the rotation that rotating back does not undo",
+    "something else than cosines": "rotation is by something else than cosines and sines",
+    "that no rotary module": "cosines and sines come from no rotary module",
+    "a hook cannot tell": "no submodule puts out the query, so that no hook can collect it",
+    "one by one": "heads are mixed before attention",
+    "sees later ones": "attention is not causal",
+    "the same norm": "all keys have the same norm",
+    "that were evicted before": "attention goes by a key's place in the cache",
+    "use a sliding window": "all layers see a window only",
+    "linear state": "the layer holds a linear state too, which head-wise layers cannot",
+    "other layers read": "other layers read the same cache, which must have one length",
+    "serves several layers": "one attention module serves several layers",
+    "no attention module": "attention does not go through transformers' interface with a cache",
+    "is given ": "the model gives attention no cache of transformers' kind",
+    "caches in a": "the layer keeps more than keys and values (an index, compressed blocks)",
+    "could not be verified": "the model could not be verified",
+}
+"""Parts of what a refusal says, and what that means in short."""
+
+
+def why(reason: str) -> str:
+    """A refusal in short."""
+    return next((short for part, short in REASONS.items() if part in reason), reason)
+
+
+def reach(table: pd.DataFrame) -> pd.DataFrame:
+    """By type and press which mechanism is right, columns `type`, `press`, `reach` and `reason`.
+
+    Types that do not run on text alone are left out.
+    """
+    runs = table[table["worst"] != "not applicable"]
+    worst = runs.pivot_table(
+        index=["type", "press"], columns="mechanism", values="worst", aggfunc="first", sort=False
+    )
+    refused = runs[runs["worst"] == "refused at open"].groupby(["type", "press"])["reason"].first()
+    rows = [
+        (*place, _reach(hook, patch), refused.get(place, ""))
+        for place, hook, patch in zip(worst.index, worst["hook"], worst["patch"], strict=True)
+    ]
+    return pd.DataFrame(rows, columns=["type", "press", "reach", "reason"])
+
+
+def _reach(hook: str, patch: str) -> str:
+    if {hook, patch} - {"right", "refused at open"}:
+        return WRONG
+    if hook == patch:
+        return BOTH if hook == "right" else NEITHER
+    return HOOK if hook == "right" else PATCH
+
+
+def reasons(table: pd.DataFrame) -> ResultTable:
+    """Why presses are refused, and on how many decoders."""
+    reached = reach(table)
+    refused = reached[reached["reason"] != ""].assign(why=lambda t: t["reason"].map(why))
+    groups = sorted(refused.groupby("why"), key=lambda pair: -pair[1]["type"].nunique())
+    rows = [
+        [short, group["type"].nunique(), ", ".join(_in_order(group)), _examples(group)]
+        for short, group in groups
+    ]
+    note = "Why a press is refused when its scope opens, before anything is installed."
+    return ResultTable(note, ["reason", "decoders", "presses", "such as"], rows, left=None)
+
+
+def _in_order(group: pd.DataFrame) -> list[str]:
+    refused = set(group["press"])
+    return ["all"] if len(refused) == len(SUBJECTS) else [p for p in SUBJECTS if p in refused]
+
+
+def _examples(group: pd.DataFrame) -> str:
+    return ", ".join(f"`{name}`" for name in list(dict.fromkeys(group["type"]))[:3])
+
+
+def figure(table: pd.DataFrame) -> Figure:
+    """Decoders (columns, the best reached first) by presses (rows)."""
+    reached = reach(table)
+    by_type: dict[str, dict[str, str]] = {}
+    for row in reached.itertuples():
+        by_type.setdefault(str(row.type), {})[str(row.press)] = str(row.reach)
+    presses = [press for press in SUBJECTS if press in set(reached["press"])]
+    ranks = {name: rank for rank, name in enumerate(COLOURS)}
+    order = sorted(by_type, key=lambda kind: [ranks[by_type[kind][press]] for press in presses])
+    with style():
+        drawn, (axes,) = new_figure(height=2.6)
+        for y, press in enumerate(presses):
+            colours = [COLOURS[by_type[kind][press]][1] for kind in order]
+            axes.bar(range(len(order)), 0.9, bottom=y, width=1, align="edge", color=colours)
+        axes.set_yticks([y + 0.45 for y in range(len(presses))], presses)
+        axes.invert_yaxis()
+        axes.set_xlim(0, len(order))
+        axes.set_xlabel(f"{len(order)} decoders of the installed transformers")
+        axes.grid(False)
+        seen = [name for name in COLOURS if name in set(reached["reach"])]
+        handles = [Patch(color=COLOURS[name][1], label=COLOURS[name][0]) for name in seen]
+        drawn.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    return drawn
+
+
+def document(table: pd.DataFrame) -> str:
+    """`docs/architectures.md`: every decoder, and the reason of every refusal."""
+    reached = reach(table)
+    left_out = table[table["worst"] == "not applicable"].groupby("type")["reason"].first()
+    left_out = left_out[~left_out.index.isin(reached["type"])]
+    words = {BOTH: "yes", PATCH: "patch", HOOK: "hook", NEITHER: "no", WRONG: "**wrong**"}
+    presses = [press for press in SUBJECTS if press in set(reached["press"])]
+    rows = []
+    for kind, group in reached.groupby("type"):
+        by_press = dict(zip(group["press"], group["reach"], strict=True))
+        short = dict.fromkeys(why(reason) for reason in group["reason"] if reason)
+        cells = [words[by_press[press]] if press in by_press else "" for press in presses]
+        rows.append([f"`{kind}`", *cells, "; ".join(short)])
+    parts = [
+        _INTRODUCTION.format(n=reached["type"].nunique(), left_out=len(left_out)),
+        "## Why presses are refused",
+        reasons(table).markdown(),
+        "## Every decoder",
+        "*yes*: right by hook and by patch; *patch*: by patch alone, the hook being refused when "
+        "its scope opens; *no*: refused by both.",
+        markdown_table(["type", *presses, "why not"], rows, left=None),
+        "## Left out",
+        "They do not run on text alone, or cannot be built small.",
+        markdown_table(
+            ["type", "what they say"],
+            [[f"`{kind}`", reason[:160]] for kind, reason in left_out.items()],
+            left=None,
+        ),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+_INTRODUCTION = """# Decoders
+
+Written by `python -m experiments.questions.architectures.document` from the results of
+`python -m experiments architectures`.
+
+Before a scope installs anything, the model at hand is run once over seven tokens, and what its
+attention functions receive is compared with what a press would read: whether the layer rotates its
+queries and keys, where the query is final, which heads belong together, what is cached, and whether
+attention stays the same when a token is taken out of the cache. What does not hold is refused by
+the presses that need it. That takes place once per class and configuration of a model;
+`with press_core.unverified(): ...` opens a scope without.
+
+{n} decoders of the installed transformers run on text alone and are swept with tiny random weights:
+one press for each kind of input that a press can read, by hook and by patch, with eager and sdpa
+attention, the model's own cache and a bare `DynamicCache()`, and in a padded batch. What is kept,
+and the logits that follow, are compared with a run over the full cache in which all that is evicted
+is masked. {left_out} more are left out."""

@@ -1,0 +1,141 @@
+"""The sweep: every decoder in a process of its own, its rows kept as soon as they are there."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+import transformers
+
+from experiments.questions.architectures.cells import (
+    OUTCOMES,
+    Bench,
+    Cell,
+    NotApplicableError,
+    cells,
+)
+from experiments.questions.architectures.decoders import Decoder, build, decoders
+
+COLUMNS = ["type", "press", "mechanism", "attention", "cache", "padded", "outcome", "reason"]
+CONDITIONS = [
+    f"{attention}, {what}"
+    for attention in ("eager", "sdpa")
+    for what in ("default", "DynamicCache()", "padded")
+]
+_BY_WEIGHT = ("not applicable", *OUTCOMES[:2], *reversed(OUTCOMES[2:6]))
+SECONDS = 120
+"""A model that takes longer than this is given up."""
+
+
+def measure(
+    types: Iterable[str] | None = None,
+    store: Path | None = None,
+    choose: Callable[[Cell], bool] = lambda cell: True,
+    progress: Callable[[str], None] = lambda name: None,
+) -> pd.DataFrame:
+    """The outcome of every cell, one row each: the `COLUMNS`.
+
+    Args:
+        types: names of decoders; None: all.
+        store: a CSV file that rows are appended to as they come; types that it has are not run.
+        choose: which cells to run.
+        progress: told the name of each decoder before it is built.
+    """
+    known = decoders()
+    done = pd.read_csv(store, keep_default_na=False) if store and store.exists() else _table([])
+    _warm_up(known["llama"])
+    tables = [done]
+    for name in types or known:
+        if name in set(done["type"]):
+            continue
+        progress(name)
+        table = _table(_in_a_process(known[name], choose))
+        tables.append(table)
+        if store:
+            table.to_csv(store, mode="a", header=not store.exists(), index=False)
+    return pd.concat(tables, ignore_index=True)
+
+
+def _table(rows: list[tuple[Any, ...]]) -> pd.DataFrame:
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def _warm_up(decoder: Decoder) -> None:
+    """Import what every model needs, once for all processes to come."""
+    torch.set_num_threads(1)
+    model: Any = build(decoder)
+    model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=2, pad_token_id=0)
+
+
+def _in_a_process(decoder: Decoder, choose: Callable[[Cell], bool]) -> list[tuple[Any, ...]]:
+    """The rows of one decoder; a crash of its process is an outcome like others."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(
+        target=_send_rows, args=(decoder, choose, sender)
+    )
+    process.start()
+    sender.close()
+    try:
+        rows: list[tuple[Any, ...]] = receiver.recv()
+    except EOFError:
+        process.join()
+        rows = [_row(decoder, None, "crash", f"its process ended with {process.exitcode}")]
+    process.join()
+    return rows
+
+
+def _send_rows(decoder: Decoder, choose: Callable[[Cell], bool], sender: Any) -> None:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(SECONDS)
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+        sender.send(rows_of(decoder, choose))
+
+
+def rows_of(
+    decoder: Decoder, choose: Callable[[Cell], bool] = lambda cell: True
+) -> list[tuple[Any, ...]]:
+    """The rows of one decoder, measured in this process."""
+    try:
+        bench = Bench(build(decoder))
+    except NotApplicableError as reason:
+        return [_row(decoder, None, "not applicable", str(reason))]
+    except Exception as error:
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        return [_row(decoder, None, "not applicable", f"cannot be built small: {told}")]
+    return [_row(decoder, cell, *bench.outcome(cell)) for cell in cells() if choose(cell)]
+
+
+def _row(decoder: Decoder, cell: Cell | None, outcome: str, reason: str) -> tuple[Any, ...]:
+    where = (cell.press, cell.mechanism, cell.attention, cell.cache, cell.padded) if cell else ()
+    return (decoder.name, *(where or ("", "", "", "", False)), outcome, reason)
+
+
+def condensed(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row per type, press and mechanism: an outcome for each condition, the worst, and why."""
+    rows = rows.copy()
+    padded = rows["padded"].astype(str) == "True"
+    rows["condition"] = rows["attention"] + ", " + rows["cache"].where(~padded, "padded")
+    rank = {outcome: n for n, outcome in enumerate(_BY_WEIGHT)}
+    found = []
+    for (kind, press, mechanism), group in rows.groupby(["type", "press", "mechanism"], sort=False):
+        worst = group.iloc[int(group["outcome"].map(rank).argmax())]
+        outcomes = dict(zip(group["condition"], group["outcome"], strict=True))
+        found.append(
+            {
+                **{"type": kind, "press": press, "mechanism": mechanism},
+                **{condition: outcomes.get(condition, "") for condition in CONDITIONS},
+                **{"worst": worst["outcome"], "reason": worst["reason"]},
+            }
+        )
+    columns = ["type", "press", "mechanism", *CONDITIONS, "worst", "reason"]
+    return pd.DataFrame(found, columns=columns)

@@ -1,0 +1,192 @@
+"""Every structural kind of decoder: presses are right there, or refused before anything happens."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import pandas as pd
+import pytest
+import torch
+import transformers
+
+from experiments.questions.architectures import EXPERIMENT, REPRESENTATIVES
+from experiments.questions.architectures.cells import (
+    OUTCOMES,
+    SUBJECTS,
+    Bench,
+    Cell,
+    NotApplicableError,
+)
+from experiments.questions.architectures.decoders import Decoder, build, decoders
+from experiments.questions.architectures.document import DOCUMENT, RESULTS
+from experiments.questions.architectures.reach import BOTH, NEITHER, PATCH, WRONG, document, reach
+from experiments.questions.architectures.sweep import COLUMNS, condensed, measure, rows_of
+
+KNOWN = decoders()
+BAD = set(OUTCOMES[2:6])
+
+NO_HOOK = ("SnapKV", "ExpectedAttention", "AdaKV(SnapKV)")
+NO_ROPE = ("ExpectedAttention", "KeyRerotation(Knorm)")
+READING = ("Knorm", "LagKV", "SnapKV", "ExpectedAttention", "KeyRerotation(Knorm)", "AdaKV(SnapKV)")
+REFUSED: dict[str, tuple[str, ...]] = {
+    "gpt2": NO_ROPE,
+    "opt": NO_ROPE,
+    "jamba": NO_ROPE,
+    "bart": NO_ROPE,
+    "bart (seq2seq)": NO_ROPE,
+    "mistral": tuple(SUBJECTS),
+    "bloom": tuple(SUBJECTS),
+    "t5 (seq2seq)": tuple(SUBJECTS),
+    "inkling_text": tuple(SUBJECTS),
+    "axk2": tuple(SUBJECTS),
+    "hrm_text": tuple(SUBJECTS),
+    "nanochat": ("Knorm", "KeyRerotation(Knorm)", "nothing evicted"),
+    "hunyuan_v1_dense": NO_ROPE,
+    "diffllama": (*READING, "nothing evicted"),
+    "doge": (*READING, "nothing evicted"),
+    "deepseek_v3": (*READING, "nothing evicted"),
+    "falcon_h1": ("AdaKV(SnapKV)",),
+    "gemma3n_text": ("AdaKV(SnapKV)",),
+    "llama4_text": ("Knorm", "nothing evicted", *NO_ROPE),
+}
+"""Presses that both mechanisms refuse, by type; "nothing evicted" is Knorm at ratio 0."""
+
+BY_PATCH_ALONE: dict[str, tuple[str, ...]] = {
+    "jetmoe": NO_HOOK,
+    "beam": NO_HOOK,
+    "llama4_text": ("SnapKV", "AdaKV(SnapKV)"),
+}
+
+
+ON_5_2 = {
+    "diffllama": (tuple(SUBJECTS), ()),  # attends without the interface
+    "deepseek_v3": (NO_ROPE, ("SnapKV", "AdaKV(SnapKV)")),  # caches keys and values of heads
+    "qwen2_vl": (NO_ROPE, ("SnapKV", "AdaKV(SnapKV)")),  # cosines and sines in three dimensions
+    "jamba": (tuple(SUBJECTS), ()),  # has a cache of its own kind, without layers
+    "falcon_h1": (tuple(SUBJECTS), ()),
+    "paligemma": (("SnapKV", "ExpectedAttention", "AdaKV(SnapKV)"), ()),  # is not causal
+}
+"""What both refuse and what hooks refuse where transformers 5.2 is built otherwise."""
+
+
+def some_conditions(cell: Cell) -> bool:
+    """Each condition once: both caches under eager attention, a padded batch under sdpa."""
+    return cell.padded == (cell.attention == "sdpa")
+
+
+@cache
+def swept(name: str) -> pd.DataFrame:
+    return pd.DataFrame(rows_of(KNOWN[name], some_conditions), columns=COLUMNS)
+
+
+@pytest.mark.parametrize("name", [name for name in REPRESENTATIVES if name in KNOWN])
+def test_a_press_is_right_or_refused_when_its_scope_opens(name: str) -> None:
+    rows = swept(name)
+    bad = rows[rows["outcome"].isin(BAD)]
+    assert bad.empty, bad[["press", "mechanism", "attention", "cache", "outcome", "reason"]]
+    reached = reach(condensed(rows)).set_index("press")["reach"]
+    refused, by_patch = REFUSED.get(name, ()), BY_PATCH_ALONE.get(name, ())
+    if transformers.__version__.startswith("5.2."):
+        refused, by_patch = ON_5_2.get(name, (refused, by_patch))
+    expected = {press: BOTH for press in SUBJECTS}
+    expected |= {press: NEITHER for press in refused}
+    expected |= {press: PATCH for press in by_patch}
+    assert dict(reached) == expected
+
+
+def test_most_types_can_be_built() -> None:
+    assert len(KNOWN) > 150
+    assert all(isinstance(kind, Decoder) for kind in KNOWN.values())
+
+
+def test_a_model_that_needs_more_than_text_is_left_out() -> None:
+    with pytest.raises(NotApplicableError, match="pixel_values"):
+        Bench(build(KNOWN["blip"]))
+
+
+# ---- the references tell right from wrong --------------------------------------------------------
+
+
+def _outcome(bench: Bench, press: str, mechanism: str = "hook") -> tuple[str, str]:
+    return bench.outcome(Cell(press, mechanism, "eager", "default", padded=False))
+
+
+def test_other_tokens_than_the_formulas_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(build(KNOWN["llama"]))
+    monkeypatch.setattr(
+        "press_core.presses.knorm.knorm_scores", lambda keys: keys.float().norm(dim=-1)
+    )
+    outcome, reason = _outcome(bench, "Knorm")
+    assert outcome == "wrong"
+    assert "keeps a token that scores" in reason
+
+
+def test_other_logits_than_the_references_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(build(KNOWN["llama"]))
+    # Positions that continue from what is stored, as they would in a cache that has forgotten.
+    monkeypatch.setattr(
+        "press_core.cache.pruned.PrunedLayer.get_seq_length", lambda layer: layer.n_slots
+    )
+    outcome, reason = _outcome(bench, "Knorm")
+    assert outcome == "wrong"
+    assert "logits are off" in reason
+
+
+def test_a_raw_exception_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(keys: torch.Tensor) -> torch.Tensor:
+        raise IndexError("of the formula")
+
+    bench = Bench(build(KNOWN["llama"]))
+    monkeypatch.setattr("press_core.presses.knorm.knorm_scores", broken)
+    assert _outcome(bench, "Knorm", "patch") == ("crash", "IndexError: of the formula")
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+def _row(press: str, mechanism: str, outcome: str, reason: str = "") -> tuple[object, ...]:
+    return ("kind", press, mechanism, "eager", "default", False, outcome, reason)
+
+
+def test_the_worst_condition_counts() -> None:
+    rows = pd.DataFrame(
+        [
+            _row("Knorm", "hook", "right"),
+            ("kind", "Knorm", "hook", "sdpa", "default", True, "wrong", "off"),
+            _row("Knorm", "patch", "right"),
+        ],
+        columns=COLUMNS,
+    )
+    table = condensed(rows)
+    assert list(table["worst"]) == ["wrong", "right"]
+    assert table.at[0, "reason"] == "off"
+    assert table.at[0, "eager, default"] == "right"
+    assert list(reach(table)["reach"]) == [WRONG]
+    assert not EXPERIMENT.passed({"architectures": table})
+
+
+def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path) -> None:
+    store = tmp_path / "rows.csv"
+    only = {"Knorm"}
+    seen: list[str] = []
+    first = measure(["llama"], store, lambda cell: cell.press in only, seen.append)
+    again = measure(["llama", "gpt2"], store, lambda cell: cell.press in only, seen.append)
+    assert seen == ["llama", "gpt2"]
+    assert len(again) == 2 * len(first)
+    assert set(again["outcome"]) == {"right"}
+
+
+def test_a_process_that_dies_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    from experiments.questions.architectures import sweep
+
+    monkeypatch.setattr(sweep, "rows_of", lambda *_: os._exit(3))
+    (outcome,) = measure(["llama"])["outcome"]
+    assert outcome == "crash"
+
+
+@pytest.mark.skipif(not RESULTS.exists(), reason="results/architectures.csv is not there")
+def test_the_document_is_what_the_results_say() -> None:
+    table = pd.read_csv(RESULTS, keep_default_na=False)
+    assert DOCUMENT.read_text() == document(table)
+    assert EXPERIMENT.passed({"architectures": table})
