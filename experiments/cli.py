@@ -50,7 +50,11 @@ def _entries() -> Iterator[tuple[str, _Entry]]:
             "Rebuild report.md and report.html from the tables of a study.",
             "framework.report",
         ),
-        ("readme", "Rewrite the README's tables from the committed results.", "framework.readme"),
+        (
+            "readme",
+            "Rewrite the tables of README and docs/ from the committed results.",
+            "framework.readme",
+        ),
     ):
         yield name, _Entry("Report", help_, f"experiments.{module}")
 

@@ -255,8 +255,7 @@ PRESSES: dict[str, Callable[[Any], Any]] = {
 def test_remove_takes_off_the_scope_opened_last(package: Any, name: str) -> None:
     models, press, ids = [make(), make()], PRESSES[name](package), token_ids(1, LENGTH)
     press.remove()  # there is none yet
-    for model in models:
-        press.register(model)
+    handles = [press.register(model) for model in models]
     press.remove()
     press.remove()
     lengths = []
@@ -266,6 +265,7 @@ def test_remove_takes_off_the_scope_opened_last(package: Any, name: str) -> None
         lengths.append(int(kept_lengths(cache)[0].max()))
     assert lengths[0] < LENGTH
     assert lengths[1] == LENGTH
+    handles[0].remove()
     press.register(models[0]).remove()
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import hooks_impl
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("press_core", "attention_patch", "hooks_impl", "patch_impl", "experiments", "tests")
 FREE_TESTS = ("house", "scopes", "generation", "bad_input", "hooks_equal_patches")
@@ -72,7 +74,10 @@ def test_adding_a_press(checkout):
     assert "equal" in run(checkout, *equivalence.split()[1:])
 
 
-PAGES = ("../README", "index", "mechanisms", "headwise", "auditing", "evaluation", "migration")
+PAGES = (
+    *("../README", "index", "mechanisms", "presses", "headwise", "auditing", "evaluation"),
+    "migration",
+)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -93,6 +98,15 @@ def test_pages_print_what_they_say(page, tmp_path):
     assert done.returncode == 0, done.stderr
     for line in expected.splitlines():
         assert line in done.stdout.splitlines()
+
+
+def test_all_presses_are_listed():
+    listed = set(re.findall(r"`(\w+Press)`", (ROOT / "docs" / "presses.md").read_text()))
+    assert listed == set(hooks_impl.PRESSES)
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def test_a_press_of_ones_own_is_searched_for_counterexamples(tmp_path):

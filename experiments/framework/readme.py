@@ -1,14 +1,16 @@
-"""The README's tables, taken from the committed results.
+"""What the README and the pages of `docs/` say of the committed results.
 
-A block of the README between a line `<!-- table: quality -->` and a line `<!-- /table -->` holds
-what the experiment of that name has to say; the name `verdict` stands for all questions with their
-answers. Blocks are written by `python -m experiments readme`, never by hand.
+A block of a page between a line `<!-- table: quality -->` and a line `<!-- /table -->` holds what
+the experiment of that name has to say, one of `<!-- table: quality-best overhead-decode -->` single
+findings by their anchors in the report. `verdict` stands for all questions with their answers,
+`needs` for all needs with what was found. Blocks are written by `python -m experiments readme`,
+never by hand.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,15 +18,19 @@ import typer
 
 from experiments import UserError, load_experiments
 from experiments.framework.experiment import AnyExperiment
-from experiments.framework.report import verdict
-from experiments.framework.results import read_parts
+from experiments.framework.report import needs, verdict
+from experiments.framework.results import Part, read_parts
+from experiments.framework.tables import markdown_table
 
-_OPENING = re.compile(r"<!-- table: (\S+) -->")
+PAGES = Path("README.md"), Path("docs")
+"""Pages that may hold blocks, and folders of such."""
+
+_OPENING = re.compile(r"<!-- table: (\S+(?: \S+)*) -->")
 _CLOSING = "<!-- /table -->"
 
 
 def blocks(results: Path, experiments: Sequence[AnyExperiment]) -> dict[str, str]:
-    """What a README can show of the study in the folder `results`: Markdown by block name.
+    """What a page can show of the study in the folder `results`: Markdown by block name.
 
     Raises:
         UserError: if the folder holds no study, or one in which an experiment failed.
@@ -34,11 +40,24 @@ def blocks(results: Path, experiments: Sequence[AnyExperiment]) -> dict[str, str
     if failed:
         raise UserError(f"{', '.join(failed)} failed in the study in {results}; run it again")
     contents = {part.experiment.name: part.experiment.markdown(part.tables) for part in parts}
-    return {"verdict": verdict(parts)} | contents
+    whole = {"verdict": verdict(parts), "needs": _needs(parts)}
+    return whole | contents | dict(_findings(parts))
+
+
+def _needs(parts: Sequence[Part]) -> str:
+    rows = [[need, came_to, text] for need, came_to, text, _ in needs(parts)]
+    return markdown_table(["To ...", "Verdict", "Finding"], rows, left=None)
+
+
+def _findings(parts: Sequence[Part]) -> Iterator[tuple[str, str]]:
+    """Each finding, an item of a list, by its anchor in the report."""
+    for part in parts:
+        for finding in part.findings:
+            yield f"{part.experiment.name}-{finding.name}", f"- {finding.text}"
 
 
 def markers(text: str) -> list[str]:
-    """Names of the blocks of a README, in order.
+    """Names of what the blocks of a page show, in order.
 
     Raises:
         UserError: if a block is not closed, or closed without having been opened.
@@ -50,7 +69,7 @@ def markers(text: str) -> list[str]:
         if opening and opened is not None:
             raise UserError(f"line {number}: {line} inside the block that line {opened} opens")
         if opening:
-            names.append(opening[1])
+            names += opening[1].split()
             opened = number
         elif line.strip() == _CLOSING:
             if opened is None:
@@ -62,10 +81,10 @@ def markers(text: str) -> list[str]:
 
 
 def fill(text: str, contents: Mapping[str, str]) -> tuple[str, list[str]]:
-    """A README with its blocks filled.
+    """A page with its blocks filled.
 
     Returns:
-        The new text, and the names of the blocks that were not as they should be.
+        The new text, and the names of what was not shown as it should be.
 
     Raises:
         UserError: if the markers do not match, or name something that there is not.
@@ -73,46 +92,62 @@ def fill(text: str, contents: Mapping[str, str]) -> tuple[str, list[str]]:
     unknown = [name for name in markers(text) if name not in contents]
     if unknown:
         raise UserError(f"no table is called {unknown[0]!r}; there are {', '.join(contents)}")
-    stale = []
+    stale: list[str] = []
 
     def renewed(block: re.Match[str]) -> str:
-        name = block["name"]
-        content = f"{block['opening']}\n\n{contents[name].strip()}\n\n{_CLOSING}"
+        names = block["names"].split()
+        shown = "\n".join(contents[name].strip() for name in names)
+        content = f"{block['opening']}\n\n{shown}\n\n{_CLOSING}"
         if content != block[0]:
-            stale.append(name)
+            stale.extend(names)
         return content
 
     return _BLOCK.sub(renewed, text), stale
 
 
 _BLOCK = re.compile(
-    rf"^(?P<opening>[ \t]*<!-- table: (?P<name>\S+) -->)[ \t]*\n.*?^[ \t]*{_CLOSING}",
+    rf"^(?P<opening>[ \t]*<!-- table: (?P<names>\S+(?: \S+)*) -->)[ \t]*\n.*?^[ \t]*{_CLOSING}",
     re.DOTALL | re.MULTILINE,
 )
 
 
+def pages(paths: Sequence[Path]) -> list[Path]:
+    """The pages among `paths` and in the folders among them that have blocks.
+
+    Raises:
+        UserError: if there is no such file or folder.
+    """
+    missing = [str(path) for path in paths if not path.exists()]
+    if missing:
+        raise UserError(f"there is no {missing[0]}; run this where the README is, or give --page")
+    files = (sorted(path.rglob("*.md")) if path.is_dir() else [path] for path in paths)
+    return [page for found in files for page in found if markers(page.read_text(encoding="utf-8"))]
+
+
 def command(
-    readme: Annotated[Path, typer.Option(help="The README.", exists=True, dir_okay=False)] = Path(
-        "README.md"
-    ),
+    page: Annotated[
+        list[Path] | None,
+        typer.Option(help="Page, or folder of pages.", show_default="README.md and docs"),
+    ] = None,
     results: Annotated[Path, typer.Option(help="Folder of the study.")] = Path("results"),
     check: Annotated[
         bool, typer.Option("--check", help="Change nothing; exit 1 if a block is out of date.")
     ] = False,
 ) -> None:
-    """Rewrite the README's tables from the committed results."""
-    text = readme.read_text(encoding="utf-8")
-    if not markers(text):
-        typer.echo(f"{readme} has no tables")
-        return
-    new, stale = fill(text, blocks(results, load_experiments()))
-    if stale and check:
-        typer.echo(
-            f"{readme} does not show what {results} holds: {', '.join(stale)}; "
-            "run `python -m experiments readme`",
-            err=True,
-        )
+    """Rewrite the tables of the README and of docs/ from the committed results."""
+    found = pages(page or PAGES)
+    contents = blocks(results, load_experiments()) if found else {}
+    any_stale = False
+    for path in found:
+        new, stale = fill(path.read_text(encoding="utf-8"), contents)
+        any_stale |= bool(stale)
+        if not stale:
+            typer.echo(f"{path} is up to date")
+        elif check:
+            typer.echo(f"{path} does not show what {results} holds: {', '.join(stale)}", err=True)
+        else:
+            path.write_text(new, encoding="utf-8")
+            typer.echo(f"{path}: {', '.join(stale)} rewritten")
+    if any_stale and check:
+        typer.echo("run `python -m experiments readme`", err=True)
         raise typer.Exit(1)
-    if stale:
-        readme.write_text(new, encoding="utf-8")
-    typer.echo(f"{readme}: {', '.join(stale)} rewritten" if stale else f"{readme} is up to date")

@@ -487,7 +487,7 @@ def test_report_refuses_a_folder_that_holds_no_study(registered, folder, tmp_pat
     assert "is not JSON" in runner.invoke(app, ["report", "--input", str(tmp_path)]).stderr
 
 
-# ---- the README --------------------------------------------------------------------------------
+# ---- the README and other pages --------------------------------------------------------------
 
 README = """# Title
 
@@ -505,7 +505,7 @@ End.
 
 def test_readme_blocks_are_filled_once(folder):
     contents = blocks(folder, [ONE, TWO])
-    assert set(contents) == {"verdict", "one", "two"}
+    assert set(contents) == {"verdict", "needs", "one", "one-mean", "two", "two-mean"}
     filled, stale = fill(README, contents)
     assert stale == ["verdict", "two"]
     assert filled == (
@@ -524,11 +524,24 @@ def test_readme_blocks_are_filled_once(folder):
     assert fill(filled, contents) == (filled, [])
 
 
+def test_blocks_of_findings_and_needs(folder):
+    contents = blocks(folder, [ONE, TWO])
+    opening = "<!-- table: two-mean one-mean -->"
+    filled, stale = fill(f"{opening}\n<!-- /table -->\n", contents)
+    assert stale == ["two-mean", "one-mean"]
+    assert filled == (
+        f"{opening}\n\n"
+        "- The mean of two is **1.867**.\n- The mean of one is **1.867**.\n\n"
+        "<!-- /table -->\n"
+    )
+    assert "| know one | works | The mean of one is **1.867**. |" in contents["needs"]
+
+
 def test_readme_command(registered, folder, tmp_path):
     registered(ONE, TWO)
     path = tmp_path / "README.md"
     path.write_text(README)
-    options = ["readme", "--readme", str(path), "--results", str(folder)]
+    options = ["readme", "--page", str(path), "--results", str(folder)]
 
     stale = runner.invoke(app, [*options, "--check"])
     assert stale.exit_code == 1
@@ -545,15 +558,41 @@ def test_readme_command(registered, folder, tmp_path):
     path.write_text(fresh.replace("| 3.5 |", "| 3.6 |"))
     stale = runner.invoke(app, [*options, "--check"])
     assert stale.exit_code == 1
-    assert ": two;" in stale.stderr
+    assert f"{folder} holds: two\n" in stale.stderr
+
+
+def test_readme_command_fills_all_pages_of_a_folder(registered, folder, tmp_path, monkeypatch):
+    registered(ONE, TWO)
+    (tmp_path / "docs" / "deep").mkdir(parents=True)
+    pages = [tmp_path / "README.md", tmp_path / "docs" / "deep" / "one.md"]
+    for page in pages:
+        page.write_text(README)
+    plain = tmp_path / "docs" / "plain.md"
+    plain.write_text("# Title\n")
+    monkeypatch.chdir(tmp_path)
+    options = ["readme", "--results", str(folder)]
+
+    assert runner.invoke(app, options).exit_code == 0
+    assert pages[0].read_text() == pages[1].read_text() != README
+    assert plain.read_text() == "# Title\n"
+    assert runner.invoke(app, [*options, "--check"]).exit_code == 0
+    pages[1].write_text(README)
+    stale = runner.invoke(app, [*options, "--check"])
+    assert stale.exit_code == 1
+    assert "deep/one.md does not show" in stale.stderr
+    assert "README.md does not" not in stale.stderr
+
+
+def test_readme_command_says_which_page_there_is_not(tmp_path):
+    result = runner.invoke(app, ["readme", "--page", str(tmp_path / "no.md")])
+    assert result.exit_code == 2
+    assert "no.md" in result.stderr
 
 
 def test_a_readme_without_tables_needs_no_results(tmp_path):
     path = tmp_path / "README.md"
     path.write_text("# Title\n")
-    result = runner.invoke(
-        app, ["readme", "--readme", str(path), "--results", "nowhere", "--check"]
-    )
+    result = runner.invoke(app, ["readme", "--page", str(path), "--results", "nowhere", "--check"])
     assert result.exit_code == 0, result.output
 
 

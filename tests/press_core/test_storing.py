@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer
 
 from experiments.testbed.families import build
 from press_core import AttentionCall, attention_sites
-from press_core.cache.storing import BatchEviction, RowGroup, row_groups
+from press_core.cache.pruned import filled
+from press_core.cache.storing import BatchEviction, RowGroup, row_groups, tokens_seen
 from press_core.eviction import Eviction
 
 KV_HEADS, DIM = 2, 16
@@ -82,11 +84,18 @@ def test_rows_come_back_in_their_order_the_shorter_aligned_on_the_right() -> Non
     batch = _batch(_tokens(".xx.xx", "xxxxxx", ".xx.xx"), {0: 2, 1: 3})
     assert (batch.length, batch.is_uneven, batch.is_whole) == (3, True, False)
     assert batch.mean_kept == pytest.approx((2 + 3 + 2) / 3)
-    assert batch.mean_unseen == pytest.approx((2 + 0 + 2) / 3)
     keys = batch.joined(lambda eviction: eviction.keys, 0)
     for row, slots in enumerate([[4, 5], [3, 4, 5], [4, 5]]):
         assert torch.equal(keys[row, :, -len(slots) :], batch.call.keys[row][:, slots])
         assert not keys[row, :, : 3 - len(slots)].any()
+
+
+def test_tokens_seen_of_a_row_leave_its_padding_out() -> None:
+    occupied = _tokens(".xx.xx", "xxxxxx", ".xx.xx")
+    states = torch.zeros(3, KV_HEADS, 6, DIM)
+    layer = filled(DynamicLayer(), states, states)
+    assert tokens_seen(layer, occupied, 3).tolist() == [4, 6, 4]
+    assert tokens_seen(layer, None, 3).tolist() == [6, 6, 6]
 
 
 def test_what_is_known_of_slots_follows_what_is_left_of_each_row() -> None:

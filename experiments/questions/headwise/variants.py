@@ -91,10 +91,10 @@ def kept_in(cache: Cache) -> Kept:
 
 
 def _kept(layer: RaggedLayer) -> Tensor:
-    kept = torch.zeros(len(layer.counts), layer.seen, dtype=torch.bool, device=layer.device)
-    for head, (start, count) in enumerate(zip(layer.starts, layer.counts, strict=True)):
-        kept[head, layer.slots[start : start + count].long()] = True
-    return kept.view(-1, layer.n_heads, layer.seen)
+    _, _, positions = layer.dense()
+    kept = torch.zeros(*positions.shape[:2], layer.seen + 1, dtype=torch.bool, device=layer.device)
+    places = positions.long().remainder(layer.seen + 1)  # empty slots, at -1, come last
+    return kept.scatter(-1, places, True)[..., :-1]
 
 
 def evicted(full: Cache, kept: Kept) -> DynamicCache:
