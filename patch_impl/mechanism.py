@@ -61,8 +61,7 @@ class BasePress(press.Press):
         if Needs.QUERIES in self.needs:
             seen = with_override(seen, see_query)
         output = call_next(*forward.args, **seen)
-        engine.after_attention(scope, forward, output, query, query_is_rotated=True)
-        return output
+        return engine.after_attention(scope, forward, output, query, query_is_rotated=True)
 
     # ---- around an attention module, around the decoder ------------------------------------------
 

@@ -42,6 +42,8 @@ class AttentionCall:
             None: as `position_ids` says.
         batch_rows: rows of the batch that this call is about; None: all.
         decoding: whether the layer held tokens before this forward.
+        n_to_come: tokens of the same context that later forwards bring, of a prefill in chunks that
+            the press prunes chunk by chunk.
         budget: number of tokens that each KV head is to keep, where another press sets it.
         recent_scores: `(B, H_kv, w)`, what an earlier eviction left to judge late; see `Eviction`.
         kwargs: the keyword arguments of the forward, as the module got them.
@@ -61,6 +63,7 @@ class AttentionCall:
     rotary_positions: Tensor | None = None
     batch_rows: tuple[int, ...] | None = None
     decoding: bool = False
+    n_to_come: int | None = None
     budget: int | None = None
     recent_scores: Tensor | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -70,6 +73,13 @@ class AttentionCall:
     def length(self) -> int:
         """`S`: number of keys to choose from."""
         return int(self.keys.shape[2])
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of the whole context, of which `S` are there and not yet evicted."""
+        if self.n_to_come is None:
+            return self.length
+        return int(self.next_position.max()) + self.n_to_come
 
     @property
     def next_position(self) -> Tensor:
@@ -214,6 +224,7 @@ class AttentionCall:
             attentions=None,
             tokens=positions - older if self.tokens is None else self.tokens.gather(-1, positions),
             rotary_positions=rotary,
+            n_to_come=None,
             budget=None,
         )
 

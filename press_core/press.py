@@ -85,6 +85,8 @@ class Press:
         buffered_tokens: class attribute; of how many of the last tokens it wants the hidden states
             and queries while decoding.
         rerotates: class attribute; whether kept keys get other positions.
+        prunes_chunks: class attribute; whether it prunes after every chunk of a prefill in chunks,
+            rather than once all of it is there.
     """
 
     mechanism: ClassVar[str] = ""
@@ -94,6 +96,7 @@ class Press:
     row_by_row: ClassVar[bool] = False
     buffered_tokens: ClassVar[int] = 0
     rerotates: ClassVar[bool] = False
+    prunes_chunks: ClassVar[bool] = False
     collector: ClassVar[type[Collector]]
     """Shows the calls of a model to a function, by the same mechanism."""
 
@@ -205,8 +208,8 @@ class Press:
         """`decide`, or what a subclass put in its place in the words of its mechanism."""
         raise NotImplementedError
 
-    def is_due(self, n_steps: int, length: int) -> bool:
-        """Whether to prune after `n_steps` decoding steps, of `length` tokens in the layer."""
+    def is_due(self, n_steps: int, n_new: int) -> bool:
+        """Whether to prune after `n_steps` decoding steps, the last of `n_new` tokens."""
         return True
 
     # ---- acting around forwards ------------------------------------------------------------------
@@ -265,7 +268,7 @@ class RatioPress(Press):
         require(self, "compression_ratio", 0 <= self.compression_ratio < 1, "a number in [0, 1)")
 
     def budget(self, call: AttentionCall) -> int:
-        return call.budget or n_kept(call.length, self.compression_ratio)
+        return call.budget or n_kept(call.context_length, self.compression_ratio)
 
 
 @dataclass

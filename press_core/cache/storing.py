@@ -234,7 +234,7 @@ def _pruned(
     layer.rerotation = _rerotation(forward, batch, former, padded)
     if isinstance(former, PrunedLayer):
         layer.buffers = {
-            key: DecodingBuffer(buffer.n_steps)
+            key: buffer if buffer.is_prefill else DecodingBuffer(buffer.n_steps)
             for key, buffer in former.buffers.items()
             if key != scope.key
         }

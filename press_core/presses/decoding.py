@@ -48,7 +48,7 @@ class Decoding(CompositePress):
     def buffered_tokens(self) -> int:  # type: ignore[override]
         return self.hidden_states_buffer_size
 
-    def is_due(self, n_steps: int, length: int) -> bool:
+    def is_due(self, n_steps: int, n_new: int) -> bool:
         return n_steps >= self.compression_interval
 
     def decide(self, call: AttentionCall) -> Eviction:

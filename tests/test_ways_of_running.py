@@ -1,0 +1,220 @@
+"""A model is run in many ways: compiled, in chunks, with drafts, over several turns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import hooks_impl
+import patch_impl
+from experiments.testbed.families import build
+from press_core import UnsupportedCacheError, UnsupportedInputError, kept_lengths, prefill
+from tests.support import example_for, left_padded, token_ids
+
+both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
+LENGTH = 60
+
+
+def make(implementation="sdpa", family="llama", dtype=torch.float64):
+    return build(family, num_layers=2, attn_implementation=implementation, dtype=dtype)
+
+
+def kept_in(cache):
+    """What each layer keeps: positions, or for heads of different lengths their states."""
+    layers = cache.layers
+    return [
+        layer.positions if hasattr(layer, "positions") else layer.dense()[2] for layer in layers
+    ]
+
+
+# ---- compiled ------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("through", ["model", "function"])
+@torch.no_grad()
+def test_a_model_compiled_and_called_before_is_pruned(package, through):
+    model, ids = make(dtype=torch.float32), token_ids(1, LENGTH)
+
+    def run(ids, cache):
+        return model(ids, past_key_values=cache).logits
+
+    compiled = torch.compile(model if through == "model" else run, backend="eager")
+    for expected in ([LENGTH] * 2, [LENGTH // 2] * 2, [LENGTH] * 2):
+        cache = DynamicCache(config=model.config)
+        handle = None if expected[0] == LENGTH else package.KnormPress(0.5).register(model)
+        if through == "model":
+            compiled(ids, past_key_values=cache)
+        else:
+            compiled(ids, cache)
+        if handle is not None:
+            handle.remove()
+        assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == expected
+
+
+# ---- in chunks -----------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("name", ["KnormPress", "SnapKVPress", "KVzapPress", "AdaKVPress"])
+@pytest.mark.parametrize("chunk_size", [7, 25])
+@torch.no_grad()
+def test_a_prefill_in_chunks_is_pruned_as_one(package, name, chunk_size):
+    model, ids = make(), token_ids(1, LENGTH)
+    press = example_for(package, name, 0.5, model)
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    with press(model):
+        at_once = model(ids, past_key_values=caches[0]).logits[:, -1]
+    with press(model):
+        in_chunks = prefill(model, ids, caches[1], chunk_size).logits[:, -1]
+    torch.testing.assert_close(in_chunks, at_once, rtol=0, atol=1e-9)
+    for one, other in zip(*map(kept_in, caches), strict=True):
+        assert torch.equal(one, other)
+
+
+@both
+@torch.no_grad()
+def test_padded_rows_in_chunks_are_pruned_as_at_once(package):
+    model, press = make(), package.SnapKVPress(0.5, window_size=8)
+    ids, mask, positions = left_padded(2, LENGTH, [0, 12])
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    with press(model):
+        model(ids, attention_mask=mask, position_ids=positions, past_key_values=caches[0])
+        prefill(model, ids, caches[1], 25, attention_mask=mask)
+    for one, other in zip(*map(kept_in, caches), strict=True):
+        assert torch.equal(one, other)
+
+
+@both
+@pytest.mark.parametrize("chunk_size", [16, 25])
+def test_generate_in_chunks_is_generate(package, chunk_size):
+    model, ids = make(), token_ids(1, LENGTH)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with package.SnapKVPress(0.5, window_size=8)(model):
+        at_once = model.generate(ids, **options)
+    caches = DynamicCache(config=model.config)
+    with package.SnapKVPress(0.5, window_size=8)(model):
+        in_chunks = model.generate(
+            ids, past_key_values=caches, prefill_chunk_size=chunk_size, **options
+        )
+    assert torch.equal(in_chunks, at_once)
+    assert [int(kept[0, 0]) for kept in kept_lengths(caches)] == [LENGTH // 2 + 7] * 2
+
+
+@both
+@torch.no_grad()
+def test_two_scopes_in_chunks_act_as_at_once(package):
+    model, ids = make(), token_ids(1, LENGTH)
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    outer, inner = package.SnapKVPress(0.5, window_size=4), package.KnormPress(0.5)
+    with outer(model), inner(model):
+        model(ids, past_key_values=caches[0])
+        prefill(model, ids, caches[1], 25)
+    for one, other in zip(*map(kept_in, caches), strict=True):
+        assert one.shape[-1] == LENGTH // 4
+        assert torch.equal(one, other)
+
+
+@both
+@torch.no_grad()
+def test_block_by_block_holds_the_budget_and_a_chunk(package):
+    model, ids, longest = make(), token_ids(1, LENGTH), []
+    cache = DynamicCache(config=model.config)
+    press = package.BlockPress(package.KeyDiffPress(0.75), block_size=5)
+    with press(model):
+        handle = model.model.layers[0].mlp.register_forward_hook(
+            lambda *_: longest.append(int(kept_lengths(cache)[0].max()))
+        )
+        prefill(model, ids, cache, 10)
+        handle.remove()
+        assert max(longest) == LENGTH // 4
+        model(token_ids(1, 3, seed=1), past_key_values=cache)  # a question is no chunk
+    assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [LENGTH // 4 + 3] * 2
+    whole = DynamicCache(config=model.config)
+    with press(model):
+        model(ids, past_key_values=whole)
+    assert torch.equal(cache.layers[0].positions, whole.layers[0].positions)
+
+
+@both
+@torch.no_grad()
+def test_chunks_are_no_decoding_steps(package):
+    model, cache = make(), DynamicCache(config=make().config)
+    press = package.DecodingPress(package.KnormPress(), compression_interval=2, target_size=20)
+    with press(model):
+        prefill(model, token_ids(1, LENGTH), cache, 10)
+        assert press.compression_count == 0
+        for _ in range(2):
+            model(token_ids(1, 1), past_key_values=cache)
+        assert press.compression_count == 1
+    assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [20, 20]
+
+
+# ---- drafts --------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["KnormPress", "SnapKVPress", "AdaKVPress", "PyramidKVPress"])
+@pytest.mark.parametrize("by", ["lookup", "assistant"])
+def test_drafts_are_no_context(package, implementation, name, by):
+    dtype = torch.float32 if implementation == "eager" else torch.float64
+    model = make(implementation, dtype=dtype)
+    ids = token_ids(1, LENGTH // 2).repeat(1, 2)  # so that there is something to look up
+    press = example_for(package, name, 0.5, model)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": 1}
+    drafted = {"prompt_lookup_num_tokens": 3}
+    if by == "assistant":
+        drafted = {"assistant_model": build("llama", num_layers=1, dtype=dtype)}
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    with press(model):
+        plain = model.generate(ids, past_key_values=caches[0], **options)
+        assisted = model.generate(ids, past_key_values=caches[1], **options, **drafted)
+    assert torch.equal(assisted, plain)
+    for one, other in zip(*map(kept_lengths, caches), strict=True):
+        assert torch.equal(one, other)
+
+
+@both
+def test_drafts_are_refused_by_presses_that_act_while_decoding(package):
+    model, ids = make(), token_ids(1, LENGTH // 2).repeat(1, 2)
+    press = package.DecodingPress(package.KnormPress(), compression_interval=2, target_size=20)
+    with press(model), pytest.raises(UnsupportedInputError, match="DecodingPress.*assist"):
+        model.generate(ids, prompt_lookup_num_tokens=3, max_new_tokens=8, eos_token_id=1)
+
+
+@both
+@torch.no_grad()
+def test_what_is_cropped_was_never_there(package):
+    model, context, rest = make(), token_ids(1, LENGTH), token_ids(1, 12, seed=1)
+    press = package.DecodingPress(
+        package.ExpectedAttentionPress(), compression_interval=6, target_size=20
+    )
+    logits = []
+    for rejected in (0, 3):
+        cache = DynamicCache(config=model.config)
+        with press(model):
+            model(context, past_key_values=cache)
+            for i in range(12):
+                drafts = token_ids(1, rejected, seed=i + 2)
+                ids = torch.cat((rest[:, i : i + 1], drafts), dim=1)
+                if i % 6 == 5:  # pruned by this forward: what came with it cannot be taken back
+                    ids = ids[:, :1]
+                out = model(ids, past_key_values=cache).logits[:, 0]
+                if ids.shape[1] > 1:
+                    cache.crop(-rejected if crops_a_number(cache) else LENGTH + i + 1)
+            logits.append(out)
+            assert press.compression_count == 2
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-9)
+
+
+def crops_a_number(cache):
+    return "tokens_to_remove" in type(cache).crop.__code__.co_varnames
+
+
+@both
+def test_continuous_batching_is_refused(package):
+    model, ids = make(dtype=torch.float32), token_ids(1, LENGTH)[0].tolist()
+    with package.KnormPress(0.5)(model), pytest.raises(UnsupportedCacheError, match="paged"):
+        model.generate_batch([ids], max_new_tokens=2, progress_bar=False)
