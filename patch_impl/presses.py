@@ -15,6 +15,7 @@ from press_core.presses.cur import CUR
 from press_core.presses.decoding import Decoding
 from press_core.presses.dms import DMS
 from press_core.presses.duo_attention import DuoAttention
+from press_core.presses.every_turn import EveryTurn
 from press_core.presses.expected_attention import ExpectedAttention
 from press_core.presses.expected_attention_stats import ExpectedAttentionWithStats
 from press_core.presses.finch import Finch
@@ -143,6 +144,9 @@ class DecodingPress(Decoding, BasePress): ...
 
 
 class DMSPress(DMS, BasePress): ...
+
+
+class EveryTurnPress(EveryTurn, BasePress): ...
 
 
 class KeyRerotationPress(KeyRerotation, BasePress): ...

@@ -33,6 +33,12 @@ def after_context(forward: AttentionForward, n_drafts: int) -> AttentionForward:
     return replace(drafts, context_output=output)
 
 
+def rest_of(forward: AttentionForward) -> Any:
+    """Run the module on the tokens behind the context too; returns its output of both."""
+    with as_part(Part()):
+        return with_context(forward, forward.site.module(*forward.args, **forward.kwargs))
+
+
 def with_context(forward: AttentionForward, output: Any) -> Any:
     """The output of the forward and of the context that was run before it, as of one."""
     context = forward.context_output

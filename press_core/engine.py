@@ -100,6 +100,7 @@ def after_attention(
     layer, press = prunable_layer(forward.cache, forward.site.layer_idx), scope.press
     begun = _is_in_prefill(scope, layer)
     if begun or n_seen(layer) == forward.n_tokens:
+        scope.n_prefills += 1
         call = _part_of_prefill(scope, forward, begun, output, query, query_is_rotated)
         if call is not None and Phase.PREFILL in press.phases:
             _prune(scope, forward, call)
@@ -109,6 +110,8 @@ def after_attention(
         call = _decoding_step(scope, forward, query, query_is_rotated)
         if call is not None:
             _prune(scope, forward, call)
+    elif not isinstance(layer, (PrunedLayer, RaggedLayer)):
+        scope.longest_whole = max(scope.longest_whole, n_seen(layer))
     return with_context(forward, output)
 
 
@@ -410,8 +413,8 @@ def _refuse_drafts_in_decoding(press: Press) -> None:
     if Phase.DECODING in press.phases:
         raise UnsupportedInputError(
             f"{type(press).__name__} evicts tokens while decoding, and those of assisted "
-            "generation (assistant_model, prompt_lookup_num_tokens) are drafts that may be taken back; leave "
-            "the assistance out, or use a press that acts after the prefill only"
+            "generation (assistant_model, prompt_lookup_num_tokens) are drafts that may be taken "
+            "back; leave the assistance out, or use a press that acts after the prefill only"
         )
 
 
@@ -425,8 +428,11 @@ def _refuse_chunks_of_quantized(part: Part) -> None:
 
 def _refuse_paged(scope: ScopeState, forward: AttentionForward) -> None:
     """Refuse continuous batching, which passes its own cache by its own name."""
-    if forward.kwargs.get("cache") is not None:
-        raise UnsupportedCacheError(
-            f"{type(scope.press).__name__} cannot prune the paged cache of continuous batching "
-            "(generate_batch): requests share its blocks; use generate with a DynamicCache"
-        )
+    if forward.kwargs.get("cache") is None:
+        return
+    why = (
+        " cannot prune the paged cache of continuous batching (generate_batch): requests share its "
+        "blocks; use generate with a DynamicCache"
+    )
+    scope.warnings.append(lambda: why)  # the thread that runs the requests keeps its errors
+    raise UnsupportedCacheError(type(scope.press).__name__ + why)

@@ -196,6 +196,10 @@ class Press:
         """How many of the tokens of `call` each KV head keeps, on average where heads differ."""
         return call.budget or call.length
 
+    def evicts_of(self, length: int) -> bool:
+        """Whether it may evict something of a context of `length` tokens."""
+        return self.is_long_enough(length)
+
     def leaves_whole(self, call: AttentionCall) -> bool:
         """Whether there is nothing to choose."""
         return self.budget(call) >= call.length or not self.is_long_enough(call.length)
@@ -266,6 +270,9 @@ class RatioPress(Press):
     def validate(self) -> None:
         super().validate()
         require(self, "compression_ratio", 0 <= self.compression_ratio < 1, "a number in [0, 1)")
+
+    def evicts_of(self, length: int) -> bool:
+        return super().evicts_of(length) and n_kept(length, self.compression_ratio) < length
 
     def budget(self, call: AttentionCall) -> int:
         return call.budget or n_kept(call.context_length, self.compression_ratio)

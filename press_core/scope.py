@@ -16,7 +16,7 @@ from torch import nn
 from press_core.errors import ScopeError
 from press_core.model.decoder import decoder_of
 from press_core.model.sites import AttentionSite, attention_sites
-from press_core.press import Press
+from press_core.press import Phase, Press
 
 T = TypeVar("T")
 
@@ -41,6 +41,8 @@ class ScopeState:
             of them each KV head kept, on average.
         compressions: per layer, how often it was pruned.
         seen: depths of the sites whose forwards were seen.
+        n_prefills: forwards of attention modules that brought (part of) a context.
+        longest_whole: length of the longest layer that was found filled, and not pruned.
         warnings: what a mechanism found to have gone wrong, asked when the scope closes.
         key: tells this scope from all others of the process.
         n_sites: how many attention modules there are.
@@ -55,6 +57,8 @@ class ScopeState:
     layers: dict[int, tuple[float, float]] = field(default_factory=dict)
     compressions: dict[int, int] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
+    n_prefills: int = 0
+    longest_whole: int = 0
     warnings: list[Callable[[], str | None]] = field(default_factory=list)
     key: int = field(default_factory=itertools.count().__next__)
     n_sites: int = 0
@@ -63,6 +67,7 @@ class ScopeState:
 
     def __post_init__(self) -> None:
         self.n_sites = len(self.sites)
+        self.warnings.append(self._came_too_late)
 
     def record(self, layer_idx: int, seen: float, kept: float) -> None:
         """Note that a layer was pruned: of `seen` tokens each KV head keeps `kept` on average."""
@@ -72,6 +77,18 @@ class ScopeState:
     def memory(self, kind: type[T]) -> T:
         """The one object of a class that presses keep what they learn in; made when asked for."""
         return self._memories.setdefault(kind, kind())
+
+    def _came_too_late(self) -> str | None:
+        """A warning of a scope that could have evicted something, had it been open before."""
+        press, length = self.press, self.longest_whole
+        if self.layers or self.n_prefills or not length:
+            return None
+        if press.phases & ~Phase.DECODER != Phase.PREFILL or not press.evicts_of(length):
+            return None
+        return (
+            f" evicted nothing: all {length} tokens were in the cache before this scope opened; "
+            "open it before the prefill, or use a press that acts while decoding"
+        )
 
     @property
     def compression_count(self) -> int:
