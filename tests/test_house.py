@@ -107,6 +107,7 @@ DEFAULTS = {
         "hidden_states_buffer_size": 256,
     },
     "DuoAttentionPress": {"head_compression_ratio": 0.0, "on_the_fly_scoring": False},
+    "EveryTurnPress": {"press": None, "target_size": 2048, "hidden_states_buffer_size": 256},
     "ExpectedAttentionPress": {**RATIO, **EXPECTED},
     "ExpectedAttentionStatsPress": {**RATIO, **EXPECTED},
     "FinchPress": {

@@ -42,6 +42,7 @@ def difference(*, presses: str, kvpress: str, here: str, why: str) -> Callable[[
 
 
 NOT_IN_KVPRESS = {
+    "EveryTurnPress": "every turn of a conversation pruned again",
     "StreamingLLMDecodingPress": "a bounded cache for endless generation",
 }
 """Presses without an oracle."""
