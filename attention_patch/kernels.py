@@ -207,10 +207,27 @@ def blocks(layer: RaggedLayer, query: Query) -> Tensor:
     n_heads, n_queries = query.states.shape[1:3]
     per_query = n_heads // layer.n_heads * (layer.slots.numel() + len(layer.held) * layer.n_recent)
     step = max(1, LOGITS // per_query)
+    attended = _one_block if layer.blocks.n == 1 else _blocks
     if n_queries <= step:
-        return _blocks(layer, query)
+        return attended(layer, query)
     starts = range(0, n_queries, step)
-    return torch.cat([_blocks(layer, query.rows(i, i + step)) for i in starts], dim=2)
+    return torch.cat([attended(layer, query.rows(i, i + step)) for i in starts], dim=2)
+
+
+def _one_block(layer: RaggedLayer, query: Query) -> Tensor:
+    """Every head reads the one block, so that its logits lie in one row already."""
+    states = _rows(layer, query)
+    old, recent = _old_logits(layer, query, states), _recent_logits(layer, query, states)
+    n, values = old.shape[-1], layer.values.expand(len(states), -1, -1)
+    logits = torch.cat((old, recent), dim=-1).view(
+        layer.batch, layer.n_heads, -1, query.states.shape[2], n + layer.n_recent
+    )
+    weights = softmax_with_sinks(logits, query.sinks)
+    if query.visible is not None:  # which may hide everything
+        weights = weights.nan_to_num(0)
+    weights = weights.to(values.dtype).view(len(states), -1, n + layer.n_recent)
+    output = torch.baddbmm(torch.bmm(weights[..., n:], layer.recent[1]), weights[..., :n], values)
+    return output.view(*query.states.shape[:3], -1).to(query.states.dtype)
 
 
 def _blocks(layer: RaggedLayer, query: Query) -> Tensor:
@@ -234,7 +251,16 @@ def _blocks(layer: RaggedLayer, query: Query) -> Tensor:
 
 
 def varlen(layer: RaggedLayer, query: Query) -> Tensor:
-    """Torch's kernel over the context, each KV head of each row a sequence of its own."""
+    """Torch's kernel over the context, each KV head of each row a sequence of its own.
+
+    Raises:
+        UnsupportedInputError: for a mask of the context, padding included.
+    """
+    if query.tells_of_context(layer):
+        raise UnsupportedInputError(
+            "the back end 'varlen' reads all that a head holds of the context, and this call has a "
+            "mask for it; use 'blocks'"
+        )
     from torch.nn.attention.varlen import AuxRequest, varlen_attn  # torch 2.10 has it first
 
     states, n_queries = _rows(layer, query), query.states.shape[2]
@@ -317,6 +343,8 @@ def _per_reading(
 ) -> Tensor:
     """What `function` makes of some readings and the blocks `stored` that they read, `(P, ...)`."""
     n, shared = layer.blocks.n, layer.blocks.shared
+    if n == 1:
+        return function(slice(None), stored.expand(len(layer.blocks.heads), *stored.shape[1:]))
     first = function(slice(n), stored)
     if not len(shared):
         return first

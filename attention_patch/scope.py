@@ -54,7 +54,10 @@ def _forward(
     layer = layer_of(AttentionForward(args, kwargs, site))
     if isinstance(layer, ChannelPrunedLayer) and layer.n_slots:
         layer.allow_attention(reader)
-        return forward(*args, **with_override(kwargs, partial(attend_channels, site, layer)))
+        try:
+            return forward(*args, **with_override(kwargs, partial(attend_channels, site, layer)))
+        finally:
+            layer.disallow_update()
     if not isinstance(layer, RaggedLayer) or layer.is_allowed:
         return forward(*args, **kwargs)
     layer.allow_update(reader)

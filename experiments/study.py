@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments import UserError, load_experiments
-from experiments.framework.command import SEED, measured, progress_bar, repeat
+from experiments.framework.command import SEED, measured, progress_bar
 from experiments.framework.experiment import AnyExperiment
 from experiments.framework.report import write_report
 from experiments.framework.results import (
@@ -73,7 +73,7 @@ def run_study(
         console.rule(f"{number} of {len(chosen)}: {experiment.title}", align="left")
         options = experiment.full if full else experiment.quick
         entry: dict[str, Any] = {"seconds": 0.0, "error": None, "tables": [], "figures": {}}
-        entry |= {"commit": environment["commit"], "repeat": repeat(experiment, options)}
+        entry |= {"commit": environment["commit"], "repeat": _repeat(experiment, options)}
         start = perf_counter()
         try:
             taken = [table for other in entries.values() for table in other["tables"]]
@@ -90,6 +90,13 @@ def run_study(
     write_manifest(manifest, output)
     write_report(output, done)
     return [name for name, entry in entries.items() if entry["error"]]
+
+
+def _repeat(experiment: AnyExperiment, options: Any) -> str:
+    """The command that runs an experiment again as it was run here."""
+    if options == experiment.full:
+        return f"python -m experiments {experiment.name}"
+    return f"python -m experiments study --only {experiment.name}"
 
 
 def _run(

@@ -46,7 +46,7 @@ class Evicts(Enum):
     @property
     def needs_attention(self) -> bool:
         """Whether what is left can be read only by an attention function of its own."""
-        return self in (Evicts.PER_HEAD, Evicts.CHANNELS)
+        return self is Evicts.PER_HEAD or self is Evicts.CHANNELS
 
 
 class Phase(Flag):

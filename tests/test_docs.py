@@ -32,12 +32,11 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def register(path: Path, line: str) -> None:
-    """Add a press to the `__init__.py` of a package."""
-    name = line.split()[-1]
-    text = line + path.read_text()
-    text = text.replace("    for press in (\n", f"    for press in (\n        {name},\n")
-    path.write_text(text.replace("__all__ = [\n", f'__all__ = [\n    "{name}",\n'))
+def declare(path: Path, text: str) -> None:
+    """Add an import and a class to the list of presses of a package."""
+    imported, declared = text.split("\n\n\n")
+    listed = path.read_text().replace("\n\nPRESSES:", f"\n\n{declared}\n\nPRESSES:")
+    path.write_text(listed.replace("\nfrom press_core", f"\n{imported}\nfrom press_core", 1))
 
 
 def run(checkout: Path, *arguments: str) -> str:
@@ -57,8 +56,8 @@ def run(checkout: Path, *arguments: str) -> str:
 def test_adding_a_press(checkout):
     for _, title, text in blocks("adding-a-press.md"):
         path = checkout / title
-        if path.name == "__init__.py":
-            register(path, text)
+        if path.name == "presses.py":
+            declare(path, text)
         elif title:
             path.write_text(text)
     free = [f"tests/test_{name}.py" for name in FREE_TESTS]

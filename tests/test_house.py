@@ -45,7 +45,7 @@ def test_hooks_set_no_attributes():
 
 
 def test_formulas_hold_no_module():
-    for path in (ROOT / "press_core" / "methods").glob("*.py"):
+    for path in (ROOT / "press_core" / "presses").glob("*.py"):
         assert "nn.Module" not in path.read_text(), path.name
 
 

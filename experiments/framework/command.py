@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import shlex
 from collections.abc import Callable
 from dataclasses import fields
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -73,24 +71,6 @@ def show(experiment: AnyExperiment, tables: Tables, console: Console) -> None:
             console.print(view.rich())
     paragraphs = [*experiment.remarks(tables), *(f.text for f in experiment.findings(tables))]
     console.print(Markdown("\n\n".join(paragraphs)))
-
-
-def repeat(experiment: AnyExperiment, options: Any) -> str:
-    """The command that runs an experiment with these options."""
-    words = ["python", "-m", "experiments", experiment.name]
-    for field in fields(options):
-        value, default = getattr(options, field.name), getattr(experiment.full, field.name)
-        if value != default:
-            words += _written(f"--{field.name.replace('_', '-')}", value)
-    return shlex.join(words)
-
-
-def _written(flag: str, value: Any) -> list[str]:
-    if isinstance(value, bool):
-        return [flag if value else flag.replace("--", "--no-", 1)]
-    if isinstance(value, tuple):
-        return [word for item in value for word in _written(flag, item)]
-    return [flag, str(value.value if isinstance(value, Enum) else value)]
 
 
 def _flags(experiment: AnyExperiment) -> list[inspect.Parameter]:

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from experiments.audit import audit
+from experiments.framework.wording import in_one_line
 from experiments.interventions import LIBRARIES, Library
 from experiments.testbed.families import build
 
@@ -34,7 +35,7 @@ def audit_subject(distribution: str, subject: str) -> dict[str, Any]:
     try:
         row["changes"] = _changes(library, subject)
     except Exception as error:
-        row["error"] = " ".join(f"{type(error).__name__}: {error}".split())
+        row["error"] = in_one_line(error)
     return row
 
 

@@ -29,6 +29,7 @@ from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.heatmap import OutcomeMatrix
 from experiments.framework.options import one_of
 from experiments.framework.tables import ResultTable
+from experiments.framework.wording import in_one_line
 from experiments.interventions import COMPANIONS, NOTHING, Intervention
 from experiments.mechanisms import MECHANISMS
 from experiments.mechanisms.contain import contained
@@ -158,7 +159,7 @@ def try_out(mechanism: str, companion: Intervention, phase: str) -> dict[str, An
                     outcome, detail = WRONG, f"{when}: {difference}"
         except Exception as error:  # whatever comes is the result
             if outcome == RIGHT:
-                outcome, detail = ERROR, f"{type(error).__name__}: {' '.join(str(error).split())}"
+                outcome, detail = ERROR, in_one_line(error)
     return {
         "mechanism": mechanism,
         "companion": companion.companion,

@@ -38,6 +38,7 @@ from experiments.framework.experiment import Contrast, Experiment, Finding, Tabl
 from experiments.framework.heatmap import draw_cells
 from experiments.framework.plots import new_figure, style
 from experiments.framework.tables import ResultTable
+from experiments.framework.wording import in_one_line
 from experiments.interventions import LIBRARIES
 from experiments.mechanisms import MECHANISMS, OURS
 from experiments.mechanisms.contain import contained
@@ -164,7 +165,7 @@ def leftovers(opens: Opens, exit_name: str) -> dict[str, Any]:
         try:
             EXITS[exit_name](model, opens)
         except Exception as raised:
-            error = " ".join(f"{type(raised).__name__}: {raised}".split())
+            error = in_one_line(raised)
         left = differences(before, snapshot(model))
     example = f"{left[0].place.owner}.{left[0].place.name}" if left else ""
     return {"exit": exit_name, "leftovers": len(left), "example": example, "error": error}

@@ -32,6 +32,7 @@ from experiments.framework.experiment import Contrast, Experiment, Finding, Tabl
 from experiments.framework.heatmap import OutcomeMatrix
 from experiments.framework.options import one_of
 from experiments.framework.tables import ResultTable
+from experiments.framework.wording import in_one_line
 from experiments.mechanisms import MECHANISMS, OURS, Mechanism
 from experiments.mechanisms.contain import contained
 from experiments.testbed.families import build
@@ -354,7 +355,7 @@ def outcome(seen: Seen) -> tuple[str, str]:
         if isinstance(expected, Exception):
             raise expected
         if isinstance(got, Exception):
-            return ERROR, f"{when}: {type(got).__name__}: {' '.join(str(got).split())}"
+            return ERROR, f"{when}: {in_one_line(got)}"
         details.append(expected.difference(got))
     inside, after = details
     if after:

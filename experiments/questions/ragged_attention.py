@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from time import perf_counter
 from typing import Any
 
@@ -231,7 +232,9 @@ class _Bench:
         module, query = site.module, self.query
         if isinstance(layer, RaggedLayer):
             return lambda: attend(site, layer, None, None, module, query, *self.new, None)
-        function = site.interface.get_interface(site.attn_implementation, None)
+        modeling = import_module(type(module).__module__)
+        own = modeling.eager_attention_forward
+        function = site.interface.get_interface(site.attn_implementation, own)
         more = {} if site.softcap is None else {"softcap": site.softcap}
         return lambda: function(
             module, query, layer.keys, layer.values, None, scaling=site.scaling, **more

@@ -19,7 +19,7 @@ Streams take turns, a stretch of the text each. Each closes its scope after its 
 evicted is known by the cache alone.
 
 What else runs on the machine interrupts some forwards and makes times drift. So every few tokens
-one is read *alone* as well, without a cache, and the time per token is told in such forwards, both
+one is read *alone* as well, without a cache, and the time per token is given in such forwards, both
 by their quickest tenth, which nothing has interrupted.
 """
 
@@ -60,7 +60,7 @@ FULL, WINDOW, SINKS, RECOMPUTED = "full cache", "window", "sinks + window", "win
 ORIGINAL, IN_CACHE = "original", "in the cache"
 
 BROKEN = 0.1
-"""Nats per token above which a loss is told as one."""
+"""Nats per token that a stream may lose before it counts as broken."""
 
 ALONE_EVERY = 8
 """Tokens of a stream between two forwards of one alone."""
@@ -678,7 +678,7 @@ class Streaming(Experiment[Options]):
         "A text is read token by token through caches that are full, keep the last tokens, or "
         "keep the first ones too, with original positions or with those in the cache. Losses are "
         "compared with a window that is recomputed, stretch by stretch. Streams take turns, and "
-        "times are told in forwards of a token alone. How much a window loses depends on how much "
+        "times are given in forwards of a token alone. How much a window loses depends on how much "
         "the model attends to its first tokens, which is shown as well; a model of another size "
         "or training may attend more."
     )

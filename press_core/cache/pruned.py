@@ -284,14 +284,18 @@ class PrunedLayer(DynamicLayer):
         """Let the next update happen, which comes with all the help it needs from `reader`."""
         self._reader = reader
 
+    def disallow_update(self) -> None:
+        """No longer let it happen."""
+        self._reader = None
+
     @property
     def is_allowed(self) -> bool:
         """Whether the next update may happen: while the scope that said so is open."""
         return self._reader is not None and self._reader.is_open
 
     def _check_allowed(self, n_new: int) -> None:
-        needs = self.needs if n_new > 1 else self.needs & ~ReadingNeeds.MASK_OF_MANY
-        if needs and not self.is_allowed:
+        nothing = ReadingNeeds.NOTHING, ReadingNeeds.MASK_OF_MANY if n_new == 1 else None
+        if self.needs not in nothing and not self.is_allowed:
             raise ScopeError(
                 "this cache holds rows or layers of different lengths, which the model's own "
                 "attention mask does not fit, or other positions than it counts with; keep the "
@@ -402,6 +406,10 @@ class ChannelPrunedLayer(PrunedLayer):
     def allow_attention(self, reader: Reader) -> None:
         """Let the next update happen: the attention function of `reader` reads the layer itself."""
         self._attending = self._reader = reader
+
+    def disallow_update(self) -> None:
+        super().disallow_update()
+        self._attending = None
 
     @property
     def n_slots(self) -> int:

@@ -24,8 +24,11 @@ SPARE = 0.01
 WASTE = 0.018
 """Slots that may stay empty so that heads begin and end with a block, as a share of all."""
 
-SHORTEST, LONGEST = 16, 128
+SHORTEST, LONGEST = 32, 128
 """Slots of a block: shorter ones cost more products, longer ones are shared by more heads."""
+
+FEW = 2**18
+"""Up to so many numbers, head by head over all keys, one block for all heads is quickest."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,13 @@ class Blocks:
     def of(cls, counts: Sequence[int], like: Tensor) -> Blocks:
         """The layout of heads that hold `counts` tokens; `like` has the device and the dtype."""
         held = torch.tensor(counts)
-        size, room = _block_size(held)
+        size, room = _block_size(held, like.shape[-1])
         starts = room.cumsum(0) - room
         n = max(1, -(-int(room.sum()) // size))
         first = starts // size
         n_read = torch.where(held > 0, (starts + held - 1) // size - first + 1, 0)
+        if n == 1:  # attention counts on it that all heads read it, be it in vain
+            n_read, first = torch.ones_like(held), torch.zeros_like(held)
         heads = torch.arange(len(counts)).repeat_interleave(n_read)
         nth = torch.arange(len(heads)) - (n_read.cumsum(0) - n_read)[heads]
         blocks = first[heads] + nth
@@ -86,21 +91,23 @@ class Blocks:
         return torch.arange(int(held.sum())) + shift.repeat_interleave(held)
 
 
-def _block_size(held: Tensor) -> tuple[int, Tensor]:
+def _block_size(held: Tensor, head_dim: int) -> tuple[int, Tensor]:
     """Slots of a block, and how many slots each head takes.
 
-    Whole blocks for every head where that wastes little. Otherwise heads follow each other without
-    room between them, and the blocks are of a size at which the last one is nearly full.
+    One block where heads are few and short. Whole blocks for every head where that wastes little.
+    Otherwise heads follow each other without room between them, and the blocks are of a size at
+    which the last one is nearly full.
     """
     n_tokens, size = int(held.sum()), LONGEST
+    if len(held) * n_tokens * head_dim <= FEW:
+        return max(1, n_tokens), held
     allowed = WASTE * n_tokens
     while size >= SHORTEST:
         room = (held + size - 1) // size * size
         if int(room.sum()) - n_tokens <= allowed:
             return size, room
         size //= 2
-    quarter = n_tokens // (4 * len(held))
-    size = min(max(2 * SHORTEST, quarter), LONGEST, max(1, n_tokens))
+    size = min(max(SHORTEST, n_tokens // (8 * len(held))), LONGEST // 2)
     while -n_tokens % size > allowed:
         size -= 1
     return size, held

@@ -29,6 +29,7 @@ from press_core import (
     UnsupportedModelError,
     attention_sites,
 )
+from press_core.cache.pruned import ChannelPrunedLayer
 from tests.support import snapshot, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -149,6 +150,58 @@ def test_it_helps_all_other_caches_that_need_help(model):
         model(QUESTION, past_key_values=copy.deepcopy(cache))
     with headwise(model):
         assert torch.equal(ask(model, cache), expected)
+
+
+@both
+def test_gradients_pass_through_head_wise_layers(package, model):
+    """Of the context's values and of those that came later, as with a mask that hides as much."""
+    ids, n_new = token_ids(1, LENGTH), QUESTION.shape[1]
+    cache = DynamicCache(config=model.config)
+    with ada(package)(model):
+        model(ids, past_key_values=cache)
+        logits = model(QUESTION, past_key_values=cache).logits
+    logits.square().sum().backward()
+    got = [layer.self_attn.v_proj.weight.grad.clone() for layer in model.model.layers]
+    model.zero_grad()
+
+    kept = [layer.dense()[2] for layer in cache.layers]
+    causal = torch.ones(LENGTH + n_new, LENGTH + n_new, dtype=torch.bool).tril()
+
+    def hide(module: Any, args: Any, kwargs: Any) -> Any:
+        mask = causal.expand(1, 4, -1, -1).clone()
+        for head, positions in enumerate(kept[module.layer_idx][0].repeat_interleave(2, dim=0)):
+            seen = torch.zeros(LENGTH + n_new, dtype=torch.bool)
+            seen[positions[positions >= 0]] = True
+            mask[0, head, LENGTH:] &= seen
+        return args, {**kwargs, "attention_mask": mask}
+
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(hide, with_kwargs=True)
+        for layer in model.model.layers
+    ]
+    both_at_once = model(torch.cat((ids, QUESTION), dim=1), use_cache=False).logits
+    for hook in hooks:
+        hook.remove()
+    torch.testing.assert_close(logits, both_at_once[:, LENGTH:], rtol=0, atol=1e-4)
+    both_at_once[:, LENGTH:].square().sum().backward()
+    for one, layer in zip(got, model.model.layers, strict=True):
+        torch.testing.assert_close(one, layer.self_attn.v_proj.weight.grad, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+def test_a_forward_that_fails_leaves_no_layer_without_channels_served(model):
+    def explode(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    press = hooks_impl.ThinKPress(0.5, window_size=4, free_memory=True)
+    cache = compressed(model, press)
+    assert isinstance(cache.layers[1], ChannelPrunedLayer)
+    handle = model.model.layers[1].self_attn.k_proj.register_forward_hook(explode)
+    with headwise(model), pytest.raises(ZeroDivisionError):
+        model(QUESTION, past_key_values=cache)
+    handle.remove()
+    with pytest.raises(ScopeError):
+        cache.layers[1].update(*torch.zeros(2, 1, 2, 1, 16))
 
 
 # ---- back ends -----------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from press_core import (
     UnsupportedInputError,
     attention_sites,
 )
+from press_core.cache import ragged
 from tests.support import Reader
 
 on_gpu = [
@@ -33,11 +34,10 @@ N = 60  # tokens of the context
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-@pytest.fixture(autouse=True)
-def _not_compiled():
-    """A compiled kernel takes a C++ compiler and half a minute per shape, and adds nothing."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
+@pytest.fixture(autouse=True, params=[0, ragged.FEW], ids=["several blocks", "one block"])
+def _layout(request, monkeypatch):
+    """Layers as small as these lie in one block, unless told otherwise."""
+    monkeypatch.setattr(ragged, "FEW", request.param)
 
 
 class Example(NamedTuple):
@@ -211,7 +211,7 @@ def test_what_lies_in_spare_room_is_not_read(backend):
     expected = run(backend, case)
     layer = case.layer
     empty = layer.slots < 0
-    assert empty.any()
+    assert empty.any() or layer.blocks.n == 1
     layer.keys[empty], layer.values[empty] = 1e4, 1e4
     assert layer.recent_keys.shape[1] > layer.n_recent
     layer.recent_keys[:, layer.n_recent :], layer.recent_values[:, layer.n_recent :] = 1e4, 1e4
@@ -430,6 +430,13 @@ def test_unknown_back_ends_are_refused():
 def test_the_kernel_of_cuda_is_refused_elsewhere():
     with pytest.raises(HyperparameterError, match=r"'varlen'.* on cpu in torch.float32; use 'bloc"):
         check_backend("varlen", site())
+
+
+def test_the_kernel_of_cuda_takes_no_mask_of_the_context():
+    case = example()
+    mask = torch.ones(2, 1, 1, case.layer.seen, dtype=torch.bool)
+    with pytest.raises(UnsupportedInputError, match="mask for it; use 'blocks'"):
+        run("varlen", case, mask)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])

@@ -190,7 +190,7 @@ def test_an_experiment_that_fails_takes_nothing_from_the_others(tmp_path):
 def test_a_study_is_quick_unless_asked_for_the_full_one(tmp_path):
     assert run_study([ONE], tmp_path, Console(file=StringIO())) == []
     assert read_table(tmp_path / "one.csv")["x"].tolist() == [0.1, 2.0, 2.9]
-    assert "Repeat it: python -m experiments one --last 2.9" in page(tmp_path).text
+    assert "Repeat it: python -m experiments study --only one" in page(tmp_path).text
 
 
 @pytest.mark.parametrize("part", ["figures", "findings", "views", "remarks"])

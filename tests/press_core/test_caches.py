@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from experiments.testbed.families import build
@@ -364,6 +364,26 @@ def test_a_copy_is_a_pruned_layer_of_its_own(copied: Any) -> None:
     assert layer.get_mask_sizes(1) == (KEPT + 3, SEEN - KEPT)
 
 
+@pytest.mark.parametrize(("backend", "package"), [("quanto", "optimum.quanto"), ("hqq", "hqq")])
+@torch.no_grad()
+def test_a_pickled_quantized_cache_is_decoded_as_the_one_that_was_pickled(
+    backend: str, package: str
+) -> None:
+    pytest.importorskip(package, reason=f"needs {package}, a back end of QuantizedCache")
+    model, ids = build("llama"), torch.arange(3, 43)[None]
+    cache = QuantizedCache(backend, model.config, nbits=4, residual_length=6, q_group_size=16)
+    with KnormPress(0.5)(model):
+        model(ids, past_key_values=cache)
+        model(ids[:, :3], past_key_values=cache)  # some wait to be quantized
+        other = pickle.loads(pickle.dumps(cache))
+        expected = model(ids[:, :5], past_key_values=cache).logits
+        assert torch.equal(model(ids[:, :5], past_key_values=other).logits, expected)
+    for one, two in zip(other.layers, cache.layers, strict=True):
+        assert (type(one), one.n_slots, one.n_seen) == (PrunedLayer, two.n_slots, two.n_seen)
+        assert (one.n_slots, one.n_seen) == (20 + 8, 40 + 8)
+        assert torch.equal(one.positions, two.positions)
+
+
 # ---- rotated anew --------------------------------------------------------------------------------
 
 
@@ -455,7 +475,7 @@ def _channels(n_later: int = 0) -> ChannelPrunedLayer:
     layer = ChannelPrunedLayer(filled(DynamicLayer(), keys[..., :2].clone(), values), channels, DIM)
     layer.kept = KeptTokens(torch.arange(KEPT).expand(BATCH, HEADS, KEPT), KEPT, KEPT)
     if n_later:
-        layer.allow_update(Reader())
+        layer.allow_attention(Reader())
         layer.update(*_states(n_later))
     return layer
 
@@ -464,10 +484,13 @@ def test_a_layer_without_some_channels_is_updated_by_whoever_can_read_it_alone()
     layer = _channels()
     with pytest.raises(ScopeError, match="headwise"):
         layer.update(*_states(1))
-    layer.allow_update(Reader(is_open=False))
+    layer.allow_update(Reader())  # a scope that fits masks, and attends over nothing
     with pytest.raises(ScopeError, match="headwise"):
         layer.update(*_states(1))
-    layer.allow_update(Reader())
+    layer.allow_attention(Reader(is_open=False))
+    with pytest.raises(ScopeError, match="headwise"):
+        layer.update(*_states(1))
+    layer.allow_attention(Reader())
     new = _states(2)
     assert all(a is b for a, b in zip(layer.update(*new), new, strict=True))
     assert layer.get_seq_length() == layer.n_slots == KEPT + 2

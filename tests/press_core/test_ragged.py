@@ -18,6 +18,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from press_core import RaggedLayer, ScopeError, UnsupportedCacheError, cache_nbytes, kept_lengths
+from press_core.cache import ragged as module
+from press_core.cache.ragged import Blocks
 from tests.support import Reader
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
@@ -229,6 +231,42 @@ TestAgainstLists.settings = settings(
     database=None,
     deadline=None,
 )
+
+
+# ---- where heads lie -----------------------------------------------------------------------------
+
+
+@given(
+    counts=st.lists(st.integers(0, 400), min_size=1, max_size=12), few=st.sampled_from([0, 2**18])
+)
+@settings(max_examples=10 * N_PROGRAMS, derandomize=PROFILE != "long", database=None, deadline=None)
+def test_every_head_reads_its_own_tokens_once_and_no_others(counts: list[int], few: int) -> None:
+    counts[0] += 1  # not all of them empty
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "FEW", few)
+        blocks = Blocks.of(counts, torch.zeros(1, DIM))
+    slots = blocks.slots(counts)
+    owner = torch.full((blocks.n * blocks.size,), -1)
+    owner[slots] = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    assert int((owner >= 0).sum()) == sum(counts)
+    assert len(owner) <= (1 + module.WASTE) * sum(counts)
+    assert len(blocks.heads) == blocks.n + len(blocks.shared)
+    read = torch.cat((torch.arange(blocks.n), blocks.shared))
+    seen = blocks.hidden[:, 0] == 0
+    assert torch.equal(seen, owner.view(blocks.n, blocks.size)[read] == blocks.heads[:, None])
+    assert int(seen.sum()) == sum(counts)
+    assert blocks.hidden[:, 0][~seen].isneginf().all()
+
+
+@pytest.mark.parametrize("n_heads", [4, 8, 64])
+@pytest.mark.parametrize("mean", [102, 410, 820, 3277])
+def test_blocks_are_long_and_few_are_read_twice(n_heads: int, mean: int) -> None:
+    """However uneven the heads are."""
+    drawn = torch.rand(n_heads, generator=torch.Generator().manual_seed(mean)) ** 3
+    counts = (1 + mean * drawn / drawn.mean()).long().tolist()
+    blocks = Blocks.of(counts, torch.zeros(1, 2**14))  # wide enough that one block will not do
+    assert 16 <= blocks.size <= 128
+    assert len(blocks.shared) < n_heads
 
 
 # ---- one by one ----------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 import hooks_impl
+from experiments.framework.wording import in_one_line
 from experiments.questions.headwise.variants import (
     VARIANTS,
     Kept,
@@ -185,7 +186,7 @@ class _Trial:
             self.model.set_attn_implementation(implementation)
             difference = float((self.logits(NOTHING) - self.plain).abs().max())
         except Exception as error:
-            return _told(error)
+            return in_one_line(error)
         if difference <= self.rounding:
             return ""
         return f"with nothing evicted its logits are {difference:.2g} off those of eager attention"
@@ -202,14 +203,10 @@ class _Trial:
             row |= reach(self.model, variant, self.kept)._asdict()
             logits = self.logits(variant)
         except Exception as error:
-            return row | {"why": _told(error)}
+            return row | {"why": in_one_line(error)}
         difference = float((logits - self.expected).abs().max())
         outcome = SAME if difference <= self.rounding else OTHER
         return row | {"outcome": outcome, "difference": difference}
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 @contextmanager

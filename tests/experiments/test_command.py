@@ -1,0 +1,121 @@
+"""A command made from an experiment: its flags, what it shows and writes, and its exit status."""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated
+
+import pandas as pd
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from experiments.framework.command import command_of
+from experiments.framework.experiment import Experiment, Finding
+from experiments.framework.options import Device, checked_positive_share, checked_share, one_of
+from experiments.framework.tables import ResultTable
+
+
+class Colour(str, Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass(frozen=True)
+class Options:
+    word: Annotated[str | None, typer.Option(help="A word.")] = None
+    press: Annotated[
+        tuple[str, ...], typer.Option(help="Presses.", callback=one_of(("a", "b")))
+    ] = ()
+    ratio: Annotated[tuple[float, ...], typer.Option(help="R.", callback=checked_share)] = (0.5,)
+    part: Annotated[float, typer.Option(help="P.", callback=checked_positive_share)] = 0.25
+    colour: Annotated[tuple[Colour, ...], typer.Option(help="Colours.")] = tuple(Colour)
+    many_rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 3
+    loud: Annotated[bool, typer.Option(help="Loudly.")] = False
+    device: Device = "cpu"
+
+
+class Echo(Experiment[Options]):
+    """Tell what was asked for.
+
+    At some length.
+    """
+
+    name, title, question, method = "echo", "Echo", "What?", "Nothing is done."
+    full = quick = Options()
+    seen: Options
+
+    def measure(self, options, progress):
+        self.seen = options
+        return {"echo": pd.DataFrame({"x": [options.many_rounds]})}
+
+    def findings(self, tables):
+        return [Finding("rounds", f"There were **{tables['echo']['x'][0]}** rounds.")]
+
+    def views(self, tables):
+        return [ResultTable("All rounds.", ["x"], tables["echo"].to_numpy().tolist(), left=0)]
+
+    def passed(self, tables):
+        return tables["echo"]["x"][0] < 10
+
+
+@pytest.fixture
+def echo():
+    return Echo()
+
+
+def invoke(experiment, *arguments):
+    app = typer.Typer()
+    app.command()(command_of(experiment))
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_flags_without_a_value_leave_the_defaults(echo):
+    result = invoke(echo)
+    assert result.exit_code == 0, result.output
+    assert echo.seen == Options()
+
+
+def test_every_option_is_a_flag(echo):
+    result = invoke(
+        echo,
+        *("--word", "w", "--press", "a", "--press", "b", "--ratio", "0", "--ratio", "0.9"),
+        *("--part", "0.5", "--colour", "blue", "--many-rounds", "4", "--loud"),
+    )
+    assert result.exit_code == 0, result.output
+    assert echo.seen == Options("w", ("a", "b"), (0.0, 0.9), 0.5, (Colour.BLUE,), 4, True)
+
+
+def test_help_is_the_docstring_and_the_fields(echo):
+    shown = " ".join(invoke(echo, "--help").output.split())
+    for words in ("Tell what was asked for. At some length.", "--many-rounds", "Rounds.", "0.25"):
+        assert words in shown
+
+
+def test_tables_findings_and_files(echo, tmp_path):
+    result = invoke(echo, "--output", str(tmp_path / "new"))
+    words = " ".join(result.output.split())
+    assert words.index("All rounds.") < words.index("There were 3 rounds.")
+    assert (tmp_path / "new" / "echo.csv").read_text() == "x\n3\n"
+
+
+def test_status_is_1_if_the_experiment_did_not_pass(echo):
+    result = invoke(echo, "--many-rounds", "10")
+    assert result.exit_code == 1
+    assert "There were 10 rounds." in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--ratio", "1"], "'--ratio': 1.0 is not in [0, 1)"),
+        (["--ratio", "0.5", "--ratio", "-1"], "'--ratio': -1.0 is not in [0, 1)"),
+        (["--part", "0"], "'--part': 0.0 is not above 0 and below 1"),
+        (["--press", "a", "--press", "c"], "'--press': 'c' is unknown; choose from a, b"),
+        (["--device", "abacus"], "'--device': cannot use 'abacus'"),
+        (["--colour", "green"], "'--colour'"),
+    ],
+)
+def test_a_wrong_value_is_told_with_its_flag(echo, arguments, words):
+    result = invoke(echo, *arguments)
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.replace("│", " ").split())
