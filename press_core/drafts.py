@@ -44,6 +44,8 @@ def with_context(forward: AttentionForward, output: Any) -> Any:
     context = forward.context_output
     if context is None:
         return output
+    if isinstance(output, Tensor):
+        return torch.cat((context, output), dim=1)
     joined = torch.cat((context[0], output[0]), dim=1)
     return (joined, *(None for _ in output[1:]))  # weights over different keys are no one tensor
 
