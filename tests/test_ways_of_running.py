@@ -123,6 +123,16 @@ def test_two_scopes_in_chunks_act_as_at_once(package):
 
 @both
 @torch.no_grad()
+def test_a_press_that_replays_its_context_takes_it_in_one_forward(package):
+    model, cache = make(), DynamicCache()
+    press = example_for(package, "KVzipPress", 0.5, model)
+    with press(model), pytest.raises(UnsupportedInputError, match="a chunk of a prefill"):
+        prefill(model, token_ids(1, LENGTH), cache, 25)
+    assert cache.get_seq_length() == 0
+
+
+@both
+@torch.no_grad()
 def test_block_by_block_holds_the_budget_and_a_chunk(package):
     model, ids, longest = make(), token_ids(1, LENGTH), []
     cache = DynamicCache(config=model.config)

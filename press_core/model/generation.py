@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType
 
+from press_core.errors import UnsupportedInputError
 from press_core.model.sites import AttentionSite
 
 
@@ -57,6 +58,21 @@ def part_of(site: AttentionSite) -> Part:
     chunks, chunk = known.get("input_chunks", ()), known.get("input_chunk")
     index = next((i for i, other in enumerate(chunks) if other is chunk), len(chunks))
     return Part(n_to_come=sum(later.shape[-1] for later in chunks[index + 1 :]))
+
+
+def require_whole(site: AttentionSite, press: str) -> None:
+    """Refuse a forward that is a part, to a press that takes its context in one.
+
+    Raises:
+        UnsupportedInputError: naming what it is a part of.
+    """
+    part = part_of(site)
+    if part.n_to_come or part.n_drafts:
+        what = "a chunk of a prefill" if part.n_to_come else "a context with drafts behind it"
+        raise UnsupportedInputError(
+            f"{press} takes a context in one forward, and this is {what}; leave out "
+            "prefill_chunk_size, prompt_lookup_num_tokens and assistant_model"
+        )
 
 
 _LOOPS = ("_prefill", "_assisted_decoding", "_sample", "_beam_search")

@@ -17,6 +17,7 @@ from press_core.call import AttentionCall
 from press_core.errors import UnsupportedCacheError, UnsupportedInputError
 from press_core.model.decoder import tokenizer_of
 from press_core.model.forward import DecoderForward
+from press_core.model.generation import require_whole
 from press_core.model.sites import AttentionSite
 from press_core.press import Evicts, Needs, Phase, Press, RatioPress, require
 from press_core.presses.criticalkv import output_weight
@@ -151,6 +152,10 @@ class KVzip(RatioPress):
         nothing = torch.zeros(1, n_heads, input_ids.shape[1], device=device)
         n_layers = model.config.num_hidden_layers
         return [torch.cat([row.get(i, nothing) for row in rows]) for i in range(n_layers)]
+
+    def before_decoder(self, scope: ScopeState, forward: DecoderForward) -> DecoderForward:
+        require_whole(scope.sites[0], type(self).__name__)
+        return forward
 
     def after_decoder(self, scope: ScopeState, forward: DecoderForward, output: Any) -> None:
         """Evict after the prefill of a context."""

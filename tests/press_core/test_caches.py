@@ -326,7 +326,7 @@ def test_everything_known_of_rows_is_selected_with_them() -> None:
     layer.sinks = Sinks(sinks, torch.tensor([True, False, True]))
     states = torch.randn(BATCH, 3, DIM)
     received = torch.randn(BATCH, HEADS, KEPT)  # of the later token nothing is known yet
-    layer.memories = {7: ScopeMemory(3, {"hidden_states": states}, {"received": received})}
+    layer.memories = {7: ScopeMemory(3, {"hidden_states": states}, slots={"received": received})}
     layer.batch_select_indices(torch.tensor(rows))
     assert layer.rerotation.row_lag is not None
     assert torch.equal(layer.rerotation.row_lag, lag[rows])
@@ -461,7 +461,7 @@ def test_crop_takes_the_tokens_out_of_the_buffers_too(remove: int) -> None:
     states = torch.randn(BATCH, 2, DIM), torch.randn(BATCH, HEADS, 2, DIM)
     received = torch.randn(BATCH, HEADS, KEPT + 1)  # nothing of the last two tokens
     known = {"hidden_states": states[0], "query": states[1]}
-    layer.memories = {7: ScopeMemory(3, known, {"received": received})}
+    layer.memories = {7: ScopeMemory(3, known, slots={"received": received})}
     layer.crop(-remove)
     buffer = layer.memories[7]
     left = max(0, 2 - remove)
