@@ -300,6 +300,7 @@ FIELDS: dict[str, dict[str, SearchStrategy[Any]]] = {
     },
     "ExpectedAttentionPress": {**_EXPECTED, **_RATIO},
     "ExpectedAttentionStatsPress": {**_EXPECTED, "n_sink": st.just(4), **_RATIO},
+    "EveryTurnPress": {"press": _scorers(), "target_size": st.integers(1, 60)},
     "FinchPress": {
         "chunk_length": st.one_of(st.none(), st.integers(1, 40)),
         "normalize_scores": st.booleans(),

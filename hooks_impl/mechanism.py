@@ -14,6 +14,7 @@ from press_core import engine, press
 from press_core.call import AttentionCall
 from press_core.errors import ScopeError, UnsupportedInputError
 from press_core.eviction import Eviction
+from press_core.model.compiled import forget_graphs
 from press_core.model.forward import AttentionForward, DecoderForward
 from press_core.model.sites import AttentionSite, LeftAlone
 from press_core.press import Needs, Phase, RatioScorer, TokenScorer
@@ -70,16 +71,16 @@ class BasePress(press.Press):
                 "the scope to install it (call super().__call__, or do not override __call__)"
             )
         query = collected.query() if Needs.QUERIES in self.needs else None
-        forward = AttentionForward(input, kwargs, collected.site)
         is_rotated = query is not None and collected.site.query_source.is_rotated
-        engine.after_attention(collected.scope, forward, output, query, is_rotated)
-        return output
+        forward = AttentionForward(input, kwargs, collected.site, collected.context_output)
+        return engine.after_attention(collected.scope, forward, output, query, is_rotated)
 
     # ---- around an attention module, around the decoder ------------------------------------------
 
     def install(self, scope: ScopeState) -> None:
         """Install the press on the model of `scope`; it comes off when that closes."""
         scope.warnings.append(partial(_passed_by, scope))
+        forget_graphs(scope.sites)
         for site in scope.sites:
             hooks = _SiteHooks(self, scope, site)
             if self.evicts.needs_attention:  # a hook can choose what heads keep, not attend over it
@@ -204,11 +205,13 @@ class _Collected(NamedTuple):
 
     Attributes:
         projected: input and output of the module that makes the query; None: it has not run.
+        context_output: see `AttentionForward`.
     """
 
     site: AttentionSite
     scope: ScopeState
     projected: tuple[Tensor, Tensor] | None
+    context_output: Any
 
     def query(self) -> Tensor:
         """The query before RoPE, `(B, H, q, d)`.
@@ -242,12 +245,15 @@ class _SiteHooks:
 
     def before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forward = engine.before_attention(self.scope, AttentionForward(args, kwargs, self.site))
+        self.waiting.context_output = forward.context_output
         return forward.args, forward.kwargs
 
     def after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        collected = _Collected(self.site, self.scope, self.waiting.__dict__.pop("projected", None))
+        waiting = self.waiting.__dict__
+        found = waiting.pop("projected", None), waiting.pop("context_output", None)
+        collected = _Collected(self.site, self.scope, *found)
         return self.press.forward_hook(module, args, {**kwargs, CALL: collected}, output)
 
 

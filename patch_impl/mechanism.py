@@ -14,6 +14,7 @@ from attention_patch.reversible import Patch, is_covered, wrap
 from attention_patch.scope import check_interface, serve
 from press_core import engine, press
 from press_core.call import AttentionCall
+from press_core.drafts import rest_of
 from press_core.errors import ScopeError, UnsupportedModelError
 from press_core.eviction import Eviction
 from press_core.model.forward import AttentionForward, DecoderForward
@@ -51,6 +52,8 @@ class BasePress(press.Press):
     ) -> Any:
         """Called in place of an attention module's forward; prunes the layer that it has filled."""
         forward = engine.before_attention(scope, AttentionForward(args, kwargs, site))
+        if forward.context_output is not None:
+            return rest_of(forward)
         query, seen = None, dict(forward.kwargs)
 
         def see_query(function: Any, module: Any, states: Tensor, *rest: Any, **more: Any) -> Any:
@@ -61,8 +64,7 @@ class BasePress(press.Press):
         if Needs.QUERIES in self.needs:
             seen = with_override(seen, see_query)
         output = call_next(*forward.args, **seen)
-        engine.after_attention(scope, forward, output, query, query_is_rotated=True)
-        return output
+        return engine.after_attention(scope, forward, output, query, query_is_rotated=True)
 
     # ---- around an attention module, around the decoder ------------------------------------------
 

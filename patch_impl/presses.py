@@ -20,6 +20,7 @@ from press_core.presses.dms import DMS
 from press_core.presses.dropkv import DropKV
 from press_core.presses.duo_attention import DuoAttention
 from press_core.presses.entropy_gated_chunkkv import EntropyGatedChunkKV
+from press_core.presses.every_turn import EveryTurn
 from press_core.presses.expected_attention import ExpectedAttention
 from press_core.presses.expected_attention_stats import ExpectedAttentionWithStats
 from press_core.presses.finch import Finch
@@ -172,6 +173,9 @@ class DMSPress(DMS, BasePress): ...
 
 
 class EntropyGatedChunkKVPress(EntropyGatedChunkKV, BasePress): ...
+
+
+class EveryTurnPress(EveryTurn, BasePress): ...
 
 
 class KeyRerotationPress(KeyRerotation, BasePress): ...

@@ -4,6 +4,7 @@ from press_core.cache.caches import cache_nbytes, kept_lengths
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.ragged import RaggedLayer
 from press_core.call import AttentionCall
+from press_core.chunked import prefill
 from press_core.errors import (
     HyperparameterError,
     PressError,
@@ -40,5 +41,6 @@ __all__ = [
     "attention_sites",
     "cache_nbytes",
     "kept_lengths",
+    "prefill",
     "unverified",
 ]

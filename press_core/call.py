@@ -42,6 +42,8 @@ class AttentionCall:
             None: as `position_ids` says.
         batch_rows: rows of the batch that this call is about; None: all.
         decoding: whether the layer held tokens before this forward.
+        n_to_come: tokens of the same context that later forwards bring, of a prefill in chunks that
+            the press prunes chunk by chunk.
         budget: number of tokens that each KV head is to keep, where another press sets it.
         memory: by name `(B, H_kv, S)`, what the press wanted to know of each key, up to date; see
             `Press.remember`.
@@ -67,6 +69,7 @@ class AttentionCall:
     rotary_positions: Tensor | None = None
     batch_rows: tuple[int, ...] | None = None
     decoding: bool = False
+    n_to_come: int | None = None
     budget: int | None = None
     memory: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     seen: Tensor | None = None
@@ -80,6 +83,13 @@ class AttentionCall:
     def length(self) -> int:
         """`S`: number of keys to choose from."""
         return int(self.keys.shape[2])
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of the whole context, of which `S` are there and not yet evicted."""
+        if self.n_to_come is None:
+            return self.length
+        return int(self.next_position.max()) + self.n_to_come
 
     @property
     def next_position(self) -> Tensor:
@@ -225,6 +235,7 @@ class AttentionCall:
             tokens=positions - older if self.tokens is None else self.tokens.gather(-1, positions),
             rotary_positions=rotary,
             memory={name: x.gather(-1, positions) for name, x in self.memory.items()},
+            n_to_come=None,
             budget=None,
         )
 

@@ -81,6 +81,9 @@ class CompositePress(Press):
         """Share of the tokens that the parts are told to evict; 0 where they are not told one."""
         return 0.0
 
+    def evicts_of(self, length: int) -> bool:
+        return any(press.evicts_of(length) for press in self.children)
+
     def bind(self, model: nn.Module) -> Press:
         bound: dict[str, Any] = {}
         for field, value in zip(fields(self), _field_values(self), strict=True):

@@ -41,10 +41,12 @@ from press_core.cache.storing import (
 )
 from press_core.call import AttentionCall
 from press_core.distributed import of_all_heads, of_own_heads
-from press_core.errors import UnsupportedInputError
+from press_core.drafts import after_context, with_context
+from press_core.errors import UnsupportedCacheError, UnsupportedInputError
 from press_core.eviction import SAY_WHAT_IS_KEPT, Eviction
 from press_core.model import probe
 from press_core.model.forward import AttentionForward
+from press_core.model.generation import Part, part_of
 from press_core.model.sites import LeftAlone
 from press_core.press import Evicts, Phase, Press
 from press_core.scope import ScopeState
@@ -53,13 +55,20 @@ from press_core.scope import ScopeState
 def before_attention(scope: ScopeState, forward: AttentionForward) -> AttentionForward:
     """What to do before an attention forward.
 
+    Where drafts came behind a context, in one forward, the module has run the context before this
+    returns (and scopes have pruned it), and is to run the drafts alone.
+
     Returns:
         The forward with the arguments that it is to get.
 
     Raises:
         UnsupportedCacheError: if the cache is of a kind that cannot be pruned.
+        UnsupportedInputError: if drafts come to a press that acts while decoding.
     """
-    if forward.cache is None or probe.is_running():
+    if probe.is_running():
+        return forward
+    if forward.cache is None:
+        _refuse_paged(scope, forward)
         return forward
     scope.seen.add(forward.site.depth)
     press, cache, index = scope.press, forward.cache, forward.site.layer_idx
@@ -67,8 +76,15 @@ def before_attention(scope: ScopeState, forward: AttentionForward) -> AttentionF
     if press.evicts.needs_attention:
         refuse_offloading(press, cache)
     layer = forward.layer
-    if layer is None or layer.get_seq_length() == 0:
+    empty = layer is None or layer.get_seq_length() == 0
+    part = part_of(forward.site) if empty or forward.n_tokens > 1 else Part()
+    if part.n_drafts:
+        _refuse_drafts_in_decoding(press)
+    if empty and 0 < part.n_drafts < forward.n_tokens:
+        forward, empty = after_context(forward, part.n_drafts), False
+    if empty:
         if Phase.PREFILL in press.phases and is_quantized(layer):
+            _refuse_chunks_of_quantized(part)
             cache.layers[index] = PrefillStagingLayer(storage_of(layer))
         return forward
     if Phase.BEFORE_DECODING in press.phases:
@@ -98,7 +114,7 @@ def after_attention(
     output: Any,
     query: Tensor | None,
     query_is_rotated: bool,
-) -> None:
+) -> Any:
     """Prune the layer that an attention forward has filled, if it is the press's time to act.
 
     Args:
@@ -106,20 +122,30 @@ def after_attention(
         output: what the attention module has returned.
         query: `(B, H, q, d)`, if the press asked for it.
         query_is_rotated: whether that is the query after RoPE.
+
+    Returns:
+        What the module is to return.
     """
     if forward.cache is None or probe.is_running() or not scope.is_open:  # taken off meanwhile
-        return
+        return output
     if query is not None:
         query = forward.site.grouped(query)
-    layer = prunable_layer(forward.cache, forward.site.layer_idx)
-    if n_seen(layer) == forward.n_tokens:
-        if Phase.PREFILL in scope.press.phases:
-            call = _prefill(scope, forward, output, query, query_is_rotated)
+    layer, press = prunable_layer(forward.cache, forward.site.layer_idx), scope.press
+    begun = _is_in_prefill(scope, layer)
+    if begun or n_seen(layer) == forward.n_tokens:
+        scope.n_prefills += 1
+        call = _part_of_prefill(scope, forward, begun, output, query, query_is_rotated)
+        if call is not None and Phase.PREFILL in press.phases:
             _prune(scope, forward, _with_memory(scope, forward, call))
-    elif Phase.DECODING in scope.press.phases:
-        step = _decoding_step(scope, forward, query, query_is_rotated)
-        if step is not None:
-            _prune(scope, forward, step)
+        if call is not None and call.n_to_come:
+            _remember_prefill(scope, forward)
+    elif Phase.DECODING in press.phases:
+        call = _decoding_step(scope, forward, query, query_is_rotated)
+        if call is not None:
+            _prune(scope, forward, call)
+    elif not isinstance(layer, (PrunedLayer, RaggedLayer)):
+        scope.longest_whole = max(scope.longest_whole, n_seen(layer))
+    return with_context(forward, output)
 
 
 def prune_before(scope: ScopeState, forward: AttentionForward) -> None:
@@ -250,7 +276,7 @@ def _prefill(
     layer = forward.layer
     weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
     pruned = isinstance(layer, PrunedLayer) and layer.is_pruned
-    rerotation = layer.rerotation if pruned else None
+    rotary_positions = layer.all_rotary_positions() if pruned else None
     return _call(
         scope,
         forward,
@@ -260,9 +286,86 @@ def _prefill(
         else None,
         query=query,
         query_is_rotated=query_is_rotated,
-        tokens=layer.positions.long().to(forward.hidden_states.device) if pruned else None,
-        rotary_positions=None if rerotation is None else rerotation.positions.long(),
+        tokens=layer.all_positions().long().to(forward.hidden_states.device) if pruned else None,
+        rotary_positions=None if rotary_positions is None else rotary_positions.long(),
     )
+
+
+def _part_of_prefill(
+    scope: ScopeState,
+    forward: AttentionForward,
+    begun: bool,
+    output: Any,
+    query: Tensor | None,
+    query_is_rotated: bool,
+) -> AttentionCall | None:
+    """The prefill that has just ended; None while more of it is to come.
+
+    A press that prunes after every chunk gets each of them. For others the states of the chunks
+    wait, so that they see the context as if it had come at once.
+    """
+    n_to_come = part_of(forward.site).n_to_come
+    if not begun and not n_to_come:
+        if Phase.PREFILL not in scope.press.phases:
+            return None
+        return _prefill(scope, forward, output, query, query_is_rotated)
+    _require_readable(forward)
+    press, here = (
+        scope.press,
+        _call(
+            scope,
+            forward,
+            *states_of(forward.layer),
+            query=query,
+            query_is_rotated=query_is_rotated,
+        ),
+    )
+    if press.prunes_chunks:
+        return _chunk(forward, here, n_to_come)
+    buffer = _remember_prefill(scope, forward)
+    limit = None if Phase.PREFILL in press.phases else 0
+    buffer = buffer.after_step(limit, **_states_to_buffer(here))
+    forward.layer.memories[scope.key] = buffer
+    if n_to_come:
+        return None
+    del forward.layer.memories[scope.key]
+    if Phase.PREFILL not in press.phases:
+        return None
+    whole = _prefill(scope, forward, None, buffer.states.get("query"), True)
+    return replace(whole, **_known_states(buffer.states))
+
+
+def _chunk(forward: AttentionForward, here: AttentionCall, n_to_come: int) -> AttentionCall:
+    """A chunk of a prefill and what is kept of those before it."""
+    layer, ids = forward.layer, here.position_ids
+    if ids is None:
+        seen = n_seen(layer)
+        ids = torch.arange(seen - forward.n_tokens, seen, device=here.keys.device)[None]
+    rotary = _rotary_positions(forward, ids[:, -1], forward.n_tokens)
+    return replace(here, position_ids=ids, rotary_positions=rotary, n_to_come=n_to_come)
+
+
+def _is_in_prefill(scope: ScopeState, layer: Any) -> bool:
+    memory = layer.memories.get(scope.key) if isinstance(layer, PrunedLayer) else None
+    return memory is not None and memory.is_prefill
+
+
+def _remember_prefill(scope: ScopeState, forward: AttentionForward) -> ScopeMemory:
+    """Let the layer of `forward` know that its prefill is under way, and what came of it so far."""
+    if not isinstance(forward.layer, PrunedLayer):
+        forward.cache.layers[forward.site.layer_idx] = pruned_layer(forward.layer)
+    memory = forward.layer.memories.get(scope.key, ScopeMemory())
+    forward.layer.memories[scope.key] = replace(memory, is_prefill=True)
+    return forward.layer.memories[scope.key]
+
+
+def _known_states(states: dict[str, Tensor]) -> dict[str, Any]:
+    """As fields of a call, what a buffer knows of the last tokens."""
+    return {
+        "hidden_states": states["hidden_states"],
+        "position_embeddings": (states["cos"], states["sin"]) if "cos" in states else None,
+        "position_ids": states["position_ids"].squeeze(-1) if "position_ids" in states else None,
+    }
 
 
 def _decoding_step(
@@ -293,19 +396,17 @@ def _decoding_step(
     limit = press.buffered_tokens or forward.n_tokens
     memory = replace(memory.after_step(limit, **_states_to_buffer(here)), slots=here.memory)
     layer.memories[scope.key] = memory
-    if not press.is_due(memory.n_steps, layer.n_slots):
+    if not press.is_due(memory.n_steps, forward.n_tokens):
         return None
     _require_known(forward)
-    known, ids = memory.states, here.position_ids
-    return _call(
-        scope,
-        forward,
-        *states_of(layer),
-        hidden_states=known.get("hidden_states", forward.hidden_states[:, :0]),
+    known, ids = memory.last(limit), here.position_ids
+    return replace(
+        here,
+        **_known_states(known),
+        keys=states_of(layer)[0].to(here.hidden_states.device),
+        values=states_of(layer)[1].to(here.hidden_states.device),
         query=known.get("query"),
         query_is_rotated=True,
-        position_embeddings=(known["cos"], known["sin"]) if "cos" in known else None,
-        position_ids=known["position_ids"].squeeze(-1) if "position_ids" in known else None,
         rotary_positions=_rotary_positions(
             forward, None if ids is None else ids[:, -1], forward.n_tokens
         ),
@@ -409,3 +510,32 @@ def _require_known(forward: AttentionForward) -> None:
             f"the press of an inner scope pruned {forward.site.name} without saying which tokens "
             f"it kept; open that scope outermost, or {SAY_WHAT_IS_KEPT}"
         )
+
+
+def _refuse_drafts_in_decoding(press: Press) -> None:
+    if Phase.DECODING in press.phases:
+        raise UnsupportedInputError(
+            f"{type(press).__name__} evicts tokens while decoding, and those of assisted "
+            "generation (assistant_model, prompt_lookup_num_tokens) are drafts that may be taken "
+            "back; leave the assistance out, or use a press that acts after the prefill only"
+        )
+
+
+def _refuse_chunks_of_quantized(part: Part) -> None:
+    if part.n_to_come:
+        raise UnsupportedCacheError(
+            "a quantized cache gives back no exact keys of earlier chunks, which a press would "
+            "judge; prefill it at once, or use a DynamicCache"
+        )
+
+
+def _refuse_paged(scope: ScopeState, forward: AttentionForward) -> None:
+    """Refuse continuous batching, which passes its own cache by its own name."""
+    if forward.kwargs.get("cache") is None:
+        return
+    why = (
+        " cannot prune the paged cache of continuous batching (generate_batch): requests share its "
+        "blocks; use generate with a DynamicCache"
+    )
+    scope.warnings.append(lambda: why)  # the thread that runs the requests keeps its errors
+    raise UnsupportedCacheError(type(scope.press).__name__ + why)

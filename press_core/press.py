@@ -92,6 +92,8 @@ class Press:
             tokens stand alone.
         alike_per_head: class attribute; whether every KV head keeps the same tokens.
         compares_key_norms: class attribute; whether it goes by the norms of keys alone.
+        prunes_chunks: class attribute; whether it prunes after every chunk of a prefill in chunks,
+            rather than once all of it is there.
     """
 
     mechanism: ClassVar[str] = ""
@@ -105,6 +107,7 @@ class Press:
     reads_states: ClassVar[bool] = True
     alike_per_head: ClassVar[bool] = False
     compares_key_norms: ClassVar[bool] = False
+    prunes_chunks: ClassVar[bool] = False
     collector: ClassVar[type[Collector]]
     """Shows the calls of a model to a function, by the same mechanism."""
 
@@ -251,6 +254,10 @@ class Press:
         """How many of the tokens of `call` each KV head keeps, on average where heads differ."""
         return call.budget or call.length
 
+    def evicts_of(self, length: int) -> bool:
+        """Whether it may evict something of a context of `length` tokens."""
+        return self.is_long_enough(length)
+
     def leaves_whole(self, call: AttentionCall) -> bool:
         """Whether there is nothing to choose."""
         return self.budget(call) >= call.length or not self.is_long_enough(call.length)
@@ -278,8 +285,8 @@ class Press:
         """
         return {}
 
-    def is_due(self, n_steps: int, length: int) -> bool:
-        """Whether to prune after `n_steps` decoding steps, of `length` tokens in the layer."""
+    def is_due(self, n_steps: int, n_new: int) -> bool:
+        """Whether to prune after `n_steps` decoding steps, the last of `n_new` tokens."""
         return True
 
     # ---- acting around forwards ------------------------------------------------------------------
@@ -368,8 +375,11 @@ class RatioPress(Press):
     def amount(self) -> Amount:
         return self.compression_ratio
 
+    def evicts_of(self, length: int) -> bool:
+        return super().evicts_of(length) and n_kept(length, self.compression_ratio) < length
+
     def budget(self, call: AttentionCall) -> int:
-        return call.budget or n_kept(call.length, self.compression_ratio)
+        return call.budget or n_kept(call.context_length, self.compression_ratio)
 
 
 @dataclass

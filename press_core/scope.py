@@ -18,7 +18,7 @@ from press_core.errors import ScopeError
 from press_core.model.decoder import decoder_of
 from press_core.model.probe import verified
 from press_core.model.sites import AttentionSite, LeftAlone
-from press_core.press import Press
+from press_core.press import Phase, Press
 
 T = TypeVar("T")
 
@@ -45,6 +45,8 @@ class ScopeState:
         compressions: per layer, how often it was pruned.
         seen: depths of the sites whose forwards were seen.
         reached: by cache, the depth of the site where the press acted last.
+        n_prefills: forwards of attention modules that brought (part of) a context.
+        longest_whole: length of the longest layer that was found filled, and not pruned.
         warnings: what a mechanism found to have gone wrong, asked when the scope closes.
         key: tells this scope from all others of the process.
         n_sites: how many attention modules there are.
@@ -61,6 +63,8 @@ class ScopeState:
     compressions: dict[int, int] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
     reached: WeakKeyDictionary[Any, int] = field(default_factory=WeakKeyDictionary, repr=False)
+    n_prefills: int = 0
+    longest_whole: int = 0
     warnings: list[Callable[[], str | None]] = field(default_factory=list)
     key: int = field(default_factory=itertools.count().__next__)
     n_sites: int = 0
@@ -69,6 +73,7 @@ class ScopeState:
 
     def __post_init__(self) -> None:
         self.n_sites = len(self.sites)
+        self.warnings.append(self._came_too_late)
 
     def record(self, layer_idx: int, seen: float, kept: float) -> None:
         """Note that a layer was pruned: of `seen` tokens each KV head keeps `kept` on average."""
@@ -78,6 +83,18 @@ class ScopeState:
     def memory(self, kind: type[T]) -> T:
         """The one object of a class that presses keep what they learn in; made when asked for."""
         return self._memories.setdefault(kind, kind())
+
+    def _came_too_late(self) -> str | None:
+        """A warning of a scope that could have evicted something, had it been open before."""
+        press, length = self.press, self.longest_whole
+        if self.layers or self.n_prefills or not length:
+            return None
+        if press.phases & ~Phase.DECODER != Phase.PREFILL or not press.evicts_of(length):
+            return None
+        return (
+            f" evicted nothing: all {length} tokens were in the cache before this scope opened; "
+            "open it before the prefill, or use a press that acts while decoding"
+        )
 
     @property
     def compression_count(self) -> int:

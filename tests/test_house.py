@@ -52,7 +52,7 @@ def test_formulas_hold_no_module():
 def test_same_presses():
     assert hooks_impl.PRESSES.keys() == patch_impl.PRESSES.keys()
     assert hooks_impl.PRESSES.keys() >= DEFAULTS.keys()
-    assert len(DEFAULTS) == 43
+    assert len(DEFAULTS) == 44
 
 
 @pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
@@ -117,6 +117,7 @@ DEFAULTS = {
     "DecodingPress": DECODING,
     "DropKVPress": {**RATIO, "window_size": 32, "kernel_size": 7, "epsilon": 1e-6},
     "DuoAttentionPress": {"head_compression_ratio": 0.0, "on_the_fly_scoring": False},
+    "EveryTurnPress": {"press": None, "target_size": 2048, "hidden_states_buffer_size": 256},
     "ExpectedAttentionPress": {**RATIO, **EXPECTED},
     "ExpectedAttentionStatsPress": {**RATIO, **EXPECTED},
     "FinchPress": {

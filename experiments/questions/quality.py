@@ -53,6 +53,7 @@ from press_core.select import n_kept
 
 NOT_COMPARED: dict[str, str] = {
     "ComposedPress": "a combination of presses that are compared by themselves",
+    "EveryTurnPress": "of a single turn it is the press that it wraps",
     "PerLayerCompressionPress": "with one ratio for all layers it is the press that it wraps",
     "DMSPress": "told a threshold: how much it evicts depends on the context",
     "SimLayerKVPress": "told a threshold: how much it evicts depends on the context",

@@ -192,6 +192,10 @@ _AMOUNTS: dict[str, Callable[[_Kitchen, float], dict[str, Any]]] = {
     },
     "DecodingPress": _decoding,
     "DuoAttentionPress": _duo,
+    "EveryTurnPress": lambda of, ratio: {
+        "press": of.make("SnapKVPress", 0.0),
+        "target_size": of.kept(ratio),
+    },
     "PerLayerCompressionPress": lambda of, ratio: {
         "press": of.make("SnapKVPress", ratio),
         "compression_ratios": [ratio],  # `fitted_pair` knows how many layers there are

@@ -128,6 +128,8 @@ class ScopeMemory:
     Attributes:
         n_steps: forwards while decoding since it pruned the layer last.
         states: by name, what is known of the last tokens since then: `(B, ..., b, channels)` each.
+        runs: `(q, n)` for `n` forwards of `q` tokens, one after the other: the latest of `n_steps`.
+        is_prefill: whether a prefill is under way, which comes in chunks; it knows all tokens then.
         slots: by name, what is known of each slot: `(B, H_kv, n)` each; tokens that came since it
             was brought up to date have none yet.
         n_forwards: all forwards while decoding.
@@ -135,22 +137,42 @@ class ScopeMemory:
 
     n_steps: int = 0
     states: dict[str, Tensor] = field(default_factory=dict)
+    runs: tuple[tuple[int, int], ...] = ()
+    is_prefill: bool = False
     slots: Mapping[str, Tensor] = field(default_factory=dict)
     n_forwards: int = 0
 
-    def after_step(self, limit: int, **states: Tensor | None) -> ScopeMemory:
-        """The buffer with the states of new tokens, and all but the last `limit` forgotten."""
+    def after_step(self, limit: int | None, **states: Tensor | None) -> ScopeMemory:
+        """The memory with the states of new tokens.
+
+        Args:
+            limit: of how many tokens before those the states are still needed; None: of all.
+        """
+        new = {name: x for name, x in states.items() if x is not None}
+        n_new = max((x.shape[-2] for x in new.values()), default=0)
         kept = dict(self.states)
-        for name, new in states.items():
-            if new is not None and limit:
-                joined = torch.cat((kept[name], new), dim=-2) if name in kept else new
-                kept[name] = joined[..., -limit:, :]
-        return replace(self, n_steps=self.n_steps + 1, n_forwards=self.n_forwards + 1, states=kept)
+        for name, x in new.items() if limit is None or limit else ():
+            # What is there stays until more follow, so that the new tokens can be taken back.
+            before = [_last(kept[name], limit)] if name in kept else []
+            kept[name] = torch.cat((*before, x), dim=-2)
+        return replace(
+            self,
+            n_steps=self.n_steps + 1,
+            n_forwards=self.n_forwards + 1,
+            states=kept,
+            runs=_with_run(self.runs, n_new),
+        )
+
+    def last(self, limit: int) -> dict[str, Tensor]:
+        """The states of the last `limit` tokens."""
+        return {name: _last(x, limit) for name, x in self.states.items()}
 
     def after_pruning(self, slots: Mapping[str, Tensor], by_this_scope: bool) -> ScopeMemory:
         """The memory of a layer of which `slots` is what is known of those that are left."""
+        if self.is_prefill and not by_this_scope:
+            return replace(self, slots=slots)
         n_steps = 0 if by_this_scope else self.n_steps
-        return replace(self, n_steps=n_steps, states={}, slots=slots)
+        return replace(self, n_steps=n_steps, states={}, runs=(), is_prefill=False, slots=slots)
 
     def of_slots(self, n: int) -> dict[str, Tensor]:
         """What is known of the first `n` slots, zeros of those that came since."""
@@ -166,10 +188,33 @@ class ScopeMemory:
         return replace(self, states=states, slots=slots)
 
     def without_last(self, n: int, n_slots: int) -> ScopeMemory:
-        """The same without the last `n` tokens, which were taken back, down to `n_slots`."""
-        states = {name: x[..., :-n, :] for name, x in self.states.items()}
+        """The same as if the last `n` tokens, which were taken back, had never come.
+
+        Args:
+            n_slots: what is then left in the layer.
+        """
+        states = {name: x[..., : max(0, x.shape[-2] - n), :] for name, x in self.states.items()}
         slots = {name: x[..., :n_slots] for name, x in self.slots.items()}
-        return replace(self, states=states, slots=slots)
+        runs, n_steps = list(self.runs), self.n_steps
+        while n and runs:
+            width, count = runs.pop()
+            gone = min(count, n // width) if width else count
+            n, n_steps, count = n - gone * width, n_steps - gone, count - gone
+            if count and n:  # part of a forward is left
+                runs += [(width, count - 1)] * (count > 1) + [(width - n, 1)]
+                break
+            runs += [(width, count)] * (count > 0)
+        return replace(self, n_steps=n_steps, states=states, slots=slots, runs=tuple(runs))
+
+
+def _last(states: Tensor, limit: int | None) -> Tensor:
+    return states if limit is None else states[..., -limit:, :]
+
+
+def _with_run(runs: tuple[tuple[int, int], ...], width: int) -> tuple[tuple[int, int], ...]:
+    if runs and runs[-1][0] == width:
+        return (*runs[:-1], (width, runs[-1][1] + 1))
+    return (*runs, (width, 1))
 
 
 class PrunedLayer(DynamicLayer):

@@ -286,8 +286,6 @@ class RaggedLayer(DynamicLayer):
         if self.remembered is None:
             return self.keys.new_empty(self.batch, self.n_heads, 0)
         unjudged = self.seen - n_new - self._remembered_until
-        if unjudged < 0:  # cropped
-            return self.remembered[..., :unjudged]
         return torch.nn.functional.pad(self.remembered, (0, unjudged), value=float("inf"))
 
     def allow_update(self, reader: Reader) -> None:
@@ -370,6 +368,9 @@ class RaggedLayer(DynamicLayer):
         check_crop(self, remove)
         self.seen -= remove
         self.n_recent -= remove
+        unseen = self._remembered_until - self.seen
+        if self.remembered is not None and unseen > 0:
+            self.remember(self.remembered[..., : max(0, self.remembered.shape[-1] - unseen)])
 
     def reset(self) -> None:
         self.keys = self.values = None  # type: ignore[assignment]

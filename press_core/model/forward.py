@@ -56,9 +56,12 @@ class AttentionForward(Forward):
 
     Attributes:
         site: the module.
+        context_output: what the module has made of the tokens before these, where they came in one
+            forward and were run by themselves; see `engine.before_attention`.
     """
 
     site: AttentionSite
+    context_output: Any = None
 
     @property
     def parameters(self) -> tuple[str, ...]:

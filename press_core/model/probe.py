@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers.cache_utils import DynamicLayer
 
 from press_core.cache.pruned import HybridLayer, KeptTokens, filled, pruned_layer
@@ -470,7 +471,14 @@ def _masking(sites: list[AttentionSite]) -> Iterator[None]:
         yield
 
 
-def _hiding_one(mask: Any, query: Tensor, key: Tensor) -> Tensor:
+def _hiding_one(mask: Any, query: Tensor, key: Tensor) -> Any:
+    if isinstance(mask, BlockMask):
+        sees = mask.mask_mod
+        return create_block_mask(
+            lambda b, h, q, kv: sees(b, h, q, kv) & (kv != EVICTED),
+            *(None, None, query.shape[2], key.shape[2]),
+            device=str(key.device),
+        )
     if mask is None:
         mask = query.new_zeros(1, 1, 1, key.shape[2])
     mask = mask.clone()

@@ -10,7 +10,7 @@ from torch import Tensor
 from press_core.call import AttentionCall
 from press_core.composite import Wrapper
 from press_core.eviction import Eviction
-from press_core.press import require
+from press_core.press import Needs, require
 from press_core.select import top_positions
 
 
@@ -18,7 +18,9 @@ from press_core.select import top_positions
 class Block(Wrapper):
     """Prunes block by block: what is kept so far and the next block compete for the budget.
 
-    The block-wise eviction of KeyDiff (Park et al., arXiv 2504.15364), for any score.
+    The block-wise eviction of KeyDiff (Park et al., arXiv 2504.15364), for any score. Where that
+    takes keys and values alone, a prefill that comes in chunks is pruned after each: the cache
+    holds no more than the budget and a chunk.
 
     Attributes:
         press: scores tokens.
@@ -30,6 +32,10 @@ class Block(Wrapper):
     def validate(self) -> None:
         super().validate()
         require(self, "block_size", self.block_size >= 1, "a number of tokens, 1 or more")
+
+    @property
+    def prunes_chunks(self) -> bool:  # type: ignore[override]
+        return self.scorer.needs is Needs.NOTHING
 
     def decide(self, call: AttentionCall) -> Eviction:
         if self.leaves_whole(call):

@@ -36,7 +36,7 @@ class AtIntervals(CompositePress):
         allowed = "0 or more; 1 or more for a base_press that reads queries"
         require(self, "hidden_states_buffer_size", fits, allowed)
 
-    def is_due(self, n_steps: int, length: int) -> bool:
+    def is_due(self, n_steps: int, n_new: int) -> bool:
         return n_steps >= self.compression_interval
 
     def target(self, call: AttentionCall) -> int:

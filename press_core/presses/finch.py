@@ -17,6 +17,7 @@ from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import Eviction
 from press_core.model.forward import DecoderForward
+from press_core.model.generation import require_whole
 from press_core.press import Needs, Phase, Press, RatioPress, require
 from press_core.scope import ScopeState
 from press_core.select import kept_of_chunks, protect, top_positions, trailing
@@ -79,6 +80,7 @@ class Finch(RatioPress):
 
     def before_decoder(self, scope: ScopeState, forward: DecoderForward) -> DecoderForward:
         """The forward without the delimiter."""
+        require_whole(scope.sites[0], type(self).__name__)
         ids = forward.token_ids("Finch finds its delimiter among the tokens")
         forward = DecoderForward(
             forward.args[1:] if forward.args and forward.args[0] is ids else forward.args,

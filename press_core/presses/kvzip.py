@@ -18,6 +18,7 @@ from press_core.call import AttentionCall
 from press_core.errors import UnsupportedCacheError, UnsupportedInputError
 from press_core.model.decoder import tokenizer_of
 from press_core.model.forward import DecoderForward
+from press_core.model.generation import require_whole
 from press_core.model.sites import AttentionSite
 from press_core.press import Evicts, Needs, Phase, Press, RatioPress, require
 from press_core.presses.criticalkv import output_weight
@@ -156,6 +157,7 @@ class KVzip(RatioPress):
 
     def before_decoder(self, scope: ScopeState, forward: DecoderForward) -> DecoderForward:
         """Refuse a context that cannot be replayed before it is run."""
+        require_whole(scope.sites[0], type(self).__name__)
         cache = forward.cache
         if self.compression_ratio and (cache is None or cache.get_seq_length() == 0):
             ids = forward.token_ids("KVzip replays the tokens of the context")

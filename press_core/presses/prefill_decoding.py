@@ -75,5 +75,5 @@ class PrefillDecoding(CompositePress):
     def buffered_tokens(self) -> int:  # type: ignore[override]
         return 0 if self.decoding_press is None else self.decoding_press.buffered_tokens
 
-    def is_due(self, n_steps: int, length: int) -> bool:
-        return self.decoding_press is not None and self.decoding_press.is_due(n_steps, length)
+    def is_due(self, n_steps: int, n_new: int) -> bool:
+        return self.decoding_press is not None and self.decoding_press.is_due(n_steps, n_new)

@@ -45,6 +45,7 @@ NOT_IN_KVPRESS = {
     "DropKVPress": "proposed to it",
     "H2OPress": "heavy hitters while decoding",
     "RKVPress": "for reasoning models while decoding",
+    "EveryTurnPress": "every turn of a conversation pruned again",
     "StreamingLLMDecodingPress": "a bounded cache for endless generation",
 }
 """Presses without an oracle."""

@@ -326,7 +326,7 @@ def test_everything_known_of_rows_is_selected_with_them() -> None:
     layer.sinks = Sinks(sinks, torch.tensor([True, False, True]))
     states = torch.randn(BATCH, 3, DIM)
     received = torch.randn(BATCH, HEADS, KEPT)  # of the later token nothing is known yet
-    layer.memories = {7: ScopeMemory(3, {"hidden_states": states}, {"received": received})}
+    layer.memories = {7: ScopeMemory(3, {"hidden_states": states}, slots={"received": received})}
     layer.batch_select_indices(torch.tensor(rows))
     assert layer.rerotation.row_lag is not None
     assert torch.equal(layer.rerotation.row_lag, lag[rows])
@@ -428,8 +428,26 @@ def test_a_buffer_holds_the_last_tokens_of_all_that_came() -> None:
         buffer = buffer.after_step(3, hidden_states=step, query=None)
     assert buffer.n_steps == 3
     assert set(buffer.states) == {"hidden_states"}
-    assert torch.equal(buffer.states["hidden_states"], torch.cat(steps, dim=1)[:, -3:])
+    assert torch.equal(buffer.last(3)["hidden_states"], torch.cat(steps, dim=1)[:, -3:])
     assert (first.n_steps, first.states) == (0, {})  # a value, which nobody has changed
+
+
+def test_a_buffer_gives_back_whole_forwards() -> None:
+    came = [torch.randn(BATCH, n, DIM) for n in (1, 1, 4, 1, 3)]
+    buffer = ScopeMemory()
+    for step in came:
+        buffer = buffer.after_step(3, hidden_states=step)
+    for n, n_steps in ((0, 5), (2, 5), (1, 4), (2, 3), (4, 1)):  # one after the other
+        buffer = buffer.without_last(n, 0)
+        assert buffer.n_steps == n_steps
+    fewer = ScopeMemory()
+    for step in (*came[:4], came[4][:, :2]):
+        fewer = fewer.after_step(3, hidden_states=step)
+    every = ScopeMemory()
+    for step in came:
+        every = every.after_step(3, hidden_states=step)
+    left = every.without_last(1, 0).last(3)["hidden_states"]
+    assert torch.equal(left, fewer.last(3)["hidden_states"])
 
 
 def test_a_buffer_without_room_counts_only() -> None:
@@ -443,7 +461,7 @@ def test_crop_takes_the_tokens_out_of_the_buffers_too(remove: int) -> None:
     states = torch.randn(BATCH, 2, DIM), torch.randn(BATCH, HEADS, 2, DIM)
     received = torch.randn(BATCH, HEADS, KEPT + 1)  # nothing of the last two tokens
     known = {"hidden_states": states[0], "query": states[1]}
-    layer.memories = {7: ScopeMemory(3, known, {"received": received})}
+    layer.memories = {7: ScopeMemory(3, known, slots={"received": received})}
     layer.crop(-remove)
     buffer = layer.memories[7]
     left = max(0, 2 - remove)

@@ -479,3 +479,12 @@ def test_scores_of_cropped_tokens_are_forgotten(n_cropped, n_new) -> None:
     layer.crop(-n_cropped)
     append(layer, n_new)
     assert torch.equal(layer.recall(n_new), scores[..., : 4 - n_cropped])
+
+
+def test_what_comes_after_a_crop_has_not_been_judged() -> None:
+    layer, _ = ragged([[[0, 1, 2], [0, 1]]], 3)
+    append(layer, 3)
+    layer.remember(torch.arange(6.0).view(1, 2, 3))
+    layer.crop(-2)
+    append(layer, 2)  # nobody judges them
+    assert layer.recall(0)[0, 0].tolist() == [0, INF, INF]

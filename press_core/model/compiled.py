@@ -1,0 +1,37 @@
+"""Graphs that torch.compile has made of a model, and that do not look for hooks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import CodeType
+
+from press_core.model.sites import AttentionSite
+
+
+def forget_graphs(sites: list[AttentionSite]) -> None:
+    """Let what `torch.compile` has made of attention modules like these be made anew when it runs.
+
+    A graph runs on without a look at the hooks that were registered since: torch leaves their
+    guards out (`torch._dynamo.config.skip_nnmodule_hook_guards`, True by default). Graphs belong to
+    the code of a function and not to a model, so others of the same code are compiled again too.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None or not dynamo.config.skip_nnmodule_hook_guards:
+        return
+    names = {f"_modules['{site.name.rpartition('.')[2]}']" for site in sites}
+    for code in list(_compiled()):
+        entries = dynamo.eval_frame._debug_get_cache_entry_list(code)
+        guards = [str(entry.guard_manager) for entry in entries]
+        if any(name in text for text in guards for name in names):
+            dynamo.eval_frame.reset_code(code)
+
+
+def _compiled() -> Iterator[CodeType]:
+    """The code of all that was compiled in this process and still exists."""
+    frames = sys.modules["torch._dynamo.convert_frame"]
+    for codes in (frames.input_codes, frames.output_codes):
+        for reference in list(codes.seen):
+            code = reference()
+            if code is not None:
+                yield code

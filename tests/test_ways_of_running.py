@@ -1,0 +1,332 @@
+"""A model is run in many ways: compiled, in chunks, with drafts, over several turns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import hooks_impl
+import patch_impl
+from experiments.testbed.families import build
+from press_core import UnsupportedCacheError, UnsupportedInputError, kept_lengths, prefill
+from tests.support import example_for, left_padded, token_ids
+
+both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
+LENGTH = 60
+
+
+def make(implementation="sdpa", family="llama", dtype=torch.float64):
+    return build(family, num_layers=2, attn_implementation=implementation, dtype=dtype)
+
+
+def kept_in(cache):
+    """What each layer keeps: positions, or for heads of different lengths their states."""
+    layers = cache.layers
+    return [
+        layer.positions if hasattr(layer, "positions") else layer.dense()[2] for layer in layers
+    ]
+
+
+# ---- compiled ------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("through", ["model", "function"])
+@torch.no_grad()
+def test_a_model_compiled_and_called_before_is_pruned(package, through):
+    model, ids = make(dtype=torch.float32), token_ids(1, LENGTH)
+
+    def run(ids, cache):
+        return model(ids, past_key_values=cache).logits
+
+    compiled = torch.compile(model if through == "model" else run, backend="eager")
+    for expected in ([LENGTH] * 2, [LENGTH // 2] * 2, [LENGTH] * 2):
+        cache = DynamicCache(config=model.config)
+        handle = None if expected[0] == LENGTH else package.KnormPress(0.5).register(model)
+        if through == "model":
+            compiled(ids, past_key_values=cache)
+        else:
+            compiled(ids, cache)
+        if handle is not None:
+            handle.remove()
+        assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == expected
+
+
+# ---- in chunks -----------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("name", ["KnormPress", "SnapKVPress", "KVzapPress", "AdaKVPress"])
+@pytest.mark.parametrize("chunk_size", [7, 25])
+@torch.no_grad()
+def test_a_prefill_in_chunks_is_pruned_as_one(package, name, chunk_size):
+    model, ids = make(), token_ids(1, LENGTH)
+    press = example_for(package, name, 0.5, model)
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    with press(model):
+        at_once = model(ids, past_key_values=caches[0]).logits[:, -1]
+    with press(model):
+        in_chunks = prefill(model, ids, caches[1], chunk_size).logits[:, -1]
+    torch.testing.assert_close(in_chunks, at_once, rtol=0, atol=1e-9)
+    for one, other in zip(*map(kept_in, caches), strict=True):
+        assert torch.equal(one, other)
+
+
+@both
+@torch.no_grad()
+def test_padded_rows_in_chunks_are_pruned_as_at_once(package):
+    model, press = make(), package.SnapKVPress(0.5, window_size=8)
+    ids, mask, positions = left_padded(2, LENGTH, [0, 12])
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    with press(model):
+        model(ids, attention_mask=mask, position_ids=positions, past_key_values=caches[0])
+        prefill(model, ids, caches[1], 25, attention_mask=mask)
+    for one, other in zip(*map(kept_in, caches), strict=True):
+        assert torch.equal(one, other)
+
+
+@both
+@pytest.mark.parametrize("chunk_size", [16, 25])
+def test_generate_in_chunks_is_generate(package, chunk_size):
+    model, ids = make(), token_ids(1, LENGTH)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with package.SnapKVPress(0.5, window_size=8)(model):
+        at_once = model.generate(ids, **options)
+    caches = DynamicCache(config=model.config)
+    with package.SnapKVPress(0.5, window_size=8)(model):
+        in_chunks = model.generate(
+            ids, past_key_values=caches, prefill_chunk_size=chunk_size, **options
+        )
+    alone = model.generate(
+        ids, past_key_values=DynamicCache(), prefill_chunk_size=chunk_size, **options
+    )
+    # transformers 5.2 gives later chunks the positions of the first, with or without a press.
+    if torch.equal(alone, model.generate(ids, **options)):
+        assert torch.equal(in_chunks, at_once)
+    assert [int(kept[0, 0]) for kept in kept_lengths(caches)] == [LENGTH // 2 + 7] * 2
+
+
+@both
+@torch.no_grad()
+def test_two_scopes_in_chunks_act_as_at_once(package):
+    model, ids = make(), token_ids(1, LENGTH)
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    outer, inner = package.SnapKVPress(0.5, window_size=4), package.KnormPress(0.5)
+    with outer(model), inner(model):
+        model(ids, past_key_values=caches[0])
+        prefill(model, ids, caches[1], 25)
+    for one, other in zip(*map(kept_in, caches), strict=True):
+        assert one.shape[-1] == LENGTH // 4
+        assert torch.equal(one, other)
+
+
+@both
+@torch.no_grad()
+def test_a_press_that_replays_its_context_takes_it_in_one_forward(package):
+    model, cache = make(), DynamicCache()
+    press = example_for(package, "KVzipPress", 0.5, model)
+    with press(model), pytest.raises(UnsupportedInputError, match="a chunk of a prefill"):
+        prefill(model, token_ids(1, LENGTH), cache, 25)
+    assert cache.get_seq_length() == 0
+
+
+@both
+@torch.no_grad()
+def test_block_by_block_holds_the_budget_and_a_chunk(package):
+    model, ids, longest = make(), token_ids(1, LENGTH), []
+    cache = DynamicCache(config=model.config)
+    press = package.BlockPress(package.KeyDiffPress(0.75), block_size=5)
+    with press(model):
+        handle = model.model.layers[0].mlp.register_forward_hook(
+            lambda *_: longest.append(int(kept_lengths(cache)[0].max()))
+        )
+        prefill(model, ids, cache, 10)
+        handle.remove()
+        assert max(longest) == LENGTH // 4
+        model(token_ids(1, 3, seed=1), past_key_values=cache)  # a question is no chunk
+    assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [LENGTH // 4 + 3] * 2
+    whole = DynamicCache(config=model.config)
+    with press(model):
+        model(ids, past_key_values=whole)
+    assert torch.equal(cache.layers[0].positions, whole.layers[0].positions)
+
+
+@both
+@torch.no_grad()
+def test_chunks_are_no_decoding_steps(package):
+    model, cache = make(), DynamicCache(config=make().config)
+    press = package.DecodingPress(package.KnormPress(), compression_interval=2, target_size=20)
+    with press(model):
+        prefill(model, token_ids(1, LENGTH), cache, 10)
+        assert press.compression_count == 0
+        for _ in range(2):
+            model(token_ids(1, 1), past_key_values=cache)
+        assert press.compression_count == 1
+    assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [20, 20]
+
+
+# ---- drafts --------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["KnormPress", "SnapKVPress", "AdaKVPress", "PyramidKVPress"])
+@pytest.mark.parametrize("by", ["lookup", "assistant"])
+def test_drafts_are_no_context(package, implementation, name, by):
+    dtype = torch.float32 if implementation == "eager" else torch.float64
+    model = make(implementation, dtype=dtype)
+    ids = token_ids(1, LENGTH // 2).repeat(1, 2)  # so that there is something to look up
+    press = example_for(package, name, 0.5, model)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": 1}
+    drafted = {"prompt_lookup_num_tokens": 3}
+    if by == "assistant":
+        drafted = {"assistant_model": build("llama", num_layers=1, dtype=dtype)}
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    with press(model):
+        plain = model.generate(ids, past_key_values=caches[0], **options)
+        assisted = model.generate(ids, past_key_values=caches[1], **options, **drafted)
+    assert torch.equal(assisted, plain)
+    for one, other in zip(*map(kept_lengths, caches), strict=True):
+        assert torch.equal(one, other)
+
+
+@both
+def test_drafts_are_refused_by_presses_that_act_while_decoding(package):
+    model, ids = make(), token_ids(1, LENGTH // 2).repeat(1, 2)
+    press = package.DecodingPress(package.KnormPress(), compression_interval=2, target_size=20)
+    with press(model), pytest.raises(UnsupportedInputError, match=r"DecodingPress.*assist"):
+        model.generate(ids, prompt_lookup_num_tokens=3, max_new_tokens=8, eos_token_id=1)
+
+
+@both
+@torch.no_grad()
+def test_what_is_cropped_was_never_there(package):
+    model, context, rest = make(), token_ids(1, LENGTH), token_ids(1, 12, seed=1)
+    press = package.DecodingPress(
+        package.ExpectedAttentionPress(), compression_interval=6, target_size=20
+    )
+    logits = []
+    for rejected in (0, 3):
+        cache = DynamicCache(config=model.config)
+        with press(model):
+            model(context, past_key_values=cache)
+            for i in range(12):
+                drafts = token_ids(1, rejected, seed=i + 2)
+                ids = torch.cat((rest[:, i : i + 1], drafts), dim=1)
+                if i % 6 == 5:  # pruned by this forward: what came with it cannot be taken back
+                    ids = ids[:, :1]
+                out = model(ids, past_key_values=cache).logits[:, 0]
+                if ids.shape[1] > 1:
+                    cache.crop(-rejected if crops_a_number(cache) else LENGTH + i + 1)
+            logits.append(out)
+            assert press.compression_count == 2
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-9)
+
+
+def crops_a_number(cache):
+    return "tokens_to_remove" in type(cache).crop.__code__.co_varnames
+
+
+@both
+@torch.no_grad()
+def test_continuous_batching_is_refused(package):
+    """It hands its own cache down as `cache`; what is raised stays in its thread."""
+    model = make()
+    handle = package.KnormPress(0.5).register(model)
+    with pytest.raises(UnsupportedCacheError, match="paged cache"):
+        model(token_ids(1, LENGTH), use_cache=False, cache=object())
+    with pytest.warns(RuntimeWarning, match=r"KnormPress .*paged cache"):
+        handle.remove()
+
+
+@both
+@torch.no_grad()
+def test_a_scope_that_came_after_the_context_says_so(package):
+    model, cache = make(), DynamicCache(config=make().config)
+    model(token_ids(1, LENGTH), past_key_values=cache)
+    handle = package.KnormPress(0.5).register(model)
+    model(token_ids(1, 3), past_key_values=cache)
+    with pytest.warns(RuntimeWarning, match=r"KnormPress.*before this scope opened"):
+        handle.remove()
+
+
+@both
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("run", ["nothing", "short", "no ratio", "no cache", "read again"])
+@torch.no_grad()
+def test_a_scope_with_nothing_to_do_says_nothing(package, run):
+    model, cache = make(), DynamicCache(config=make().config)
+    press = package.SnapKVPress(0.0 if run == "no ratio" else 0.5, window_size=8)
+    n = 8 if run == "short" else LENGTH
+    if run == "read again":
+        with press(model):
+            model(token_ids(1, n), past_key_values=cache)
+    with press(model):
+        if run == "no cache":
+            model(token_ids(1, n), use_cache=False)
+        elif run != "nothing":
+            model(token_ids(1, n), past_key_values=cache)
+    with press(model):
+        if run == "no ratio":
+            model(token_ids(1, 1), past_key_values=cache)
+
+
+# ---- turns ---------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("name", ["KnormPress", "SnapKVPress", "TOVAPress"])
+@torch.no_grad()
+def test_every_turn_is_pruned_to_the_budget(package, name):
+    model, cache = make(), DynamicCache(config=make().config)
+    inner = package.PRESSES[name](0.5)
+    if name == "SnapKVPress":
+        inner.window_size = 4
+    press = package.EveryTurnPress(inner, target_size=20)
+    held = []
+    with press(model):
+        for n in (LENGTH, 1, 1, 12, 1, 5):
+            model(token_ids(1, n, seed=n), past_key_values=cache)
+            held.append(int(kept_lengths(cache)[0].max()))
+    assert held == [20, 21, 22, 20, 21, 20]
+    assert press.compression_count == 3
+    assert cache.get_seq_length() == LENGTH + 20
+
+
+@torch.no_grad()
+def test_every_turn_is_pruned_alike_by_both():
+    model, caches = make(), [DynamicCache(config=make().config) for _ in range(2)]
+    for package, cache in zip((hooks_impl, patch_impl), caches, strict=True):
+        with package.EveryTurnPress(package.SnapKVPress(window_size=4), target_size=20)(model):
+            for n in (LENGTH, 1, 12):
+                model(token_ids(1, n, seed=n), past_key_values=cache)
+    for one, other in zip(*(cache.layers for cache in caches), strict=True):
+        assert torch.equal(one.keys, other.keys)
+        assert torch.equal(one.positions, other.positions)
+
+
+@both
+@torch.no_grad()
+def test_a_turn_keeps_the_best_of_all_that_is_there(package):
+    model, cache = make(), DynamicCache(config=make().config)
+    with package.EveryTurnPress(package.KnormPress(), target_size=20)(model):
+        model(token_ids(1, LENGTH), past_key_values=cache)
+        before, keys = cache.layers[0].positions[0, 0].tolist(), []
+        handle = model.model.layers[0].self_attn.k_proj.register_forward_hook(
+            lambda *args: keys.append(args[-1])
+        )
+        model(token_ids(1, 12, seed=1), past_key_values=cache)
+        handle.remove()
+    new = keys[0].unflatten(-1, (-1, cache.layers[0].keys.shape[-1])).transpose(1, 2)
+    norms = model_norms(model, LENGTH)[0, 0][before].tolist() + new[0, 0].norm(dim=-1).tolist()
+    held = before + list(range(LENGTH, LENGTH + 12))
+    best = sorted(sorted(range(len(held)), key=norms.__getitem__)[:20])
+    assert cache.layers[0].positions[0, 0].tolist() == [held[i] for i in best]
+
+
+def model_norms(model, length):
+    """Norms of the first layer's keys, `(B, H_kv, S)`, which RoPE leaves as they are."""
+    cache = DynamicCache(config=model.config)
+    model(token_ids(1, length), past_key_values=cache)
+    return cache.layers[0].keys.norm(dim=-1)
