@@ -86,19 +86,18 @@ class BasePress(press.Press):
             if self.evicts.needs_attention:  # a hook can choose what heads keep, not attend over it
                 for patch in serve(site):
                     scope.install(patch)
+            if not self.phases & ~Phase.DECODER:
+                continue
             if Needs.QUERIES in self.needs:
                 source = site.query_source.module
                 scope.install(source.register_forward_hook(Hook(hooks.collect)))
-            if self.phases & ~Phase.DECODER:
-                scope.install(
-                    site.module.register_forward_pre_hook(Hook(hooks.before), with_kwargs=True)
-                )
-                # Prepended, so that of several scopes the inner one acts first.
-                scope.install(
-                    site.module.register_forward_hook(
-                        Hook(hooks.after), with_kwargs=True, prepend=True
-                    )
-                )
+            scope.install(
+                site.module.register_forward_pre_hook(Hook(hooks.before), with_kwargs=True)
+            )
+            # Prepended, so that of several scopes the inner one acts first.
+            scope.install(
+                site.module.register_forward_hook(Hook(hooks.after), with_kwargs=True, prepend=True)
+            )
         for other in scope.left_alone:
             module = other.site.module
             before = Hook(partial(_before_left_alone, other))

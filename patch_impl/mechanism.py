@@ -75,10 +75,11 @@ class BasePress(press.Press):
             if self.evicts.needs_attention:
                 for patch in serve(site):
                     scope.install(patch)
+            if not self.phases & ~Phase.DECODER:
+                continue
             if Needs.QUERIES in self.needs:
                 scope.install(intercept(site.interface))
-            if self.phases & ~Phase.DECODER:
-                patches.add(site)
+            patches.add(site)
         for other in scope.left_alone:
             scope.install(wrap(other.site.module, "forward", partial(_left_alone, other)))
         if Phase.DECODER in self.phases:

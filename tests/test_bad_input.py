@@ -9,7 +9,8 @@ from transformers import DynamicCache, MistralConfig, MistralForCausalLM, Static
 
 import hooks_impl
 import patch_impl
-from experiments.questions.architectures import decoders
+from experiments.questions.architectures.decoders import build as build_tiny
+from experiments.questions.architectures.decoders import decoders
 from experiments.testbed.families import build
 from press_core import (
     HyperparameterError,
@@ -97,7 +98,7 @@ def test_rope_where_there_is_none(package):
 
 def test_a_query_that_no_hook_can_find():
     """The one place where the mechanisms differ in reach: a patch sees the query all the same."""
-    model = decoders.build(decoders.decoders()["jetmoe"])  # experts compute its queries
+    model = build_tiny(decoders()["jetmoe"])  # experts compute its queries
     before = snapshot(model)
     with pytest.raises(UnsupportedModelError, match="patch_impl"):
         hooks_impl.SnapKVPress(0.5, window_size=4).register(model)

@@ -203,5 +203,5 @@ def _copied_layer(layer: Any) -> Any:
         return copy.deepcopy(layer)  # these write into the tensors that they have
     copied = copy.copy(layer)
     if isinstance(layer, PrunedLayer):
-        copied.storage, copied.buffers = copy.copy(layer.storage), dict(layer.buffers)
+        copied.storage, copied.memories = copy.copy(layer.storage), dict(layer.memories)
     return copied

@@ -192,7 +192,8 @@ def _classes(model: nn.Module) -> Entries:
 def _class(cls: type, reach: str) -> Entries:
     owner = f"{cls.__module__}.{cls.__qualname__}"
     for name, value in list(vars(cls).items()):
-        if name == "_global_mapping":  # recorded as a registry
+        # The one is recorded as a registry, the other Python notes on a class when it copies one.
+        if name in ("_global_mapping", "__slotnames__"):
             continue
         yield from _nested(Place(reach, "class attribute", owner, name), value, depth=1)
 

@@ -58,6 +58,8 @@ NOT_COMPARED: dict[str, str] = {
     "DMSPress": "told a threshold: how much it evicts depends on the context",
     "SimLayerKVPress": "told a threshold: how much it evicts depends on the context",
     "ThinKPress": "evicts channels of the keys, at most half of the cache",
+    "CAMPress": "evicts while decoding, and an answer is one token",
+    "CompressionRatioDecodingPress": "evicts while decoding, and an answer is one token",
     "DecodingPress": "evicts while decoding, and an answer is one token",
     "PrefillDecodingPress": "evicts while decoding, and an answer is one token",
     "StreamingLLMDecodingPress": "evicts while decoding, and an answer is one token",

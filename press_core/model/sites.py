@@ -234,7 +234,10 @@ def _may_attend(module: nn.Module) -> bool:
         return False
     # Indexers, convolutions and whole layers take a cache too, but ask for no attention function.
     forward = inspect.unwrap(type(module).forward)
-    asks = "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names
+    if getattr(forward, "__module__", None) == type(module).__module__:
+        asks = "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names
+    else:  # replaced by somebody: all that is left to ask is the file
+        asks = hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
     parameters = inspect.signature(forward).parameters
     return asks and any(name in parameters for name in CACHE_NAMES)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from press_core.call import AttentionCall
 from press_core.composite import Wrapper, takes_scorer
@@ -41,6 +41,9 @@ class EveryTurn(Wrapper):
         fits, allowed = takes_scorer(press)
         again = f"{allowed} and can score them again later"
         return fits and Needs.FORWARD not in press.needs, again
+
+    def with_budget(self, tokens: int) -> Press:
+        return replace(self, target_size=tokens)
 
     @property
     def asked_ratio(self) -> float:

@@ -120,7 +120,7 @@ def test_trace_from_the_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--press", "nosuch"], "there is no press 'nosuch'; there are AdaKV, Block, CUR"),
+        (["--press", "nosuch"], "there is no press 'nosuch'; there are AdaKV, Block, CAM, CUR"),
         (["--ratio", "1.5"], "compression_ratio=1.5: it must be a number in [0, 1)"),
         (["--model", "gpt2", "--press", "ExpectedAttention"], "needs rotary position embeddings"),
         (["--model", "no/such/folder"], "there is no folder 'no/such/folder'"),

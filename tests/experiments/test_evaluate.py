@@ -94,7 +94,7 @@ def without_time(results):
             "DuoAttentionPress(head_compression_ratio=ratio)",
             lambda p: p.DuoAttentionPress(head_compression_ratio=0.25),
         ),
-        ("PyramidKVPress(beta=1e1)", lambda p: p.PyramidKVPress(0.25, beta=10.0)),
+        ("PyramidKVPress(beta=10)", lambda p: p.PyramidKVPress(0.25, beta=10)),
     ],
 )
 def test_a_press_is_what_its_text_says(text, expected):

@@ -2,7 +2,7 @@
 
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import pandas as pd
 import pytest
@@ -381,7 +381,7 @@ def test_the_press_itself_is_not_changed(model):
     presses = pair("SnapKVPress", compression_ratio=0.5)
     trace(model, presses, length=LENGTH)
     for press in presses:
-        assert vars(press) == {"compression_ratio": 0.5, "window_size": 64, "kernel_size": 5}
+        assert asdict(press) == {"compression_ratio": 0.5, "window_size": 64, "kernel_size": 5}
 
 
 def test_figure_and_summary_come_from_the_csv_file(snapkv, tmp_path):

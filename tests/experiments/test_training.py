@@ -65,7 +65,7 @@ def test_the_card_of_stdlib_says_how_it_was_trained_and_measured(tmp_path):
     measures = stdlib.Measures(2.0, 4.5, 3.5, past, [0.01, 0.02], "def f(x):")
     model = stdlib.build_model()
     assert isinstance(model, GPTNeoXForCausalLM)
-    stdlib.write_card("stdlib", tmp_path, run, stdlib._figures(model, run, measures))
+    stdlib.write_card("stdlib", tmp_path, run, stdlib.figures(model, run, measures))
     card = (tmp_path / "README.md").read_text()
     assert "--seed 3 --steps 7`" in card
     assert "10,000 tokens; every 20th module" in card

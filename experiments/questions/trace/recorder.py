@@ -21,9 +21,11 @@ from transformers import Cache
 from attention_patch.interception import OVERRIDE, with_override
 from attention_patch.reversible import wrap
 from experiments.framework.plots import press_label
-from press_core import AttentionSite, Press, attention_sites, cache_nbytes, kept_lengths
+from press_core import AttentionSite, Press, cache_nbytes, kept_lengths
 from press_core.model.decoder import decoder_of
 from press_core.model.forward import AttentionForward, DecoderForward
+from press_core.model.probe import verified_sites
+from press_core.press import TokenScorer
 from press_core.presses.finch import Finch
 from press_core.presses.kvzip import KVzip
 
@@ -138,7 +140,7 @@ class Recorder:
     def __init__(self, mechanism: str, model: nn.Module, cache: Cache) -> None:
         self.mechanism, self.model, self.cache, self.step = mechanism, model, cache, 0
         self.events: list[Event] = []
-        sites = attention_sites(model)
+        sites = verified_sites(model)  # before anything is watched: it runs the model itself
         self._sites, self._body = (
             {id(site.module): site for site in sites},
             decoder_of(model, sites),
@@ -149,6 +151,7 @@ class Recorder:
         self._wrapped: _Wrapped | None = None  # the call of a wrapper in progress
         self._given_body: tuple[Any, Any] | None = None  # to a wrapper of the decoder
         self._after_body: ExitStack | None = None  # what a wrapper of the decoder does afterwards
+        self._takes_tokens_out = False  # whether the press changes what the decoder is given
         self._attended = False  # whether the attention function itself ran under an override
         self._replayed: list[int] | None = None  # tokens of forwards that the press itself makes
 
@@ -163,6 +166,7 @@ class Recorder:
     @contextmanager
     def recorded(self, press: Press) -> Iterator[None]:
         """The scope of `press`, in which all that it does is watched; nothing is left of either."""
+        self._takes_tokens_out = isinstance(press, Finch)
         with ExitStack() as undo:
 
             def watch(owner: Any, name: str, layer: Callable[..., Any]) -> None:
@@ -170,7 +174,8 @@ class Recorder:
 
             for kind in dict.fromkeys(_kinds(press)):
                 called = "press" if kind is type(press) else press_label(kind.__name__)
-                watch(kind, "score", partial(self._score, called))
+                if issubclass(kind, TokenScorer):
+                    watch(kind, "token_scores", partial(self._score, called))
             for site in self._sites.values():
                 enter = partial(self._hidden_states_enter, site)
                 undo.callback(site.module.register_forward_pre_hook(enter, with_kwargs=True).remove)
@@ -293,7 +298,8 @@ class Recorder:
     def _body_pre_hook(self, hook: Any, body: nn.Module, *given: Any) -> Any:
         with self._watch.inside(press=True):
             result = hook(body, *given)
-        self._passes_on(given, result or given)
+        if self._takes_tokens_out:
+            self._passes_on(given, result or given)
         return result
 
     def _body_hook(self, hook: Any, *args: Any) -> None:
