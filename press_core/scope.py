@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from threading import Lock
+from threading import Lock, RLock
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
@@ -21,6 +21,8 @@ from press_core.model.sites import AttentionSite, LeftAlone
 from press_core.press import Phase, Press
 
 T = TypeVar("T")
+_opening = RLock()
+"""Held while a scope opens or closes: what a model shows when it is verified is the model's alone."""
 
 
 class Removable(Protocol):
@@ -114,12 +116,19 @@ class ScopeState:
 
     def close(self) -> None:
         """Take off all that was installed; without effect on a scope that is not open."""
-        if not self.is_open:
-            return
-        self.is_open = False
-        said = [warning for ask in self.warnings if (warning := ask())]
+        with _opening:
+            said = self._close() if self.is_open else []
         if said:  # one cause at a time: the first explains the others
             warnings.warn(f"{type(self.press).__name__}{said[0]}", RuntimeWarning, stacklevel=3)
+
+    def _close(self) -> list[str]:
+        """Take off all that was installed.
+
+        Returns:
+            What there is to be warned of.
+        """
+        self.is_open = False
+        said = [warning for ask in self.warnings if (warning := ask())]
         self.warnings.clear()
         self._memories.clear()
         self._mark_torn()
@@ -127,6 +136,7 @@ class ScopeState:
             for removable in self.installed:
                 removing.callback(removable.remove)
         self.installed, self.sites, self.model, self.decoder = [], [], None, None
+        return said
 
     def _mark_torn(self) -> None:
         """Let nobody read caches some of whose layers were pruned in a forward and others not."""
@@ -175,7 +185,7 @@ class Scope:
             PressError: if the press does not fit the model; nothing is installed then.
             ScopeError: if this scope is open already.
         """
-        with self._lock:
+        with _opening, self._lock:
             if self.state is not None and self.state.is_open:
                 raise ScopeError(
                     f"this scope of {type(self.press).__name__} is open already; call the press "

@@ -48,6 +48,7 @@ from press_core.model.sites import (
 N_TOKENS = 7
 _enabled: ContextVar[bool] = ContextVar("verify", default=True)
 _running = threading.local()
+_one_at_a_time = threading.RLock()
 
 
 @contextmanager
@@ -125,8 +126,9 @@ def verified(model: nn.Module) -> Verified:
     sites = all_sites(model)
     known = _known.setdefault(type(model), {})
     key = _kind_of(model, sites)
-    if key not in known:
-        known[key] = _probe(model, sites)
+    with _one_at_a_time:
+        if key not in known:
+            known[key] = _probe(model, sites)
     facts = known[key]
     if isinstance(facts, str):
         raise UnsupportedModelError(
@@ -358,6 +360,8 @@ def _said_by(mask: Any, n_queries: int) -> tuple[bool, bool]:
 
 def _note_arguments(module: nn.Module, seen: _Seen) -> Any:
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+        if not is_running():  # another thread's
+            return
         seen.args, seen.kwargs = args, dict(kwargs)
         seen.n_forwards += 1
 
@@ -366,6 +370,8 @@ def _note_arguments(module: nn.Module, seen: _Seen) -> Any:
 
 def _note_output(module: nn.Module, name: str, seen: _Seen) -> Any:
     def note(_: nn.Module, __: Any, output: Any) -> None:
+        if not is_running():
+            return
         output = output[0] if isinstance(output, tuple) else output
         if isinstance(output, Tensor):
             seen.outputs.pop(name, None)
@@ -496,6 +502,8 @@ def _helping(sites: list[AttentionSite]) -> Iterator[None]:
 
     def help_with(site: AttentionSite) -> Any:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            if not is_running():
+                return None
             forward = prepared(AttentionForward(args, kwargs, site), _Reader())
             return forward.args, forward.kwargs
 
@@ -515,6 +523,8 @@ def _outputs(sites: list[AttentionSite]) -> Iterator[dict[str, Tensor]]:
 
     def note(name: str) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
+            if not is_running():
+                return
             outputs[name] = output[0] if isinstance(output, tuple) else output
 
         return hook
