@@ -76,11 +76,11 @@ class NudgedPatch(patch_impl.KnormPress):
     """Differs in one bit of one value of the first layer."""
 
     def compress(self, call):
-        keys, values = super().compress(call)
-        values = values.clone()
+        eviction = super().compress(call)
+        values = eviction.values.clone()
         if call.site.layer_idx == 0:
             values[-1, 1, 2, 3] = torch.nextafter(values[-1, 1, 2, 3], torch.tensor(torch.inf))
-        return keys, values
+        return replace(eviction, values=values)
 
 
 @dataclass

@@ -303,10 +303,10 @@ class Recorder:
         return result
 
     def _body_hook(self, hook: Any, *args: Any) -> None:
-        if self._replayed is None:
-            with self._replaying():
-                hook(*args)
-        else:
+        if self._replayed is not None or self._takes_tokens_out:
+            hook(*args)
+            return
+        with self._replaying():
             hook(*args)
 
     # ... and its wrappers
