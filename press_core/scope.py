@@ -22,7 +22,7 @@ from press_core.press import Phase, Press
 
 T = TypeVar("T")
 _opening = RLock()
-"""Held while a scope opens or closes: what a model shows when it is verified is the model's alone."""
+"""Held while a scope opens or closes: none is to change a model that another is probing."""
 
 
 class Removable(Protocol):

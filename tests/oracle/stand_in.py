@@ -24,6 +24,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from press_core import unverified
+
 N_LAYERS, N_HEADS, N_KV, D, VOCABULARY = 2, 16, 4, 64, 4096
 WIDTH = N_HEADS * D
 REPLAYED = 3072
@@ -198,7 +200,8 @@ class StandIn:
             layer.self_attn.masked_key_indices = None
         with torch.no_grad(), _hooks_metered(meter):
             scope = press(self.model)
-            scope.__enter__()
+            with unverified():  # it computes nothing that could be
+                scope.__enter__()
             self.model(ids, past_key_values=past, logits_to_keep=1)
             for _ in range(then):
                 self.model(self.ids[:, :1], past_key_values=past, logits_to_keep=1)
