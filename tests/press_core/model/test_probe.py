@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import DynamicCache
 
@@ -21,11 +22,19 @@ from press_core.model.rotary import NoRotation
 from tests.support import snapshot
 
 KNOWN = decoders()
+ELSE_ON_5_2 = {
+    "deepseek_v3": "caches whole keys in place of latents",
+    "diffllama": "asks no registry for its attention, and is refused as a whole",
+    "t5 (seq2seq)": "asks no registry for its attention, and is refused as a whole",
+    "jamba": "has a cache without layers, and is refused as a whole",
+}
 
 
 def tiny(name: str) -> Any:
     if name not in KNOWN:
         pytest.skip(f"the installed transformers has no {name}")
+    if transformers.__version__.startswith("5.2.") and name in ELSE_ON_5_2:
+        pytest.skip(f"{name} of transformers {transformers.__version__} {ELSE_ON_5_2[name]}")
     return build(KNOWN[name])
 
 
