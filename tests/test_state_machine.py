@@ -113,6 +113,12 @@ class Opened:
     handle: Any
 
 
+def own_patches(handle: Any) -> list[Patch]:
+    """The patches by which a press prunes, one per attention module; none where hooks do."""
+    watchers = [getattr(ask, "__self__", None) for ask in handle.state.warnings]
+    return [patch for watcher in watchers for patch in getattr(watcher, "patches", [])]
+
+
 @dataclass(eq=False)
 class Subject:
     """A model, and what is known of it."""
@@ -379,14 +385,7 @@ class Programs(RuleBasedStateMachine):
         if not takes_others:
             return
         subject = next(s for s in self.subjects if any(module is m for m in s.model.modules()))
-        lost = [
-            [
-                patch.is_lost
-                for patch in scope.handle.state.installed
-                if isinstance(patch, Patch) and patch.name == "forward"
-            ]
-            for scope in subject.scopes
-        ]
+        lost = [[patch.is_lost for patch in own_patches(scope.handle)] for scope in subject.scopes]
         if any(any(layers) and not all(layers) for layers in lost):
             cache = DynamicCache(config=subject.model.config)
             with pytest.raises(ScopeError, match="put back what this scope had patched"):
