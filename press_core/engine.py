@@ -310,16 +310,8 @@ def _part_of_prefill(
             return None
         return _prefill(scope, forward, output, query, query_is_rotated)
     _require_readable(forward)
-    press, here = (
-        scope.press,
-        _call(
-            scope,
-            forward,
-            *states_of(forward.layer),
-            query=query,
-            query_is_rotated=query_is_rotated,
-        ),
-    )
+    press, states = scope.press, states_of(forward.layer)
+    here = _call(scope, forward, *states, query=query, query_is_rotated=query_is_rotated)
     if press.prunes_chunks:
         return _chunk(forward, here, n_to_come)
     buffer = _remember_prefill(scope, forward)
@@ -400,11 +392,12 @@ def _decoding_step(
         return None
     _require_known(forward)
     known, ids = memory.last(limit), here.position_ids
+    keys, values = (x.to(here.hidden_states.device) for x in states_of(layer))
     return replace(
         here,
         **_known_states(known),
-        keys=states_of(layer)[0].to(here.hidden_states.device),
-        values=states_of(layer)[1].to(here.hidden_states.device),
+        keys=keys,
+        values=values,
         query=known.get("query"),
         query_is_rotated=True,
         rotary_positions=_rotary_positions(

@@ -135,7 +135,8 @@ class ScopeState:
         with ExitStack() as removing:  # all of it, whatever one of them raises
             for removable in self.installed:
                 removing.callback(removable.remove)
-        self.installed, self.sites, self.model, self.decoder = [], [], None, None
+        self.installed, self.sites, self.left_alone = [], [], []
+        self.model = self.decoder = None
         return said
 
     def _mark_torn(self) -> None:
