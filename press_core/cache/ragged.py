@@ -211,7 +211,7 @@ class RaggedLayer(DynamicLayer):
         return keys, values, slots
 
     def hold_recent(self, keys: Tensor, values: Tensor, room: int) -> None:
-        """Hold `(N, n_recent, d)` states of recent tokens, counted as seen, with `room` for more."""
+        """Hold recent tokens `(N, n_recent, d)`, counted as seen before, with `room` for more."""
         self.n_recent = keys.shape[1]
 
         def with_room(states: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def _check_keepable(layer: Any) -> None:
         why = "its codes are in a format of the library that made them; use a DynamicCache"
     elif isinstance(layer, PrefillStagingLayer) or any(m.is_prefill for m in memories):
         why = "its prefill is under way; save it once that is complete"
-    elif torn or isinstance(layer, RaggedLayer) and not layer.is_initialized:
+    elif torn or (isinstance(layer, RaggedLayer) and not layer.is_initialized):
         why = "it was abandoned in the middle of a forward, or reset; make a new one"
     else:
         return
@@ -198,7 +198,7 @@ def _check_attributes(empty: Any, state: Mapping[Any, Any]) -> None:
         fits = lazy or (name in known and _is_like(known[name], value))
         if not fits or (name in settings and value != known[name]):
             raise CacheFileError(
-                f"a {kind.__name__} of this model has no {str(name):.60} such as {value!r:.60}"
+                f"a {kind.__name__} of this model has no {name!s:.60} such as {value!r:.60}"
             )
 
 

@@ -11,9 +11,6 @@ cache = load_cache("context.safetensors", model)
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -22,28 +19,29 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from press_core.cache.caches import kept_lengths
+from press_core.cache.files import (
+    FORMAT_VERSION,
+    KIND,
+    check_target,
+    packed,
+    read_header,
+    read_tensors,
+    unpacked,
+    write,
+)
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.ragged import RaggedLayer
 from press_core.cache.reading import reading_needs
-from press_core.cache.records import CacheFileError, Record, layer_from, record_of
-from press_core.calibration import METADATA
+from press_core.cache.records import CacheFileError, Fields, Record, layer_from, record_of
 from press_core.errors import UnsupportedCacheError, UnsupportedModelError
 from press_core.model.identity import identity, name_of
 from press_core.model.probe import verified_sites
 from press_core.model.sites import AttentionSite
 from press_core.press import Press
-
-KIND = "compressed cache"
-"""What files say that they hold."""
-
-FORMAT_VERSION = 1
-"""Of the files that `save_cache` writes."""
 
 _CACHES = ("self_attention_cache", "cross_attention_cache")
 _INPUTS = ("input_ids", "attention_mask")
@@ -115,7 +113,7 @@ def save_cache(
         CacheFileError: if there is such a file already, or if it cannot be written.
     """
     path = Path(path)
-    _check_target(path, overwrite)
+    check_target(path, overwrite)
     sites = verified_sites(model)
     if any(site.heads.size > 1 for site in sites):
         raise UnsupportedModelError(
@@ -133,10 +131,10 @@ def save_cache(
         "press": None if press is None else repr(press),
         **_summary(cache, sites),
         "notes": dict(notes or {}),
-        "inputs": _packed({n: x for n, x in given.items() if x is not None}, "inputs", tensors),
-        "caches": _packed(parts, "cache", tensors),
+        "inputs": packed({n: x for n, x in given.items() if x is not None}, "inputs", tensors),
+        "caches": packed(parts, "cache", tensors),
     }
-    _write(path, tensors, _as_json(about), overwrite)
+    write(path, tensors, about, overwrite)
     return path
 
 
@@ -205,85 +203,6 @@ def _tokens_seen(layer: Any) -> float:
     return _n_seen(layer) - padding
 
 
-def _packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as JSON has it, with the names of the tensors that go into `tensors`."""
-    if isinstance(value, Tensor):
-        tensors[name] = _own(value, tensors)
-        return {"tensor": name}
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, dict):
-        return {"of": [[k, _packed(x, f"{name}.{k}", tensors)] for k, x in value.items()]}
-    return value
-
-
-def _own(value: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-    """`value` on the CPU, in memory that no other tensor of the file lies in."""
-    found = value.detach().cpu().contiguous()
-    taken = {x.untyped_storage().data_ptr() for x in tensors.values() if x.numel()}
-    return found.clone() if found.untyped_storage().data_ptr() in taken else found
-
-
-def _as_json(about: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(about)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise CacheFileError(f"notes are no JSON: {_first_line(error)}") from error
-
-
-def _check_target(path: Path, overwrite: bool) -> None:
-    """Refuse to write over what is there, unless that is asked for and a compressed cache.
-
-    Raises:
-        CacheFileError: saying what is in the way.
-    """
-    if not path.parent.is_dir():
-        raise CacheFileError(f"there is no folder {str(path.parent)!r} to write {path.name!r} to")
-    if not os.path.lexists(path):
-        return
-    if not overwrite:
-        raise CacheFileError(
-            f"{str(path)!r} is there already; give another name, or overwrite=True to replace a "
-            "compressed cache"
-        )
-    if path.is_symlink() or not path.is_file():
-        raise CacheFileError(f"{str(path)!r} is no file; give another name")
-    _header(path)
-
-
-def _write(path: Path, tensors: dict[str, Tensor], about: str, overwrite: bool) -> None:
-    """Write the file at once or not at all."""
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        save_file(tensors, part, {METADATA: about})
-        if overwrite:
-            part.replace(path)
-        else:
-            _rename_to_new(part, path)
-    except FileExistsError as error:
-        raise CacheFileError(f"{str(path)!r} has come meanwhile; give another name") from error
-    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
-        raise CacheFileError(f"cannot write {str(path)!r}: {_first_line(error)}") from error
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _rename_to_new(part: Path, path: Path) -> None:
-    """Rename a file, unless there is one of that name.
-
-    Raises:
-        FileExistsError: if there is.
-    """
-    try:
-        os.link(part, path)
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without links
-        if os.path.lexists(path):
-            raise FileExistsError(path) from None
-        part.rename(path)
-
-
 # ---- reading -------------------------------------------------------------------------------------
 
 
@@ -314,12 +233,12 @@ def load_cache(
         UnsupportedModelError: if the model cannot be told from others.
     """
     path = Path(path)
-    about = _header(path)
+    about = read_header(path)
     _check_versions(path, about, any_version)
     _check_model(path, about.get("model"), model, any_version)
     sites = verified_sites(model)
     try:
-        parts = _unpacked(about.get("caches"), _tensors(path, "cache"))
+        parts = unpacked(about.get("caches"), read_tensors(path, "cache"))
         return _cache(parts, model, sites, None if device is None else torch.device(device))
     except CacheFileError as error:
         raise CacheFileError(f"{str(path)!r} is damaged: {error}") from error
@@ -332,52 +251,28 @@ def about_cache(path: str | Path) -> SavedCache:
         CacheFileError: if there is no such file, or if it is not what `save_cache` writes.
     """
     path = Path(path)
-    about = _header(path)
+    fields = Fields(read_header(path), "its header")
     try:
-        inputs = _unpacked(about.get("inputs"), _tensors(path, "inputs"))
+        inputs = unpacked(fields.get("inputs"), read_tensors(path, "inputs"))
+        known = isinstance(inputs, dict) and set(inputs) <= set(_INPUTS)
+        if not known or not all(map(_are_ids, inputs.values())):
+            raise fields.wrong("inputs")
+        return SavedCache(
+            path,
+            Fields(fields.mapping("model"), "its model").text("name"),
+            None if fields.get("press") is None else fields.text("press"),
+            fields.number("n_seen"),
+            fields.share("evicted", 1),
+            inputs,
+            fields.mapping("notes"),
+            fields.mapping("made_with"),
+        )
     except CacheFileError as error:
         raise CacheFileError(f"{str(path)!r} is damaged: {error}") from error
-    model, press, made_with = about.get("model"), about.get("press"), about.get("made_with")
-    n_seen, evicted, notes = about.get("n_seen"), about.get("evicted"), about.get("notes")
-    fits = isinstance(model, dict) and isinstance(model.get("name"), str)
-    fits = fits and (press is None or isinstance(press, str)) and isinstance(notes, dict)
-    fits = fits and isinstance(made_with, dict) and type(n_seen) is int
-    fits = fits and isinstance(evicted, (int, float)) and 0 <= evicted <= 1
-    fits = fits and isinstance(inputs, dict) and set(inputs) <= set(_INPUTS)
-    if not fits or any(not _are_ids(x) for x in inputs.values()):
-        raise CacheFileError(f"{str(path)!r} is damaged: it does not say what it holds")
-    return SavedCache(path, model["name"], press, n_seen, evicted, inputs, notes, made_with)
 
 
 def _are_ids(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dim() == 2 and x.dtype == torch.int64
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """What a file says about itself.
-
-    Raises:
-        CacheFileError: if it does not say that it is a compressed cache of this version.
-    """
-    if not path.is_file():
-        raise CacheFileError(f"there is no file {str(path)!r}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            about = json.loads((file.metadata() or {}).get(METADATA, "null"))
-    except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise CacheFileError(
-            f"{str(path)!r} is no compressed cache: {_first_line(error)}"
-        ) from error
-    if not isinstance(about, dict) or about.get("kind") != KIND:
-        said = about.get("kind") if isinstance(about, dict) else None
-        holds = f"it holds {said!r:.60}" if said else "nothing in it says so"
-        raise CacheFileError(f"{str(path)!r} is no compressed cache: {holds}")
-    if about.get("version") != FORMAT_VERSION:
-        raise CacheFileError(
-            f"{str(path)!r} has version {about.get('version')!r:.20} of the format; this release "
-            f"reads {FORMAT_VERSION}: make the cache anew"
-        )
-    return about
 
 
 def _check_versions(path: Path, about: dict[str, Any], any_version: bool) -> None:
@@ -386,9 +281,9 @@ def _check_versions(path: Path, about: dict[str, Any], any_version: bool) -> Non
     if former == transformers.__version__ or any_version:
         return
     raise CacheFileError(
-        f"{str(path)!r} was written with transformers {former!s:.20}, and {transformers.__version__} "
-        "is installed, which may compute other keys and values; make the cache anew, or pass "
-        "any_version=True"
+        f"{str(path)!r} was written with transformers {former!s:.20}, and "
+        f"{transformers.__version__} is installed, which may compute other keys and values; make "
+        "the cache anew, or pass any_version=True"
     )
 
 
@@ -416,47 +311,6 @@ def _check_model(path: Path, former: Any, model: Any, any_version: bool) -> None
             f"{str(path)!r} is a cache of another model ({former.get('name')!s:.60}): "
             f"{'; '.join(differing[:3])}"
         )
-
-
-def _tensors(path: Path, group: str) -> dict[str, Tensor]:
-    """Copies of the tensors of a file whose names begin with `group`."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = [n for n in file.keys() if n.split(".")[0] == group]  # noqa: SIM118
-            return {name: file.get_tensor(name).clone() for name in names}
-    except (SafetensorError, OSError, ValueError, RuntimeError, TypeError) as error:
-        raise CacheFileError(_first_line(error)) from error
-
-
-def _unpacked(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `_packed` was given.
-
-    Raises:
-        CacheFileError: if it does not name each of `tensors` once.
-    """
-    left = dict(tensors)
-
-    def value(packed: Any) -> Any:
-        if packed is None or isinstance(packed, (bool, int, float, str)):
-            return packed
-        ((what, content),) = packed.items()
-        if what == "tensor":
-            return left.pop(content)
-        if what == "dtype":
-            dtype = getattr(torch, content)
-            if isinstance(dtype, torch.dtype):
-                return dtype
-        if what == "of":
-            return {key: value(x) for key, x in content if type(key) in (int, str)}
-        raise ValueError(what)
-
-    try:
-        unpacked = value(packed)
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CacheFileError("its description does not fit what it holds") from error
-    if left:
-        raise CacheFileError(f"nobody knows what its {min(left)!r:.60} is")
-    return unpacked
 
 
 def _cache(parts: Any, model: Any, sites: list[AttentionSite], device: torch.device | None) -> Any:
@@ -529,7 +383,3 @@ def _runs_on(module: nn.Module, parameter: Tensor) -> torch.device:
     found = (getattr(hook, "execution_device", None) for hook in hooks)
     device = next((x for x in found if x is not None), "cpu")
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

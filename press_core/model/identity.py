@@ -1,4 +1,4 @@
-"""Which model this is: enough of it to refuse another one, and little enough to be found at once."""
+"""Which model this is: enough to refuse another one, and little enough to be found at once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def identity(model: Any) -> dict[str, Any]:
     Raises:
         UnsupportedModelError: if the model has no configuration, or weights that are not here.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         raise UnsupportedModelError(
             f"{type(model).__name__} has no configuration of transformers, by which it could be "
