@@ -320,10 +320,8 @@ def _sinks(record: Any, storage: Any, device: torch.device) -> Sinks | None:
     batch, heads, _, dim = storage.keys.shape
     fields = Fields(record, "the first keys of each row")
     keys = fields.states("keys", (batch, heads, None, dim), device)
-    known = fields.tensor("known", (batch,), device)
+    known = fields.flags("known", (batch,), device)
     fields.done()
-    if known.dtype != torch.bool:
-        raise CacheFileError(f"whether a row is known is a {known.dtype}")
     return Sinks(keys, known)
 
 
@@ -417,20 +415,27 @@ class Fields:
             raise self.wrong(name)
         return value
 
-    def tensor(self, name: str, shape: tuple[int | None, ...], device: torch.device) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int | None, ...]) -> Tensor:
         """A tensor of some shape; None in it stands for any size."""
         value = self.get(name)
         fits = isinstance(value, Tensor) and value.dim() == len(shape)
         if not fits or any(n not in (None, m) for n, m in zip(shape, value.shape, strict=True)):
             raise self.wrong(name)
-        return value.to(device)
+        return value
 
     def states(self, name: str, shape: tuple[int | None, ...], device: torch.device) -> Tensor:
         """A tensor of numbers."""
-        value = self.tensor(name, shape, device)
+        value = self.tensor(name, shape)
         if not value.is_floating_point():
             raise self.wrong(name)
-        return value
+        return value.to(device)
+
+    def flags(self, name: str, shape: tuple[int | None, ...], device: torch.device) -> Tensor:
+        """A tensor of bools."""
+        value = self.tensor(name, shape)
+        if value.dtype != torch.bool:
+            raise self.wrong(name)
+        return value.to(device)
 
     def integers(
         self,
@@ -444,13 +449,13 @@ class Fields:
         """A tensor of one type of ints within limits, or None."""
         if self.get(name) is None:
             return None
-        value = self.tensor(name, shape, device)
+        value = self.tensor(name, shape)
         fits = value.dtype == dtype
         if fits and value.numel() and at_least is not None and below is not None:
             fits = at_least <= int(value.min()) and int(value.max()) < below
         if not fits:
             raise self.wrong(name)
-        return value
+        return value.to(device)
 
     def done(self) -> None:
         """Refuse fields that nobody has asked for."""
