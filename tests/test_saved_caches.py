@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
 
@@ -24,7 +25,7 @@ from experiments.testbed.families import build
 from press_core import (
     PrunedLayer,
     RaggedLayer,
-    UnsupportedCacheError,
+    UnsupportedModelError,
     about_cache,
     cache_nbytes,
     kept_lengths,
@@ -81,7 +82,11 @@ def held(cache: Any) -> list[Any]:
 def assert_kept(cache: Any, loaded: Any) -> None:
     """Both caches say the same of themselves."""
     assert held(loaded) == held(cache)
-    assert cache_nbytes(loaded) == cache_nbytes(cache)
+    if any(getattr(layer, "is_sliding", False) for layer in cache.layers):
+        # transformers keeps what has left a window in memory for a while.
+        assert cache_nbytes(loaded) <= cache_nbytes(cache)
+    else:
+        assert cache_nbytes(loaded) == cache_nbytes(cache)
     for one, other in zip(kept_lengths(cache), kept_lengths(loaded), strict=True):
         assert torch.equal(one, other)
     for layer, other in zip(cache.layers, loaded.layers, strict=True):
@@ -229,21 +234,21 @@ def test_sliding_layers_and_caches_without_a_configuration(package, family, tmp_
         assert_same(answers(model, loaded, package.KnormPress(0.5)(model)), expected)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["lfm2", "qwen3_next", "falcon_h1", "gemma3n_text", "zamba2", "gemma4_text", "llama4_text"],
-)
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "falcon_h1", "gemma3n_text", "gemma4_text"])
 def test_layers_that_presses_leave_alone(name, tmp_path):
-    """Convolutions, linear states, layers that share another's cache, chunks."""
+    """Convolutions, linear states, layers that share another's cache."""
     if name not in decoders():
         pytest.skip(f"the installed transformers has no {name}")
     model = build_tiny(decoders()[name])
-    with torch.no_grad(), patch_impl.KnormPress(0.5)(model):
+    try:
+        press = patch_impl.KeyDiffPress(0.5)(model)
+        press.open()
+    except UnsupportedModelError as error:
+        assert transformers.__version__ < "5.3"
+        pytest.skip(f"{name} needs a newer transformers: {error}")
+    with torch.no_grad():
         cache = model(token_ids(1, 40), use_cache=True).past_key_values
-    if type(cache) is not DynamicCache:  # transformers 5.2 has a class of its own for hybrid models
-        with pytest.raises(UnsupportedCacheError, match=f"cannot save a {type(cache).__name__}"):
-            save_cache(cache, tmp_path / "cache.safetensors", model)
-        return
+    press.remove()
     loaded = load_cache(save_cache(cache, tmp_path / "cache.safetensors", model), model)
     assert_kept(cache, loaded)
     expected = answers(model, cache, headwise(model))
@@ -251,7 +256,7 @@ def test_layers_that_presses_leave_alone(name, tmp_path):
 
 
 def test_an_encoder_decoder(tmp_path):
-    model = build_tiny(decoders()["t5"])
+    model = build_tiny(decoders()["bart (seq2seq)"])
     context, ids = token_ids(1, 12), token_ids(1, 40, seed=1)
     with torch.no_grad(), patch_impl.KnormPress(0.5)(model):
         output = model(input_ids=context, decoder_input_ids=ids, use_cache=True)
