@@ -194,4 +194,5 @@ def read_tensors(path: Path, group: str) -> dict[str, Tensor]:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    line = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return line if len(line) <= 200 else f"{line[:200]} ..."  # some quote what they read
