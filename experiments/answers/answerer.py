@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -25,6 +26,11 @@ DELIMITER = 2**31 - 1
 GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 """What `generate` is told unless somebody asks for something else, whatever the model's own
 `generation_config` says."""
+
+_BEFORE_QUESTIONS = (
+    "what is saved is compressed before a question is known; leave compress_questions and "
+    "FinchPress out"
+)
 
 _MARK = "\x00question\x00"  # where a chat template is cut
 
@@ -139,20 +145,61 @@ class ContextAnswerer:
         press, delimiter = _with_delimiter(press)
         if compress_questions or delimiter is not None:
             if save_to is not None:
-                raise UserError(
-                    "save_to keeps what is compressed before a question is known; leave "
-                    "compress_questions and FinchPress out"
-                )
+                raise UserError(_BEFORE_QUESTIONS)
             return self._together(prompts, press, delimiter, cache, options)
+        with self._read(heads, press, cache, save_to, isinstance(contexts, str)) as state:
+            return Answered(self._ask_all(state, prompts, options), state.evicted)
+
+    def save(
+        self,
+        contexts: str | Sequence[str],
+        path: str | Path,
+        *,
+        press: Press | None = None,
+        max_context_length: int | None = None,
+        chat_template: bool | None = None,
+        enable_thinking: bool = False,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> SavedContext:
+        """Compress contexts and keep them in a new file, to be asked later.
+
+        Args:
+            contexts: one, or several that are asked as one batch.
+            path: of the file; no file is ever written over.
+            press, max_context_length, chat_template, enable_thinking, template_options: as for
+                `answered`.
+
+        Raises:
+            UserError: saying what is wrong with the texts, the press or the tokenizer.
+            PressError: if the press does not fit the model, or its cache cannot be kept.
+        """
+        if isinstance(press, Finch):
+            raise UserError(_BEFORE_QUESTIONS)
+        texts = [contexts] if isinstance(contexts, str) else list(contexts)
+        questions_of(texts, None)
+        words = {"enable_thinking": enable_thinking, **(template_options or {})}
+        template = self._template(chat_template, words)
+        heads = [self._context_ids(text, template, max_context_length) for text in texts]
+        with self._read(heads, press, None, path, isinstance(contexts, str)):
+            return SavedContext(path)
+
+    @contextmanager
+    def _read(
+        self,
+        heads: Sequence[tuple[list[int], str]],
+        press: Press | None,
+        cache: Any,
+        save_to: str | Path | None,
+        is_one: bool,
+    ) -> Iterator[Compressed]:
+        """Compress contexts as one batch, and keep them if there is a file to keep them in."""
         if save_to is not None:
             check_free(save_to)
-        rows = [Row(row[0].context) for row in prompts]
+        rows = [Row(ids) for ids, _ in heads]
         with compressed(self.model, rows, press, self._pad_id(rows), cache) as state:
             if save_to is not None:
-                tails = [tail for _, tail in heads]
-                keep(state, save_to, press, tails, is_one=isinstance(contexts, str))
-            answers = self._ask_all(state, prompts, options)
-        return Answered(answers, state.evicted)
+                keep(state, save_to, press, [tail for _, tail in heads], is_one)
+            yield state
 
     def _ask_saved(
         self,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import QuantizedCache, pipeline
+from typer.testing import CliRunner
 
 import hooks_impl
 import patch_impl
 from experiments import UserError
+from experiments.cli import app
 from experiments.loading import load_model
 from experiments.pipeline import TASK, ContextAnswerer, SavedContext
 from experiments.testbed.facts import build_tokenizer, draw
@@ -152,3 +154,49 @@ def test_a_cache_that_nobody_has_asked_about(answerer, model, tmp_path):
     with pytest.raises(UnsupportedCacheError, match="cannot save a QuantizedCache"):
         answerer("river", ["? alice"], cache=quantized, save_to=tmp_path / "b")
     assert not (tmp_path / "b").exists()
+
+
+# ---- on the command line -------------------------------------------------------------------------
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_compress_and_ask(tmp_path):
+    text, path = tmp_path / "context.txt", tmp_path / "context.safetensors"
+    texts, _ = facts()
+    text.write_text("river alice tea garden over hector lamp morning " + texts[0])
+    done = run("compress", "--context", text, "--press", "SnapKVPress(window_size=8)",
+               "--ratio", 0.5, "--output", path)  # fmt: skip
+    assert done.exit_code == 0, done.output
+    said = "57 tokens, 51% evicted by SnapKVPress(compression_ratio=0.5, window_size=8"
+    assert said in done.stdout.replace("\n", "")
+    done = run("ask", "--cache", path, "--question", "? alice", "--question", "? hector",
+               "--max-new-tokens", 1)  # fmt: skip
+    assert done.stdout.splitlines() == ["tea", "lamp"]
+
+
+def test_a_text_from_standard_input(tmp_path):
+    path = tmp_path / "a"
+    done = CliRunner().invoke(app, ["compress", "--output", str(path)], input="river alice tea ")
+    assert done.exit_code == 0
+    assert about_cache(path).n_seen == 4
+
+
+def test_what_the_commands_refuse(tmp_path):
+    path, text = tmp_path / "a", tmp_path / "text"
+    text.write_bytes(b"\xff\xfe")
+    refusals = {
+        "is there already": ("compress", "--output", text, "--context", text),
+        "is no text in UTF-8": ("compress", "--output", path, "--context", text),
+        "No such file": ("compress", "--output", path, "--context", path),
+        "there is no press": ("compress", "--output", path, "--press", "X", "--context", text),
+        "is no compressed cache": ("ask", "--cache", text, "--question", "? alice"),
+    }
+    for said, arguments in refusals.items():
+        done = run(*arguments)
+        assert done.exit_code == 2
+        assert said in done.stderr
+        assert done.stderr.count("\n") == 1
+    assert not path.exists()
