@@ -78,8 +78,11 @@ def received_attention(call: AttentionCall) -> Tensor:
         queries = call.queries()
         return mean_attention(call, queries).mul_(queries.shape[2])
     received = torch.zeros_like(upcast(call.keys[..., 0]))
+    end = call.length - call.attentions.shape[2]
     for rows in call.attentions.unflatten(1, (received.shape[1], -1)).split(64, dim=3):
-        received += upcast(rows).sum(dim=3).sum(dim=2)  # not at once: twenty times slower
+        end += rows.shape[3]
+        # Not both sums at once, which takes twenty times as long.
+        received[..., :end] += upcast(rows[..., :end]).sum(dim=3).sum(dim=2)
     return received.div_(call.attentions.shape[1] // received.shape[1])
 
 
