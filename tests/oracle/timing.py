@@ -200,7 +200,8 @@ class Row:
     def __str__(self) -> str:
         what = f"{self.press:28} {self.tokens:6} {self.decoded:3}"
         times = f"{self.ours_ms:9.2f} {self.kvpress_ms:9.2f} {self.ratio:6.2f}"
-        return f"{what} {times} {self.ours_to_floor:7.1f} {self.ours_mib:9.1f} {self.kvpress_mib:9.1f}"
+        memory = f"{self.ours_mib:9.1f} {self.kvpress_mib:9.1f}"
+        return f"{what} {times} {self.ours_to_floor:7.1f} {memory}"
 
 
 class Comparison:
