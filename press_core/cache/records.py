@@ -33,8 +33,8 @@ MOST = 2**40
 """No count in a record is larger: more tokens than any cache has seen."""
 
 Record = dict[str, Any]
-_NOT_IN_A_RECORD = (torch.device,)
-"""Types of attributes that follow from where a layer is put."""
+_IN_PLACE = (RaggedLayer, ChannelPrunedLayer)
+"""Layers that attention reads where they lie; once reset they take no tokens."""
 
 
 class CacheFileError(PressError, ValueError):
@@ -53,6 +53,8 @@ def record_of(layer: Any) -> Record:
     _check_keepable(layer)
     if isinstance(layer, RaggedLayer):
         return {"kind": "ragged", **_ragged_record(layer)}
+    if isinstance(layer, PrunedLayer) and not layer.is_initialized:
+        return record_of(layer.storage)  # it was reset, and knows nothing
     if not isinstance(layer, PrunedLayer):
         return {"kind": type(layer).__name__, "state": _state_of(layer)}
     record: Record = {"kind": "pruned", "storage": record_of(layer.storage), **_pruned_parts(layer)}
@@ -69,7 +71,7 @@ def _check_keepable(layer: Any) -> None:
         why = "its codes are in a format of the library that made them; use a DynamicCache"
     elif isinstance(layer, PrefillStagingLayer) or any(m.is_prefill for m in memories):
         why = "its prefill is under way; save it once that is complete"
-    elif torn or (isinstance(layer, RaggedLayer) and not layer.is_initialized):
+    elif torn or (isinstance(layer, _IN_PLACE) and not layer.is_initialized):
         why = "it was abandoned in the middle of a forward, or reset; make a new one"
     else:
         return
@@ -85,7 +87,7 @@ def _state_of(layer: Any) -> Record:
     state = {
         name: value
         for name, value in vars(layer).items()
-        if not isinstance(value, _NOT_IN_A_RECORD)
+        if not isinstance(value, torch.device)  # follows from where it is put
     }
     for name, value in state.items():
         if not _is_plain(value):

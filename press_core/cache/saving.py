@@ -122,7 +122,8 @@ def save_cache(
         )
     tensors: dict[str, Tensor] = {}
     parts = {name: _part_record(part) for name, part in _parts(cache)}
-    given = {"input_ids": input_ids, "attention_mask": attention_mask}
+    given = zip(_INPUTS, (input_ids, attention_mask), strict=True)
+    inputs = {name: ids.long() for name, ids in given if ids is not None}
     about = {
         "kind": KIND,
         "version": FORMAT_VERSION,
@@ -131,7 +132,7 @@ def save_cache(
         "press": None if press is None else repr(press),
         **_summary(cache, sites),
         "notes": dict(notes or {}),
-        "inputs": packed({n: x for n, x in given.items() if x is not None}, "inputs", tensors),
+        "inputs": packed(inputs, "inputs", tensors),
         "caches": packed(parts, "cache", tensors),
     }
     write(path, tensors, about, overwrite)

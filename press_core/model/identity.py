@@ -32,7 +32,7 @@ def identity(model: Any) -> dict[str, Any]:
 
     Returns:
         `config_class`, `config` (its fields), `dtype`, and `weights`: a digest of names, shapes and
-        `N_SAMPLED` numbers of every parameter.
+        `N_SAMPLED` numbers of every parameter, and of which adapters are on.
 
     Raises:
         UnsupportedModelError: if the model has no configuration, or weights that are not here.
@@ -77,6 +77,9 @@ def _digest(body: nn.Module) -> str:
                 step = max(1, flat.numel() // N_SAMPLED)
                 sample = flat[::step][:N_SAMPLED].cpu().contiguous()
                 digest.update(sample.view(torch.uint8).numpy().tobytes())
+    for name, module in body.named_modules():
+        if hasattr(module, "disable_adapters"):  # a layer of PEFT
+            digest.update(f"{name} {module.disable_adapters} {module.active_adapters}".encode())
     return digest.hexdigest()
 
 

@@ -160,6 +160,19 @@ def test_a_single_other_weight(path):
     refused(path, "other weights or adapters", model=other)
 
 
+def test_adapters_that_are_off_or_on(tmp_path):
+    peft = pytest.importorskip("peft", reason="needs peft")
+    config = peft.LoraConfig(target_modules=["v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(copy.deepcopy(model_of()), config)
+    with torch.no_grad(), hooks_impl.KnormPress(0.5)(model):
+        cache = model(token_ids(1, 40), use_cache=True).past_key_values
+    path = save_cache(cache, tmp_path / "a", model)
+    load_cache(path, model)
+    with model.disable_adapter():
+        refused(path, "other weights or adapters", model=model)
+    refused(path, "other weights or adapters")
+
+
 def test_another_configuration(path):
     refused(path, "config_class is LlamaConfig there and Qwen2Config here", model=build("qwen2"))
     refused(path, "num_hidden_layers is 2 there and 3 here", model=build("llama", num_layers=3))
@@ -242,9 +255,10 @@ def test_caches_in_the_middle_of_something(tmp_path):
     cache = cache_of()
     cache.layers[0].memories[0] = ScopeMemory(is_prefill=True)
     not_saved(cache, tmp_path, "its prefill is under way")
-    cache = cache_of("AdaKVPress")
-    cache.layers[0].reset()
-    not_saved(cache, tmp_path, "abandoned in the middle of a forward, or reset")
+    for name in ("AdaKVPress", "ThinKPress"):
+        cache = cache_of(name)
+        cache.layers[0].reset()
+        not_saved(cache, tmp_path, "abandoned in the middle of a forward, or reset")
 
 
 def test_a_layer_that_holds_an_object(tmp_path):
@@ -262,7 +276,10 @@ def test_what_a_scope_remembers_is_not_kept(tmp_path):
 
 
 def test_an_empty_cache(tmp_path):
-    for i, cache in enumerate((DynamicCache(config=model_of().config), DynamicCache())):
+    was_reset = cache_of()
+    was_reset.reset()
+    empty = (DynamicCache(config=model_of().config), DynamicCache(), was_reset)
+    for i, cache in enumerate(empty):
         loaded = load_cache(save_cache(cache, tmp_path / str(i), model_of()), model_of())
         assert loaded.get_seq_length() == 0
         assert len(loaded.layers) == len(cache.layers)
