@@ -195,6 +195,20 @@ def test_rows_of_different_lengths_that_were_decoded(package, name, fields, tmp_
         assert_same(answers(model, loaded, helper, **arguments), expected)
 
 
+def test_room_for_tokens_to_come(tmp_path):
+    """Where heads hold hundreds of tokens, they have room for more; a loaded cache has it, too."""
+    model = build("llama")
+    press = example_for(patch_impl, "AdaKVPress", 0.5, model)
+    cache = compressed(model, press, token_ids(1, 600))
+    with torch.no_grad(), headwise(model):
+        model(QUESTION[:, :1], past_key_values=cache)
+    layer = cache.layers[0]
+    assert layer.recent_keys.shape[1] > layer.n_recent == 1
+    loaded = load_cache(save_cache(cache, tmp_path / "a", model), model)
+    assert_kept(cache, loaded)
+    assert_same(answers(model, loaded, headwise(model)), answers(model, cache, headwise(model)))
+
+
 def test_each_kind_of_layer_is_there():
     """What the test above saves is what it is meant to be."""
     model = build("llama")
