@@ -28,7 +28,7 @@ from experiments.testbed.training.fitted import (
     correlations,
     fact_batches,
     fit,
-    kvzip_plus,
+    scores_of_kvzip,
     train,
 )
 from press_core import (
@@ -422,7 +422,7 @@ def test_shipped_regressors_predict_scores_of_other_contexts(model_type: Any, me
     model, _ = load_model("facts-llama")
     press: Any = hooks_impl.KVzapPress(model_type=model_type).bind(model)
     (batch,) = fact_batches(1, seed=HELD_OUT_SEED)
-    found = correlations(model, press.regressor, batch[:16], kvzip_plus(model))
+    found = correlations(model, press.regressor, batch[:16], scores_of_kvzip(model, plus=True))
     assert found.shape == (4, 4)
     assert found.mean() > mean
     assert found.min() > 0.75

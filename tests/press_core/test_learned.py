@@ -21,6 +21,7 @@ from torch import Tensor
 from experiments.testbed.families import build
 from press_core import AttentionCall, HyperparameterError, PressError, attention_sites
 from press_core.calibration import Calibration, CalibrationError, QueryMoments, find, rows_alone
+from press_core.examples import Examples
 from press_core.presses.expected_attention import (
     ExpectedAttention,
     expected_attention_scores,
@@ -31,7 +32,7 @@ from press_core.presses.expected_attention_stats import (
     ExpectedAttentionWithStats,
     expected_attention_stats_scores,
 )
-from press_core.presses.kvzap import KVzap, KVzapRegressor, _Examples, fit_regressor, kvzap_scores
+from press_core.presses.kvzap import KVzap, KVzapRegressor, fit_regressor, kvzap_scores
 from press_core.presses.qfilter import QFilter, QFilters, filter_directions, qfilter_scores
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM, WIDTH, LAYERS = 2, 4, 2, 17, 8, 32, 3
@@ -234,9 +235,9 @@ def of_layer_1(scores: Tensor) -> list[Tensor]:
 
 def examples(
     target: Any, n: int = 400, max_tokens: int = 10_000, dtype: torch.dtype = torch.float32
-) -> _Examples:
+) -> Examples:
     """Hidden states of layer 1, with scores whose logarithm is `target` of them."""
-    learned = _Examples(max_tokens)
+    learned = Examples(max_tokens)
     for seed in range(2):
         call = a_call(dtype, length=n // 2 // BATCH)
         states = (2 + 3 * drawn(*call.hidden_states.shape, seed=seed)).to(dtype)
@@ -256,12 +257,12 @@ def a_bend(states: Tensor) -> Tensor:
     return (states @ WEIGHT.mT - 0.3).abs() - 3
 
 
-def left_over(given: KVzapRegressor, learned: _Examples) -> float:
+def left_over(given: KVzapRegressor, learned: Examples) -> float:
     """Share of the variance of the targets that the regressor leaves unexplained."""
     call, states = a_call(torch.float32), torch.cat(learned.states[1])[None]
     keys = call.keys[:1, :, :1].expand(-1, -1, states.shape[1], -1)
     call = replace(call, hidden_states=states, keys=keys)
-    targets = torch.cat(learned.targets[1]).mT[None]
+    targets = torch.cat(learned.targets[1]).log().mT[None]
     return float((kvzap_scores(call, given) - targets).var() / targets.var())
 
 
@@ -321,7 +322,7 @@ def test_no_more_tokens_are_held_than_asked_for() -> None:
 
 
 def test_scores_of_zero_can_be_learned() -> None:
-    learned = _Examples(1000)
+    learned = Examples(1000)
     call = a_call(torch.float32)
     learned.see(call)
     learned.label(of_layer_1(torch.zeros(BATCH, KV_HEADS, LENGTH)))
@@ -329,20 +330,20 @@ def test_scores_of_zero_can_be_learned() -> None:
 
 
 def test_tokens_of_infinite_score_are_not_learned_from() -> None:
-    learned, call = _Examples(1000), a_call(torch.float32)
+    learned, call = Examples(1000), a_call(torch.float32)
     scores = torch.ones(BATCH, KV_HEADS, LENGTH)
     scores[0, 1, :3] = float("inf")  # such as those that a chat template begins with
     learned.see(call)
     learned.label(of_layer_1(scores))
     assert learned.n_tokens == BATCH * LENGTH - 3
     assert torch.equal(learned.states[1][0], call.hidden_states.flatten(0, 1)[3:])
-    assert not learned.targets[1][0].any()
+    assert bool((learned.targets[1][0] == 1).all())
 
 
 def test_scores_of_another_shape_are_refused() -> None:
     too_short = torch.zeros(BATCH, KV_HEADS, LENGTH - 1)
     for scores in (of_layer_1(too_short), [torch.zeros(BATCH, KV_HEADS, LENGTH)] * 2):
-        learned = _Examples(1000)
+        learned = Examples(1000)
         learned.see(a_call())
         with pytest.raises(CalibrationError, match=r"3 layers.*layer 1 must be \(2, 2, 17\)"):
             learned.label(scores)
@@ -350,7 +351,7 @@ def test_scores_of_another_shape_are_refused() -> None:
 
 def test_nothing_to_learn_from_is_refused() -> None:
     with pytest.raises(CalibrationError, match="no token"):
-        fit_regressor(_Examples(10), "linear", None, 0, 0)
+        fit_regressor(Examples(10), "linear", None, 0, 0)
 
 
 def test_rows_alone_have_no_padding() -> None:
