@@ -102,6 +102,7 @@ class Examples:
             self.n_tokens = n_before + len(finite)
         self._seen.clear()
 
+    @torch.inference_mode(False)  # gradients are to flow through what is learned, too
     def stacked(self, learned: dict[int, tuple[Tensor, ...]]) -> list[Tensor]:
         """Parameters by layer as tensors over all layers; zero for layers nothing is known of."""
         stacked = [torch.zeros(self.n_layers, *like.shape) for like in next(iter(learned.values()))]

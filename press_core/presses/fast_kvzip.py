@@ -15,7 +15,7 @@ from press_core.cache.pruned import PrunedLayer, is_quantized
 from press_core.calibration import Batch, Calibration, CalibrationError, F, check_fits, find
 from press_core.call import AttentionCall
 from press_core.engine import prune_heads
-from press_core.errors import UnsupportedCacheError
+from press_core.errors import PressError, UnsupportedCacheError
 from press_core.eviction import Eviction
 from press_core.examples import Examples, Scores
 from press_core.model.forward import DecoderForward
@@ -232,11 +232,20 @@ class FastKVzip(RatioPress):
     # ---- the formula -----------------------------------------------------------------------------
 
     def scores(self, call: AttentionCall) -> Tensor:
-        """What the gate says of each key's token, `(B, H_kv, S)`; protected ones above 1."""
+        """What the gate says of each key's token, `(B, H_kv, S)`; protected ones above 1.
+
+        Raises:
+            PressError: if it says nothing of some, as the hidden states are no numbers.
+        """
         assert isinstance(self.gates, KVzipGates)
         gate = self.gates.of_layer(call.site.layer_idx)
         parts = [gate(part) for part in call.hidden_states.split(1024, dim=1)]
         scores = call.align_to_keys(torch.cat(parts, dim=-1))
+        if bool(scores.isnan().any()):
+            raise PressError(
+                f"the gate of {call.site.name} says NaN of some tokens, which has no rank among "
+                "numbers: the hidden states are infinite, or too large for the gate"
+            )
         protected = leading(call.keys, self.n_sink) | trailing(call.keys, self.window(call.length))
         # The same in all heads and layers: a budget smaller than their number keeps the latest.
         recency = torch.arange(1, call.length + 1, device=scores.device, dtype=scores.dtype)

@@ -58,10 +58,11 @@ class KVzapRegressor(Calibration):
 
     def check(self) -> None:
         fits = self.weight.dim() == 3 and self.bias.shape == self.weight.shape[:2]
-        if self.hidden_weight is not None and self.hidden_bias is not None:
-            layers, _, width = self.weight.shape
-            fits &= self.hidden_weight.shape[:2] == self.hidden_bias.shape == (layers, width)
-        elif (self.hidden_weight is None) != (self.hidden_bias is None):
+        hidden, bias = self.hidden_weight, self.hidden_bias
+        if hidden is not None and bias is not None:
+            behind = (self.weight.shape[0], self.weight.shape[-1]) if fits else None
+            fits = hidden.dim() == 3 and hidden.shape[:2] == bias.shape == behind
+        elif hidden is not bias:
             fits = False
         if not fits:
             shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in self.tensors.items())

@@ -18,6 +18,7 @@ from press_core.calibration import (
     CalibrationError,
     check_fits,
     find,
+    first_sentence,
     model_sizes,
     rows_alone,
     run,
@@ -75,9 +76,11 @@ class BudgetCurves(Calibration):
             return super().load(source, file_names)
         try:
             rates = torch.from_numpy(np.load(path, allow_pickle=False))
-        except (OSError, ValueError, TypeError, EOFError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        except (OSError, ValueError, TypeError, EOFError, SyntaxError, MemoryError) as error:
+            reason = first_sentence(error)
             raise CalibrationError(f"{str(path)!r} holds no table of numbers: {reason}") from error
+        if not rates.is_floating_point():
+            raise CalibrationError(f"{str(path)!r} holds {rates.dtype} numbers, not shares")
         return cls(upcast(rates))
 
     @classmethod
@@ -362,7 +365,7 @@ def best_rates(gains: Tensor, n_protected: int) -> Tensor:
     left = 1 - torch.arange(1, PER_CENT + 1, dtype=torch.float64) / 100
     totals = (left * rank.numel()).round().long()
     counts = torch.searchsorted(of_head, totals.expand(len(of_head), -1).contiguous())
-    return 1 - counts.mT.reshape(PER_CENT, n_layers, n_heads) / n
+    return 1 - counts.mT.reshape(PER_CENT, n_layers, n_heads).double() / n
 
 
 def concave(gains: Sequence[float]) -> list[float]:

@@ -498,15 +498,15 @@ def about(version: int) -> dict[str, str]:
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CalibrationError, match=r"holds Q-filters, not a KVzap regressor"):
+    with pytest.raises(CalibrationError, match=r"holds 'Q-filters', not a KVzap regressor"):
         KVzapRegressor.load(filters().save(tmp_path))
     model = tmp_path / "model.safetensors"
     save_file({"embed_tokens.weight": torch.zeros(2, 2)}, model)
     for kind in (QFilters, ExpectedAttentionStats, KVzapRegressor):
-        with pytest.raises(CalibrationError, match=r"it holds embed_tokens\.weight"):
+        with pytest.raises(CalibrationError, match=r"it holds 'embed_tokens\.weight'"):
             kind.load(model)
     save_file({"other": torch.zeros(2)}, model, about(1))
-    with pytest.raises(CalibrationError, match="it holds other"):
+    with pytest.raises(CalibrationError, match="it holds 'other'"):
         QFilters.load(model)
 
 
