@@ -32,7 +32,9 @@ from press_core.presses.expected_attention_stats import (
     ExpectedAttentionWithStats,
     expected_attention_stats_scores,
 )
+from press_core.presses.fast_kvzip import KVzipGates
 from press_core.presses.kvzap import KVzap, KVzapRegressor, fit_regressor, kvzap_scores
+from press_core.presses.lukv import BudgetCurves
 from press_core.presses.qfilter import QFilter, QFilters, filter_directions, qfilter_scores
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM, WIDTH, LAYERS = 2, 4, 2, 17, 8, 32, 3
@@ -82,12 +84,30 @@ def mlp_regressor() -> KVzapRegressor:
     )
 
 
+def gates() -> KVzipGates:
+    return KVzipGates(
+        drawn(LAYERS, HEADS, 3, WIDTH),
+        drawn(LAYERS, HEADS, 3, seed=1),
+        drawn(LAYERS, KV_HEADS, 3, WIDTH, seed=2),
+        drawn(LAYERS, 3, seed=3),
+        drawn(LAYERS, 3, seed=4),
+        drawn(LAYERS, KV_HEADS, 5, 3, seed=5),
+        drawn(LAYERS, HEADS, seed=6),
+    )
+
+
+def curves() -> BudgetCurves:
+    return BudgetCurves(drawn(99, LAYERS, KV_HEADS).sigmoid())
+
+
 MAKERS = {
     "filters": filters,
     "stats": stats,
     "linear": linear_regressor,
     "mlp": mlp_regressor,
 }
+FITS = {**MAKERS, "gates": gates, "curves": curves}
+"""All that can be saved; what is not in `MAKERS` has tests of its formula elsewhere."""
 
 
 # ---- formulas ------------------------------------------------------------------------------------
@@ -426,12 +446,14 @@ FILES = {
     "stats": "expected_attention_stats.safetensors",
     "linear": "kvzap-linear.safetensors",
     "mlp": "kvzap-mlp.safetensors",
+    "gates": "fast_kvzip_gates.safetensors",
+    "curves": "lukv_curves.safetensors",
 }
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", FITS)
 def test_what_is_saved_is_loaded(name: str, tmp_path: Path) -> None:
-    fitted = MAKERS[name]()
+    fitted = FITS[name]()
     beside = fitted.save(tmp_path / "new" / "folder")
     alone = fitted.save(str(tmp_path / "other.safetensors"))
     assert beside == tmp_path / "new" / "folder" / FILES[name]
@@ -441,9 +463,9 @@ def test_what_is_saved_is_loaded(name: str, tmp_path: Path) -> None:
     assert beside.stat().st_mode & 0o044, "as readable as any file"
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", FITS)
 def test_a_file_says_what_it_holds(name: str, tmp_path: Path) -> None:
-    fitted = MAKERS[name]()
+    fitted = FITS[name]()
     with safe_open(fitted.save(tmp_path), framework="pt") as file:
         metadata = file.metadata()
     about = {"kind": fitted.kind, "version": 1, "model": fitted.sizes}
@@ -543,13 +565,13 @@ class Hub:
         return str(self.files[f"{repo}/{name}"])
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", FITS)
 def test_a_hub_without_network_is_an_error_that_names_the_id(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = Hub(monkeypatch)
     with pytest.raises(PressError, match=r"'owner/thing'.*no network.*check your connection"):
-        type(MAKERS[name]()).load("owner/thing")
+        type(FITS[name]()).load("owner/thing")
     asked_online = [asked for asked in hub.asked if not asked[2]]
     assert len(asked_online) == 1, "nobody waits for a dead network twice"
 

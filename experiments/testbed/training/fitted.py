@@ -156,12 +156,18 @@ def train(name: str = "facts-llama", output: Path | None = None, batches: int = 
     check_vocabulary(tokenizer, name)
     out, err = Console(soft_wrap=True), Console(stderr=True)
 
-    def token_batches(learned: str) -> Iterable[Tensor]:
-        return track(fact_batches(batches), learned, total=batches, console=err)
+    training = err.status("learning")
+
+    def token_batches(learned: str) -> Iterator[Tensor]:
+        training.stop()
+        yield from track(fact_batches(batches), learned, total=batches, console=err)
+        training.update(f"learning the {learned}")
+        training.start()
 
     (held_out,) = fact_batches(1, seed=HELD_OUT_SEED)
     teachers = scores_of_kvzip(model), scores_of_kvzip(model, plus=True)
     for fitted in fit(model, token_batches, *teachers):
+        training.stop()
         out.print(str(fitted.save(output or Path(model.config.name_or_path))), highlight=False)
         if isinstance(fitted, KVzapRegressor | KVzipGates):
             plus = isinstance(fitted, KVzapRegressor)
