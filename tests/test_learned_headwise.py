@@ -176,6 +176,17 @@ def test_both_keep_the_same_of_what_another_press_has_left(name: str, nested: bo
     assert compare(model, *pairs, inputs) is None
 
 
+@both
+def test_an_outer_scope_prunes_layers_before_all_of_them_have_run(package: Any) -> None:
+    model, ids = build("llama", dtype=torch.float64), token_ids(1, LENGTH)
+    press = make("FastKVzipPress", package, model)
+    with package.KnormPress(0.4)(model):
+        inside = after(press, model, ids)
+    composed = after(package.ComposedPress([package.KnormPress(0.4), press]), model, ids)
+    assert held(inside) == held(composed)
+    assert sum(int(n.sum()) for n in kept_lengths(inside)) == 4 * 24 // 2
+
+
 # ---- budgets -------------------------------------------------------------------------------------
 
 

@@ -176,7 +176,8 @@ class FastKVzip(RatioPress):
 
     A small gate per layer tells from the hidden states alone what KVzip would find out by letting
     the model repeat its context. The heads of all layers share one budget, so that nothing is
-    evicted before the decoder has run; or those of each layer do, which lose tokens as it ends.
+    evicted before the decoder has run, and outer scopes that prune layer by layer act first; or
+    those of each layer do, which lose tokens as it ends.
 
     Attributes:
         compression_ratio: share of the tokens of all heads that is evicted, in [0, 1).
