@@ -95,9 +95,11 @@ def kvzap(press: Any, regressor: KVzapRegressor) -> Any:
 
 def gates(press: Any, given: KVzipGates) -> Any:
     """kvpress's `press` with the gates `given`, in float32."""
-    modules = []
-    for i in range(N_LAYERS):
-        module = fastkvzip_press.FastKVzipGate(i, WIDTH, N_KV, N_HEADS // N_KV, torch.float32)
+    modules, sizes = [], given.sizes
+    n_kv, width = sizes["kv_heads"], sizes["hidden_size"]
+    for i in range(sizes["layers"]):
+        groups = sizes["heads"] // n_kv
+        module = fastkvzip_press.FastKVzipGate(i, width, n_kv, groups, torch.float32)
         gate = given.of_layer(i)
         parts = {
             "q_proj.weight": gate.query_weight.flatten(0, 1),
@@ -106,7 +108,7 @@ def gates(press: Any, given: KVzipGates) -> Any:
             "q_norm.weight": gate.query_norm,
             "k_norm.weight": gate.key_norm,
             "k_base": gate.base.unsqueeze(1),
-            "b": gate.bias.view(N_KV, 1, -1),
+            "b": gate.bias.view(n_kv, 1, -1),
         }
         module.load_state_dict(parts)
         modules.append(module)
