@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy, linear
 
+from press_core.blocks import rows_at_once
 from press_core.cache.pruned import PrunedLayer, is_quantized
 from press_core.calibration import Batch, Calibration, CalibrationError, F, check_fits, find
 from press_core.call import AttentionCall
@@ -240,7 +241,9 @@ class FastKVzip(RatioPress):
         """
         assert isinstance(self.gates, KVzipGates)
         gate = self.gates.of_layer(call.site.layer_idx)
-        parts = [gate(part) for part in call.hidden_states.split(1024, dim=1)]
+        n_numbers = len(call.hidden_states) * gate.query_bias.numel()
+        step = rows_at_once(call.hidden_states, n_numbers)
+        parts = [gate(part) for part in call.hidden_states.split(step, dim=1)]
         scores = call.align_to_keys(torch.cat(parts, dim=-1))
         if bool(scores.isnan().any()):
             raise PressError(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from press_core.attention import causal_weights
+from press_core.attention import mean_attention
 from press_core.calibration import (
     Batch,
     Calibration,
@@ -327,19 +327,13 @@ class _Worth:
         return BudgetCurves(rates.clamp(0, 1).float())
 
 
-def later_worth(call: AttentionCall, n: int, block: int = 256) -> Tensor:
+def later_worth(call: AttentionCall, n: int) -> Tensor:
     """What the first `n` keys of a text are worth to all later tokens: attention times value.
 
     Returns:
-        `(B, H_kv, n)`, float32: summed over queries, mean over the group, times the norm of values.
+        `(B, H_kv, n)`, float32: mean over queries and group, times the norm of values.
     """
-    queries = call.queries(call.length - n)
-    received = torch.zeros_like(upcast(call.keys[:, :, :n, 0]))
-    for start in range(0, queries.shape[2], block):
-        part = queries[:, :, start : start + block]
-        visible = call.keys[:, :, : n + start + part.shape[2]]
-        weights = causal_weights(call.site, part, visible)[..., :n]
-        received += weights.sum(dim=3).mean(dim=2)
+    received = mean_attention(call, call.queries(call.length - n))[..., :n]
     return received * upcast(call.values[:, :, :n]).norm(dim=-1)
 
 
