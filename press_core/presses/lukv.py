@@ -177,7 +177,7 @@ class LUKV(Wrapper):
         """How many tokens each KV head of the layer keeps."""
         assert isinstance(self.curves, BudgetCurves)
         ratio, own = self.ratio_of(call.length), call.site.layer_idx
-        evicted = self.curves.rates[min(max(round(100 * ratio), 1), PER_CENT) - 1].double()
+        evicted = self.curves.rates[min(max(round(100 * ratio), 1), PER_CENT) - 1]
         if not isinstance(self.compression_ratio, Tokens):
             return head_counts(evicted[own].tolist(), call.length)
         sites = [call.site] if call.scope is None else call.scope.sites
