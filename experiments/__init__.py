@@ -17,9 +17,10 @@ EXPERIMENTS: dict[str, str] = {
     "overhead": "Measure what each mechanism costs in time.",
     "headwise": "Compare budgets shared among heads with equal ones.",
     "quality": "Measure what eviction costs in answers, press by press.",
+    "error": "Tell in which layers and heads an eviction hurts.",
     "evaluate": "Sweep models, presses and datasets; can be interrupted.",
     "streaming": "Stream thousands of tokens through bounded caches.",
-    "memory": "Measure sizes of caches and peaks of prefills.",
+    "throughput": "Measure speed, memory and what fits, on any model.",
     "trace": "Follow one forward step by step, hook and patch side by side.",
 }
 """Modules of `experiments.questions`, in the order of the report, and the help of their commands.

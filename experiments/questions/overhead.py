@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Annotated, Any, NamedTuple
@@ -60,9 +60,8 @@ from experiments.framework.timing import Array, each_in_turn, in_turn
 from experiments.loading import load_model, short_name
 from experiments.testbed.compare import Inputs
 from experiments.testbed.families import build
-from experiments.testbed.recipes import MECHANISMS, press_name, suited_pair
-from press_core import Press, attention_sites
-from press_core.presses.finch import Finch
+from experiments.testbed.recipes import MECHANISMS, press_name, suited_pair, told_delimiter
+from press_core import attention_sites
 
 _EMPTY = {"hook": "empty hook", "patch": "empty wrapper"}
 _DELIMITER = 0
@@ -183,12 +182,8 @@ def scopes(model: PreTrainedModel, options: Options, ratios: Sequence[float]) ->
         for ratio in ratios:
             pair = suited_pair(name, ratio, options.context, model)
             for mechanism, press in zip(MECHANISMS, pair, strict=True):
-                opened[Condition(mechanism, name, ratio)] = partial(_with_delimiter(press), model)
+                opened[Condition(mechanism, name, ratio)] = partial(told_delimiter(press, _DELIMITER), model)
     return opened
-
-
-def _with_delimiter(press: Press) -> Press:
-    return replace(press, delimiter_token_id=_DELIMITER) if isinstance(press, Finch) else press
 
 
 # ---- phases ------------------------------------------------------------------------------------
