@@ -107,7 +107,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 class Stopwatch:
-    """Seconds of one piece of work after the other: by CUDA events on a GPU, by the clock elsewhere.
+    """Seconds of one piece of work after the other: CUDA events on a GPU, the clock elsewhere.
 
     ```python
     watch = Stopwatch(model.device)

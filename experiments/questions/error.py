@@ -1,10 +1,10 @@
 """Where an eviction hurts: layer by layer, head by head, against the full cache.
 
-A press evicts from a context, and a question is read: once from the pruned cache, once from the full
-one. What differs is told per layer and KV head. Beside it stands a reference that shares nothing
-with the presses but the list of what they kept: the full cache, read through a mask that hides the
-rest. With the mask on all heads it has to give the logits of the pruned cache. With the mask on a
-single head it tells what that head's eviction does by itself.
+A press evicts from a context, and a question is read: once from the pruned cache, once from the
+full one. What differs is told per layer and KV head. Beside it stands a reference that shares
+nothing with the presses but the list of what they kept: the full cache, read through a mask that
+hides the rest. With the mask on all heads it has to give the logits of the pruned cache. With the
+mask on a single head it tells what that head's eviction does by itself.
 """
 
 from __future__ import annotations
@@ -184,10 +184,10 @@ def _masked(site: AttentionSite, visible: Tensor) -> Iterator[None]:
 
 
 def lent(cache: Cache) -> DynamicCache:
-    """A cache with the layers of `cache`, to which a forward may append: growing makes new tensors."""
+    """A cache with the layers of `cache`, for a forward to append to: that makes new tensors."""
     other = copy.copy(cache)
     other.layers = [copy.copy(layer) for layer in cache.layers]
-    return other  # type: ignore[return-value]
+    return other
 
 
 @torch.inference_mode()
@@ -201,7 +201,7 @@ def prefilled(model: PreTrainedModel, context: Tensor) -> DynamicCache:
 def kept_by(layer: Any, seen: int) -> Tensor | None:
     """Which tokens each head of a layer keeps, `(B, H_kv, seen)` bool; None: it does not say."""
     if isinstance(layer, RaggedLayer):
-        positions = layer.dense()[2]
+        positions: Tensor | None = layer.dense()[2]
     elif layer.keys.shape[2] == seen:
         return torch.ones(layer.keys.shape[:3], dtype=torch.bool, device=layer.keys.device)
     else:
@@ -271,7 +271,9 @@ def relative(site: AttentionSite, outputs: Tensor, whole: Tensor) -> Tensor:
 
 
 def _equal(one: Pruned, other: Pruned) -> bool:
-    pairs = zip((one.read.logits, *one.read.outputs), (other.read.logits, *other.read.outputs), strict=True)
+    pairs = zip(
+        (one.read.logits, *one.read.outputs), (other.read.logits, *other.read.outputs), strict=True
+    )
     return all(torch.equal(*pair) for pair in pairs)
 
 
@@ -304,7 +306,10 @@ def rows_of_sample(
             own = relative(site, alone.outputs[index], whole.read.outputs[index])
             rows.append(
                 {"layer": site.layer_idx, "head": head}
-                | {"kept": float(kept[index][:, head].float().mean()), "mass_lost": float(mass[head])}
+                | {
+                    "kept": float(kept[index][:, head].float().mean()),
+                    "mass_lost": float(mass[head]),
+                }
                 | {"output_error": float(together[head]), "alone": float(own[head])}
                 | {"logit_error": float((alone.logits - whole.read.logits).abs().max())}
             )
@@ -367,7 +372,10 @@ def tables_of(
     if not logits:
         raise UserError(f"none of {', '.join(map(press_label, presses))} evicts in the prefill")
     by_head = pd.DataFrame(heads).groupby(list(_HEADS), sort=False)
-    merged = by_head.agg({"kept": "mean", "mass_lost": "mean", "output_error": "mean"} | {"alone": "mean", "logit_error": "max"})
+    merged = by_head.agg(
+        {"kept": "mean", "mass_lost": "mean", "output_error": "mean"}
+        | {"alone": "mean", "logit_error": "max"}
+    )
     of_logits = pd.DataFrame(logits).groupby(["press", "ratio"], sort=False)
     summary = of_logits.agg({"same_token": "mean", "divergence": "mean"} | _WORST)
     n = sum(len(sample.context) for sample in samples)
@@ -387,7 +395,7 @@ def _whole(model: PreTrainedModel, sites: Sequence[AttentionSite], sample: Sampl
 
 
 def explained(tables: Tables) -> pd.DataFrame:
-    """The table `error` without presses that change what they keep, so that a mask says too little."""
+    """The table `error` without presses that change what they keep, which no mask can tell."""
     logits = tables["error_logits"]
     worst = logits.groupby("press")["unexplained"].max()
     return tables["error"][tables["error"]["press"].isin(worst.index[worst <= EXPLAINED])]
@@ -485,7 +493,16 @@ class Error(Experiment[Options]):
 
     def views(self, tables: Tables) -> list[ResultTable]:
         logits, error = tables["error_logits"], tables["error"]
-        head = ["press", "evicted", "attention lost", "output off by", "worst head", "largest logit error", "same answer", "mask explains"]
+        head = [
+            "press",
+            "evicted",
+            "attention lost",
+            "output off by",
+            "worst head",
+            "largest logit error",
+            "same answer",
+            "mask explains",
+        ]
         means = error.groupby(["press", "ratio"])[["mass_lost", "output_error"]].mean()
         rows = []
         for row in logits.sort_values(["ratio", "logit_error"]).to_dict("records"):
@@ -528,7 +545,9 @@ def _figure(error: pd.DataFrame) -> Figure:
     """The error of each head's attention output by itself: layer by head, a panel per press."""
     ratio = strongest(error)
     rows = error[error["ratio"] == ratio]
-    names = [name for name in DRAWN if name in set(rows["press"])] or list(rows["press"].unique())[:9]
+    names = [name for name in DRAWN if name in set(rows["press"])] or list(rows["press"].unique())[
+        :9
+    ]
     columns = min(3, len(names))
     n_rows = -(-len(names) // columns)
     n_layers, n_heads = rows["layer"].nunique(), rows["head"].nunique()

@@ -182,7 +182,9 @@ def scopes(model: PreTrainedModel, options: Options, ratios: Sequence[float]) ->
         for ratio in ratios:
             pair = suited_pair(name, ratio, options.context, model)
             for mechanism, press in zip(MECHANISMS, pair, strict=True):
-                opened[Condition(mechanism, name, ratio)] = partial(told_delimiter(press, _DELIMITER), model)
+                opened[Condition(mechanism, name, ratio)] = partial(
+                    told_delimiter(press, _DELIMITER), model
+                )
     return opened
 
 

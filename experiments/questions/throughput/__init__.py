@@ -1,9 +1,9 @@
 """How fast a model answers with a press, what memory it takes, and what fits.
 
-*Speed and memory*: a context is read and tokens are decoded, without a press and with each press and
-mechanism, eager and compiled, in turn; see `speed` and `space`. *First token*: every press on two
-random models. *Fits*: the longest context and the largest batch within a limit of
-memory, by bisection, beside what arithmetic says; see `fits`.
+*Speed and memory*: a context is read and tokens are decoded, without a press and with each press
+and mechanism, eager and compiled, in turn; see `speed` and `space`. *First token*: every press on
+two random models. *Fits*: the longest context and the largest batch within a limit of memory, by
+bisection, beside what arithmetic says; see `fits`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from experiments.questions.throughput import beside, figures, views
 from experiments.questions.throughput.arithmetic import predicted_models
 from experiments.questions.throughput.cells import (
     DTYPES,
-    FULL,
     Condition,
     Opens,
     Subject,
@@ -51,7 +50,7 @@ from experiments.questions.throughput.findings import findings
 from experiments.questions.throughput.fits import BATCH, CONTEXT, Budget, fitting_row
 from experiments.questions.throughput.space import Run, peak_of
 from experiments.questions.throughput.speed import Effort, speeds
-from experiments.testbed.recipes import MECHANISMS, press_name
+from experiments.testbed.recipes import press_name
 from press_core import PressError
 
 
@@ -67,9 +66,7 @@ def _llama(name: str, **shape: int) -> Subject:
     return Subject(name, shape=tuple(shape.items()))
 
 
-NARROW = _llama(
-    "random Llama, width 512", num_layers=4, num_heads=8, num_kv_heads=4, head_dim=64
-)
+NARROW = _llama("random Llama, width 512", num_layers=4, num_heads=8, num_kv_heads=4, head_dim=64)
 LIKE_REAL = _llama(
     "random Llama, 8 KV heads of 128", num_layers=1, num_heads=16, num_kv_heads=8, head_dim=128
 )
@@ -94,12 +91,14 @@ class Options:
         str | None,
         typer.Option(help="Shipped model, folder or hub id.", show_default="random Llamas"),
     ] = None
-    press: Annotated[
-        tuple[str, ...], several(str, "Press to measure, such as SnapKV.")
-    ] = ("SnapKVPress", "AdaKVPress")
-    context: Annotated[
-        tuple[int, ...], several(int, "Tokens of a context.", at_least(32))
-    ] = (1024, 4096)
+    press: Annotated[tuple[str, ...], several(str, "Press to measure, such as SnapKV.")] = (
+        "SnapKVPress",
+        "AdaKVPress",
+    )
+    context: Annotated[tuple[int, ...], several(int, "Tokens of a context.", at_least(32))] = (
+        1024,
+        4096,
+    )
     batch: Annotated[tuple[int, ...], several(int, "Contexts at a time.", at_least(1))] = (1, 4)
     ratio: Annotated[
         tuple[float, ...],
@@ -107,12 +106,8 @@ class Options:
     ] = (0.5, 0.8)
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode after the first.")] = 16
     rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all take their turn.")] = 5
-    compiled: Annotated[
-        bool, typer.Option(help="Decode with torch.compile too, in the last rounds.")
-    ] = True
-    memory: Annotated[
-        bool, typer.Option(help="Measure the most memory of each answer too.")
-    ] = True
+    compiled: Annotated[bool, typer.Option(help="Decode with torch.compile too.")] = True
+    memory: Annotated[bool, typer.Option(help="Measure the most memory of each answer too.")] = True
     kvpress: Annotated[
         bool, typer.Option(help="Measure kvpress beside it, where it is installed.")
     ] = True
@@ -146,8 +141,7 @@ class Options:
     @property
     def effort(self) -> Effort:
         """How often."""
-        compiled = min(self.rounds, 3) if self.compiled else 0
-        return Effort(self.tokens, self.rounds, compiled)
+        return Effort(self.tokens, self.rounds, self.rounds if self.compiled else 0)
 
     def subject(self, random: Subject) -> Subject:
         """The model that is asked for, or a `random` one."""
@@ -253,7 +247,8 @@ def measure_speed(options: Options, presses: list[str], progress: Progress) -> p
         effort = Effort(effort.tokens, effort.rounds)
     opened = {c: {k: scope_of(k, model, c) for k in asked} for c in options.context}
     sizes = [(context, batch) for context in options.context for batch in options.batch]
-    task = progress.add_task("speed", total=effort.rounds * len(sizes))
+    per_size = effort.rounds + (len(asked) if effort.compiled_rounds else 0)
+    task = progress.add_task("speed", total=len(sizes) * per_size)
     rows: list[dict[str, Any]] = []
     for context, batch in sizes:
         advance = partial(progress.advance, task)
@@ -294,7 +289,10 @@ def measure_first(options: Options, presses: list[str], progress: Progress) -> p
     The first model at all ratios, the other, which takes long, at the first of them.
     """
     tables = []
-    plans = [(options.subject(NARROW), options.ratio), (options.subject(LIKE_REAL), options.ratio[:1])]
+    plans = [
+        (options.subject(NARROW), options.ratio),
+        (options.subject(LIKE_REAL), options.ratio[:1]),
+    ]
     for subject, ratios in plans[: 1 if options.model else None]:
         model, effort = subject.load(), Effort(min(options.tokens, 8), min(options.rounds, 3))
         opened = dict(_suiting(model, conditions(presses, ratios, ["hook"]), options, progress))

@@ -2,8 +2,8 @@
 
 `python -m experiments.questions.throughput.beside` reads what to measure from standard input, as
 JSON, and prints rows. kvpress rewrites the attention registry of transformers when it is imported;
-and it may need another release of transformers, so a model without a press and hooks of this project
-take their turns there too, and what is told are ratios to these.
+and it may need another release of transformers, so a model without a press and hooks of this
+project take their turns there too, and what is told are ratios to these.
 """
 
 from __future__ import annotations

@@ -115,30 +115,21 @@ class Answer(NamedTuple):
     Attributes:
         first: seconds from the context to the first token.
         step: seconds of each further token.
-        compiled: seconds of each token of the compiled model; None if it was not asked.
         n_bytes: of the cache after the first token.
     """
 
     first: float
     step: float
-    compiled: float | None
     n_bytes: int
 
 
-SETTLING = 3
-"""Steps of a compiled model before the clock runs: an opened scope drops graphs of the model."""
-
-
 @torch.inference_mode()
-def answer(
-    model: PreTrainedModel, ids: Tensor, opens: Opens, tokens: int, compiled: Any = None
-) -> Answer:
+def answer(model: PreTrainedModel, ids: Tensor, opens: Opens, tokens: int) -> Answer:
     """Read a context and decode greedily, the scope open all the while.
 
     Args:
         ids: `(B, S)`.
         tokens: to decode after the first.
-        compiled: `torch.compile` of the model, which decodes as many once more.
     """
     with opens():
         cache = DynamicCache(config=model.config)
@@ -147,20 +138,46 @@ def answer(
         watch.lap()
         n_bytes = cache_nbytes(cache)
         decoding = Stopwatch(model.device)
-        for _ in range(tokens):
-            token = _next(model, token, cache)
+        _decode(model, token, cache, tokens)
         decoding.lap()
-        again = None
-        if compiled is not None:
-            for _ in range(SETTLING):
-                token = _next(compiled, token, cache)
-            again = Stopwatch(model.device)
-            for _ in range(tokens):
-                token = _next(compiled, token, cache)
-            again.lap()
         (first,), (rest,) = watch.seconds(), decoding.seconds()
-    seconds = None if again is None else again.seconds()[0] / tokens
-    return Answer(first, rest / tokens, seconds, n_bytes)
+    return Answer(first, rest / tokens, n_bytes)
+
+
+SETTLING = 3
+"""Steps of a compiled model before the clock runs: an opened scope drops graphs of the model."""
+
+
+@torch.inference_mode()
+def compiled_steps(
+    model: PreTrainedModel, ids: Tensor, opens: Opens, tokens: int, rounds: int
+) -> list[tuple[float, float]]:
+    """Seconds per step of the model and of `torch.compile` of it, which take turns.
+
+    Both decode the same cache in the same scope, in which graphs are made before the clock runs.
+    """
+    compiled = torch.compile(model, dynamic=True)
+    times = []
+    # A patch puts a forward of its own on each module, each of which is compiled by itself.
+    with opens(), torch._dynamo.config.patch(recompile_limit=256):
+        cache = DynamicCache(config=model.config)
+        token = _next(model, ids, cache, logits_to_keep=1)
+        token = _decode(compiled, token, cache, SETTLING)
+        for _ in range(rounds):
+            watch = Stopwatch(model.device)
+            for runs in (model, compiled):
+                token = _decode(runs, token, cache, tokens)
+                watch.lap()
+            eager, graphs = watch.seconds()
+            times.append((eager / tokens, graphs / tokens))
+    return times
+
+
+def _decode(model: Any, token: Tensor, cache: DynamicCache, tokens: int) -> Tensor:
+    """The last of so many tokens, the likeliest ones."""
+    for _ in range(tokens):
+        token = _next(model, token, cache)
+    return token
 
 
 def _next(model: Any, ids: Tensor, cache: DynamicCache, **more: Any) -> Tensor:

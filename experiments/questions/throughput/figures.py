@@ -78,7 +78,11 @@ def _draw_speeds(panel: Axes, table: pd.DataFrame) -> None:
     for (press, ratio, mechanism), rows in table.groupby(keys, sort=False):
         colour, marker = mechanism_colour(str(mechanism)), mechanism_marker(str(mechanism))
         ordered = rows.sort_values("context")
-        look = {"color": colour, "marker": marker, "linestyle": "--" if mechanism == "patch" else "-"}
+        look: dict[str, Any] = {
+            "color": colour,
+            "marker": marker,
+            "linestyle": "--" if mechanism == "patch" else "-",
+        }
         panel.plot(ordered["context"], ordered["tokens_per_s"], **look)
         label = NO_PRESS if press == NO_PRESS else f"{mechanism}, {ratio:.0%} evicted"
         ends.append((ordered["tokens_per_s"].iloc[-1], label, colour))
@@ -123,7 +127,7 @@ def first_token(table: pd.DataFrame) -> Figure:
     others = [press for press in pressed["press"].unique() if press not in last.index]
     names = [*last.sort_values().index, *others]
     size = {"width": 2.0 + 2.6 * len(models), "height": 1.1 + 0.17 * len(names)}
-    figure, axes = new_figure(1, len(models), **size, sharey=True)  # type: ignore[arg-type]
+    figure, axes = new_figure(1, len(models), **size, sharey=True)
     with style():
         for panel, model in zip(axes, models, strict=True):
             rows = pressed[pressed["model"] == model]
@@ -132,7 +136,9 @@ def first_token(table: pd.DataFrame) -> Figure:
             ratio = rows["ratio"].min()
             for row in rows[rows["ratio"] == ratio].to_dict("records"):
                 y, colour = names.index(row["press"]), mechanism_colour(row["mechanism"])
-                panel.plot([row["first_low"], row["first_high"]], [y, y], color=colour, linewidth=1.4)
+                panel.plot(
+                    [row["first_low"], row["first_high"]], [y, y], color=colour, linewidth=1.4
+                )
                 panel.plot(row["first"], y, "o", color=colour)
                 _beside(panel, row["first_high"], y, f"{row['first']:.2f}")
             panel.set_title(model)
@@ -181,7 +187,7 @@ def fits(table: pd.DataFrame) -> Figure:
             )
     limit = table["limit"].iloc[0] / 2**20
     figure.set_label(
-        f"What fits in {limit:,.0f} MiB, weights included: measured (bars) and by arithmetic (marks)"
+        f"What fits in {limit:,.0f} MiB with the weights: measured (bars), by arithmetic (marks)"
     )
     return figure
 

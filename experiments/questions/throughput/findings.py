@@ -120,7 +120,7 @@ def peaks_over_bare(table: pd.DataFrame) -> pd.Series[float]:
 def _on_fits(table: pd.DataFrame) -> Iterator[Finding]:
     rows = table[table["what"] == CONTEXT]
     whole = rows[rows["press"] == NO_PRESS]["measured"].max()
-    best = rows.loc[rows["measured"].idxmax()]
+    best = rows.sort_values("measured").iloc[-1]
     if best["press"] == NO_PRESS or not whole:
         return
     text = (

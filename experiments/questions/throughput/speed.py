@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from experiments.framework.intervals import median_interval
@@ -18,6 +18,7 @@ from experiments.questions.throughput.cells import (
     Condition,
     Opens,
     answer,
+    compiled_steps,
     context_of,
     predicted_bytes,
 )
@@ -30,7 +31,7 @@ class Effort:
     Attributes:
         tokens: decoded in each answer.
         rounds: in which every condition takes its turn.
-        compiled_rounds: the last of them, in which the compiled model decodes too.
+        compiled_rounds: in which the compiled model takes turns with the eager one; 0: none.
     """
 
     tokens: int = 16
@@ -50,49 +51,46 @@ def speeds(
 
     Args:
         opened: what each condition opens; `FULL` among them.
-        advance: called after each round.
+        advance: called after each round, and after each condition that was compiled.
     """
-    ids, turn, held = context_of(model, batch, context), 0, {}
-    compiled = torch.compile(model, dynamic=True) if effort.compiled_rounds else None
-    first_compiled = effort.rounds - effort.compiled_rounds  # the round before warms it up
+    ids, held = context_of(model, batch, context), {}
 
-    def timed(condition: Condition) -> tuple[float, float, float]:
-        nonlocal turn
-        index, turn = turn // len(opened), turn + 1
-        asked = compiled if index >= first_compiled else None
-        took = answer(model, ids, opened[condition], effort.tokens, asked)
+    def timed(condition: Condition) -> tuple[float, float]:
+        took = answer(model, ids, opened[condition], effort.tokens)
         held[condition] = took.n_bytes
-        in_order = index > first_compiled and took.compiled is not None
-        return took.first, took.step, took.compiled if in_order else np.nan  # type: ignore[return-value]
+        return took.first, took.step
 
-    # A patch puts a forward of its own on each module, each of which is compiled by itself.
-    with torch._dynamo.config.patch(recompile_limit=256):
-        times = each_in_turn(list(opened), timed, rounds=effort.rounds, advance=advance)
+    times = each_in_turn(list(opened), timed, rounds=effort.rounds, advance=advance)
     for condition, taken in times.items():
+        row = {"context": context, "batch": batch, **condition._asdict(), "rounds": effort.rounds}
+        row |= _ratios(times, condition)
+        row |= {"first_ms": 1e3 * float(np.median(taken[:, 0]))}
+        row |= {"tokens_per_s": batch / float(np.median(taken[:, 1]))}
+        if effort.compiled_rounds:
+            row |= _compiled(model, ids, opened[condition], effort)
+            advance()
         predicted = predicted_bytes(model, condition, batch * context)
-        yield (
-            {"context": context, "batch": batch, **condition._asdict(), "rounds": effort.rounds}
-            | _ratios(times, condition, batch)
-            | {"first_ms": 1e3 * float(np.median(taken[:, 0]))}
-            | {"tokens_per_s": batch / float(np.median(taken[:, 1]))}
-            | {"bytes": held[condition], "predicted": predicted}
-        )
+        yield row | {"bytes": held[condition], "predicted": predicted}
 
 
-def _ratios(times: Mapping[Condition, Array], condition: Condition, batch: int) -> dict[str, Any]:
+def _ratios(times: Mapping[Condition, Array], condition: Condition) -> dict[str, Any]:
     """Times over those without a press, tokens per second over them; patches over hooks."""
-    first, step, compiled = times[condition].T
-    bare_first, bare_step, _ = times[FULL].T
+    first, step = times[condition].T
+    bare_first, bare_step = times[FULL].T
     row = _interval("first", first / bare_first) | _interval("speed", bare_step / step)
-    settled = ~np.isnan(compiled)
-    if settled.any():
-        row["compiled_tokens_per_s"] = batch / float(np.median(compiled[settled]))
-        row |= _interval("compiled", step[settled] / compiled[settled])
     hook = condition._replace(mechanism="hook")
     if condition.mechanism not in (BARE, "hook") and hook in times:
         row |= _interval("first_over_hook", first / times[hook][:, 0])
         row |= _interval("speed_over_hook", times[hook][:, 1] / step)
     return row
+
+
+def _compiled(model: PreTrainedModel, ids: Tensor, opens: Opens, effort: Effort) -> dict[str, Any]:
+    """Tokens per second of the compiled model, over those of the eager one."""
+    taken = compiled_steps(model, ids, opens, effort.tokens, effort.compiled_rounds)
+    eager, graphs = np.array(taken).T
+    rate = {"compiled_tokens_per_s": len(ids) / float(np.median(graphs))}
+    return rate | _interval("compiled", eager / graphs)
 
 
 def _interval(name: str, ratios: Array) -> dict[str, float]:
