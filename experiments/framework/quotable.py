@@ -1,12 +1,12 @@
 """The table to quote: press by ratio, with what other experiments have measured of each.
 
-Nothing is run for it. It is read off the tables of a study by their names, whichever there are; what
-no table tells is marked as missing.
+Nothing is run for it. It is read off the tables of a study by their names, whichever there are;
+what no table tells is marked as missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -16,7 +16,7 @@ from experiments.framework.plots import NO_PRESS, press_label
 from experiments.framework.results import Part
 from experiments.framework.tables import ResultTable
 
-MISSING = "–"
+MISSING = "-"
 """What no table tells."""
 
 ON_FRONTIER = "●"
@@ -55,11 +55,19 @@ class Line(NamedTuple):
 def lines(tables: Tables) -> list[Line]:
     """Every press at every ratio at which its accuracy is known: by ratio, the most right first."""
     facts, pipeline = _facts(tables), _pipeline(tables)
-    timed = _timed(tables)
-    known = [facts, pipeline, *(timed[name] for name in _TIMES), _logit_error(tables)]
-    equal = _equal(tables)
+    timed, logit_error, equal = _timed(tables), _logit_error(tables), _equal(tables)
+    first, speed, n_bytes = (timed[name] for name in _TIMES)
     found = [
-        Line(*place, *(values.get(place) for values in known), equal(place))
+        Line(
+            *place,
+            facts=facts.get(place),
+            pipeline=pipeline.get(place),
+            first=first.get(place),
+            speed=speed.get(place),
+            n_bytes=n_bytes.get(place),
+            logit_error=logit_error.get(place),
+            equal=equal(place),
+        )
         for place in {**facts, **pipeline}
     ]
 
@@ -71,7 +79,7 @@ def lines(tables: Tables) -> list[Line]:
 
 
 def frontier(rows: Sequence[Line]) -> set[Place]:
-    """Those of which no other answers more (facts) and holds no more bytes, or as much with fewer."""
+    """Rows beside which no other answers as many facts from as few bytes, and is better in one."""
     measured = [
         (line.press, line.ratio, line.facts, line.n_bytes)
         for line in rows
@@ -100,7 +108,8 @@ def quotable(parts: Sequence[Part]) -> ResultTable | None:
         "questions that the press saw and of those it did not) and through the pipeline (mean of "
         f"its tasks). {_on_times(tables)}Largest error of a logit against the full cache. Whether "
         "hooks and patches left the same bits in all that compared them. "
-        f"{ON_FRONTIER}: no other answers more facts from as few bytes. {MISSING}: not measured."
+        f"{ON_FRONTIER} on the frontier: no other answers more facts from as few bytes. "
+        f"{MISSING} not measured."
     )
     head = ["", "press", "evicted", "facts", "pipeline", "first token", "tokens/s", "bytes"]
     return ResultTable(note, [*head, "logit error", "same bits"], shown, left=2)
@@ -142,9 +151,9 @@ def _facts(tables: Tables) -> Values:
     table = _pressed(tables, "quality")
     if table is None:
         return {}
-    by_question = table.pivot_table(["accuracy"], ["press", "ratio"], "question")["accuracy"]
-    both = by_question.dropna() if by_question.shape[1] > 1 else by_question
-    return _values(both.mean(axis=1))
+    by_question = table.groupby(["press", "ratio"])["accuracy"].agg(["mean", "size"])
+    asked_in_all = by_question[by_question["size"] == table["question"].nunique()]
+    return _values(asked_in_all["mean"])
 
 
 def _pipeline(tables: Tables) -> Values:
@@ -213,5 +222,6 @@ def _pressed(tables: Tables, name: str) -> pd.DataFrame | None:
     return None if rows.empty else rows
 
 
-def _values(series: Mapping[Any, Any] | pd.Series[Any]) -> Values:
+def _values(series: Any) -> Values:
+    """A series by press and ratio as a dictionary."""
     return {(str(press), float(ratio)): float(value) for (press, ratio), value in series.items()}

@@ -87,7 +87,7 @@ class Read:
     Attributes:
         logits: `(B, vocabulary)`, after its last token.
         outputs: by site, `(B, q, H, d)`: what its attention gave, before the output projection.
-        attentions: by site, `(B, H, q, S + q)` weights; empty if they were not asked for.
+        attentions: by site, `(B, H, q, keys)` weights, as eager attention returns them.
     """
 
     logits: Tensor
@@ -130,30 +130,36 @@ def read(
     cache: Cache,
     question: Tensor,
     masks: dict[int, Tensor] | None = None,
-    weights: bool = False,
 ) -> Read:
     """Read a question from `cache`, which stays as it is.
 
     Args:
         masks: by index into `sites`, `(B, H, q, S + q)` bool, what each query may attend to.
-        weights: whether to return attention weights.
     """
     outputs: list[Any] = [None] * len(sites)
+    weights: list[Any] = [None] * len(sites)
     with ExitStack() as hooks:
         for index, site in enumerate(sites):
             keep = partial(_keep, outputs, index, site)
             hooks.callback(_projection(site).register_forward_pre_hook(keep).remove)
+            note = partial(_note, weights, index)
+            hooks.callback(site.module.register_forward_hook(note).remove)
             if masks and index in masks:
                 hooks.enter_context(_masked(site, masks[index]))
-        told = model(input_ids=question, past_key_values=cache, output_attentions=weights)
-    attentions = [told.attentions[site.layer_idx] for site in sites] if weights else []
-    return Read(told.logits[:, -1], outputs, attentions)
+        logits = model(input_ids=question, past_key_values=cache).logits
+    return Read(logits[:, -1], outputs, weights)
 
 
 def _keep(
     outputs: list[Any], index: int, site: AttentionSite, _: nn.Module, args: tuple[Any, ...]
 ) -> None:
     outputs[index] = args[0].detach().unflatten(-1, (site.num_heads, -1)).clone()
+
+
+def _note(
+    weights: list[Any], index: int, _: nn.Module, args: tuple[Any, ...], output: Any
+) -> None:
+    weights[index] = output[1]
 
 
 def _projection(site: AttentionSite) -> nn.Module:
@@ -211,6 +217,10 @@ def kept_by(layer: Any, seen: int) -> Tensor | None:
     kept = torch.zeros(*positions.shape[:2], seen + 1, dtype=torch.bool, device=positions.device)
     places = positions.long().remainder(seen + 1)  # empty slots, at -1, come last
     return kept.scatter(-1, places, True)[..., :seen]
+
+
+class NothingEvictedError(Exception):
+    """There is nothing that a press did to a context."""
 
 
 # ---- one press -----------------------------------------------------------------------------------
@@ -280,48 +290,66 @@ def _equal(one: Pruned, other: Pruned) -> bool:
 @torch.inference_mode()
 def rows_of_sample(
     model: PreTrainedModel, sites: Sequence[AttentionSite], whole: Whole, pair: Sequence[Press]
-) -> tuple[list[dict[str, Any]], dict[str, Any]] | None:
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """What an eviction does to one sample: a row per layer and head, and one for the logits.
 
-    Returns:
-        None if nothing was evicted, or the press does not say what.
+    Raises:
+        NothingEvictedError: if the press keeps all, or does not say what it keeps.
     """
     hook, patch = (pruned(model, sites, press, whole.sample) for press in pair)
     kept = [heads for heads in hook.kept if heads is not None]
     if len(kept) < len(sites) or all(bool(heads.all()) for heads in kept):
-        return None
-    n_new, rows = whole.sample.question.shape[1], []
+        raise NothingEvictedError("it evicts no tokens in the prefill, or does not say which")
     everything = {
-        index: visible_to(site, kept[index], n_new, range(site.num_kv_heads))
-        for index, site in enumerate(sites)
+        index: visible_to(site, heads, whole.sample.question.shape[1], range(site.num_kv_heads))
+        for index, (site, heads) in enumerate(zip(sites, kept, strict=True))
     }
-    for index, site in enumerate(sites):
-        seen = everything[index][..., :-n_new]
-        lost = (whole.read.attentions[index][..., :-n_new] * ~seen).sum(dim=-1)
-        mass = by_head(site, lost)
-        together = relative(site, hook.read.outputs[index], whole.read.outputs[index])
-        for head in range(site.num_kv_heads):
-            only = {index: visible_to(site, kept[index], n_new, [head])}
-            alone = read(model, sites, lent(whole.cache), whole.sample.question, only)
-            own = relative(site, alone.outputs[index], whole.read.outputs[index])
-            rows.append(
-                {"layer": site.layer_idx, "head": head}
-                | {
-                    "kept": float(kept[index][:, head].float().mean()),
-                    "mass_lost": float(mass[head]),
-                }
-                | {"output_error": float(together[head]), "alone": float(own[head])}
-                | {"logit_error": float((alone.logits - whole.read.logits).abs().max())}
-            )
+    rows = [
+        row
+        for index, heads in enumerate(kept)
+        for row in _rows_of_layer(model, sites, index, whole, heads, everything[index], hook.read)
+    ]
     masked = read(model, sites, lent(whole.cache), whole.sample.question, everything)
-    full, logits = whole.read.logits, hook.read.logits
-    off = (logits - full).abs().amax(dim=-1)
-    return rows, {
-        "logit_error": float(off.max()),
+    return rows, _row_of_logits(whole.read.logits, hook.read.logits, masked.logits) | {
+        "equal": _equal(hook, patch)
+    }
+
+
+def _rows_of_layer(
+    model: PreTrainedModel,
+    sites: Sequence[AttentionSite],
+    index: int,
+    whole: Whole,
+    kept: Tensor,
+    visible: Tensor,
+    after: Read,
+) -> Iterator[dict[str, Any]]:
+    """A row per KV head of the site at `index`, whose queries see what is `visible`."""
+    site, n_new, full = sites[index], whole.sample.question.shape[1], whole.read
+    lost = (full.attentions[index] * ~visible)[..., :-n_new].sum(dim=-1)
+    mass = by_head(site, lost)
+    together = relative(site, after.outputs[index], full.outputs[index])
+    for head in range(site.num_kv_heads):
+        only = {index: visible_to(site, kept, n_new, [head])}
+        alone = read(model, sites, lent(whole.cache), whole.sample.question, only)
+        own = relative(site, alone.outputs[index], full.outputs[index])
+        yield {
+            "layer": site.layer_idx,
+            "head": head,
+            "kept": float(kept[:, head].float().mean()),
+            "mass_lost": float(mass[head]),
+            "output_error": float(together[head]),
+            "alone": float(own[head]),
+            "logit_error": float((alone.logits - full.logits).abs().max()),
+        }
+
+
+def _row_of_logits(full: Tensor, logits: Tensor, masked: Tensor) -> dict[str, Any]:
+    return {
+        "logit_error": float((logits - full).abs().max()),
         "same_token": float((logits.argmax(-1) == full.argmax(-1)).float().mean()),
         "divergence": float(_divergence(full, logits)),
-        "unexplained": float((logits - masked.logits).abs().max()),
-        "equal": _equal(hook, patch),
+        "unexplained": float((logits - masked).abs().max()),
     }
 
 
@@ -353,22 +381,22 @@ def tables_of(
     length = max(sample.context.shape[1] for sample in samples)
     heads: list[dict[str, Any]] = []
     logits: list[dict[str, Any]] = []
+    refused: dict[str, str] = {}
     work = [(name, ratio) for name in presses for ratio in ratios]
     for name, ratio in progress.track(work, description="error"):
+        if name in refused:
+            continue
         try:
             pair = suited_pair(name, ratio, length, model)
-            found = [rows_of_sample(model, sites, whole, pair) for whole in wholes]
-        except PressError as error:
-            progress.console.print(f"left out: {name}: {error}", style="yellow", markup=False)
-            continue
-        told = [one for one in found if one is not None]
-        if len(told) < len(found):
-            reason = "it evicts no tokens in the prefill, or does not say which"
-            progress.console.print(f"left out: {name}: {reason}", style="yellow", markup=False)
+            told = [rows_of_sample(model, sites, whole, pair) for whole in wholes]
+        except (PressError, NothingEvictedError) as error:
+            refused[name] = str(error)
             continue
         of = {"press": name, "ratio": ratio}
         heads += [of | row for rows, _ in told for row in rows]
         logits += [of | row for _, row in told]
+    for name, reason in refused.items():
+        progress.console.print(f"left out: {name}: {reason}", style="yellow", markup=False)
     if not logits:
         raise UserError(f"none of {', '.join(map(press_label, presses))} evicts in the prefill")
     by_head = pd.DataFrame(heads).groupby(list(_HEADS), sort=False)
@@ -388,7 +416,7 @@ def tables_of(
 def _whole(model: PreTrainedModel, sites: Sequence[AttentionSite], sample: Sample) -> Whole:
     sample = Sample(*(ids.to(model.device) for ids in sample))
     cache = prefilled(model, sample.context)
-    return Whole(sample, cache, read(model, sites, lent(cache), sample.question, weights=True))
+    return Whole(sample, cache, read(model, sites, lent(cache), sample.question))
 
 
 # ---- reading the tables --------------------------------------------------------------------------
