@@ -41,9 +41,9 @@ def blocks(results: Path, experiments: Sequence[AnyExperiment]) -> dict[str, str
     if failed:
         raise UserError(f"{', '.join(failed)} failed in the study in {results}; run it again")
     contents = {part.experiment.name: part.experiment.markdown(part.tables) for part in parts}
-    quoted = quotable(parts)
     whole = {"verdict": verdict(parts), "needs": _needs(parts)}
-    whole["quotable"] = quoted.markdown() if quoted else ""
+    if quoted := quotable(parts):
+        whole["quotable"] = quoted.markdown()
     return whole | contents | dict(_findings(parts))
 
 

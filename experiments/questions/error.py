@@ -156,9 +156,7 @@ def _keep(
     outputs[index] = args[0].detach().unflatten(-1, (site.num_heads, -1)).clone()
 
 
-def _note(
-    weights: list[Any], index: int, _: nn.Module, args: tuple[Any, ...], output: Any
-) -> None:
+def _note(weights: list[Any], index: int, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     weights[index] = output[1]
 
 
