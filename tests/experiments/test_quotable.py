@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pandas as pd
 import pytest
 
 from experiments.framework.quotable import MISSING, ON_FRONTIER, frontier, lines, quotable
-from experiments.framework.results import Part
 
 A, B, C = "KnormPress", "SnapKVPress", "FinchPress"
 
@@ -59,7 +60,7 @@ TABLES = {
 
 
 def part(**tables):
-    return Part(None, tables, {}, 1.0, "", None)
+    return SimpleNamespace(tables=tables, error=None)
 
 
 def test_what_is_joined():
@@ -121,5 +122,5 @@ def test_missing_cells_say_so():
 
 def test_a_study_without_accuracy_has_none():
     assert quotable([part(error_logits=LOGITS)]) is None
-    failed = Part(None, TABLES, {}, 1.0, "", "RuntimeError: no")
+    failed = SimpleNamespace(tables=TABLES, error="RuntimeError: no")
     assert quotable([failed]) is None
