@@ -206,12 +206,11 @@ def kept_by(layer: Any, seen: int) -> Tensor | None:
     """Which tokens each head of a layer keeps, `(B, H_kv, seen)` bool; None: it does not say."""
     if isinstance(layer, RaggedLayer):
         positions: Tensor | None = layer.dense()[2]
-    elif layer.keys.shape[2] == seen:
-        return torch.ones(layer.keys.shape[:3], dtype=torch.bool, device=layer.keys.device)
     else:
         positions = getattr(layer, "positions", None)
     if positions is None:
-        return None
+        whole = layer.keys.shape[2] == seen
+        return torch.ones_like(layer.keys[..., 0], dtype=torch.bool) if whole else None
     kept = torch.zeros(*positions.shape[:2], seen + 1, dtype=torch.bool, device=positions.device)
     places = positions.long().remainder(seen + 1)  # empty slots, at -1, come last
     return kept.scatter(-1, places, True)[..., :seen]
@@ -382,13 +381,11 @@ def tables_of(
     refused: dict[str, str] = {}
     work = [(name, ratio) for name in presses for ratio in ratios]
     for name, ratio in progress.track(work, description="error"):
-        if name in refused:
-            continue
         try:
             pair = suited_pair(name, ratio, length, model)
             told = [rows_of_sample(model, sites, whole, pair) for whole in wholes]
         except (PressError, NothingEvictedError) as error:
-            refused[name] = str(error)
+            refused.setdefault(name, str(error))
             continue
         of = {"press": name, "ratio": ratio}
         heads += [of | row for rows, _ in told for row in rows]
@@ -445,9 +442,13 @@ def _finding_on_place(table: pd.DataFrame) -> Finding:
     n = rows.groupby("press").size().max()
     text = (
         f"With {ratio:.0%} evicted, **{mean:.0%}** of the error of the logits comes from a quarter "
-        f"of the {n} heads, on average over {len(shares)} presses."
+        f"of the {n} heads, on average over {_counted(len(shares), 'press')}."
     )
     return Finding("where", text)
+
+
+def _counted(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}es"
 
 
 def _finding_on_mass(table: pd.DataFrame) -> Finding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 import torch
+from transformers import DynamicCache
 from typer.testing import CliRunner
 
 import hooks_impl
@@ -15,7 +16,8 @@ from experiments.framework.command import progress_bar
 from experiments.questions import error
 from experiments.questions.error import EXPERIMENT, Sample
 from experiments.testbed.families import FAMILIES, build, supported_implementations
-from press_core import attention_sites
+from press_core import PrunedLayer, attention_sites
+from press_core.cache.pruned import KeptTokens
 from tests.support import example_for, snapshot, token_ids
 
 SILENT = progress_bar(disable=True)
@@ -97,6 +99,20 @@ def test_a_head_that_keeps_all_does_no_harm():
     for row in rows:
         harmed = row["alone"] > 0 and row["mass_lost"] > 0 and row["logit_error"] > 0
         assert harmed == (row["kept"] < 1)
+
+
+def test_rows_that_keep_different_numbers_of_tokens():
+    """One row has evicted, though the layer has as many slots as the whole one beside it."""
+    model = made()
+    layer = PrunedLayer(DynamicCache().layer_class_to_replicate())
+    layer.update(torch.zeros(2, 2, 8, 16), torch.zeros(2, 2, 8, 16))
+    positions = torch.stack([torch.arange(8), torch.tensor([-1] * 5 + [0, 6, 7])])
+    layer.kept = KeptTokens(positions[:, None].expand(2, 2, 8).int(), 8, 8)
+    assert error.kept_by(layer, 8).sum(dim=-1).tolist() == [[8, 8], [3, 3]]
+    assert error.kept_by(layer, 8)[1, 0].nonzero().flatten().tolist() == [0, 6, 7]
+    whole = error.prefilled(model, SAMPLE.context).layers[0]
+    assert error.kept_by(whole, 60).all()
+    assert error.kept_by(whole, 61) is None
 
 
 def test_other_bits_are_noticed():
