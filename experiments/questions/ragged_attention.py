@@ -33,7 +33,7 @@ from experiments import UserError
 from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.intervals import median_interval
 from experiments.framework.options import at_least, checked_positive_share, several
-from experiments.framework.plots import MUTED, mechanism_colour, new_figure, press_colour, style
+from experiments.framework.plots import MUTED, new_figure, press_colour, style
 from experiments.framework.tables import ResultTable
 from experiments.framework.timing import threads
 from press_core import AttentionSite, RaggedLayer, attention_sites, cache_nbytes
@@ -408,12 +408,11 @@ class RaggedAttention(Experiment[Options]):
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
         steps = _steps(tables[self.name])
-        figure, axes = new_figure(1, 2, width=7.2, height=3.2, sharey=True)
+        figure, axes = new_figure(1, 2, width=7.6, height=3.2)
         with style():
             for panel, against in zip(axes, (UNIFORM, FULL), strict=True):
                 _draw_steps(panel, steps[steps["against"] == against])
                 panel.set_title(f"Step / {against}")
-            axes[0].set_ylim(0, 1.1 * max(1.0, steps["time"].max()))
         figure.set_label(
             "Time of a decode step over ragged heads, over that on as many bytes in heads of one "
             "length (left) and on the full cache (right), a dot per case"
@@ -439,20 +438,22 @@ def _draw_steps(panel: Axes, steps: pd.DataFrame) -> None:
     """A column of dots per context and ratio."""
     panel.axhline(1, color=MUTED, linewidth=1)
     contexts, ratios = sorted(steps["context"].unique()), sorted(steps["ratio"].unique())
-    colours = [mechanism_colour("patch"), press_colour("KVzipPress"), mechanism_colour("bare")]
+    colour = press_colour("ObservedAttentionPress")
     for index, ratio in enumerate(ratios):
         rows = steps[steps["ratio"] == ratio]
-        offset = 0.5 * (index + 0.5) / len(ratios) - 0.25
+        offset = 0.7 * ((index + 0.5) / len(ratios) - 0.5)
         places = [contexts.index(context) + offset for context in rows["context"]]
-        colour = colours[index % len(colours)]
-        panel.plot(places, rows["time"], "o", color=colour, alpha=0.6, markeredgewidth=0)
-        label: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 7.5, "color": colour}
+        panel.plot(places, rows["time"], "o", color=colour, alpha=0.7, markeredgewidth=0)
+        label: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 7.5, "color": MUTED}
         for place in sorted(set(places)):
             most = rows["time"][[one == place for one in places]].max()
-            panel.text(place, most + 0.03, f"{ratio:.0%}", **label)
+            panel.annotate(
+                f"{ratio:.0%}", (place, most), (0, 4), textcoords="offset points", **label
+            )
     panel.set_xticks(range(len(contexts)), [f"{context:,}" for context in contexts])
     panel.xaxis.set_minor_locator(NullLocator())
     panel.set_xlim(-0.5, len(contexts) - 0.5)
+    panel.set_ylim(0, 1.15 * max(1.0, steps["time"].max()))
     panel.set_xlabel("tokens of context (labels: share evicted)")
 
 
