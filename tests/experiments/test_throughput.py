@@ -381,12 +381,13 @@ def test_figures_show_every_line():
     drawn = EXPERIMENT.figures(tables | {"throughput_models": arithmetic.predicted_models()})
     (panel,) = drawn["throughput"].axes
     assert [line.get_ydata().tolist() for line in panel.get_lines()] == [
-        [v, v] for v in (100, 150, 148)
+        [v, v] for v in (100, 150, 148, 90)
     ]
     assert [text.get_text() for text in panel.texts] == [
         "no press",
         "hook, 80% evicted",
         "patch, 80% evicted",
+        "kvpress, 80% evicted",
     ]
     (panel,) = drawn["throughput_first"].axes
     assert [text.get_text() for text in panel.texts] == ["1.10", "3.00"]

@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from experiments.framework.experiment import Tables
 from experiments.framework.plots import (
@@ -47,13 +47,19 @@ def figures(tables: Tables) -> dict[str, Figure]:
 
 
 def speed(table: pd.DataFrame) -> Figure:
-    """Tokens per second against context, a row of panels per press, a column per batch."""
-    shown = table[table["mechanism"] != "kvpress"]
+    """Tokens per second against context, a row of panels per press, a column per batch.
+
+    Those with a press are the ratio that was measured in pairs, of those without one.
+    """
+    keys = ["model", "context", "batch"]
+    bare = table[table["press"] == NO_PRESS].set_index(keys)["tokens_per_s"]
+    whole = bare.reindex(pd.MultiIndex.from_frame(table[keys])).to_numpy()
+    shown = table.assign(rate=table["speed"] * whole)
     presses = list(shown.loc[shown["press"] != NO_PRESS, "press"].unique())[:MOST_PRESSES]
     batches = sorted(shown["batch"].unique())
     rows, columns = max(len(presses), 1), len(batches)
     figure, axes = new_figure(
-        rows, columns, width=1.2 + 3.3 * columns, height=0.5 + 2.2 * rows, sharex=True
+        rows, columns, width=1.2 + 3.3 * columns, height=0.5 + 2.4 * rows, sharex=True
     )
     with style():
         for index, panel in enumerate(axes):
@@ -67,9 +73,12 @@ def speed(table: pd.DataFrame) -> Figure:
             panel.set_ylabel("tokens / s")
     figure.set_label(
         f"Tokens per second of {shown['model'].iloc[0]} against context, by press, share evicted "
-        "and mechanism"
+        "and mechanism: the paired ratio times the rate without a press"
     )
     return figure
+
+
+_LINES = {"patch": "--", "kvpress": ":"}
 
 
 def _draw_speeds(panel: Axes, table: pd.DataFrame) -> None:
@@ -81,16 +90,16 @@ def _draw_speeds(panel: Axes, table: pd.DataFrame) -> None:
         look: dict[str, Any] = {
             "color": colour,
             "marker": marker,
-            "linestyle": "--" if mechanism == "patch" else "-",
+            "linestyle": _LINES.get(str(mechanism), "-"),
         }
-        panel.plot(ordered["context"], ordered["tokens_per_s"], **look)
+        panel.plot(ordered["context"], ordered["rate"], **look)
         label = NO_PRESS if press == NO_PRESS else f"{mechanism}, {ratio:.0%} evicted"
-        ends.append((ordered["tokens_per_s"].iloc[-1], label, colour))
+        ends.append((ordered["rate"].iloc[-1], label, colour))
     contexts = sorted(table["context"].unique())
     panel.set_xscale("log", base=2)
     panel.set_xticks(contexts, [f"{context:,}" for context in contexts])
     panel.xaxis.set_minor_locator(NullLocator())
-    top = 1.12 * table["tokens_per_s"].max()
+    top = 1.12 * table["rate"].max()
     panel.set_ylim(0, top)
     places = spread([end[0] for end in ends], 0.075 * top)
     for (y, label, colour), place in zip(ends, places, strict=True):
@@ -144,8 +153,11 @@ def first_token(table: pd.DataFrame) -> Figure:
             panel.set_title(model)
             panel.set_xlabel(f"first token / no press ({ratio:.0%} evicted)")
             panel.set_xscale("log")
-            panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-            panel.xaxis.set_minor_formatter(FuncFormatter(lambda x, _: ""))
+            shown = 0.8 * min(1, rows["first_low"].min()), 1.4 * rows["first_high"].max()
+            panel.set_xlim(*shown)
+            ticks = [x for x in (0.25, 0.5, 1, 2, 4, 8, 16) if shown[0] <= x <= shown[1]]
+            panel.set_xticks(ticks, [f"{x:g}" for x in ticks])
+            panel.xaxis.set_minor_locator(NullLocator())
             panel.grid(visible=False, axis="y")
         axes[0].set_yticks(range(len(names)), map(press_label, names))
         axes[0].set_ylim(len(names) - 0.4, -0.6)
@@ -175,11 +187,14 @@ def fits(table: pd.DataFrame) -> Figure:
             rows = table[table["what"] == what]
             colours = [mechanism_colour(mechanism) for mechanism in rows["mechanism"]]
             bars = panel.barh(range(len(rows)), rows["measured"], 0.65, color=colours)
-            panel.bar_label(bars, [f"{n:,}" for n in rows["measured"]], padding=4, fontsize=8)
+            texts = [f"{n:,}" for n in rows["measured"]]
+            panel.bar_label(bars, texts, label_type="center", color="white", fontsize=8.5)
             panel.plot(rows["predicted"], range(len(rows)), "|", color=INK, markersize=12)
             panel.set_yticks(range(len(rows)), list(_labels(rows)))
             panel.invert_yaxis()
             panel.grid(visible=False, axis="y")
+            panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+            panel.xaxis.set_major_formatter("{x:,.0f}")
             panel.set_xlim(0, 1.15 * max(rows["predicted"].max(), rows["measured"].max()))
             other = rows["other"].iloc[0]
             panel.set_title(
