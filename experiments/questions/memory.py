@@ -33,7 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, PreTrainedModel
 
 from experiments import UserError
-from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.experiment import Experiment, Finding, Related, Tables
 from experiments.framework.options import Device, checked_positive_share
 from experiments.framework.plots import (
     INK,
@@ -47,6 +47,7 @@ from experiments.framework.plots import (
     style,
 )
 from experiments.framework.tables import ResultTable
+from experiments.framework.works import KVPRESS
 from experiments.loading import load_model, short_name
 from experiments.testbed.families import build
 from experiments.testbed.recipes import MECHANISMS, press_name, suited_pair
@@ -418,6 +419,10 @@ def _draw_measured(memory: pd.DataFrame) -> Figure:
         cache.set_title("Cache: measured (dots), arithmetic (lines)")
         peak.set_title("Peak of the prefill, measured")
         legend_outside(figure, peak)
+    figure.set_label(
+        "Bytes of the cache, measured (dots) and by arithmetic (lines), and the measured peak of "
+        "the prefill, by tokens of context"
+    )
     return figure
 
 
@@ -447,6 +452,9 @@ def _draw_models(models: pd.DataFrame) -> Figure:
         panel.set_title("Keys and values of one sequence in bfloat16, by arithmetic")
         panel.set_xlabel("GiB (dotted: a GPU of 80 GiB)")
         legend_outside(figure, panel, handles=_legend())
+    figure.set_label(
+        "Keys and values of one sequence in bfloat16, by arithmetic; dotted: a GPU of 80 GiB"
+    )
     return figure
 
 
@@ -480,17 +488,17 @@ class Memory(Experiment[Options]):
     """Measure bytes of caches and peaks of prefills, and work them out for large models."""
 
     name = "memory"
-    title = "What a cache takes"
+    title = "How much memory it takes"
     question = (
         "How much memory do a cache and the prefill that fills it take, by context length and "
         "press, and how much would they take in large models?"
     )
     method = (
-        "Bytes are those that the cache holds after a prefill, spare room included. The peak is "
-        "what is allocated at most while the prefill runs and the press acts, counted allocation "
-        "by allocation, so that a repeated run gives the same number. Both are set beside "
-        "arithmetic, which is then worked out for published models. What a C library keeps back "
-        "and what a serving engine reserves are not in it."
+        "Bytes are what the cache holds after a prefill, spare room included. The peak is the "
+        "most that is allocated while the prefill runs and the press acts, counted allocation by "
+        "allocation, so that a repeated run gives the same number. Both are compared with "
+        "arithmetic, which is then applied to published models. What C libraries hold back and "
+        "what a serving engine reserves is not counted."
     )
     full = Options()
     quick = Options(context=(1024, 2048, 4096))
@@ -533,6 +541,21 @@ class Memory(Experiment[Options]):
             )
             found.append(Finding("mechanisms", text))
         return found
+
+    def related(self, tables: Tables) -> list[Related]:
+        memory = tables["memory"]
+        pressed = memory[memory["press"] != NO_PRESS]
+        if pressed.empty:
+            return []
+        saved = 1 - pressed["peak_over_bare"]
+        here = (
+            f"The cache holds {pressed['measured_over_predicted'].min():.3f} to "
+            f"{pressed['measured_over_predicted'].max():.3f} times the bytes that this leaves; the "
+            f"peak of the prefill falls by {max(saved.max(), 0):.0%} at most, as the layers' own "
+            "states stay."
+        )
+        says = "Memory falls by about the compression ratio times the size of the cache."
+        return [Related("bytes", KVPRESS, says, here)]
 
     def views(self, tables: Tables) -> list[ResultTable]:
         """Measured sizes of each model, and predicted ones of all."""
