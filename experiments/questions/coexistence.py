@@ -234,8 +234,8 @@ class Coexistence(Experiment[Options]):
     name = "coexistence"
     title = "Beside other libraries"
     question = (
-        "Does a press still do what it should beside other libraries that change models, and do "
-        "those?"
+        "Do presses, and other libraries that change models, still do what they should beside each "
+        "other?"
     )
     method = (
         "Each mechanism meets each companion three times: begun before its scope and still there "

@@ -456,7 +456,8 @@ class Equivalence(Experiment[Options]):
 
     def related(self, tables: Tables) -> list[Related]:
         cells = tables["equivalence"]
-        equal = f"{int(cells['equal'].sum()):,} of {len(cells):,} cells"
+        compared = cells[cells["tokens"] > 0]
+        equal = f"{int(compared['equal'].sum()):,} of {len(compared):,} combinations"
         return [
             Related(
                 "bits",
@@ -469,8 +470,8 @@ class Equivalence(Experiment[Options]):
                 "bits",
                 SNAPKV,
                 "Its code replaces the attention forwards of particular transformers releases.",
-                "One patch serves all architectures of the grid, and a hook does the same: the "
-                f"method does not need the mechanism ({equal}).",
+                "One patch serves every architecture of the grid, and the method does not need it: "
+                f"a hook leaves the same bits in {equal}.",
             ),
         ]
 

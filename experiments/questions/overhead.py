@@ -588,7 +588,7 @@ class Overhead(Experiment[Options]):
             name: float(_span(tables["overhead"], "decode", mechanism, "bare").median())
             for name, mechanism in (("hooks", "hook"), ("patches", "patch"))
         }
-        return [Contrast("Time of a decode step with a press open, over none", bars)]
+        return [Contrast("Decode time with a press open, over none", bars)]
 
 
 EXPERIMENT = Overhead()

@@ -39,7 +39,7 @@ import torch
 import typer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import StrMethodFormatter
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from rich.progress import Progress
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -476,7 +476,7 @@ def _losses_table(streaming: pd.DataFrame) -> ResultTable:
         f"recomputed window, with its standard error; more than {BROKEN} by three of them is "
         "broken:"
     )
-    head = ["cache", "before", "after", "perplexity", "above recomputed", "so it"]
+    head = ["cache", "before", "after", "perplexity", "above recomputed", "verdict"]
     return ResultTable(note, head, [_loss_line(streaming, of) for of in (*STREAMED, COMPARED)])
 
 
@@ -526,14 +526,14 @@ def _mean_loss(rows: pd.DataFrame) -> float:
 def _loss_figure(streaming: pd.DataFrame) -> Figure:
     """Loss along the text, above that of a recomputed window."""
     with style():
-        figure, (panel,) = new_figure(width=7.2, height=3.6)
+        figure, (panel,) = new_figure(width=5.4, height=3.2)
         for bound in STREAMED:
             rows = _of(streaming, bound)
             middle = (rows["first"] + rows["end"]) / 2
             panel.plot(middle, _above_recomputed(streaming, rows), **_look(bound))
         _against_tokens(panel, streaming)
         panel.set_ylabel("nats per token above a recomputed window")
-        label_lines(panel)
+        label_lines(panel, gap=0.07)
     figure.set_label(
         f"Loss of {streaming['model'].iloc[0]} along a text of {streaming['end'].max():,} tokens, "
         "above that of a window recomputed for each query. Dotted: bounded caches begin to evict"
@@ -544,7 +544,7 @@ def _loss_figure(streaming: pd.DataFrame) -> Figure:
 def _cost_figure(streaming: pd.DataFrame) -> Figure:
     """Time and memory along the text."""
     with style():
-        figure, axes = new_figure(2, 1, width=7.2, height=4.6, sharex=True)
+        figure, axes = new_figure(2, 1, width=5.4, height=4.2, sharex=True)
         time, memory = axes
         for bound in STREAMED:
             rows, look = _of(streaming, bound), _look(bound)
@@ -555,7 +555,7 @@ def _cost_figure(streaming: pd.DataFrame) -> Figure:
         for panel in axes:
             _against_tokens(panel, streaming)
             panel.set_ylim(bottom=0)
-            label_lines(panel, gap=0.09)
+            label_lines(panel, gap=0.1)
         time.set_title("Time per token")
         time.set_ylabel("forwards of one\ntoken alone")
         memory.set_title("Keys and values held")
@@ -569,6 +569,7 @@ def _against_tokens(panel: Axes, streaming: pd.DataFrame) -> None:
     panel.axvline(streaming["capacity"].iloc[0] + 1, color=MUTED, linewidth=1, linestyle=":")
     panel.set_xlim(0, streaming["end"].max())
     panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    panel.xaxis.set_major_locator(MaxNLocator(5))
     panel.set_xlabel("tokens read")
 
 
@@ -608,9 +609,9 @@ def find_sinks(streaming: pd.DataFrame) -> list[Finding]:
         return []
     n_sink = streaming["n_sink"].iloc[0]
     sinks = (
-        f"A window that keeps its first {n_sink} tokens, positions in-cache, "
-        f"{_told(held)} over {streaming['end'].max():,} tokens: **{held.value:+.3f}** ± "
-        f"{held.error:.3f} nats per token."
+        f"A window that keeps its first {n_sink} tokens, with in-cache positions, {_told(held)} "
+        f"over {streaming['end'].max():,} tokens: **{held.value:+.3f}** ± {held.error:.3f} nats "
+        "per token above a recomputed one."
     )
     alone = (
         f"A window alone {_told(window)}: **{window.value:+.3f}** ± {window.error:.3f} nats per "

@@ -50,7 +50,7 @@ def accuracy(table: pd.DataFrame) -> Figure:
     names = list(dict.fromkeys(pressed["pair"]))
     grid = {"sharex": True, "sharey": True}
     rows_of_panels = -(-len(names) // 2)
-    figure, axes = new_figure(rows_of_panels, 2, width=6.6, height=2.1 * rows_of_panels, **grid)
+    figure, axes = new_figure(rows_of_panels, 2, width=5.4, height=1.9 * rows_of_panels, **grid)
     for panel, name in zip(axes, names, strict=False):
         of_pair = pressed[pressed["pair"] == name].sort_values("bytes")
         presses = of_pair.groupby("budgets")["press"].first()
