@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from io import StringIO
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
 
@@ -25,8 +26,14 @@ from experiments.framework import plots
 from experiments.framework.experiment import Contrast, Experiment, Finding, Related
 from experiments.framework.overview import overview
 from experiments.framework.readme import blocks, fill
-from experiments.framework.report import MAX_ROWS, write_report
-from experiments.framework.results import MANIFEST, describe, read_table, write_table
+from experiments.framework.report import MAX_ROWS, related, write_report
+from experiments.framework.results import (
+    MANIFEST,
+    describe,
+    read_parts,
+    read_table,
+    write_table,
+)
 from experiments.framework.tables import ResultTable
 from experiments.study import run_study
 
@@ -425,6 +432,18 @@ def test_findings_stand_beside_what_others_say(tmp_path):
         "| [Others](https://example.org) | They say **2**. |"
         in (tmp_path / "report.md").read_text()
     )
+
+
+def test_committed_results_are_compared_with_other_work():
+    parts = read_parts(Path(__file__).parents[2] / "results", experiments.load_experiments())
+    anchors = {
+        f"{part.experiment.name}-{finding.name}" for part in parts for finding in part.findings
+    }
+    compared = related(parts)
+    assert {anchor for anchor, *_ in compared} <= anchors
+    works = " ".join(work for _, work, *_ in compared)
+    assert all(name in works for name in ("kvpress", "AdaKV", "StreamingLLM", "KVzip"))
+    assert not any("nan" in here for *_, here in compared)
 
 
 def test_without_related_work_there_is_no_such_section(folder):

@@ -275,7 +275,8 @@ def related(tables: Tables) -> list[Related]:
     """What papers say of budgets by head, and kvpress of their storage."""
     lines = []
     if "headwise_difference" in tables:
-        lines += [_compared(tables, *of) for of in _PAPERS]
+        asked = set(tables["headwise_difference"]["pair"])
+        lines += [_compared(tables, *of) for of in _PAPERS if of[0] in asked]
     if "headwise_decoding" in tables:
         ratio, share = _shares(tables)
         here = (
