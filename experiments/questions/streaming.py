@@ -678,10 +678,10 @@ class Streaming(Experiment[Options]):
         "A text is read token by token through caches that are full, keep the last tokens, or "
         "keep the first ones too, with original positions or those in the cache. Losses are "
         "compared, stretch by stretch, with a window that is recomputed for the queries and begins "
-        "as the model's texts begin. A cache is called broken if it loses more than "
-        f"{BROKEN} nats per token, a tenth of the perplexity, by three standard errors. What a "
-        "window loses depends on what its heads pay the first token: the small model that is "
-        "streamed was taught to pay it, as its card says, and a model without a sink loses nothing."
+        f"as the model's texts begin. A cache breaks if it loses more than {BROKEN} nats per token "
+        "(a perplexity about a tenth higher) by three standard errors. What a window loses depends "
+        "on what the heads pay the first token: stdlib-neox-sink was taught to pay it, as its card "
+        "tells, and a model without a sink loses next to nothing."
     )
     full = Options()
     quick = Options(tokens=1536)
