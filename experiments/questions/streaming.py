@@ -155,7 +155,7 @@ class Size:
     capacity: int = 255
     full: int = 1024
     n_sink: int = Options.n_sink
-    stretch: int = 250
+    stretch: int = 128
 
     @property
     def shortest(self) -> int:

@@ -379,11 +379,11 @@ def test_lines_are_labelled_where_they_end(tables):
 
 
 def test_sizes_follow_the_model(model):
-    assert streaming.size_for(model, Options()) == Size(capacity=1023, full=4 * 4096)
+    assert streaming.size_for(model, Options()) == Size(capacity=1023, full=4 * 4096, stretch=250)
     shipped, _ = load_model("stdlib-neox")
-    assert streaming.size_for(shipped, Options()) == Size()
+    assert streaming.size_for(shipped, Options()) == Size(stretch=250)
     given = Options(tokens=500, capacity=31, n_sink=1, full=64)
-    assert streaming.size_for(shipped, given) == Size(500, 31, 64, 1, 128)
+    assert streaming.size_for(shipped, given) == Size(500, 31, 64, 1)
 
 
 @pytest.fixture(scope="module")
