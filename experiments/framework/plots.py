@@ -265,7 +265,7 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(path)
 
 
-_THEMED = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--line)"}
+_THEMED = {INK: "var(--ink)", _BLACK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--line)"}
 """Colours that a page sets for its light and its dark mode."""
 
 

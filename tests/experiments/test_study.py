@@ -416,6 +416,8 @@ def test_figures_take_the_colours_of_the_page():
     assert "stroke: var(--ink)" in drawn
     assert ">1.23456<" in drawn, "coordinates are rounded, words are not"
     assert not {plots.INK, plots.MUTED, plots.GRID} & set(re.findall("#[0-9a-f]{6}", drawn))
+    panel.plot([1, 3], **plots.press_line("KVzipPress"))  # black, where the page is light
+    assert "#000000" not in plots.svg(figure, "salt")
     again = plots.svg(figure, "salt")  # the first drawing settles the layout
     assert again == plots.svg(figure, "salt")
 
