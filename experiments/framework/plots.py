@@ -272,6 +272,8 @@ _THEMED = {INK: "var(--ink)", _BLACK: "var(--ink)", MUTED: "var(--muted)", GRID:
 def svg(figure: Figure, salt: str) -> str:
     """A figure as an `<svg>` element without background, for a page that sets `--ink` and so on.
 
+    Its words take the page's font.
+
     The same figure gives the same text.
 
     Args:
@@ -285,9 +287,10 @@ def svg(figure: Figure, salt: str) -> str:
     text = re.sub(r' id="\w+_\d+"', "", text)  # the same in every figure, and nothing refers to it
     text = re.sub("<[^>]+>", _rounded, text)
     text = re.sub(r"\s*\n\s*", " ", text)
+    text = re.sub(r' transform="rotate\(-0 [^"]*"|<g/> ?| font-family: [^;"]*;?', "", text)
     for colour, themed in _THEMED.items():
         text = text.replace(colour, themed)
-    return text.replace("'DejaVu Sans'", "system-ui, sans-serif")
+    return text
 
 
 def _rounded(tag: re.Match[str]) -> str:
