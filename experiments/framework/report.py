@@ -37,7 +37,7 @@ QUESTION = (
     "To change what a transformer keeps in its KV cache, must you patch its code, or are hooks "
     "enough, and what does each cost?"
 )
-MAX_ROWS = 100
+MAX_ROWS = 50
 """Rows of a CSV file that the HTML page shows."""
 
 OVERVIEW = "overview"
@@ -66,6 +66,16 @@ def needs(parts: Iterable[Part]) -> list[tuple[str, str, str, str]]:
         if finding.need
     ]
     return sorted(rows, key=lambda row: ("works", "costs", "breaks", "").index(row[1]))
+
+
+def related(parts: Iterable[Part]) -> list[tuple[str, str, str, str]]:
+    """Related work: the anchor of the finding, whose work, what they say, and what is so here."""
+    return [
+        (f"{part.experiment.name}-{line.finding}", line.work, line.says, line.here)
+        for part in parts
+        if not part.error
+        for line in part.experiment.related(part.tables)
+    ]
 
 
 def _answer(part: Part) -> str:
@@ -158,6 +168,7 @@ def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
         "run": read_manifest(folder),
         "parts": parts,
         "needs": needs(parts),
+        "related": related(parts),
         "overview": _overview(parts, folder),
         "verdict": verdict(parts),
         "quotable": quotable(parts),

@@ -41,9 +41,9 @@ class Evaluate(Experiment[Settings]):
     method = (
         "The shipped model reads contexts through the pipeline, which compresses each before any "
         "question is known and then answers several from the one cache. Answers are compared with "
-        "the truth, and those of both mechanisms with each other. Contexts of other lengths, "
-        "larger models or questions that the press may see would change the numbers. What holds "
-        "for facts hidden among unrelated words need not hold for text in which all hangs together."
+        "the truth, and those of the two mechanisms with each other. Longer contexts, larger "
+        "models, or questions that the press may see would change the numbers. What holds for "
+        "facts hidden among unrelated words need not hold for a text that hangs together."
     )
     full = Settings()
     quick = Settings(samples=12)
