@@ -37,7 +37,7 @@ QUESTION = (
     "To change what a transformer keeps in its KV cache, must you patch its code, or are hooks "
     "enough, and what does each cost?"
 )
-MAX_ROWS = 100
+MAX_ROWS = 50
 """Rows of a CSV file that the HTML page shows."""
 
 OVERVIEW = "overview"
