@@ -53,8 +53,8 @@ class Line(NamedTuple):
 
 
 def lines(tables: Tables) -> list[Line]:
-    """Every press at every ratio at which its accuracy is known: by ratio, the most right first."""
-    facts, pipeline = _facts(tables), _pipeline(tables)
+    """Every press at every ratio at which it was asked anything: by ratio, the most right first."""
+    asked, facts, pipeline = _asked(tables), _facts(tables), _pipeline(tables)
     timed, logit_error, equal = _timed(tables), _logit_error(tables), _equal(tables)
     first, speed, n_bytes = (timed[name] for name in _TIMES)
     found = [
@@ -68,20 +68,23 @@ def lines(tables: Tables) -> list[Line]:
             logit_error=logit_error.get(place),
             equal=equal(place),
         )
-        for place in {**facts, **pipeline}
+        for place in {**asked, **pipeline}
     ]
 
     def order(line: Line) -> tuple[float, float, str]:
         shares = [share for share in (line.facts, line.pipeline) if share is not None]
-        return line.ratio, -max(shares[:1]), line.press
+        return line.ratio, -max(shares[:1], default=0.0), line.press
 
     return sorted(found, key=order)
 
 
 def frontier(rows: Sequence[Line]) -> set[Place]:
-    """Rows beside which no other answers as many facts from as few bytes, and is better in one."""
+    """Rows beside which no other answers as many facts from as few bytes, and is better in one.
+
+    Both in whole per cent: blocks of heads of different lengths leave a little room.
+    """
     measured = [
-        (line.press, line.ratio, line.facts, line.n_bytes)
+        (line.press, line.ratio, round(line.facts, 2), round(line.n_bytes, 2))
         for line in rows
         if line.facts is not None and line.n_bytes is not None
     ]
@@ -144,6 +147,12 @@ def _cells(line: Line, is_best: bool) -> list[str]:
 
 
 # ---- from the tables of experiments --------------------------------------------------------------
+
+
+def _asked(tables: Tables) -> Values:
+    """Of all presses, also those that have to see the question."""
+    table = _pressed(tables, "quality")
+    return {} if table is None else _values(table.groupby(["press", "ratio"])["accuracy"].mean())
 
 
 def _facts(tables: Tables) -> Values:

@@ -65,17 +65,18 @@ def part(**tables):
 
 def test_what_is_joined():
     joined = {(line.press, line.ratio): line for line in lines(TABLES)}
-    assert set(joined) == {(A, 0.5), (B, 0.5), (B, 0.8), ("AdaKVPress", 0.8)}
+    assert set(joined) == {(A, 0.5), (B, 0.5), (B, 0.8), (C, 0.5), ("AdaKVPress", 0.8)}
     knorm = joined[A, 0.5]
     assert knorm.facts == pytest.approx(0.6)
     assert knorm[3:] == (None, 1.1, 1.5, 0.5, 2.5, True)
     assert joined[B, 0.5].pipeline == pytest.approx(0.7)
+    assert joined[C, 0.5].facts is None
     assert joined["AdaKVPress", 0.8][2:] == (None, 0.25, None, None, None, None, None)
 
 
 def test_by_ratio_and_the_most_right_first():
     order = [(line.press, line.ratio) for line in lines(TABLES)]
-    assert order == [(B, 0.5), (A, 0.5), (B, 0.8), ("AdaKVPress", 0.8)]
+    assert order == [(B, 0.5), (A, 0.5), (C, 0.5), (B, 0.8), ("AdaKVPress", 0.8)]
 
 
 def test_the_frontier():
@@ -110,7 +111,7 @@ def test_bits_that_differ_anywhere_are_told(name, table):
 
 def test_missing_cells_say_so():
     table = quotable([part(quality=QUALITY), part(evaluate=EVALUATE)])
-    assert len(table.rows) == 4
+    assert len(table.rows) == 5
     row = next(row for row in table.rows if row[1:3] == ["Knorm", "50%"])
     assert row == ["", "Knorm", "50%", "60%", *[MISSING] * 6]
     assert f"{MISSING} not measured" in table.note
