@@ -74,6 +74,7 @@ class ContextAnswerer:
         questions: Questions = None,
         *,
         press: Press | None = None,
+        budget: int | None = None,
         answer_prefix: str | Sequence[str] = "",
         compress_questions: bool = False,
         cache: Any = None,
@@ -101,6 +102,8 @@ class ContextAnswerer:
             answer_prefix: how every answer begins, or those about each context.
             press: of either package; None: nothing is compressed. Of a `SavedContext`: the one that
                 it was compressed with, if that acts while decoding, and else none.
+            budget: how many tokens of each context the press is to keep, in place of what it says
+                itself (`press.with_budget`). Contexts of no more are left whole.
             compress_questions: compress context and question together, for each question anew. If
                 no text follows the question, its last token is run again on the compressed cache,
                 for its first run did not feel the eviction. A `FinchPress` always does this.
@@ -119,8 +122,9 @@ class ContextAnswerer:
 
         Raises:
             UserError: saying what is wrong with the texts, the cache or the tokenizer.
-            PressError: if the press does not fit model or cache.
+            PressError: if the press does not fit model or cache, or cannot be told a budget.
         """
+        press = _with_budget(press, budget)
         options = {"max_new_tokens": max_new_tokens, **_greedy_unless(generation), **generation}
         if isinstance(contexts, SavedContext):
             given = {
@@ -156,6 +160,7 @@ class ContextAnswerer:
         path: str | Path,
         *,
         press: Press | None = None,
+        budget: int | None = None,
         max_context_length: int | None = None,
         chat_template: bool | None = None,
         enable_thinking: bool = False,
@@ -166,8 +171,8 @@ class ContextAnswerer:
         Args:
             contexts: one, or several that are asked as one batch.
             path: of the file; no file is ever written over.
-            press, max_context_length, chat_template, enable_thinking, template_options: as for
-                `answered`.
+            press, budget, max_context_length, chat_template, enable_thinking, template_options: as
+                for `answered`.
 
         Raises:
             UserError: saying what is wrong with the texts, the press or the tokenizer.
@@ -175,6 +180,7 @@ class ContextAnswerer:
         """
         if isinstance(press, Finch):
             raise UserError(_BEFORE_QUESTIONS)
+        press = _with_budget(press, budget)
         texts = [contexts] if isinstance(contexts, str) else list(contexts)
         questions_of(texts, None)
         words = {"enable_thinking": enable_thinking, **(template_options or {})}
@@ -438,6 +444,14 @@ def _refuse_for_saved(given: list[str]) -> None:
             f"{', '.join(given)} is of no use for a SavedContext, which is compressed already; "
             "leave it out"
         )
+
+
+def _with_budget(press: Press | None, budget: int | None) -> Press | None:
+    if budget is None:
+        return press
+    if press is None:
+        raise UserError(f"budget is {budget}, and there is no press to keep to it; give a press")
+    return press.with_budget(budget)
 
 
 def _with_delimiter(press: Press | None) -> tuple[Press | None, int | None]:
