@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hooks_impl.mechanism import BasePress, Scorer, ScorerPress
+from hooks_impl.mechanism import BasePress, ScorerPress
 from press_core.presses.adakv import AdaKV
 from press_core.presses.block import Block
 from press_core.presses.cam import CAM
@@ -145,16 +145,13 @@ class PyramidKVPress(PyramidKV, SnapKVPress): ...
 # ---- Presses around other presses ----------------------------------------------------------------
 
 
-class CriticalKVPress(CriticalKV, Scorer): ...
+class CriticalKVPress(CriticalKV, ScorerPress): ...  # type: ignore[misc]
 
 
 class AdaKVPress(AdaKV, BasePress): ...
 
 
 class BlockPress(Block, BasePress): ...
-
-
-class CAMPress(CAM, BasePress): ...
 
 
 class ChunkPress(Chunk, BasePress): ...
@@ -173,6 +170,9 @@ class CriticalAdaKVPress(CriticalAdaKV, BasePress): ...
 
 
 class DecodingPress(Decoding, BasePress): ...
+
+
+class CAMPress(CAM, DecodingPress): ...
 
 
 class DMSPress(DMS, BasePress): ...

@@ -195,7 +195,12 @@ class Press:
 
     @property
     def evicted_ratio(self) -> float:
-        """Share of the tokens that was really evicted in the scope opened last."""
+        """Share of the tokens that was really evicted in the scope opened last.
+
+        Of those that a layer had seen when it was pruned last, over all layers, heads and rows. Of
+        every press: `compression_ratio` is the same of one that is not told a ratio and, once it
+        has run, of a composition; elsewhere that is a field, which says what the press is told.
+        """
         return 0.0 if self.last_scope is None else self.last_scope.compression_ratio
 
     def __getstate__(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from experiments import load_experiments
 from experiments.framework.experiment import AnyExperiment
 from experiments.framework.overview import overview
 from experiments.framework.plots import save, svg
+from experiments.framework.quotable import quotable
 from experiments.framework.results import (
     Part,
     describe,
@@ -159,6 +160,7 @@ def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
         "needs": needs(parts),
         "overview": _overview(parts, folder),
         "verdict": verdict(parts),
+        "quotable": quotable(parts),
         "pictures": _pictures,
         "max_rows": MAX_ROWS,
         "numeric": pd.api.types.is_numeric_dtype,

@@ -29,6 +29,7 @@ from experiments.framework.plots import press_label
 from experiments.testbed.compare import PressPair
 from press_core import HyperparameterError, Needs, Press, PressError
 from press_core.model.sites import attention_sites
+from press_core.presses.finch import Finch
 from press_core.presses.kvzip import RepeatPrompts
 from press_core.select import n_kept
 
@@ -217,6 +218,11 @@ _AMOUNTS: dict[str, Callable[[_Kitchen, float], dict[str, Any]]] = {
     "ThinKPress": lambda _, ratio: {"key_channel_compression_ratio": ratio},
 }
 """Fields that say how much is evicted, of presses that are told more than a ratio."""
+
+
+def told_delimiter(press: Press, token_id: int) -> Press:
+    """`press`; a FinchPress with the token that ends a context."""
+    return replace(press, delimiter_token_id=token_id) if isinstance(press, Finch) else press
 
 
 # ---- what presses have to know about a model -----------------------------------------------------
