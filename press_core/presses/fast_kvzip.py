@@ -233,6 +233,7 @@ class FastKVzip(RatioPress):
 
     # ---- the formula -----------------------------------------------------------------------------
 
+    @torch.no_grad()
     def scores(self, call: AttentionCall) -> Tensor:
         """What the gate says of each key's token, `(B, H_kv, S)`; protected ones above 1.
 
@@ -268,10 +269,12 @@ class FastKVzip(RatioPress):
         never_empty = [
             layer.masked_fill(best_first(layer[None], 1)[0], float("inf")) for layer in scores
         ]
-        together = torch.cat([layer.flatten() for layer in never_empty])
+        # Layers may lie on several devices.
+        together = torch.cat([layer.flatten().to(scores[0].device) for layer in never_empty])
         chosen = best_first(together.view(1, 1, -1), self._n_kept(scores)).flatten()
         parts = chosen.split([layer.numel() for layer in scores])
-        return [part.view_as(layer) for part, layer in zip(parts, scores, strict=True)]
+        pairs = zip(parts, scores, strict=True)
+        return [part.view_as(layer).to(layer.device) for part, layer in pairs]
 
     def _n_kept(self, scores: list[Tensor]) -> int:
         """How many tokens are kept of all together, at least one per head."""
