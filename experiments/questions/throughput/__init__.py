@@ -175,6 +175,7 @@ class Throughput(Experiment[Options]):
     full = Options()
     quick = Options(
         part=(Part.SPEED, Part.FIRST_TOKEN),
+        press=("SnapKVPress",),
         context=(512,),
         batch=(1,),
         ratio=(0.8,),
@@ -182,7 +183,7 @@ class Throughput(Experiment[Options]):
         tokens=8,
         compiled=False,
         kvpress=False,
-        every=("SnapKVPress", "KnormPress", "AdaKVPress"),
+        every=("SnapKVPress", "KnormPress"),
         first_context=512,
     )
 
