@@ -750,9 +750,9 @@ def _layer_types(site: AttentionSite, embedding: nn.Module) -> list[str | None]:
     if "layer_type" not in inspect.signature(type(embedding).forward).parameters:
         return [None]
     known = getattr(embedding, "layer_types", None) or getattr(
-        getattr(site.module, "config", None), "layer_types", ()
+        getattr(site.module, "config", None), "layer_types", None
     )
-    return list(dict.fromkeys(known or ()))
+    return list(dict.fromkeys(known or (None,)))  # Phi-MoE of transformers 5.2 has none
 
 
 def _refused(facts: SiteFacts, need: str, why: str) -> SiteFacts:
