@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from press_core.cache.caches import mask_columns
 from press_core.cache.masks import mask_for_pruned
 from press_core.model.forward import AttentionForward
 from press_core.model.generation import Part, as_part
@@ -77,11 +78,7 @@ def _mask_of_rest(mask: Any, n: int, drafts: AttentionForward) -> Any:
     if mask is not None and not isinstance(mask, BlockMask):
         return mask if mask.dim() == 2 else mask[..., n:, :]
     n_drafts, states = drafts.n_tokens, drafts.hidden_states
-    n_held = drafts.layer.get_mask_sizes(_columns(n_drafts))[0] - n_drafts
-    held = torch.ones(len(states), n_held, dtype=torch.bool, device=states.device)
+    held = torch.ones(len(states), mask_columns(drafts.layer), dtype=torch.bool, device=states.device)
     form = drafts.site.attn_implementation
     return mask_for_pruned(None, held, n_drafts, states, form)
 
-
-def _columns(n: int) -> Any:
-    return torch.arange(n)  # transformers 5.2 asks by positions, later releases by their number

@@ -506,7 +506,7 @@ def _require_known(forward: AttentionForward) -> None:
 
 
 def _refuse_drafts_in_decoding(press: Press) -> None:
-    if Phase.DECODING in press.phases:
+    if press.phases & (Phase.DECODING | Phase.BEFORE_DECODING):
         raise UnsupportedInputError(
             f"{type(press).__name__} evicts tokens while decoding, and those of assisted "
             "generation (assistant_model, prompt_lookup_num_tokens) are drafts that may be taken "
