@@ -28,7 +28,7 @@ def after_context(forward: AttentionForward, n_drafts: int) -> AttentionForward:
     context, drafts = _tokens(forward, 0, n), _tokens(forward, n, forward.n_tokens)
     mask = forward.argument("attention_mask")
     context = context.with_argument("attention_mask", _mask_of_first(mask, n))
-    with as_part(Part()):
+    with as_part(Part(beside_drafts=True)):
         output = forward.site.module(*context.args, **context.kwargs)
     drafts = drafts.with_argument("attention_mask", _mask_of_rest(mask, n, drafts))
     return replace(drafts, context_output=output)
@@ -36,7 +36,7 @@ def after_context(forward: AttentionForward, n_drafts: int) -> AttentionForward:
 
 def rest_of(forward: AttentionForward) -> Any:
     """Run the module on the tokens behind the context too; returns its output of both."""
-    with as_part(Part()):
+    with as_part(Part(beside_drafts=True)):
         return with_context(forward, forward.site.module(*forward.args, **forward.kwargs))
 
 

@@ -78,7 +78,7 @@ def before_attention(scope: ScopeState, forward: AttentionForward) -> AttentionF
     layer = forward.layer
     empty = layer is None or layer.get_seq_length() == 0
     part = part_of(forward.site) if empty or forward.n_tokens > 1 else Part()
-    if part.n_drafts:
+    if part.n_drafts or part.beside_drafts:  # another scope may have parted them from the context
         _refuse_drafts_in_decoding(press)
     if empty and 0 < part.n_drafts < forward.n_tokens:
         forward, empty = after_context(forward, part.n_drafts), False

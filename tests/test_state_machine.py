@@ -374,6 +374,8 @@ class Programs(RuleBasedStateMachine):
     def crop(self, data: st.DataObject, n: int) -> None:
         """Some of the last tokens are taken back, or it is refused as they were pruned over."""
         both = self._any_cache(data)
+        if both.cache.get_seq_length() <= n:
+            return
         found, expected = (
             outcome(lambda cache=cache: take_back(cache, n)) for cache in (both.cache, both.expected)
         )

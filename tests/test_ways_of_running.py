@@ -216,6 +216,16 @@ def test_drafts_are_refused_by_presses_that_act_while_decoding(package, name):
 
 @both
 @torch.no_grad()
+def test_drafts_are_refused_by_inner_scopes_too(package):
+    model, ids = make(), token_ids(1, LENGTH)
+    inner = package.DecodingPress(package.KnormPress(), compression_interval=1, target_size=20)
+    with package.KnormPress(0.5)(model), inner(model), as_part(Part(n_drafts=3)):
+        with pytest.raises(UnsupportedInputError, match=r"DecodingPress.*drafts"):
+            model(ids, past_key_values=DynamicCache(config=model.config))
+
+
+@both
+@torch.no_grad()
 def test_what_is_cropped_was_never_there(package):
     model, context, rest = make(), token_ids(1, LENGTH), token_ids(1, 12, seed=1)
     press = package.DecodingPress(
