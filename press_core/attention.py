@@ -1,6 +1,7 @@
 """Attention weights for scoring, grouped by KV head so that no key is repeated.
 
-Weights are those of the model: its scaling, soft-capping and learned sinks take part.
+Weights are those of the model: its scaling, soft-capping and learned sinks take part, and tokens of
+an image see later ones where they do in the model.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from press_core.select import upcast
 
 
 def window_attention(call: AttentionCall, window: int) -> Tensor:
-    """Causal attention of the last `window` queries over all keys.
+    """Attention of the last `window` queries over all keys.
 
     Returns:
         `(B, H_kv, G, window, S)`, float32 (float64 for float64 states); every row sums to one
         (less what a learned sink takes).
     """
-    return causal_weights(call.site, call.queries(window), call.keys)
+    queries = call.queries(window)
+    return causal_weights(call.site, queries, call.keys, call.later_of(queries.shape[2]))
 
 
 BLOCK = 2**21
@@ -30,7 +32,7 @@ BLOCK = 2**21
 
 
 def attention_blocks(call: AttentionCall, block: int | None = None) -> Iterator[Tensor]:
-    """Causal attention of all (known) queries, `block` of them at a time: O(S) memory.
+    """Attention of all (known) queries, `block` of them at a time: O(S) memory.
 
     The weights that the layer returned, where it did. By default as many queries at a time as make
     up `BLOCK` weights.
@@ -43,13 +45,27 @@ def attention_blocks(call: AttentionCall, block: int | None = None) -> Iterator[
     batch, n_heads, n_queries = queries.shape[:3]
     older, n_kv = call.length - n_queries, call.keys.shape[1]
     block = block or max(1, BLOCK // (batch * n_heads * call.length))
-    for start in range(0, n_queries, block):
-        end = older + min(start + block, n_queries)
-        part = queries[:, :, start : start + block]
+    later, start = call.later_of(n_queries), 0
+    while start < n_queries:
+        stop = _closed(later, min(start + block, n_queries))
+        end, part = older + stop, queries[:, :, start:stop]
         if given is None:
-            yield causal_weights(call.site, part, call.keys[:, :, :end])
+            among = None if later is None else later[..., start:stop, start:stop]
+            yield causal_weights(call.site, part, call.keys[:, :, :end], among)
         else:
             yield upcast(part[..., :end]).unflatten(1, (n_kv, -1))
+        start = stop
+
+
+def _closed(later: Tensor | None, stop: int) -> int:
+    """The first place from `stop` on such that no token before it sees one behind it."""
+    while later is not None:
+        columns = later[..., :stop, :].flatten(0, -2).any(dim=0).nonzero()
+        reach = int(columns.max()) + 1 if len(columns) else 0
+        if reach <= stop:
+            break
+        stop = reach
+    return stop
 
 
 def received_attention(call: AttentionCall) -> Tensor:
@@ -64,8 +80,14 @@ def received_attention(call: AttentionCall) -> Tensor:
     return received
 
 
-def causal_weights(site: AttentionSite, queries: Tensor, keys: Tensor) -> Tensor:
-    """Weights of queries that are the last of the sequence which `keys` make up."""
+def causal_weights(
+    site: AttentionSite, queries: Tensor, keys: Tensor, later: Tensor | None = None
+) -> Tensor:
+    """Weights of queries that are the last of the sequence which `keys` make up.
+
+    Args:
+        later: `(B, 1 or H_kv, rows, rows)` bool, which later ones each of them sees; None: none.
+    """
     batch, n_heads, rows, d = queries.shape
     n_kv, length = keys.shape[1], keys.shape[2]
     grouped = queries.reshape(batch, n_kv, (n_heads // n_kv) * rows, d)
@@ -74,7 +96,8 @@ def causal_weights(site: AttentionSite, queries: Tensor, keys: Tensor) -> Tensor
         logits = torch.tanh(logits / site.softcap) * site.softcap
     logits = logits.view(batch, n_kv, n_heads // n_kv, rows, length)
     future = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu(1)
-    logits[..., length - rows :].masked_fill_(future, float("-inf"))
+    hidden = future if later is None else future & ~later.unsqueeze(2)
+    logits[..., length - rows :].masked_fill_(hidden, float("-inf"))
     if site.sinks is None:
         return logits.softmax(dim=-1)
     sinks = site.sinks.to(logits).view(1, n_kv, -1, 1, 1).expand(batch, -1, -1, rows, 1)

@@ -328,9 +328,17 @@ def _rerotation(
     row_lag = batch.per_row(lag)
     # The count of tokens seen is the model's clock: layers that keep their positions go by it too,
     # and so does the model's mask of a padded batch, which has columns for all tokens.
-    if padded or forward.site.shares_clock:
+    if padded or _keeps_clock(forward.site):
         return Rerotation(positions, shift, row_lag + n_shorter)
     return Rerotation(positions, shift + n_shorter, row_lag)
+
+
+def _keeps_clock(site: AttentionSite) -> bool:
+    """Whether the model goes on to count all tokens, whatever a layer does with its keys.
+
+    As other layers count them too, or as it reckons from there where the images before lie.
+    """
+    return site.shares_clock or (site.rotary is not None and site.rotary.in_3d)
 
 
 def _reading_needs(forward: AttentionForward, layer: PrunedLayer) -> ReadingNeeds:
@@ -343,7 +351,7 @@ def _reading_needs(forward: AttentionForward, layer: PrunedLayer) -> ReadingNeed
         unmasked_steps = forward.site.attn_implementation.startswith(("sdpa", "flash"))
         needs |= ReadingNeeds.MASK_OF_MANY if unmasked_steps else ReadingNeeds.MASK
     if layer.rerotation is not None:
-        keeps_clock = layer.kept.padded or forward.site.shares_clock
+        keeps_clock = layer.kept.padded or _keeps_clock(forward.site)
         if keeps_clock or model_clock(cache) != layer.get_seq_length():
             needs |= ReadingNeeds.POSITIONS
     return needs

@@ -6,7 +6,7 @@ latents in the place of keys. None of that can be told from names. So the model 
 few tokens, and what its attention functions receive is compared with what a press would read.
 
 The run uses a cache of its own and takes place once per class and configuration of a model; the
-state of the random generators is put back, and so are rotary modules that adapt to what they see.
+state of the random generators is put back, and so is what modules have noted of it.
 """
 
 from __future__ import annotations
@@ -204,7 +204,6 @@ class _Call:
     value: Tensor
     scaling: float | None
     masks_heads: bool
-    sees_later: bool
 
 
 @dataclass
@@ -243,9 +242,12 @@ def _probe(model: nn.Module, sites: list[AttentionSite]) -> dict[str, SiteFacts]
 
 @contextmanager
 def _as_if_nothing_happened(model: nn.Module) -> Iterator[None]:
-    """Put back what a forward changes: random generators, and rotary modules that adapt."""
-    adapting = [module for module in model.modules() if is_rotary_embedding(module)]
-    before = [(dict(module.__dict__), dict(module._buffers)) for module in adapting]
+    """Put back what a forward changes: random generators, and what modules note of it.
+
+    Some rotary modules adapt to what they see, and models with images write down how far positions
+    lag behind tokens.
+    """
+    noted = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     _running.depth = getattr(_running, "depth", 0) + 1
     with ExitStack() as stack:
@@ -257,8 +259,8 @@ def _as_if_nothing_happened(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             _running.depth -= 1
-            for module, (attributes, buffers) in zip(adapting, before, strict=True):
-                module.__dict__.update(attributes)
+            for module, attributes, buffers in noted:
+                vars(module).update(attributes)
                 module._buffers.update(buffers)
 
 
@@ -333,9 +335,8 @@ def _watching(sites: list[AttentionSite]) -> Iterator[dict[str, _Seen]]:
         of_module = by_module.get(id(module))
         if of_module is not None and is_running():
             mask = a[0] if a else k.get("attention_mask")
-            masks_heads, sees_later = _said_by(mask, query.shape[2])
-            call = _Call(query, key, value, k.get("scaling"), masks_heads, sees_later)
-            of_module.calls.append(call)
+            masks_heads = isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] > 1
+            of_module.calls.append(_Call(query, key, value, k.get("scaling"), masks_heads))
         return function(module, query, key, value, *a, **k)
 
     with ExitStack() as stack:
@@ -347,15 +348,6 @@ def _watching(sites: list[AttentionSite]) -> Iterator[dict[str, _Seen]]:
             for name, child in site.module.named_children():
                 stack.callback(_note_output(child, name, of_site).remove)
         yield seen
-
-
-def _said_by(mask: Any, n_queries: int) -> tuple[bool, bool]:
-    """Whether an attention mask hides tokens from each head apart, and shows later ones."""
-    if not isinstance(mask, Tensor) or mask.dim() != 4:
-        return False, False
-    of_first = mask[0, 0, 0, 1:]
-    later = of_first if mask.dtype == torch.bool else of_first >= 0
-    return mask.shape[1] > 1, n_queries > 1 and bool(later.any())
 
 
 def _note_arguments(module: nn.Module, seen: _Seen) -> Any:
@@ -630,8 +622,6 @@ def _facts(model: nn.Module, site: AttentionSite, seen: _Seen, layer: Any) -> Si
     facts = SiteFacts(sizes=sizes, refusals=refusals)
     if "states" in refusals or "own tokens" in refusals:
         return facts
-    if any(call.sees_later for call in seen.calls):
-        refusals["causal"] = f"in {name} a token sees later ones too"
     norms = keys.float().norm(dim=-1)
     if norms.std(dim=-1).max() < 1e-2 * norms.mean():
         refusals["key norms"] = (
@@ -726,7 +716,7 @@ def _with_embedding(
         if not is_rotary_embedding(embedding):
             continue
         for layer_type in _layer_types(site, embedding):
-            for in_3d in (False, True):
+            for in_3d in (True, False):  # those that take three take one too
                 more: dict[str, Any] = {
                     "layer_type": layer_type,
                     "in_3d": in_3d,

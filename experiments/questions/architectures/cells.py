@@ -261,8 +261,12 @@ class Bench:
                 mask = torch.cat((mask, torch.ones_like(new)), dim=1)
             more = {"attention_mask": mask}
             accepted = inspect.signature(type(model).forward).parameters
-            if self._memory["positions"] and "position_ids" in accepted:
-                more["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -new.shape[1] :]
+            places = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -new.shape[1] :]
+            delta = getattr(getattr(model, "model", None), "rope_deltas", None)
+            if self.image and cache is not None and delta is not None:
+                more["position_ids"] = places + delta  # as `generate` has it
+            elif self._memory["positions"] and "position_ids" in accepted:
+                more["position_ids"] = places
             output = reference.feed(model, new, cache, **more)
             cache = output.past_key_values
             logits.append(output.logits)

@@ -28,7 +28,6 @@ REASONS = {
     "that no rotary module": "cosines and sines come from no rotary module",
     "a hook cannot tell": "no submodule puts out the query, so that no hook can collect it",
     "one by one": "heads are mixed before attention",
-    "sees later ones": "attention is not causal",
     "the same norm": "all keys have the same norm",
     "that were evicted before": "attention goes by a key's place in the cache",
     "use a sliding window": "all layers see a window only",
