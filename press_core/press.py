@@ -232,8 +232,7 @@ class Press:
 
     @property
     def _moves_earlier_keys(self) -> bool:
-        before = Phase.BEFORE_DECODING in self.phases and Needs.ROPE in self.needs
-        return before or (self.rerotates and Phase.DECODING in self.phases)
+        return Phase.BEFORE_DECODING in self.phases and Needs.ROPE in self.needs
 
     def needs_of_a_site(self) -> Iterator[str]:
         """What it takes for granted of an attention module: keys of `AttentionSite.refusals`."""

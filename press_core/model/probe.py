@@ -255,6 +255,9 @@ def _as_if_nothing_happened(model: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.no_grad())
         if "torch._dynamo" in sys.modules:  # compiled models run as they were written
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for module, attributes, _ in noted:
+            if "rope_deltas" in attributes:  # of the image before, by which 5.2 counts on
+                module.rope_deltas = None  # type: ignore[assignment]
         try:
             yield
         finally:

@@ -60,12 +60,12 @@ BY_PATCH_ALONE: dict[str, tuple[str, ...]] = {
 
 
 ON_5_2 = {
+    "qwen2_vl (image)": (NO_ROPE, ("SnapKV", "AdaKV(SnapKV)")),
     "diffllama": (tuple(SUBJECTS), ()),  # attends without the interface
     "deepseek_v3": (NO_ROPE, ("SnapKV", "AdaKV(SnapKV)")),  # caches keys and values of heads
     "qwen2_vl": (NO_ROPE, ("SnapKV", "AdaKV(SnapKV)")),  # cosines and sines in three dimensions
     "jamba": (tuple(SUBJECTS), ()),  # has a cache of its own kind, without layers
     "falcon_h1": (tuple(SUBJECTS), ()),
-    "paligemma": (("SnapKV", "ExpectedAttention", "AdaKV(SnapKV)"), ()),  # is not causal
 }
 """What both refuse and what hooks refuse where transformers 5.2 is built otherwise."""
 

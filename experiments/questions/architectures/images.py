@@ -18,6 +18,9 @@ def with_image(model: Any, ids: Tensor) -> Tensor:
     """`ids` `(1, S)` with the tokens of an image in the middle."""
     ids = ids.clone()
     ids[:, START : START + _n_tokens(model)] = model.config.image_token_id
+    begins = getattr(model.config, "vision_start_token_id", None)
+    if begins is not None:  # by which transformers 5.2 finds images
+        ids[:, START - 1] = begins
     return ids
 
 
