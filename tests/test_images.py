@@ -15,6 +15,7 @@ from experiments.questions.architectures.decoders import build, decoders
 from experiments.questions.architectures.images import image_inputs, with_image
 from press_core import ScopeError, UnsupportedInputError, UnsupportedModelError
 from press_core.attention import received_attention
+from press_core.blocks import NUMBERS
 from press_core.cache.masks import later_tokens
 from press_core.model import probe
 from press_core.model.probe import verified_sites
@@ -138,7 +139,7 @@ def test_generate_with_an_image(package, name):
 @pytest.mark.parametrize("block", [1, 5, 100])
 def test_attention_of_images_is_that_of_the_model(package, name, block, monkeypatch):
     """Weights that are computed again, in blocks, are those that eager attention returns."""
-    monkeypatch.setattr("press_core.attention.BLOCK", block * 4 * N)
+    monkeypatch.setitem(NUMBERS, "cpu", block * 4 * N)
     model, seen = tiny(name), []
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from press_core.blocks import rows_at_once
 from press_core.errors import UnsupportedModelError
 from press_core.select import upcast
 
@@ -53,7 +54,14 @@ class Rotary:
         """Undo `rotate`, in float32 or better; scaled embeddings (YaRN) are undone exactly too."""
         cos, sin = upcast(cos), upcast(sin)
         norm = cos.square() + sin.square()
-        return self.rotate(upcast(x), cos / norm, -sin / norm)
+        cos, sin = cos / norm, -sin / norm
+        step = rows_at_once(x, x[:, :, :1].numel())
+        if x.shape[2] <= step:
+            return self.rotate(upcast(x), cos, sin)
+        parts = (tensor.split(step, dim=-2) for tensor in (x, cos, sin))
+        return torch.cat(
+            [self.rotate(upcast(q), c, s) for q, c, s in zip(*parts, strict=True)], dim=2
+        )
 
     def rotate_to(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate `x` `(B, H, n, d)` from before RoPE to `positions`, in float32 or better.
@@ -69,6 +77,8 @@ class Rotary:
 
     def unrotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Undo `rotate` of `x` `(B, H, n, d)` by `cos`, `sin` `(1 or B, 1 or H, n, channels)`."""
+        if cos.shape[1] == 1:
+            return self.unrotate(x, cos[:, 0], sin[:, 0])
         batch, heads, n, d = x.shape
         cos, sin = (c.expand(batch, heads, n, -1).flatten(0, 1) for c in (cos, sin))
         return self.unrotate(x.reshape(batch * heads, 1, n, d), cos, sin).view(batch, heads, n, d)
@@ -116,7 +126,7 @@ class Rotary:
     def embeddings(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines at `positions` `(1 or B, n)`, in the dtype of `like`.
 
-        A copy of the model's module computes them: some rotary modules adapt their frequencies to
+        A twin of the model's module computes them: some rotary modules adapt their frequencies to
         the largest position they were asked for, and a press must not leave a trace.
 
         Raises:
@@ -130,13 +140,23 @@ class Rotary:
         extra = {"layer_type": self.layer_type} if self.layer_type is not None else {}
         if self.in_3d:  # of text, the same in all of them
             positions = positions.expand(3, *positions.shape)
-        cos, sin = copy.deepcopy(self.embedding)(like, positions, **extra)
+        cos, sin = _twin(self.embedding)(like, positions, **extra)
         return cos, sin
 
 
 def alike(made: Tensor, given: Tensor) -> Tensor:
     """Whether cosines (or sines) `(..., channels)` are the same but for rounding, `(...)` bool."""
     return ((made - given).abs() <= 2 * torch.finfo(given.dtype).eps).all(dim=-1)
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """A module with the same tensors that can replace its own without the other's knowledge."""
+    if next(module.children(), None) is not None:
+        return copy.deepcopy(module)
+    twin = copy.copy(module)  # deeply, its config would be copied too
+    containers = {k: copy.copy(v) for k, v in vars(module).items() if isinstance(v, (dict, set))}
+    vars(twin).update(containers)
+    return twin
 
 
 class NoRotation(Rotary):
