@@ -54,8 +54,8 @@ class AttentionCall:
         n_forwards: forwards that the scope has seen the layer through, while decoding.
         recent_scores: `(B, H_kv, w)`, what an earlier eviction left to judge late; see `Eviction`.
         kwargs: the keyword arguments of the forward, as the module got them.
-        later: `(1 or B, q, q)` bool, which later ones each of the `q` tokens sees (rows of an image,
-            in some models); None: none.
+        later: `(1 or B, q, q)` bool, which later ones each of the `q` tokens sees (those of an
+            image, in some models); None: none.
         scope: what the open scope of the press knows.
     """
 
@@ -97,7 +97,7 @@ class AttentionCall:
 
     @property
     def next_position(self) -> Tensor:
-        """Position to which the token that comes after this forward is rotated, `(1 or B, 1)` int64.
+        """Position of the token that comes after this forward, under RoPE, `(1 or B, 1)` int64.
 
         Raises:
             UnsupportedInputError: if that is not known, as where an image comes last.
@@ -161,7 +161,7 @@ class AttentionCall:
         return self.site.rotary.rotate_to(before_rope, positions).to(self.query.dtype)
 
     def later_of(self, last: int) -> Tensor | None:
-        """Which later ones each of the `last` tokens with a query sees, `(B, 1 or H_kv, n, n)` bool.
+        """Which later ones each of the `last` tokens sees, `(B, 1 or H_kv, last, last)` bool.
 
         None where attention is causal.
         """

@@ -78,7 +78,8 @@ def _mask_of_rest(mask: Any, n: int, drafts: AttentionForward) -> Any:
     if mask is not None and not isinstance(mask, BlockMask):
         return mask if mask.dim() == 2 else mask[..., n:, :]
     n_drafts, states = drafts.n_tokens, drafts.hidden_states
-    held = torch.ones(len(states), mask_columns(drafts.layer), dtype=torch.bool, device=states.device)
+    held = torch.ones(
+        len(states), mask_columns(drafts.layer), dtype=torch.bool, device=states.device
+    )
     form = drafts.site.attn_implementation
     return mask_for_pruned(None, held, n_drafts, states, form)
-

@@ -377,7 +377,8 @@ class Programs(RuleBasedStateMachine):
         if both.cache.get_seq_length() <= n:
             return
         found, expected = (
-            outcome(lambda cache=cache: take_back(cache, n)) for cache in (both.cache, both.expected)
+            outcome(lambda cache=cache: take_back(cache, n))
+            for cache in (both.cache, both.expected)
         )
         assert same(found, expected), (found, expected)
         if found is not None:

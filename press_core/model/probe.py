@@ -30,7 +30,7 @@ from transformers.cache_utils import DynamicLayer
 from press_core.cache.pruned import HybridLayer, KeptTokens, filled, pruned_layer
 from press_core.cache.reading import prepared
 from press_core.errors import UnsupportedModelError
-from press_core.model.decoder import decoder_of
+from press_core.model.decoder import decoder_of, device_of
 from press_core.model.forward import AttentionForward
 from press_core.model.ranks import HeadGroup
 from press_core.model.rotary import NoRotation, Rotary, is_rotary_embedding
@@ -300,7 +300,7 @@ def _forward(
 ) -> Any:
     """Run `module` over the first tokens, or over one more after those that `cache` has seen."""
     config = getattr(module, "config", None) or model.config
-    device = _device_of(sites[0].module)
+    device = device_of(sites[0].module)
     ids = _ordinary_tokens(config).to(device)
     ids = ids[:, :n] if cache is None else ids[:, :1]
     parameters = inspect.signature(type(module).forward).parameters
@@ -313,15 +313,6 @@ def _forward(
     if cache is not None:
         more["past_key_values"] = cache
     return module(**inputs, **more)
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    """Where `module` computes; the CPU where its weights are elsewhere between forwards.
-
-    Whoever offloads them (accelerate) brings what the model is given to where they are brought.
-    """
-    device = next(module.parameters()).device
-    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _ordinary_tokens(config: Any) -> Tensor:

@@ -313,7 +313,9 @@ def _describe_rotary(model: nn.Module, name: str, module: Any, head_dim: int) ->
         return None
     embedding = find_rotary_embedding(model, name)
     layer_type = None
-    layer_types = getattr(module.config, "layer_types", None)  # Phi-MoE of transformers 5.2 has none
+    layer_types = getattr(
+        module.config, "layer_types", None
+    )  # Phi-MoE of transformers 5.2 has none
     if embedding is not None and layer_types and takes_layer_type(embedding):
         layer_type = layer_types[module.layer_idx]
     return Rotary(function, getattr(module, "rotary_ndims", head_dim), embedding, layer_type)

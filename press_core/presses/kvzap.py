@@ -16,13 +16,13 @@ from press_core.calibration import (
     Calibration,
     CalibrationError,
     check_fits,
-    device_of,
     find,
     model_sizes,
     rows_alone,
     run,
 )
 from press_core.call import AttentionCall
+from press_core.model.decoder import device_of
 from press_core.model.sites import AttentionSite
 from press_core.press import Needs, Press, RatioScorer, require
 from press_core.select import upcast
