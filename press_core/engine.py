@@ -501,8 +501,8 @@ def _require_causal(scope: ScopeState, forward: AttentionForward) -> None:
     """Refuse tokens that see later ones where the press will judge them together with others."""
     if _later(scope, forward) is not None:
         raise UnsupportedInputError(
-            f"{type(scope.press).__name__} reads attention weights, and tokens of an image see "
-            f"later ones in {forward.site.name}; let the image come with the context, in one forward"
+            f"{type(scope.press).__name__} reads attention weights, and in {forward.site.name} "
+            "tokens of an image see later ones; let it come with the context, in one forward"
         )
 
 

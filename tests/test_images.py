@@ -68,7 +68,7 @@ def test_an_image_behind_keys_that_have_moved_is_refused(package):
         run(model, 5 + torch.arange(N)[None], cache)
         held = [layer.get_seq_length() for layer in cache.layers]
         model.model.rope_deltas = None
-        with pytest.raises(UnsupportedInputError, match="image came .* behind keys"):
+        with pytest.raises(UnsupportedInputError, match=r"image came .* behind keys"):
             run(model, context(model), cache)
     assert [layer.get_seq_length() for layer in cache.layers] == held
 

@@ -29,7 +29,7 @@ def decoder_of(model: nn.Module, sites: list[AttentionSite]) -> nn.Module:
 def device_of(module: nn.Module) -> torch.device:
     """Where `module` takes what it is given: where its first weights are.
 
-    The CPU where all of them are elsewhere between forwards: whoever offloads them (accelerate) then
+    The CPU where all of them are elsewhere between forwards: whoever offloads them (accelerate)
     brings what a module is given to where they are brought.
     """
     devices = (parameter.device for parameter in module.parameters())

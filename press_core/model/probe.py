@@ -32,7 +32,7 @@ from press_core.cache.reading import prepared
 from press_core.errors import UnsupportedModelError
 from press_core.model.decoder import decoder_of, device_of
 from press_core.model.forward import AttentionForward
-from press_core.model.ranks import HeadGroup
+from press_core.model.ranks import HeadGroup, ranks_of
 from press_core.model.rotary import NoRotation, Rotary, is_rotary_embedding
 from press_core.model.sites import (
     LAYOUTS,
@@ -610,16 +610,18 @@ def _facts(model: nn.Module, site: AttentionSite, seen: _Seen, layer: Any) -> Si
             "keep tokens of their own; StreamingLLMPress keeps the same of all"
         )
         refusals["heads"] = refusals["rope"] = refusals["own tokens"]
-    n_ranks = site.heads.size if keys.shape[1] < site.num_kv_heads else 1  # with heads of their own
+    group = site.heads if site.heads.size > 1 else ranks_of(model)  # of fused projections too
+    if keys.shape[1] * group.size != site.num_kv_heads:  # they share the weights, or there is one
+        group = HeadGroup()
+    n_ranks = group.size
     sizes: dict[str, Any] = {
         "num_heads": call.query.shape[1] * n_ranks,
         "num_kv_heads": keys.shape[1] * n_ranks,
         "head_dim": call.query.shape[-1],
         "value_dim": values.shape[-1],
         "head_order": order,
+        "heads": group,
     }
-    if n_ranks != site.heads.size:  # ranks share the weights, and each attends with all heads
-        sizes["heads"] = HeadGroup()
     if call.scaling is not None:
         sizes["scaling"] = float(call.scaling)
     facts = SiteFacts(sizes=sizes, refusals=refusals)

@@ -189,10 +189,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Types whose default leaves a kind of layer out: name, type and what its configuration is told."""
 
 IMAGES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"), {}),
-    **dict.fromkeys(("llava", "paligemma"), {"image_size": 28, "patch_size": 14}),
+    **{name: {} for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")},
+    **{name: {"image_size": 28, "patch_size": 14} for name in ("llava", "paligemma")},
     "gemma3": {"image_size": 32, "patch_size": 8},
-    **dict.fromkeys(("idefics3", "smolvlm"), {"image_size": 64, "patch_size": 16}),
+    **{name: {"image_size": 64, "patch_size": 16} for name in ("idefics3", "smolvlm")},
     "internvl": {"image_size": (56, 56), "patch_size": (14, 14)},
 }
 """Types that are run with an image too, and what their vision model is told to make few tokens."""

@@ -154,9 +154,8 @@ def document(table: pd.DataFrame, oldest: pd.DataFrame) -> str:
 def _introduction(table: pd.DataFrame, reached: pd.DataFrame, n_left_out: int) -> str:
     pruned = reached[reached["press"] != "nothing evicted"]
     by_type = pruned.groupby("type")["reach"].agg(set)
-    conditions = table[table["worst"] != "not applicable"][CONDITIONS]
-    of_cells = conditions.stack()
-    of_cells = of_cells[(of_cells != "") & (of_cells != "not applicable")]
+    of_cells = [str(cell) for condition in CONDITIONS for cell in table[condition]]
+    of_cells = [cell for cell in of_cells if cell not in ("", "not applicable")]
     return _INTRODUCTION.format(
         n=reached["type"].nunique(),
         left_out=n_left_out,
@@ -164,7 +163,7 @@ def _introduction(table: pd.DataFrame, reached: pd.DataFrame, n_left_out: int) -
         all=sum(found == {BOTH} for found in by_type),
         patch=sum(PATCH in found for found in by_type),
         hook=sum(HOOK in found for found in by_type),
-        wrong=int(of_cells.isin(OUTCOMES[2:6]).sum()),
+        wrong=sum(cell in OUTCOMES[2:6] for cell in of_cells),
         cells=len(of_cells),
         audit=_AUDIT,
     )
@@ -208,30 +207,31 @@ more than the other.
 
 The query parts them. It exists between two lines of a forward. A hook sees it if some submodule
 puts it out, in whatever layout, before the rotation or after: the probe compares the outputs of all
-of them with what attention receives. Where a function of tensors comes last (a norm without a module, a
-temperature by position, two projections put together as in MLA) there is nothing to hang a hook on.
-A patch does not look for it: it receives the query of the very call, as an argument of the
-attention function. But it depends on that function being asked for in transformers' registry: where
-a module attends by lines of its own, patches see no query, and neither hooks nor patches can attend
-over heads of different lengths.
+of them with what attention receives. Where a function of tensors comes last (a norm without a
+module, a temperature by position, two projections put together as in MLA) there is nothing to hang
+a hook on. A patch does not look for it: it receives the query of the very call, as an argument of
+the attention function. But it depends on that function being asked for in transformers' registry:
+where a module attends by lines of its own, patches see no query, and neither hooks nor patches can
+attend over heads of different lengths.
 
-Neither reaches what is no longer there. Latent caches (MLA) hold one row for all heads, of which the
-module makes keys and values anew in each forward. A row can be evicted for all heads at once, by
-presses that go by places (StreamingLLM, Random). Scores by head would have to be put together,
+Neither reaches what is no longer there. Latent caches (MLA) hold one row for all heads, of which
+the module makes keys and values anew in each forward. A row can be evicted for all heads at once,
+by presses that go by places (StreamingLLM, Random). Scores by head would have to be put together,
 after being computed from keys that are made with the module's own projection, rotated and not: a
 second computation of what the module does inside, by names that differ from family to family, and
-the query would be patches' alone. So those presses are refused by name. Where a release or a
-model caches whole keys instead (DeepSeek-V3 on transformers 5.2), they work.
+the query would be patches' alone. So those presses are refused by name. Where a release or a model
+caches whole keys instead (DeepSeek-V3 on transformers 5.2), they work.
 
-Neither mechanism makes a wrong assumption right: what the probe found wrong (positions by place in the
-cache, keys of one norm, heads mixed before attention, rotations by complex numbers as in Llama 4) is
-refused for both.
+Neither mechanism makes a wrong assumption right: what the probe finds (positions by place in the
+cache, keys of one norm, heads mixed before attention, rotations by complex numbers as in Llama 4)
+is refused for both.
 
 Images change two things. Their positions lie in three dimensions, and no position ids that a module
 is given say so: presses that turn keys back use the cosines and sines of the call, and presses that
 look ahead find the last token by its own. A re-rotated key has the same new position in all
-dimensions, as text has, and an image *behind* re-rotated keys is refused. And in some models the tokens
-of an image see each other, later ones too: weights that are computed again take that from the mask.
+dimensions, as text has, and an image *behind* re-rotated keys is refused. And in some models the
+tokens of an image see each other, later ones too: weights that are computed again take that from
+the mask.
 
 """
 

@@ -96,7 +96,7 @@ class FullRun:
 
 
 def feed(model: Any, ids: Tensor, cache: Any, **more: Any) -> Any:
-    """One forward over `ids` and the image in them, of the decoder where there is an encoder too."""
+    """One forward over `ids` and the image in them; of the decoder, where there is an encoder."""
     inputs = {"input_ids": ids}
     if model.config.is_encoder_decoder and hasattr(model, "get_encoder"):
         context = torch.arange(5, 5 + ids.shape[0] * 19).view(ids.shape[0], 19) % 100
