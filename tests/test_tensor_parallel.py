@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 import hooks_impl
 import patch_impl
 from experiments.testbed.families import build
-from press_core import Press
+from press_core import Press, UnsupportedModelError
 from press_core.model.probe import verified_sites
 from tests.support import context_for, example_for, token_ids
 
@@ -181,6 +181,35 @@ def test_two_ranks_keep_what_one_process_keeps(of_ranks, name, mechanism):
 @pytest.mark.parametrize("case", [case for case in CASES if case != "llama"])
 def test_ranks_agree_however_the_heads_lie(of_ranks, case, name, mechanism):
     check(of_ranks, case, name, mechanism)
+
+
+class Mesh:
+    """Two ranks, of which this process is the first."""
+
+    mesh_dim_names = ("tp",)
+
+    def __getitem__(self, name: str) -> Mesh:
+        return self
+
+    def get_group(self) -> str:
+        return "both"
+
+    def get_local_rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return RANKS
+
+
+def test_sinks_of_heads_on_other_ranks_are_refused():
+    model: Any = build("gpt_oss", attn_implementation="eager")
+    model._device_mesh = Mesh()
+    for layer in model.model.layers:
+        weight = layer.self_attn.k_proj.weight
+        layer.self_attn.k_proj.weight = torch.nn.Parameter(weight[: len(weight) // RANKS])
+    for package in PACKAGES.values():
+        with pytest.raises(UnsupportedModelError, match="learned sinks"):
+            package.KnormPress(0.5).register(model)
 
 
 def test_heads_lie_on_the_ranks_as_is_said(of_ranks):

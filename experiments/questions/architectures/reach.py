@@ -220,7 +220,7 @@ by presses that go by places (StreamingLLM, Random). Scores by head would have t
 after being computed from keys that are made with the module's own projection, rotated and not: a
 second computation of what the module does inside, by names that differ from family to family, and
 the query would be patches' alone. So those presses are refused by name. Where a release or a model
-caches whole keys instead (DeepSeek-V3 on transformers 5.2), they work.
+caches whole keys instead (DeepSeek-V3 on transformers 5.2), those that read keys and values work.
 
 Neither mechanism makes a wrong assumption right: what the probe finds (positions by place in the
 cache, keys of one norm, heads mixed before attention, rotations by complex numbers as in Llama 4)
