@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
@@ -36,6 +37,8 @@ CASES = {
     "gpt_oss": "learned sinks, heads on every rank",
 }
 """How the heads lie on the ranks, by case."""
+if transformers.__version__.startswith("5.2."):
+    del CASES["gpt_oss"]  # whose experts it sends to accelerators, where there are none too
 SOME = ("AdaKVPress", "ChunkKVPress", "KeyRerotationPress", "SnapKVPress", "TOVAPress")
 PADDING = 12
 
@@ -217,4 +220,4 @@ def test_heads_lie_on_the_ranks_as_is_said(of_ranks):
     split = {case: first[f"{case} ranks"] for case in CASES}
     assert split == {case: second[f"{case} ranks"] for case in CASES}
     expected = {"llama": 2, "llama, padded": 2, "gpt_neox": 2, "phi3": 1, "gpt_oss": 1}
-    assert split == expected
+    assert split == {case: expected[case] for case in CASES}
