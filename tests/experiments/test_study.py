@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from io import StringIO
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
 
@@ -22,11 +23,17 @@ import experiments
 from experiments import UserError
 from experiments.cli import app
 from experiments.framework import plots
-from experiments.framework.experiment import Contrast, Experiment, Finding
+from experiments.framework.experiment import Contrast, Experiment, Finding, Related
 from experiments.framework.overview import overview
 from experiments.framework.readme import blocks, fill
-from experiments.framework.report import MAX_ROWS, write_report
-from experiments.framework.results import MANIFEST, describe, read_table, write_table
+from experiments.framework.report import MAX_ROWS, related, write_report
+from experiments.framework.results import (
+    MANIFEST,
+    describe,
+    read_parts,
+    read_table,
+    write_table,
+)
 from experiments.framework.tables import ResultTable
 from experiments.study import run_study
 
@@ -122,17 +129,18 @@ class Page(HTMLParser):
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.tags, self.references, self.images, self.text = [], [], [], ""
+        self.tags, self.references, self.links, self.images, self.text = [], [], [], [], ""
         self.feed(html)
 
     def handle_starttag(self, tag, attrs):
         attributes = dict(attrs)
         self.tags.append(tag)
-        self.references += [
+        referred = [
             value
             for name, value in attrs
             if name in ("src", "href", "srcset", "data", "poster", "action")
         ]
+        (self.links if tag == "a" else self.references).extend(referred)
         if attributes.get("role") == "img":
             self.images.append(attributes["aria-label"])
 
@@ -279,7 +287,8 @@ def test_csv_files_keep_values(tmp_path):
 def test_the_page_needs_no_other_file(folder):
     html = (folder / "report.html").read_text(encoding="utf-8")
     shown = Page(html)
-    assert all(ref.startswith(("#", "data:")) for ref in shown.references), shown.references
+    assert all(ref.startswith("data:") for ref in shown.references), shown.references
+    assert all(link.startswith("#") for link in shown.links), shown.links
     assert not re.search(r"url\((?!#)", html)
     assert "@import" not in html
     assert "script" not in shown.tags
@@ -407,8 +416,40 @@ def test_figures_take_the_colours_of_the_page():
     assert "stroke: var(--ink)" in drawn
     assert ">1.23456<" in drawn, "coordinates are rounded, words are not"
     assert not {plots.INK, plots.MUTED, plots.GRID} & set(re.findall("#[0-9a-f]{6}", drawn))
+    panel.plot([1, 3], **plots.press_line("KVzipPress"))  # black, where the page is light
+    assert "#000000" not in plots.svg(figure, "salt")
     again = plots.svg(figure, "salt")  # the first drawing settles the layout
     assert again == plots.svg(figure, "salt")
+
+
+def test_findings_stand_beside_what_others_say(tmp_path):
+    line = Related("mean", "[Others](https://example.org)", "They say **2**.", "Here it is 1.867.")
+    study([tiny("one", related=lambda tables: [line]), TWO], tmp_path)
+    shown = page(tmp_path)
+    text = " ".join(shown.text.split())
+    assert "Others They say 2. Here it is 1.867. See the finding" in text
+    assert "https://example.org" in shown.links  # to be followed, not to be loaded
+    assert shown.links.count("#one-mean") == 3  # from the needs, beside the finding, and from here
+    assert (
+        "| [Others](https://example.org) | They say **2**. |"
+        in (tmp_path / "report.md").read_text()
+    )
+
+
+def test_committed_results_are_compared_with_other_work():
+    parts = read_parts(Path(__file__).parents[2] / "results", experiments.load_experiments())
+    anchors = {
+        f"{part.experiment.name}-{finding.name}" for part in parts for finding in part.findings
+    }
+    compared = related(parts)
+    assert {anchor for anchor, *_ in compared} <= anchors
+    works = " ".join(work for _, work, *_ in compared)
+    assert all(name in works for name in ("kvpress", "AdaKV", "StreamingLLM", "KVzip"))
+    assert not any("nan" in here for *_, here in compared)
+
+
+def test_without_related_work_there_is_no_such_section(folder):
+    assert "Related work" not in page(folder).text
 
 
 def test_the_first_figure_sets_hooks_beside_patches(tmp_path):
@@ -506,7 +547,7 @@ End.
 
 def test_readme_blocks_are_filled_once(folder):
     contents = blocks(folder, [ONE, TWO])
-    assert set(contents) == {"verdict", "needs", "one", "one-mean", "two", "two-mean"}
+    assert set(contents) == {"verdict", "needs", "related", "one", "one-mean", "two", "two-mean"}
     filled, stale = fill(README, contents)
     assert stale == ["verdict", "two"]
     assert filled == (
