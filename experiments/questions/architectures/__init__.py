@@ -24,6 +24,8 @@ REPRESENTATIVES = (
     *("deepseek_v3", "jamba", "falcon_h1", "gemma3n_text", "llama4_text", "qwen2 (sliding)", "cwm"),
     *("paligemma", "qwen2_vl", "ernie4_5_vl_moe", "bart", "bart (seq2seq)", "t5 (seq2seq)"),
     *("inkling_text", "axk2", "beam", "hrm_text"),
+    *("qwen2_vl (image)", "qwen3_vl (image)", "llava (image)", "idefics3 (image)"),
+    *("gemma3 (image)", "paligemma (image)"),
 )
 """One type of every structural kind: what it stands for is said in `docs/architectures.md`."""
 
@@ -52,10 +54,10 @@ class Architectures(Experiment[Options]):
     )
     method = (
         "Every causal and image-text decoder of the installed transformers is built small, with "
-        "random weights, and run on text. What a press leaves and the logits that follow are "
-        "compared with a run over the full cache in which all that is evicted is masked, by code "
-        "that shares nothing with the presses. Image tokens, long contexts and trained weights "
-        "are not tried."
+        "random weights, and run on text, ten of them with an image in it too. What a press leaves "
+        "and the logits that follow are compared with a run over the full cache in which all that "
+        "is evicted is masked, by code that shares nothing with the presses. Long contexts and "
+        "trained weights are not tried."
     )
     full = Options()
     quick = Options(type=tuple(name for name in REPRESENTATIVES if name in decoders()))

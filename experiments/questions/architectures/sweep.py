@@ -106,7 +106,7 @@ def rows_of(
 ) -> list[tuple[Any, ...]]:
     """The rows of one decoder, measured in this process."""
     try:
-        bench = Bench(build(decoder))
+        bench = Bench(build(decoder), decoder.image)
     except NotApplicableError as reason:
         return [_row(decoder, None, "not applicable", str(reason))]
     except Exception as error:
