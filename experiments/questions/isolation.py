@@ -37,6 +37,7 @@ from experiments.mechanisms import MECHANISMS, OURS, Mechanism
 from experiments.mechanisms.contain import contained
 from experiments.testbed.families import build
 from experiments.testbed.response import Response, random_tokens, states_of
+from press_core import PressError
 
 RATIO, OTHER_RATIO = 0.5, 0.25
 CONTEXT, STEPS = 24, 2
@@ -308,7 +309,11 @@ def _closed_first(outer_press: Any, inner_press: Any) -> Seen:
     with contained(model):
         outer, inner = outer_press(model), inner_press(model)
         outer.__enter__()
-        inner.__enter__()
+        try:
+            inner.__enter__()
+        except PressError as refusal:  # to open on what the outer has made of the model
+            outer.__exit__(None, None, None)
+            return Seen(inner_alone, refusal, bare, given(answer, model))
 
         def ask_without(scope: AbstractContextManager[Any]) -> Given:
             def close_and_ask() -> Response:
