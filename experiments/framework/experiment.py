@@ -32,13 +32,14 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import pandas as pd
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
+from experiments.framework.subject import LeftOutError, Planned, Subject
 from experiments.framework.tables import ResultTable
 
 Tables = dict[str, pd.DataFrame]
@@ -129,6 +130,30 @@ class Experiment(ABC, Generic[OptionsT]):
         Raises:
             UserError: if `options` ask for what cannot be done; before anything is run.
         """
+
+    def on(self, subject: Subject) -> Planned[OptionsT]:
+        """What to run on a model of the user's own; by default what `make study` runs, on it.
+
+        Raises:
+            LeftOutError: if the experiment has nothing to say of that model.
+        """
+        return Planned(self.quick_on(subject))
+
+    def quick_on(self, subject: Subject, **changed: Any) -> OptionsT:
+        """The quick options with the model of a subject, its device, and whatever else is given.
+
+        Raises:
+            LeftOutError: if the experiment takes no model.
+        """
+        quick: Any = self.quick
+        names = {field.name for field in fields(quick)}
+        if "model" not in names:
+            raise LeftOutError("it runs on small models of its own")
+        several = isinstance(quick.model, tuple)
+        told = {"model": (subject.model,) if several else subject.model, "device": subject.device}
+        told = {name: value for name, value in told.items() if name in names}
+        options: OptionsT = replace(quick, **(told | changed))
+        return options
 
     @abstractmethod
     def findings(self, tables: Tables) -> list[Finding]:

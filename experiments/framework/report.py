@@ -20,16 +20,10 @@ from matplotlib.figure import Figure
 
 from experiments import load_experiments
 from experiments.framework.experiment import AnyExperiment
+from experiments.framework.manifest import read_manifest, write_manifest
 from experiments.framework.overview import overview
 from experiments.framework.plots import save, svg
-from experiments.framework.results import (
-    Part,
-    describe,
-    draw,
-    read_manifest,
-    read_parts,
-    write_manifest,
-)
+from experiments.framework.results import Part, describe, draw, read_parts
 from experiments.framework.tables import markdown_table
 
 QUESTION = (
@@ -180,10 +174,12 @@ def command(
     experiments = load_experiments()
     if redraw:
         manifest = read_manifest(folder)
+        entries = dict(manifest.experiments)
         for part in read_parts(folder, experiments):
             if not part.error:
-                entry = manifest["experiments"][part.experiment.name]
-                entry["figures"] = draw(part.experiment, part.tables, folder)
-        write_manifest(manifest, folder)
+                name = part.experiment.name
+                shown = draw(part.experiment, part.tables, folder)
+                entries[name] = entries[name].model_copy(update={"figures": shown})
+        write_manifest(manifest.model_copy(update={"experiments": entries}), folder)
     write_report(folder, experiments)
     typer.echo(f"wrote {folder / 'report.md'} and {folder / 'report.html'}")

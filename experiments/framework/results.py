@@ -1,26 +1,23 @@
 """The folder of a study: a CSV file per table, a PNG file per figure, and a manifest.
 
-The manifest `run.json` says what belongs to which experiment. What the tables mean is read off them
-again each time, so a report can be rebuilt, in better words or a better layout, without running
-anything.
+The manifest says what belongs to which experiment: see `experiments.framework.manifest`. What the
+tables mean is read off them again each time, so a report can be rebuilt, in better words or a
+better layout, without running anything.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 
 from experiments import UserError
 from experiments.framework.experiment import AnyExperiment, Finding, Tables
+from experiments.framework.manifest import check_names, read_manifest
 from experiments.framework.plots import save
-
-MANIFEST = "run.json"
 
 
 @dataclass(frozen=True)
@@ -58,20 +55,36 @@ def write_results(tables: Tables, figures: Mapping[str, Figure], folder: Path) -
     folder.mkdir(parents=True, exist_ok=True)
     for name, table in tables.items():
         write_table(table, folder / f"{name}.csv")
+    write_figures(figures, folder)
+
+
+def write_figures(figures: Mapping[str, Figure], folder: Path) -> None:
+    """Draw figures into a folder that is there, under their names."""
     for name, figure in figures.items():
         save(figure, folder / f"{name}.png")
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """A table that `write_table` wrote; only an empty cell means that a value is missing."""
-    return pd.read_csv(path, keep_default_na=False, na_values=[""], float_precision="round_trip")
+    """A table that `write_table` wrote; only an empty cell means that a value is missing.
+
+    Raises:
+        UserError: if there is none, or it is no table.
+    """
+    try:
+        return pd.read_csv(
+            path, keep_default_na=False, na_values=[""], float_precision="round_trip"
+        )
+    except OSError as error:
+        raise UserError(f"cannot read the table {path}: {error.strerror}") from None
+    except ValueError as error:  # of pandas, for whatever is no CSV
+        raise UserError(f"{path} is no table: {error}") from None
 
 
 def draw(experiment: AnyExperiment, tables: Tables, folder: Path) -> dict[str, str]:
     """Draw the figures of an experiment into `folder`; returns what each shows, by name."""
     figures = experiment.figures(tables)
-    for name, figure in figures.items():
-        save(figure, folder / f"{name}.png")
+    check_names(experiment.name, figures)
+    write_figures(figures, folder)
     return {name: describe(figure) for name, figure in figures.items()}
 
 
@@ -92,30 +105,6 @@ def _listed(texts: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(" ".join(text.split()) for text in texts if text))
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of the study in `folder`.
-
-    Raises:
-        UserError: if there is none, or it cannot be read.
-    """
-    try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(
-            f"there is no {MANIFEST} in {folder}, so it holds no study; make one with "
-            f"`python -m experiments study --output {folder}`"
-        ) from None
-    except ValueError as error:
-        raise UserError(f"{folder / MANIFEST} is not JSON: {error}") from error
-    return manifest
-
-
-def write_manifest(manifest: dict[str, Any], folder: Path) -> None:
-    """Write the manifest of a study into its `folder`."""
-    text = json.dumps(manifest, indent=2, ensure_ascii=False)
-    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
-
-
 def read_parts(folder: Path, experiments: Sequence[AnyExperiment]) -> list[Part]:
     """What a study's folder holds, an experiment each, in the order in which they ran.
 
@@ -124,21 +113,23 @@ def read_parts(folder: Path, experiments: Sequence[AnyExperiment]) -> list[Part]
     """
     known = {experiment.name: experiment for experiment in experiments}
     parts = []
-    for name, entry in read_manifest(folder)["experiments"].items():
+    for name, entry in read_manifest(folder).experiments.items():
         if name not in known:
             raise UserError(
                 f"{folder} holds results of {name!r}, which is not an experiment any more; there "
                 f"are {', '.join(known)}; run the study again"
             )
-        tables = {table: read_table(folder / f"{table}.csv") for table in entry["tables"]}
+        paths = {table: folder / f"{table}.csv" for table in entry.tables}
+        if entry.error:  # perhaps before all of them were written
+            paths = {table: path for table, path in paths.items() if path.exists()}
         parts.append(
             Part(
                 experiment=known[name],
-                tables=tables,
-                figures=entry["figures"],
-                seconds=entry["seconds"],
-                repeat=entry.get("repeat", f"python -m experiments {name}"),
-                error=entry["error"],
+                tables={table: read_table(path) for table, path in paths.items()},
+                figures=entry.figures,
+                seconds=entry.seconds,
+                repeat=entry.repeat or f"python -m experiments {name}",
+                error=entry.error,
             )
         )
     return parts

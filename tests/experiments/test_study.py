@@ -23,10 +23,11 @@ from experiments import UserError
 from experiments.cli import app
 from experiments.framework import plots
 from experiments.framework.experiment import Contrast, Experiment, Finding
+from experiments.framework.manifest import MANIFEST
 from experiments.framework.overview import overview
 from experiments.framework.readme import blocks, fill
 from experiments.framework.report import MAX_ROWS, write_report
-from experiments.framework.results import MANIFEST, describe, read_table, write_table
+from experiments.framework.results import describe, read_table, write_table
 from experiments.framework.tables import ResultTable
 from experiments.study import run_study
 
@@ -205,7 +206,8 @@ def test_tables_survive_what_fails_to_read_them(tmp_path, part):
 
 def test_two_experiments_cannot_write_one_table(tmp_path):
     assert study([ONE, tiny("two", measure=ONE.measure)], tmp_path)[0] == ["two"]
-    assert "written by an experiment before" in page(tmp_path).text
+    assert "'one' is no name for a table or figure of two" in page(tmp_path).text
+    assert read_table(tmp_path / "one.csv")["x"].tolist() == [0.1, 2.0, 3.5]
 
 
 def test_a_second_study_replaces_the_first_and_nothing_else(tmp_path):
