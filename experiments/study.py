@@ -38,10 +38,10 @@ from experiments.framework.manifest import (
     write_manifest,
 )
 from experiments.framework.options import Device
+from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.report import write_report
 from experiments.framework.results import describe, read_table, write_figures, write_table
-from experiments.framework.subject import LeftOutError, Planned, Subject
-from experiments.testbed.own_model import full_name, get_to_know
+from experiments.testbed.getting_to_know import full_name, get_to_know
 
 UNFINISHED = "it was interrupted before everything was written"
 """The error of an experiment whose files are being written."""
@@ -102,9 +102,7 @@ def plan_study(
     return Plan([Task(each, each.full if full else each.quick) for each in chosen])
 
 
-def plan_on(
-    subject: Subject, experiments: Sequence[AnyExperiment], only: Sequence[str] = ()
-) -> Plan:
+def plan_on(own: OwnModel, experiments: Sequence[AnyExperiment], only: Sequence[str] = ()) -> Plan:
     """The study of a model of the user's own.
 
     Raises:
@@ -113,15 +111,15 @@ def plan_on(
     tasks, left_out = [], {}
     for experiment in _chosen(experiments, only):
         try:
-            planned: Planned[Any] = experiment.on(subject)
+            planned: Planned[Any] = experiment.on(own)
         except LeftOutError as reason:
             left_out[experiment.name] = str(reason)
         else:
-            tasks.append(Task(experiment, planned.options, planned.duration(subject)))
+            tasks.append(Task(experiment, planned.options, planned.duration(own)))
     if only and left_out:
         said = "; ".join(f"{name} is left out: {reason}" for name, reason in left_out.items())
-        raise UserError(f"on {subject.name} {said}")
-    return Plan(tasks, subject.model, left_out)
+        raise UserError(f"on {own.name} {said}")
+    return Plan(tasks, own.model, left_out)
 
 
 def _chosen(experiments: Sequence[AnyExperiment], only: Sequence[str]) -> list[AnyExperiment]:
@@ -355,13 +353,13 @@ def _commit() -> str | None:
 # ---- command -------------------------------------------------------------------------------------
 
 
-def _announcement(plan: Plan, subject: Subject) -> Table:
+def _announcement(plan: Plan, own: OwnModel) -> Table:
     """What will be run on a model of the user's own, how long that takes, and what is left out."""
     known = [task.duration for task in plan.tasks if task.duration is not None]
     title = (
-        f"{subject.name} ({subject.parameters / 1e6:,.1f} M parameters on {subject.device}: "
-        f"{1 / subject.token_seconds:,.0f} tokens a second in a prefill, "
-        f"{1 / subject.step_seconds:,.1f} while decoding) will take about {_about(sum(known))}"
+        f"{own.name} ({own.parameters / 1e6:,.1f} M parameters on {own.device}: "
+        f"{1 / own.token_seconds:,.0f} tokens a second in a prefill, "
+        f"{1 / own.step_seconds:,.1f} while decoding) will take about {_about(sum(known))}"
     )
     table = Table(title=title, title_justify="left")
     for name in ("experiment", "takes about", ""):
@@ -445,15 +443,15 @@ def command(
     experiments, console = load_experiments(), Console(stderr=True)
     names = [experiment.name for experiment in _chosen(experiments, only or ())]
     folder = output or Path("study" if model is None else f"study-{Path(model).resolve().name}")
-    subject = None
+    own = None
     if model is not None:
         former_study(folder, full_name(model), names, overwrite=overwrite)  # before it is loaded
         with console.status(f"getting to know {model}"):
-            subject = get_to_know(model, device)
+            own = get_to_know(model, device)
     plan = plan_study(experiments, only or (), full=full)
-    if subject is not None:
-        plan = plan_on(subject, experiments, only or ())
-        console.print(_announcement(plan, subject))
+    if own is not None:
+        plan = plan_on(own, experiments, only or ())
+        console.print(_announcement(plan, own))
     try:
         failed = run_plan(
             plan, experiments, folder, console, adding=bool(only), overwrite=overwrite

@@ -39,7 +39,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
-from experiments.framework.subject import LeftOutError, Planned, Subject
+from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
 
 Tables = dict[str, pd.DataFrame]
@@ -111,6 +111,7 @@ class Experiment(ABC, Generic[OptionsT]):
             whose fields is a flag: `Annotated[type, typer.Option(help=...)]`, with a default. What
             a flag can repeat is a `tuple[type, ...]`, empty by default where that stands for all.
         quick: options of `make study`, on smaller grids.
+        left_out: why it has nothing to say of a model of the user's own, if it takes none.
     """
 
     name: ClassVar[str]
@@ -119,6 +120,7 @@ class Experiment(ABC, Generic[OptionsT]):
     method: ClassVar[str]
     full: OptionsT
     quick: OptionsT
+    left_out: ClassVar[str] = "it runs on small models of its own"
 
     @abstractmethod
     def measure(self, options: OptionsT, progress: Progress) -> Tables:
@@ -131,16 +133,16 @@ class Experiment(ABC, Generic[OptionsT]):
             UserError: if `options` ask for what cannot be done; before anything is run.
         """
 
-    def on(self, subject: Subject) -> Planned[OptionsT]:
+    def on(self, own: OwnModel) -> Planned[OptionsT]:
         """What to run on a model of the user's own; by default what `make study` runs, on it.
 
         Raises:
             LeftOutError: if the experiment has nothing to say of that model.
         """
-        return Planned(self.quick_on(subject))
+        return Planned(self.quick_on(own))
 
-    def quick_on(self, subject: Subject, **changed: Any) -> OptionsT:
-        """The quick options with the model of a subject, its device, and whatever else is given.
+    def quick_on(self, own: OwnModel, **changed: Any) -> OptionsT:
+        """The quick options with the model of a own, its device, and whatever else is given.
 
         Raises:
             LeftOutError: if the experiment takes no model.
@@ -148,9 +150,9 @@ class Experiment(ABC, Generic[OptionsT]):
         quick: Any = self.quick
         names = {field.name for field in fields(quick)}
         if "model" not in names:
-            raise LeftOutError("it runs on small models of its own")
+            raise LeftOutError(self.left_out)
         several = isinstance(quick.model, tuple)
-        told = {"model": (subject.model,) if several else subject.model, "device": subject.device}
+        told = {"model": (own.model,) if several else own.model, "device": own.device}
         told = {name: value for name, value in told.items() if name in names}
         options: OptionsT = replace(quick, **(told | changed))
         return options

@@ -35,6 +35,7 @@ from transformers import DynamicCache, PreTrainedModel
 from experiments import UserError
 from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.options import Device, checked_positive_share
+from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.plots import (
     INK,
     MUTED,
@@ -494,6 +495,16 @@ class Memory(Experiment[Options]):
     )
     full = Options()
     quick = Options(context=(1024, 2048, 4096))
+
+    def on(self, own: OwnModel) -> Planned[Options]:
+        if not own.keeps_all:
+            raise LeftOutError(
+                "some of its layers keep a sliding window, and the arithmetic is that of layers "
+                "which keep all tokens"
+            )
+        presses, contexts = own.opened(PRESSES), own.at_most(512, 1024, 2048)
+        options = self.quick_on(own, press=presses, context=contexts)
+        return Planned(options, tokens=sum(contexts) * (1 + 2 * len(presses) + 4), seconds=3)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         """Prefills of all models, and the arithmetic for those that are too large.

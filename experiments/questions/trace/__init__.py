@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import (
     GRID,
     MUTED,
@@ -314,6 +315,11 @@ class Trace(Experiment[Options]):
         "press acts at other moments: `--press` traces any of them."
     )
     full = quick = Options()
+
+    def on(self, own: OwnModel) -> Planned[Options]:
+        (press,), (length,) = own.opened((Options.press,)), own.at_most(Options.length)
+        options = self.quick_on(own, press=press, length=length)
+        return Planned(options, 2 * RUNS * length, 2 * RUNS * options.decode, seconds=1)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         name, model = press_name(options.press), _model(options.model)

@@ -18,7 +18,7 @@ class LeftOutError(Exception):
 
 
 @dataclass(frozen=True)
-class Subject:
+class OwnModel:
     """A model of the user's own.
 
     Attributes:
@@ -64,7 +64,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Planned(Generic[OptionsT]):
-    """What an experiment does with a subject.
+    """What an experiment does with a own.
 
     Attributes:
         options: what it runs with.
@@ -78,7 +78,7 @@ class Planned(Generic[OptionsT]):
     steps: float = 0
     seconds: float = 0
 
-    def duration(self, subject: Subject) -> float | None:
+    def duration(self, own: OwnModel) -> float | None:
         """Seconds that this takes, about; None if nobody has said."""
-        of_model = self.tokens * subject.token_seconds + self.steps * subject.step_seconds
+        of_model = self.tokens * own.token_seconds + self.steps * own.step_seconds
         return of_model + self.seconds or None

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl
 from experiments import UserError
-from experiments.framework.subject import Subject
+from experiments.framework.own_model import OwnModel
 from experiments.loading import ModelNotFoundError, load_model, short_name
 from experiments.testbed.recipes import recipe_pair
 from press_core import PressError, attention_sites
@@ -24,7 +24,7 @@ PROBE, STEPS = 256, 5
 """Tokens of the prefill that is timed, and the decode steps after it."""
 
 
-def get_to_know(name: str, device: str = "cpu") -> Subject:
+def get_to_know(name: str, device: str = "cpu") -> OwnModel:
     """Load a model and see what can be done with it; takes one prefill and a few steps.
 
     Raises:
@@ -44,7 +44,7 @@ def get_to_know(name: str, device: str = "cpu") -> Subject:
         raise UserError(f"no press can prune {name}: {error}") from error
     config = model.config.get_text_config()
     token_seconds, step_seconds = _pace(model)
-    return Subject(
+    return OwnModel(
         model=full_name(name),
         name=short_name(name),
         model_type=config.model_type,
