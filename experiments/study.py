@@ -52,11 +52,13 @@ class Task(NamedTuple):
 
     Attributes:
         duration: seconds that it will take, about; None if that is not known.
+        note: what a reader of the results has to know besides; empty: nothing.
     """
 
     experiment: AnyExperiment
     options: Any
     duration: float | None = None
+    note: str = ""
 
     @property
     def name(self) -> str:
@@ -70,11 +72,13 @@ class Plan(NamedTuple):
         tasks: in order.
         model: of the user's own, as it was given; None: the study of this project.
         left_out: why an experiment is not run on that model, by its name.
+        quick: whether grids are small.
     """
 
     tasks: list[Task]
     model: str | None = None
     left_out: Mapping[str, str] = {}
+    quick: bool = True
 
     def repeat(self, task: Task) -> str:
         """The command that runs a task again as it is run here."""
@@ -99,7 +103,8 @@ def plan_study(
         UserError: if a name is not known.
     """
     chosen = _chosen(experiments, only)
-    return Plan([Task(each, each.full if full else each.quick) for each in chosen])
+    tasks = [Task(each, each.full if full else each.quick) for each in chosen]
+    return Plan(tasks, quick=not full)
 
 
 def plan_on(own: OwnModel, experiments: Sequence[AnyExperiment], only: Sequence[str] = ()) -> Plan:
@@ -115,7 +120,7 @@ def plan_on(own: OwnModel, experiments: Sequence[AnyExperiment], only: Sequence[
         except LeftOutError as reason:
             left_out[experiment.name] = str(reason)
         else:
-            tasks.append(Task(experiment, planned.options, planned.duration(own)))
+            tasks.append(Task(experiment, planned.options, planned.duration(own), planned.note))
     if only and left_out:
         said = "; ".join(f"{name} is left out: {reason}" for name, reason in left_out.items())
         raise UserError(f"on {own.name} {said}")
@@ -201,7 +206,7 @@ def run_plan(
         # Plain lines: experiments draw progress bars of their own.
         console.rule(f"{number} of {len(tasks)}: {task.experiment.title}", align="left")
         repeat, options = plan.repeat(task), repr(task.options)
-        started = Entry(commit=begun.commit, repeat=repeat, options=options)
+        started = Entry(commit=begun.commit, repeat=repeat, options=options, note=task.note)
         for entry in _run(task, started, output, console):
             entries[task.name] = entry
             save(tasks[number - 1 :])
@@ -303,11 +308,13 @@ def _files(entries: Mapping[str, Entry]) -> set[str]:
 
 def _begun(plan: Plan, environment: Mapping[str, Any], added_to: Manifest | None) -> Manifest:
     """The manifest of a study of which nothing is done yet."""
-    left_out = {**(added_to.left_out if added_to else {}), **plan.left_out}
+    names = [task.name for task in plan.tasks]
+    others = {n: why for n, why in added_to.left_out.items() if n not in names} if added_to else {}
     return Manifest(
         **environment,
         model=plan.model,
-        left_out=left_out,
+        quick=added_to.quick if added_to else plan.quick,
+        left_out={**others, **plan.left_out},
         waiting=added_to.waiting if added_to else [],
         experiments={},
     )
@@ -365,7 +372,8 @@ def _announcement(plan: Plan, own: OwnModel) -> Table:
     for name in ("experiment", "takes about", ""):
         table.add_column(name)
     for task in plan.tasks:
-        table.add_row(task.name, _about(task.duration), Text(task.experiment.question))
+        said = " ".join(filter(None, (task.experiment.question, task.note)))
+        table.add_row(task.name, _about(task.duration), Text(said))
     for name, reason in plan.left_out.items():
         table.add_row(name, "left out", Text(reason))
     return table

@@ -40,6 +40,7 @@ class Entry(_Read):
         commit: of the code that ran it, or None if that is not known.
         repeat: the command that runs it again; empty: the experiment's own.
         options: that it ran with, as text.
+        note: what a reader has to know besides, a sentence; empty: nothing.
     """
 
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -49,6 +50,7 @@ class Entry(_Read):
     commit: str | None = None
     repeat: str = ""
     options: str = ""
+    note: str = ""
 
     @property
     def files(self) -> list[str]:
@@ -69,6 +71,7 @@ class Manifest(_Read):
 
     Attributes:
         model: of the user's own, as it was given; None: the study of this project.
+        quick: whether grids are small.
         left_out: why an experiment is not run on that model, by its name.
         waiting: names of the experiments that were asked for and are not finished.
         experiments: entries by name, in the order of the report.
@@ -80,6 +83,7 @@ class Manifest(_Read):
     versions: dict[str, str]
     machine: Machine
     model: str | None = None
+    quick: bool = False
     left_out: dict[Name, str] = {}
     waiting: list[Name] = []
     experiments: dict[Name, Entry]

@@ -13,6 +13,10 @@ from typing import Generic, TypeVar
 OptionsT = TypeVar("OptionsT")
 
 
+SMALL = "On small random models of its architecture: what counts here is code, and not weights."
+"""The note of experiments that copy models, wrap them or train them."""
+
+
 class LeftOutError(Exception):
     """An experiment has nothing to say of a model; the message says why, as a clause."""
 
@@ -71,12 +75,14 @@ class Planned(Generic[OptionsT]):
         tokens: that the model reads in prefills, about.
         steps: that it decodes, about.
         seconds: that do not depend on the model, about.
+        note: what a reader of the results has to know, a sentence; empty: nothing.
     """
 
     options: OptionsT
     tokens: float = 0
     steps: float = 0
     seconds: float = 0
+    note: str = ""
 
     def duration(self, own: OwnModel) -> float | None:
         """Seconds that this takes, about; None if nobody has said."""

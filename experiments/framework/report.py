@@ -25,6 +25,7 @@ from experiments.framework.overview import overview
 from experiments.framework.plots import save, svg
 from experiments.framework.results import Part, describe, draw, read_parts
 from experiments.framework.tables import markdown_table
+from experiments.loading import short_name
 
 QUESTION = (
     "To change what a transformer keeps in its KV cache, must you patch its code, or are hooks "
@@ -136,7 +137,7 @@ def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
     Raises:
         UserError: if `folder` holds no study.
     """
-    parts = read_parts(folder, experiments)
+    parts, manifest = read_parts(folder, experiments), read_manifest(folder)
     environment = Environment(
         loader=PackageLoader("experiments.framework"),
         autoescape=select_autoescape(["html"]),
@@ -148,7 +149,8 @@ def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
     environment.filters.update(markdown=_to_html, inline=_inline, cell=_cell, duration=_duration)
     context = {
         "question": QUESTION,
-        "run": read_manifest(folder),
+        "run": manifest,
+        "model": manifest.model and short_name(manifest.model),
         "parts": parts,
         "needs": needs(parts),
         "overview": _overview(parts, folder),

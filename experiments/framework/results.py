@@ -30,6 +30,7 @@ class Part:
         seconds: that it ran.
         repeat: the command that runs it again.
         error: why it failed, in one line, or None.
+        note: what a reader has to know besides; empty: nothing.
     """
 
     experiment: AnyExperiment
@@ -38,6 +39,7 @@ class Part:
     seconds: float
     repeat: str
     error: str | None
+    note: str
 
     @property
     def findings(self) -> list[Finding]:
@@ -130,6 +132,7 @@ def read_parts(folder: Path, experiments: Sequence[AnyExperiment]) -> list[Part]
                 seconds=entry.seconds,
                 repeat=entry.repeat or f"python -m experiments {name}",
                 error=entry.error,
+                note=entry.note,
             )
         )
     return parts

@@ -28,7 +28,7 @@ import patch_impl
 from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.heatmap import OutcomeMatrix
 from experiments.framework.options import one_of
-from experiments.framework.own_model import LeftOutError, OwnModel, Planned
+from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
 from experiments.framework.wording import in_one_line
 from experiments.interventions import COMPANIONS, NOTHING, Intervention
@@ -260,7 +260,7 @@ class Coexistence(Experiment[Options]):
     def on(self, own: OwnModel) -> Planned[Options]:
         if own.model_type not in FAMILIES:
             raise LeftOutError(f"it builds no small model of the type {own.model_type}")
-        return Planned(replace(self.quick, family=own.model_type), seconds=20)
+        return Planned(replace(self.quick, family=own.model_type), seconds=20, note=SMALL)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         """Every mechanism beside every companion, in every phase.

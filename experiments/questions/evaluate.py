@@ -38,6 +38,9 @@ GENERATED = ("niah_single", "niah_multikey", "variable_tracking", "qa")
 PUBLISHED, LENGTH = ("niah_multikey_1", "qa_1"), 4096
 """Tasks of RULER as published that it is asked too, where they can be had, and their length."""
 
+LEAST = 0.05
+"""Share of right answers without a press below which nothing is said of presses."""
+
 _NAME = re.compile(r"\w+Press")
 
 
@@ -94,6 +97,13 @@ class Evaluate(Experiment[Settings]):
 
     def findings(self, tables: Tables) -> list[Finding]:
         table = tables[self.name]
+        bare = table.loc[table["press"] == NO_PRESS, "score"].mean()
+        if bare < LEAST:
+            text = (
+                f"With nothing evicted the model answers **{bare:.0%}** right, too little for these "
+                "tasks to tell presses apart."
+            )
+            return [Finding("best", text), _finding_on_agreement(table)]
         ratio = table["ratio"].max()
         means = _accuracy(table, ratio).mean(axis=1)
         text = (

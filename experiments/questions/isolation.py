@@ -31,7 +31,7 @@ import patch_impl
 from experiments.framework.experiment import Contrast, Experiment, Finding, Tables
 from experiments.framework.heatmap import OutcomeMatrix
 from experiments.framework.options import one_of
-from experiments.framework.own_model import LeftOutError, OwnModel, Planned
+from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
 from experiments.framework.wording import in_one_line
 from experiments.mechanisms import MECHANISMS, OURS, Mechanism
@@ -425,7 +425,7 @@ class Isolation(Experiment[Options]):
     def on(self, own: OwnModel) -> Planned[Options]:
         if own.model_type not in FAMILIES:
             raise LeftOutError(f"it builds no small models of the type {own.model_type}")
-        return Planned(Options(mechanism=OURS, family=own.model_type), seconds=2)
+        return Planned(Options(mechanism=OURS, family=own.model_type), seconds=3, note=SMALL)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         """Every situation for every mechanism.
