@@ -100,8 +100,8 @@ class Evaluate(Experiment[Settings]):
         bare = table.loc[table["press"] == NO_PRESS, "score"].mean()
         if bare < LEAST:
             text = (
-                f"With nothing evicted the model answers **{bare:.0%}** right, too little for these "
-                "tasks to tell presses apart."
+                f"With nothing evicted the model answers **{bare:.0%}** right, too little for "
+                "these tasks to tell presses apart."
             )
             return [Finding("best", text), _finding_on_agreement(table)]
         ratio = table["ratio"].max()
