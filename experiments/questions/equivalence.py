@@ -410,9 +410,9 @@ class Equivalence(Experiment[Options]):
 
     def on(self, own: OwnModel) -> Planned[Options]:
         (length,) = own.at_most(Options.length)
-        told = {"press": own.presses, "family": (), "dtype": ("float32",), "attn": ("sdpa",)}
-        options = self.quick_on(own, length=length, **told)
-        n_runs = 2 * 2 * len(own.presses)  # with each mechanism, padded and not
+        told = {"family": (), "dtype": ("float32",), "attn": ("sdpa",), "length": length}
+        options = self.quick_on(own, **told)
+        n_runs = 2 * 2 * len(hooks_impl.PRESSES)  # with each mechanism, padded and not
         return Planned(options, n_runs * 2 * length, steps=n_runs * 2, seconds=0.02 * n_runs)
 
     def measure(self, options: Options, progress: Progress) -> Tables:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from rich.progress import Progress
 
 from experiments import UserError
-from experiments.answers.cells import NO_PRESS, plan
+from experiments.answers.cells import NO_PRESS, forget, plan
 from experiments.answers.datasets.published import SETS, rows_of
 from experiments.answers.engines import Failure, serial
 from experiments.answers.settings import STUDIED, Settings
@@ -93,6 +93,7 @@ class Evaluate(Experiment[Settings]):
             del found["also"]
             answers = " ".join(row["prediction"] for row in result.rows)
             rows.append(cell._asdict() | found | {"answers": answers})
+        forget()  # the next experiment loads a model of its own
         return {self.name: pd.DataFrame(rows)}
 
     def findings(self, tables: Tables) -> list[Finding]:
