@@ -61,7 +61,7 @@ class BasePress(press.Press):
             query = states
             return function(module, states, *rest, **more)
 
-        if Needs.QUERIES in self.needs:
+        if Needs.QUERIES in scope.needs:
             seen = with_override(seen, see_query)
         output = call_next(*forward.args, **seen)
         return engine.after_attention(scope, forward, output, query, query_is_rotated=True)

@@ -18,7 +18,7 @@ from press_core.errors import ScopeError
 from press_core.model.decoder import decoder_of
 from press_core.model.probe import verified
 from press_core.model.sites import AttentionSite, LeftAlone
-from press_core.press import Phase, Press
+from press_core.press import Needs, Phase, Press
 
 T = TypeVar("T")
 _opening = RLock()
@@ -37,6 +37,7 @@ class ScopeState:
 
     Attributes:
         press: as it acts on this model.
+        needs, phases: what it needs, and when it acts.
         model: None once the scope is closed.
         sites: the attention modules that the press is installed on.
         decoder: the module that takes token ids and runs all of them.
@@ -70,11 +71,15 @@ class ScopeState:
     warnings: list[Callable[[], str | None]] = field(default_factory=list)
     key: int = field(default_factory=itertools.count().__next__)
     n_sites: int = 0
+    needs: Needs = Needs.NOTHING
+    phases: Phase = Phase.NEVER
     _memories: dict[type, Any] = field(default_factory=dict)
     installed: list[Removable] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.n_sites = len(self.sites)
+        # Asked once: a composition asks each of its parts, and forwards ask often.
+        self.needs, self.phases = self.press.needs, self.press.phases
         self.warnings.append(self._came_too_late)
 
     def record(self, layer_idx: int, seen: float, kept: float) -> None:
@@ -91,7 +96,7 @@ class ScopeState:
         press, length = self.press, self.longest_whole
         if self.layers or self.n_prefills or not length:
             return None
-        if press.phases & ~Phase.DECODER != Phase.PREFILL or not press.evicts_of(length):
+        if self.phases & ~Phase.DECODER != Phase.PREFILL or not press.evicts_of(length):
             return None
         return (
             f" evicted nothing: all {length} tokens were in the cache before this scope opened; "

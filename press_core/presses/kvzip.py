@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from press_core.attention import causal_weights
+from press_core.attention import attention_blocks
 from press_core.cache.caches import prunable_layer, refuse_offloading, row_alone
 from press_core.cache.masks import prefill_tokens
 from press_core.cache.ragged import RaggedLayer
@@ -290,7 +290,7 @@ def _next_positions(position_ids: Tensor | None, ids: Tensor) -> list[int]:
 
 
 def replay_attention(
-    call: AttentionCall, replay: Replay, n_sink: int, length: int, normalize: bool, block: int = 256
+    call: AttentionCall, replay: Replay, n_sink: int, length: int, normalize: bool
 ) -> Tensor:
     """The most attention that each key of the repeated chunk gets from any query of its group.
 
@@ -305,22 +305,20 @@ def replay_attention(
         `(1, H_kv, chunk)`, float32.
     """
     queries, keys = call.queries(), call.keys
-    n_kv, m, n_before = keys.shape[1], queries.shape[2], min(n_sink, replay.start)
+    n_kv, n_before = keys.shape[1], min(n_sink, replay.start)
     seen = torch.cat(
         (keys[:, :, :n_before], keys[:, :, replay.start : replay.stop], keys[:, :, length:]), dim=2
     )
     chunk = slice(n_before, n_before + replay.stop - replay.start)
     most = upcast(keys[..., 0]).new_zeros(1, n_kv, replay.stop - replay.start)
     factors = _factors(call, replay) if normalize else None
-    for start in range(0, m, block):
-        part = queries[:, :, start : start + block]
-        visible = seen[:, :, : seen.shape[2] - m + start + part.shape[2]]
-        weights = causal_weights(call.site, part, visible)[..., chunk]  # (1, H_kv, G, rows, chunk)
+    for block in attention_blocks(call.site, queries, seen):
+        weights = block.weights[..., chunk]  # (1, heads, G, rows, chunk)
         if factors is not None:
             of_keys, of_queries = factors
-            rows = of_queries[:, start : start + block]
-            weights = weights * of_keys.unsqueeze(3) / rows.view(1, 1, 1, -1, 1)
-        most = torch.maximum(most, weights.amax(dim=(2, 3)))
+            rows = of_queries[:, block.rows].view(1, 1, 1, -1, 1)
+            weights = weights * of_keys[:, block.heads].unsqueeze(3) / rows
+        most[:, block.heads] = torch.maximum(most[:, block.heads], weights.amax(dim=(2, 3)))
     return most
 
 
