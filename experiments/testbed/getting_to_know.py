@@ -20,6 +20,9 @@ from experiments.loading import ModelNotFoundError, load_model, short_name
 from experiments.testbed.recipes import recipe_pair
 from press_core import PressError, attention_sites
 
+_LEAST_WORDS = 32
+"""Tokens of a tokenizer that was trained on anything."""
+
 PROBE, STEPS = 256, 5
 """Tokens of the prefill that is timed, and the decode steps after it."""
 
@@ -32,12 +35,17 @@ def get_to_know(name: str, device: str = "cpu") -> OwnModel:
         UserError: if it cannot be loaded as the experiments load it, or no layer can be pruned.
     """
     try:
-        model, _ = load_model(name, device=device)
+        model, tokenizer = load_model(name, device=device)
     except ModelNotFoundError:
         raise
     except (ImportError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"cannot load {name} with its tokenizer: {reason:.300}") from error
+    # Where there are no files of a tokenizer, some releases of transformers make an empty one.
+    if len(tokenizer) < _LEAST_WORDS:
+        raise UserError(
+            f"cannot load {name} with its tokenizer: what lies there knows {len(tokenizer)} tokens"
+        )
     try:
         sites = attention_sites(model)
     except PressError as error:
