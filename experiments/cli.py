@@ -178,7 +178,7 @@ def train_fitted(
         Path | None, typer.Option(help="Folder to write to.", show_default="the model's")
     ] = None,
 ) -> None:
-    """Learn what KVzapPress and other presses know about facts-llama; about a minute."""
+    """Learn what KVzapPress and other presses know about facts-llama; two minutes."""
     from experiments.testbed.training.fitted import train
 
     train(model, output)

@@ -331,7 +331,9 @@ HEADWISE = {
     "CriticalAdaKVPress": "keeps other tokens for each head",
     "DMSPress": "keeps other tokens for each head",
     "DuoAttentionPress": "keeps other tokens for each head",
+    "FastKVzipPress": "keeps other tokens for each head",
     "KVzipPress": "use it alone, with a",
+    "LUKVPress": "keeps other tokens for each head",
 }
 
 

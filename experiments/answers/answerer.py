@@ -65,6 +65,7 @@ class ContextAnswerer:
         questions: Questions = None,
         *,
         press: Press | None = None,
+        budget: int | None = None,
         answer_prefix: str | Sequence[str] = "",
         compress_questions: bool = False,
         cache: Any = None,
@@ -89,6 +90,8 @@ class ContextAnswerer:
                 or an empty one: the model goes on after the context.
             answer_prefix: how every answer begins, or those about each context.
             press: of either package; None: nothing is compressed.
+            budget: how many tokens of each context the press is to keep, in place of what it says
+                itself (`press.with_budget`). Contexts of no more are left whole.
             compress_questions: compress context and question together, for each question anew. If
                 no text follows the question, its last token is run again on the compressed cache,
                 for its first run did not feel the eviction. A `FinchPress` always does this.
@@ -106,8 +109,9 @@ class ContextAnswerer:
 
         Raises:
             UserError: saying what is wrong with the texts, the cache or the tokenizer.
-            PressError: if the press does not fit model or cache.
+            PressError: if the press does not fit model or cache, or cannot be told a budget.
         """
+        press = _with_budget(press, budget)
         contexts = [contexts] if isinstance(contexts, str) else list(contexts)
         asked = questions_of(contexts, questions)
         options = {"enable_thinking": enable_thinking, **(template_options or {})}
@@ -314,6 +318,14 @@ def questions_of(contexts: Sequence[str], questions: Any) -> list[list[str]]:
     if wrong:
         raise UserError(f"a question is {wrong[0]!r:.60}; each context needs a list of texts")
     return per_context
+
+
+def _with_budget(press: Press | None, budget: int | None) -> Press | None:
+    if budget is None:
+        return press
+    if press is None:
+        raise UserError(f"budget is {budget}, and there is no press to keep to it; give a press")
+    return press.with_budget(budget)
 
 
 def _with_delimiter(press: Press | None) -> tuple[Press | None, int | None]:

@@ -32,6 +32,7 @@ class OwnModel:
         device: where it runs.
         parameters: how many it has.
         trained: tokens of the longest context that it was made for.
+        heads: KV heads of all layers that can be pruned.
         keeps_all: whether each of its layers keeps all tokens.
         presses: names of those that can be opened on it, with both mechanisms.
         token_seconds, step_seconds: that a token of a prefill, and a decode step, take.
@@ -44,6 +45,7 @@ class OwnModel:
     device: str
     parameters: int
     trained: int
+    heads: int
     keeps_all: bool
     presses: tuple[str, ...]
     token_seconds: float

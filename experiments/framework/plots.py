@@ -118,6 +118,7 @@ _MECHANISMS: dict[str, tuple[str, str]] = {
     "patch": (_VERMILLION, "s"),
     "empty hook": (_SKY, "o"),
     "empty wrapper": (_ORANGE, "s"),
+    "kvpress": (_GREEN, "^"),
 }
 
 

@@ -23,6 +23,7 @@ from experiments.framework.experiment import AnyExperiment
 from experiments.framework.manifest import read_manifest, write_manifest
 from experiments.framework.overview import overview
 from experiments.framework.plots import save, svg
+from experiments.framework.quotable import quotable
 from experiments.framework.results import Part, describe, draw, read_parts
 from experiments.framework.tables import markdown_table
 from experiments.loading import short_name
@@ -155,6 +156,7 @@ def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
         "needs": needs(parts),
         "overview": _overview(parts, folder),
         "verdict": verdict(parts),
+        "quotable": quotable(parts),
         "pictures": _pictures,
         "max_rows": MAX_ROWS,
         "numeric": pd.api.types.is_numeric_dtype,

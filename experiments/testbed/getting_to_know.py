@@ -59,6 +59,7 @@ def get_to_know(name: str, device: str = "cpu") -> OwnModel:
         device=device,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         trained=_trained(config),
+        heads=sum(site.num_kv_heads for site in sites),
         keeps_all=len(sites) == config.num_hidden_layers,
         presses=tuple(press for press in hooks_impl.PRESSES if _opens(press, model)),
         token_seconds=token_seconds,

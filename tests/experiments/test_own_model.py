@@ -83,7 +83,7 @@ def offline(monkeypatch):
 def an_own_model(**changed) -> OwnModel:
     known = OwnModel(
         **{"model": "you/yours", "name": "you/yours", "model_type": "llama", "device": "cpu"},
-        **{"parameters": 10**9, "trained": 8192, "keeps_all": True, "online": False},
+        **{"parameters": 10**9, "trained": 8192, "heads": 64, "keeps_all": True, "online": False},
         presses=("KnormPress", "SnapKVPress", "KeyRerotationPress", "StreamingLLMDecodingPress"),
         **{"token_seconds": 0.01, "step_seconds": 0.1},
     )
@@ -102,7 +102,6 @@ LESS = {
         "press": ("SnapKVPress",),
         "samples": 2,
     },
-    "memory": {"context": (64, 128)},
     "streaming": {"tokens": 416, "capacity": 31, "full": 64},
     "trace": {"length": 48},
     "error": {"context": 48, "facts": 2, "samples": 1},
@@ -120,7 +119,6 @@ def test_every_experiment_runs_on_models_of_several_families(folders, tmp_path, 
     experiments = load_experiments()
     plan = plan_on(own, experiments)
     left_out = {"intrusiveness", "quality", "ragged_attention"} & set(EXPERIMENTS)
-    left_out |= {"memory"} & set(EXPERIMENTS) if family == "gemma3_text" else set()
     assert set(plan.left_out) == left_out
     assert {task.name for task in plan.tasks} == set(EXPERIMENTS) - left_out
     text = tmp_path / "text.txt"  # to read the whole standard library takes seconds
@@ -241,6 +239,7 @@ def test_what_is_known_of_a_model(folders):
     own = get_to_know(str(folders["gemma3_text"]))
     assert (own.name, own.model_type) == ("my-gemma3_text", "gemma3_text")
     assert (own.trained, own.keeps_all, own.online) == (TRAINED, False, False)
+    assert own.heads == 2
     assert {"KnormPress", "SnapKVPress", "AdaKVPress"} <= set(own.presses)
     assert 0 < own.token_seconds < own.step_seconds
     assert get_to_know(str(folders["llama"])).keeps_all
@@ -275,11 +274,10 @@ def test_contexts_are_no_longer_than_the_model_was_made_for():
     own = an_own_model(trained=600)
     assert own.at_most(512, 1024) == (512,)
     assert own.at_most(1024, 2048) == (600,)
-    for experiment in load_experiments():
-        if experiment.name == "memory":
-            with pytest.raises(LeftOutError):  # no press of the study's four
-                experiment.on(replace(own, presses=("KnormPress",)))
-            assert experiment.on(own).options.context == (512,)
+    plans = {task.name: task.options for task in plan_on(own, load_experiments()).tasks}
+    assert plans["trace"].length == 512
+    assert plans["throughput"].context == (512,)
+    assert plan_on(replace(own, trained=100), load_experiments()).tasks
 
 
 def test_published_tasks_are_asked_where_they_can_be_had(monkeypatch):

@@ -882,3 +882,50 @@ def test_a_threshold_is_needed(mechanism):
     package = MECHANISMS[mechanism]
     with pytest.raises((TypeError, PressError), match="threshold"):
         package.DMSPress(package.KnormPress())
+
+
+@difference(
+    presses="`DMSPress(press, decoding=True)` around a press that compares tokens",
+    kvpress="judges a token that comes alone by a score that is the same for all, or fails",
+    here="refused",
+    why="a comparison of one token says nothing of it: the threshold would keep all or none",
+)
+@both_mechanisms
+@pytest.mark.parametrize(
+    "name", ["KeyDiffPress", "CURPress", "LagKVPress", "LeverageScorePress", "NonCausalAttnPress"]
+)
+def test_one_token_is_no_comparison(mechanism, name):
+    model = model_for("kvpress", LLAMA)
+    attention = model.model.layers[0].self_attn
+    attention.rotary_emb = model.model.rotary_emb
+    press, scores = getattr(kvpress, name)(), []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        keys = torch.randn(1, attention.config.num_key_value_heads, 1, attention.head_dim).double()
+        hidden = torch.randn(1, 1, model.config.hidden_size).double()
+        cos_sin = model.model.rotary_emb(hidden, torch.tensor([[50 + seed]]))
+        kwargs = {"position_embeddings": cos_sin}
+        scores.append(press.score(attention, hidden, keys, keys, None, kwargs).abs().flatten())
+    assert torch.allclose(scores[0], scores[1], atol=1e-4)
+    assert torch.allclose(scores[0], scores[2], atol=1e-4)
+    package = MECHANISMS[mechanism]
+    with pytest.raises(HyperparameterError, match="scores each token by itself"):
+        package.DMSPress(getattr(package, name)(), 0.0, decoding=True)
+
+
+@difference(
+    presses="`SimLayerKVPress` with `n_recent` of no more than `n_last`",
+    kvpress="keeps all tokens of a lazy layer, the first twice, and reports that most are gone",
+    here="refused",
+    why="it asks for no recent tokens at all",
+)
+@both_mechanisms
+def test_no_recent_tokens(mechanism):
+    press = kvpress.SimLayerKVPress(lazy_threshold=0.0, n_last=1, n_recent=1, n_initial=4)
+    model, cache = model_for("kvpress", LLAMA), DynamicCache()
+    with torch.no_grad(), press(model):
+        model(token_ids(30), past_key_values=cache)
+    assert [layer.keys.shape[2] for layer in cache.layers] == [34] * len(cache.layers)
+    assert press.compression_ratio > 0.8
+    with pytest.raises(HyperparameterError, match=r"n_recent must be .* n_last=1"):
+        MECHANISMS[mechanism].SimLayerKVPress(n_last=1, n_recent=1)
