@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from rich.progress import Progress
 
 from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
 from experiments.questions.architectures.cells import MECHANISMS, OUTCOMES, SUBJECTS
 from experiments.questions.architectures.decoders import decoders
@@ -61,6 +62,11 @@ class Architectures(Experiment[Options]):
     )
     full = Options()
     quick = Options(type=tuple(name for name in REPRESENTATIVES if name in decoders()))
+
+    def on(self, own: OwnModel) -> Planned[Options]:
+        if own.model_type not in decoders():
+            raise LeftOutError(f"it builds no small model of the type {own.model_type}")
+        return Planned(Options(type=(own.model_type,)), seconds=5, note=SMALL)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         """Every press, by both mechanisms, on every decoder, under all conditions.
