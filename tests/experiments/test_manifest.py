@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
@@ -319,6 +319,7 @@ SPOILT = st.builds(
 )
 
 
+@settings(max_examples=60, deadline=None)
 @given(
     st.binary(max_size=200)
     | (VALUES | MANIFESTS | SPOILT).map(lambda value: json.dumps(value).encode("utf-8"))

@@ -166,6 +166,7 @@ def test_the_command_tells_what_it_takes_and_goes_on_after_an_interrupt(
         for silent in ("findings", "views", "remarks", "contrasts"):
             monkeypatch.setattr(type(experiment), silent, lambda *_: [])
     monkeypatch.setattr("experiments.study.measured", measured)
+    monkeypatch.setattr("experiments.study.write_report", lambda *_: None)
     interrupts = True
     first = runner.invoke(app, args)
     assert first.exit_code == 130, first.output
