@@ -68,6 +68,16 @@ def needs(parts: Iterable[Part]) -> list[tuple[str, str, str, str]]:
     return sorted(rows, key=lambda row: ("works", "costs", "breaks", "").index(row[1]))
 
 
+def related(parts: Iterable[Part]) -> list[tuple[str, str, str, str]]:
+    """Related work: the anchor of the finding, whose work, what they say, and what is so here."""
+    return [
+        (f"{part.experiment.name}-{line.finding}", line.work, line.says, line.here)
+        for part in parts
+        if not part.error
+        for line in part.experiment.related(part.tables)
+    ]
+
+
 def _answer(part: Part) -> str:
     if part.error:
         return "(The experiment failed.)"
@@ -158,6 +168,7 @@ def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
         "run": read_manifest(folder),
         "parts": parts,
         "needs": needs(parts),
+        "related": related(parts),
         "overview": _overview(parts, folder),
         "verdict": verdict(parts),
         "quotable": quotable(parts),

@@ -495,10 +495,11 @@ class Overhead(Experiment[Options]):
     )
     method = (
         "All conditions run once in each round, in changing order, and times are divided round by "
-        "round; given is the median ratio with its 95% interval. Baselines are the bare model, and "
-        "hooks and wrappers that do nothing. The models are small, so that what a mechanism costs "
-        "shows; on a larger model or a GPU the same microseconds weigh less. How long attention "
-        "over pruned caches takes is not asked here: all decode from one cache."
+        "round; the median ratio is given with its 95% interval. Baselines are the bare model, "
+        "and hooks and wrappers that do nothing. The models are small, so that the cost of a "
+        "mechanism shows; on a larger model or a GPU the same microseconds weigh less. All "
+        "conditions decode from one cache, so what attention over a pruned cache saves is not in "
+        "these times."
     )
     full = Options()
     quick = Options(prefill_rounds=8, decode_rounds=24, scope_rounds=24, repeats=2)
@@ -578,7 +579,7 @@ class Overhead(Experiment[Options]):
             name: float(_span(tables["overhead"], "decode", mechanism, "bare").median())
             for name, mechanism in (("hooks", "hook"), ("patches", "patch"))
         }
-        return [Contrast("Decode step with a press open, over none", bars)]
+        return [Contrast("Decode time with a press open, over none", bars)]
 
 
 EXPERIMENT = Overhead()

@@ -151,6 +151,7 @@ _SHORT_FIELDS: dict[str, dict[str, Any]] = {
     "EntropyGatedChunkKVPress": {"chunk_length": 5, "low_entropy_chunk_length": 2},
     "ExpectedAttentionPress": {"n_future_positions": 64},
     "ExpectedAttentionStatsPress": {"n_future_positions": 64},
+    "FastKVzipPress": {"n_sink": 2, "window_ratio": 0.1},
     "KVzipPress": {"chunk_size": 24, "prompts": PROMPTS},
     "LagKVPress": {"lag_size": 8},
     "LeverageScorePress": {"sketch_dimension": 8},
@@ -196,6 +197,10 @@ _AMOUNTS: dict[str, Callable[[_Kitchen, float], dict[str, Any]]] = {
     "EveryTurnPress": lambda of, ratio: {
         "press": of.make("SnapKVPress", 0.0),
         "target_size": of.kept(ratio),
+    },
+    "LUKVPress": lambda of, ratio: {
+        "press": replace(of.make("ExpectedAttentionPress", 0.0), epsilon=2e-2),  # its default
+        "compression_ratio": ratio,
     },
     "PerLayerCompressionPress": lambda of, ratio: {
         "press": of.make("SnapKVPress", ratio),
@@ -290,9 +295,16 @@ def _regressor(model: PreTrainedModel, ids: Tensor) -> Any:
     return hooks_impl.KVzapPress.fit(model, [ids], kvzip.scores, steps=20)
 
 
+def _gates(model: PreTrainedModel, ids: Tensor) -> Any:
+    kvzip = hooks_impl.KVzipPress(prompts=PROMPTS)
+    return hooks_impl.FastKVzipPress.fit(model, [ids], kvzip.scores, rank=4, n_base=4, steps=20)
+
+
 _LEARNED: dict[str, Callable[[PreTrainedModel, Tensor], Any]] = {
     "filters": lambda model, ids: hooks_impl.QFilterPress.fit(model, [ids]),
     "stats": lambda model, ids: hooks_impl.ExpectedAttentionStatsPress.collect(model, [ids]),
     "regressor": _regressor,
+    "gates": _gates,
+    "curves": lambda model, ids: hooks_impl.LUKVPress.fit(model, [ids], hooks_impl.KnormPress()),
     "head_scores": lambda model, ids: hooks_impl.DuoAttentionPress.measure(model, [ids], 2, 6),
 }

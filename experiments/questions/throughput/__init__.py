@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 import hooks_impl
 from experiments import UserError
-from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.experiment import Experiment, Finding, Related, Tables
 from experiments.framework.options import (
     AutoDevice,
     at_least,
@@ -46,7 +46,7 @@ from experiments.questions.throughput.cells import (
     conditions,
     scope_of,
 )
-from experiments.questions.throughput.findings import findings
+from experiments.questions.throughput.findings import findings, related
 from experiments.questions.throughput.fits import BATCH, CONTEXT, Budget, fitting_row
 from experiments.questions.throughput.space import Run, peak_of
 from experiments.questions.throughput.speed import Effort, speeds
@@ -217,6 +217,9 @@ class Throughput(Experiment[Options]):
 
     def findings(self, tables: Tables) -> list[Finding]:
         return findings(tables)
+
+    def related(self, tables: Tables) -> list[Related]:
+        return related(tables)
 
     def views(self, tables: Tables) -> list[ResultTable]:
         return views.views(tables)

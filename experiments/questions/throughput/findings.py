@@ -7,8 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.framework.experiment import Finding, Tables
+from experiments.framework.experiment import Finding, Related, Tables
 from experiments.framework.plots import NO_PRESS, press_label
+from experiments.framework.works import KVPRESS
 from experiments.questions.throughput.fits import CONTEXT
 
 SLOW = 1.1
@@ -129,3 +130,19 @@ def _on_fits(table: pd.DataFrame) -> Iterator[Finding]:
         "context through as no press."
     )
     yield Finding("fits", text, "fit a longer context", "works")
+
+
+def related(tables: Tables) -> list[Related]:
+    """What is said of memory elsewhere, and what was measured here."""
+    table = tables.get("throughput")
+    if table is None or pressed(table).empty:
+        return []
+    over = (table["bytes"] / table["predicted"])[table["mechanism"] != "kvpress"].dropna()
+    here = f"The cache holds {over.min():.3f} to {over.max():.3f} times the bytes that this leaves."
+    peaks = peaks_over_bare(table)
+    if len(peaks):
+        here += (
+            f" The peak of an answer is {peaks.min():.2f} to {peaks.max():.2f} times the bare one."
+        )
+    says = "Memory falls by about the compression ratio times the size of the cache."
+    return [Related("bytes", KVPRESS, says, here)]

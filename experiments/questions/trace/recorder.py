@@ -25,9 +25,8 @@ from press_core import AttentionSite, Press, cache_nbytes, kept_lengths
 from press_core.model.decoder import decoder_of
 from press_core.model.forward import AttentionForward, DecoderForward
 from press_core.model.probe import verified_sites
-from press_core.press import TokenScorer
+from press_core.press import Phase, TokenScorer
 from press_core.presses.finch import Finch
-from press_core.presses.kvzip import KVzip
 
 _PRUNES, ELSEWHERE = " prunes ", " of layer "
 """In the text of an event that prunes its layer; of one whose cause lies in another layer."""
@@ -180,13 +179,13 @@ class Recorder:
                 enter = partial(self._hidden_states_enter, site)
                 undo.callback(site.module.register_forward_pre_hook(enter, with_kwargs=True).remove)
             # Of the layers around one forward the first is the outermost, the last the innermost.
-            if self.mechanism == "patch" and isinstance(press, KVzip):
-                watch(self._body, "forward", self._above_replays)
-            elif self.mechanism == "patch":
-                for site in self._sites.values():
-                    watch(site.module, "forward", partial(self._above, site))
-                if isinstance(press, Finch):
+            if self.mechanism == "patch":
+                if self._takes_tokens_out:
                     watch(self._body, "forward", self._above_body)
+                elif Phase.DECODER in press.phases:
+                    watch(self._body, "forward", self._above_replays)
+                for site in self._sites.values() if press.phases & ~Phase.DECODER else ():
+                    watch(site.module, "forward", partial(self._above, site))
             known = {id(hooks): set(hooks) for hooks, _ in self._hooks()}
             undo.enter_context(press(self.model))
             for hooks, watcher in self._hooks():
