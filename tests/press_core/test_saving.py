@@ -374,7 +374,7 @@ def test_foreign_files(tmp_path, path):
     refused(foreign, "is no compressed cache: nothing in it says so")
     save_file({}, foreign, {METADATA: json.dumps({"kind": "filters", "version": 1})})
     refused(foreign, "is no compressed cache: it holds 'filters'")
-    with pytest.raises(PressError, match="holds .*, not"):
+    with pytest.raises(PressError, match=r"holds .*, not"):
         QFilters.load(path)
 
 
