@@ -231,9 +231,7 @@ is given say so: presses that turn keys back use the cosines and sines of the ca
 look ahead find the last token by its own. A re-rotated key has the same new position in all
 dimensions, as text has, and an image *behind* re-rotated keys is refused. And in some models the
 tokens of an image see each other, later ones too: weights that are computed again take that from
-the mask.
-
-"""
+the mask."""
 
 _INTRODUCTION = """# Decoders
 
@@ -257,5 +255,7 @@ text; *(image)* marks those that run with an image in the context and text behin
 Of the {n}, some press is right on {some}: {all} take every press by both mechanisms, on {patch} a
 patch reaches what no hook does, and on {hook} a hook what no patch does. {wrong} cells of {cells}
 are wrong, raise something else than a refusal, or refuse once the model is running.
+
+![Decoders by press, and which mechanism is right](../results/architectures.png)
 
 {audit}"""
