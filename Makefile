@@ -54,7 +54,7 @@ check: $(VENV)/.installed
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports
 	$(RUN) -m experiments readme --check
-	$(MKDOCS) build --quiet --strict --site-dir build/site
+	$(MKDOCS) build --strict --site-dir build/site
 
 # The documentation, at http://127.0.0.1:8000.
 docs: $(VENV)/.installed

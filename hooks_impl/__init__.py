@@ -45,5 +45,5 @@ __all__ = [
     "is_prefilling",
     "observed",
     "queries",
-    *PRESSES,
 ]
+__all__.extend(PRESSES)

@@ -22,5 +22,5 @@ __all__ = [
     "Needs",
     "Phase",
     "ScorerPress",
-    *PRESSES,
 ]
+__all__.extend(PRESSES)
