@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from threading import local
@@ -17,7 +18,7 @@ from press_core.eviction import Eviction
 from press_core.model.compiled import forget_graphs
 from press_core.model.forward import AttentionForward, DecoderForward
 from press_core.model.sites import AttentionSite, LeftAlone
-from press_core.press import Needs, Phase, RatioScorer, TokenScorer
+from press_core.press import Needs, Phase, RatioScorer, Removable, TokenScorer
 from press_core.scope import ScopeState
 
 CALL = "attention_call"
@@ -118,6 +119,12 @@ class BasePress(press.Press):
 
         scope.install(decoder.register_forward_pre_hook(Hook(before), with_kwargs=True))
         scope.install(decoder.register_forward_hook(Hook(after), with_kwargs=True, prepend=True))
+
+    def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
+        def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            return act(args, output)
+
+        return module.register_forward_hook(Hook(hook))
 
     def check_site(self, site: AttentionSite) -> None:
         super().check_site(site)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from attention_patch.interception import intercept, with_override
 from attention_patch.reversible import Patch, is_covered, wrap
@@ -19,7 +19,7 @@ from press_core.errors import ScopeError, UnsupportedModelError
 from press_core.eviction import Eviction
 from press_core.model.forward import AttentionForward, DecoderForward
 from press_core.model.sites import AttentionSite, LeftAlone
-from press_core.press import Needs, Phase, RatioScorer, TokenScorer
+from press_core.press import Needs, Phase, RatioScorer, Removable, TokenScorer
 from press_core.scope import ScopeState
 
 
@@ -96,6 +96,14 @@ class BasePress(press.Press):
             return output
 
         scope.install(wrap(decoder, "forward", around))
+
+    def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
+        def around(call_next: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            output = call_next(*args, **kwargs)
+            changed = act(args, output)
+            return output if changed is None else changed
+
+        return wrap(module, "forward", around)
 
     def check_site(self, site: AttentionSite) -> None:
         super().check_site(site)

@@ -28,6 +28,8 @@ from press_core.presses.h2o import H2O
 from press_core.presses.key_rerotation import KeyRerotation
 from press_core.presses.keydiff import KeyDiff
 from press_core.presses.knorm import Knorm
+from press_core.presses.kvcompose import KVCompose
+from press_core.presses.kvgrad import KVgrad
 from press_core.presses.kvzap import KVzap
 from press_core.presses.kvzip import KVzip
 from press_core.presses.lagkv import LagKV
@@ -58,6 +60,12 @@ class FinchPress(Finch, BasePress): ...
 
 
 class H2OPress(H2O, BasePress): ...
+
+
+class KVComposePress(KVCompose, BasePress): ...
+
+
+class KVgradPress(KVgrad, BasePress): ...
 
 
 class KVzipPress(KVzip, BasePress): ...

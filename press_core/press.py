@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum, Flag, auto
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -63,6 +63,12 @@ class Phase(Flag):
     """Before them."""
     DECODER = auto()
     """Before and after each forward of the whole decoder."""
+
+
+class Removable(Protocol):
+    """What installing something hands back: a hook's handle, a patch."""
+
+    def remove(self) -> None: ...
 
 
 @dataclass
@@ -242,6 +248,18 @@ class Press:
 
     def install(self, scope: ScopeState) -> None:
         """Install the press on the model of `scope`, which takes it off again."""
+        raise NotImplementedError
+
+    def after(
+        self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]
+    ) -> Removable:
+        """Call `act(args, output)` after each forward of `module`, by this press's mechanism.
+
+        What it returns stands for the output, unless it is None.
+
+        Returns:
+            What takes it off again.
+        """
         raise NotImplementedError
 
     # ---- deciding --------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import Lock, RLock
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -18,17 +18,11 @@ from press_core.errors import ScopeError
 from press_core.model.decoder import decoder_of
 from press_core.model.probe import verified
 from press_core.model.sites import AttentionSite, LeftAlone
-from press_core.press import Phase, Press
+from press_core.press import Phase, Press, Removable
 
 T = TypeVar("T")
 _opening = RLock()
 """Held while a scope opens or closes: none is to change a model that another is probing."""
-
-
-class Removable(Protocol):
-    """What installing something hands back: a hook's handle, a patch."""
-
-    def remove(self) -> None: ...
 
 
 @dataclass(eq=False)

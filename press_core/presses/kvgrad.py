@@ -1,0 +1,197 @@
+"""KVgrad (openreview cg1wTCJjjk): what the last hidden states would miss most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from press_core.call import AttentionCall
+from press_core.errors import PressError, UnsupportedInputError, UnsupportedModelError
+from press_core.model.decoder import last_layer
+from press_core.model.probe import run_aside, verified_sites
+from press_core.model.sites import AttentionSite
+from press_core.press import Press
+from press_core.presses.criticalkv import output_weight
+from press_core.presses.kvzip import KVzip, replay_attention
+from press_core.replay import Replay, Row, in_this_thread, projected_value_norms
+from press_core.select import upcast
+
+
+@dataclass
+class KVgrad(KVzip):
+    """Keeps what the last hidden states would change most without (openreview cg1wTCJjjk).
+
+    The context is repeated as by KVzip, and each chunk goes once forward and once backward. What a
+    key and its value write into the residual stream is the attention that they get times the norm
+    of the projected value; what that matters is the norm of the gradient there, of the squared
+    norms of the states that the last layer leaves, before the final norm. The score is the largest
+    product over the queries of the replay and of the group.
+
+    Gradients of parameters are not computed, and nothing that was there before requires a gradient
+    afterwards. The scope of the caller may be `torch.no_grad` or `torch.inference_mode`.
+
+    Attributes:
+        compression_ratio: share of the tokens of all heads that is evicted, in [0, 1).
+        layerwise: share one budget over the heads of each layer, rather than of the model.
+        n_sink: first tokens, always kept.
+        chunk_size: tokens to be repeated at a time.
+        prompts: what asks the model to repeat; None: in the words of the tokenizer that lies beside
+            the model.
+    """
+
+    kvzip_plus_normalization: ClassVar[bool] = False  # type: ignore[misc]
+    chunk_size: int = 512
+
+    def bind(self, model: Any) -> Press:
+        if any(parameter.is_inference() for parameter in model.parameters()):
+            raise UnsupportedModelError(
+                f"{type(self).__name__} needs gradients, which the parameters of this "
+                f"{type(model).__name__} have no room for, as they were made inside "
+                "torch.inference_mode(); load the model outside of it"
+            )
+        self._try_out(model)
+        return super().bind(model)
+
+    def check_site(self, site: AttentionSite) -> None:
+        super().check_site(site)
+        output_weight(site)
+        if site.heads.size > 1:
+            raise UnsupportedModelError(
+                f"{type(self).__name__} needs the gradient of whole attention outputs, and ranks "
+                f"share the heads of {site.name} (tensor parallelism); use KVzipPress"
+            )
+
+    def score_row(self, row: Row) -> dict[int, Tensor]:
+        assert row.scope.model is not None
+        scores: dict[int, Tensor] = {}
+        calls: dict[int, AttentionCall] = {}
+
+        def see(call: AttentionCall) -> None:
+            calls[call.site.layer_idx] = call
+
+        sites = row.scope.sites
+        with differentiable(self, row.scope.model, sites) as differentiate:
+            with self.watch_attention(row, see):
+                for replay in self.replays(row):
+                    run = partial(row.run, input_ids=replay.ids.clone())
+                    sensitivities = differentiate(run)
+                    with torch.no_grad():
+                        for site, norms in zip(sites, sensitivities, strict=True):
+                            self._note(scores, calls.pop(site.layer_idx), replay, norms, row)
+        return scores
+
+    def _note(
+        self,
+        scores: dict[int, Tensor],
+        call: AttentionCall,
+        replay: Replay,
+        sensitivities: Tensor,
+        row: Row,
+    ) -> None:
+        values = call.values[:, :, replay.start : replay.stop]
+        factors = projected_value_norms(call, values), sensitivities
+        received = replay_attention(call, replay, self.n_sink, row.length, lambda *_: factors)
+        self.note(scores, call, replay, received, row.length)
+
+    def _try_out(self, model: nn.Module) -> None:
+        """Refuse a model that no gradient comes back from.
+
+        Raises:
+            UnsupportedModelError: with the cause.
+        """
+        sites = verified_sites(model)
+        try:
+            with differentiable(self, model, sites) as differentiate:
+                differentiate(lambda: run_aside(model, sites))
+        except (RuntimeError, NotImplementedError, PressError) as error:
+            raise UnsupportedModelError(
+                f"{type(self).__name__} gets no gradient of {type(model).__name__} "
+                f"({sites[0].attn_implementation} attention), as "
+                f"{' '.join(str(error).split())[:200]}; KVzipPress needs none"
+            ) from error
+
+
+@dataclass
+class _Forward:
+    """What was seen of one forward: the outputs of attention modules by layer, the last states."""
+
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+    last: list[Tensor] = field(default_factory=list)
+
+
+@contextmanager
+def differentiable(
+    press: Press, model: nn.Module, sites: list[AttentionSite]
+) -> Iterator[Callable[[Callable[[], Any]], list[Tensor]]]:
+    """While it is open, forwards of this thread can be gone back from.
+
+    Args:
+        press: whose mechanism sees what modules put out.
+
+    Yields:
+        From a function that runs the model once to the norms of the gradient at what each of
+        `sites` puts out, `(m,)` each, float32.
+    """
+    seen = _Forward()
+
+    def see_attention(site: AttentionSite, _: Any, output: Any) -> None:
+        states = _states(output)
+        if not states.requires_grad:  # no parameter does: what can be gone back from begins here
+            states.requires_grad_()
+        seen.outputs[site.layer_idx] = states
+
+    def see_last(_: Any, output: Any) -> None:
+        seen.last.append(_states(output))
+
+    def differentiate(run: Callable[[], Any]) -> list[Tensor]:
+        seen.outputs.clear()
+        seen.last.clear()
+        run()
+        try:
+            return _sensitivities(seen, sites)
+        finally:
+            seen.outputs.clear()
+            seen.last.clear()
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for site in sites:
+            act = in_this_thread(partial(see_attention, site))
+            stack.callback(press.after(site.module, act).remove)
+        layer = last_layer(model, sites)
+        stack.callback(press.after(layer, in_this_thread(see_last)).remove)
+        yield differentiate
+
+
+def _states(output: Any) -> Tensor:
+    """The hidden states that a module puts out, alone or as the first of several."""
+    states = output[0] if isinstance(output, tuple) else output
+    assert isinstance(states, Tensor)
+    return states
+
+
+def _sensitivities(seen: _Forward, sites: list[AttentionSite]) -> list[Tensor]:
+    """Norms of the gradient of the last states' squared norms, at the outputs of `sites`."""
+    missing = [site.name for site in sites if site.layer_idx not in seen.outputs]
+    if missing or len(seen.last) != 1:
+        raise UnsupportedInputError(
+            f"the outputs of {', '.join(missing) or 'the last layer'} were not seen once in a "
+            "forward (gradient checkpointing, or modules called past their hooks)"
+        )
+    objective = upcast(seen.last[0]).square().sum()
+    outputs = [seen.outputs[site.layer_idx] for site in sites]
+    gradients = torch.autograd.grad(objective, outputs)
+    norms = [upcast(gradient[0]).norm(dim=-1).detach() for gradient in gradients]
+    if not all(bool(x.isfinite().all()) for x in norms):
+        raise UnsupportedInputError(
+            f"gradients in {outputs[0].dtype} are beyond its range; run the model in bfloat16 or "
+            "float32"
+        )
+    return norms
