@@ -69,18 +69,27 @@ class Row:
         """`S`."""
         return len(self.tokens)
 
-    def run(self, **inputs: Tensor) -> Any:
+    def alone(self) -> Any:
+        """A cache of its own, that holds what the batch's holds of the row; without gradients."""
+        with torch.no_grad():
+            return row_alone(self.cache, self.index, self.slots)
+
+    def run(self, cache: Any = None, n_before: int = 0, **inputs: Tensor) -> Any:
         """Run the decoder over `inputs` `(1, m, ...)`, which come after the context.
 
+        Args:
+            cache: `alone()`, to be run on; None: a fresh one.
+            n_before: how many tokens it holds beyond the context.
+
         Returns:
-            What the decoder returned, and the row's cache in it.
+            What the decoder returned.
         """
         decoder = self.scope.decoder
         assert decoder is not None
         (given,) = inputs.values()
-        positions = self.next_position + torch.arange(given.shape[1], device=given.device)
-        with torch.no_grad():
-            cache = row_alone(self.cache, self.index, self.slots)
+        start = self.next_position + n_before
+        positions = start + torch.arange(given.shape[1], device=given.device)
+        cache = self.alone() if cache is None else cache
         return decoder(
             **inputs, position_ids=positions[None], past_key_values=cache, use_cache=True
         )

@@ -73,12 +73,16 @@ PRESSES: dict[str, Callable[[Any, Any], Any]] = {
         p.KnormPress(), threshold(m), sliding_window_size=6, decoding=True
     ),
     "duo": duo,
+    "kvcompose": lambda p, m: p.KVComposePress(0.6, structured=False),
+    "kvgrad": lambda p, m: p.KVgradPress(0.6, chunk_size=16, prompts=PROMPTS, n_sink=2),
     "kvzip": lambda p, m: p.KVzipPress(0.6, chunk_size=16, prompts=PROMPTS, n_sink=2),
     "kvzip, by layers": lambda p, m: p.KVzipPress(
         0.6, layerwise=True, chunk_size=64, prompts=PROMPTS
     ),
 }
 presses = pytest.mark.parametrize("name", PRESSES)
+REPLAYING = {"kvcompose", "kvgrad", "kvzip", "kvzip, by layers"}
+"""Those that run the context again: rows one by one, when all layers have run."""
 
 
 @torch.no_grad()
@@ -266,9 +270,9 @@ def run_padded(model: Any, press: Any, cache: Any, forwards: list[Tensor]) -> It
             ).logits
 
 
-# KVzip is refused such batches of hybrid models, see below.
+# Those that replay rows are refused such batches of hybrid models, see below.
 ALONE = [(family, name) for family in ("llama", "gpt_neox") for name in PRESSES]
-ALONE += [("gemma2", name) for name in PRESSES if "kvzip" not in name]
+ALONE += [("gemma2", name) for name in PRESSES if name not in REPLAYING]
 
 
 @both
@@ -469,6 +473,8 @@ def test_bytes_are_those_of_what_is_kept(package, ratio, long_context):
         package.AdaKVPress(scorer),
         package.CriticalAdaKVPress(scorer),
         package.KVzipPress(ratio, prompts=PROMPTS),
+        package.KVgradPress(ratio, prompts=PROMPTS),
+        package.KVComposePress(ratio, structured=False),
     ):
         cache = DynamicCache(config=model.config)
         with press(model):
@@ -692,11 +698,12 @@ def test_offloaded_caches_are_refused(package, name):
 
 
 @both
+@pytest.mark.parametrize("name", sorted(REPLAYING))
 @torch.no_grad()
-def test_rows_that_cannot_be_replayed_alone_are_refused(package):
-    """KVzip replays each row without its padding, which sliding layers have let go of."""
+def test_rows_that_cannot_be_replayed_alone_are_refused(package, name):
+    """Rows are replayed without their padding, which sliding layers have let go of."""
     model, (ids, _, _) = make("gemma2"), left_padded(3, LENGTH, PADDING)
-    press, cache = PRESSES["kvzip"](package, model), DynamicCache(config=make("gemma2").config)
+    press, cache = PRESSES[name](package, model), DynamicCache(config=make("gemma2").config)
     with pytest.raises(UnsupportedCacheError, match="run them one by one"):
         next(run_padded(model, press, cache, [ids]))
 
@@ -708,7 +715,7 @@ def test_no_press_prunes_heads_of_different_lengths_again(package, name):
     model = make()
     with package.KnormPress(0.5)(model), PRESSES[name](package, model)(model):
         cache = DynamicCache(config=model.config)
-        if "kvzip" in name:  # which acts when all layers have run, after the outer scope
+        if name in REPLAYING:  # which act after the outer scope
             with pytest.raises(UnsupportedCacheError, match="use it alone"):
                 model(token_ids(1, LENGTH), past_key_values=cache)
         else:

@@ -126,6 +126,13 @@ DEFAULTS = {
         "normalize_scores": True,
         "rerotate_keys": True,
     },
+    "KVComposePress": {  # whose ratio comes second in kvpress, after `structured`
+        **RATIO,
+        "structured": True,
+        **{"agg_task": "max", "agg_group": "mean", "agg_head": "mean"},
+        **{"add_v_norm": False, "add_mean_across_heads": True, "keep_token_lower_bound": 0},
+    },
+    "KVgradPress": {**RATIO, "layerwise": False, "n_sink": 4, "chunk_size": 512},
     "KVzapPress": {**RATIO, "model_type": "mlp"},
     "KVzipPress": {
         **RATIO,

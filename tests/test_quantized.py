@@ -331,6 +331,8 @@ HEADWISE = {
     "CriticalAdaKVPress": "keeps other tokens for each head",
     "DMSPress": "keeps other tokens for each head",
     "DuoAttentionPress": "keeps other tokens for each head",
+    "KVComposePress": "use it alone, with a",
+    "KVgradPress": "use it alone, with a",
     "KVzipPress": "use it alone, with a",
 }
 

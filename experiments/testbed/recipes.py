@@ -29,7 +29,7 @@ from experiments.framework.plots import press_label
 from experiments.testbed.compare import PressPair
 from press_core import HyperparameterError, Needs, Press, PressError
 from press_core.model.sites import attention_sites
-from press_core.presses.kvzip import RepeatPrompts
+from press_core.presses.kvzip import KVzip, RepeatPrompts
 from press_core.select import n_kept
 
 Presses = Mapping[str, type[Any]]
@@ -150,6 +150,7 @@ _SHORT_FIELDS: dict[str, dict[str, Any]] = {
     "EntropyGatedChunkKVPress": {"chunk_length": 5, "low_entropy_chunk_length": 2},
     "ExpectedAttentionPress": {"n_future_positions": 64},
     "ExpectedAttentionStatsPress": {"n_future_positions": 64},
+    "KVgradPress": {"chunk_size": 24, "prompts": PROMPTS},
     "KVzipPress": {"chunk_size": 24, "prompts": PROMPTS},
     "LagKVPress": {"lag_size": 8},
     "LeverageScorePress": {"sketch_dimension": 8},
@@ -225,7 +226,7 @@ def suited_pair(name: str, ratio: float, length: int, model: PreTrainedModel) ->
     pair = recipe_pair(name, ratio, length)
     if all(_knows(press, model) for press in pair):
         return pair
-    if name == "KVzipPress":  # there is no tokenizer
+    if isinstance(pair.hook, KVzip):  # there is no tokenizer
         return PressPair(*(replace(press, prompts=PROMPTS) for press in pair))  # type: ignore[call-arg]
     return fitted_pair(pair, model)
 

@@ -12,11 +12,14 @@ from press_core.attention import BLOCK
 from press_core.call import AttentionCall
 from press_core.eviction import Eviction
 from press_core.press import Evicts, Phase, require
-from press_core.replay import Replay, ReplayPress, Row, Watched, replay_blocks
+from press_core.replay import ReplayPress, Row, Watched, replay_blocks
 from press_core.select import Tokens, best_first, n_kept, places, upcast
 
 Aggregation = Literal["max", "mean"]
 AGGREGATIONS = ("max", "mean")
+
+AT_A_TIME = 512
+"""Tokens of the second reading in one forward: a mask over all of them would be `S * 2 S`."""
 
 MIN_ROWS = 32
 """Queries whose weights are held at a time, at least: fewer make long contexts slow."""
@@ -70,19 +73,33 @@ class KVCompose(ReplayPress):
         return Phase.DECODER | Phase.BEFORE_DECODING
 
     def score_row(self, row: Row) -> dict[int, Tensor]:
-        scores: dict[int, Tensor] = {}
-        replay = Replay(row.tokens[None], 0, row.length)
+        received: dict[int, Tensor] = {}
+        norms: dict[int, Tensor] = {}
 
         def see(call: AttentionCall) -> None:
-            received = compose_scores(call, row.length, self.agg_task, self.agg_group)
-            if self.add_v_norm:
-                received = received * upcast(call.values[:, :, : row.length]).norm(dim=-1)
-            if self.add_mean_across_heads:
-                received = received + received.mean(dim=1, keepdim=True)
-            scores[call.site.layer_idx] = received
+            layer, values = call.site.layer_idx, call.values[:, :, : row.length]
+            received[layer] = received_again(call, row.length, self.agg_task, received.get(layer))
+            if self.add_v_norm and layer not in norms:
+                norms[layer] = upcast(values).norm(dim=-1)
 
         with self.watch_attention(row, see), torch.no_grad():
-            row.run(input_ids=replay.ids)
+            cache = row.alone()
+            for start, ids in zip(
+                range(0, row.length, AT_A_TIME), row.tokens.split(AT_A_TIME), strict=True
+            ):
+                row.run(cache, start, input_ids=ids[None])
+        return {
+            layer: self._scores(of_queries, norms.get(layer), row.length)
+            for layer, of_queries in received.items()
+        }
+
+    def _scores(self, received: Tensor, norms: Tensor | None, length: int) -> Tensor:
+        """Scores `(1, H_kv, S)` from what each query head gave, `(1, H_kv, G, S)`, and values."""
+        received = received / length if self.agg_task == "mean" else received
+        scores = received.amax(dim=2) if self.agg_group == "max" else received.mean(dim=2)
+        scores = scores if norms is None else scores * norms
+        if self.add_mean_across_heads:
+            scores = scores + scores.mean(dim=1, keepdim=True)
         return scores
 
     def choose(self, scores: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -131,29 +148,30 @@ class KVCompose(ReplayPress):
         return n_kept(n * length, self.compression_ratio)
 
 
-def compose_scores(
-    call: AttentionCall, length: int, agg_task: Aggregation, agg_group: Aggregation
+def received_again(
+    call: AttentionCall, length: int, agg_task: Aggregation, before: Tensor | None
 ) -> Tensor:
     """Attention that each key of a context gets when the context is read again.
 
     Args:
-        call: the second reading, over the keys of both.
+        call: a part of the second reading, over the keys of both.
         length: of the context.
-        agg_task: over the queries.
-        agg_group: over the query heads of a KV head.
+        agg_task: the largest, or (for "mean") the sum over the queries.
+        before: what earlier parts came to.
 
     Returns:
-        `(1, H_kv, length)`, float32.
+        `(1, H_kv, G, length)`, float32.
     """
     queries = call.queries()
-    batch, n_heads, m, _ = queries.shape
-    n_kv = call.keys.shape[1]
-    total = upcast(call.keys[..., 0]).new_zeros(batch, n_kv, n_heads // n_kv, length)
+    batch, n_heads, n_kv = len(queries), queries.shape[1], call.keys.shape[1]
+    if before is None:
+        zeros = upcast(call.keys[..., 0]).new_zeros
+        before = zeros(batch, n_kv, n_heads // n_kv, length)
     watched = Watched(call.keys, slice(0, length))
     rows = max(MIN_ROWS, BLOCK // (n_heads * call.length))
     for _, weights in replay_blocks(call, queries, watched, rows):
         if agg_task == "max":
-            total = torch.maximum(total, weights.amax(dim=3))
+            before = torch.maximum(before, weights.amax(dim=3))
         else:
-            total += weights.sum(dim=3) / m
-    return total.amax(dim=2) if agg_group == "max" else total.mean(dim=2)
+            before = before + weights.sum(dim=3)
+    return before

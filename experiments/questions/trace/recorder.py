@@ -27,7 +27,7 @@ from press_core.model.forward import AttentionForward, DecoderForward
 from press_core.model.probe import verified_sites
 from press_core.press import TokenScorer
 from press_core.presses.finch import Finch
-from press_core.presses.kvzip import KVzip
+from press_core.replay import ReplayPress
 
 _PRUNES, ELSEWHERE = " prunes ", " of layer "
 """In the text of an event that prunes its layer; of one whose cause lies in another layer."""
@@ -180,7 +180,7 @@ class Recorder:
                 enter = partial(self._hidden_states_enter, site)
                 undo.callback(site.module.register_forward_pre_hook(enter, with_kwargs=True).remove)
             # Of the layers around one forward the first is the outermost, the last the innermost.
-            if self.mechanism == "patch" and isinstance(press, KVzip):
+            if self.mechanism == "patch" and isinstance(press, ReplayPress):
                 watch(self._body, "forward", self._above_replays)
             elif self.mechanism == "patch":
                 for site in self._sites.values():
