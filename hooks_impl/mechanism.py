@@ -71,7 +71,7 @@ class BasePress(press.Press):
                 f"{type(self).__name__}.forward_hook was called by a hook of its own; leave it to "
                 "the scope to install it (call super().__call__, or do not override __call__)"
             )
-        query = collected.query() if Needs.QUERIES in self.needs else None
+        query = collected.query() if self.reads_queries else None
         is_rotated = query is not None and collected.site.query_source.is_rotated
         forward = AttentionForward(input, kwargs, collected.site, collected.context_output)
         return engine.after_attention(collected.scope, forward, output, query, is_rotated)
@@ -87,9 +87,9 @@ class BasePress(press.Press):
             if self.evicts.needs_attention:  # a hook can choose what heads keep, not attend over it
                 for patch in serve(site):
                     scope.install(patch)
-            if not self.phases & ~Phase.DECODER:
+            if not self.is_at_attention:
                 continue
-            if Needs.QUERIES in self.needs:
+            if self.reads_queries:
                 source = site.query_source.module
                 scope.install(source.register_forward_hook(Hook(hooks.collect)))
             scope.install(

@@ -61,7 +61,7 @@ class BasePress(press.Press):
             query = states
             return function(module, states, *rest, **more)
 
-        if Needs.QUERIES in self.needs:
+        if self.reads_queries:
             seen = with_override(seen, see_query)
         output = call_next(*forward.args, **seen)
         return engine.after_attention(scope, forward, output, query, query_is_rotated=True)
@@ -75,9 +75,9 @@ class BasePress(press.Press):
             if self.evicts.needs_attention:
                 for patch in serve(site):
                     scope.install(patch)
-            if not self.phases & ~Phase.DECODER:
+            if not self.is_at_attention:
                 continue
-            if Needs.QUERIES in self.needs:
+            if self.reads_queries:
                 scope.install(intercept(site.interface))
             patches.add(site)
         for other in scope.left_alone:

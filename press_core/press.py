@@ -262,6 +262,20 @@ class Press:
         """
         raise NotImplementedError
 
+    @property
+    def is_at_attention(self) -> bool:
+        """Whether it has to be told of each attention forward: to act, or to help with reading.
+
+        What a press around the decoder leaves of tokens may differ from layer to layer, which the
+        model's one mask does not fit.
+        """
+        return bool(self.phases & ~Phase.DECODER) or self.evicts is Evicts.TOKENS
+
+    @property
+    def reads_queries(self) -> bool:
+        """Whether it reads the queries of the attention forwards that it is told of."""
+        return Needs.QUERIES in self.needs and bool(self.phases & ~Phase.DECODER)
+
     # ---- deciding --------------------------------------------------------------------------------
 
     def is_long_enough(self, length: int) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from press_core.attention import BLOCK
 from press_core.call import AttentionCall
 from press_core.eviction import Eviction
-from press_core.press import Evicts, Phase, require
+from press_core.press import Evicts, require
 from press_core.replay import ReplayPress, Row, Watched, replay_blocks
 from press_core.select import Tokens, best_first, n_kept, places, upcast
 
@@ -67,11 +67,6 @@ class KVCompose(ReplayPress):
     def evicts(self) -> Evicts:  # type: ignore[override]
         return Evicts.TOKENS if self.structured else Evicts.PER_HEAD
 
-    @property
-    def phases(self) -> Phase:  # type: ignore[override]
-        """Layers of different lengths need the scope's help to be read."""
-        return Phase.DECODER | Phase.BEFORE_DECODING
-
     def score_row(self, row: Row) -> dict[int, Tensor]:
         received: dict[int, Tensor] = {}
         norms: dict[int, Tensor] = {}
@@ -126,8 +121,10 @@ class KVCompose(ReplayPress):
         n_layers, length = curves.shape
         bound = self._bound(length)
         curves[:, :bound] = float("inf")
-        kept = best_first(curves.view(1, 1, -1), self._n_kept(n_layers, length))
-        return kept.view(n_layers, length).sum(dim=-1).clamp(min=bound)
+        # Stable: of equals the first layer's come first.
+        order = curves.flatten().argsort(descending=True, stable=True)
+        layers = order[: self._n_kept(n_layers, length)] // length
+        return layers.bincount(minlength=n_layers).clamp(min=bound)
 
     def _of_heads(self, scores: Tensor) -> Tensor:
         """Which tokens each head keeps, `(L, H_kv, S)` bool."""

@@ -61,11 +61,6 @@ class KVgrad(KVzip):
     def check_site(self, site: AttentionSite) -> None:
         super().check_site(site)
         output_weight(site)
-        if site.heads.size > 1:
-            raise UnsupportedModelError(
-                f"{type(self).__name__} needs the gradient of whole attention outputs, and ranks "
-                f"share the heads of {site.name} (tensor parallelism); use KVzipPress"
-            )
 
     def score_row(self, row: Row) -> dict[int, Tensor]:
         assert row.scope.model is not None

@@ -169,7 +169,8 @@ class KVzip(ReplayPress):
         stacked[..., : self.n_sink] = float("inf")
         shared = stacked.flatten(1) if self.layerwise else stacked.flatten()[None]
         n = self._n_kept(shared.shape[-1], stacked.shape[-1])
-        chosen = best_first(shared[None], n)[0].view(stacked.shape) | best
+        chosen = best_first(shared[None], n)[0].view(stacked.shape)
+        chosen |= best & ~chosen.any(dim=-1, keepdim=True)
         return dict(zip(scores, chosen, strict=True))
 
     def _n_kept(self, size: int, length: int) -> int:

@@ -180,11 +180,11 @@ class Recorder:
                 enter = partial(self._hidden_states_enter, site)
                 undo.callback(site.module.register_forward_pre_hook(enter, with_kwargs=True).remove)
             # Of the layers around one forward the first is the outermost, the last the innermost.
-            if self.mechanism == "patch" and isinstance(press, ReplayPress):
-                watch(self._body, "forward", self._above_replays)
-            elif self.mechanism == "patch":
-                for site in self._sites.values():
+            if self.mechanism == "patch":
+                for site in self._sites.values() if press.is_at_attention else ():
                     watch(site.module, "forward", partial(self._above, site))
+                if isinstance(press, ReplayPress):
+                    watch(self._body, "forward", self._above_replays)
                 if isinstance(press, Finch):
                     watch(self._body, "forward", self._above_body)
             known = {id(hooks): set(hooks) for hooks, _ in self._hooks()}
@@ -275,6 +275,8 @@ class Recorder:
     # ... its hooks ...
 
     def _pre_hook(self, site: AttentionSite, hook: Any, module: nn.Module, *given: Any) -> Any:
+        if self._replayed is not None:
+            return hook(module, *given)
         held = self._all_held()
         with self._watch.inside(press=True):
             result = hook(module, *given)
@@ -282,6 +284,8 @@ class Recorder:
         return result
 
     def _collecting_hook(self, name: str, site: AttentionSite, hook: Any, *args: Any) -> Any:
+        if self._replayed is not None:
+            return hook(*args)
         with self._watch.inside(press=True):
             result = hook(*args)
         queries = count(self._layers[site.layer_idx].n_hidden, "query", "queries")
@@ -289,6 +293,8 @@ class Recorder:
         return result
 
     def _forward_hook(self, site: AttentionSite, hook: Any, *args: Any) -> Any:
+        if self._replayed is not None:
+            return hook(*args)
         held = self._all_held()
         with self._watch.inside(press=True):
             result = hook(*args)
@@ -312,6 +318,8 @@ class Recorder:
     # ... and its wrappers
 
     def _above(self, site: AttentionSite, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._replayed is not None:
+            return forward(*args, **kwargs)
         self._wrapped = call = _Wrapped((args, kwargs), self._all_held())
         with self._watch.inside(press=True):
             output = forward(*args, **kwargs)
