@@ -93,15 +93,17 @@ class BasePress(press.Press):
                 source = site.query_source.module
                 scope.install(source.register_forward_hook(Hook(hooks.collect)))
             scope.install(
-                site.module.register_forward_pre_hook(Hook(hooks.before), with_kwargs=True)
+                site.module.register_forward_pre_hook(Hook(hooks.before, True), with_kwargs=True)
             )
             # Prepended, so that of several scopes the inner one acts first.
             scope.install(
-                site.module.register_forward_hook(Hook(hooks.after), with_kwargs=True, prepend=True)
+                site.module.register_forward_hook(
+                    Hook(hooks.after, True), with_kwargs=True, prepend=True
+                )
             )
         for other in scope.left_alone:
             module = other.site.module
-            before = Hook(partial(_before_left_alone, other))
+            before = Hook(partial(_before_left_alone, other), True)
             scope.install(module.register_forward_pre_hook(before, with_kwargs=True))
         if Phase.DECODER in self.phases:
             self._install_around_decoder(scope)
@@ -117,8 +119,10 @@ class BasePress(press.Press):
         def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             self.after_decoder(scope, DecoderForward(args, kwargs, decoder), output)
 
-        scope.install(decoder.register_forward_pre_hook(Hook(before), with_kwargs=True))
-        scope.install(decoder.register_forward_hook(Hook(after), with_kwargs=True, prepend=True))
+        scope.install(decoder.register_forward_pre_hook(Hook(before, True), with_kwargs=True))
+        scope.install(
+            decoder.register_forward_hook(Hook(after, True), with_kwargs=True, prepend=True)
+        )
 
     def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
         def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -247,9 +251,12 @@ class _SiteHooks:
         self.waiting = local()
 
     def collect(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        self.waiting.projected = args[0], output
+        if self.press.acts_here:
+            self.waiting.projected = args[0], output
 
     def before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.press.acts_here:
+            return None
         forward = engine.before_attention(self.scope, AttentionForward(args, kwargs, self.site))
         self.waiting.context_output = forward.context_output
         return forward.args, forward.kwargs
@@ -257,6 +264,8 @@ class _SiteHooks:
     def after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
+        if not self.press.acts_here:
+            return None
         waiting = self.waiting.__dict__
         found = waiting.pop("projected", None), waiting.pop("context_output", None)
         collected = _Collected(self.site, self.scope, *found)
@@ -289,10 +298,13 @@ class Hook:
     ever. The copy gets a hook that does nothing instead.
     """
 
-    def __init__(self, function: Any) -> None:
-        self.function = function
+    def __init__(self, function: Any, with_kwargs: bool = False) -> None:
+        self.function, self.with_kwargs = function, with_kwargs
 
     def __call__(self, *args: Any) -> Any:
+        # torch leaves them out where another thread is just taking the hook off.
+        if self.with_kwargs and (len(args) < 3 or not isinstance(args[2], dict)):
+            return None
         return self.function(*args)
 
     def __reduce__(self) -> Any:

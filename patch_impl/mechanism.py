@@ -178,12 +178,16 @@ class _Patches:
         self.patches.append(wrap(site.module, "forward", forward))
         self.scope.install(self.patches[-1])
 
-    def _forward(self, index: int, site: AttentionSite, *args: Any, **kwargs: Any) -> Any:
+    def _forward(
+        self, index: int, site: AttentionSite, call_next: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not self.press.acts_here:
+            return call_next(*args, **kwargs)
         if self.patches[index - 1].is_lost:  # the first looks at the last
             raise ScopeError(
                 f"{type(self.press).__name__} prunes some layers and no longer others: {LOST}"
             )
-        return self.press.attention_forward(self.scope, site, *args, **kwargs)
+        return self.press.attention_forward(self.scope, site, call_next, *args, **kwargs)
 
     def warning(self) -> str | None:
         return f": {LOST}" if any(patch.is_lost for patch in self.patches) else None

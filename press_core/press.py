@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum, Flag, auto
@@ -250,9 +251,7 @@ class Press:
         """Install the press on the model of `scope`, which takes it off again."""
         raise NotImplementedError
 
-    def after(
-        self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]
-    ) -> Removable:
+    def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
         """Call `act(args, output)` after each forward of `module`, by this press's mechanism.
 
         What it returns stands for the output, unless it is None.
@@ -270,6 +269,11 @@ class Press:
         model's one mask does not fit.
         """
         return bool(self.phases & ~Phase.DECODER) or self.evicts is Evicts.TOKENS
+
+    @property
+    def acts_here(self) -> bool:
+        """Whether forwards of this thread are its business."""
+        return True
 
     @property
     def reads_queries(self) -> bool:
@@ -437,11 +441,13 @@ class Collector(Press):
         see: what to show it to; rows of different padding are shown one after the other, without.
         reads: what the calls are to hold.
         decoding: whether to show forwards that find their layer filled, rather than prefills.
+        thread: whose forwards are shown; None: all.
     """
 
     see: Callable[[AttentionCall], Any]
     reads: Needs = Needs.QUERIES
     decoding: bool = False
+    thread: int | None = None
 
     evicts = Evicts.NOTHING
 
@@ -452,6 +458,10 @@ class Collector(Press):
     @property
     def phases(self) -> Phase:  # type: ignore[override]
         return Phase.DECODING if self.decoding else Phase.PREFILL
+
+    @property
+    def acts_here(self) -> bool:
+        return self.thread is None or self.thread == threading.get_ident()
 
     def decide(self, call: AttentionCall) -> Eviction:
         self.see(call)

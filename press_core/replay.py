@@ -140,7 +140,8 @@ class ReplayPress(RatioPress):
     def watch_attention(self, row: Row, see: Callable[[AttentionCall], None]) -> Any:
         """The scope in which `see` is shown what each attention module does in this thread."""
         assert row.scope.model is not None
-        return self.collector(in_this_thread(see), decoding=True)(row.scope.model)
+        thread = threading.get_ident()  # others may run the model meanwhile
+        return self.collector(see, decoding=True, thread=thread)(row.scope.model)
 
     # ---- around the decoder ----------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ MIN_ROWS = 32
 
 @dataclass
 class KVCompose(ReplayPress):
-    """Keeps what a context attends to when it is read again, more of it in some layers (2509.05165).
+    """Keeps what a context attends to when it is read again (arXiv 2509.05165).
 
     The context is run once more after itself. A key's score is the attention that it gets from
     those queries. Every head keeps tokens of its own, and all heads of a layer the same number: the

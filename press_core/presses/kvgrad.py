@@ -71,14 +71,16 @@ class KVgrad(KVzip):
             calls[call.site.layer_idx] = call
 
         sites = row.scope.sites
-        with differentiable(self, row.scope.model, sites) as differentiate:
-            with self.watch_attention(row, see):
-                for replay in self.replays(row):
-                    run = partial(row.run, input_ids=replay.ids.clone())
-                    sensitivities = differentiate(run)
-                    with torch.no_grad():
-                        for site, norms in zip(sites, sensitivities, strict=True):
-                            self._note(scores, calls.pop(site.layer_idx), replay, norms, row)
+        with (
+            differentiable(self, row.scope.model, sites) as differentiate,
+            self.watch_attention(row, see),
+        ):
+            for replay in self.replays(row):
+                # Inside of this block no tensor of inference mode is made, but for those given.
+                norms = differentiate(partial(row.run, input_ids=replay.ids.clone()))
+                with torch.no_grad():
+                    for site, of_site in zip(sites, norms, strict=True):
+                        self._note(scores, calls.pop(site.layer_idx), replay, of_site, row)
         return scores
 
     def _note(
@@ -133,6 +135,11 @@ def differentiable(
         From a function that runs the model once to the norms of the gradient at what each of
         `sites` puts out, `(m,)` each, float32.
     """
+    if model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
+        raise UnsupportedInputError(
+            "gradient checkpointing leaves a training model without its cache; call model.eval() "
+            "or model.gradient_checkpointing_disable()"
+        )
     seen = _Forward()
 
     def see_attention(site: AttentionSite, _: Any, output: Any) -> None:
@@ -177,8 +184,7 @@ def _sensitivities(seen: _Forward, sites: list[AttentionSite]) -> list[Tensor]:
     missing = [site.name for site in sites if site.layer_idx not in seen.outputs]
     if missing or len(seen.last) != 1:
         raise UnsupportedInputError(
-            f"the outputs of {', '.join(missing) or 'the last layer'} were not seen once in a "
-            "forward (gradient checkpointing, or modules called past their hooks)"
+            f"the output of {', '.join(missing) or 'the last layer'} was not seen once in a forward"
         )
     objective = upcast(seen.last[0]).square().sum()
     outputs = [seen.outputs[site.layer_idx] for site in sites]

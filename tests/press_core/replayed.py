@@ -37,7 +37,13 @@ def read(model: Any, context: Tensor, then: Tensor) -> Reading:
 
 
 def weights(
-    model: Any, reading: Reading, layer: int, head: int, query: int, length: int, seen: Sequence[int]
+    model: Any,
+    reading: Reading,
+    layer: int,
+    head: int,
+    query: int,
+    length: int,
+    seen: Sequence[int],
 ) -> dict[int, float]:
     """What one query of one head pays to each of the keys `seen`, before itself.
 
@@ -58,7 +64,9 @@ def weights(
 
 def float64_llama(**options: Any) -> Any:
     """Two layers, four query and two KV heads; norms that do not round to float32."""
-    model = build("llama", num_layers=2, num_heads=4, num_kv_heads=2, dtype=torch.float64, **options)
+    model = build(
+        "llama", num_layers=2, num_heads=4, num_kv_heads=2, dtype=torch.float64, **options
+    )
     for module in model.modules():
         if isinstance(module, LlamaRMSNorm):
             module.forward = partial(_norm, module)

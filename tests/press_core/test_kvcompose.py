@@ -33,7 +33,10 @@ def slow_scores(model: Any, ids: Tensor, press: Any) -> list[list[list[float]]]:
             for h in range(4)
         ]
         scores = [
-            [group([task([of_head[h][q][key] for q in range(n)]) for h in heads]) for key in range(n)]
+            [
+                group([task([of_head[h][q][key] for q in range(n)]) for h in heads])
+                for key in range(n)
+            ]
             for heads in ((0, 1), (2, 3))
         ]
         if press.add_v_norm:
@@ -134,7 +137,9 @@ def test_heads_compete_where_nothing_is_aligned(seed, bound):
             ranked.append((not first, -float(scores[layer, head, token]), layer, head, token))
     expected = {entry[2:] for entry in sorted(ranked)[:96]}
     found = {
-        (layer, *place) for layer, mask in chosen.items() for place in map(tuple, mask.nonzero().tolist())
+        (layer, *place)
+        for layer, mask in chosen.items()
+        for place in map(tuple, mask.nonzero().tolist())
     }
     assert found == expected
 
