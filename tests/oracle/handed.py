@@ -16,6 +16,7 @@ from kvpress.presses import kvzap_press, qfilter_press
 from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
+from press_core.cache.pruned import states_of
 from press_core.presses import kvzip
 from press_core.presses.cam import uniform
 from press_core.presses.duo_attention import HeadScores
@@ -139,6 +140,16 @@ class Repeated(Context):
     def __call__(self, model: PreTrainedModel, press: Any, past: DynamicCache) -> None:
         with patch.object(AutoTokenizer, "from_pretrained", lambda *_, **__: PromptTokenizer()):
             super().__call__(model, press, past)
+
+
+class ReadAgain(Context):
+    """A context that is read again, which kvpress leaves in a cache by heads: it is taken out."""
+
+    def __call__(self, model: PreTrainedModel, press: Any, past: DynamicCache) -> None:
+        super().__call__(model, press, past)
+        for layer in past.layers:
+            if layer.keys.shape[2] > self.length and layer.get_seq_length() > self.length:
+                layer.keys, layer.values = (x[:, :, : self.length] for x in states_of(layer))
 
 
 def our_sketch(press: Any) -> Any:
