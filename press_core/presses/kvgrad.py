@@ -34,7 +34,9 @@ class KVgrad(KVzip):
     product over the queries of the replay and of the group.
 
     Gradients of parameters are not computed, and nothing that was there before requires a gradient
-    afterwards. The scope of the caller may be `torch.no_grad` or `torch.inference_mode`.
+    afterwards. The scope of the caller may be `torch.no_grad` or `torch.inference_mode`. Fused
+    attention on a GPU may add up gradients in any order; `torch.use_deterministic_algorithms(True)`
+    gives the same bits every time.
 
     Attributes:
         compression_ratio: share of the tokens of all heads that is evicted, in [0, 1).
