@@ -359,6 +359,7 @@ FIELDS: dict[str, dict[str, SearchStrategy[Any]]] = {
         **_RATIO,
     },
     "RandomPress": {"seed": st.integers(0, 2**16), **_RATIO},
+    "RestoreKVPress": {"kvzip_plus_normalization": st.booleans(), **_REPLAY, **_RATIO},
     "SimLayerKVPress": {
         "lazy_threshold": st.floats(0, 1),
         "n_last": st.integers(1, 3),

@@ -42,6 +42,7 @@ from press_core.presses.prefill_decoding import PrefillDecoding
 from press_core.presses.pyramidkv import PyramidKV
 from press_core.presses.qfilter import QFilter
 from press_core.presses.random import Random
+from press_core.presses.restorekv import RestoreKV
 from press_core.presses.rkv import RKV
 from press_core.presses.simlayerkv import SimLayerKV
 from press_core.presses.snapkv import SnapKV
@@ -69,6 +70,9 @@ class KVgradPress(KVgrad, BasePress): ...
 
 
 class KVzipPress(KVzip, BasePress): ...
+
+
+class RestoreKVPress(RestoreKV, BasePress): ...
 
 
 class SimLayerKVPress(SimLayerKV, BasePress): ...

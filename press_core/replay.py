@@ -95,6 +95,20 @@ class Row:
         )
 
 
+class Judged(NamedTuple):
+    """What is left of one row.
+
+    Attributes:
+        slots: `(S,)` int64, where its tokens lie in the cache; None: everywhere.
+        chosen: by layer `(H_kv, S)` bool, which of them each head keeps.
+        joining: by layer keys and values `(1, H_kv, n, d)` that join the cache; None: none do.
+    """
+
+    slots: Tensor | None
+    chosen: dict[int, Tensor]
+    joining: dict[int, tuple[Tensor, Tensor]] | None = None
+
+
 @dataclass
 class ReplayPress(RatioPress):
     """A press that acts when the decoder has run a context, and runs it on before it decides.
@@ -112,6 +126,10 @@ class ReplayPress(RatioPress):
     @abstractmethod
     def choose(self, scores: dict[int, Tensor]) -> dict[int, Tensor]:
         """Which tokens of a row each head keeps, `(H_kv, S)` bool per layer; from its scores."""
+
+    def judge(self, row: Row) -> Judged:
+        """What is left of `row`."""
+        return Judged(row.slots, self.choose(self.score_row(row)))
 
     def left(self, call: AttentionCall, chosen: Tensor) -> Eviction:
         """What is left of `call` where `chosen` `(B, H_kv, S)` stays."""
@@ -161,36 +179,35 @@ class ReplayPress(RatioPress):
         if cache is None or self.compression_ratio == 0:
             return
         refuse_offloading(self, cache)
-        ids = forward.token_ids(self._why_ids)
         layers = {site.layer_idx: prunable_layer(cache, site.layer_idx) for site in scope.sites}
-        if any(layer.get_seq_length() != ids.shape[1] for layer in layers.values()):
+        if any(layer.get_seq_length() != forward.n_tokens for layer in layers.values()):
             return  # tokens came before these
+        ids = forward.token_ids(self._why_ids)
         self._check_layers(layers)
         following = _next_positions(forward.argument("position_ids"), ids)
         tokens = self._real_tokens(forward, ids)
-        chosen: list[tuple[Tensor | None, dict[int, Tensor]]] = []
+        judged = []
         for index in range(len(ids)):
             slots = None if tokens is None else tokens[index].nonzero().squeeze(1)
             own = ids[index] if slots is None else ids[index, slots]
-            row = Row(scope, cache, index, own, slots, following[index])
-            chosen.append((slots, self.choose(self.score_row(row))))
-        self._store(scope, cache, chosen)
+            judged.append(self.judge(Row(scope, cache, index, own, slots, following[index])))
+        self.store(scope, cache, judged)
 
-    def _store(
-        self, scope: ScopeState, cache: Any, chosen: list[tuple[Tensor | None, dict[int, Tensor]]]
-    ) -> None:
-        """Let the layers of `cache` hold what was chosen of each row: its slots, and by layer."""
+    def store(self, scope: ScopeState, cache: Any, judged: list[Judged]) -> None:
+        """Let the layers of `cache` hold what is left of each row."""
         for site in scope.sites:
             layer = cache.layers[site.layer_idx]
             keys, values = layer.keys, layer.values
-            seen = torch.tensor([keys.shape[2] if s is None else len(s) for s, _ in chosen])
+            seen = torch.tensor(
+                [keys.shape[2] if j.slots is None else len(j.slots) for j in judged]
+            )
             nothing = keys.new_empty(keys.shape[0], keys.shape[2], 0)  # of the hidden states
             call = AttentionCall(site, nothing, keys, values, seen=seen, scope=scope)
             groups = []
-            for index, (slots, of_layers) in enumerate(chosen):
-                alone = slots is None and len(chosen) == 1
+            for index, (slots, chosen, _) in enumerate(judged):
+                alone = slots is None and len(judged) == 1
                 part = call if alone else call.of_rows([index], slots)
-                own = site.heads.own(of_layers[site.layer_idx], keys.shape[1], dim=0)
+                own = site.heads.own(chosen[site.layer_idx], keys.shape[1], dim=0)
                 groups.append(RowGroup([index], slots, self.left(part, own[None])))
             forward = AttentionForward((), {site.cache_name: cache}, site)
             store(forward, scope, BatchEviction(call, groups))

@@ -40,7 +40,7 @@ SIMPLE = [
     name
     for name in PRESSES
     if "compression_ratio" in hooks_impl.PRESSES[name].__dataclass_fields__
-    and name not in ("FinchPress", "KVgradPress", "KVzipPress")
+    and name not in ("FinchPress", "KVgradPress", "KVzipPress", "RestoreKVPress")
 ]
 REPLAYING = [name for name in PRESSES if issubclass(hooks_impl.PRESSES[name], ReplayPress)]
 

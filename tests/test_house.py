@@ -157,6 +157,13 @@ DEFAULTS = {
     "H2OPress": RATIO,
     "MergingPress": {"press": None, "similarity_threshold": 0.0, "merge_fraction": 1.0},
     "RKVPress": RATIO,
+    "RestoreKVPress": {
+        **RATIO,
+        "layerwise": False,
+        "n_sink": 4,
+        "kvzip_plus_normalization": False,
+        "chunk_size": 2048,
+    },
     "PrefillDecodingPress": {"prefilling_press": None, "decoding_press": None},
     "PyramidKVPress": {**RATIO, "window_size": 64, "kernel_size": 5, "beta": 20},
     "QFilterPress": RATIO,

@@ -334,6 +334,7 @@ HEADWISE = {
     "KVComposePress": "use it alone, with a",
     "KVgradPress": "use it alone, with a",
     "KVzipPress": "use it alone, with a",
+    "RestoreKVPress": "use it alone, with a",
 }
 
 

@@ -156,6 +156,7 @@ _SHORT_FIELDS: dict[str, dict[str, Any]] = {
     "LeverageScorePress": {"sketch_dimension": 8},
     "NonCausalAttnPress": {"chunk_size": 16},
     "PyramidKVPress": {"window_size": 8},
+    "RestoreKVPress": {"chunk_size": 24, "prompts": PROMPTS},
     "SnapKVPress": {"window_size": 8},
 }
 
@@ -227,7 +228,7 @@ def suited_pair(name: str, ratio: float, length: int, model: PreTrainedModel) ->
     if all(_knows(press, model) for press in pair):
         return pair
     if isinstance(pair.hook, KVzip):  # there is no tokenizer
-        return PressPair(*(replace(press, prompts=PROMPTS) for press in pair))  # type: ignore[call-arg]
+        pair = PressPair(*(replace(press, prompts=PROMPTS) for press in pair))  # type: ignore[call-arg]
     return fitted_pair(pair, model)
 
 
@@ -290,4 +291,7 @@ _LEARNED: dict[str, Callable[[PreTrainedModel, Tensor], Any]] = {
     "stats": lambda model, ids: hooks_impl.ExpectedAttentionStatsPress.collect(model, [ids]),
     "regressor": _regressor,
     "head_scores": lambda model, ids: hooks_impl.DuoAttentionPress.measure(model, [ids], 2, 6),
+    "adapter": lambda model, ids: hooks_impl.RestoreKVPress.fit(
+        model, [ids], n_following=8, rank=2, prompts=PROMPTS
+    ),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -103,6 +103,8 @@ class KVzip(ReplayPress):
     prompts: RepeatPrompts | None = None
 
     evicts = Evicts.PER_HEAD
+    at_least: ClassVar[int] = 1
+    """Tokens of its context that every head keeps."""
 
     def validate(self) -> None:
         super().validate()
@@ -165,18 +167,20 @@ class KVzip(ReplayPress):
     def choose(self, scores: dict[int, Tensor]) -> dict[int, Tensor]:
         """Which tokens of a row each head keeps, `(H_kv, S)` bool per layer; from its scores."""
         stacked = torch.stack([layer[0] for layer in scores.values()])  # (L, H_kv, S)
-        best = best_first(stacked, 1)  # no head is left empty
+        best = best_first(stacked, self.at_least)
         stacked[..., : self.n_sink] = float("inf")
         shared = stacked.flatten(1) if self.layerwise else stacked.flatten()[None]
-        n = self._n_kept(shared.shape[-1], stacked.shape[-1])
+        length = stacked.shape[-1]
+        n = self.n_chosen(shared.shape[-1] // length, length)
         chosen = best_first(shared[None], n)[0].view(stacked.shape)
         chosen |= best & ~chosen.any(dim=-1, keepdim=True)
         return dict(zip(scores, chosen, strict=True))
 
-    def _n_kept(self, size: int, length: int) -> int:
-        """How many tokens heads that hold `size` together keep, of a context of `length`."""
+    def n_chosen(self, n_heads: int, length: int) -> int:
+        """How many tokens so many heads keep together, of a context of `length`."""
         if isinstance(self.compression_ratio, Tokens):
-            return size // length * self.compression_ratio.of(length)
+            return n_heads * self.compression_ratio.of(length)
+        size = n_heads * length
         return size - int(size * self.compression_ratio)
 
 

@@ -1,0 +1,463 @@
+"""RestoreKV (arXiv 2608.01247): a few learned tokens hold what is about to be evicted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import huggingface_hub
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from press_core.cache.ragged import RaggedLayer
+from press_core.cache.storing import mean_kept
+from press_core.calibration import (
+    Batch,
+    Calibration,
+    CalibrationError,
+    device_of,
+    find,
+    rows_alone,
+)
+from press_core.errors import UnsupportedModelError
+from press_core.model.decoder import decoder_of
+from press_core.model.probe import verified_sites
+from press_core.model.sites import AttentionSite
+from press_core.press import Press, require
+from press_core.presses.kvzip import KVzip, RepeatPrompts
+from press_core.replay import Judged, Row, in_this_thread
+from press_core.scope import ScopeState
+from press_core.select import Tokens
+
+N_TOKENS = 8
+"""Tokens that restore."""
+
+F = TypeVar("F", bound="RestoreAdapter")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RestoreAdapter(Calibration):
+    """Embeddings, and what is added to linear layers while they run.
+
+    Attributes:
+        embeddings: `(n, D)`.
+        down, up: by the name of a linear layer within the decoder, `(r, D_in)` and `(D_out, r)`: it
+            puts out `up @ down @ x` more.
+    """
+
+    kind: ClassVar[str] = "a RestoreKV adapter"
+    file_names: ClassVar[tuple[str, ...]] = ("restorekv.safetensors",)
+
+    embeddings: Tensor
+    down: Mapping[str, Tensor]
+    up: Mapping[str, Tensor]
+
+    def check(self) -> None:
+        if self.embeddings.dim() != 2:
+            shape = tuple(self.embeddings.shape)
+            raise CalibrationError(f"embeddings of shape {shape}: they must be (n, D)")
+        if self.down.keys() != self.up.keys():
+            odd = ", ".join(sorted(self.down.keys() ^ self.up.keys()))
+            raise CalibrationError(f"{odd}: each layer needs both down and up")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"hidden_size": self.embeddings.shape[1]}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        parts = {f"down.{name}": x for name, x in self.down.items()}
+        parts |= {f"up.{name}": x for name, x in self.up.items()}
+        return {"embeddings": self.embeddings, **parts}
+
+    @classmethod
+    def of(cls: type[F], tensors: Mapping[str, Tensor]) -> F:
+        parts: dict[str, dict[str, Tensor]] = {"down": {}, "up": {}}
+        for name, tensor in tensors.items():
+            part, _, layer = name.partition(".")
+            if layer:
+                parts[part][layer] = tensor
+        return cls(tensors["embeddings"], parts["down"], parts["up"])
+
+    @classmethod
+    def load(cls: type[F], source: str | Path, file_names: tuple[str, ...] = ()) -> F:
+        """Read what `save` wrote, or an adapter of PEFT with embeddings beside it.
+
+        Args:
+            source: a file, a folder, or (a `str` only) the id of a repository on the hub.
+            file_names: what the file may be called, instead of `cls.file_names`.
+
+        Raises:
+            CalibrationError: if there is no such file, or if it holds something else.
+        """
+        folder = Path(source).expanduser()
+        if isinstance(source, str) and not folder.exists():
+            folder = _downloaded(source) or folder
+        if all((folder / name).is_file() for name in _PEFT):
+            return cls.of(_from_peft(folder))
+        return super().load(source, file_names or cls.file_names)
+
+    @classmethod
+    def published(cls, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        raise KeyError("embeddings")
+
+
+_PEFT = ("restore_embeddings.safetensors", "adapter_model.safetensors", "adapter_config.json")
+"""The files of a published adapter."""
+
+
+def _downloaded(source: str) -> Path | None:
+    """The folder of a published adapter that was fetched from the hub, if there is one."""
+    try:
+        return Path(huggingface_hub.snapshot_download(source, allow_patterns=list(_PEFT)))
+    except (OSError, ValueError, RuntimeError):
+        return None
+
+
+def _from_peft(folder: Path) -> dict[str, Tensor]:
+    """The tensors of an adapter as PEFT saves it; its scaling is multiplied into `up`."""
+    embeddings, adapter, config = (folder / name for name in _PEFT)
+    about = json.loads(config.read_text())
+    odd = [name for name in ("use_dora", "rank_pattern", "alpha_pattern") if about.get(name)]
+    if about.get("peft_type") != "LORA" or about.get("bias", "none") != "none" or odd:
+        what = ", ".join(odd) or f"{about.get('peft_type')} with bias={about.get('bias')}"
+        raise CalibrationError(f"{str(folder)!r} is an adapter of another kind than LoRA: {what}")
+    rank = about["r"] ** 0.5 if about.get("use_rslora") else about["r"]
+    tensors = {"embeddings": next(iter(load_file(embeddings).values()))}
+    for name, tensor in load_file(adapter).items():
+        layer, _, part = name.removesuffix(".weight").rpartition(".lora_")
+        layer = layer.removeprefix("base_model.model.")
+        if part == "A":
+            tensors[f"down.{layer}"] = tensor
+        elif part == "B":
+            tensors[f"up.{layer}"] = tensor * (about["lora_alpha"] / rank)
+    return tensors
+
+
+@dataclass
+class RestoreKV(KVzip):
+    """KVzip, and a few learned tokens that hold what is evicted (arXiv 2608.01247).
+
+    Before KVzip evicts, eight learned embeddings are run after the context. They attend to all of
+    it, with a low-rank adapter (LoRA) added to the linear layers for that one pass. Their keys and
+    values join the cache, and KVzip evicts as many tokens more. The tokens that come later have the
+    positions that they would have without them. Contexts of no more tokens than that are left
+    whole.
+
+    Attributes:
+        compression_ratio: share of the tokens of all heads that is evicted, in [0, 1).
+        layerwise: share one budget over the heads of each layer, rather than of the model.
+        n_sink: first tokens, kept as long as there is room.
+        kvzip_plus_normalization: weight attention as KVzip+ does.
+        chunk_size: tokens to be repeated at a time.
+        prompts: what asks the model to repeat; None: in the words of the tokenizer that lies beside
+            the model.
+        adapter: embeddings and adapter of the model (see `fit`), or a file, a folder or a hub id.
+            None: the file `restorekv.safetensors` beside the model, or what is published for it on
+            the hub.
+    """
+
+    adapter: RestoreAdapter | str | Path | None = None
+
+    at_least = 0  # there are those that restore
+
+    def validate(self) -> None:
+        super().validate()
+        given = self.adapter is None or isinstance(self.adapter, RestoreAdapter | str | Path)
+        require(self, "adapter", given, "a RestoreAdapter, a path, a hub id or None")
+
+    def bind(self, model: Any) -> Press:
+        suffix = "_plus" if self.kvzip_plus_normalization else ""
+        adapter = find(
+            RestoreAdapter,
+            self.adapter,
+            model,
+            fit=f"{type(self).__name__}.fit(model, token_batches)",
+            hub_id=lambda name: f"higokri/RestoreKV-{name.split('/')[-1]}{suffix}",
+        )
+        _check_layers(model, adapter)
+        return replace(self, adapter=adapter)._with_prompts(model)
+
+    def _with_prompts(self, model: Any) -> Press:
+        return super().bind(model)
+
+    def check_site(self, site: AttentionSite) -> None:
+        super().check_site(site)
+        if site.heads.size > 1:
+            raise UnsupportedModelError(
+                f"{type(self).__name__} adds an adapter to whole linear layers, and ranks share "
+                f"those of {site.name} (tensor parallelism); use KVzipPress"
+            )
+
+    # ---- rows ------------------------------------------------------------------------------------
+
+    @property
+    def learned(self) -> RestoreAdapter:
+        """The adapter, once the press is bound to a model."""
+        assert isinstance(self.adapter, RestoreAdapter)
+        return self.adapter
+
+    @property
+    def n_restoring(self) -> int:
+        """How many tokens restore."""
+        return len(self.learned.embeddings)
+
+    def judge(self, row: Row) -> Judged:
+        if row.length <= max(self.n_restoring, self._whole_up_to):
+            n_heads = [site.num_kv_heads for site in row.scope.sites]
+            ones = partial(torch.ones, dtype=torch.bool, device=row.tokens.device)
+            everything = [ones(n, row.length) for n in n_heads]
+            layers = (site.layer_idx for site in row.scope.sites)
+            return Judged(row.slots, dict(zip(layers, everything, strict=True)))
+        return super().judge(row)._replace(joining=self.restored(row))
+
+    @property
+    def _whole_up_to(self) -> int:
+        """Contexts of no more tokens are within the budget."""
+        return self.compression_ratio.n if isinstance(self.compression_ratio, Tokens) else 0
+
+    def n_chosen(self, n_heads: int, length: int) -> int:
+        kept = super().n_chosen(n_heads, length) - n_heads * self.n_restoring
+        return max(0, kept)
+
+    def restored(self, row: Row) -> dict[int, tuple[Tensor, Tensor]]:
+        """Keys and values of the tokens that restore `row`, `(1, H_kv, n, d)` each, by layer."""
+        scope, adapter = row.scope, self.learned
+        assert scope.model is not None
+        embedding = scope.model.get_input_embeddings()  # type: ignore[operator]
+        with _learning(adapter), _adapted(self, scope.model, scope.sites, adapter):
+            cache = row.alone()
+            row.run(cache, inputs_embeds=adapter.embeddings[None].to(embedding.weight.dtype))
+            layers = {site.layer_idx: cache.layers[site.layer_idx] for site in scope.sites}
+            n = self.n_restoring
+            return {i: (x.keys[:, :, -n:], x.values[:, :, -n:]) for i, x in layers.items()}
+
+    def store(self, scope: ScopeState, cache: Any, judged: list[Judged]) -> None:
+        with _learning(self.learned):
+            for site in scope.sites:
+                self._store_layer(scope, cache, site, judged)
+
+    def _store_layer(
+        self, scope: ScopeState, cache: Any, site: AttentionSite, judged: list[Judged]
+    ) -> None:
+        layer = cache.layers[site.layer_idx]
+        batch, n_heads, length = layer.keys.shape[:3]
+        kept = torch.zeros(batch, n_heads, length + self.n_restoring, dtype=torch.bool)
+        kept = kept.to(layer.keys.device)
+        joining = [
+            x.new_zeros(batch, n_heads, self.n_restoring, x.shape[-1])
+            for x in (layer.keys, layer.values)
+        ]
+        for index, (slots, chosen, restoring) in enumerate(judged):
+            places = slice(length) if slots is None else slots
+            kept[index, :, places] = chosen[site.layer_idx]
+            if restoring is not None:
+                kept[index, :, length:] = True
+                # In place of an assignment, for gradients flow through what joins.
+                joining = [
+                    x.index_copy(0, torch.tensor([index], device=x.device), new.to(x))
+                    for x, new in zip(joining, restoring[site.layer_idx], strict=True)
+                ]
+        # Those that restore count as the last token: it is no padding, and later ones see it.
+        positions = torch.arange(length + self.n_restoring, device=kept.device).clamp(
+            max=length - 1
+        )
+        ragged = RaggedLayer.of(
+            torch.cat((layer.keys, joining[0]), dim=2),
+            torch.cat((layer.values, joining[1]), dim=2),
+            kept,
+            positions.view(1, 1, -1),
+            length,
+        )
+        seen = sum(length if j.slots is None else len(j.slots) for j in judged) / batch
+        ragged.mean_padding = length - seen
+        cache.layers[site.layer_idx] = ragged
+        scope.record(site.layer_idx, seen, mean_kept(site, ragged))
+
+    # ---- learning --------------------------------------------------------------------------------
+
+    @classmethod
+    def fit(
+        cls,
+        model: Any,
+        token_batches: Iterable[Batch],
+        *,
+        compression_ratios: tuple[float, ...] = (0.75, 0.9, 0.95),
+        n_following: int = 32,
+        rank: int = 8,
+        learning_rate: float = 2e-3,
+        prompts: RepeatPrompts | None = None,
+        seed: int = 0,
+        **fields: Any,
+    ) -> RestoreAdapter:
+        """Learn to answer from what is left as the model answers from all (self-distillation).
+
+        Each row is a context and what follows it. What follows is predicted over the whole context,
+        and over what the press leaves of that, at ratios in turn; the divergence of the second
+        prediction from the first is what is made small. One step per row; the model is left as it
+        was.
+
+        Args:
+            model: as it is, in eval mode.
+            token_batches: token ids `(B, S)`, or dicts with `input_ids` and `attention_mask` where
+                rows are padded on the left.
+            compression_ratios: to learn at, in turn.
+            n_following: tokens at the end of each row that follow its context.
+            rank: of the adapter on the linear layers of the attention modules.
+            learning_rate: of AdamW.
+            prompts: see the press.
+            seed: of the first numbers.
+            fields: others of the press.
+
+        Returns:
+            Embeddings and adapter, float32: to hand over as `adapter`, or to save beside the model.
+
+        Raises:
+            CalibrationError: if there is no row with a context.
+        """
+        started = first_adapter(model, rank, seed)
+        learned = {name: x.requires_grad_() for name, x in started.tensors.items()}
+        # Normalised by Adam, so that one rate serves embeddings and layers.
+        optimizer = torch.optim.AdamW(learned.values(), lr=learning_rate, weight_decay=0.0)
+        n_rows = 0
+        for ids in rows_alone(token_batches):
+            for row in ids.to(device_of(model)):
+                if len(row) <= n_following + N_TOKENS:
+                    continue
+                ratio = compression_ratios[n_rows % len(compression_ratios)]
+                press: Any = cls(
+                    ratio, prompts=prompts, adapter=RestoreAdapter.of(learned), **fields
+                )
+                context, following = row[None].split([len(row) - n_following, n_following], dim=1)
+                loss = distillation_loss(model, press, context, following)
+                gradients = torch.autograd.grad(loss, list(learned.values()), allow_unused=True)
+                for parameter, gradient in zip(learned.values(), gradients, strict=True):
+                    parameter.grad = gradient  # None: the queries of the last layer, say
+                optimizer.step()
+                n_rows += 1
+        if not n_rows:
+            raise CalibrationError(
+                f"token_batches holds no row of more than {n_following + N_TOKENS} tokens "
+                f"(n_following={n_following} and a context)"
+            )
+        return RestoreAdapter.of({name: x.detach().clone() for name, x in learned.items()})
+
+
+def first_adapter(model: Any, rank: int, seed: int) -> RestoreAdapter:
+    """An adapter that adds nothing yet, and embeddings like those of the model's own tokens."""
+    sites, generator = verified_sites(model), torch.Generator().manual_seed(seed)
+    embedding = model.get_input_embeddings().weight.detach().float()
+    chosen = torch.randint(len(embedding), (N_TOKENS,), generator=generator)
+    down, up = {}, {}
+    for name, layer in _attention_layers(model, sites):
+        n_out, n_in = layer.weight.shape
+        drawn = torch.randn(rank, n_in, generator=generator) / n_in**0.5
+        down[name] = drawn.to(embedding.device)
+        up[name] = torch.zeros(n_out, rank, device=embedding.device)
+    return RestoreAdapter(embedding[chosen.to(embedding.device)].clone(), down, up)
+
+
+def distillation_loss(model: Any, press: Press, context: Tensor, following: Tensor) -> Tensor:
+    """How far predictions over what `press` leaves of a context diverge from those over all of it.
+
+    Args:
+        context, following: token ids, `(1, S)` and `(1, m)`.
+
+    Returns:
+        The Kullback-Leibler divergence in nats, mean over the tokens of `following`.
+    """
+    with torch.no_grad():
+        cache = model(context, use_cache=True).past_key_values
+        teacher = model(following, past_key_values=cache).logits[0].log_softmax(dim=-1)
+    with press(model):
+        with torch.no_grad():
+            cache = model(context, use_cache=True).past_key_values
+        student = model(following, past_key_values=cache).logits[0].log_softmax(dim=-1)
+    return nn.functional.kl_div(student, teacher, log_target=True, reduction="batchmean")
+
+
+# ---- the adapter on its layers -------------------------------------------------------------------
+
+
+def _attention_layers(
+    model: nn.Module, sites: list[AttentionSite]
+) -> Iterator[tuple[str, nn.Linear]]:
+    """Linear layers of the attention modules, by their name within the decoder."""
+    prefix = _prefix(model, sites)
+    for site in sites:
+        for name, child in site.module.named_children():
+            if isinstance(child, nn.Linear):
+                yield f"{site.name}.{name}".removeprefix(prefix), child
+
+
+def _prefix(model: nn.Module, sites: list[AttentionSite]) -> str:
+    """What names of modules within the decoder begin with in the whole model."""
+    decoder = decoder_of(model, sites)
+    name = next(name for name, module in model.named_modules() if module is decoder)
+    return f"{name}." if name else ""
+
+
+def _module(model: nn.Module, prefix: str, name: str) -> nn.Module:
+    """The layer called `name` within the decoder, or as PEFT has it within the model."""
+    try:
+        return model.get_submodule(f"{prefix}{name.removeprefix(prefix)}")
+    except AttributeError as error:
+        raise UnsupportedModelError(
+            f"the adapter is made for a layer {name!r}, which {type(model).__name__} has not; fit "
+            "one to this model"
+        ) from error
+
+
+def _check_layers(model: nn.Module, adapter: RestoreAdapter) -> None:
+    """Refuse a model that `adapter` was not made for."""
+    sites = verified_sites(model)
+    width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
+    if adapter.sizes["hidden_size"] != width:
+        raise UnsupportedModelError(
+            f"embeddings of width {adapter.sizes['hidden_size']} cannot serve "
+            f"{type(model).__name__}, whose tokens have {width}; fit some to this model"
+        )
+    prefix = _prefix(model, sites)
+    for name in adapter.down:
+        shapes = adapter.up[name].shape[0], adapter.down[name].shape[1]
+        weight = getattr(_module(model, prefix, name), "weight", None)
+        if not isinstance(weight, Tensor) or weight.shape != shapes:
+            raise UnsupportedModelError(
+                f"the adapter is made for a layer {name!r} of weight {shapes}, and that of "
+                f"{type(model).__name__} has {tuple(getattr(weight, 'shape', ()))}; fit one to it"
+            )
+
+
+@contextmanager
+def _adapted(
+    press: Press, model: nn.Module, sites: list[AttentionSite], adapter: RestoreAdapter
+) -> Iterator[None]:
+    """The adapter on its layers, for this thread, by the press's mechanism."""
+    prefix = _prefix(model, sites)
+    with ExitStack() as stack:
+        for name, down in adapter.down.items():
+            act = in_this_thread(_added(down, adapter.up[name]))
+            stack.callback(press.after(_module(model, prefix, name), act).remove)
+        yield
+
+
+def _added(down: Tensor, up: Tensor) -> Callable[[tuple[Any, ...], Tensor], Tensor]:
+    def act(args: tuple[Any, ...], output: Tensor) -> Tensor:
+        states: Tensor = args[0]
+        return output + (states.to(down.dtype) @ down.mT @ up.mT).to(output.dtype)
+
+    return act
+
+
+@contextmanager
+def _learning(adapter: RestoreAdapter) -> Iterator[None]:
+    """With gradients where the adapter asks for some, and else as the caller has it."""
+    wanted = any(x.requires_grad for x in adapter.tensors.values())
+    with torch.set_grad_enabled(torch.is_grad_enabled() or wanted):
+        yield
