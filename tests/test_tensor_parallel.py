@@ -102,6 +102,9 @@ def test_two_ranks_keep_what_one_process_keeps(of_ranks, name, mechanism):
     alone, ranks = of_ranks
     kept, logits, evicted = alone[f"{name} {mechanism}"]
     found = [of_rank[f"{name} {mechanism}"] for of_rank in ranks]
+    if name == "RestoreKVPress":  # refused by name: its adapter is made for whole layers
+        assert all("ranks share those of model.layers.0" in error for error in found)
+        return
     assert [error for error in found if isinstance(error, str)] == []
     together = [
         [head for of_rank in found for head in of_rank[0][layer]] for layer in range(len(kept))

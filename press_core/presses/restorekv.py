@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -310,7 +311,7 @@ class RestoreKV(KVzip):
             compression_ratios: to learn at, in turn.
             n_following: tokens at the end of each row that follow its context.
             rank: of the adapter on the linear layers of the attention modules.
-            learning_rate: of AdamW.
+            learning_rate: of AdamW; it falls to zero along a cosine where batches can be counted.
             prompts: see the press.
             seed: of the first numbers.
             fields: others of the press.
@@ -321,25 +322,18 @@ class RestoreKV(KVzip):
         Raises:
             CalibrationError: if there is no row with a context.
         """
-        started = first_adapter(model, rank, seed)
-        learned = {name: x.requires_grad_() for name, x in started.tensors.items()}
-        # Normalised by Adam, so that one rate serves embeddings and layers.
-        optimizer = torch.optim.AdamW(learned.values(), lr=learning_rate, weight_decay=0.0)
-        n_rows = 0
-        for ids in rows_alone(token_batches):
-            for row in ids.to(device_of(model)):
-                if len(row) <= n_following + N_TOKENS:
-                    continue
-                ratio = compression_ratios[n_rows % len(compression_ratios)]
-                press: Any = cls(
-                    ratio, prompts=prompts, adapter=RestoreAdapter.of(learned), **fields
-                )
-                context, following = row[None].split([len(row) - n_following, n_following], dim=1)
-                loss = distillation_loss(model, press, context, following)
-                gradients = torch.autograd.grad(loss, list(learned.values()), allow_unused=True)
-                for parameter, gradient in zip(learned.values(), gradients, strict=True):
-                    parameter.grad = gradient  # None: the queries of the last layer, say
-                optimizer.step()
+        with torch.inference_mode(False), torch.enable_grad():
+            started = first_adapter(model, rank, seed)
+            learned = {name: x.requires_grad_() for name, x in started.tensors.items()}
+            press: Any = cls(prompts=prompts, adapter=RestoreAdapter.of(learned), **fields)
+            press = press._with_prompts(model)
+            # Each number is normalised, so that one rate serves embeddings and layers.
+            optimizer = torch.optim.AdamW(learned.values(), lr=learning_rate, weight_decay=0.0)
+            n_rows = 0
+            for done, row in _rows(token_batches, n_following + len(started.embeddings)):
+                optimizer.param_groups[0]["lr"] = learning_rate * (1 + math.cos(math.pi * done)) / 2
+                told = press.with_ratio(compression_ratios[n_rows % len(compression_ratios)])
+                _step(optimizer, model, told, row.to(device_of(model)), n_following)
                 n_rows += 1
         if not n_rows:
             raise CalibrationError(
@@ -347,6 +341,29 @@ class RestoreKV(KVzip):
                 f"(n_following={n_following} and a context)"
             )
         return RestoreAdapter.of({name: x.detach().clone() for name, x in learned.items()})
+
+
+def _rows(token_batches: Iterable[Batch], longer_than: int) -> Iterator[tuple[float, Tensor]]:
+    """How far through the batches, where they can be counted, and rows `(1, S)` of some length."""
+    n_batches = len(token_batches) if isinstance(token_batches, Sized) else None
+    for index, batch in enumerate(token_batches):
+        for ids in rows_alone([batch]):
+            if ids.shape[1] > longer_than:
+                done = 0.0 if n_batches is None else index / n_batches
+                yield from ((done, row[None]) for row in ids)
+
+
+def _step(
+    optimizer: torch.optim.Optimizer, model: Any, press: Press, row: Tensor, n_following: int
+) -> None:
+    """Learn from one row, `(1, S)`."""
+    (group,) = optimizer.param_groups
+    parts = row.split([row.shape[1] - n_following, n_following], dim=1)
+    loss = distillation_loss(model, press, *parts)
+    gradients = torch.autograd.grad(loss, group["params"], allow_unused=True)
+    for parameter, gradient in zip(group["params"], gradients, strict=True):
+        parameter.grad = gradient  # None: of the queries of the last layer, say
+    optimizer.step()
 
 
 def first_adapter(model: Any, rank: int, seed: int) -> RestoreAdapter:
