@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -130,7 +130,7 @@ def _from_peft(folder: Path) -> dict[str, Tensor]:
         what = ", ".join(odd) or f"{about.get('peft_type')} with bias={about.get('bias')}"
         raise CalibrationError(f"{str(folder)!r} is an adapter of another kind than LoRA: {what}")
     rank = about["r"] ** 0.5 if about.get("use_rslora") else about["r"]
-    tensors = {"embeddings": next(iter(load_file(embeddings).values()))}
+    tensors = {"embeddings": load_file(embeddings)["restore_embeddings"]}
     for name, tensor in load_file(adapter).items():
         layer, _, part = name.removesuffix(".weight").rpartition(".lora_")
         layer = layer.removeprefix("base_model.model.")
@@ -224,8 +224,10 @@ class RestoreKV(KVzip):
         return self.compression_ratio.n if isinstance(self.compression_ratio, Tokens) else 0
 
     def n_chosen(self, n_heads: int, length: int) -> int:
-        kept = super().n_chosen(n_heads, length) - n_heads * self.n_restoring
-        return max(0, kept)
+        if isinstance(self.compression_ratio, Tokens):
+            return max(0, super().n_chosen(n_heads, length) - n_heads * self.n_restoring)
+        size = n_heads * length
+        return size - int(size * min(1.0, self.compression_ratio + self.n_restoring / length))
 
     def restored(self, row: Row) -> dict[int, tuple[Tensor, Tensor]]:
         """Keys and values of the tokens that restore `row`, `(1, H_kv, n, d)` each, by layer."""
@@ -292,7 +294,8 @@ class RestoreKV(KVzip):
         compression_ratios: tuple[float, ...] = (0.75, 0.9, 0.95),
         n_following: int = 32,
         rank: int = 8,
-        learning_rate: float = 2e-3,
+        learning_rate: float = 5e-3,
+        n_batches: int | None = None,
         prompts: RepeatPrompts | None = None,
         seed: int = 0,
         **fields: Any,
@@ -311,7 +314,8 @@ class RestoreKV(KVzip):
             compression_ratios: to learn at, in turn.
             n_following: tokens at the end of each row that follow its context.
             rank: of the adapter on the linear layers of the attention modules.
-            learning_rate: of AdamW; it falls to zero along a cosine where batches can be counted.
+            learning_rate: of AdamW.
+            n_batches: how many batches there are; the rate then falls to zero along a cosine.
             prompts: see the press.
             seed: of the first numbers.
             fields: others of the press.
@@ -330,27 +334,28 @@ class RestoreKV(KVzip):
             # Each number is normalised, so that one rate serves embeddings and layers.
             optimizer = torch.optim.AdamW(learned.values(), lr=learning_rate, weight_decay=0.0)
             n_rows = 0
-            for done, row in _rows(token_batches, n_following + len(started.embeddings)):
+            for done, row in _rows(token_batches, n_batches, n_following + N_TOKENS):
                 optimizer.param_groups[0]["lr"] = learning_rate * (1 + math.cos(math.pi * done)) / 2
                 told = press.with_ratio(compression_ratios[n_rows % len(compression_ratios)])
                 _step(optimizer, model, told, row.to(device_of(model)), n_following)
                 n_rows += 1
-        if not n_rows:
-            raise CalibrationError(
-                f"token_batches holds no row of more than {n_following + N_TOKENS} tokens "
-                f"(n_following={n_following} and a context)"
-            )
-        return RestoreAdapter.of({name: x.detach().clone() for name, x in learned.items()})
+            if not n_rows:
+                raise CalibrationError(
+                    f"token_batches holds no row of more than {n_following + N_TOKENS} tokens "
+                    f"(n_following={n_following} and a context)"
+                )
+            return RestoreAdapter.of({name: x.detach() for name, x in learned.items()})
 
 
-def _rows(token_batches: Iterable[Batch], longer_than: int) -> Iterator[tuple[float, Tensor]]:
-    """How far through the batches, where they can be counted, and rows `(1, S)` of some length."""
-    n_batches = len(token_batches) if isinstance(token_batches, Sized) else None
+def _rows(
+    token_batches: Iterable[Batch], n_batches: int | None, longer_than: int
+) -> Iterator[tuple[float, Tensor]]:
+    """How far through the batches, where their number is known, and rows `(1, S)` long enough."""
     for index, batch in enumerate(token_batches):
         for ids in rows_alone([batch]):
             if ids.shape[1] > longer_than:
                 done = 0.0 if n_batches is None else index / n_batches
-                yield from ((done, row[None]) for row in ids)
+                yield from ((done, row[None].clone()) for row in ids)  # made outside of inference
 
 
 def _step(

@@ -428,5 +428,17 @@ CASES = [
             ({"chunk_size": 70}, FLOAT32._replace(family="qwen3")),
         )
     ),
+    *(
+        Case(
+            lambda p, r, options=options: p.RestoreKVPress(
+                r, **options, prompts=handed.PROMPTS, adapter=handed.ADAPTER
+            ),
+            theirs=lambda p, r, options=options: p.RestoreKVPress(r, **options),
+            run=handed.Restored(200),
+            setting=FLOAT32,
+            note=f"{SAME_LEARNED}. {REPEAT}",
+        )
+        for options in ({}, {"layerwise": True}, {"kvzip_plus_normalization": True})
+    ),
 ]
 """Every case."""

@@ -3,8 +3,9 @@
     python -m experiments train fitted
 
 Writes the query statistics of ExpectedAttentionStatsPress, the directions of QFilterPress, the head
-scores of DuoAttentionPress and the regressors of KVzapPress, all learned from contexts of the facts
-task with questions about them; and says how well the regressors predict other contexts.
+scores of DuoAttentionPress, the regressors of KVzapPress and the adapter of RestoreKVPress, all
+learned from contexts of the facts task with questions about them; and says how well the regressors
+predict other contexts.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from hooks_impl import (
     KVzapPress,
     KVzipPress,
     QFilterPress,
+    RestoreKVPress,
 )
 from hooks_impl.mechanism import Collector
 from press_core import AttentionCall, Needs
 from press_core.calibration import Calibration, run
 from press_core.presses.kvzap import SMALLEST_SCORE, KVzapRegressor, Scores, kvzap_scores
+from press_core.presses.restorekv import RestoreAdapter
 
 CONTEXTS = (64, 128, 256, 512, 1024)
 """Words of a context, in turn."""
@@ -41,6 +44,10 @@ TOKENS_PER_BATCH = 4096
 BATCHES = 10
 MAX_TOKENS = 65_536
 """Of which regressors hold the hidden states: more than there are in all batches."""
+RESTORED = (256, 512)
+"""Words of a context that an adapter of RestoreKVPress learns from, in turn."""
+ROWS_PER_BATCH = 200
+"""Of those, for each of the batches that all others learn from."""
 SEED, HELD_OUT_SEED = 2_000_000, 3_000_000
 """Of the contexts to learn from, and of others; neither is that of training or evaluation."""
 SINKS, RECENT = 4, 28
@@ -59,6 +66,26 @@ def fact_batches(count: int = BATCHES, seed: int = SEED) -> Iterator[Tensor]:
         batch = draw(max(1, TOKENS_PER_BATCH // context), context, FACTS, generator)
         asked = torch.cat((batch.question_ids, batch.answer_ids.unsqueeze(-1)), dim=-1)
         yield torch.cat((batch.context_ids, asked.flatten(1)), dim=1)
+
+
+def restored_rows(count: int, seed: int = SEED) -> Iterator[Tensor]:
+    """Contexts one by one, each with all questions about it and their answers.
+
+    Yields:
+        `(1, S)` int64 token ids.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for index in range(count):
+        batch = draw(1, RESTORED[index % len(RESTORED)], FACTS, generator)
+        asked = torch.cat((batch.question_ids, batch.answer_ids.unsqueeze(-1)), dim=-1)
+        yield torch.cat((batch.context_ids, asked.flatten(1)), dim=1)
+
+
+def fit_adapter(model: PreTrainedModel, rows: Iterable[Tensor], count: int) -> RestoreAdapter:
+    """The adapter of RestoreKVPress: predictions of questions and answers are what is compared."""
+    return RestoreKVPress.fit(
+        model, rows, compression_ratios=(0.9, 0.95), n_following=3 * FACTS, n_batches=count
+    )
 
 
 def fit(
@@ -143,8 +170,9 @@ def train(name: str = "facts-llama", output: Path | None = None, batches: int = 
 
     (held_out,) = fact_batches(1, seed=HELD_OUT_SEED)
     teacher = _Once(kvzip_plus(model))
+    folder = output or Path(model.config.name_or_path)
     for fitted in fit(model, token_batches, teacher):
-        out.print(str(fitted.save(output or Path(model.config.name_or_path))), highlight=False)
+        out.print(str(fitted.save(folder)), highlight=False)
         if isinstance(fitted, KVzapRegressor):
             found = correlations(model, fitted, held_out, teacher)
             out.print(
@@ -152,3 +180,6 @@ def train(name: str = "facts-llama", output: Path | None = None, batches: int = 
                 f"layers and heads, {found.min():.2f} to {found.max():.2f}",
                 highlight=False,
             )
+    n_rows = batches * ROWS_PER_BATCH
+    rows = track(restored_rows(n_rows), "adapter", total=n_rows, console=err)
+    out.print(str(fit_adapter(model, rows, n_rows).save(folder)), highlight=False)
