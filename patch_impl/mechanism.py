@@ -61,7 +61,7 @@ class BasePress(press.Press):
             query = states
             return function(module, states, *rest, **more)
 
-        if self.reads_queries:
+        if scope.reads_queries:
             seen = with_override(seen, see_query)
         output = call_next(*forward.args, **seen)
         return engine.after_attention(scope, forward, output, query, query_is_rotated=True)

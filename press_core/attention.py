@@ -6,15 +6,18 @@ Weights are those of the model: its scaling, soft-capping and learned sinks take
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from press_core.blocks import rows_at_once
 from press_core.call import AttentionCall
 from press_core.model.sites import AttentionSite
 from press_core.select import upcast
 
 
+@torch.no_grad()
 def window_attention(call: AttentionCall, window: int) -> Tensor:
     """Causal attention of the last `window` queries over all keys.
 
@@ -22,60 +25,109 @@ def window_attention(call: AttentionCall, window: int) -> Tensor:
         `(B, H_kv, G, window, S)`, float32 (float64 for float64 states); every row sums to one
         (less what a learned sink takes).
     """
-    return causal_weights(call.site, call.queries(window), call.keys)
+    queries = call.queries(window).unflatten(1, (call.keys.shape[1], -1))
+    return causal_weights(call.site, queries, call.keys)
 
 
-BLOCK = 2**21
-"""Weights held at a time (8 MiB in float32): what is larger is asked of the system every time."""
+class Block(NamedTuple):
+    """Attention weights of some KV heads and some queries.
 
-
-def attention_blocks(call: AttentionCall, block: int | None = None) -> Iterator[Tensor]:
-    """Causal attention of all (known) queries, `block` of them at a time: O(S) memory.
-
-    The weights that the layer returned, where it did. By default as many queries at a time as make
-    up `BLOCK` weights.
-
-    Yields:
-        `(B, H_kv, G, rows, end)` for the rows before `end`; keys from `end` on are not visible.
+    Attributes:
+        heads, rows: which KV heads, and which queries.
+        weights: `(B, heads, G, rows, end)`, float32 (float64 for float64 states); keys from `end`
+            on are visible to none of the queries.
     """
-    given = call.attentions
-    queries = call.queries() if given is None else given
+
+    heads: slice
+    rows: slice
+    weights: Tensor
+
+
+def attention_blocks(site: AttentionSite, queries: Tensor, keys: Tensor) -> Iterator[Block]:
+    """Causal attention of the last queries over all keys, part by part: O(S) memory.
+
+    Args:
+        queries: `(B, H, q, d)`, of the last `q` tokens that `keys` make up.
+        keys: `(B, H_kv, S, d)`.
+    """
     batch, n_heads, n_queries = queries.shape[:3]
-    older, n_kv = call.length - n_queries, call.keys.shape[1]
-    block = block or max(1, BLOCK // (batch * n_heads * call.length))
-    for start in range(0, n_queries, block):
-        end = older + min(start + block, n_queries)
-        part = queries[:, :, start : start + block]
-        if given is None:
-            yield causal_weights(call.site, part, call.keys[:, :, :end])
-        else:
-            yield upcast(part[..., :end]).unflatten(1, (n_kv, -1))
+    n_kv, length = keys.shape[1:3]
+    per_query = batch * (n_heads // n_kv) * length
+    n_at_once = min(n_kv, rows_at_once(keys, per_query * n_queries))
+    n_rows = rows_at_once(keys, per_query * n_at_once)
+    grouped = queries.unflatten(1, (n_kv, -1))
+    for head in range(0, n_kv, n_at_once):
+        heads = slice(head, head + n_at_once)
+        for row in range(0, n_queries, n_rows):
+            rows = slice(row, min(row + n_rows, n_queries))
+            visible = keys[:, heads, : length - n_queries + rows.stop]
+            weights = causal_weights(site, grouped[:, heads, :, rows], visible, heads)
+            yield Block(heads, rows, weights)
 
 
+@torch.no_grad()
 def received_attention(call: AttentionCall) -> Tensor:
-    """Attention that each key receives from the queries of this forward, mean over the group.
+    """Attention that each key receives from the (known) queries of this forward.
+
+    From the weights that the layer returned, where it did.
+
+    Returns:
+        `(B, H_kv, S)`, float32; mean over the group, summed over the queries.
+    """
+    if call.attentions is None:
+        queries = call.queries()
+        return mean_attention(call, queries).mul_(queries.shape[2])
+    received = torch.zeros_like(upcast(call.keys[..., 0]))
+    end = call.length - call.attentions.shape[2]
+    for rows in call.attentions.unflatten(1, (received.shape[1], -1)).split(64, dim=3):
+        end += rows.shape[3]
+        # Not both sums at once, which takes twenty times as long.
+        received[..., :end] += upcast(rows[..., :end]).sum(dim=3).sum(dim=2)
+    return received.div_(call.attentions.shape[1] // received.shape[1])
+
+
+@torch.no_grad()
+def mean_attention(call: AttentionCall, queries: Tensor, factors: Tensor | None = None) -> Tensor:
+    """Attention that each key receives from the last queries, mean over these and over the group.
+
+    Args:
+        queries: `(B, H, q, d)`.
+        factors: `(q,)`, by which to multiply the attention of each query.
 
     Returns:
         `(B, H_kv, S)`, float32.
     """
     received = torch.zeros_like(upcast(call.keys[..., 0]))
-    for weights in attention_blocks(call):
-        received[..., : weights.shape[-1]] += weights.sum(dim=3).mean(dim=2)
-    return received
+    for block in attention_blocks(call.site, queries, call.keys):
+        weights = block.weights
+        if factors is not None:
+            weights = weights * factors[block.rows].unsqueeze(-1)
+        received[:, block.heads, : weights.shape[-1]] += weights.sum(dim=(2, 3))
+    return received.div_(queries.shape[1] // received.shape[1] * queries.shape[2])
 
 
-def causal_weights(site: AttentionSite, queries: Tensor, keys: Tensor) -> Tensor:
-    """Weights of queries that are the last of the sequence which `keys` make up."""
-    batch, n_heads, rows, d = queries.shape
-    n_kv, length = keys.shape[1], keys.shape[2]
-    grouped = queries.reshape(batch, n_kv, (n_heads // n_kv) * rows, d)
-    logits = upcast(grouped @ keys.mT).mul_(site.scaling)
+def causal_weights(
+    site: AttentionSite, queries: Tensor, keys: Tensor, heads: slice = slice(None)
+) -> Tensor:
+    """Weights of queries that are the last of the sequence which `keys` make up.
+
+    Args:
+        queries: `(B, heads, G, rows, d)`.
+        keys: `(B, heads, S, d)`.
+        heads: which of the module's KV heads these are.
+
+    Returns:
+        `(B, heads, G, rows, S)`, at least float32.
+    """
+    n_rows, length = queries.shape[3], keys.shape[2]
+    logits = upcast(queries.flatten(2, 3) @ keys.mT).mul_(site.scaling)
     if site.softcap is not None:
-        logits = torch.tanh(logits / site.softcap) * site.softcap
-    logits = logits.view(batch, n_kv, n_heads // n_kv, rows, length)
-    future = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu(1)
-    logits[..., length - rows :].masked_fill_(future, float("-inf"))
+        logits = logits.div_(site.softcap).tanh_().mul_(site.softcap)
+    logits = logits.unflatten(2, queries.shape[2:4])
+    future = torch.ones(n_rows, n_rows, dtype=torch.bool, device=keys.device).triu(1)
+    logits[..., length - n_rows :].masked_fill_(future, float("-inf"))
     if site.sinks is None:
-        return logits.softmax(dim=-1)
-    sinks = site.sinks.to(logits).view(1, n_kv, -1, 1, 1).expand(batch, -1, -1, rows, 1)
+        return torch.softmax(logits, dim=-1, out=logits)  # a second tensor would double the time
+    sinks = site.sinks.to(logits).view(1, site.num_kv_heads, -1, 1, 1)[:, heads]
+    sinks = sinks.expand(len(logits), -1, -1, n_rows, 1)
     return torch.cat((logits, sinks), dim=-1).softmax(dim=-1)[..., :-1]

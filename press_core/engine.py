@@ -79,15 +79,15 @@ def before_attention(scope: ScopeState, forward: AttentionForward) -> AttentionF
     empty = layer is None or layer.get_seq_length() == 0
     part = part_of(forward.site) if empty or forward.n_tokens > 1 else Part()
     if part.n_drafts:
-        _refuse_drafts_in_decoding(press)
+        _refuse_drafts_in_decoding(scope)
     if empty and 0 < part.n_drafts < forward.n_tokens:
         forward, empty = after_context(forward, part.n_drafts), False
     if empty:
-        if Phase.PREFILL in press.phases and is_quantized(layer):
+        if Phase.PREFILL in scope.phases and is_quantized(layer):
             _refuse_chunks_of_quantized(part)
             cache.layers[index] = PrefillStagingLayer(storage_of(layer))
         return forward
-    if Phase.BEFORE_DECODING in press.phases:
+    if Phase.BEFORE_DECODING in scope.phases:
         press.before_attention(scope, forward)
     return prepared(forward, scope)
 
@@ -130,16 +130,16 @@ def after_attention(
         return output
     if query is not None:
         query = forward.site.grouped(query)
-    layer, press = prunable_layer(forward.cache, forward.site.layer_idx), scope.press
+    layer = prunable_layer(forward.cache, forward.site.layer_idx)
     begun = _is_in_prefill(scope, layer)
     if begun or n_seen(layer) == forward.n_tokens:
         scope.n_prefills += 1
         call = _part_of_prefill(scope, forward, begun, output, query, query_is_rotated)
-        if call is not None and Phase.PREFILL in press.phases:
+        if call is not None and Phase.PREFILL in scope.phases:
             _prune(scope, forward, _with_memory(scope, forward, call))
         if call is not None and call.n_to_come:
             _remember_prefill(scope, forward)
-    elif Phase.DECODING in press.phases:
+    elif Phase.DECODING in scope.phases:
         call = _decoding_step(scope, forward, query, query_is_rotated)
         if call is not None:
             _prune(scope, forward, call)
@@ -306,7 +306,7 @@ def _part_of_prefill(
     """
     n_to_come = part_of(forward.site).n_to_come
     if not begun and not n_to_come:
-        if Phase.PREFILL not in scope.press.phases:
+        if Phase.PREFILL not in scope.phases:
             return None
         return _prefill(scope, forward, output, query, query_is_rotated)
     _require_readable(forward)
@@ -315,13 +315,13 @@ def _part_of_prefill(
     if press.prunes_chunks:
         return _chunk(forward, here, n_to_come)
     buffer = _remember_prefill(scope, forward)
-    limit = None if Phase.PREFILL in press.phases else 0
+    limit = None if Phase.PREFILL in scope.phases else 0
     buffer = buffer.after_step(limit, **_states_to_buffer(here))
     forward.layer.memories[scope.key] = buffer
     if n_to_come:
         return None
     del forward.layer.memories[scope.key]
-    if Phase.PREFILL not in press.phases:
+    if Phase.PREFILL not in scope.phases:
         return None
     whole = _prefill(scope, forward, None, buffer.states.get("query"), True)
     return replace(whole, **_known_states(buffer.states))
@@ -505,10 +505,10 @@ def _require_known(forward: AttentionForward) -> None:
         )
 
 
-def _refuse_drafts_in_decoding(press: Press) -> None:
-    if Phase.DECODING in press.phases:
+def _refuse_drafts_in_decoding(scope: ScopeState) -> None:
+    if Phase.DECODING in scope.phases:
         raise UnsupportedInputError(
-            f"{type(press).__name__} evicts tokens while decoding, and those of assisted "
+            f"{type(scope.press).__name__} evicts tokens while decoding, and those of assisted "
             "generation (assistant_model, prompt_lookup_num_tokens) are drafts that may be taken "
             "back; leave the assistance out, or use a press that acts after the prefill only"
         )

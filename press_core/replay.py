@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from press_core.attention import causal_weights
 from press_core.cache.caches import prunable_layer, refuse_offloading, row_alone
 from press_core.cache.masks import prefill_tokens
 from press_core.cache.storing import BatchEviction, RowGroup, store
@@ -260,45 +259,18 @@ def in_this_thread(act: Callable[..., Any]) -> Callable[..., Any]:
 # ---- what a replay pays attention to -------------------------------------------------------------
 
 
-class Watched(NamedTuple):
-    """What queries of a replay are held against.
-
-    Attributes:
-        keys: `(1, H_kv, n + m, d)`, what they see: `n` of the context, and those of the replay.
-        judged: which of them are judged.
-    """
-
-    keys: Tensor
-    judged: slice
-
-
-def seen_by(replay: Replay, keys: Tensor, n_sink: int, length: int) -> Watched:
+def seen_by(replay: Replay, keys: Tensor, n_sink: int, length: int) -> tuple[Tensor, slice]:
     """What KVzip lets a replay see: the sinks, the chunk and the replay itself.
 
     Args:
         keys: `(1, H_kv, length + m, d)`, of the context and of the replay.
+
+    Returns:
+        Their keys, and which of them are the chunk's.
     """
     n_before = min(n_sink, replay.start)
     parts = keys[:, :, :n_before], keys[:, :, replay.start : replay.stop], keys[:, :, length:]
-    return Watched(torch.cat(parts, dim=2), slice(n_before, n_before + replay.stop - replay.start))
-
-
-def replay_blocks(
-    call: AttentionCall, queries: Tensor, watched: Watched, block: int = 256
-) -> Iterator[tuple[int, Tensor]]:
-    """Attention of the replay's queries to the keys that are judged, `block` at a time.
-
-    Args:
-        queries: `(1, H, m, d)`.
-
-    Yields:
-        The first of them, and weights `(1, H_kv, G, rows, n)`, float32.
-    """
-    m = queries.shape[2]
-    for start in range(0, m, block):
-        part = queries[:, :, start : start + block]
-        visible = watched.keys[:, :, : watched.keys.shape[2] - m + start + part.shape[2]]
-        yield start, causal_weights(call.site, part, visible)[..., watched.judged]
+    return torch.cat(parts, dim=2), slice(n_before, n_before + replay.stop - replay.start)
 
 
 def projected_value_norms(call: AttentionCall, values: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ class ScopeState:
 
     Attributes:
         press: as it acts on this model.
+        reads_queries, phases: whether it reads queries, and when it acts.
         model: None once the scope is closed.
         sites: the attention modules that the press is installed on.
         decoder: the module that takes token ids and runs all of them.
@@ -64,11 +65,15 @@ class ScopeState:
     warnings: list[Callable[[], str | None]] = field(default_factory=list)
     key: int = field(default_factory=itertools.count().__next__)
     n_sites: int = 0
+    reads_queries: bool = False
+    phases: Phase = Phase.NEVER
     _memories: dict[type, Any] = field(default_factory=dict)
     installed: list[Removable] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.n_sites = len(self.sites)
+        # Asked once: a composition asks each of its parts, and forwards ask often.
+        self.reads_queries, self.phases = self.press.reads_queries, self.press.phases
         self.warnings.append(self._came_too_late)
 
     def record(self, layer_idx: int, seen: float, kept: float) -> None:
@@ -85,7 +90,7 @@ class ScopeState:
         press, length = self.press, self.longest_whole
         if self.layers or self.n_prefills or not length:
             return None
-        if press.phases & ~Phase.DECODER != Phase.PREFILL or not press.evicts_of(length):
+        if self.phases & ~Phase.DECODER != Phase.PREFILL or not press.evicts_of(length):
             return None
         return (
             f" evicted nothing: all {length} tokens were in the cache before this scope opened; "

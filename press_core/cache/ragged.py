@@ -165,31 +165,44 @@ class RaggedLayer(DynamicLayer):
         layer = cls()
         layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
         layer.seen, layer.n_heads = seen, keys.shape[1]
-        chosen = kept.flatten().nonzero().squeeze(1)  # far faster than a mask as an index
-        slots = positions.expand(kept.shape).flatten().index_select(0, chosen)
         layer._lay_out(
-            keys.flatten(0, 2).index_select(0, chosen),
-            values.flatten(0, 2).index_select(0, chosen),
-            slots.to(torch.int32),
+            keys.flatten(0, 2),
+            values.flatten(0, 2),
+            positions.expand(kept.shape).flatten().to(torch.int32),
+            kept.flatten().nonzero().squeeze(1),  # far faster than a mask as an index
             kept.sum(dim=-1).flatten().tolist(),
         )
         return layer
 
-    def _lay_out(self, keys: Tensor, values: Tensor, slots: Tensor, held: list[int]) -> None:
-        """Store what heads hold, head after head, and no recent tokens."""
+    def _lay_out(
+        self, keys: Tensor, values: Tensor, positions: Tensor, chosen: Tensor, held: list[int]
+    ) -> None:
+        """Store the `chosen` tokens, head after head, and no recent ones.
+
+        Args:
+            keys, values: `(m, d)`.
+            positions: `(m,)` int32.
+            chosen: `(sum(held),)` int64, places among the `m`.
+            held: how many of them each head holds.
+        """
         self.held, self.n_recent = held, 0
         self.blocks = blocks = Blocks.of(held, keys)
-        index = blocks.slots(held).to(keys.device)
+        slots = blocks.slots(held).to(keys.device)
+        # What lies in each slot, so that each tensor is copied once; in an empty one whatever.
+        source = chosen.new_zeros(blocks.n * blocks.size).index_copy_(0, slots, chosen)
+        empty = torch.ones_like(source, dtype=torch.bool).index_fill_(0, slots, False).nonzero()
 
-        def packed(states: Tensor, empty: float) -> Tensor:
-            storage = states.new_full((blocks.n * blocks.size, *states.shape[1:]), empty)
-            return storage.index_copy(0, index, states).view(
-                blocks.n, blocks.size, *states.shape[1:]
-            )
+        def packed(states: Tensor, nothing: float) -> Tensor:
+            if not len(states):
+                storage = states.new_full((len(source), *states.shape[1:]), nothing)
+            else:
+                storage = states.index_select(0, source).index_fill_(0, empty[:, 0], nothing)
+            return storage.view(blocks.n, blocks.size, *states.shape[1:])
 
-        self.keys, self.values, self.slots = packed(keys, 0), packed(values, 0), packed(slots, -1)
+        self.keys = packed(keys, 0)
         if keys.device.type == "cpu":
             self.keys = self.keys.mT.contiguous().mT
+        self.values, self.slots = packed(values, 0), packed(positions, -1)
         self.recent_keys = keys.new_empty(len(held), 0, keys.shape[-1])
         self.recent_values = values.new_empty(len(held), 0, values.shape[-1])
 
@@ -350,7 +363,7 @@ class RaggedLayer(DynamicLayer):
         """Evict what is not `kept`, `(tokens of all heads,)` bool, head after head."""
         keys, values, positions, counts = self._tokens(range(len(self.held)))
         held = [int(part.sum()) for part in kept.split(counts)]
-        self._lay_out(keys[kept], values[kept], positions[kept], held)
+        self._lay_out(keys, values, positions, kept.nonzero().squeeze(1), held)
 
     def get_seq_length(self) -> int:
         return self.seen if self.is_initialized else 0
@@ -391,7 +404,8 @@ class RaggedLayer(DynamicLayer):
         recent, n_recent = self.recent, self.n_recent
         self.n_recent = 0  # they stay apart
         keys, values, positions, held = self._tokens(heads)
-        self._lay_out(keys, values, positions, held)
+        chosen = torch.arange(len(keys), device=keys.device)
+        self._lay_out(keys, values, positions, chosen, held)
         index = torch.tensor(heads, device=keys.device)
         self.recent_keys, self.recent_values = (states[index] for states in recent)
         self.n_recent = n_recent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -80,8 +81,12 @@ class BatchEviction:
     def __init__(self, call: AttentionCall, groups: list[RowGroup]) -> None:
         self.call, self.groups = call, groups
         self.length = max(group.eviction.length for group in groups)
-        rows = [row for group in groups for row in group.rows]
-        self._order = torch.tensor(rows, device=call.keys.device).argsort()
+
+    @cached_property
+    def _order(self) -> Tensor:
+        """Which of the groups' rows, one group after the other, each row of the batch is."""
+        rows = [row for group in self.groups for row in group.rows]
+        return torch.tensor(rows, device=self.call.keys.device).argsort()
 
     @property
     def evictions(self) -> list[Eviction]:
@@ -103,17 +108,18 @@ class BatchEviction:
     def mean_kept(self) -> float:
         """Slots that a row keeps, on average."""
         kept = sum(group.eviction.length * len(group.rows) for group in self.groups)
-        return kept / len(self._order)
+        return kept / len(self.call.keys)
 
     def joined(self, of_group: Callable[[Eviction], Tensor], empty: float) -> Tensor:
         """What `of_group` says of the slots `(b, H_kv, n, ...)` of each, for the batch."""
-        if len(self.groups) == 1:
-            return of_group(self.evictions[0])
         return self.per_row(lambda eviction: _pad_left(of_group(eviction), self.length, empty))
 
     def per_row(self, of_group: Callable[[Eviction], Tensor]) -> Tensor:
         """What `of_group` says of the rows `(b, ...)` of each, for the batch."""
-        return torch.cat([of_group(eviction) for eviction in self.evictions])[self._order]
+        return self._together([of_group(eviction) for eviction in self.evictions])
+
+    def _together(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts)[self._order] if len(parts) > 1 else parts[0]
 
     def of_slots(self, known: Tensor | None, empty: float = -1) -> Tensor | None:
         """Of something known of every slot, `(1 or B, 1 or H_kv, S)`, what is left."""
@@ -122,12 +128,12 @@ class BatchEviction:
         known = known.to(self.call.keys.device).expand(self.call.keys.shape[:3])
 
         def of_group(group: RowGroup) -> Tensor:
-            of_rows = known[group.rows]
+            of_rows = known[group.rows] if len(self.groups) > 1 else known
             if group.slots is not None:
                 of_rows = of_rows.index_select(2, group.slots)
             return _pad_left(of_rows.gather(-1, group.eviction.known_kept), self.length, empty)
 
-        return torch.cat([of_group(group) for group in self.groups])[self._order]
+        return self._together([of_group(group) for group in self.groups])
 
 
 def _pad_left(states: Tensor, n: int, value: float) -> Tensor:

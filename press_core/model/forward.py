@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -67,7 +68,7 @@ class AttentionForward(Forward):
     def parameters(self) -> tuple[str, ...]:
         return self.site.parameters
 
-    @property
+    @cached_property
     def cache(self) -> Any:
         """The cache that the forward was given, or None; of two, that of the decoder's own keys."""
         cache = self.argument(self.site.cache_name)
@@ -79,24 +80,24 @@ class AttentionForward(Forward):
         layers, index = self.cache.layers, self.site.layer_idx
         return layers[index] if index < len(layers) else None
 
-    @property
+    @cached_property
     def hidden_states(self) -> Tensor:
         """`(B, q, D)`, the input of the attention module."""
         return self.argument("hidden_states")
 
-    @property
+    @cached_property
     def n_tokens(self) -> int:
         """`q`."""
         return int(self.hidden_states.shape[1])
 
-    @property
+    @cached_property
     def cos_sin(self) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines of its tokens' positions, where it is given such."""
         given = self.argument("position_embeddings")
         pair = isinstance(given, tuple) and len(given) == 2
         return given if pair and given[0].dim() == 3 else None
 
-    @property
+    @cached_property
     def position_ids(self) -> Tensor | None:
         """`(1 or B, q)` int64, the first of their dimensions where there are three; or None."""
         ids: Tensor | None = self.argument("position_ids")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from press_core.blocks import rows_at_once
 from press_core.select import upcast
 
 
@@ -52,7 +53,14 @@ class Rotary:
         """Undo `rotate`, in float32 or better; scaled embeddings (YaRN) are undone exactly too."""
         cos, sin = upcast(cos), upcast(sin)
         norm = cos.square() + sin.square()
-        return self.rotate(upcast(x), cos / norm, -sin / norm)
+        cos, sin = cos / norm, -sin / norm
+        step = rows_at_once(x, x[:, :, :1].numel())
+        if x.shape[2] <= step:
+            return self.rotate(upcast(x), cos, sin)
+        parts = (tensor.split(step, dim=-2) for tensor in (x, cos, sin))
+        return torch.cat(
+            [self.rotate(upcast(q), c, s) for q, c, s in zip(*parts, strict=True)], dim=2
+        )
 
     def rotate_to(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate `x` `(B, H, n, d)` from before RoPE to `positions`, in float32 or better.
@@ -94,15 +102,25 @@ class Rotary:
     def embeddings(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines at `positions` `(1 or B, n)`, in the dtype of `like`.
 
-        A copy of the model's module computes them: some rotary modules adapt their frequencies to
+        A twin of the model's module computes them: some rotary modules adapt their frequencies to
         the largest position they were asked for, and a press must not leave a trace.
         """
         assert self.embedding is not None
         extra = {"layer_type": self.layer_type} if self.layer_type is not None else {}
         if self.in_3d:  # of text, the same in all of them
             positions = positions.expand(3, *positions.shape)
-        cos, sin = copy.deepcopy(self.embedding)(like, positions, **extra)
+        cos, sin = _twin(self.embedding)(like, positions, **extra)
         return cos, sin
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """A module with the same tensors that can replace its own without the other's knowledge."""
+    if next(module.children(), None) is not None:
+        return copy.deepcopy(module)
+    twin = copy.copy(module)  # deeply, its config would be copied too
+    containers = {k: copy.copy(v) for k, v in vars(module).items() if isinstance(v, (dict, set))}
+    vars(twin).update(containers)
+    return twin
 
 
 class NoRotation(Rotary):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from press_core.blocks import rows_at_once
 from press_core.call import AttentionCall
 from press_core.composite import Wrapper
 from press_core.errors import UnsupportedModelError
@@ -78,7 +79,8 @@ def output_weight(site: AttentionSite) -> Tensor:
     )
 
 
-def projected_norms(call: AttentionCall, block: int = 256) -> Tensor:
+@torch.no_grad()
+def projected_norms(call: AttentionCall) -> Tensor:
     """L1 norm of each value after the output projection, mean over the group.
 
     Some tokens at a time: what is projected is `G * D / d` times as large as the values.
@@ -91,12 +93,11 @@ def projected_norms(call: AttentionCall, block: int = 256) -> Tensor:
     weight = output_weight(call.site).to(values.dtype)
     per_head = weight.T.reshape(n_kv, -1, d, len(weight)).transpose(1, 2).flatten(2)
     n_groups = per_head.shape[-1] // len(weight)  # per_head: (H_kv, d, G * D)
-    sums = [
-        (part @ per_head).abs_().sum(dim=-1, dtype=_wide(values))
-        for part in values.split(block, dim=2)
-    ]
-    return torch.cat(sums, dim=-1) / n_groups
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return upcast(x[..., :0]).dtype
+    n_rows = rows_at_once(values, len(values) * per_head.shape[-1])
+    norms = upcast(values.new_empty(values.shape[:3]))
+    for head in range(n_kv):
+        for start in range(0, values.shape[2], n_rows):
+            rows = slice(start, start + n_rows)
+            projected = values[:, head, rows] @ per_head[head]
+            norms[:, head, rows] = projected.abs_().sum(dim=-1, dtype=norms.dtype)
+    return norms.div_(n_groups)

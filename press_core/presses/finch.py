@@ -9,9 +9,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from press_core.attention import window_attention
+from press_core.attention import mean_attention
 from press_core.cache.storing import n_seen
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
@@ -189,9 +188,6 @@ def finch_scores(call: AttentionCall, window_size: int, normalize: bool) -> Tens
         `(B, H_kv, S)`, float32; the question itself is protected.
     """
     before = call.length - window_size
-    weights = window_attention(call, window_size)[..., :before]
-    if normalize:
-        seen = torch.arange(before, call.length, device=weights.device)
-        weights = weights * seen.view(-1, 1)
-    votes = pad(weights.mean(dim=(2, 3)), (0, window_size))
+    seen = torch.arange(before, call.length, device=call.keys.device)
+    votes = mean_attention(call, call.queries(window_size), seen if normalize else None)
     return protect(votes, trailing(call.keys, window_size))

@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from press_core.attention import BLOCK
+from press_core.attention import attention_blocks
 from press_core.call import AttentionCall
 from press_core.eviction import Eviction
 from press_core.press import Evicts, require
-from press_core.replay import ReplayPress, Row, Watched, replay_blocks
+from press_core.replay import ReplayPress, Row
 from press_core.select import Tokens, best_first, n_kept, places, upcast
 
 Aggregation = Literal["max", "mean"]
@@ -20,9 +20,6 @@ AGGREGATIONS = ("max", "mean")
 
 AT_A_TIME = 512
 """Tokens of the second reading in one forward: a mask over all of them would be `S * 2 S`."""
-
-MIN_ROWS = 32
-"""Queries whose weights are held at a time, at least: fewer make long contexts slow."""
 
 
 @dataclass
@@ -159,16 +156,15 @@ def received_again(
     Returns:
         `(1, H_kv, G, length)`, float32.
     """
-    queries = call.queries()
-    batch, n_heads, n_kv = len(queries), queries.shape[1], call.keys.shape[1]
+    queries, n_kv = call.queries(), call.keys.shape[1]
     if before is None:
         zeros = upcast(call.keys[..., 0]).new_zeros
-        before = zeros(batch, n_kv, n_heads // n_kv, length)
-    watched = Watched(call.keys, slice(0, length))
-    rows = max(MIN_ROWS, BLOCK // (n_heads * call.length))
-    for _, weights in replay_blocks(call, queries, watched, rows):
+        before = zeros(len(queries), n_kv, queries.shape[1] // n_kv, length)
+    received = before.clone()
+    for block in attention_blocks(call.site, queries, call.keys):
+        weights, of_heads = block.weights[..., :length], received[:, block.heads]
         if agg_task == "max":
-            before = torch.maximum(before, weights.amax(dim=3))
+            received[:, block.heads] = torch.maximum(of_heads, weights.amax(dim=3))
         else:
-            before = before + weights.sum(dim=3)
-    return before
+            received[:, block.heads] = of_heads + weights.sum(dim=3)
+    return received

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from press_core.attention import attention_blocks
 from press_core.call import AttentionCall
 from press_core.model.decoder import tokenizer_of
 from press_core.model.sites import AttentionSite
@@ -19,7 +20,6 @@ from press_core.replay import (
     ReplayPress,
     Row,
     projected_value_norms,
-    replay_blocks,
     seen_by,
 )
 from press_core.select import Tokens, best_first, upcast
@@ -201,13 +201,14 @@ def replay_attention(
     """
     most = torch.zeros_like(upcast(call.keys[:, :, replay.start : replay.stop, 0]))
     factors = None if weighting is None else weighting(call, replay)
-    watched = seen_by(replay, call.keys, n_sink, length)
-    for start, weights in replay_blocks(call, call.queries(), watched):
+    seen, chunk = seen_by(replay, call.keys, n_sink, length)
+    for block in attention_blocks(call.site, call.queries(), seen):
+        weights = block.weights[..., chunk]  # (1, heads, G, rows, chunk)
         if factors is not None:
             of_keys, of_queries = factors
-            rows = of_queries[start : start + weights.shape[3]]
-            weights = weights * of_keys.unsqueeze(3) * rows.view(1, 1, 1, -1, 1)
-        most = torch.maximum(most, weights.amax(dim=(2, 3)))
+            rows = of_queries[block.rows].view(1, 1, 1, -1, 1)
+            weights = weights * of_keys[:, block.heads].unsqueeze(3) * rows
+        most[:, block.heads] = torch.maximum(most[:, block.heads], weights.amax(dim=(2, 3)))
     return most
 
 

@@ -48,7 +48,9 @@ def leverage_scores(keys: Tensor, sketch_dimension: int, layer_idx: int) -> Tens
     """
     keys = upcast(keys)
     projection = sketch((keys.shape[1], keys.shape[3], sketch_dimension), layer_idx, keys)
-    sketched = (keys - keys.mean(dim=2, keepdim=True)) @ (projection / sketch_dimension**0.5)
+    keys = keys - keys.mean(dim=2, keepdim=True)
+    sketched = keys @ (projection / sketch_dimension**0.5)
+    del keys  # as large as a layer
     gram = sketched.mT @ sketched  # (B, H_kv, s, s)
     identity = torch.eye(sketch_dimension, device=gram.device, dtype=gram.dtype)
     factor, failed = torch.linalg.cholesky_ex(gram + _RIDGE * identity)
@@ -59,7 +61,7 @@ def leverage_scores(keys: Tensor, sketch_dimension: int, layer_idx: int) -> Tens
         more = (failed > 0) * 64 * torch.finfo(gram.dtype).eps * trace
         factor, _ = torch.linalg.cholesky_ex(gram + (_RIDGE + more)[..., None, None] * identity)
     inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
-    return standardised((sketched @ inverse.mT).square().sum(dim=-1))
+    return standardised((sketched @ inverse.mT).square_().sum(dim=-1))
 
 
 def sketch(shape: tuple[int, ...], layer_idx: int, like: Tensor) -> Tensor:

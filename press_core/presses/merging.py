@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from press_core.blocks import rows_at_once
 from press_core.call import AttentionCall
 from press_core.composite import Wrapper
 from press_core.eviction import Eviction
@@ -59,18 +60,22 @@ class Merging(Wrapper):
         return add_weighted(values, added, weights * merges, target).to(kept.values.dtype)
 
 
-def most_similar(keys: Tensor, others: Tensor, block: int = 512) -> tuple[Tensor, Tensor]:
+def most_similar(keys: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     """For each of `keys` `(B, H_kv, m, d)` the closest of `others` `(B, H_kv, n, d)` by direction.
 
     Returns:
         Its cosine, `(B, H_kv, m)` float32, and its place, int64.
     """
-    directions = normalize(upcast(others), dim=-1).mT
-    best = [
-        (normalize(upcast(part), dim=-1) @ directions).max(dim=-1)
-        for part in keys.split(block, dim=2)
-    ]
-    return torch.cat([b.values for b in best], -1), torch.cat([b.indices for b in best], -1)
+    found, directions = (normalize(upcast(x), dim=-1) for x in (keys, others))
+    cosine = found.new_empty(found.shape[:3])
+    place = torch.empty_like(cosine, dtype=torch.int64)
+    n_rows = rows_at_once(keys, len(keys) * others.shape[2])
+    for head in range(keys.shape[1]):
+        for start in range(0, keys.shape[2], n_rows):
+            rows = slice(start, start + n_rows)
+            best = (found[:, head, rows] @ directions[:, head].mT).max(dim=-1)
+            cosine[:, head, rows], place[:, head, rows] = best
+    return cosine, place
 
 
 def add_weighted(values: Tensor, added: Tensor, weights: Tensor, target: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from press_core.attention import window_attention
+from press_core.attention import mean_attention
 from press_core.call import AttentionCall
 from press_core.eviction import Eviction
 from press_core.press import MeasuredPress, Needs, require
@@ -58,6 +58,6 @@ class SimLayerKV(MeasuredPress):
 def laziness(call: AttentionCall, press: SimLayerKV) -> float:
     """Attention of the last queries on initial and recent tokens, mean over rows and heads."""
     end = call.length - press.n_last
-    weights = window_attention(call, press.n_last)[..., :end].mean(dim=(0, 1, 2, 3))
+    weights = mean_attention(call, call.queries(press.n_last))[..., :end].mean(dim=(0, 1))
     recent = max(press.n_initial, end - press.n_recent)
     return float(weights[: press.n_initial].sum() + weights[recent:].sum())

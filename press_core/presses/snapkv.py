@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, pad
 
-from press_core.attention import window_attention
+from press_core.attention import mean_attention
 from press_core.call import AttentionCall
 from press_core.press import Needs, RatioScorer, require
 from press_core.select import protect, trailing
@@ -49,6 +49,6 @@ def snapkv_scores(call: AttentionCall, window_size: int, kernel_size: int) -> Te
         `(B, H_kv, S)`, float32; the window itself is protected.
     """
     before = call.length - window_size
-    votes = window_attention(call, window_size)[..., :before].mean(dim=(2, 3))
+    votes = mean_attention(call, call.queries(window_size))[..., :before]
     pooled = avg_pool1d(votes, kernel_size, stride=1, padding=kernel_size // 2)
     return protect(pad(pooled, (0, window_size)), trailing(call.keys, window_size))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from press_core.attention import window_attention
+from press_core.attention import mean_attention
 from press_core.call import AttentionCall
 from press_core.press import Needs, RatioScorer
 from press_core.select import protect, trailing
@@ -28,6 +28,6 @@ def tova_scores(call: AttentionCall) -> Tensor:
     Returns:
         `(B, H_kv, S)`, float32; the last token is protected.
     """
-    weights = window_attention(call, 1).mean(dim=(1, 2, 3)).unsqueeze(1)
+    weights = mean_attention(call, call.queries(1)).mean(dim=1, keepdim=True)
     scores = weights.expand(-1, call.keys.shape[1], -1)
     return protect(scores, trailing(call.keys, 1))

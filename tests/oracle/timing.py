@@ -9,6 +9,10 @@ allocated at most beyond what was there before, once.
 kvpress evicts from single heads by a mask that it works in at every later step. So of the presses
 that do, there are two rows: one as of all others, and one with 16 tokens decoded, in which cache
 and attention count on both sides. (Not of KVzip, which in kvpress evicts only after decoding.)
+
+The floor is what no press can do without that evicts half of a layer: the best half of some scores,
+and the keys and values there. How often a press takes that long tells whether its arithmetic or
+what is around it decides.
 """
 
 from __future__ import annotations
@@ -176,6 +180,7 @@ class Row:
     """What one press takes per layer, for a context of so many `tokens`, `decoded` ones after it.
 
     Attributes:
+        floor_ms: what half of the scores, and the keys and values there, take to be picked.
         ours_mib, kvpress_mib: allocated at most; with the attention weights, where kvpress cannot
             do without. What is measured here then runs under sdpa, which returns none.
     """
@@ -187,13 +192,16 @@ class Row:
     ours_ms: float
     kvpress_ms: float
     ratio: float
+    floor_ms: float
+    ours_to_floor: float
     ours_mib: float
     kvpress_mib: float
 
     def __str__(self) -> str:
         what = f"{self.press:28} {self.tokens:6} {self.decoded:3}"
         times = f"{self.ours_ms:9.2f} {self.kvpress_ms:9.2f} {self.ratio:6.2f}"
-        return f"{what} {times} {self.ours_mib:9.1f} {self.kvpress_mib:9.1f}"
+        memory = f"{self.ours_mib:9.1f} {self.kvpress_mib:9.1f}"
+        return f"{what} {times} {self.ours_to_floor:7.1f} {memory}"
 
 
 class Comparison:
@@ -227,9 +235,20 @@ class Comparison:
         weights = 0 if stand_in.weights is None else stand_in.weights.nbytes
         return (memory.peak + weights) / 2**20
 
+    def floor_seconds(self) -> float:
+        """The best half of a layer's tokens, picked once."""
+        scores, states = torch.randn(1, N_KV, self.length), torch.randn(1, N_KV, self.length, D)
+        began = perf_counter()
+        best = scores.topk(self.length // 2, sorted=False).indices
+        rows = (best + torch.arange(N_KV).view(N_KV, 1) * self.length).flatten()
+        for _ in ("keys", "values"):
+            states.view(-1, D).index_select(0, rows)
+        return perf_counter() - began
+
     def row(self, decoded: int = 0) -> Row:
         memory = {whose: self.mib(whose, decoded) for whose in ("ours", "kvpress")}
         times: dict[str, list[float]] = {"ours": [], "kvpress": []}
+        floor = []
         began = perf_counter()
         for number in range(-1, ROUNDS):
             if number >= 3 and perf_counter() - began > SECONDS:
@@ -238,10 +257,14 @@ class Comparison:
                 seconds = self.seconds(whose, decoded)
                 if number >= 0:  # the first warms up
                     times[whose].append(seconds)
+            floor.append(self.floor_seconds())
         ratios = [a / b for a, b in zip(*times.values(), strict=True)]
-        medians = (1000 * statistics.median(times[whose]) for whose in times)
+        ours, theirs, least = (
+            1000 * statistics.median(taken) for taken in (*times.values(), floor)
+        )
         what = self.name, self.length, decoded, len(ratios)
-        return Row(*what, *medians, statistics.median(ratios), *memory.values())
+        ratio = statistics.median(ratios)
+        return Row(*what, ours, theirs, ratio, least, ours / least, *memory.values())
 
 
 def compare_all(names: list[str]) -> list[Row]:
@@ -297,7 +320,7 @@ def main(names: list[str]) -> None:
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, {os.cpu_count()} cores\n"
         f"{'press':28} {'tokens':>6} {'+':>3} {'ours, ms':>9} {'kvpress':>9} {'ratio':>6} "
-        f"{'ours, MiB':>9} {'kvpress':>9}",
+        f"{'floors':>7} {'ours, MiB':>9} {'kvpress':>9}",
         file=sys.stderr,
     )
     tokenizer = patch.object(

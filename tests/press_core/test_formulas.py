@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from experiments.testbed.families import FAMILIES, build
 from press_core import AttentionCall, AttentionSite, HyperparameterError, attention_sites
-from press_core.attention import attention_blocks, window_attention
+from press_core.attention import attention_blocks, mean_attention, window_attention
+from press_core.blocks import NUMBERS
 from press_core.presses.expected_attention import (
     ExpectedAttention,
     expected_attention_scores,
@@ -214,18 +215,34 @@ def test_window_attention_is_an_explicit_softmax(kind: str, window: int) -> None
                 )
 
 
-@pytest.mark.parametrize("block", [1, 4, LENGTH, 100])
-def test_blocks_of_attention_are_the_rows_of_all_of_it(block: int) -> None:
+@pytest.mark.parametrize("at_once", [1, 4, 100, 1000, 100_000])
+@pytest.mark.parametrize("window", [1, 5, LENGTH])
+def test_blocks_of_attention_are_parts_of_all_of_it(
+    window: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(NUMBERS, "cpu", at_once)
     call = _call(site=_site(sinks=True))
-    whole, start = window_attention(call, LENGTH), 0
-    for weights in attention_blocks(call, block):
-        rows, end = weights.shape[-2:]
-        assert rows <= block
-        assert end == start + rows
-        torch.testing.assert_close(weights, whole[..., start:end, :end])
-        assert not whole[..., start:end, end:].any()
-        start = end
-    assert start == LENGTH
+    whole, seen = window_attention(call, window), torch.zeros(KV_HEADS, window)
+    smallest = BATCH * GROUP * LENGTH
+    for block in attention_blocks(call.site, call.queries(window), call.keys):
+        assert block.weights.numel() <= max(at_once, smallest)
+        end = LENGTH - window + block.rows.stop
+        assert block.weights.shape[-1] == end
+        part = whole[:, block.heads, :, block.rows]
+        torch.testing.assert_close(block.weights, part[..., :end])
+        assert not part[..., end:].any()
+        seen[block.heads, block.rows] += 1
+    assert (seen == 1).all()
+
+
+@pytest.mark.parametrize("window", [1, 5, LENGTH])
+def test_mean_attention_is_the_mean_of_all_rows(window: int) -> None:
+    call = _call(site=_site(sinks=True))
+    weights, factors = window_attention(call, window), torch.arange(1.0, window + 1)
+    found = mean_attention(call, call.queries(window))
+    torch.testing.assert_close(found, weights.mean(dim=(2, 3)))
+    weighed = mean_attention(call, call.queries(window), factors)
+    torch.testing.assert_close(weighed, (weights * factors.view(-1, 1)).mean(dim=(2, 3)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -32,7 +32,9 @@ def test_received_attention() -> None:
 def test_weights_are_never_there_as_a_whole() -> None:
     """Rows at a time: the largest block is far smaller than the matrix."""
     call = drawn_call(3000, batch=1)
-    largest = max(weights.numel() for weights in attention_blocks(call))
+    largest = max(
+        block.weights.numel() for block in attention_blocks(call.site, call.queries(), call.keys)
+    )
     assert largest < 4 * 3000 * 3000 / 10
 
 

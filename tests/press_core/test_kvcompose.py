@@ -185,7 +185,6 @@ class Largest(TorchDispatchMode):
 @torch.no_grad()
 def test_there_is_no_attention_matrix(monkeypatch):
     """Twice the context takes twice the memory, not four times."""
-    monkeypatch.setattr("press_core.presses.kvcompose.BLOCK", 2**12)
     monkeypatch.setattr("press_core.presses.kvcompose.AT_A_TIME", 64)
     model, sizes = build("llama", num_layers=1), []
     for length in (512, 1024, 2048):

@@ -1,0 +1,19 @@
+"""Work done part by part, in parts that a processor keeps at hand.
+
+What is larger than a CPU's cache, and newly allocated at that, takes two to four times as long; a
+GPU wants as much at once as fits.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+NUMBERS = {"cpu": 2**19}
+"""How many numbers to compute at a time, by device."""
+
+NUMBERS_ELSEWHERE = 2**26
+
+
+def rows_at_once(x: Tensor, per_row: int) -> int:
+    """How many rows of `per_row` numbers each to compute at a time, where `x` is."""
+    return max(1, NUMBERS.get(x.device.type, NUMBERS_ELSEWHERE) // max(1, per_row))
