@@ -133,14 +133,14 @@ class Whole:
         self.shown: dict[int, list[list[list[int]]]] | None = None
 
     @torch.no_grad()
-    def __call__(self, ids: Tensor) -> Tensor:
+    def __call__(self, ids: Tensor, **inputs: Tensor) -> Tensor:
         handles = [
             site.module.register_forward_pre_hook(self._masking(site), with_kwargs=True)
             for site in attention_sites(self.model)
             if self.shown is not None
         ]
         try:
-            logits: Tensor = self.model(ids, past_key_values=self.cache).logits
+            logits: Tensor = self.model(ids, past_key_values=self.cache, **inputs).logits
         finally:
             for handle in handles:
                 handle.remove()

@@ -27,6 +27,7 @@ from press_core import (
 from press_core.calibration import CalibrationError
 from press_core.presses.restorekv import RestoreAdapter, distillation_loss, first_adapter
 from tests.support import left_padded, snapshot, token_ids
+from tests.test_headwise import Whole, make
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 LENGTH = 60
@@ -80,6 +81,36 @@ def test_what_joins_is_made_by_a_model_with_the_adapter_in_its_weights(package):
             keys, values = layer.head(head)
             torch.testing.assert_close(keys[-8:], whole.keys[0, head, -8:], rtol=0, atol=1e-6)
             torch.testing.assert_close(values[-8:], whole.values[0, head, -8:], rtol=0, atol=1e-6)
+
+
+@both
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@torch.no_grad()
+def test_later_tokens_see_what_is_left_and_what_joined(package, implementation):
+    """As in a model with a plain cache of both, of which each head is shown what it keeps."""
+    options = {"attn_implementation": implementation, "dtype": torch.float32}
+    model, whole, ids = make(**options), Whole(make(**options)), token_ids(2, LENGTH)
+    question, places = token_ids(2, 5, seed=1), LENGTH + torch.arange(5)[None]
+    press, cache = restoring(package, model, 0.6), DynamicCache(config=model.config)
+    with press(model):
+        model(ids, past_key_values=cache)
+        kept = [layer.dense() for layer in cache.layers]
+        logits = model(question, past_key_values=cache).logits
+    whole(ids)
+    shown = {}
+    for index, ((keys, values, positions), layer) in enumerate(
+        zip(kept, whole.cache.layers, strict=True)
+    ):
+        layer.keys = torch.cat((layer.keys, keys[:, :, -8:]), dim=2)
+        layer.values = torch.cat((layer.values, values[:, :, -8:]), dim=2)
+        joined = range(LENGTH, LENGTH + 8)
+        shown[index] = [
+            [[p for p in head[:-8] if p >= 0] + [*joined] for head in row]
+            for row in positions.tolist()
+        ]
+    whole.shown = shown
+    expected = whole(question, position_ids=places)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
 
 
 @both
