@@ -52,7 +52,7 @@ def test_formulas_hold_no_module():
 def test_same_presses():
     assert hooks_impl.PRESSES.keys() == patch_impl.PRESSES.keys()
     assert hooks_impl.PRESSES.keys() >= DEFAULTS.keys()
-    assert len(DEFAULTS) == 44
+    assert len(DEFAULTS) == 47
 
 
 @pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))

@@ -24,8 +24,9 @@ from press_core import (
     UnsupportedModelError,
     kept_lengths,
 )
+from press_core.adapter import RestoreAdapter, first_adapter
 from press_core.calibration import CalibrationError
-from press_core.presses.restorekv import RestoreAdapter, distillation_loss, first_adapter
+from press_core.presses.restorekv import distillation_loss
 from tests.support import left_padded, snapshot, token_ids
 from tests.test_headwise import Whole, make
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
 from press_core import attention_sites
+from press_core.adapter import RestoreAdapter
 from press_core.cache.pruned import states_of
 from press_core.presses import kvzip
 from press_core.presses.cam import uniform
@@ -30,7 +31,6 @@ from press_core.presses.expected_attention_stats import ExpectedAttentionStats
 from press_core.presses.kvzap import KVzapRegressor
 from press_core.presses.leverage_score import sketch
 from press_core.presses.qfilter import QFilters
-from press_core.presses.restorekv import RestoreAdapter
 from press_core.replay import ReplayPress
 from tests.oracle.running import Context, token_ids
 

@@ -33,9 +33,9 @@ from hooks_impl import (
 )
 from hooks_impl.mechanism import Collector
 from press_core import AttentionCall, Needs
+from press_core.adapter import RestoreAdapter
 from press_core.calibration import Calibration, run
 from press_core.presses.kvzap import SMALLEST_SCORE, KVzapRegressor, Scores, kvzap_scores
-from press_core.presses.restorekv import RestoreAdapter
 
 CONTEXTS = (64, 128, 256, 512, 1024)
 """Words of a context, in turn."""
