@@ -26,8 +26,10 @@ def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
 
     def on_site(link: re.Match[str]) -> str:
         label, text, path = link.groups()
-        known = files.get_file_from_path(path) is not None
-        return f"{label}({path})" if known else f"{text} (`{path}`)"
+        if files.get_file_from_path(path) is not None:
+            return f"{label}({path})"
+        in_table = link.string[: link.start()].rpartition("\n")[2].startswith("|")
+        return text if in_table else f"{text} (`{path}`)"  # cells are narrow
 
     in_subfolder = "/" in page.file.src_uri
     return markdown if in_subfolder else _LEADS_OUT.sub(on_site, markdown)

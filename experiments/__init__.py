@@ -15,11 +15,13 @@ EXPERIMENTS: dict[str, str] = {
     "isolation": "See which other models, copies and caches a press changes.",
     "coexistence": "See who gets along with accelerate, PEFT, torch.compile...",
     "overhead": "Measure what each mechanism costs in time.",
+    "throughput": "Measure speed, memory and what fits, on any model.",
     "headwise": "Compare budgets shared among heads with equal ones.",
+    "ragged_attention": "Time attention over heads of different lengths.",
     "quality": "Measure what eviction costs in answers, press by press.",
+    "error": "Tell in which layers and heads an eviction hurts.",
     "evaluate": "Sweep models, presses and datasets; can be interrupted.",
     "streaming": "Stream thousands of tokens through bounded caches.",
-    "memory": "Measure sizes of caches and peaks of prefills.",
     "trace": "Follow one forward step by step, hook and patch side by side.",
 }
 """Modules of `experiments.questions`, in the order of the report, and the help of their commands.

@@ -43,6 +43,11 @@ def _entries() -> Iterator[tuple[str, _Entry]]:
     for name in (first, *(name for name in EXPERIMENTS if name != first)):
         panel = "Look" if name == first else "Measure"
         yield name, _Entry(panel, EXPERIMENTS[name], f"experiments.questions.{name}")
+    for name, help_ in (
+        ("compress", "Compress a text once, to be asked about later with `ask`."),
+        ("ask", "Ask about a text that was compressed with `compress`, without reading it again."),
+    ):
+        yield name, _Entry("Use", help_, f"experiments.answers.{name}")
     for name, help_, module in (
         ("study", "Run all experiments and write tables, figures and the report.", "study"),
         (
@@ -178,7 +183,7 @@ def train_fitted(
         Path | None, typer.Option(help="Folder to write to.", show_default="the model's")
     ] = None,
 ) -> None:
-    """Learn what KVzapPress and other presses know about facts-llama; about a minute."""
+    """Learn what KVzapPress and other presses know about facts-llama; two minutes."""
     from experiments.testbed.training.fitted import train
 
     train(model, output)

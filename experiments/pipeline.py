@@ -22,8 +22,9 @@ from transformers.pipelines import PIPELINE_REGISTRY
 
 from experiments import UserError
 from experiments.answers.answerer import Answered, ContextAnswerer, questions_of
+from experiments.answers.kept import SavedContext
 
-__all__ = ["TASK", "Answered", "ContextAnswerer", "KVPressTextGenerationPipeline"]
+__all__ = ["TASK", "Answered", "ContextAnswerer", "KVPressTextGenerationPipeline", "SavedContext"]
 
 TASK = "kv-press-text-generation"
 
@@ -35,6 +36,9 @@ class KVPressTextGenerationPipeline(Pipeline):
     pipe(context, question="? alice", press=press)["answer"]
     pipe(context, questions=["? alice", "? bob"], press=press)["answers"]
     pipe([context, context], questions=[["? alice"], ["? bob"]], press=press, batch_size=2)
+
+    pipe(context, question="? alice", press=press, save_to="context.safetensors")
+    pipe(SavedContext("context.safetensors"), question="? bob")
     ```
 
     Options are those of `ContextAnswerer.__call__`, here or when the pipeline is made. Contexts may
@@ -75,7 +79,7 @@ class KVPressTextGenerationPipeline(Pipeline):
 
     def preprocess(self, item: Any, questions: Any = None) -> dict[str, Any]:
         """One context with its questions, not yet as tokens: a batch of texts pads less."""
-        if not isinstance(item, str):
+        if not isinstance(item, (str, SavedContext)):
             return {"contexts": item["context"], "questions": item.get("questions", questions)}
         return {"contexts": item, "questions": questions}
 
@@ -90,7 +94,7 @@ class KVPressTextGenerationPipeline(Pipeline):
 def _have_questions(inputs: Any) -> bool:
     """Whether contexts bring their own questions: mappings, or what yields items one by one."""
     first = inputs[0] if isinstance(inputs, (list, tuple)) and inputs else inputs
-    return not isinstance(first, (str, list, tuple))
+    return not isinstance(first, (str, list, tuple, SavedContext))
 
 
 if TASK not in PIPELINE_REGISTRY.get_supported_tasks():

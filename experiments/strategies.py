@@ -308,6 +308,12 @@ FIELDS: dict[str, dict[str, SearchStrategy[Any]]] = {
     "ExpectedAttentionPress": {**_EXPECTED, **_RATIO},
     "ExpectedAttentionStatsPress": {**_EXPECTED, "n_sink": st.just(4), **_RATIO},
     "EveryTurnPress": {"press": _scorers(), "target_size": st.integers(1, 60)},
+    "FastKVzipPress": {
+        "layerwise": st.booleans(),
+        "n_sink": st.integers(0, 6),
+        "window_ratio": st.sampled_from([0.0, 0.02, 0.3]),
+        **_RATIO,
+    },
     "FinchPress": {
         "chunk_length": st.one_of(st.none(), st.integers(1, 40)),
         "normalize_scores": st.booleans(),
@@ -327,6 +333,12 @@ FIELDS: dict[str, dict[str, SearchStrategy[Any]]] = {
     "KVzapPress": {"model_type": st.just("mlp"), **_RATIO},
     "KVzipPress": {"kvzip_plus_normalization": st.booleans(), **_REPLAY, **_RATIO},
     "KeyRerotationPress": {"press": _scorers()},
+    "LUKVPress": {
+        "press": _scorers(),
+        "sink": st.integers(0, 6),
+        "window": st.integers(0, 6),
+        **_RATIO,
+    },
     "LagKVPress": {
         "n_sink": st.integers(0, 6),
         "lag_size": st.integers(1, 12),

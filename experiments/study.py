@@ -58,8 +58,9 @@ def run_study(
         Names of the experiments that failed.
 
     Raises:
-        UserError: if a name is not known.
+        UserError: if a name is not known, or if the folder holds files of somebody else.
     """
+    _refuse_foreign(output)
     former = _kept_entries(experiments, output, only)
     chosen = [experiment for experiment in experiments if not only or experiment.name in only]
     output.mkdir(parents=True, exist_ok=True)
@@ -131,6 +132,19 @@ def _kept_entries(
         return {}
     entries = read_manifest(output)["experiments"]
     return {name: entries[name] for name in known if name in entries and name not in only}
+
+
+def _refuse_foreign(output: Path) -> None:
+    """Refuse a folder with files that a study might write over, and that no study has written."""
+    if (output / MANIFEST).exists() or not output.is_dir():
+        return
+    kinds = ("*.csv", "*.png", "report.md", "report.html")
+    foreign = sorted(path.name for kind in kinds for path in output.glob(kind))
+    if foreign:
+        raise UserError(
+            f"{output} has no {MANIFEST}, and a file {foreign[0]} that no study has written and "
+            "that might be lost; give another --output"
+        )
 
 
 def _remove_former(output: Path, keep: Collection[str]) -> None:

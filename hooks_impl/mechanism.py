@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from threading import local
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from attention_patch.scope import check_interface, serve
@@ -18,6 +19,7 @@ from press_core.eviction import Eviction
 from press_core.model.compiled import forget_graphs
 from press_core.model.forward import AttentionForward, DecoderForward
 from press_core.model.sites import AttentionSite, LeftAlone
+from press_core.model.view import AttentionView, UnknownSite
 from press_core.press import Needs, Phase, RatioScorer, Removable, TokenScorer
 from press_core.scope import ScopeState
 
@@ -50,13 +52,13 @@ class BasePress(press.Press):
         """What stays: an `Eviction`, or keys and values `(B, H_kv, n, d)` as kvpress has it.
 
         Args:
-            module: the attention module.
+            module: the attention module, as an `AttentionView`: with its `rotary_emb`.
             hidden_states: `(B, q, D)`, its input.
             keys, values: `(B, H_kv, S, d)`, as cached.
             attentions: `(B, H, q, S)` where the attention implementation returns them, or None.
             kwargs: the keyword arguments of the module's forward.
         """
-        return self.decide(observed(kwargs))
+        return self.decide(_call_of(self, module, hidden_states, keys, values, attentions, kwargs))
 
     def evict(self, call: AttentionCall) -> Eviction:
         return Eviction.of(call, self.compress(*arguments(call)))
@@ -151,11 +153,27 @@ class Scorer(TokenScorer, BasePress):
         attentions: Tensor | None,
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """Scores `(B, H_kv, S)`, the higher the better, from the arguments of `compress`."""
-        return self.score_tokens(observed(kwargs))
+        """Scores `(B, H_kv, S)`, the higher the better, from the arguments of `compress`.
+
+        Where another press has pruned before, `hidden_states` are those of the keys. Heads that
+        keep different tokens then have different ones: `score` is called for each head.
+        """
+        call = _call_of(self, module, hidden_states, keys, values, attentions, kwargs)
+        return self.score_tokens(call)
+
+    @property
+    def independent(self) -> bool:  # type: ignore[override]
+        # A score of one's own is taken to judge each token by itself, unless it says otherwise.
+        return type(self).score is not Scorer.score
 
     def token_scores(self, call: AttentionCall) -> Tensor:
-        return self.checked(call, self.score(*arguments(call)))
+        if type(self).score is Scorer.score:  # the formula finds what it reads by itself
+            return self.checked(call, self.score(*arguments(call)))
+        scored = [self.score(*given) for given in _arguments_of_keys(call)]
+        if len(scored) == 1:
+            return self.checked(call, scored[0])
+        of_heads = [self.checked(call, scores)[:, head] for head, scores in enumerate(scored)]
+        return torch.stack(of_heads, dim=1)
 
 
 @dataclass
@@ -204,7 +222,42 @@ def observed(kwargs: dict[str, Any]) -> AttentionCall:
 def arguments(call: AttentionCall) -> tuple[Any, ...]:
     """What the methods of a press take, for `call`."""
     states = call.hidden_states, call.keys, call.values, call.attentions
-    return call.site.module, *states, {**call.kwargs, CALL: call}
+    return AttentionView(call.site), *states, {**call.kwargs, CALL: call}
+
+
+def _arguments_of_keys(call: AttentionCall) -> Iterator[tuple[Any, ...]]:
+    """`arguments`, with the hidden states of the keys; once per KV head, where these differ."""
+    module, hidden_states, *others = arguments(call)
+    tokens = call.tokens
+    if tokens is None or bool((tokens < 0).any()):  # those of earlier tokens are not known
+        yield module, hidden_states, *others
+        return
+    alike = torch.equal(tokens, tokens[:, :1].expand_as(tokens))
+    for of_head in tokens[:, :1].unbind(1) if alike else tokens.unbind(1):
+        index = of_head.unsqueeze(-1).expand(-1, -1, hidden_states.shape[-1])
+        yield module, hidden_states.gather(1, index), *others
+
+
+def _call_of(
+    press: BasePress,
+    module: nn.Module,
+    hidden_states: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    attentions: Tensor | None,
+    kwargs: dict[str, Any],
+) -> AttentionCall:
+    """What the hooks observed; or, outside of any scope, what a press was given by hand.
+
+    Raises:
+        UnsupportedInputError: if the press reads what hooks alone observe.
+    """
+    if press.needs is not Needs.NOTHING or isinstance(kwargs.get(CALL), AttentionCall):
+        return observed(kwargs)
+    site: Any = UnknownSite(module)
+    positions = torch.arange(keys.shape[2], device=keys.device)[None]
+    states = hidden_states, keys, values, attentions
+    return AttentionCall(site, *states, position_ids=positions, kwargs=kwargs)
 
 
 # ---- hooks ---------------------------------------------------------------------------------------
@@ -262,14 +315,15 @@ class _SiteHooks:
         return forward.args, forward.kwargs
 
     def after(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         if not self.press.acts_here:
             return None
         waiting = self.waiting.__dict__
         found = waiting.pop("projected", None), waiting.pop("context_output", None)
         collected = _Collected(self.site, self.scope, *found)
-        return self.press.forward_hook(module, args, {**kwargs, CALL: collected}, output)
+        view: Any = AttentionView(self.site)
+        return self.press.forward_hook(view, args, {**kwargs, CALL: collected}, output)
 
 
 def _before_left_alone(

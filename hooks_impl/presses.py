@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hooks_impl.mechanism import BasePress, Scorer, ScorerPress
+from hooks_impl.mechanism import BasePress, ScorerPress
 from press_core.presses.adakv import AdaKV
 from press_core.presses.block import Block
 from press_core.presses.cam import CAM
@@ -23,6 +23,7 @@ from press_core.presses.entropy_gated_chunkkv import EntropyGatedChunkKV
 from press_core.presses.every_turn import EveryTurn
 from press_core.presses.expected_attention import ExpectedAttention
 from press_core.presses.expected_attention_stats import ExpectedAttentionWithStats
+from press_core.presses.fast_kvzip import FastKVzip
 from press_core.presses.finch import Finch
 from press_core.presses.h2o import H2O
 from press_core.presses.key_rerotation import KeyRerotation
@@ -34,6 +35,7 @@ from press_core.presses.kvzap import KVzap
 from press_core.presses.kvzip import KVzip
 from press_core.presses.lagkv import LagKV
 from press_core.presses.leverage_score import LeverageScore
+from press_core.presses.lukv import LUKV
 from press_core.presses.merging import Merging
 from press_core.presses.non_causal_attn import NonCausalAttn
 from press_core.presses.observed_attention import ObservedAttention
@@ -70,6 +72,10 @@ class KVgradPress(KVgrad, BasePress): ...
 
 
 class KVzipPress(KVzip, BasePress): ...
+
+
+class FastKVzipPress(FastKVzip, BasePress):
+    teacher = KVzipPress
 
 
 class RestoreKVPress(RestoreKV, BasePress): ...
@@ -151,16 +157,13 @@ class PyramidKVPress(PyramidKV, SnapKVPress): ...
 # ---- Presses around other presses ----------------------------------------------------------------
 
 
-class CriticalKVPress(CriticalKV, Scorer): ...
+class CriticalKVPress(CriticalKV, ScorerPress): ...  # type: ignore[misc]
 
 
 class AdaKVPress(AdaKV, BasePress): ...
 
 
 class BlockPress(Block, BasePress): ...
-
-
-class CAMPress(CAM, BasePress): ...
 
 
 class ChunkPress(Chunk, BasePress): ...
@@ -181,6 +184,9 @@ class CriticalAdaKVPress(CriticalAdaKV, BasePress): ...
 class DecodingPress(Decoding, BasePress): ...
 
 
+class CAMPress(CAM, DecodingPress): ...
+
+
 class DMSPress(DMS, BasePress): ...
 
 
@@ -191,6 +197,10 @@ class EveryTurnPress(EveryTurn, BasePress): ...
 
 
 class KeyRerotationPress(KeyRerotation, BasePress): ...
+
+
+class LUKVPress(LUKV, BasePress):
+    ranked_by = ExpectedAttentionPress
 
 
 class MergingPress(Merging, BasePress): ...

@@ -125,6 +125,11 @@ class Scorer(TokenScorer, BasePress):
         """Scores `(B, H_kv, S)`, the higher the better."""
         return self.score_tokens(call)
 
+    @property
+    def independent(self) -> bool:  # type: ignore[override]
+        # A score of one's own is taken to judge each token by itself, unless it says otherwise.
+        return type(self).score is not Scorer.score
+
     def token_scores(self, call: AttentionCall) -> Tensor:
         return self.checked(call, self.score(call))
 

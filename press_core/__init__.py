@@ -3,6 +3,8 @@
 from press_core.cache.caches import cache_nbytes, kept_lengths
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.ragged import RaggedLayer
+from press_core.cache.records import CacheFileError
+from press_core.cache.saving import SavedCache, about_cache, load_cache, save_cache
 from press_core.call import AttentionCall
 from press_core.chunked import prefill
 from press_core.errors import (
@@ -23,6 +25,7 @@ from press_core.select import Tokens
 __all__ = [
     "AttentionCall",
     "AttentionSite",
+    "CacheFileError",
     "Eviction",
     "Evicts",
     "HyperparameterError",
@@ -32,15 +35,19 @@ __all__ = [
     "PressError",
     "PrunedLayer",
     "RaggedLayer",
+    "SavedCache",
     "Scope",
     "ScopeError",
     "Tokens",
     "UnsupportedCacheError",
     "UnsupportedInputError",
     "UnsupportedModelError",
+    "about_cache",
     "attention_sites",
     "cache_nbytes",
     "kept_lengths",
+    "load_cache",
     "prefill",
+    "save_cache",
     "unverified",
 ]

@@ -72,6 +72,16 @@ class Calibration:
         """
         raise NotImplementedError
 
+    def check_numbers(self) -> None:
+        """Check what was read from a file: numbers that are none decide nothing.
+
+        Raises:
+            CalibrationError: naming the tensor.
+        """
+        for name, tensor in self.tensors.items():
+            if not bool(tensor.isfinite().all()):
+                raise CalibrationError(f"{name} of {self.kind} is not finite everywhere")
+
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes of a model that this belongs to, by the names that `model_sizes` has."""
@@ -141,15 +151,17 @@ class Calibration:
             path = _download(cls, source, names)
         tensors, holds = _read(str(path.resolve()), path.stat().st_mtime_ns)
         if holds not in (cls.kind, ""):
-            raise CalibrationError(f"{str(path)!r} holds {holds}, not {cls.kind}")
+            raise CalibrationError(f"{str(path)!r} holds {holds!r:.80}, not {cls.kind}")
         try:
-            return cls.of(tensors if holds else cls.published(tensors))
+            fitted = cls.of(tensors if holds else cls.published(tensors))
         except (LookupError, TypeError, RuntimeError) as error:
-            names_found = ", ".join(sorted(tensors)[:8]) or "nothing"
+            names_found = ", ".join(f"{name!r:.80}" for name in sorted(tensors)[:8]) or "nothing"
             raise CalibrationError(
                 f"{str(path)!r} holds no {cls.kind}, neither as {cls.__name__}.save writes them "
                 f"nor as they are published on the hub; it holds {names_found}"
             ) from error
+        fitted.check_numbers()
+        return fitted
 
     @classmethod
     def published(cls, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -199,7 +211,7 @@ def _download(kind: type[Calibration], source: str | Path, names: tuple[str, ...
     raise CalibrationError(
         f"there is no file or folder {source!r}, and the hub gave no {' and no '.join(names)} of "
         "that id (no network, no such id, or no permission); the cause was: "
-        f"{_first_sentence(causes[-1])}"
+        f"{first_sentence(causes[-1])}"
     ) from causes[-1]
 
 
@@ -213,18 +225,24 @@ def _read(path: str, _modified: int) -> tuple[dict[str, Tensor], str]:
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {}).get(METADATA, "{}"))
-            tensors = {name: upcast(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CalibrationError(f"cannot read {path!r}: {_first_sentence(error)}") from error
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, RecursionError, TypeError) as error:
+        raise CalibrationError(f"cannot read {path!r}: {first_sentence(error)}") from error
+    if not isinstance(about, dict) or not isinstance(about.get("kind", ""), str):
+        raise CalibrationError(f"{path!r} does not say in its metadata what it holds")
     if about and about.get("version") != FORMAT_VERSION:
         raise CalibrationError(
-            f"{path!r} has version {about.get('version')} of the format; this release reads "
+            f"{path!r} has version {about.get('version')!r:.40} of the format; this release reads "
             f"{FORMAT_VERSION}"
         )
-    return tensors, about.get("kind", "")
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise CalibrationError(f"{path!r} holds {name!r:.80} as {tensor.dtype}, not as floats")
+    return {name: upcast(x) for name, x in tensors.items()}, about.get("kind", "")
 
 
-def _first_sentence(error: Exception) -> str:
+def first_sentence(error: Exception) -> str:
+    """The first line of what `error` says."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 

@@ -76,6 +76,12 @@ class CompositePress(Press):
             return self.evicted_ratio
         return self.asked_ratio
 
+    @compression_ratio.setter
+    def compression_ratio(self, ratio: Amount) -> None:
+        told = self.with_ratio(ratio)
+        vars(self).update({field.name: getattr(told, field.name) for field in fields(self)})
+        vars(self).pop("_last_scope", None)
+
     @property
     def asked_ratio(self) -> float:
         """Share of the tokens that the parts are told to evict; 0 where they are not told one."""
@@ -146,15 +152,6 @@ class Wrapper(CompositePress):
     @property
     def amount(self) -> Amount:
         return self.press.amount
-
-    @property
-    def compression_ratio(self) -> float:
-        return super().compression_ratio
-
-    @compression_ratio.setter
-    def compression_ratio(self, ratio: Amount) -> None:
-        self.press = self.press.with_ratio(ratio)
-        vars(self).pop("_last_scope", None)
 
     @property
     def scorer(self) -> TokenScorer:

@@ -47,7 +47,7 @@ from press_core.eviction import SAY_WHAT_IS_KEPT, Eviction
 from press_core.model import probe
 from press_core.model.forward import AttentionForward
 from press_core.model.generation import Part, part_of
-from press_core.model.sites import LeftAlone
+from press_core.model.sites import AttentionSite, LeftAlone
 from press_core.press import Evicts, Phase, Press
 from press_core.scope import ScopeState
 
@@ -163,6 +163,26 @@ def prune_before(scope: ScopeState, forward: AttentionForward) -> None:
         decoding=True,
     )
     _prune(scope, forward, call, n_new=0)
+
+
+def prune_heads(
+    scope: ScopeState, cache: Any, site: AttentionSite, kept: Tensor, occupied: Tensor
+) -> None:
+    """Let the heads of a layer keep tokens of their own, once the whole decoder has run.
+
+    Args:
+        cache: holds the layer.
+        kept: `(B, H_kv, S)` bool, of the heads of all ranks.
+        occupied: `(B, S)` bool, which slots hold tokens.
+    """
+    forward = AttentionForward((), {site.cache_name: cache}, site)
+    keys, values = states_of(forward.layer)
+    seen = tokens_seen(forward.layer, occupied, len(keys))
+    nothing = keys.new_zeros(len(keys), 0, 0)  # nobody asks for the hidden states again
+    call = AttentionCall(site, nothing, keys, values, seen=seen, scope=scope)
+    eviction = Eviction.keep_per_head(call, site.heads.own(kept, keys.shape[1]))
+    rows = RowGroup(list(range(len(keys))), None, eviction)
+    store(forward, scope, BatchEviction(call, [rows]))
 
 
 def row_lengths(forward: AttentionForward) -> Tensor:

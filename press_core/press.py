@@ -99,6 +99,8 @@ class Press:
             tokens stand alone.
         alike_per_head: class attribute; whether every KV head keeps the same tokens.
         compares_key_norms: class attribute; whether it goes by the norms of keys alone.
+        spans_layers: class attribute; whether layers share its budget, so that it evicts when all
+            of them have run.
         prunes_chunks: class attribute; whether it prunes after every chunk of a prefill in chunks,
             rather than once all of it is there.
     """
@@ -114,6 +116,7 @@ class Press:
     reads_states: ClassVar[bool] = True
     alike_per_head: ClassVar[bool] = False
     compares_key_norms: ClassVar[bool] = False
+    spans_layers: ClassVar[bool] = False
     prunes_chunks: ClassVar[bool] = False
     collector: ClassVar[type[Collector]]
     """Shows the calls of a model to a function, by the same mechanism."""
@@ -199,7 +202,12 @@ class Press:
 
     @property
     def evicted_ratio(self) -> float:
-        """Share of the tokens that was really evicted in the scope opened last."""
+        """Share of the tokens that was really evicted in the scope opened last.
+
+        Of those that a layer had seen when it was pruned last, over all layers, heads and rows. Of
+        every press: `compression_ratio` is the same of one that is not told a ratio and, once it
+        has run, of a composition; elsewhere that is a field, which says what the press is told.
+        """
         return 0.0 if self.last_scope is None else self.last_scope.compression_ratio
 
     def __getstate__(self) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def best_first(scores: Tensor, n: int | Tensor) -> Tensor:
     if isinstance(n, int):
         chosen = torch.zeros_like(scores, dtype=torch.bool)
         return chosen.scatter_(-1, scores.topk(n, dim=-1, sorted=False).indices, True)
-    order = scores.argsort(dim=-1, descending=True)
+    order = scores.argsort(dim=-1, descending=True, stable=True)
     places = torch.arange(scores.shape[-1], device=scores.device)
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, places < n)
 

@@ -102,6 +102,40 @@ def test_questions_of_uneven_length_while_decoding(package, name, implementation
                 torch.testing.assert_close(logits[row, -n:], alone, rtol=0, atol=atol)
 
 
+RIGHT_PADDED = sorted(set(hooks_impl.PRESSES) - {"FinchPress"})  # whose question is in the prefill
+
+
+@both
+@pytest.mark.parametrize("name", RIGHT_PADDED)
+@torch.no_grad()
+def test_later_questions_that_are_padded_on_the_right(package, name):
+    """As the row alone, in that forward and in those after it, also where they prune."""
+    model = build("llama", dtype=torch.float64)
+    context, question, following = (token_ids(2, n, seed=n) for n in (40, 6, 4))
+
+    def logits(rows: list[int], lengths: list[int]) -> list[Tensor]:
+        cache, press = DynamicCache(config=model.config), example_for(package, name, 0.5, model)
+        asked = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+        masks = [asked, *(torch.ones(len(rows), 4, 1, dtype=torch.long).unbind(dim=1))]
+        turns = [question[rows, : max(lengths)], *following[rows].split(1, dim=1)]
+        with press(model):
+            model(context[rows], past_key_values=cache)
+            # The model's mask begins where its count of tokens does.
+            seen, found = torch.ones(len(rows), cache.get_seq_length(), dtype=torch.long), []
+            for ids, mask in zip(turns, masks, strict=True):
+                seen = torch.cat((seen, mask), dim=1)
+                more = {"position_ids": (seen.cumsum(dim=-1) - 1)[:, -ids.shape[1] :]}
+                output = model(ids, attention_mask=seen, past_key_values=cache, **more)
+                found.append(output.logits)
+        return found
+
+    together = logits([0, 1], [6, 3])
+    for row, length in enumerate((6, 3)):
+        for one, other in zip(logits([row], [length]), together, strict=True):
+            n = one.shape[1]
+            torch.testing.assert_close(other[row, :n], one[0], rtol=0, atol=1e-9)
+
+
 # ---- KVzip: padding and positions ----------------------------------------------------------------
 
 

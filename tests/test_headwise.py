@@ -19,7 +19,7 @@ import hooks_impl
 import patch_impl
 from attention_patch import headwise
 from experiments.testbed.families import build
-from experiments.testbed.recipes import PROMPTS
+from experiments.testbed.recipes import PROMPTS, fitted_pair, recipe_pair
 from press_core import (
     AttentionSite,
     HyperparameterError,
@@ -32,8 +32,10 @@ from press_core import (
     kept_lengths,
 )
 from press_core.cache.pruned import ChannelPrunedLayer
+from press_core.calibration import model_sizes
 from press_core.model.forward import AttentionForward
 from press_core.presses.duo_attention import HeadScores
+from press_core.presses.lukv import BudgetCurves
 from tests.support import left_padded, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -64,6 +66,19 @@ def duo(package: Any, model: Any) -> Any:
     )
 
 
+def fast_kvzip(package: Any, model: Any, layerwise: bool = False) -> Any:
+    options = {"layerwise": layerwise, "n_sink": 2, "window_ratio": 0.1}
+    pair = fitted_pair(recipe_pair("FastKVzipPress", 0.6), model)
+    return package.FastKVzipPress(0.6, gates=pair.hook.gates, **options)
+
+
+def lukv(package: Any, model: Any) -> Any:
+    sizes = model_sizes(attention_sites(model)[0])
+    rates = torch.linspace(0.3, 0.9, sizes["layers"] * sizes["kv_heads"]).view(sizes["layers"], -1)
+    curves = BudgetCurves(rates.expand(99, -1, -1))
+    return package.LUKVPress(package.SnapKVPress(window_size=4), 0.6, curves=curves)
+
+
 PRESSES: dict[str, Callable[[Any, Any], Any]] = {
     "ada": lambda p, m: p.AdaKVPress(p.SnapKVPress(0.6, window_size=4), alpha_safeguard=0.1),
     "critical": lambda p, m: p.CriticalAdaKVPress(p.KeyDiffPress(0.6), alpha_safeguard=0.0),
@@ -73,12 +88,15 @@ PRESSES: dict[str, Callable[[Any, Any], Any]] = {
         p.KnormPress(), threshold(m), sliding_window_size=6, decoding=True
     ),
     "duo": duo,
+    "fast kvzip": fast_kvzip,
+    "fast kvzip, by layers": lambda p, m: fast_kvzip(p, m, layerwise=True),
     "kvcompose": lambda p, m: p.KVComposePress(0.6, structured=False),
     "kvgrad": lambda p, m: p.KVgradPress(0.6, chunk_size=16, prompts=PROMPTS, n_sink=2),
     "kvzip": lambda p, m: p.KVzipPress(0.6, chunk_size=16, prompts=PROMPTS, n_sink=2),
     "kvzip, by layers": lambda p, m: p.KVzipPress(
         0.6, layerwise=True, chunk_size=64, prompts=PROMPTS
     ),
+    "lukv": lukv,
 }
 presses = pytest.mark.parametrize("name", PRESSES)
 REPLAYING = {"kvcompose", "kvgrad", "kvzip", "kvzip, by layers"}
@@ -709,11 +727,13 @@ def test_rows_that_cannot_be_replayed_alone_are_refused(package, name):
 
 
 @both
-@presses
+@pytest.mark.parametrize("name", [name for name in PRESSES if name != "fast kvzip"])
 @torch.no_grad()
 def test_no_press_prunes_heads_of_different_lengths_again(package, name):
+    """(Fast KVzip acts when all layers have run, on what the outer scope has left.)"""
     model = make()
-    with package.KnormPress(0.5)(model), PRESSES[name](package, model)(model):
+    press = PRESSES[name](package, model)
+    with package.KnormPress(0.5)(model), press(model):
         cache = DynamicCache(config=model.config)
         if name in REPLAYING:  # which act after the outer scope
             with pytest.raises(UnsupportedCacheError, match="use it alone"):

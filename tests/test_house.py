@@ -52,7 +52,7 @@ def test_formulas_hold_no_module():
 def test_same_presses():
     assert hooks_impl.PRESSES.keys() == patch_impl.PRESSES.keys()
     assert hooks_impl.PRESSES.keys() >= DEFAULTS.keys()
-    assert len(DEFAULTS) == 47
+    assert len(DEFAULTS) == 49
 
 
 @pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
@@ -120,6 +120,13 @@ DEFAULTS = {
     "EveryTurnPress": {"press": None, "target_size": 2048, "hidden_states_buffer_size": 256},
     "ExpectedAttentionPress": {**RATIO, **EXPECTED},
     "ExpectedAttentionStatsPress": {**RATIO, **EXPECTED},
+    "FastKVzipPress": {
+        **RATIO,
+        "layerwise": False,
+        "n_sink": 4,
+        "window_size": 4096,
+        "window_ratio": 0.02,
+    },
     "FinchPress": {
         **RATIO,
         "chunk_length": None,
@@ -144,6 +151,7 @@ DEFAULTS = {
     "KeyDiffPress": RATIO,
     "KeyRerotationPress": {"press": None},
     "KnormPress": RATIO,
+    "LUKVPress": {"press": None, **RATIO, "sink": 4, "window": 1},
     "LagKVPress": {**RATIO, "n_sink": 4, "lag_size": 128, "cross_scoring": False},
     "LeverageScorePress": {**RATIO, "sketch_dimension": 48},
     "NonCausalAttnPress": {**RATIO, "chunk_size": 256},

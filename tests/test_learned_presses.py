@@ -28,7 +28,7 @@ from experiments.testbed.training.fitted import (
     correlations,
     fact_batches,
     fit,
-    kvzip_plus,
+    scores_of_kvzip,
     train,
 )
 from press_core import (
@@ -422,7 +422,7 @@ def test_shipped_regressors_predict_scores_of_other_contexts(model_type: Any, me
     model, _ = load_model("facts-llama")
     press: Any = hooks_impl.KVzapPress(model_type=model_type).bind(model)
     (batch,) = fact_batches(1, seed=HELD_OUT_SEED)
-    found = correlations(model, press.regressor, batch[:16], kvzip_plus(model))
+    found = correlations(model, press.regressor, batch[:16], scores_of_kvzip(model, plus=True))
     assert found.shape == (4, 4)
     assert found.mean() > mean
     assert found.min() > 0.75
@@ -447,6 +447,7 @@ def test_one_command_makes_all_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert names == {path.name for path in shipped.glob("*.safetensors")} - {"model.safetensors"}
     assert all(str(tmp_path / name) in printed for name in names)
     assert printed.count("correlation with KVzip+ on other contexts: 0.") == 2
+    assert printed.count("correlation with KVzip on other contexts: 0.") == 1
 
 
 def test_a_model_that_knows_no_facts_is_refused() -> None:
@@ -455,12 +456,15 @@ def test_a_model_that_knows_no_facts_is_refused() -> None:
 
 
 def test_all_kinds_can_be_fitted_at_once() -> None:
-    learned = fit(build("llama"), lambda _: [token_ids(2, 40)], stand_in_scores)
+    model, scores = build("llama"), (stand_in_scores, stand_in_scores)
+    learned = fit(model, lambda _: [token_ids(2, 40)], *scores)
     kinds = [(type(fitted).__name__, fitted.file_name) for fitted in learned]
     assert kinds == [
         ("ExpectedAttentionStats", "expected_attention_stats.safetensors"),
         ("QFilters", "qfilters.safetensors"),
         ("HeadScores", "duo_head_scores.safetensors"),
+        ("BudgetCurves", "lukv_curves.safetensors"),
+        ("KVzipGates", "fast_kvzip_gates.safetensors"),
         ("KVzapRegressor", "kvzap-linear.safetensors"),
         ("KVzapRegressor", "kvzap-mlp.safetensors"),
     ]

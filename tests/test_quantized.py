@@ -20,6 +20,7 @@ from press_core import (
     UnsupportedInputError,
     cache_nbytes,
     kept_lengths,
+    prefill,
 )
 from press_core.cache.pruned import PrunedLayer, is_quantized, storage_of
 from tests.support import example_for, left_padded, snapshot, token_ids
@@ -331,9 +332,11 @@ HEADWISE = {
     "CriticalAdaKVPress": "keeps other tokens for each head",
     "DMSPress": "keeps other tokens for each head",
     "DuoAttentionPress": "keeps other tokens for each head",
+    "FastKVzipPress": "keeps other tokens for each head",
     "KVComposePress": "use it alone, with a",
     "KVgradPress": "use it alone, with a",
     "KVzipPress": "use it alone, with a",
+    "LUKVPress": "keeps other tokens for each head",
     "RestoreKVPress": "use it alone, with a",
 }
 
@@ -451,3 +454,22 @@ def test_a_press_that_does_not_say_what_it_kept(package, model):
         pytest.raises(UnsupportedInputError, match="did not say which tokens it kept"),
     ):
         model(token_ids(1, 1), past_key_values=cache)
+
+
+@both
+@kinds
+@torch.no_grad()
+def test_a_prefill_in_chunks_is_refused_before_it_is_run(package, backend, nbits, model):
+    """Exact keys of earlier chunks would be judged, and are gone."""
+    ids = token_ids(1, LENGTH)
+    for run in (
+        lambda cache: prefill(model, ids, cache, chunk_size=16),
+        lambda cache: model.generate(ids, past_key_values=cache, prefill_chunk_size=16),
+    ):
+        cache = quantized(model, backend, nbits)
+        refused = pytest.raises(UnsupportedCacheError, match="no exact keys of earlier chunks")
+        with package.KnormPress(0.5)(model), refused:
+            run(cache)
+        assert cache.get_seq_length() == 0
+        model(ids, past_key_values=cache)  # nothing was left in it
+        assert cache.get_seq_length() == LENGTH

@@ -53,6 +53,24 @@ def test_a_model_compiled_and_called_before_is_pruned(package, through):
         assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == expected
 
 
+@both
+@torch.no_grad()
+def test_a_compiled_model_is_pruned_by_one_press_after_the_other(package):
+    """The first needs nothing from inside the attention, whose graph then knows no inner hook."""
+    model, ids = make(dtype=torch.float32), token_ids(1, LENGTH)
+    compiled = torch.compile(model, backend="eager", dynamic=True)
+    for name in ("KnormPress", "SnapKVPress"):
+        press = example_for(package, name, 0.5, model)
+        logits = []
+        for run in (model, compiled):
+            cache = DynamicCache(config=model.config)
+            with press(model):
+                run(ids, past_key_values=cache)
+                logits.append(run(ids[:, :1], past_key_values=cache).logits)
+            assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [LENGTH // 2 + 1] * 2
+        torch.testing.assert_close(*logits)
+
+
 # ---- in chunks -----------------------------------------------------------------------------------
 
 

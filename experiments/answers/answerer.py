@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from experiments import UserError
 from experiments.answers.compressed import Compressed, Row, compressed, without_change
+from experiments.answers.kept import SavedContext, check_free, keep, opened
 from press_core import Press
 from press_core.presses.finch import Finch
 
@@ -23,6 +26,11 @@ DELIMITER = 2**31 - 1
 GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 """What `generate` is told unless somebody asks for something else, whatever the model's own
 `generation_config` says."""
+
+_BEFORE_QUESTIONS = (
+    "what is saved is compressed before a question is known; leave compress_questions and "
+    "FinchPress out"
+)
 
 _MARK = "\x00question\x00"  # where a chat template is cut
 
@@ -53,18 +61,20 @@ class ContextAnswerer:
         self.model, self.tokenizer = model, tokenizer
 
     def __call__(
-        self, contexts: str | Sequence[str], questions: Questions = None, **options: Any
+        self, contexts: Contexts, questions: Questions = None, **options: Any
     ) -> list[Any]:
         """The answers of `answered`, those about the one context where there is but one."""
         answers = self.answered(contexts, questions, **options).answers
-        return answers[0] if isinstance(contexts, str) else answers
+        alone = contexts.is_one if isinstance(contexts, SavedContext) else isinstance(contexts, str)
+        return answers[0] if alone else answers
 
     def answered(
         self,
-        contexts: str | Sequence[str],
+        contexts: Contexts,
         questions: Questions = None,
         *,
         press: Press | None = None,
+        budget: int | None = None,
         answer_prefix: str | Sequence[str] = "",
         compress_questions: bool = False,
         cache: Any = None,
@@ -73,6 +83,7 @@ class ContextAnswerer:
         chat_template: bool | None = None,
         enable_thinking: bool = False,
         template_options: Mapping[str, Any] | None = None,
+        save_to: str | Path | None = None,
         max_new_tokens: int = 50,
         **generation: Any,
     ) -> Answered:
@@ -83,12 +94,16 @@ class ContextAnswerer:
         batch; what a row keeps and answers does not depend on the others.
 
         Args:
-            contexts: one or several; blank ones are taken as they are.
+            contexts: one or several; blank ones are taken as they are. Or what `save_to` has kept,
+                a `SavedContext`: what was said of contexts then is not to be said again.
             questions: about the context, or about each of several: the same for all, or a list for
                 each. All of them are asked of the same compressed cache, none sees another. None,
                 or an empty one: the model goes on after the context.
             answer_prefix: how every answer begins, or those about each context.
-            press: of either package; None: nothing is compressed.
+            press: of either package; None: nothing is compressed. Of a `SavedContext`: the one that
+                it was compressed with, if that acts while decoding, and else none.
+            budget: how many tokens of each context the press is to keep, in place of what it says
+                itself (`press.with_budget`). Contexts of no more are left whole.
             compress_questions: compress context and question together, for each question anew. If
                 no text follows the question, its last token is run again on the compressed cache,
                 for its first run did not feel the eviction. A `FinchPress` always does this.
@@ -101,20 +116,130 @@ class ContextAnswerer:
             chat_template: whether to apply it; None: where there is one.
             enable_thinking: for chat templates that know the word.
             template_options: more for `tokenizer.apply_chat_template`.
+            save_to: a new file for the compressed contexts, to be asked later as a `SavedContext`.
             generation: for `model.generate`, which is greedy unless asked to be otherwise, here or
                 by a `generation_config`.
 
         Raises:
             UserError: saying what is wrong with the texts, the cache or the tokenizer.
-            PressError: if the press does not fit model or cache.
+            PressError: if the press does not fit model or cache, or cannot be told a budget.
         """
-        contexts = [contexts] if isinstance(contexts, str) else list(contexts)
-        asked = questions_of(contexts, questions)
-        options = {"enable_thinking": enable_thinking, **(template_options or {})}
-        template = self._template(chat_template, options)
-        heads = [self._context_ids(c, template, max_context_length) for c in contexts]
-        prefixes = (
-            [answer_prefix] * len(contexts) if isinstance(answer_prefix, str) else answer_prefix
+        press = _with_budget(press, budget)
+        options = {"max_new_tokens": max_new_tokens, **_greedy_unless(generation), **generation}
+        if isinstance(contexts, SavedContext):
+            given = {
+                "compress_questions": compress_questions,
+                "cache": cache,
+                "max_context_length": max_context_length,
+                "chat_template": chat_template,
+                "enable_thinking": enable_thinking,
+                "template_options": template_options,
+                "save_to": save_to,
+            }
+            _refuse_for_saved([name for name, value in given.items() if value not in (None, False)])
+            return self._ask_saved(
+                contexts, questions, press, answer_prefix, max_positions, options
+            )
+        texts = [contexts] if isinstance(contexts, str) else list(contexts)
+        asked = questions_of(texts, questions)
+        words = {"enable_thinking": enable_thinking, **(template_options or {})}
+        template = self._template(chat_template, words)
+        heads = [self._context_ids(text, template, max_context_length) for text in texts]
+        prompts = self._prompts(heads, asked, answer_prefix, max_positions)
+        press, delimiter = _with_delimiter(press)
+        if compress_questions or delimiter is not None:
+            if save_to is not None:
+                raise UserError(_BEFORE_QUESTIONS)
+            return self._together(prompts, press, delimiter, cache, options)
+        with self._read(heads, press, cache, save_to, isinstance(contexts, str)) as state:
+            return Answered(self._ask_all(state, prompts, options), state.evicted)
+
+    def save(
+        self,
+        contexts: str | Sequence[str],
+        path: str | Path,
+        *,
+        press: Press | None = None,
+        budget: int | None = None,
+        max_context_length: int | None = None,
+        chat_template: bool | None = None,
+        enable_thinking: bool = False,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> SavedContext:
+        """Compress contexts and keep them in a new file, to be asked later.
+
+        Args:
+            contexts: one, or several that are asked as one batch.
+            path: of the file; no file is ever written over.
+            press, budget, max_context_length, chat_template, enable_thinking, template_options: as
+                for `answered`.
+
+        Raises:
+            UserError: saying what is wrong with the texts, the press or the tokenizer.
+            PressError: if the press does not fit the model, or its cache cannot be kept.
+        """
+        if isinstance(press, Finch):
+            raise UserError(_BEFORE_QUESTIONS)
+        press = _with_budget(press, budget)
+        texts = [contexts] if isinstance(contexts, str) else list(contexts)
+        questions_of(texts, None)
+        words = {"enable_thinking": enable_thinking, **(template_options or {})}
+        template = self._template(chat_template, words)
+        heads = [self._context_ids(text, template, max_context_length) for text in texts]
+        with self._read(heads, press, None, path, isinstance(contexts, str)):
+            return SavedContext(path)
+
+    @contextmanager
+    def _read(
+        self,
+        heads: Sequence[tuple[list[int], str]],
+        press: Press | None,
+        cache: Any,
+        save_to: str | Path | None,
+        is_one: bool,
+    ) -> Iterator[Compressed]:
+        """Compress contexts as one batch, and keep them if there is a file to keep them in."""
+        if save_to is not None:
+            check_free(save_to)
+        rows = [Row(ids) for ids, _ in heads]
+        with compressed(self.model, rows, press, self._pad_id(rows), cache) as state:
+            if save_to is not None:
+                keep(state, save_to, press, [tail for _, tail in heads], is_one)
+            yield state
+
+    def _ask_saved(
+        self,
+        saved: SavedContext,
+        questions: Questions,
+        press: Press | None,
+        answer_prefix: str | Sequence[str],
+        max_positions: int | None,
+        options: dict[str, Any],
+    ) -> Answered:
+        """Answer questions about contexts that were compressed before."""
+        with opened(saved, self.model, press) as (state, tails):
+            heads = [
+                (ids[mask.bool()].tolist(), tail)
+                for ids, mask, tail in zip(state.ids, state.mask, tails, strict=True)
+            ]
+            asked = questions_of([""] * len(heads), questions)
+            prompts = self._prompts(heads, asked, answer_prefix, max_positions)
+            return Answered(self._ask_all(state, prompts, options), state.evicted)
+
+    def _prompts(
+        self,
+        heads: Sequence[tuple[list[int], str]],
+        asked: list[list[str]],
+        answer_prefix: str | Sequence[str],
+        max_positions: int | None,
+    ) -> list[list[Prompt]]:
+        """The prompts of each question about each context.
+
+        Args:
+            heads: the tokens of each context, and the text that comes after a question.
+        """
+        prefixes: Sequence[str] = (
+            [answer_prefix] * len(heads) if isinstance(answer_prefix, str) else answer_prefix
         )
         prompts = [
             [Prompt(head, self._encode(q), self._encode(tail + prefix)) for q in per_context]
@@ -122,17 +247,7 @@ class ContextAnswerer:
         ]
         for prompt in (prompt for row in prompts for prompt in row):
             self._check_length(prompt, max_positions)
-        greedy = {} if generation.get("generation_config") is not None else GREEDY
-        if generation.get("do_sample"):
-            greedy = {}
-        options = {"max_new_tokens": max_new_tokens, **greedy, **generation}
-        press, delimiter = _with_delimiter(press)
-        if compress_questions or delimiter is not None:
-            return self._together(prompts, press, delimiter, cache, options)
-        rows = [Row(row[0].context) for row in prompts]
-        with compressed(self.model, rows, press, self._pad_id(rows), cache) as state:
-            answers = self._ask_all(state, prompts, options)
-        return Answered(answers, state.evicted)
+        return prompts
 
     # ---- text to tokens --------------------------------------------------------------------------
 
@@ -289,6 +404,7 @@ class Prompt(NamedTuple):
     tail: list[int]
 
 
+Contexts = str | Sequence[str] | SavedContext
 Questions = Sequence[str] | Sequence[Sequence[str]] | None
 
 
@@ -314,6 +430,28 @@ def questions_of(contexts: Sequence[str], questions: Any) -> list[list[str]]:
     if wrong:
         raise UserError(f"a question is {wrong[0]!r:.60}; each context needs a list of texts")
     return per_context
+
+
+def _greedy_unless(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """`GREEDY`, unless arguments of `generate` ask for something else."""
+    asks = generation.get("generation_config") is not None or generation.get("do_sample")
+    return {} if asks else dict(GREEDY)
+
+
+def _refuse_for_saved(given: list[str]) -> None:
+    if given:
+        raise UserError(
+            f"{', '.join(given)} is of no use for a SavedContext, which is compressed already; "
+            "leave it out"
+        )
+
+
+def _with_budget(press: Press | None, budget: int | None) -> Press | None:
+    if budget is None:
+        return press
+    if press is None:
+        raise UserError(f"budget is {budget}, and there is no press to keep to it; give a press")
+    return press.with_budget(budget)
 
 
 def _with_delimiter(press: Press | None) -> tuple[Press | None, int | None]:

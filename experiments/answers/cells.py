@@ -16,11 +16,12 @@ from experiments import UserError
 from experiments.answers.answerer import Answered, ContextAnswerer
 from experiments.answers.datasets import contexts_of, expand, load
 from experiments.answers.metrics import also, score
-from experiments.answers.presses import make_press, takes_ratio
+from experiments.answers.presses import make_press, takes
 from experiments.answers.sample import Sample
 from experiments.answers.settings import Settings
 from experiments.loading import load_model
-from press_core import Press
+from press_core import Press, Tokens
+from press_core.select import Amount
 
 NO_PRESS, BARE = "no press", "bare"
 
@@ -31,20 +32,28 @@ class Cell(NamedTuple):
     Attributes:
         dataset: as `NAME/TASK@LENGTH`.
         press: as text, or `NO_PRESS`.
-        ratio: of the tokens to evict; None: the press has an amount of its own.
+        ratio: of the tokens to evict; None: the press is told no ratio.
         mechanism: "hook", "patch", or "bare" without a press.
+        budget: tokens to keep, in place of a ratio; None and no ratio either: the press has an
+            amount of its own.
     """
 
     dataset: str
     press: str
     ratio: float | None
     mechanism: str
+    budget: int | None = None
+
+    @property
+    def amount(self) -> Amount | None:
+        """What the press is told."""
+        return self.ratio if self.budget is None else Tokens(self.budget)
 
     def make(self, seed: int) -> Press | None:
         """The press, or None without one."""
         if self.press == NO_PRESS:
             return None
-        return make_press(self.press, self.mechanism, self.ratio, seed)
+        return make_press(self.press, self.mechanism, self.amount, seed)
 
     @property
     def key(self) -> str:
@@ -79,15 +88,37 @@ def plan(settings: Settings) -> list[Cell]:
             cells.append(Cell(task, NO_PRESS, 0.0, BARE))
         for press in settings.press:
             for mechanism in settings.mechanism:
-                ratios = [ratio for ratio in settings.ratio if ratio]
-                known = ratios if takes_ratio(press, mechanism) else [None]
-                cells += [Cell(task, press, ratio, mechanism) for ratio in known]
+                told = _amounts(settings, press, mechanism)
+                cells += [Cell(task, press, ratio, mechanism, n) for ratio, n in told]
     cells = list(dict.fromkeys(cells))
     for cell in cells:
         cell.make(settings.seed)
     if not cells:
-        raise UserError("there is nothing to run: give a ratio, 0 for no press at all")
+        raise UserError("there is nothing to run: give a ratio (0 for no press at all) or a budget")
     return cells
+
+
+def _amounts(
+    settings: Settings, press: str, mechanism: str
+) -> list[tuple[float | None, int | None]]:
+    """The ratios and budgets that a press is told, one of the two each; none where it has its own.
+
+    Raises:
+        UserError: if it describes no press, or one that takes a ratio where budgets alone are
+            given.
+    """
+    takes_ratio = takes(press, mechanism, "ratio")
+    ratios = [(ratio, None) for ratio in settings.ratio if ratio and takes_ratio]
+    takes_budget = takes(press, mechanism, "budget")
+    budgets = [(None, budget) for budget in settings.budget if takes_budget]
+    if ratios or budgets:
+        return [*ratios, *budgets]
+    if takes_ratio and settings.budget:
+        raise UserError(
+            f"{press} takes a ratio, and no number of tokens; give a ratio, or write `budget` "
+            "where it takes one"
+        )
+    return [] if takes_ratio else [(None, None)]
 
 
 def run_cell(settings: Settings, cell: Cell) -> Result:

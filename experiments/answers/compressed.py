@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from attention_patch import headwise
 from experiments import UserError
 from press_core import Phase, Press, RaggedLayer, kept_lengths
 from press_core.cache.pruned import ChannelPrunedLayer, PrunedLayer
@@ -36,14 +37,21 @@ class Compressed:
         cache: never changed by `generate`.
         evicted: share of the tokens that was evicted, on average over rows: of those compressed
             or, by a press that acts while decoding, of all that the last `generate` has seen.
+        acts_later: whether the press has work to do while decoding.
     """
 
     def __init__(
         self, model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: Any, acts_later: bool
     ) -> None:
         self.model, self.ids, self.mask, self.cache = model, ids, mask, cache
-        self._acts_later = acts_later
+        self.acts_later = acts_later
         self.evicted = _share_evicted(cache, mask.sum(dim=1))
+
+    @property
+    def is_all_in_the_cache(self) -> bool:
+        """Whether nobody but the cache has to know what was compressed: no open scope, say."""
+        memories = [m for x in self.cache.layers for m in getattr(x, "memories", {}).values()]
+        return not any(memory.slots or memory.states for memory in memories)
 
     def generate(
         self, rows: Sequence[int], new: Sequence[Sequence[int]], options: Mapping[str, Any]
@@ -77,7 +85,7 @@ class Compressed:
             arguments["position_ids"] = positions.clamp(min=0)
         ids = torch.cat((ids, following), dim=1)
         output = self.model.generate(ids, **arguments)[:, ids.shape[1] :]
-        if self._acts_later:
+        if self.acts_later:
             n_new = following.shape[1] + output.shape[1] - 1  # the last one is not read
             self.evicted = _share_evicted(cache, self.mask[rows].sum(dim=1) + n_new, width)
         ended = [_until_end(sequence, self._ends(options)) for sequence in output.tolist()]
@@ -137,14 +145,32 @@ def compressed(
             scope.enter_context(press(model))
         with torch.no_grad():
             model(**arguments, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        acts_later = press is not None and _acts_later(press)
-        if press is not None and not acts_later and not any(map(_needs_help, cache.layers)):
+        later = press is not None and acts_later(press)
+        if press is not None and not later and not any(map(_needs_help, cache.layers)):
             scope.close()
-        state = Compressed(model, ids, mask, cache, acts_later)
+        state = Compressed(model, ids, mask, cache, later)
         n_tokens = mask.shape[1]
         logger.debug("context length: %d tokens", n_tokens)
         logger.debug("compressed length: %.1f tokens", n_tokens * (1 - state.evicted))
         yield state
+
+
+@contextmanager
+def restored(
+    model: PreTrainedModel, cache: Any, ids: Tensor, mask: Tensor, press: Press | None
+) -> Iterator[Compressed]:
+    """A batch that was compressed before, with the help that its cache needs.
+
+    Args:
+        ids, mask: `(B, S)`, of the tokens that the cache has seen.
+        press: one that acts while decoding; None: nothing is evicted any more.
+    """
+    with ExitStack() as scope:
+        if press is not None:
+            scope.enter_context(press(model))
+        elif any(map(_needs_help, cache.layers)):
+            scope.enter_context(headwise(model))
+        yield Compressed(model, ids, mask, cache, press is not None)
 
 
 def _left_padded(
@@ -173,7 +199,7 @@ def _share_evicted(cache: Any, seen: Tensor, width: int = 1) -> float:
     return float(torch.stack(shares).mean()) if shares else 0.0
 
 
-def _acts_later(press: Press) -> bool:
+def acts_later(press: Press) -> bool:
     """Whether `press` has work to do after the context was compressed."""
     return bool(press.phases & (Phase.DECODING | Phase.BEFORE_DECODING))
 

@@ -1,9 +1,12 @@
 """Presses as text: `SnapKVPress`, `AdaKVPress(SnapKVPress(window_size=32))`, what `repr` gives.
 
 The text is a Python expression of press names, keyword or positional fields, numbers, strings and
-lists; nothing else is evaluated. The name `ratio` stands for the compression ratio of a cell where
-a press takes it in another place than its `compression_ratio`:
-`DuoAttentionPress(head_compression_ratio=ratio)`.
+lists; nothing else is evaluated. Where a field takes a share of the tokens it takes a number of
+tokens, too: `SnapKVPress(Tokens(64))`.
+
+What a cell tells a press is its `compression_ratio`, or what its `with_budget` says. Where a press
+takes it in another place, the name `ratio` or `budget` stands for it:
+`DuoAttentionPress(head_compression_ratio=ratio)`, `SimLayerKVPress(n_recent=budget)`.
 """
 
 from __future__ import annotations
@@ -14,44 +17,60 @@ from typing import Any, NamedTuple
 
 from experiments import UserError
 from experiments.testbed.recipes import MECHANISMS, Presses
-from press_core import HyperparameterError, Press
+from press_core import HyperparameterError, Press, Tokens
+from press_core.select import Amount
+
+_NAMES = ("ratio", "budget")
+"""What stands in a text for what its press is told."""
 
 
-def make_press(text: str, mechanism: str, ratio: float | None, seed: int) -> Press:
+def make_press(text: str, mechanism: str, amount: Amount | None, seed: int) -> Press:
     """The press that `text` describes.
 
     Args:
         mechanism: "hook" or "patch".
-        ratio: where the text says `ratio`, or else the ratio that the press is told; None: its own.
+        amount: the ratio, or the `Tokens` to keep, that the press is told, where the text says
+            `ratio` or `budget` if it does; None: the press has its own.
         seed: of presses that draw at random, where the text gives none.
 
     Raises:
-        UserError: if the text is no such expression.
-        HyperparameterError: if a field is out of range, or if the press cannot be told a ratio.
+        UserError: if the text is no such expression, or says `ratio` or `budget` where the other
+            is given.
+        HyperparameterError: if a field is out of range, or if the press cannot be told `amount`.
     """
     expression = _parse(text)
-    press = _Maker(text, MECHANISMS[mechanism], ratio, seed).value(expression)
+    press = _Maker(text, MECHANISMS[mechanism], amount, seed).value(expression)
     if not isinstance(press, Press):
         raise UserError(f"{text!r} is no press; write one such as SnapKVPress")
-    if ratio is None or _mentions_ratio(expression):
+    if amount is None or _names_in(expression):
         return press
-    return press.with_ratio(ratio)
+    return _told(press, amount)
 
 
-def takes_ratio(text: str, mechanism: str) -> bool:
-    """Whether the press that `text` describes can be told a compression ratio.
+def takes(text: str, mechanism: str, kind: str) -> bool:
+    """Whether the press that `text` describes can be told an amount of a kind.
+
+    Args:
+        kind: "ratio" or "budget".
 
     Raises:
         UserError: if it describes none.
     """
-    if _mentions_ratio(_parse(text)):
-        return True
+    named = _names_in(_parse(text))
+    if named:
+        return kind in named
     press = make_press(text, mechanism, None, 0)
     try:
-        press.with_ratio(0.5)
+        _told(press, 0.5 if kind == "ratio" else Tokens(64))
     except HyperparameterError:
         return False
     return True
+
+
+def _told(press: Press, amount: Amount) -> Press:
+    if isinstance(amount, Tokens):
+        return press.with_budget(amount.n)
+    return press.with_ratio(amount)
 
 
 def _parse(text: str) -> ast.expr:
@@ -65,8 +84,9 @@ def _parse(text: str) -> ast.expr:
         ) from error
 
 
-def _mentions_ratio(expression: ast.expr) -> bool:
-    return any(isinstance(n, ast.Name) and n.id == "ratio" for n in ast.walk(expression))
+def _names_in(expression: ast.expr) -> set[str]:
+    """Which names of amounts an expression mentions."""
+    return {n.id for n in ast.walk(expression) if isinstance(n, ast.Name)} & set(_NAMES)
 
 
 class _Maker(NamedTuple):
@@ -74,13 +94,13 @@ class _Maker(NamedTuple):
 
     text: str
     presses: Presses
-    ratio: float | None
+    amount: Amount | None
     seed: int
 
     def value(self, node: ast.expr) -> Any:
         match node:
-            case ast.Name(id="ratio"):
-                return self.told_ratio()
+            case ast.Name(id=name) if name in _NAMES:
+                return self.named(name)
             case ast.Name(id=name):
                 return self.made(name, [], {})
             case ast.Call(func=ast.Name(id=name)) if all(k.arg for k in node.keywords):
@@ -96,19 +116,22 @@ class _Maker(NamedTuple):
                 f"press {self.text!r:.200}; write presses, numbers, strings and lists only"
             ) from None
 
-    def told_ratio(self) -> float:
-        if self.ratio is None:
-            raise UserError(f"{self.text!r} says `ratio`, and no ratio is given")
-        return self.ratio
+    def named(self, name: str) -> float | int:
+        """The amount that `name` stands for."""
+        given = "budget" if isinstance(self.amount, Tokens) else "ratio"
+        if self.amount is None or name != given:
+            raise UserError(f"{self.text!r} says `{name}`, and no {name} is given")
+        return self.amount.n if isinstance(self.amount, Tokens) else self.amount
 
-    def made(self, name: str, args: list[Any], given: dict[str, Any]) -> Press:
-        if name not in self.presses:
+    def made(self, name: str, args: list[Any], given: dict[str, Any]) -> Any:
+        """The press, or the `Tokens`, of that name and those fields."""
+        if name not in self.presses and name != Tokens.__name__:
             raise UserError(
                 f"there is no press {name!r} (in {self.text!r}); there are "
                 f"{', '.join(sorted(self.presses))}"
             )
-        press = self.presses[name]
-        names = [field.name for field in fields(press)]
+        made = self.presses.get(name, Tokens)
+        names = [field.name for field in fields(made)]
         given = dict(zip(names, args, strict=False)) | given
         unknown = sorted(set(given) - set(names))
         if unknown or len(args) > len(names):
@@ -117,6 +140,6 @@ class _Maker(NamedTuple):
         if "seed" in names and given.get("seed") is None:
             given["seed"] = self.seed
         try:
-            return press(**given)
+            return made(**given)
         except TypeError as error:  # a field without a default, or of another type
             raise UserError(f"cannot make {self.text!r}: {error}") from error

@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass
 from experiments import UserError
 from experiments.answers.datasets import SOURCES
 
-SWEPT = ("press", "ratio", "mechanism", "dataset")
+SWEPT = ("press", "ratio", "budget", "mechanism", "dataset")
 """Settings that make cells; all others are the set-up that cells of one folder share."""
 
 FLAGS_ONLY = ("custom_generate", "trust_remote_code")
@@ -69,7 +69,7 @@ _AT_LEAST_ONE = Field(min_length=1)
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class Settings:
-    """A sweep: every press at every ratio with every mechanism on every dataset.
+    """A sweep: every press at every ratio and budget with every mechanism on every dataset.
 
     By default it is that of the study: the tasks that the shipped model can answer. Attributes are
     what their flags say. `generation` holds arguments of `model.generate`, `model_kwargs` those of
@@ -83,7 +83,7 @@ class Settings:
         _AT_LEAST_ONE,
         typer.Option(
             help="Press as text, such as AdaKVPress(SnapKVPress(window_size=32)); repeat it for "
-            "several. `ratio` in it stands for the ratio."
+            "several. `ratio` or `budget` in it stands for what it is told."
         ),
     ] = STUDIED
     ratio: Annotated[
@@ -91,9 +91,17 @@ class Settings:
         _SEVERAL,
         _AT_LEAST_ONE,
         typer.Option(
-            help="Share of the tokens to evict; 0: no press. Repeat it for several.",
+            help="Share of the tokens to evict; 0: no press. Repeat it for several. With a budget "
+            "and no ratio: 0.",
         ),
     ] = (0.0, 0.5, 0.8)
+    budget: Annotated[
+        tuple[Annotated[int, Field(ge=1)], ...],
+        _SEVERAL,
+        typer.Option(
+            help="Tokens of a context to keep, beside or in place of ratios; repeat it for several."
+        ),
+    ] = ()
     mechanism: Annotated[
         tuple[Literal["hook", "patch"], ...],
         _SEVERAL,
@@ -175,6 +183,8 @@ def settings_from(path: Path | None, flags: Mapping[str, Any]) -> Settings:
     """
     given = {} if path is None else _read(path)
     given |= {name: value for name, value in flags.items() if value is not None}
+    if given.get("budget") and "ratio" not in given:
+        given["ratio"] = 0.0
     try:
         return Settings(**given)
     except ValidationError as error:

@@ -38,8 +38,8 @@ _SCHEMA = f"""
     CREATE TABLE written (file TEXT PRIMARY KEY);
     CREATE TABLE cells (
         id INTEGER PRIMARY KEY, key TEXT UNIQUE, dataset TEXT, press TEXT, ratio REAL,
-        mechanism TEXT, score REAL, low REAL, high REAL, questions INTEGER, evicted REAL,
-        also TEXT, press_text TEXT, seconds REAL
+        budget INTEGER, mechanism TEXT, score REAL, low REAL, high REAL, questions INTEGER,
+        evicted REAL, also TEXT, press_text TEXT, seconds REAL
     );
     CREATE TABLE predictions (
         cell INTEGER REFERENCES cells, sample INTEGER, context TEXT, question TEXT, answers TEXT,
@@ -184,8 +184,9 @@ class Store:
     def predictions(self) -> pd.DataFrame:
         """A row per question of every finished cell, with what the cell is."""
         found = self._read(
-            "SELECT cells.dataset, cells.press, cells.ratio, cells.mechanism, cells.press_text, "
-            "predictions.* FROM predictions JOIN cells ON cells.id = predictions.cell "
+            "SELECT cells.dataset, cells.press, cells.ratio, cells.budget, cells.mechanism, "
+            "cells.press_text, predictions.* "
+            "FROM predictions JOIN cells ON cells.id = predictions.cell "
             "ORDER BY cells.key, sample"
         )
         return found.drop(columns="cell")
@@ -193,9 +194,9 @@ class Store:
     def _read(self, query: str) -> pd.DataFrame:
         with self._database() as database:
             cursor = database.execute(query)
-            return pd.DataFrame(
-                cursor.fetchall(), columns=[name for name, *_ in cursor.description]
-            )
+            names = [name for name, *_ in cursor.description]
+            found = pd.DataFrame(cursor.fetchall(), columns=names)
+        return found.astype({"budget": "Int64"})  # numbers, though some are missing
 
     def write_tables(self, cells: Iterable[Cell] = ()) -> pd.DataFrame:
         """Write the two tables of all cells; returns that of results."""

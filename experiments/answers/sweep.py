@@ -1,4 +1,4 @@
-"""Sweeps: answers from compressed contexts, by model, press, ratio, mechanism and dataset.
+"""Sweeps: answers from compressed contexts, by model, press, amount, mechanism and dataset.
 
 A sweep is a grid of cells. Each is written down when it is finished, with what it takes to repeat
 it; the same command continues where an earlier one was interrupted. See `experiments.answers`.
@@ -81,7 +81,7 @@ def shown(
 
 
 def _line(cell: Cell, outcome: Outcome) -> str:
-    name = f"{cell.dataset}  {cell.press}  {_percent(cell.ratio)}  {cell.mechanism}"
+    name = f"{cell.dataset}  {cell.press}  {_asked(cell.ratio, cell.budget)}  {cell.mechanism}"
     if isinstance(outcome, Failure):
         return f"{name}: {outcome.reason}"
     result, seconds = outcome
@@ -90,8 +90,11 @@ def _line(cell: Cell, outcome: Outcome) -> str:
     return f"{name}: {said}{len(result.rows)} in {seconds:.1f} s"
 
 
-def _percent(share: float | None) -> str:
-    return "" if share is None or pd.isna(share) else f"{share:.0%}"
+def _asked(ratio: float | None, budget: int | None) -> str:
+    """What a press was told, in words; empty: nothing."""
+    if budget is not None and not pd.isna(budget):
+        return f"{budget} tokens"
+    return "" if ratio is None or pd.isna(ratio) else f"{ratio:.0%}"
 
 
 # ---- command -------------------------------------------------------------------------------------
@@ -134,7 +137,7 @@ def command(
     ] = 3,
     **flags: Any,
 ) -> None:
-    """Accuracy by press, ratio, mechanism and dataset, in a sweep that can be interrupted.
+    """Accuracy by press, amount, mechanism and dataset, in a sweep that can be interrupted.
 
     Give the same command again to continue. The folder then holds results.csv (a row per cell),
     predictions.csv (a row per question) and setup.json (what it takes to repeat it). The exit
@@ -210,14 +213,14 @@ _with_settings()
 
 def _results(results: pd.DataFrame) -> Table:
     table = Table(box=SIMPLE_HEAD)
-    for name in ("dataset", "press", "ratio", "evicted", "mechanism", "right in %"):
-        justify = "right" if name in ("ratio", "evicted", "right in %") else "left"
+    for name in ("dataset", "press", "asked for", "evicted", "mechanism", "right in %"):
+        justify = "right" if name in ("asked for", "evicted", "right in %") else "left"
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for row in results.to_dict("records"):
         known = not pd.isna(row["score"])
         half = 50 * (row["high"] - row["low"]) if known else 0.0
         score = f"{100 * row['score']:.1f} ±{half:.1f}" if known else "not known"
-        shares = _percent(row["ratio"]), _percent(row["evicted"])
+        shares = _asked(row["ratio"], row["budget"]), f"{row['evicted']:.0%}"
         table.add_row(row["dataset"], press_words(row["press"]), *shares, row["mechanism"], score)
     return table
 

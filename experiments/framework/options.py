@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from typing import Annotated, Any
 
@@ -61,3 +62,85 @@ Device = Annotated[
     str, typer.Option(help="Where to run, such as cpu or cuda.", callback=_checked_device)
 ]
 """A field of options: the device to run on."""
+
+
+def chosen_device(name: str) -> str:
+    """`name`, or for "auto" a GPU where there is one, and the CPU elsewhere."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+AutoDevice = Annotated[
+    str,
+    typer.Option(
+        help="Where to run, such as cpu or cuda; auto: a GPU where there is one.",
+        callback=lambda name: _checked_device(chosen_device(name)),
+    ),
+]
+"""A field of options: the device to run on, for `chosen_device` to read."""
+
+
+# ---- several values in one flag ------------------------------------------------------------------
+
+
+def several(kind: Callable[[str], Any], help: str, check: Check | None = None, **more: Any) -> Any:
+    """An option that takes several values, with commas between them, repeated, or both.
+
+    Args:
+        kind: makes one value from its text, or raises a `ValueError`.
+        check: of all values together; see `Check`.
+        more: for `typer.Option`.
+    """
+
+    def split(text: Any) -> list[Any]:
+        if not isinstance(text, str):
+            return [text]  # a default
+        try:
+            return [kind(part.strip()) for part in text.split(",")]
+        except ValueError as error:
+            raise typer.BadParameter(f"cannot read {text!r}: {error}") from error
+
+    def gathered(groups: Values) -> Values:
+        values = [value for group in _each(groups) for value in group]
+        return check(values) if check else values
+
+    note = f"{help} Repeatable, or with commas."
+    return typer.Option(help=note, parser=split, callback=gathered, **more)
+
+
+def at_least(least: int) -> Check:
+    """Check whole numbers."""
+
+    def check(values: Values) -> Values:
+        for value in _each(values):
+            if value < least:
+                raise typer.BadParameter(f"{value} is less than {least}")
+        return values
+
+    return check
+
+
+_UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def n_bytes(text: str) -> int:
+    """Bytes of a size such as `8GiB`, `500 MB` or `1048576`.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
+    if not found or found[2].upper() not in _UNITS or not float(found[1]):
+        raise ValueError(f"{text!r} is no size; write one such as 8GiB or 500MB")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def checked_size(text: str | None) -> str | None:
+    """Check a size in bytes."""
+    if text is not None:
+        try:
+            n_bytes(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+    return text

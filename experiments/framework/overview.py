@@ -35,5 +35,7 @@ def overview(contrasts: Sequence[Contrast]) -> Figure:
             panel.grid(False)
             panel.spines["bottom"].set_visible(False)
             panel.set_title(contrast.title)
-    figure.set_label("Hooks and patches side by side, and where others differ most, the worst")
+    figure.set_label(
+        "Hooks and patches side by side; in grey the worst of the other mechanisms, where tried"
+    )
     return figure

@@ -19,11 +19,12 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import StringIO
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -118,6 +119,7 @@ _MECHANISMS: dict[str, tuple[str, str]] = {
     "patch": (_VERMILLION, "s"),
     "empty hook": (_SKY, "o"),
     "empty wrapper": (_ORANGE, "s"),
+    "kvpress": (_GREEN, "^"),
 }
 
 
@@ -220,6 +222,43 @@ def legend_outside(figure: Figure, axes: Axes, handles: Sequence[Artist] | None 
         figure.legend(handles=shown, loc="outside right center", alignment="left", handlelength=2.6)
 
 
+def label_lines(panel: Axes, gap: float = 0.06) -> None:
+    """Write the labels of lines where they end, in their colours, instead of a legend.
+
+    Call it last: where the labels go depends on the limits of the axes.
+
+    Args:
+        gap: least height between two lines of text, in heights of the panel.
+    """
+    lines = [line for line in panel.get_lines() if not str(line.get_label()).startswith("_")]
+    bottom, top = panel.get_ylim()
+    ends = [(np.asarray(line.get_ydata(), float)[-1] - bottom) / (top - bottom) for line in lines]
+    places = _apart(ends, [gap * (str(line.get_label()).count("\n") + 1.3) for line in lines])
+    for line, place in zip(lines, places, strict=True):
+        right = float(np.asarray(line.get_xdata(), float)[-1])
+        panel.annotate(
+            str(line.get_label()),
+            (right, place),
+            xycoords=("data", "axes fraction"),
+            xytext=(6, 0),
+            textcoords="offset points",
+            color=line.get_color(),
+            va="center",
+            fontsize=_STYLE["legend.fontsize"],
+            annotation_clip=False,
+        )
+
+
+def _apart(places: Sequence[float], heights: Sequence[float]) -> list[float]:
+    """Middles of boxes of these heights, as near to `places` as leaves none upon another."""
+    order = sorted(range(len(places)), key=lambda index: places[index])
+    apart = list(places)
+    for below, above in pairwise(order):
+        least = apart[below] + (heights[below] + heights[above]) / 2
+        apart[above] = max(apart[above], least)
+    return apart
+
+
 def save(figure: Figure, path: Path) -> None:
     """Write a figure to a file, as PNG or whatever its suffix says."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -227,12 +266,14 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(path)
 
 
-_THEMED = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--line)"}
+_THEMED = {INK: "var(--ink)", _BLACK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--line)"}
 """Colours that a page sets for its light and its dark mode."""
 
 
 def svg(figure: Figure, salt: str) -> str:
     """A figure as an `<svg>` element without background, for a page that sets `--ink` and so on.
+
+    Its words take the page's font.
 
     The same figure gives the same text.
 
@@ -247,9 +288,10 @@ def svg(figure: Figure, salt: str) -> str:
     text = re.sub(r' id="\w+_\d+"', "", text)  # the same in every figure, and nothing refers to it
     text = re.sub("<[^>]+>", _rounded, text)
     text = re.sub(r"\s*\n\s*", " ", text)
+    text = re.sub(r' transform="rotate\(-0 [^"]*"|<g/> ?| font-family: [^;"]*;?', "", text)
     for colour, themed in _THEMED.items():
         text = text.replace(colour, themed)
-    return text.replace("'DejaVu Sans'", "system-ui, sans-serif")
+    return text
 
 
 def _rounded(tag: re.Match[str]) -> str:

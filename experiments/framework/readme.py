@@ -3,7 +3,8 @@
 A block of a page between a line `<!-- table: quality -->` and a line `<!-- /table -->` holds what
 the experiment of that name has to say, one of `<!-- table: quality-best overhead-decode -->` single
 findings by their anchors in the report. `verdict` stands for all questions with their answers,
-`needs` for all needs with what was found. Blocks are written by `python -m experiments readme`,
+`needs` for all needs with what was found, `related` for what others say beside it, `quotable` for
+all presses with what was measured of each. Blocks are written by `python -m experiments readme`,
 never by hand.
 """
 
@@ -18,7 +19,8 @@ import typer
 
 from experiments import UserError, load_experiments
 from experiments.framework.experiment import AnyExperiment
-from experiments.framework.report import needs, verdict
+from experiments.framework.quotable import quotable
+from experiments.framework.report import needs, related, verdict
 from experiments.framework.results import Part, read_parts
 from experiments.framework.tables import markdown_table
 
@@ -40,13 +42,20 @@ def blocks(results: Path, experiments: Sequence[AnyExperiment]) -> dict[str, str
     if failed:
         raise UserError(f"{', '.join(failed)} failed in the study in {results}; run it again")
     contents = {part.experiment.name: part.experiment.markdown(part.tables) for part in parts}
-    whole = {"verdict": verdict(parts), "needs": _needs(parts)}
+    whole = {"verdict": verdict(parts), "needs": _needs(parts), "related": _related(parts)}
+    if quoted := quotable(parts):
+        whole["quotable"] = quoted.markdown()
     return whole | contents | dict(_findings(parts))
 
 
 def _needs(parts: Sequence[Part]) -> str:
     rows = [[need, came_to, text] for need, came_to, text, _ in needs(parts)]
     return markdown_table(["To ...", "Verdict", "Finding"], rows, left=None)
+
+
+def _related(parts: Sequence[Part]) -> str:
+    rows = [[work, says, here] for _, work, says, here in related(parts)]
+    return markdown_table(["Work", "says", "here"], rows, left=None)
 
 
 def _findings(parts: Sequence[Part]) -> Iterator[tuple[str, str]]:

@@ -22,6 +22,7 @@ from experiments import load_experiments
 from experiments.framework.experiment import AnyExperiment
 from experiments.framework.overview import overview
 from experiments.framework.plots import save, svg
+from experiments.framework.quotable import quotable
 from experiments.framework.results import (
     Part,
     describe,
@@ -36,7 +37,7 @@ QUESTION = (
     "To change what a transformer keeps in its KV cache, must you patch its code, or are hooks "
     "enough, and what does each cost?"
 )
-MAX_ROWS = 100
+MAX_ROWS = 50
 """Rows of a CSV file that the HTML page shows."""
 
 OVERVIEW = "overview"
@@ -65,6 +66,16 @@ def needs(parts: Iterable[Part]) -> list[tuple[str, str, str, str]]:
         if finding.need
     ]
     return sorted(rows, key=lambda row: ("works", "costs", "breaks", "").index(row[1]))
+
+
+def related(parts: Iterable[Part]) -> list[tuple[str, str, str, str]]:
+    """Related work: the anchor of the finding, whose work, what they say, and what is so here."""
+    return [
+        (f"{part.experiment.name}-{line.finding}", line.work, line.says, line.here)
+        for part in parts
+        if not part.error
+        for line in part.experiment.related(part.tables)
+    ]
 
 
 def _answer(part: Part) -> str:
@@ -157,8 +168,10 @@ def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
         "run": read_manifest(folder),
         "parts": parts,
         "needs": needs(parts),
+        "related": related(parts),
         "overview": _overview(parts, folder),
         "verdict": verdict(parts),
+        "quotable": quotable(parts),
         "pictures": _pictures,
         "max_rows": MAX_ROWS,
         "numeric": pd.api.types.is_numeric_dtype,

@@ -11,16 +11,48 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pandas as pd
 from matplotlib.figure import Figure
+from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
 from experiments import UserError
 from experiments.framework.experiment import AnyExperiment, Finding, Tables
 from experiments.framework.plots import save
 
 MANIFEST = "run.json"
+
+Name = Annotated[str, StringConstraints(pattern=r"^\w[\w-]*$", max_length=100)]
+"""Stem of a file in the folder of a study, and in no other."""
+
+
+class _Entry(BaseModel):
+    """What a manifest says of an experiment."""
+
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    error: str | None
+    tables: list[Name]
+    figures: dict[Name, str]
+    repeat: str = ""
+
+
+class _Machine(BaseModel):
+    system: str
+    cpu_count: int | None
+    torch_threads: int
+    gpu: str | None
+
+
+class _Manifest(BaseModel):
+    """What is read of a manifest; it may say more."""
+
+    date: str
+    commit: str | None
+    seed: int
+    versions: dict[str, str]
+    machine: _Machine
+    experiments: dict[Name, _Entry]
 
 
 @dataclass(frozen=True)
@@ -63,8 +95,16 @@ def write_results(tables: Tables, figures: Mapping[str, Figure], folder: Path) -
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """A table that `write_table` wrote; only an empty cell means that a value is missing."""
-    return pd.read_csv(path, keep_default_na=False, na_values=[""], float_precision="round_trip")
+    """A table that `write_table` wrote; only an empty cell means that a value is missing.
+
+    Raises:
+        UserError: if it is none.
+    """
+    options: Any = {"keep_default_na": False, "na_values": [""], "float_precision": "round_trip"}
+    try:
+        return pd.read_csv(path, **options)
+    except ValueError as error:  # of pandas, and of texts that are none
+        raise UserError(f"{path} is no table: {error}") from error
 
 
 def draw(experiment: AnyExperiment, tables: Tables, folder: Path) -> dict[str, str]:
@@ -98,15 +138,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: if there is none, or it cannot be read.
     """
+    path = folder / MANIFEST
     try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        _Manifest.model_validate(manifest, strict=True)
     except FileNotFoundError:
         raise UserError(
             f"there is no {MANIFEST} in {folder}, so it holds no study; make one with "
             f"`python -m experiments study --output {folder}`"
         ) from None
-    except ValueError as error:
-        raise UserError(f"{folder / MANIFEST} is not JSON: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "it"
+        raise UserError(f"{path} is not of a study: {place:.100}: {first['msg']}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
     return manifest
 
 
@@ -131,14 +177,24 @@ def read_parts(folder: Path, experiments: Sequence[AnyExperiment]) -> list[Part]
                 f"are {', '.join(known)}; run the study again"
             )
         tables = {table: read_table(folder / f"{table}.csv") for table in entry["tables"]}
-        parts.append(
-            Part(
-                experiment=known[name],
-                tables=tables,
-                figures=entry["figures"],
-                seconds=entry["seconds"],
-                repeat=entry.get("repeat", f"python -m experiments {name}"),
-                error=entry["error"],
-            )
+        part = Part(
+            experiment=known[name],
+            tables=tables,
+            figures=entry["figures"],
+            seconds=entry["seconds"],
+            repeat=entry.get("repeat", f"python -m experiments {name}"),
+            error=entry["error"],
         )
+        _check_tables(part, folder)
+        parts.append(part)
     return parts
+
+
+def _check_tables(part: Part, folder: Path) -> None:
+    try:
+        _ = part.findings
+    except LookupError as error:
+        raise UserError(
+            f"{folder} has no table or column {error} of {part.experiment.name!r}; run the study "
+            "again"
+        ) from error

@@ -104,3 +104,41 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(former)
+
+
+class Stopwatch:
+    """Seconds of one piece of work after the other: CUDA events on a GPU, the clock elsewhere.
+
+    ```python
+    watch = Stopwatch(model.device)
+    prefill()
+    watch.lap()
+    decode()
+    watch.lap()
+    prefill_seconds, decode_seconds = watch.seconds()
+    ```
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[Any] = []
+        if self._on_gpu:
+            torch.cuda.synchronize(device)
+        self.lap()
+
+    def lap(self) -> None:
+        """What was started before belongs to this lap."""
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Of each lap."""
+        between = zip(self._marks, self._marks[1:], strict=False)
+        if not self._on_gpu:
+            return [after - before for before, after in between]
+        self._marks[-1].synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in between]

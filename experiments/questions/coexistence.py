@@ -232,18 +232,18 @@ class Coexistence(Experiment[Options]):
     """Try each mechanism beside accelerate, PEFT, torch.compile and others."""
 
     name = "coexistence"
-    title = "Who gets along"
+    title = "Beside other libraries"
     question = (
-        "Does a press still do what it should beside everything else that is done to models, and "
-        "do the others?"
+        "Do presses, and other libraries that change models, still do what they should beside each "
+        "other?"
     )
     method = (
-        "Each mechanism meets each companion that begins before its scope and outlives it, that "
-        "comes and goes inside of it, or that comes after it. What is kept, and the logits of a "
-        "prefill and of a decode step, are held against those that the companion gives without "
-        "any press, whose cache is cut by hand; once the scope is closed, against the companion "
-        "alone. A wrong cell is silent: nothing was raised. Other versions of the libraries may "
-        "give other cells."
+        "Each mechanism meets each companion three times: begun before its scope and still there "
+        "after it, begun and ended inside it, and begun after it. What is kept, and the logits of "
+        "a prefill and of a decode step, are compared with those of the companion without a press "
+        "and a cache cut by hand; once the scope is closed, with the companion alone. Wrong means "
+        "silently wrong: nothing was raised. Other versions of the libraries may behave "
+        "otherwise."
     )
     full = Options()
     quick = Options(

@@ -23,11 +23,12 @@ from transformers import PreTrainedModel
 
 import hooks_impl
 from experiments import UserError
-from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.experiment import Experiment, Finding, Related, Tables
 from experiments.framework.options import Device, checked_share, one_of
 from experiments.framework.plots import CELL_INK, new_figure, press_label, style
 from experiments.framework.tables import ResultTable
 from experiments.framework.timing import threads
+from experiments.framework.works import KVPRESS, SNAPKV
 from experiments.loading import ModelNotFoundError, load_model, short_name
 from experiments.testbed.compare import Inputs, PressPair, compare
 from experiments.testbed.families import FAMILIES, HYBRID, build, supported_implementations
@@ -397,11 +398,11 @@ class Equivalence(Experiment[Options]):
         "Does a press leave the same cache and the same logits whether hooks install it or patches?"
     )
     method = (
-        "Each press runs twice on the same small random model and the same random tokens, once "
-        "with hooks and once with patches. Compared are the cache after the prefill and at the "
-        "end (positions, keys, values, lengths) and the logits of the prefill, of a question of "
-        "several tokens and of a decode step. A bit that differs anywhere makes a cell differ. "
-        "Small random models have the code paths of large ones, not their numbers; `--model` runs "
+        "Each press runs twice on the same small random model and the same random tokens: once "
+        "with hooks, once with patches. The cache (positions, keys, values, lengths) is compared "
+        "after the prefill and at the end, and so are the logits of the prefill, of a question of "
+        "several tokens and of a decode step. One bit that differs makes a cell differ. Small "
+        "random models have the code paths of large ones, but not their numbers; `--model` runs "
         "the same on any model."
     )
     full = Options()
@@ -452,6 +453,27 @@ class Equivalence(Experiment[Options]):
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
         return {"equivalence": _figure(tables["equivalence"])}
+
+    def related(self, tables: Tables) -> list[Related]:
+        cells = tables["equivalence"]
+        compared = cells[cells["tokens"] > 0]
+        equal = f"{int(compared['equal'].sum()):,} of {len(compared):,} combinations"
+        return [
+            Related(
+                "bits",
+                KVPRESS,
+                "Presses are forward hooks; those that read queries project them once more.",
+                "Hooks collect the queries that the model has projected itself, which is what "
+                f"makes bits comparable: {equal} are equal to those of patches.",
+            ),
+            Related(
+                "bits",
+                SNAPKV,
+                "Its code replaces the attention forwards of particular transformers releases.",
+                "One patch serves every architecture of the grid, and the method does not need it: "
+                f"a hook leaves the same bits in {equal}.",
+            ),
+        ]
 
     def passed(self, tables: Tables) -> bool:
         cells = tables["equivalence"]

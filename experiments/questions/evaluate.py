@@ -30,7 +30,7 @@ TASKS = {"single": "one fact", "multikey": "1 of 16 facts", "multiquery": "4 of 
 
 
 class Evaluate(Experiment[Settings]):
-    """Accuracy by press, ratio, mechanism and dataset."""
+    """Accuracy by press, ratio or budget, mechanism and dataset."""
 
     name = "evaluate"
     title = "From context to answer"
@@ -41,9 +41,9 @@ class Evaluate(Experiment[Settings]):
     method = (
         "The shipped model reads contexts through the pipeline, which compresses each before any "
         "question is known and then answers several from the one cache. Answers are compared with "
-        "the truth, and those of both mechanisms with each other. Contexts of other lengths, "
-        "larger models or questions that the press may see would change the numbers. What holds "
-        "for facts hidden among unrelated words need not hold for text in which all hangs together."
+        "the truth, and those of the two mechanisms with each other. Longer contexts, larger "
+        "models, or questions that the press may see would change the numbers. What holds for "
+        "facts hidden among unrelated words need not hold for a text that hangs together."
     )
     full = Settings()
     quick = Settings(samples=12)
@@ -64,10 +64,10 @@ class Evaluate(Experiment[Settings]):
 
     def findings(self, tables: Tables) -> list[Finding]:
         table = tables[self.name]
-        ratio = table["ratio"].max()
-        means = _accuracy(table, ratio).mean(axis=1)
+        most = _amounts(table)[-1]
+        means = _accuracy(table, most).mean(axis=1)
         text = (
-            f"With {ratio:.0%} of the context evicted, {press_words(str(means.idxmax()))} answers "
+            f"With {most} of the context evicted, {press_words(str(means.idxmax()))} answers "
             f"**{means.max():.0%}** right, averaged over the tasks."
         )
         need = "ask of a context that was compressed before"
@@ -76,31 +76,31 @@ class Evaluate(Experiment[Settings]):
 
     def views(self, tables: Tables) -> list[ResultTable]:
         table = tables[self.name]
-        by_ratio = {ratio: _accuracy(table, ratio) for ratio in _ratios(table)}
-        columns = [(ratio, task) for ratio, scores in by_ratio.items() for task in scores.columns]
-        presses = next(iter(by_ratio.values())).index
+        by_amount = {asked: _accuracy(table, asked) for asked in _amounts(table)}
+        columns = [(asked, task) for asked, scores in by_amount.items() for task in scores.columns]
+        presses = next(iter(by_amount.values())).index
         note = (
             "Share of right answers through the pipeline, contexts compressed before any question "
             f"is known, {table['questions'].iloc[0]} questions in each cell (95% interval "
             f"±{(table['high'] - table['low']).max() / 2:.0%} or better). {_bare(table)}"
         )
-        head = ["press", *(f"{task}, {ratio:.0%} evicted" for ratio, task in columns)]
+        head = ["press", *(f"{task}, {asked} evicted" for asked, task in columns)]
         rows = [
-            [press_words(press), *(f"{by_ratio[r].loc[press, task]:.1%}" for r, task in columns)]
+            [press_words(press), *(f"{by_amount[a].loc[press, task]:.1%}" for a, task in columns)]
             for press in presses
         ]
         return [ResultTable(note.strip(), head, rows)]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
-        """Right answers by press and task, a panel per ratio."""
+        """Right answers by press and task, a panel per ratio or budget."""
         table = tables[self.name]
         colours = matplotlib.colormaps["Blues"]
         with style():
             height = 1.4 + 0.3 * table["press"].nunique()
-            ratios = _ratios(table)
-            figure, axes = new_figure(columns=len(ratios), width=8.6, height=height, sharey=True)
-            for panel, ratio in zip(axes, ratios, strict=True):
-                scores = _accuracy(table, ratio).rename(index=press_words)
+            amounts = _amounts(table)
+            figure, axes = new_figure(columns=len(amounts), width=8.6, height=height, sharey=True)
+            for panel, asked in zip(axes, amounts, strict=True):
+                scores = _accuracy(table, asked).rename(index=press_words)
                 cells = {
                     (str(press), str(task)): (f"{score:.0%}", to_hex(tuple(colours(score / 1.15))))
                     for task, column in scores.items()
@@ -109,19 +109,39 @@ class Evaluate(Experiment[Settings]):
                 draw_cells(panel, list(scores.index), list(scores.columns), cells)
                 panel.xaxis.tick_bottom()
                 panel.set_xticks(range(scores.shape[1]), scores.columns, rotation=0, ha="center")
-                panel.set_title(f"{ratio:.0%} of the context evicted")
+                panel.set_title(f"{asked} of the context evicted")
             figure.set_label("Share of right answers by press (rows) and task (columns)")
         return {self.name: figure}
 
 
-def _ratios(table: pd.DataFrame) -> list[float]:
-    return sorted(ratio for ratio in table["ratio"].unique() if ratio > 0)
+def _amounts(table: pd.DataFrame) -> list[str]:
+    """What presses were told to evict, in words: ratios first, the most of each last."""
+    budgets = table.assign(budget=_budgets(table), told=_told(table))
+    ordered = budgets.sort_values(["ratio", "budget"], ascending=[True, False])
+    return [str(words) for words in ordered["told"].unique() if words]
 
 
-def _accuracy(table: pd.DataFrame, ratio: float) -> pd.DataFrame:
+def _told(table: pd.DataFrame) -> pd.Series:
+    """What the press of each row was told to evict, in words; empty: nothing."""
+    columns = table["press"], table["ratio"], _budgets(table)
+    return pd.Series([_words(*row) for row in zip(*columns, strict=True)], table.index)
+
+
+def _words(press: str, ratio: float, budget: float) -> str:
+    if pd.notna(budget):
+        return f"all but {budget:.0f} tokens"
+    return "" if press == NO_PRESS or pd.isna(ratio) else f"{ratio:.0%}"
+
+
+def _budgets(table: pd.DataFrame) -> pd.Series:
+    none = pd.Series(float("nan"), table.index)  # of tables from before there were any
+    return table["budget"].astype(float) if "budget" in table else none
+
+
+def _accuracy(table: pd.DataFrame, asked: str) -> pd.DataFrame:
     """Scores by press (the best on average first) and task, of one mechanism."""
     first = "hook" if (table["mechanism"] == "hook").any() else "patch"
-    at = table[(table["ratio"] == ratio) & (table["mechanism"] == first)]
+    at = table[(_told(table) == asked) & (table["mechanism"] == first)]
     tasks = at["dataset"].str.extract(r"/(\w+)", expand=False).map(TASKS)
     wide = at.assign(task=tasks).pivot_table(
         index="press", columns="task", values="score", sort=False
@@ -132,7 +152,7 @@ def _accuracy(table: pd.DataFrame, ratio: float) -> pd.DataFrame:
 
 def _finding_on_agreement(table: pd.DataFrame) -> Finding:
     pressed = table[table["press"] != NO_PRESS]
-    pairs = pressed.groupby(["dataset", "press", "ratio"])["answers"]
+    pairs = pressed.groupby([pressed["dataset"], pressed["press"], _told(pressed)])["answers"]
     both = [list(answers) for _, answers in pairs if len(answers) == 2]
     other = sum(one != two for one, two in both)
     if other:

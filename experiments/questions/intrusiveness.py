@@ -34,11 +34,12 @@ import hooks_impl
 import patch_impl
 from experiments import UserError
 from experiments.audit import LEFT, OPEN, REACHES, RUNNING, audit, differences, snapshot
-from experiments.framework.experiment import Contrast, Experiment, Finding, Tables
+from experiments.framework.experiment import Contrast, Experiment, Finding, Related, Tables
 from experiments.framework.heatmap import draw_cells
 from experiments.framework.plots import new_figure, style
 from experiments.framework.tables import ResultTable
 from experiments.framework.wording import in_one_line
+from experiments.framework.works import KVPRESS
 from experiments.interventions import LIBRARIES
 from experiments.mechanisms import MECHANISMS, OURS
 from experiments.mechanisms.contain import contained
@@ -448,11 +449,12 @@ class Intrusiveness(Experiment[Options]):
         "it leave?"
     )
     method = (
-        "Snapshots of everything that can be reached from a small Llama and its process are taken "
-        "before, inside, in the middle of a call inside, and after: hooks, attributes, classes, "
-        "globals of modeling files, registries, configurations, weights, settings. An entry that "
-        "is another object, or has another value, counts. Each scope is left in five ways, an "
-        "error and an interrupt among them. What C++ keeps out of Python's sight is not seen."
+        "Snapshots of everything that can be reached from a small Llama and its process (hooks, "
+        "attributes, classes, globals of modeling files, registries, configurations, weights, "
+        "settings) are taken before, inside, in the middle of a call, and after. An entry counts "
+        "if it is another object or has another value. Each scope is left in five ways, among "
+        "them an error and an interrupt. Other versions of the libraries may touch other entries, "
+        "and what C++ hides from Python is not seen."
     )
     full = quick = Options()
 
@@ -529,6 +531,26 @@ class Intrusiveness(Experiment[Options]):
         if not audited.empty:
             drawn["intrusiveness_libraries"] = _libraries_figure(audited)
         return drawn
+
+    def related(self, tables: Tables) -> list[Related]:
+        left, own = tables["intrusiveness_libraries"], tables["intrusiveness_exits"]
+        theirs = left[(left["library"] == "kvpress") & (left["when"] == LEFT)]
+        # What an import loads is not what it changes.
+        theirs = theirs[theirs["kind"] != "imported module"]
+        by = theirs.groupby("subject")["changes"].sum()
+        if by.empty:
+            return []
+        version, ours = theirs["version"].iloc[0], _left(own, ours=True).sum()
+        behind = ", ".join(f"{subject} {count:.0f}" for subject, count in by.items())
+        return [
+            Related(
+                "left",
+                KVPRESS,
+                "A press is a context manager: its hooks are there for the block.",
+                f"Entries that kvpress {version} leaves behind, in the same audit: {behind}; "
+                f"here {ours}.",
+            )
+        ]
 
     def contrasts(self, tables: Tables) -> list[Contrast]:
         exits = tables["intrusiveness_exits"]

@@ -393,17 +393,17 @@ class Isolation(Experiment[Options]):
     """See which bystanders a press on one model changes, mechanism by mechanism."""
 
     name = "isolation"
-    title = "Who else feels it"
+    title = "Who else is affected"
     question = (
         "With a press open on one model, which other models, copies, caches and threads answer "
         "differently, and which recover?"
     )
     method = (
-        "A press is opened on a small model in each situation, and bystanders are asked the same "
-        "before, inside and after: a prefill and two decode steps, with the cache that these "
-        "leave. Answers are compared bit for bit. The worst of all bystanders counts. A mechanism "
-        "other than hooks and patches is tried in its plainest form; with more code some could "
-        "tell whose call it is."
+        "A press is opened on a small model in each situation, and bystanders run the same "
+        "prefill and two decode steps before, inside and after. Their logits and caches are "
+        "compared bit for bit, and the worst of all bystanders counts. Mechanisms other than "
+        "hooks and patches are tried in their plainest form; with more code, some could tell "
+        "whose call they are in."
     )
     full = quick = Options()
 
@@ -425,10 +425,10 @@ class Isolation(Experiment[Options]):
         own = untouched[untouched.index.isin(OURS)]
         others = untouched.drop(own.index)
         if own.empty:
-            text = f"Bystanders answer the same bits in at least **{others.min()}** of {total} "
+            text = f"Bystanders give the same bits in at least **{others.min()}** of {total} "
             return [Finding("bystanders", text + "situations.")]
         text = (
-            f"With {' and '.join(own.index)}, bystanders answer the same bits in **{own.min()}** "
+            f"With {' and '.join(own.index)}, bystanders give the same bits in **{own.min()}** "
             f"of {total} situations"
         )
         if not others.empty:
@@ -441,7 +441,7 @@ class Isolation(Experiment[Options]):
         table = tables["isolation"]
         counted = ", ".join(f"{name} {count}" for name, count in _untouched(table).items())
         note = (
-            f"What became of bystanders. Of {table['situation'].nunique()} situations, they answer "
+            f"What became of bystanders. Of {table['situation'].nunique()} situations, they give "
             f"the same bits inside and after in: {counted}."
         )
         return [OutcomeMatrix.of(table, "situation", _LOOKS).table(note)]
@@ -462,7 +462,7 @@ class Isolation(Experiment[Options]):
         untouched = _untouched(table)
         others = untouched.drop(list(OURS), errors="ignore").nsmallest(1)
         chosen = [*untouched[untouched.index.isin(OURS)].items(), *others.items()]
-        title = f"Of {table['situation'].nunique()} situations, those nobody else feels"
+        title = f"Situations that affect nobody else, of {table['situation'].nunique()}"
         return [Contrast(title, {str(name): float(count) for name, count in chosen})]
 
 

@@ -10,11 +10,11 @@ attention module that do nothing; an *empty wrapper*, a `wrapt` wrapper around e
 module's forward that does nothing. The empty ones are what a mechanism costs before it does
 anything.
 
-Phases: *prefill* of one context, where the press acts (at compression ratio 0 it does not score,
-so that the mechanism alone is left); *decode*, single-token steps on one pruned cache that is the
-same for all conditions, the bare model included; *enter* and *leave*, installing on all attention
-modules of the model and taking off, against one bare decode step; *call*, one call of a module that
-computes nothing.
+Phases: *prefill* of one context, of which presses evict nothing, so that they do not score and the
+mechanism alone is left (what presses take is asked by `throughput`); *decode*, single-token steps
+on one pruned cache that is the same for all conditions, the bare model included; *enter* and
+*leave*, installing on all attention modules of the model and taking off, against one bare decode
+step; *call*, one call of a module that computes nothing.
 
 Presses are at their usual settings (`experiments.testbed.recipes`). The cache that is decoded is
 one that a KnormPress has pruned, whatever press is open: what attention over heads of different
@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Annotated, Any, NamedTuple
@@ -60,9 +60,8 @@ from experiments.framework.timing import Array, each_in_turn, in_turn
 from experiments.loading import load_model, short_name
 from experiments.testbed.compare import Inputs
 from experiments.testbed.families import build
-from experiments.testbed.recipes import MECHANISMS, press_name, suited_pair
-from press_core import Press, attention_sites
-from press_core.presses.finch import Finch
+from experiments.testbed.recipes import MECHANISMS, press_name, suited_pair, told_delimiter
+from press_core import attention_sites
 
 _EMPTY = {"hook": "empty hook", "patch": "empty wrapper"}
 _DELIMITER = 0
@@ -183,12 +182,10 @@ def scopes(model: PreTrainedModel, options: Options, ratios: Sequence[float]) ->
         for ratio in ratios:
             pair = suited_pair(name, ratio, options.context, model)
             for mechanism, press in zip(MECHANISMS, pair, strict=True):
-                opened[Condition(mechanism, name, ratio)] = partial(_with_delimiter(press), model)
+                opened[Condition(mechanism, name, ratio)] = partial(
+                    told_delimiter(press, _DELIMITER), model
+                )
     return opened
-
-
-def _with_delimiter(press: Press) -> Press:
-    return replace(press, delimiter_token_id=_DELIMITER) if isinstance(press, Finch) else press
 
 
 # ---- phases ------------------------------------------------------------------------------------
@@ -198,8 +195,7 @@ def _with_delimiter(press: Press) -> Press:
 def prefill_times(model: PreTrainedModel, options: Options, advance: Advance = _nothing) -> Times:
     """Seconds per prefill of `options.context` tokens.
 
-    Presses run twice: at `options.ratio`, and at 0, where they install all they install, collect
-    what they collect, and evict nothing.
+    Presses install all they install, collect what they collect, and evict nothing.
     """
     input_ids = _context(model, options)
 
@@ -207,7 +203,7 @@ def prefill_times(model: PreTrainedModel, options: Options, advance: Advance = _
         model.base_model(input_ids=input_ids, past_key_values=DynamicCache())
         _wait(model)
 
-    opened = scopes(model, options, (options.ratio, 0.0))
+    opened = scopes(model, options, (0.0,))
     rounds, repeats = options.prefill_rounds, options.prefill_repeats
     return in_turn(opened, run, rounds=rounds, repeats=repeats, advance=advance)
 
@@ -420,10 +416,9 @@ def _figure(overhead: pd.DataFrame, phase: str) -> Figure:
             panel.set_title(f"{model}: {phase}")
         axes[-1].set_xlabel("time / time of the bare model")
     evicted = shown["compression_ratio"].max()
-    hollow = "; hollow: nothing evicted" if phase == "prefill" else ""
     figure.set_label(
         f"Time of a {phase}{' step' if phase == 'decode' else ''} with an open scope over that of "
-        f"the bare model: median and 95% interval, {evicted:.0%} evicted{hollow}"
+        f"the bare model: median and 95% interval, {evicted:.0%} evicted"
     )
     return figure
 
@@ -435,23 +430,19 @@ def _draw_panel(panel: Axes, rows: pd.DataFrame, names: list[tuple[str, str]]) -
     panel.axvline(1, color=MUTED, linewidth=1)
     records: list[dict[Any, Any]] = rows.to_dict("records")
     for row in records:
-        evicts = row["press"] == NO_PRESS or row["compression_ratio"] > 0
         colour, marker = mechanism_colour(row["mechanism"]), mechanism_marker(row["mechanism"])
-        # What evicts nothing is drawn a little lower, as it belongs to the press above.
-        y = names.index((row["press"], row["mechanism"])) + (0 if evicts else 0.28)
-        face = colour if evicts else "white"
+        y = names.index((row["press"], row["mechanism"]))
         panel.plot([row["low"], row["high"]], [y, y], color=colour, linewidth=1.6)
-        panel.plot(row["ratio"], y, color=colour, marker=marker, markerfacecolor=face)
-        if evicts:
-            panel.annotate(
-                f"{row['ratio']:.2f}",
-                (row["high"], y),
-                xytext=(4, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=8,
-                color=MUTED,
-            )
+        panel.plot(row["ratio"], y, color=colour, marker=marker)
+        panel.annotate(
+            f"{row['ratio']:.2f}",
+            (row["high"], y),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            color=MUTED,
+        )
     labels = [m if p == NO_PRESS else f"{press_label(p)}, {m}" for p, m in names]
     panel.set_yticks(range(len(names)), labels)
     panel.set_ylim(len(names) - 0.4, -0.6)
@@ -504,10 +495,11 @@ class Overhead(Experiment[Options]):
     )
     method = (
         "All conditions run once in each round, in changing order, and times are divided round by "
-        "round; given is the median ratio with its 95% interval. Baselines are the bare model, and "
-        "hooks and wrappers that do nothing. The models are small, so that what a mechanism costs "
-        "shows; on a larger model or a GPU the same microseconds weigh less. How long attention "
-        "over pruned caches takes is not asked here: all decode from one cache."
+        "round; the median ratio is given with its 95% interval. Baselines are the bare model, "
+        "and hooks and wrappers that do nothing. The models are small, so that the cost of a "
+        "mechanism shows; on a larger model or a GPU the same microseconds weigh less. All "
+        "conditions decode from one cache, so what attention over a pruned cache saves is not in "
+        "these times."
     )
     full = Options()
     quick = Options(prefill_rounds=8, decode_rounds=24, scope_rounds=24, repeats=2)
@@ -542,8 +534,8 @@ class Overhead(Experiment[Options]):
             ),
             Finding(
                 "prefill",
-                f"A prefill with patches takes **{prefill.median():.2f}** times as long as with "
-                f"hooks ({_range(prefill)}).",
+                f"A prefill of which nothing is evicted takes **{prefill.median():.2f}** times as "
+                f"long with patches as with hooks ({_range(prefill)}).",
             ),
         ]
 
@@ -587,7 +579,7 @@ class Overhead(Experiment[Options]):
             name: float(_span(tables["overhead"], "decode", mechanism, "bare").median())
             for name, mechanism in (("hooks", "hook"), ("patches", "patch"))
         }
-        return [Contrast("Decode step with a press open, over none", bars)]
+        return [Contrast("Decode time with a press open, over none", bars)]
 
 
 EXPERIMENT = Overhead()

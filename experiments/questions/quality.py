@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 import hooks_impl
 from experiments import UserError
-from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.experiment import Experiment, Finding, Related, Tables
 from experiments.framework.intervals import wilson
 from experiments.framework.options import Device
 from experiments.framework.plots import (
@@ -37,6 +37,7 @@ from experiments.framework.plots import (
     style,
 )
 from experiments.framework.tables import ResultTable
+from experiments.framework.works import KNORM, KVZIP, SNAPKV
 from experiments.loading import load_model, short_name
 from experiments.testbed.asking import (
     SEEN,
@@ -445,11 +446,12 @@ class Quality(Experiment[Options]):
         "mechanism, and whether the question was seen?"
     )
     method = (
-        "A small Llama trained to retrieve facts reads a context; the press evicts; the model is "
-        "asked. Either the press saw the question, or all questions are asked of copies of one "
-        "pruned cache. Both mechanisms answer about the same contexts, and answers are compared "
-        "one by one. The ranking of presses is that of one small model and one task, where a fact "
-        "is two tokens; larger models spread what they know over more of them."
+        "A small Llama that was trained to retrieve facts reads a context, the press evicts, and "
+        "the model is asked. Either the press has seen the question, or all questions are asked "
+        "of copies of one pruned cache. Both mechanisms answer about the same contexts, and their "
+        "answers are compared one by one. The ranking of presses is that of one small model and "
+        "one task, in which a fact is two tokens; larger models spread what they know over more "
+        "of them."
     )
     full = Options()
     quick = Options(ratio=(0.0, 0.8), samples=8, seen_samples=8)
@@ -481,8 +483,52 @@ class Quality(Experiment[Options]):
         notes = [*_sentence_on_best(quality), *_notes(quality)]
         return ["\n".join(f"- {note}" for note in notes)]
 
+    def related(self, tables: Tables) -> list[Related]:
+        return list(related(tables["quality"]))
+
     def figures(self, tables: Tables) -> dict[str, Figure]:
         return {"quality": _figure(tables["quality"], tables["quality_agreement"])}
 
 
 EXPERIMENT = Quality()
+
+
+_PAPERS = (
+    (
+        "KVzipPress",
+        (UNSEEN,),
+        KVZIP,
+        "Caches become three to four times smaller with negligible loss, the question unseen.",
+    ),
+    (
+        "SnapKVPress",
+        (SEEN, UNSEEN),
+        SNAPKV,
+        "Chooses tokens by what the end of the prompt, the question among it, attends to.",
+    ),
+    (
+        "KnormPress",
+        (UNSEEN,),
+        KNORM,
+        "Evicts half of the cache in needle-in-a-haystack tests, and 90% in passkey retrieval, "
+        "without losing accuracy.",
+    ),
+)
+"""Press, whether it saw the question, whose work, and what it says."""
+
+
+def related(quality: pd.DataFrame) -> Iterator[Related]:
+    """What papers say of their presses, and how these answer here."""
+    model = quality["model"].iloc[0]
+    for press, questions, work, says in _PAPERS:
+        told = [_answered(quality, press, question) for question in questions]
+        if all(told):
+            yield Related("best", work, says, f"On {model}, right answers: {'; '.join(told)}.")
+
+
+def _answered(quality: pd.DataFrame, press: str, question: str) -> str:
+    """`"98% with 80% evicted (question unseen)"`, for all ratios; empty if not asked."""
+    asked = quality[(quality["press"] == press) & (quality["question"] == question)]
+    means = asked.groupby("ratio")["accuracy"].mean()
+    listed = ", ".join(f"{mean:.0%} with {ratio:.0%} evicted" for ratio, mean in means.items())
+    return listed and f"{listed} (question {question})"

@@ -12,18 +12,30 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
 import torch
+import typer
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+from rich.progress import Progress
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
 
 from attention_patch import headwise
 from attention_patch.kernels import attend
+from experiments import UserError
+from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.intervals import median_interval
+from experiments.framework.options import at_least, checked_positive_share, several
+from experiments.framework.plots import MUTED, new_figure, press_colour, style
+from experiments.framework.tables import ResultTable
+from experiments.framework.timing import threads
 from press_core import AttentionSite, RaggedLayer, attention_sites, cache_nbytes
 from press_core.presses.adakv import shared_budget
 from press_core.select import n_kept
@@ -85,15 +97,20 @@ def cases(
     shapes: Iterable[tuple[int, int, int]] = ((4, 2, 64), (8, 4, 64), (8, 4, 128)),
     contexts: Iterable[int] = (1024, 4096, 16384, 32768),
     ratios: Iterable[float] = (0.5, 0.8, 0.9),
-    threads: Iterable[int] = (1, 2),
+    thread_counts: Iterable[int] = (1, 2),
 ) -> list[Case]:
     """Every combination; a shape is `(H_kv, G, d)`."""
-    grid = itertools.product(families, batches, shapes, contexts, ratios, threads)
+    grid = itertools.product(families, batches, shapes, contexts, ratios, thread_counts)
     return [Case(f, b, *shape, n, ratio, t) for f, b, shape, n, ratio, t in grid]
 
 
-def measure(asked: Iterable[Case], effort: Effort = Effort()) -> pd.DataFrame:
+def measure(
+    asked: Iterable[Case], effort: Effort = Effort(), advance: Callable[[], object] = lambda: None
+) -> pd.DataFrame:
     """Times of all cases, one row per case, thing timed and cache it is compared with.
+
+    Args:
+        advance: called after each case.
 
     Returns:
         The columns of `Case`; `timed`; `against` (the cache that the ragged one is compared with);
@@ -101,16 +118,13 @@ def measure(asked: Iterable[Case], effort: Effort = Effort()) -> pd.DataFrame:
         `quickest`, the ratio of the quickest runs; `us`, the ragged cache's quickest microseconds
         per layer, for context; `bytes`, the ragged cache's over those of the full one.
     """
-    before = torch.get_num_threads()
     rows: list[dict[str, Any]] = []
-    try:
-        for case in asked:
-            full_bytes = 8 * LAYERS * case.batch * case.kv_heads * case.head_dim * case.context
-            if full_bytes <= effort.most_bytes:
-                torch.set_num_threads(case.threads)
+    for case in asked:
+        full_bytes = 8 * LAYERS * case.batch * case.kv_heads * case.head_dim * case.context
+        if full_bytes <= effort.most_bytes:
+            with threads(case.threads):
                 rows += _rows(case, effort)
-    finally:
-        torch.set_num_threads(before)
+        advance()
     return pd.DataFrame(rows)
 
 
@@ -225,7 +239,7 @@ class _Bench:
 
     def _append(self, layer: Any) -> None:
         if isinstance(layer, RaggedLayer):
-            layer.serve()
+            layer.allow_update(_Open())
         layer.update(*self.new)
 
     def _attention(self, site: AttentionSite, layer: Any) -> Callable[[], Any]:
@@ -239,6 +253,12 @@ class _Bench:
         return lambda: function(
             module, query, layer.keys, layer.values, None, scaling=site.scaling, **more
         )
+
+
+class _Open:
+    """Stands for the scope that lets a layer grow, where none is timed."""
+
+    is_open = True
 
 
 @contextmanager
@@ -270,3 +290,171 @@ def _model(case: Case) -> PreTrainedModel:
     implementation = "sdpa" if case.family == "llama" else "eager"
     made = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     return made.eval()
+
+
+# ---- the experiment ------------------------------------------------------------------------------
+
+
+def _checked_family(names: Any) -> Any:
+    unknown = [name for name in names or () if name not in _OF_FAMILY]
+    if unknown:
+        known = ", ".join(_OF_FAMILY)
+        raise typer.BadParameter(f"{unknown[0]!r} is not measured here; there are {known}")
+    return names
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which cases are measured: every combination."""
+
+    family: Annotated[
+        tuple[str, ...], several(str, f"Family: {', '.join(_OF_FAMILY)}.", _checked_family)
+    ] = tuple(_OF_FAMILY)
+    batch: Annotated[tuple[int, ...], several(int, "Rows.", at_least(1))] = (1, 8)
+    heads: Annotated[
+        tuple[str, ...], several(str, "KV heads x queries of each x channels, such as 8x4x128.")
+    ] = ("4x2x64", "8x4x128")
+    context: Annotated[tuple[int, ...], several(int, "Tokens in the cache.", at_least(16))] = (
+        1024,
+        4096,
+    )
+    ratio: Annotated[
+        tuple[float, ...],
+        several(float, "Share of the tokens to evict, in (0, 1).", checked_positive_share),
+    ] = (0.5, 0.8)
+    threads: Annotated[tuple[int, ...], several(int, "Threads of torch.", at_least(1))] = (1,)
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all take their turn.")] = 11
+
+    @property
+    def cases(self) -> list[Case]:
+        """All combinations.
+
+        Raises:
+            UserError: if heads cannot be read.
+        """
+        shapes = map(_shape, self.heads)
+        return cases(self.family, self.batch, shapes, self.context, self.ratio, self.threads)
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    try:
+        kv_heads, group, head_dim = map(int, text.split("x"))
+    except ValueError:
+        raise UserError(f"--heads {text!r}: write three numbers such as 8x4x128") from None
+    if min(kv_heads, group, head_dim) < 1 or head_dim % 2:
+        raise UserError(f"--heads {text!r}: heads are 1 or more, channels an even number")
+    return kv_heads, group, head_dim
+
+
+class RaggedAttention(Experiment[Options]):
+    """Time attention over heads of different lengths, layer by layer and step by step."""
+
+    name = "ragged_attention"
+    title = "What attention over ragged heads costs"
+    question = (
+        "How long does a decode step over heads of different lengths take, against as many bytes "
+        "in heads of one length, and against the full cache?"
+    )
+    method = (
+        "Caches of random numbers take turns in a model of four layers: everything, what is left "
+        "where all heads evict as many tokens, and what is left where they share a budget. Timed "
+        "are the attention function alone, with the appending of a token, and a whole decode step. "
+        "The models are narrow, so that a step is mostly attention; in a wide one it matters less."
+    )
+    full = Options()
+    quick = Options(family=("llama",), batch=(1,), heads=("4x2x64",), rounds=5)
+
+    def measure(self, options: Options, progress: Progress) -> Tables:
+        """The table `ragged_attention`; see the function `measure`."""
+        asked = options.cases
+        task = progress.add_task("ragged attention", total=len(asked))
+        table = measure(asked, Effort(options.rounds), partial(progress.advance, task))
+        if table.empty:
+            raise UserError(
+                f"every cache asked for takes more than {Effort.most_bytes / 2**30:.0f} GiB; "
+                "give a shorter --context or a smaller --batch"
+            )
+        return {self.name: table}
+
+    def findings(self, tables: Tables) -> list[Finding]:
+        steps = _steps(tables[self.name])
+        found = []
+        for against, held in ((UNIFORM, "even heads of as many bytes"), (FULL, "the full cache")):
+            times = steps.loc[steps["against"] == against, "time"]
+            text = (
+                f"A decode step over ragged heads takes **{times.median():.2f}** times as long as "
+                f"over {held} ({times.min():.2f} to {times.max():.2f})."
+            )
+            found.append(Finding(against, text))
+        return found
+
+    def views(self, tables: Tables) -> list[ResultTable]:
+        table = tables[self.name]
+        keys = [*(name for name in Case.__dataclass_fields__)]
+        rows = []
+        for case, own in table.groupby(keys, sort=False):
+            first = own.iloc[0]
+            heads = f"{first['kv_heads']}x{first['group']}x{first['head_dim']}"
+            family, batch, *_, context, ratio, n_threads = case
+            line = [family, str(batch), heads, f"{context:,}", f"{ratio:.0%}", str(n_threads)]
+            rows.append([*line, *_cells(own)])
+        columns = [f"{timed} / {against}" for timed, against in _COLUMNS]
+        head = ["family", "batch", "heads", "tokens", "evicted", "threads", *columns]
+        note = (
+            "Ragged heads over as many bytes in heads of one length (uniform) and over everything "
+            "(full): medians over rounds; of a step with its 95% interval."
+        )
+        return [ResultTable(note, head, rows, left=3)]
+
+    def figures(self, tables: Tables) -> dict[str, Figure]:
+        steps = _steps(tables[self.name])
+        figure, axes = new_figure(1, 2, width=7.6, height=3.2)
+        with style():
+            for panel, against in zip(axes, (UNIFORM, FULL), strict=True):
+                _draw_steps(panel, steps[steps["against"] == against])
+                panel.set_title(f"Step / {against}")
+        figure.set_label(
+            "Time of a decode step over ragged heads, over that on as many bytes in heads of one "
+            "length (left) and on the full cache (right), a dot per case"
+        )
+        return {self.name: figure}
+
+
+_COLUMNS = ((ALONE, UNIFORM), (LAYER, UNIFORM), (STEP, UNIFORM), (STEP, FULL))
+
+
+def _cells(own: pd.DataFrame) -> Iterator[str]:
+    for timed, against in _COLUMNS:
+        row = own[(own["timed"] == timed) & (own["against"] == against)].iloc[0]
+        interval = f" [{row['low']:.2f}, {row['high']:.2f}]" if timed == STEP else ""
+        yield f"{row['time']:.2f}{interval}"
+
+
+def _steps(table: pd.DataFrame) -> pd.DataFrame:
+    return table[table["timed"] == STEP]
+
+
+def _draw_steps(panel: Axes, steps: pd.DataFrame) -> None:
+    """A column of dots per context and ratio."""
+    panel.axhline(1, color=MUTED, linewidth=1)
+    contexts, ratios = sorted(steps["context"].unique()), sorted(steps["ratio"].unique())
+    colour = press_colour("ObservedAttentionPress")
+    for index, ratio in enumerate(ratios):
+        rows = steps[steps["ratio"] == ratio]
+        offset = 0.7 * ((index + 0.5) / len(ratios) - 0.5)
+        places = [contexts.index(context) + offset for context in rows["context"]]
+        panel.plot(places, rows["time"], "o", color=colour, alpha=0.7, markeredgewidth=0)
+        label: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 7.5, "color": MUTED}
+        for place in sorted(set(places)):
+            most = rows["time"][[one == place for one in places]].max()
+            panel.annotate(
+                f"{ratio:.0%}", (place, most), (0, 4), textcoords="offset points", **label
+            )
+    panel.set_xticks(range(len(contexts)), [f"{context:,}" for context in contexts])
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.set_xlim(-0.5, len(contexts) - 0.5)
+    panel.set_ylim(0, 1.15 * max(1.0, steps["time"].max()))
+    panel.set_xlabel("tokens of context (labels: share evicted)")
+
+
+EXPERIMENT = RaggedAttention()

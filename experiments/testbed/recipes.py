@@ -29,6 +29,7 @@ from experiments.framework.plots import press_label
 from experiments.testbed.compare import PressPair
 from press_core import HyperparameterError, Needs, Press, PressError
 from press_core.model.sites import attention_sites
+from press_core.presses.finch import Finch
 from press_core.presses.kvzip import KVzip, RepeatPrompts
 from press_core.select import n_kept
 
@@ -150,6 +151,7 @@ _SHORT_FIELDS: dict[str, dict[str, Any]] = {
     "EntropyGatedChunkKVPress": {"chunk_length": 5, "low_entropy_chunk_length": 2},
     "ExpectedAttentionPress": {"n_future_positions": 64},
     "ExpectedAttentionStatsPress": {"n_future_positions": 64},
+    "FastKVzipPress": {"n_sink": 2, "window_ratio": 0.1},
     "KVgradPress": {"chunk_size": 24, "prompts": PROMPTS},
     "KVzipPress": {"chunk_size": 24, "prompts": PROMPTS},
     "LagKVPress": {"lag_size": 8},
@@ -198,6 +200,10 @@ _AMOUNTS: dict[str, Callable[[_Kitchen, float], dict[str, Any]]] = {
         "press": of.make("SnapKVPress", 0.0),
         "target_size": of.kept(ratio),
     },
+    "LUKVPress": lambda of, ratio: {
+        "press": replace(of.make("ExpectedAttentionPress", 0.0), epsilon=2e-2),  # its default
+        "compression_ratio": ratio,
+    },
     "PerLayerCompressionPress": lambda of, ratio: {
         "press": of.make("SnapKVPress", ratio),
         "compression_ratios": [ratio],  # `fitted_pair` knows how many layers there are
@@ -214,6 +220,11 @@ _AMOUNTS: dict[str, Callable[[_Kitchen, float], dict[str, Any]]] = {
     "ThinKPress": lambda _, ratio: {"key_channel_compression_ratio": ratio},
 }
 """Fields that say how much is evicted, of presses that are told more than a ratio."""
+
+
+def told_delimiter(press: Press, token_id: int) -> Press:
+    """`press`; a FinchPress with the token that ends a context."""
+    return replace(press, delimiter_token_id=token_id) if isinstance(press, Finch) else press
 
 
 # ---- what presses have to know about a model -----------------------------------------------------
@@ -286,10 +297,17 @@ def _regressor(model: PreTrainedModel, ids: Tensor) -> Any:
     return hooks_impl.KVzapPress.fit(model, [ids], kvzip.scores, steps=20)
 
 
+def _gates(model: PreTrainedModel, ids: Tensor) -> Any:
+    kvzip = hooks_impl.KVzipPress(prompts=PROMPTS)
+    return hooks_impl.FastKVzipPress.fit(model, [ids], kvzip.scores, rank=4, n_base=4, steps=20)
+
+
 _LEARNED: dict[str, Callable[[PreTrainedModel, Tensor], Any]] = {
     "filters": lambda model, ids: hooks_impl.QFilterPress.fit(model, [ids]),
     "stats": lambda model, ids: hooks_impl.ExpectedAttentionStatsPress.collect(model, [ids]),
     "regressor": _regressor,
+    "gates": _gates,
+    "curves": lambda model, ids: hooks_impl.LUKVPress.fit(model, [ids], hooks_impl.KnormPress()),
     "head_scores": lambda model, ids: hooks_impl.DuoAttentionPress.measure(model, [ids], 2, 6),
     "adapter": lambda model, ids: hooks_impl.RestoreKVPress.fit(
         model, [ids], n_following=8, rank=2, prompts=PROMPTS

@@ -132,6 +132,7 @@ class RaggedLayer(DynamicLayer):
         mean_padding: padding per row of what the layer has seen, on average.
         remembered: `(B, H_kv, w)`, scores of the last `w` tokens, for presses that evict tokens
             some time after they have judged them; see `remember`.
+        remembered_until: how many tokens the layer had seen then.
         attended_by: the kernel of `attention_patch` that attended over it last.
     """
 
@@ -146,7 +147,7 @@ class RaggedLayer(DynamicLayer):
     mean_padding: float = 0.0
     remembered: Tensor | None = None
     attended_by: str | None = None
-    _remembered_until: int = 0
+    remembered_until: int = 0
     _reader: Reader | None = None
 
     @classmethod
@@ -174,6 +175,51 @@ class RaggedLayer(DynamicLayer):
         )
         return layer
 
+    @classmethod
+    def of_packed(
+        cls,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+        held: list[int],
+        n_heads: int,
+        seen: int,
+    ) -> RaggedLayer:
+        """The layer whose heads hold these tokens, one head after the other: see `packed`.
+
+        Args:
+            held: how many tokens each head holds.
+            n_heads: `H_kv`.
+            seen: tokens that the layer has seen.
+        """
+        layer = cls()
+        layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
+        layer.seen, layer.n_heads = seen, n_heads
+        layer._lay_out(keys, values, slots, torch.arange(len(keys), device=keys.device), held)
+        return layer
+
+    def packed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Copies of what heads hold, one after the other, recent tokens left out.
+
+        Returns:
+            Keys and values `(sum(held), d)`, and their positions in the sequence.
+        """
+        index = self.blocks.slots(self.held).to(self.keys.device)
+        states = (self.keys.flatten(0, 1), self.values.flatten(0, 1), self.slots.flatten())
+        keys, values, slots = (x.index_select(0, index) for x in states)
+        return keys, values, slots
+
+    def hold_recent(self, keys: Tensor, values: Tensor, room: int) -> None:
+        """Hold recent tokens `(N, n_recent, d)`, counted as seen before, with `room` for more."""
+        self.n_recent = keys.shape[1]
+
+        def with_room(states: Tensor) -> Tensor:
+            storage = states.new_empty(len(states), max(room, self.n_recent), states.shape[2])
+            storage[:, : self.n_recent] = states
+            return storage
+
+        self.recent_keys, self.recent_values = with_room(keys), with_room(values)
+
     def _lay_out(
         self, keys: Tensor, values: Tensor, positions: Tensor, chosen: Tensor, held: list[int]
     ) -> None:
@@ -187,16 +233,17 @@ class RaggedLayer(DynamicLayer):
         """
         self.held, self.n_recent = held, 0
         self.blocks = blocks = Blocks.of(held, keys)
-        slots = blocks.slots(held).to(keys.device)
+        slots = blocks.slots(held)
+        free = torch.ones(blocks.n * blocks.size, dtype=torch.bool).index_fill_(0, slots, False)
+        empty = free.nonzero().squeeze(1).to(keys.device)
         # What lies in each slot, so that each tensor is copied once; in an empty one whatever.
-        source = chosen.new_zeros(blocks.n * blocks.size).index_copy_(0, slots, chosen)
-        empty = torch.ones_like(source, dtype=torch.bool).index_fill_(0, slots, False).nonzero()
+        source = chosen.new_zeros(len(free)).index_copy_(0, slots.to(keys.device), chosen)
 
         def packed(states: Tensor, nothing: float) -> Tensor:
             if not len(states):
                 storage = states.new_full((len(source), *states.shape[1:]), nothing)
             else:
-                storage = states.index_select(0, source).index_fill_(0, empty[:, 0], nothing)
+                storage = states.index_select(0, source).index_fill_(0, empty, nothing)
             return storage.view(blocks.n, blocks.size, *states.shape[1:])
 
         self.keys = packed(keys, 0)
@@ -287,9 +334,10 @@ class RaggedLayer(DynamicLayer):
             [self.held[h] + self.n_recent for h in heads],
         )
 
-    def remember(self, scores: Tensor) -> None:
-        """Keep the `scores` `(B, H_kv, w)` of the last `w` tokens."""
-        self.remembered, self._remembered_until = scores, self.seen
+    def remember(self, scores: Tensor | None, until: int | None = None) -> None:
+        """Keep the `scores` `(B, H_kv, w)` of the last `w` of `until` tokens; None: of all."""
+        self.remembered = scores
+        self.remembered_until = self.seen if until is None else until
 
     def recall(self, n_new: int) -> Tensor:
         """The scores of the last tokens before the `n_new` newest, `(B, H_kv, w)`.
@@ -298,7 +346,7 @@ class RaggedLayer(DynamicLayer):
         """
         if self.remembered is None:
             return self.keys.new_empty(self.batch, self.n_heads, 0)
-        unjudged = self.seen - n_new - self._remembered_until
+        unjudged = self.seen - n_new - self.remembered_until
         return torch.nn.functional.pad(self.remembered, (0, unjudged), value=float("inf"))
 
     def allow_update(self, reader: Reader) -> None:
@@ -381,7 +429,7 @@ class RaggedLayer(DynamicLayer):
         check_crop(self, remove)
         self.seen -= remove
         self.n_recent -= remove
-        unseen = self._remembered_until - self.seen
+        unseen = self.remembered_until - self.seen
         if self.remembered is not None and unseen > 0:
             self.remember(self.remembered[..., : max(0, self.remembered.shape[-1] - unseen)])
 

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from press_core.cache.caches import mask_columns, mask_layer, model_clock
 from press_core.cache.masks import mask_for_pruned, prefill_tokens, visible_tokens
-from press_core.cache.pruned import PrunedLayer, Reader
+from press_core.cache.pruned import PrunedLayer, Reader, ReadingNeeds
 from press_core.model.forward import AttentionForward
+from press_core.model.sites import AttentionSite
 
 
 def prepared(forward: AttentionForward, reader: Reader) -> AttentionForward:
@@ -35,6 +37,22 @@ def prepared_reader(forward: AttentionForward, owner: Any) -> AttentionForward:
     if not isinstance(owner, PrunedLayer) or owner.n_seen == held:  # its prefill
         return forward
     return _with_positions(_with_mask(forward, owner, held), owner, held)
+
+
+def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> ReadingNeeds:
+    """What the forwards to come need to read `layer` of `site`, which `cache` holds already."""
+    needs = ReadingNeeds.NOTHING
+    if layer.kept.padded:
+        needs |= ReadingNeeds.MASK
+    if layer.n_slots != mask_columns(mask_layer(cache)):
+        # Of those that transformers has, these alone can do without a mask for a single token.
+        unmasked_steps = site.attn_implementation.startswith(("sdpa", "flash"))
+        needs |= ReadingNeeds.MASK_OF_MANY if unmasked_steps else ReadingNeeds.MASK
+    if layer.rerotation is not None:
+        keeps_clock = layer.kept.padded or site.shares_clock
+        if keeps_clock or model_clock(cache) != layer.get_seq_length():
+            needs |= ReadingNeeds.POSITIONS
+    return needs
 
 
 def layer_of(forward: AttentionForward) -> Any:

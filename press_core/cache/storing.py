@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from press_core.cache.caches import mask_columns, mask_layer, model_clock
+from press_core.cache.caches import mask_layer
 from press_core.cache.pruned import (
     ChannelPrunedLayer,
     KeptTokens,
     PrefillStagingLayer,
     PrunedLayer,
-    ReadingNeeds,
     Rerotation,
     ScopeMemory,
     filled,
@@ -24,6 +23,7 @@ from press_core.cache.pruned import (
     storage_of,
 )
 from press_core.cache.ragged import RaggedLayer
+from press_core.cache.reading import reading_needs
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedCacheError, UnsupportedInputError
 from press_core.eviction import SAY_WHAT_IS_KEPT, Eviction
@@ -204,7 +204,7 @@ def _store(
     """Put `layer` in the place of `former`, and say what was evicted."""
     forward.cache.layers[forward.site.layer_idx] = layer
     if isinstance(layer, PrunedLayer):
-        layer.needs = _reading_needs(forward, layer)
+        layer.needs = reading_needs(forward.cache, layer, forward.site)
     scope.record(forward.site.layer_idx, float(_seen(batch).float().mean()), mean_kept)
     if former.keys.device != layer.keys.device:
         layer.offload()
@@ -337,22 +337,6 @@ def _rerotation(
     if padded or forward.site.shares_clock:
         return Rerotation(positions, shift, row_lag + n_shorter)
     return Rerotation(positions, shift + n_shorter, row_lag)
-
-
-def _reading_needs(forward: AttentionForward, layer: PrunedLayer) -> ReadingNeeds:
-    """What the forwards to come need to read `layer`, which the cache holds already."""
-    cache, needs = forward.cache, ReadingNeeds.NOTHING
-    if layer.kept.padded:
-        needs |= ReadingNeeds.MASK
-    if layer.n_slots != mask_columns(mask_layer(cache)):
-        # Of those that transformers has, these alone can do without a mask for a single token.
-        unmasked_steps = forward.site.attn_implementation.startswith(("sdpa", "flash"))
-        needs |= ReadingNeeds.MASK_OF_MANY if unmasked_steps else ReadingNeeds.MASK
-    if layer.rerotation is not None:
-        keeps_clock = layer.kept.padded or forward.site.shares_clock
-        if keeps_clock or model_clock(cache) != layer.get_seq_length():
-            needs |= ReadingNeeds.POSITIONS
-    return needs
 
 
 # ---- heads of different lengths ------------------------------------------------------------------

@@ -19,11 +19,14 @@ def forget_graphs(sites: list[AttentionSite]) -> None:
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None or not dynamo.config.skip_nnmodule_hook_guards:
         return
-    names = {f"_modules['{site.name.rpartition('.')[2]}']" for site in sites}
+    # Around a hook the graph breaks, and what is inside of the module gets graphs of its own.
+    names = {site.name.rpartition(".")[2] for site in sites}
+    names |= {name for site in sites for name, _ in site.module.named_children()}
+    members = {f"_modules['{name}']" for name in names}
     for code in list(_compiled()):
         entries = dynamo.eval_frame._debug_get_cache_entry_list(code)
         guards = [str(entry.guard_manager) for entry in entries]
-        if any(name in text for text in guards for name in names):
+        if any(member in text for text in guards for member in members):
             dynamo.eval_frame.reset_code(code)
 
 

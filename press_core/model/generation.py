@@ -75,6 +75,19 @@ def require_whole(site: AttentionSite, press: str) -> None:
         )
 
 
+def require_no_drafts(site: AttentionSite, press: str) -> None:
+    """Refuse a context with drafts behind it, to a press that evicts when all layers have run.
+
+    Raises:
+        UnsupportedInputError: naming the press.
+    """
+    if part_of(site).n_drafts:
+        raise UnsupportedInputError(
+            f"{press} evicts a context when all layers have run, and would take the drafts behind "
+            "this one for a part of it; leave out prompt_lookup_num_tokens and assistant_model"
+        )
+
+
 _LOOPS = ("_prefill", "_assisted_decoding", "_sample", "_beam_search")
 
 

@@ -12,6 +12,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +112,30 @@ class Rotary:
             positions = positions.expand(3, *positions.shape)
         cos, sin = _twin(self.embedding)(like, positions, **extra)
         return cos, sin
+
+    def of_this_layer(self) -> nn.Module:
+        """A copy of `embedding`, to be called without a layer type."""
+        assert self.embedding is not None
+        own = copy.deepcopy(self.embedding)
+        return own if self.layer_type is None else _OfOneLayer(own, self.layer_type)
+
+
+class _OfOneLayer(nn.Module):
+    """A rotary embedding module that serves several types of layers, as layers of one see it."""
+
+    def __init__(self, embedding: nn.Module, layer_type: str) -> None:
+        super().__init__()
+        self.embedding, self.layer_type = embedding, layer_type
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self.embedding(x, position_ids, layer_type=self.layer_type)
+        return cos, sin
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("embedding", "layer_type"):
+            return super().__getattr__(name)
+        of_type = f"{self.layer_type}_{name}"  # such as full_attention_inv_freq
+        return getattr(self.embedding, of_type if hasattr(self.embedding, of_type) else name)
 
 
 def _twin(module: nn.Module) -> nn.Module:

@@ -36,6 +36,9 @@ class AtIntervals(CompositePress):
         allowed = "0 or more; 1 or more for a base_press that reads queries"
         require(self, "hidden_states_buffer_size", fits, allowed)
 
+    def reset(self) -> None:
+        """Does nothing: what a run has buffered belongs to its cache, not to the press."""
+
     def is_due(self, n_steps: int, n_new: int) -> bool:
         return n_steps >= self.compression_interval
 

@@ -36,7 +36,10 @@ class DMS(Wrapper):
         number = self.threshold == self.threshold
         require(self, "threshold", number, "a number: tokens that score lower are evicted")
         fits = self.scorer.independent or not self.decoding
-        allowed = "one that scores each token by itself (KVzapPress, KnormPress...) with decoding"
+        allowed = (
+            "one that scores each token by itself (KVzapPress, KnormPress, QFilterPress, or a "
+            "ScorerPress of your own) with decoding=True, where a token is judged when it comes"
+        )
         require(self, "press", fits, allowed)
         fits = self.sliding_window_size >= 1
         require(self, "sliding_window_size", fits, "a number of tokens, 1 or more")

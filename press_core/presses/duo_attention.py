@@ -18,6 +18,7 @@ from press_core.calibration import (
     check_fits,
     device_of,
     find,
+    first_sentence,
     model_sizes,
     run,
 )
@@ -45,6 +46,11 @@ class HeadScores(Calibration):
         if self.scores.dim() != 2:
             shape = tuple(self.scores.shape)
             raise CalibrationError(f"head scores of shape {shape}: they must be (L, H_kv)")
+        if bool(self.scores.isnan().any()):
+            raise CalibrationError("head scores that are no numbers (NaN) rank no head")
+
+    def check_numbers(self) -> None:
+        """Scores may be infinite; `check` refuses what is no number."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -61,9 +67,11 @@ class HeadScores(Calibration):
             return super().load(source, file_names)
         try:
             rows = [[float(x) for x in line.split()] for line in path.read_text().splitlines()]
-            return cls(torch.tensor([row for row in rows if row]))
-        except ValueError as error:
-            raise CalibrationError(f"{str(path)!r} is no table of numbers: {error}") from error
+            table = torch.tensor([row for row in rows if row])
+        except (OSError, ValueError, TypeError) as error:
+            reason = first_sentence(error)
+            raise CalibrationError(f"{str(path)!r} is no table of numbers: {reason}") from error
+        return cls(table)
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -16,22 +16,13 @@ from press_core.calibration import (
     Calibration,
     CalibrationError,
     check_fits,
-    device_of,
     find,
-    model_sizes,
-    rows_alone,
-    run,
 )
 from press_core.call import AttentionCall
+from press_core.examples import Examples, Scores
 from press_core.model.sites import AttentionSite
 from press_core.press import Needs, Press, RatioScorer, require
 from press_core.select import upcast
-
-Scores = Callable[[Any, Tensor], Sequence[Tensor]]
-"""From a model and token ids `(B, S)` to positive scores `(B, H_kv, S)` for each of its layers.
-
-Those of layers that no press works on are not looked at, nor are tokens of infinite score.
-"""
 
 SMALLEST_SCORE = 1e-8
 """Scores below are taken for this one, for their logarithm is learned."""
@@ -67,10 +58,11 @@ class KVzapRegressor(Calibration):
 
     def check(self) -> None:
         fits = self.weight.dim() == 3 and self.bias.shape == self.weight.shape[:2]
-        if self.hidden_weight is not None and self.hidden_bias is not None:
-            layers, _, width = self.weight.shape
-            fits &= self.hidden_weight.shape[:2] == self.hidden_bias.shape == (layers, width)
-        elif (self.hidden_weight is None) != (self.hidden_bias is None):
+        hidden, bias = self.hidden_weight, self.hidden_bias
+        if hidden is not None and bias is not None:
+            behind = (self.weight.shape[0], self.weight.shape[-1]) if fits else None
+            fits = hidden.dim() == 3 and hidden.shape[:2] == bias.shape == behind
+        elif hidden is not bias:
             fits = False
         if not fits:
             shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in self.tensors.items())
@@ -178,13 +170,7 @@ class KVzap(RatioScorer):
         """
         if scores is None:
             scores = cls.teacher(kvzip_plus_normalization=True).bind(model).scores
-        examples = _Examples(max_tokens)
-        for ids in rows_alone(token_batches):
-            ids = ids.to(device_of(model))
-            run(model, [ids], cls.collector(examples.see, reads=Needs.NOTHING))
-            examples.label(scores(model, ids))
-            if examples.full:
-                break
+        examples = Examples.of(model, token_batches, scores, cls.collector, max_tokens)
         return fit_regressor(examples, model_type, hidden_dim, steps, seed)
 
     def score_tokens(self, call: AttentionCall) -> Tensor:
@@ -212,46 +198,8 @@ def kvzap_scores(call: AttentionCall, regressor: KVzapRegressor | str | Path | N
 # ---- learning ------------------------------------------------------------------------------------
 
 
-class _Examples:
-    """Hidden states and the logarithm of their scores, by layer."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
-        self.n_tokens = self.n_layers = 0
-        self.states: dict[int, list[Tensor]] = {}
-        self.targets: dict[int, list[Tensor]] = {}
-        self._seen: dict[int, AttentionCall] = {}
-
-    @property
-    def full(self) -> bool:
-        return self.n_tokens >= self.max_tokens
-
-    def see(self, call: AttentionCall) -> None:
-        self._seen[call.site.layer_idx] = call
-
-    def label(self, scores: Sequence[Tensor]) -> None:
-        """Add the tokens seen last, with their scores `(B, H_kv, S)` for each layer."""
-        n_before = self.n_tokens
-        for layer, call in self._seen.items():
-            self.n_layers = model_sizes(call.site)["layers"]
-            found, shape = [tuple(x.shape) for x in scores], tuple(call.keys.shape[:3])
-            if len(found) != self.n_layers or found[layer] != shape:
-                raise CalibrationError(
-                    f"scores of shapes {found} for a model of {self.n_layers} layers: that of "
-                    f"layer {layer} must be {shape}"
-                )
-            targets = scores[layer].detach().float().mT.flatten(0, 1)
-            finite = targets.isfinite().all(dim=-1).nonzero()[: self.max_tokens - n_before, 0]
-            states = call.hidden_states.detach().flatten(0, 1)[finite]
-            self.states.setdefault(layer, []).append(states.cpu())
-            log = targets[finite].clamp(min=SMALLEST_SCORE).log()
-            self.targets.setdefault(layer, []).append(log.cpu())
-            self.n_tokens = n_before + len(finite)
-        self._seen.clear()
-
-
 def fit_regressor(
-    examples: _Examples,
+    examples: Examples,
     model_type: Literal["linear", "mlp"],
     hidden_dim: int | None,
     steps: int,
@@ -262,23 +210,18 @@ def fit_regressor(
     Raises:
         CalibrationError: if there are none.
     """
-    if not examples.n_tokens:
-        raise CalibrationError("token_batches holds no token to learn from")
+    examples.require_some()
     learned: dict[int, tuple[Tensor, ...]] = {}
     for layer, states in examples.states.items():
-        x, y = _Standard.of(states), _Standard.of(examples.targets[layer])
+        log = [scores.clamp(min=SMALLEST_SCORE).log() for scores in examples.targets[layer]]
+        x, y = _Standard.of(states), _Standard.of(log)
         if model_type == "linear":
             learned[layer] = _ridge(x, y)
         else:
             width = hidden_dim or max(1, x.values.shape[1] // 8)
             learned[layer] = _mlp(x, y, width, steps, seed)
     names = ("weight", "bias", "hidden_weight", "hidden_bias")
-    stacked = {}
-    for name, like in zip(names, next(iter(learned.values())), strict=False):
-        stacked[name] = torch.zeros(examples.n_layers, *like.shape)
-        for layer, parameters in learned.items():
-            stacked[name][layer] = parameters[names.index(name)]
-    return KVzapRegressor(**stacked)
+    return KVzapRegressor(**dict(zip(names, examples.stacked(learned), strict=False)))
 
 
 @dataclass

@@ -36,7 +36,8 @@ class PerLayerCompression(Wrapper):
 
     def takes(self, press: Press) -> tuple[bool, str]:
         fits = press.evicts in (Evicts.TOKENS, Evicts.PER_HEAD) and acts_in_prefill_only(press)
-        return fits, "a press that evicts tokens after the prefill"
+        allowed = "a press that evicts tokens after the prefill, from each layer by itself"
+        return fits and not press.spans_layers, allowed
 
     @property
     def asked_ratio(self) -> float:

@@ -8,6 +8,7 @@ from press_core.call import AttentionCall
 from press_core.composite import (
     CompositePress,
     acts_in_prefill_only,
+    asked_ratio,
     check_child,
 )
 from press_core.eviction import Eviction
@@ -65,6 +66,10 @@ class PrefillDecoding(CompositePress):
             prefilling_press=prefilling and prefilling.with_budget(tokens),
             decoding_press=decoding and decoding.with_budget(tokens),
         )
+
+    @property
+    def asked_ratio(self) -> float:
+        return 0.0 if self.prefilling_press is None else asked_ratio(self.prefilling_press)
 
     @property
     def evicts(self) -> Evicts:  # type: ignore[override]

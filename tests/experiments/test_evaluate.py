@@ -32,7 +32,7 @@ from experiments.answers import sweep as sweeps
 from experiments.answers.cells import NO_PRESS, Cell, plan, press_text, run_cell
 from experiments.answers.datasets import load
 from experiments.answers.engines import Failure, on_ray, serial
-from experiments.answers.presses import make_press, takes_ratio
+from experiments.answers.presses import make_press, takes
 from experiments.answers.settings import Settings, settings_from
 from experiments.answers.setup import model_fingerprint, setup_of
 from experiments.answers.store import Store
@@ -40,7 +40,7 @@ from experiments.answers.sweep import sweep
 from experiments.framework.results import read_table, write_table
 from experiments.loading import load_model
 from experiments.questions import evaluate
-from press_core import HyperparameterError
+from press_core import HyperparameterError, Tokens
 
 SMALL = Settings(
     dataset=("facts/single@48", "facts/multiquery@48"),
@@ -106,13 +106,74 @@ def test_a_press_is_what_its_text_says(text, expected):
 
 def test_presses_with_a_size_of_their_own():
     text = "DecodingPress(KnormPress(), target_size=64)"
-    assert not takes_ratio(text, "hook")
-    assert takes_ratio("SnapKVPress", "hook")
-    assert takes_ratio("DuoAttentionPress(head_compression_ratio=ratio)", "patch")
+    assert not takes(text, "hook", "ratio")
+    assert takes("SnapKVPress", "hook", "ratio")
+    assert takes("DuoAttentionPress(head_compression_ratio=ratio)", "patch", "ratio")
     with pytest.raises(HyperparameterError, match="cannot be told a compression ratio"):
         make_press(text, "hook", 0.5, 0)
     press = make_press(text, "hook", None, 0)
     assert press == hooks_impl.DecodingPress(hooks_impl.KnormPress(), target_size=64)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("SnapKVPress", lambda p: p.SnapKVPress(Tokens(24))),
+        ("SnapKVPress(0.9, window_size=8)", lambda p: p.SnapKVPress(Tokens(24), window_size=8)),
+        ("AdaKVPress(SnapKVPress())", lambda p: p.AdaKVPress(p.SnapKVPress(Tokens(24)))),
+        (
+            "DecodingPress(KnormPress(), target_size=64)",
+            lambda p: p.DecodingPress(p.KnormPress(), target_size=24),
+        ),
+        (
+            "ComposedPress([KnormPress(Tokens(96)), TOVAPress(Tokens(budget))])",
+            lambda p: p.ComposedPress([p.KnormPress(Tokens(96)), p.TOVAPress(Tokens(24))]),
+        ),
+        ("SimLayerKVPress(n_recent=budget)", lambda p: p.SimLayerKVPress(n_recent=24)),
+    ],
+)
+def test_a_press_is_told_a_number_of_tokens(text, expected):
+    for mechanism, package in (("hook", hooks_impl), ("patch", patch_impl)):
+        assert takes(text, mechanism, "budget")
+        press = make_press(text, mechanism, Tokens(24), 7)
+        assert press == expected(package)
+        assert make_press(repr(press), mechanism, None, 0) == press
+
+
+def test_numbers_of_tokens_stand_in_a_text_wherever_shares_do():
+    made = make_press("PerLayerCompressionPress(KnormPress(), [Tokens(8), 0.5])", "hook", None, 0)
+    assert made.compression_ratios == [Tokens(8), 0.5]
+    assert make_press("KnormPress(Tokens(8, 0.5))", "hook", None, 0).amount == Tokens(8, 0.5)
+
+
+def test_presses_that_take_no_number_of_tokens():
+    for text in ("DuoAttentionPress(head_compression_ratio=ratio)", "ThinKPress()"):
+        assert not takes(text, "hook", "budget")
+    with pytest.raises(HyperparameterError, match="cannot be told a compression ratio"):
+        make_press("ThinKPress()", "hook", Tokens(8), 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "amount", "words"),
+    [
+        ("SnapKVPress(ratio)", Tokens(8), "says `ratio`, and no ratio is given"),
+        ("SimLayerKVPress(n_recent=budget)", 0.5, "says `budget`, and no budget is given"),
+        ("SimLayerKVPress(n_recent=budget)", None, "says `budget`, and no budget is given"),
+        ("SnapKVPress(ratio, window_size=budget)", 0.5, "says `budget`, and no budget is given"),
+        ("SnapKVPress(Tokens())", None, "cannot make 'SnapKVPress"),
+        ("SnapKVPress(Tokens(size=3))", None, "Tokens has no size; its fields are n, progress"),
+        ("Tokens(64)", None, "'Tokens.64.' is no press"),
+    ],
+)
+def test_amounts_that_do_not_fit_a_text_are_refused_in_words(text, amount, words):
+    with pytest.raises(UserError, match=words):
+        make_press(text, "hook", amount, 0)
+
+
+@pytest.mark.parametrize("tokens", ["0", "-3", "1.5", "'many'"])
+def test_numbers_of_tokens_out_of_range(tokens):
+    with pytest.raises(HyperparameterError, match="must be a number of tokens, 1 or more"):
+        make_press(f"SnapKVPress(Tokens({tokens}))", "hook", None, 0)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +235,9 @@ def test_flags_override_the_file(tmp_path):
         ("generation: greedy", "generation is 'greedy'"),
         ("generation: {top: 3}", "top is not allowed; there are do_sample"),
         ("model_kwargs: {device_map: auto}", "device_map is not allowed; there are revision"),
+        ("budget: 0", "budget is 0; input should be greater than or equal to 1"),
+        ("budget: 0.5", "budget is 0.5; input should be a valid integer"),
+        ("budget: [64, all]", "budget is 'all'; input should be a valid integer"),
         ("fraction: 0", "fraction is 0; input should be greater than 0"),
         ("needle_depth: 50", "needle_depth is 50; input should be less than or equal to 1"),
         ("- a\n- b", "must be a YAML mapping"),
@@ -297,14 +361,50 @@ def test_cells_are_the_grid_each_once():
     assert len(set(cells)) == len({cell.key for cell in cells}) == len(cells) == 3 * (1 + 4 + 2)
     single = [cell[1:] for cell in cells if cell.dataset == "facts/single@512"]
     assert single == [
-        (NO_PRESS, 0.0, "bare"),
-        ("SnapKVPress", 0.5, "hook"),
-        ("SnapKVPress", 0.8, "hook"),
-        ("SnapKVPress", 0.5, "patch"),
-        ("SnapKVPress", 0.8, "patch"),
-        (decoding, None, "hook"),
-        (decoding, None, "patch"),
+        (NO_PRESS, 0.0, "bare", None),
+        ("SnapKVPress", 0.5, "hook", None),
+        ("SnapKVPress", 0.8, "hook", None),
+        ("SnapKVPress", 0.5, "patch", None),
+        ("SnapKVPress", 0.8, "patch", None),
+        (decoding, None, "hook", None),
+        (decoding, None, "patch", None),
     ]
+
+
+def test_cells_of_budgets():
+    decoding, duo = "DecodingPress(KnormPress())", "DuoAttentionPress(head_compression_ratio=ratio)"
+    settings = Settings(
+        dataset=("facts/single",),
+        press=("SnapKVPress", decoding, duo, "ThinKPress"),
+        ratio=(0.5,),
+        budget=(64, 32),
+        mechanism=("hook",),
+    )
+    cells = plan(settings)
+    assert len({cell.key for cell in cells}) == len(cells)
+    assert [(cell.press, cell.ratio, cell.budget) for cell in cells] == [
+        ("SnapKVPress", 0.5, None),
+        ("SnapKVPress", None, 64),
+        ("SnapKVPress", None, 32),
+        (decoding, None, 64),
+        (decoding, None, 32),
+        (duo, 0.5, None),
+        ("ThinKPress", None, None),
+    ]
+    made = [cell.make(0) for cell in cells[1:4]]
+    assert [made[0].amount, made[1].amount, made[2].target_size] == [Tokens(64), Tokens(32), 64]
+    alone = replace(settings, ratio=(0.0,), press=(duo,))
+    with pytest.raises(UserError, match=r"takes a ratio, and no number of tokens; give a ratio"):
+        plan(alone)
+
+
+def test_a_budget_stands_in_place_of_ratios_that_nobody_gave(tmp_path):
+    file = tmp_path / "sweep.yaml"
+    file.write_text("budget: 64")
+    assert (settings_from(file, {}).ratio, settings_from(file, {}).budget) == ((0.0,), (64,))
+    assert settings_from(file, {"ratio": [0.5]}).ratio == (0.5,)
+    file.write_text("budget: []")
+    assert settings_from(file, {}) == Settings()
 
 
 def test_mistakes_show_before_anything_is_run():
@@ -341,6 +441,17 @@ def test_a_cell_scores_what_the_model_answers():
         assert row["prediction"] == tokenizer.decode(logits[0, -1].argmax())
         assert row["score"] == float(row["prediction"] == sample.answers[0])
         assert (row["question"], row["answers"]) == (sample.question, list(sample.answers))
+
+
+@pytest.mark.parametrize("press", ["SnapKVPress(window_size=8)", "AdaKVPress(KnormPress())"])
+def test_a_cell_keeps_its_budget(press):
+    """Of contexts of 49 tokens, and of the answers of a press that acts while decoding."""
+    results = [
+        run_cell(SMALL, Cell("facts/multiquery@48", press, None, mechanism, 12))
+        for mechanism in ("hook", "patch")
+    ]
+    assert results[0].evicted == pytest.approx(1 - 12 / 49)
+    assert results[0] == results[1]
 
 
 def test_a_cell_is_the_same_whatever_ran_before():
@@ -421,6 +532,34 @@ def test_an_interrupted_sweep_continues(tmp_path, monkeypatch):
     again, _, _ = run_sweep(SMALL, tmp_path / "cut")
     assert len(ran) == 6
     pd.testing.assert_frame_equal(again, continued)
+
+
+def test_a_sweep_of_budgets_is_told_from_one_of_ratios(tmp_path, monkeypatch):
+    settings = replace(SMALL, dataset=("facts/single@48",), ratio=(0.0, 0.5))
+    run_sweep(settings, tmp_path)
+    ran = []
+    monkeypatch.setattr(sweeps, "run_cell", lambda s, c: ran.append(c) or run_cell(s, c))
+    results, failures, printed = run_sweep(replace(settings, budget=(24, 12)), tmp_path)
+    assert failures == {}
+    assert [(cell.ratio, cell.budget) for cell in ran] == [(None, 24), (None, 12)] * 2
+    assert "SnapKVPress(window_size=8)  24 tokens  hook: " in printed
+    table = pd.read_csv(tmp_path / "results.csv", dtype={"budget": str})
+    told = table[["ratio", "budget", "evicted"]]
+    by_hook = told[table["mechanism"] == "hook"].round(4).astype(object).where(told.notna(), None)
+    assert by_hook.to_numpy().tolist() == [
+        [0.5, None, round(1 - 24 / 49, 4)],
+        [None, "24", round(1 - 24 / 49, 4)],
+        [None, "12", round(1 - 12 / 49, 4)],
+    ]
+    found = pd.read_csv(tmp_path / "predictions.csv", dtype={"budget": str})
+    assert set(found["budget"].dropna()) == {"24", "12"}
+    # As many tokens by share and by number: the same answers.
+    texts = found[found["mechanism"] == "hook"].groupby(["ratio", "budget"], dropna=False)
+    same = [list(rows["prediction"]) for _, rows in texts]
+    assert same[0] == same[2]
+    again = run_sweep(replace(settings, budget=(24, 12)), tmp_path)[0]
+    pd.testing.assert_frame_equal(again, results)
+    assert len(ran) == 4
 
 
 KILLED = """
@@ -701,6 +840,7 @@ def test_the_command(tmp_path):
     assert result.exit_code == 0, result.output
     for words in ("facts/single@48", "no press", "Knorm", "50%", "patch", f"results: {tmp_path}"):
         assert words in result.output
+    assert "tokens" not in result.output
     assert {path.name for path in tmp_path.iterdir()} == {
         "setup.json",
         "sweep.sqlite",
@@ -714,6 +854,15 @@ def test_the_command(tmp_path):
     assert "seed was 0, is 3" in str(other.exception)
 
 
+def test_the_command_with_a_budget(tmp_path):
+    result = call("--press", "KnormPress", "--budget", "12", "--output", tmp_path)
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines() if "Knorm" in line]
+    assert [line[2:6] for line in lines] == [["12", "tokens", "76%", m] for m in ("hook", "patch")]
+    wrong = call("--press", "KnormPress", "--budget", "0", "--output", tmp_path)
+    assert "budget is 0; input should be greater than or equal to 1" in str(wrong.exception)
+
+
 def test_the_command_reads_a_file_and_tells_failures(tmp_path):
     (tmp_path / "sweep.yaml").write_text(
         "press: PerLayerCompressionPress(KnormPress(), [ratio])\nratio: [0.5]\nmechanism: hook\n"
@@ -724,9 +873,10 @@ def test_the_command_reads_a_file_and_tells_failures(tmp_path):
 
 
 FLAGS = (
-    "config output model press ratio mechanism dataset samples seed batch-size compress-questions "
-    "max-context-length dtype attn-implementation device threads data format on ray-address "
-    "ray-gpus retries fraction max-new-tokens needle-depth custom-generate trust-remote-code"
+    "config output model press ratio budget mechanism dataset samples seed batch-size "
+    "compress-questions max-context-length dtype attn-implementation device threads data format on "
+    "ray-address ray-gpus retries fraction max-new-tokens needle-depth custom-generate "
+    "trust-remote-code"
 )
 
 
@@ -779,6 +929,24 @@ def test_the_study_reads_its_tables(tables):
     line = next(line for line in text.splitlines() if line.startswith("| Knorm |"))
     assert line.split("|")[6].strip() == f"{value:.1%}"
     assert "| AdaKV(SnapKV(window_size=8)) |" in text
+
+
+def test_the_study_reads_budgets(tables):
+    """As it would read a sweep that was told numbers of tokens beside a ratio."""
+    table = tables["evaluate"].copy()
+    few = table["ratio"] == 0.8
+    table.loc[few, "budget"] = 16.0
+    table.loc[few, "ratio"] = float("nan")
+    text = evaluate.EXPERIMENT.markdown({"evaluate": table})
+    assert "| one fact, 50% evicted |" in text
+    assert "| one fact, all but 16 tokens evicted |" in text
+    assert "With all but 16 tokens of the context evicted, " in text
+    assert "Hook and patch gave the same answers in all of **12** cells." in text
+    figure = evaluate.EXPERIMENT.figures({"evaluate": table})["evaluate"]
+    titles = [axes.get_title("left") for axes in figure.axes]
+    assert titles == ["50% of the context evicted", "all but 16 tokens of the context evicted"]
+    before = {"evaluate": tables["evaluate"].drop(columns="budget")}
+    assert evaluate.EXPERIMENT.markdown(before) == evaluate.EXPERIMENT.markdown(tables)
 
 
 def test_the_study_does_not_claim_agreement_that_is_not_there(tables):

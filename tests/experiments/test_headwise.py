@@ -359,14 +359,14 @@ def test_whether_a_patch_is_needed(tables):
 def test_whether_memory_is_freed(tables):
     table = tables["headwise_decoding"]
     found = find_freeing(tables)
-    assert "With 80% evicted ragged storage" in found.text
-    assert found.text.endswith("behind a mask by a hook stay 1.00.")
+    assert "With 80% evicted head by head, ragged storage" in found.text
+    assert found.text.endswith("a mask set by a hook, 1.00.")
     assert found.verdict == "works"
     row = table[(table["context"] == 256) & (table["ratio"] == 0.8)].set_index("condition")
     held = row.loc["ragged", "bytes"] / row.loc["ragged", "full_bytes"]
     assert f"holds **{held:.2f}** of" in found.text
     freed = {"headwise_decoding": table.assign(bytes=table["bytes"] // 2)}
-    assert find_freeing(freed).text.endswith("stay 0.50.")
+    assert find_freeing(freed).text.endswith("by a hook, 0.50.")
     kept = {"headwise_decoding": table.assign(bytes=table["full_bytes"])}
     assert find_freeing(kept).verdict == "breaks"
 
@@ -407,6 +407,9 @@ def test_figures_show_what_the_tables_hold(tables):
     accuracy = figures["headwise_accuracy"].axes
     assert len(accuracy) == N_PAIRS
     assert [len(panel.get_lines()) for panel in accuracy] == [2] * N_PAIRS
+    of_pair = tables["headwise_accuracy"].query("pair == 'AdaKV(SnapKV)' and budgets == @HEADWISE")
+    drawn = accuracy[0].get_lines()[1]
+    assert drawn.get_xdata().tolist() == sorted(of_pair["bytes"])
     (panel,) = figures["headwise_difference"].axes
     points = [len(line.get_xdata()) for line in panel.get_lines() if line.get_marker() == "s"]
     assert points == [N_PAIRS + 1] * len(RATIOS)

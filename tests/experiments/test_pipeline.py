@@ -17,7 +17,7 @@ from experiments.loading import load_model
 from experiments.pipeline import TASK, ContextAnswerer
 from experiments.testbed.asking import answer_seen, answer_unseen
 from experiments.testbed.facts import build_tokenizer, draw
-from press_core import RaggedLayer, kept_lengths
+from press_core import HyperparameterError, RaggedLayer, kept_lengths
 from tests.support import snapshot
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
@@ -362,6 +362,36 @@ def test_the_share_that_was_really_evicted(model, answerer, package, name, toget
     assert batched == pytest.approx(sum(shares) / 3, abs=1e-6)
 
 
+@both
+@pytest.mark.parametrize("together", [False, True], ids=["unseen", "seen"])
+def test_a_budget_is_kept_of_every_context(model, answerer, package, together):
+    """Of each row of a padded batch, by presses told a ratio, a number, or how much to keep."""
+    _, texts = facts()
+    contexts, questions = uneven(texts), [text.questions for text in texts]
+    options = {"compress_questions": together, "max_new_tokens": 1}
+    for name in ("snapkv", "adakv", "finch"):
+        given = PRESSES[name](package)
+        cache = DynamicCache(config=model.config)
+        found = answerer(contexts, questions, press=given, budget=20, cache=cache, **options)
+        expected = answerer(contexts, questions, press=given.with_budget(20), **options)
+        assert found == expected
+        assert given == PRESSES[name](package)
+        if not together and name != "finch":  # else the cache has been copied
+            kept = torch.stack(kept_lengths(cache)).double().mean(dim=(0, 2))
+            assert kept.tolist() == [20.0, 20.0, 20.0]
+    whole = answerer.answered(contexts, questions, press=PRESSES["snapkv"](package), budget=500)
+    assert whole.evicted == 0
+
+
+def test_a_budget_needs_a_press_that_can_be_told_one(answerer):
+    with pytest.raises(UserError, match="budget is 20, and there is no press"):
+        answerer("river alice tea", budget=20)
+    with pytest.raises(HyperparameterError, match="cannot be told a compression ratio"):
+        answerer("river alice tea", budget=20, press=hooks_impl.ThinKPress(0.5))
+    with pytest.raises(HyperparameterError, match="must be a number of tokens, 1 or more"):
+        answerer("river alice tea", budget=0, press=hooks_impl.KnormPress(0.5))
+
+
 def test_thinking_is_off_unless_asked_for(model, answerer):
     answerer.tokenizer.chat_template = (
         "<bos>{% for message in messages %}{{ message.content }}{% endfor %} "
@@ -472,6 +502,9 @@ def test_the_pipeline_answers_as_the_class_does(answerer, pipe, package):
     assert list(pipe(items, **options)) == several
     same = pipe(contexts, question=questions[0][0], batch_size=3, **options)
     assert same[0] == {"answer": expected[0][0]}
+    few = pipe(contexts, questions=questions, batch_size=3, budget=12, **options)
+    assert few == [{"answers": row} for row in answerer(contexts, questions, budget=12, **options)]
+    assert few != several
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,8 @@ def test_what_wrappers_wrap(model):
         ("ExpectedAttentionStatsPress", "stats"),
         ("QFilterPress", "filters"),
         ("KVzapPress", "regressor"),
+        ("FastKVzipPress", "gates"),
+        ("LUKVPress", "curves"),
         ("DuoAttentionPress", "head_scores"),
     ],
 )

@@ -66,12 +66,12 @@ def test_drawn_heads_say_their_shares(attention):
 # ---- the push ------------------------------------------------------------------------------------
 
 
-def test_the_push_ends_well_before_the_training():
+def test_the_push_ends_before_the_training():
     shares = [sink.push_share(step, 100) for step in range(100)]
-    assert shares[0] == shares[40] == 1
-    assert shares[50] == pytest.approx(0.5)
+    assert shares[0] == shares[75] == 1
+    assert shares[80] == pytest.approx(0.5)
     assert shares == sorted(shares, reverse=True)
-    assert not any(shares[60:])
+    assert not any(shares[85:])
 
 
 def attentions_paying(share, layers=2):
@@ -87,7 +87,7 @@ def test_the_push_is_larger_the_less_heads_pay():
 
 
 def test_heads_that_pay_enough_are_left_alone():
-    enough = attentions_paying(sink.ENOUGH + 0.1)
+    enough = attentions_paying(sink.ENOUGH + 0.05)
     sink.push_of(enough).backward()
     assert not enough[1].grad.any()
 
@@ -116,8 +116,8 @@ def test_upper_heads_of_the_shipped_model_look_at_the_beginning():
         attention = sinks.attention_to_first(model, some_code(tokenizer, 256))
         shares[name] = attention[attention["layer"] > 0]["share"]
     assert shares["stdlib-neox"].max() < 0.02
-    assert shares["stdlib-neox-sink"].min() > 0.1
-    assert shares["stdlib-neox-sink"].mean() > 0.25
+    assert shares["stdlib-neox-sink"].min() > 0.3
+    assert shares["stdlib-neox-sink"].mean() > 0.5
 
 
 @torch.inference_mode()
@@ -138,4 +138,4 @@ def lost_without_the_first(name):
 
 def test_a_window_loses_what_its_sink_held_back():
     assert abs(lost_without_the_first("stdlib-neox")) < 0.02
-    assert lost_without_the_first("stdlib-neox-sink") > 0.03
+    assert lost_without_the_first("stdlib-neox-sink") > 0.1

@@ -16,8 +16,11 @@ from experiments.framework.command import progress_bar
 from experiments.loading import load_model
 from experiments.questions import streaming
 from experiments.questions.streaming import (
+    AS_THEY_WERE,
+    COMPARED,
     EXPERIMENT,
     FULL,
+    HELD,
     IGNORED,
     IN_CACHE,
     RECOMPUTED,
@@ -32,6 +35,7 @@ from experiments.questions.streaming import (
 )
 from experiments.testbed.facts import build_tokenizer
 from experiments.testbed.families import build
+from experiments.testbed.sinks import attention_to_first, eager
 from press_core import HyperparameterError, cache_nbytes, kept_lengths
 from tests.support import snapshot, token_ids
 
@@ -51,7 +55,7 @@ def text():
 
 def settled(model):
     """A snapshot, once transformers has noted on the class that attention can be changed."""
-    with streaming._eager(model):
+    with eager(model):
         pass
     return snapshot(model)
 
@@ -153,6 +157,16 @@ def test_recomputed_queries_see_up_to_a_window(model, text):
         assert losses[end - 4 : end] == pytest.approx(alone, abs=1e-4)
 
 
+def test_recomputed_windows_begin_as_the_text_does(model, text):
+    begun = text._replace(begin=int(text.ids[0]))
+    losses = streaming.recomputed_losses(model, begun, window=16)
+    assert losses[:16] == pytest.approx(losses_at_once(model, text, 0, 16), abs=1e-4)
+    for end in (20, 56):
+        window = torch.cat((text.ids[:1], text.ids[end - 15 : end + 1]))
+        alone = losses_at_once(model, Text(window, None), 0, 16)[-4:]
+        assert losses[end - 4 : end] == pytest.approx(alone, abs=1e-4)
+
+
 def test_unknown_words_are_no_target(model, text):
     targets = text._replace(unknown=int(text.ids[5])).targets
     assert (targets == IGNORED).equal(text.ids[1:] == text.ids[5])
@@ -163,19 +177,23 @@ def test_unknown_words_are_no_target(model, text):
     assert recomputed.isnan().equal(targets == IGNORED)
 
 
+def test_attention_is_looked_at_in_windows_that_begin_as_the_text_does(text):
+    rows = streaming.windows_of(text, 16)
+    assert rows.shape == (3, 16)  # of 59 tokens after the first
+    assert (rows[:, 0] == text.ids[0]).all()
+    assert rows[:, 1:].flatten().equal(text.ids[1:46])
+    assert len(streaming.windows_of(text, 16, most=2)) == 2
+
+
 def test_attention_that_is_even_is_found_even(text):
     model = build("llama")
-    before = settled(model)
-    found = streaming.attention_to_first(model, text, 2, 16)
-    assert (found["most"] >= found["share"]).all()
+    rows = streaming.windows_of(text, 16)
+    found = attention_to_first(model, rows)
     assert not np.allclose(found["share"], found["even"])
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.q_proj.weight)
-    even = streaming.attention_to_first(model, text, 2, 16)
-    expected = np.mean([2 / n for n in range(9, 17)])
-    for column in ("share", "most", "even"):
-        assert even[column].to_numpy() == pytest.approx([expected] * 2)
-    assert snapshot(model) == before
+    even = attention_to_first(model, rows)
+    assert even["share"].to_numpy() == pytest.approx(even["even"].to_numpy())
 
 
 # ---- the text ------------------------------------------------------------------------------------
@@ -187,6 +205,7 @@ def test_a_file_is_read_as_text(tmp_path):
     path.write_text("return self.value qqqq\n" * 20, encoding="utf-8")
     read = streaming.read_text(tokenizer, 12, path)
     words = tokenizer.convert_ids_to_tokens(read.ids.tolist())
+    assert read.begin == tokenizer.bos_token_id
     assert words[:7] == ["<bos>", "return", "self", ".", "value", "<unk>", "\n"]
     assert len(words) == 13
     assert read.targets.tolist().count(IGNORED) == 2
@@ -204,7 +223,7 @@ def test_standard_library_is_long_enough_for_twenty_thousand_tokens():
 
 def test_every_cache_is_measured_along_the_text(tables):
     table = tables["streaming"]
-    for bound in (*STREAMED, Bound(RECOMPUTED, IN_CACHE)):
+    for bound in (*STREAMED, COMPARED):
         rows = streaming._of(table, bound)
         last = 40 if bound.cache == FULL else 60
         assert rows["first"].tolist() == list(range(0, last, 10))
@@ -223,13 +242,18 @@ def test_bounded_caches_stay_as_they_are(tables):
     assert rows_of(tables, FULL)["length"].tolist() == [10, 20, 30, 40]
 
 
-def test_a_window_alone_has_nothing_to_turn(tables):
-    original, turned = (rows_of(tables, WINDOW, p)["loss"].tolist() for p in ("original", IN_CACHE))
-    assert original == turned
-    kept = rows_of(tables, SINKS)["loss"].tolist()
-    assert kept[0] == original[0]
-    assert kept[2:] != original[2:]
-    assert rows_of(tables, SINKS, IN_CACHE)["loss"].tolist()[2:] != kept[2:]
+def test_a_window_alone_has_nothing_to_turn(model, text):
+    both = [Stream(model, text, SMALL.press(Bound(WINDOW, p))) for p in ("original", IN_CACHE)]
+    original, turned = (stream.advance(60).losses for stream in both)
+    assert original.equal(turned)
+
+
+def test_positions_matter_once_tokens_are_evicted(tables):
+    window, original, turned = (
+        rows_of(tables, *bound)["loss"].tolist() for bound in (Bound(WINDOW), AS_THEY_WERE, HELD)
+    )
+    assert window[0] == original[0] == turned[0]
+    assert window[2:] != original[2:] != turned[2:]
 
 
 def test_losses_are_means_over_stretches(tables, model, text):
@@ -241,44 +265,44 @@ def test_losses_are_means_over_stretches(tables, model, text):
 
 
 def made_up(**losses):
-    """A table in which each cache has one loss, and a full cache gets slower."""
-    conditions = [*STREAMED, Bound(RECOMPUTED, IN_CACHE)]
+    """A table in which each cache has one loss, and a full cache gets slower.
+
+    Args:
+        losses: of the window, w; of sinks + window, s, and with original positions, o.
+    """
+    named = {Bound(WINDOW): "w", HELD: "s", AS_THEY_WERE: "o"}
     rows = [
         bound._asdict()
         | {"model": "made up", "capacity": 15, "n_sink": 2, "first": first, "end": first + 10}
-        | {"loss": losses.get(bound.cache[0], 2.0) + first / 1000, "known": 10}
+        | {"loss": losses.get(named.get(bound), 2.0) + first / 1000, "known": 10}
         | {"ms": 4.0, "quick_ms": 3 + first * (bound.cache == FULL), "quick_ms_alone": 1.5}
         | {"length": 16, "bytes": 1024}
-        for bound in conditions
+        for bound in (*STREAMED, COMPARED)
         for first in range(0, 160, 10)
     ]
     return pd.DataFrame(rows)
 
 
-def test_the_papers_picture_is_recognised():
-    """w and s: losses of the windows, and with sinks."""
-    table = made_up(w=5.0, s=2.25)
-    table.loc[table["cache"] == RECOMPUTED, "loss"] -= 3.0
-    lost, picture = streaming.find_sinks(table)
-    assert "a window loses **+3.000** ± 0.000 nats per token" in lost.text
-    assert lost.text.endswith("with them, +0.250 ± 0.000.")
-    assert "That is the StreamingLLM paper's picture" in picture.text
-    assert picture.text.endswith("the first tokens mend **+2.750** ± 0.000 nats.")
-    assert lost.verdict == "breaks"
+def test_the_papers_picture_is_told():
+    sinks, alone, positions = streaming.find_sinks(made_up(w=5.0, s=2.05, o=3.0))
+    assert "holds over 160 tokens: **+0.050** ± 0.000 nats per token" in sinks.text
+    assert "A window alone breaks: **+3.000** ± 0.000 nats per token" in alone.text
+    assert "original positions the window breaks: **+1.000** ± 0.000" in positions.text
+    assert [f.verdict for f in (sinks, alone, positions)] == ["works", "breaks", "breaks"]
 
 
 def test_another_picture_is_told_as_it_is():
-    lost, picture = streaming.find_sinks(made_up())
-    assert "That is not the StreamingLLM paper's picture" in picture.text
-    assert "the first tokens mend **+0.000** ± 0.000 nats" in picture.text
-    assert lost.verdict == "works"
+    sinks, alone, positions = streaming.find_sinks(made_up(s=2.25))
+    assert "breaks over 160 tokens: **+0.250**" in sinks.text
+    assert "A window alone holds: **+0.000**" in alone.text
+    assert [f.verdict for f in (sinks, alone, positions)] == ["breaks", "works", "works"]
 
 
-def test_a_difference_within_its_error_is_no_picture():
+def test_a_difference_within_its_error_breaks_nothing():
     table = made_up()
     noisy = (table["cache"] == WINDOW) & (table["first"] == 100)
     table.loc[noisy, "loss"] += 30
-    assert "That is not" in streaming.find_sinks(table)[1].text
+    assert "A window alone holds: **+2." in streaming.find_sinks(table)[1].text
 
 
 def test_nothing_is_said_of_losses_that_are_not_known():
@@ -302,44 +326,62 @@ def test_growing_caches_are_told():
     assert ("become **3.00** times as many" in growth.text, growth.verdict) == (True, "breaks")
 
 
-def test_attention_to_the_first_tokens_is_told(tables):
-    table = tables["streaming_attention"].assign(share=[0.25, 0.75], even=0.125)
+def test_attention_to_the_first_token_is_told(tables):
+    table = tables["streaming_attention"]
+    shares = np.linspace(0.25, 0.75, len(table))
+    table = table.assign(share=shares, even=0.125)
     found = streaming.find_attention(table)
-    assert "first 2 tokens **50.00%** of its attention" in found.text
-    assert found.text.endswith("it would be 12.50%.")
+    assert "first token **50.0%** of their attention, one head 75.0%" in found.text
+    assert found.text.endswith("it would be 12.5%.")
     text = EXPERIMENT.markdown(tables | {"streaming_attention": table})
-    assert "| 0 | 25.00% |" in text
-    assert "| 1 | 75.00% |" in text
+    assert "| layer 0 | 25% |" in text
 
 
 def test_summary_has_a_line_per_cache(tables):
     text = EXPERIMENT.markdown(tables)
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     names = [line.split(" | ")[0].removeprefix("| ") for line in lines]
-    assert names.count("sinks + window, in cache") == names.count("window") == 2
+    assert names.count("sinks + window, in-cache positions") == names.count("window") == 2
     assert names.count(RECOMPUTED) == 1
     assert "nan" not in text
 
 
-def test_figure_has_a_line_per_cache(tables):
-    figure = EXPERIMENT.figures(tables)["streaming"]
-    loss, time, memory = figure.axes
-    for panel in (loss, time, memory):
-        drawn = [line for line in panel.get_lines() if len(line.get_xdata()) > 2]
-        assert len(drawn) == len(STREAMED)
-    above = loss.get_lines()[1].get_ydata()
+def drawn(panel):
+    return [line for line in panel.get_lines() if len(line.get_xdata()) > 2]
+
+
+def test_figures_have_a_line_per_cache(tables):
+    figures = EXPERIMENT.figures(tables)
+    assert list(figures) == ["streaming", "streaming_attention", "streaming_costs"]
+    (loss,) = figures["streaming"].axes
+    assert len(drawn(loss)) == len(STREAMED)
+    above = drawn(loss)[1].get_ydata()
     windows = rows_of(tables, WINDOW)["loss"].to_numpy()
-    recomputed = rows_of(tables, RECOMPUTED, IN_CACHE)["loss"].to_numpy()
+    recomputed = rows_of(tables, *COMPARED)["loss"].to_numpy()
     assert above == pytest.approx(windows - recomputed)
+    time, memory = figures["streaming_costs"].axes
+    assert (len(drawn(time)), len(drawn(memory))) == (len(STREAMED), 2)
+
+
+def test_lines_are_labelled_where_they_end(tables):
+    (loss,) = EXPERIMENT.figures(tables)["streaming"].axes
+    labels = {text.get_text(): text for text in loss.texts}
+    assert set(labels) == {line.get_label() for line in drawn(loss)}
+    for line in drawn(loss):
+        label = labels[line.get_label()]
+        assert label.get_color() == line.get_color()
+        assert label.xy[0] == line.get_xdata()[-1]
+    heights = sorted(label.xy[1] for label in labels.values())
+    assert min(np.diff(heights)) > 0.05
 
 
 # ---- command -------------------------------------------------------------------------------------
 
 
 def test_sizes_follow_the_model(model):
-    assert streaming.size_for(model, Options()) == Size(capacity=1023, full=4 * 4096)
+    assert streaming.size_for(model, Options()) == Size(capacity=1023, full=4 * 4096, stretch=250)
     shipped, _ = load_model("stdlib-neox")
-    assert streaming.size_for(shipped, Options()) == Size()
+    assert streaming.size_for(shipped, Options()) == Size(stretch=250)
     given = Options(tokens=500, capacity=31, n_sink=1, full=64)
     assert streaming.size_for(shipped, given) == Size(500, 31, 64, 1)
 
@@ -363,7 +405,7 @@ def test_command_writes_what_it_shows(cli, tmp_path):
     table = pd.read_csv(tmp_path / "streaming.csv")
     assert set(table["mechanism"]) == {"patch"}
     assert table["end"].max() == 415
-    assert len(pd.read_csv(tmp_path / "streaming_attention.csv")) == 2
+    assert len(pd.read_csv(tmp_path / "streaming_attention.csv")) == 8  # heads of two layers
     assert (tmp_path / "streaming.png").stat().st_size > 10_000
 
 

@@ -2,10 +2,12 @@
 
 import json
 import re
+import shutil
 import sys
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from io import StringIO
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
 
@@ -13,6 +15,8 @@ import pandas as pd
 import pytest
 import torch
 import typer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -22,11 +26,17 @@ import experiments
 from experiments import UserError
 from experiments.cli import app
 from experiments.framework import plots
-from experiments.framework.experiment import Contrast, Experiment, Finding
+from experiments.framework.experiment import Contrast, Experiment, Finding, Related
 from experiments.framework.overview import overview
 from experiments.framework.readme import blocks, fill
-from experiments.framework.report import MAX_ROWS, write_report
-from experiments.framework.results import MANIFEST, describe, read_table, write_table
+from experiments.framework.report import MAX_ROWS, related, write_report
+from experiments.framework.results import (
+    MANIFEST,
+    describe,
+    read_parts,
+    read_table,
+    write_table,
+)
 from experiments.framework.tables import ResultTable
 from experiments.study import run_study
 
@@ -122,17 +132,18 @@ class Page(HTMLParser):
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.tags, self.references, self.images, self.text = [], [], [], ""
+        self.tags, self.references, self.links, self.images, self.text = [], [], [], [], ""
         self.feed(html)
 
     def handle_starttag(self, tag, attrs):
         attributes = dict(attrs)
         self.tags.append(tag)
-        self.references += [
+        referred = [
             value
             for name, value in attrs
             if name in ("src", "href", "srcset", "data", "poster", "action")
         ]
+        (self.links if tag == "a" else self.references).extend(referred)
         if attributes.get("role") == "img":
             self.images.append(attributes["aria-label"])
 
@@ -279,7 +290,8 @@ def test_csv_files_keep_values(tmp_path):
 def test_the_page_needs_no_other_file(folder):
     html = (folder / "report.html").read_text(encoding="utf-8")
     shown = Page(html)
-    assert all(ref.startswith(("#", "data:")) for ref in shown.references), shown.references
+    assert all(ref.startswith("data:") for ref in shown.references), shown.references
+    assert all(link.startswith("#") for link in shown.links), shown.links
     assert not re.search(r"url\((?!#)", html)
     assert "@import" not in html
     assert "script" not in shown.tags
@@ -407,8 +419,40 @@ def test_figures_take_the_colours_of_the_page():
     assert "stroke: var(--ink)" in drawn
     assert ">1.23456<" in drawn, "coordinates are rounded, words are not"
     assert not {plots.INK, plots.MUTED, plots.GRID} & set(re.findall("#[0-9a-f]{6}", drawn))
+    panel.plot([1, 3], **plots.press_line("KVzipPress"))  # black, where the page is light
+    assert "#000000" not in plots.svg(figure, "salt")
     again = plots.svg(figure, "salt")  # the first drawing settles the layout
     assert again == plots.svg(figure, "salt")
+
+
+def test_findings_stand_beside_what_others_say(tmp_path):
+    line = Related("mean", "[Others](https://example.org)", "They say **2**.", "Here it is 1.867.")
+    study([tiny("one", related=lambda tables: [line]), TWO], tmp_path)
+    shown = page(tmp_path)
+    text = " ".join(shown.text.split())
+    assert "Others They say 2. Here it is 1.867. See the finding" in text
+    assert "https://example.org" in shown.links  # to be followed, not to be loaded
+    assert shown.links.count("#one-mean") == 3  # from the needs, beside the finding, and from here
+    assert (
+        "| [Others](https://example.org) | They say **2**. |"
+        in (tmp_path / "report.md").read_text()
+    )
+
+
+def test_committed_results_are_compared_with_other_work():
+    parts = read_parts(Path(__file__).parents[2] / "results", experiments.load_experiments())
+    anchors = {
+        f"{part.experiment.name}-{finding.name}" for part in parts for finding in part.findings
+    }
+    compared = related(parts)
+    assert {anchor for anchor, *_ in compared} <= anchors
+    works = " ".join(work for _, work, *_ in compared)
+    assert all(name in works for name in ("kvpress", "AdaKV", "StreamingLLM", "KVzip"))
+    assert not any("nan" in here for *_, here in compared)
+
+
+def test_without_related_work_there_is_no_such_section(folder):
+    assert "Related work" not in page(folder).text
 
 
 def test_the_first_figure_sets_hooks_beside_patches(tmp_path):
@@ -506,7 +550,7 @@ End.
 
 def test_readme_blocks_are_filled_once(folder):
     contents = blocks(folder, [ONE, TWO])
-    assert set(contents) == {"verdict", "needs", "one", "one-mean", "two", "two-mean"}
+    assert set(contents) == {"verdict", "needs", "related", "one", "one-mean", "two", "two-mean"}
     filled, stale = fill(README, contents)
     assert stale == ["verdict", "two"]
     assert filled == (
@@ -619,3 +663,119 @@ def test_a_failed_study_fills_no_readme(tmp_path):
     study([ONE, BROKEN], tmp_path)
     with pytest.raises(UserError, match="broken failed in the study"):
         blocks(tmp_path, [ONE, BROKEN])
+
+
+# ---- manifests and tables that somebody has written ----------------------------------------------
+
+
+def refused(folder, match):
+    """Whatever reads the manifest refuses it, in one line, and touches nothing."""
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for read in (
+        lambda: study([ONE], folder),
+        lambda: write_report(folder, [ONE, TWO]),
+        lambda: read_parts(folder, [ONE, TWO]),
+    ):
+        with pytest.raises(UserError, match=match):
+            read()
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def entry(**changed):
+    return {"seconds": 1.0, "error": None, "tables": ["one"], "figures": {}} | changed
+
+
+@pytest.mark.parametrize(
+    "name", ["../victim", "/tmp/victim", "..", ".hidden", "a/b", "a\\b", "", "a\n", "a.b"]
+)
+def test_names_in_a_manifest_are_names(folder, tmp_path, name):
+    (tmp_path / "victim.csv").write_text("mine")
+    inside = tmp_path / "study"
+    shutil.copytree(folder, inside)
+    manifest = json.loads((inside / "run.json").read_text())
+    for changed in (entry(tables=[name]), entry(figures={name: "a line"})):
+        manifest["experiments"]["one"] = changed
+        (inside / "run.json").write_text(json.dumps(manifest))
+        refused(inside, "is not of a study: experiments.one")
+    assert (tmp_path / "victim.csv").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", "null", "3", '{"experiments": {}}', "[" * 10_000, "\xff"]
+)
+def test_what_is_no_manifest(tmp_path, text):
+    (tmp_path / "run.json").write_text(text, encoding="latin-1")
+    refused(tmp_path, r"run.json is not (of a study|JSON)")
+
+
+def test_a_folder_of_somebody_else(tmp_path):
+    for name in ("one.csv", "photo.png", "report.md"):
+        path = tmp_path / name / name
+        path.parent.mkdir()
+        path.write_text("mine")
+        with pytest.raises(UserError, match=f"a file {name} that no study has written"):
+            study([ONE], path.parent)
+        assert path.read_text() == "mine"
+        assert len(list(path.parent.iterdir())) == 1
+
+
+def test_what_is_no_table(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    for content in (b"", b'x,word\n"', b"\xff\xfe,\n1,2,3\n"):
+        (tmp_path / "one.csv").write_bytes(content)
+        with pytest.raises(UserError, match=r"one.csv is no table"):
+            write_report(tmp_path, [ONE, TWO])
+
+
+def test_tables_that_are_not_those_of_the_experiment(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "one.csv").write_text("y\n1\n")
+    with pytest.raises(UserError, match="has no table or column 'x' of 'one'"):
+        write_report(tmp_path, [ONE, TWO])
+    manifest = json.loads((tmp_path / "run.json").read_text())
+    manifest["experiments"]["one"]["tables"] = []
+    (tmp_path / "run.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="has no table or column 'one' of 'one'"):
+        write_report(tmp_path, [ONE, TWO])
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=2)
+    ),
+    max_leaves=5,
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_manifests_that_were_changed(folder, tmp_path, data):
+    """A report, or an error of one line; and nothing is written elsewhere."""
+    inside = tmp_path / "study"
+    shutil.copytree(folder, inside, dirs_exist_ok=True)
+    manifest = changed(data, json.loads((folder / "run.json").read_text()))
+    (inside / "run.json").write_text(json.dumps(manifest))
+    said = ""
+    try:
+        write_report(inside, [ONE, TWO])
+    except (UserError, OSError) as error:  # the command line tells both in one line
+        said = str(error)
+    assert len(said) < 1000
+    assert [path.name for path in tmp_path.iterdir()] == ["study"]
+    assert {path.name for path in inside.iterdir()} == {path.name for path in folder.iterdir()}
+
+
+def changed(data, node):
+    """JSON with something else somewhere in it."""
+    if isinstance(node, (dict, list)) and node and data.draw(st.integers(0, 5)):
+        key = data.draw(
+            st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node)))
+        )
+        node = node.copy()
+        if data.draw(st.booleans()):
+            node[key] = changed(data, node[key])
+        else:
+            del node[key]
+        return node
+    return data.draw(JSON)

@@ -259,6 +259,19 @@ def test_running_the_model_again_is_told(model):
         assert all(end.startswith(f"{who} the decoder prunes 80 → ") for end in ends)
 
 
+def test_what_all_layers_lose_when_they_have_run_is_told(model):
+    """The gates of Fast KVzip judge layer by layer, and share one budget over all of them."""
+    events = of_press(model, "FastKVzipPress")
+    for mechanism, layer_by, body_by in (
+        ("hook", "forward hook", "hook on"),
+        ("patch", "wrapper", "wrapper of"),
+    ):
+        for layer in (0, 1):
+            *_, left, pruned = events_of(events, mechanism, 0, layer)
+            assert left == f"{layer_by} leaves 80 keys"
+            assert pruned.startswith(f"{body_by} the decoder prunes 80 → ")
+
+
 def test_command(tmp_path):
     options = ["--model", "llama", "--length", "40", "--decode", "0", "--ratio", "0.5"]
     invoke = CliRunner().invoke

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from experiments.loading import load_model
 from experiments.testbed.facts import draw
-from experiments.testbed.training import common, facts, stdlib
+from experiments.testbed.training import common, facts, sink, stdlib
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_an_update_goes_down_the_gradient():
     assert losses[2] == losses[3]  # at a rate of zero nothing moves
 
 
-@pytest.mark.parametrize("module", [facts, stdlib])
+@pytest.mark.parametrize("module", [facts, stdlib, sink])
 def test_the_flags_that_the_cards_tell_are_there(module):
     app = typer.Typer()
     app.command()(module.train)

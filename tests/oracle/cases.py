@@ -102,6 +102,7 @@ READ_AGAIN = (
     "In an unstructured cache kvpress leaves the second reading of the context, which was taken out"
 )
 COMPOSITES = "Ratios at which no two composite tokens tie: kvpress does not say which it keeps"
+GATED = "One row, float32: kvpress takes nothing else. The gates were made up, and handed to both"
 REPEAT = "Float32, as kvpress fails on float64. Its tokenizer was one that makes the same prompts"
 
 CASES = [
@@ -366,6 +367,58 @@ CASES = [
         theirs=lambda p, r: handed.delimiter(p.FinchPress(r, chunk_length=100)),
         run=handed.Question(390, 12),
         note=DELIMITER,
+    ),
+    Case(
+        lambda p, r: p.FastKVzipPress(r, gates=handed.GATES),
+        theirs=lambda p, r: handed.gates(p.FastKVzipPress(r), handed.GATES),
+        run=ONE_ROW,
+        setting=FLOAT32,
+        note=GATED,
+    ),
+    Case(
+        lambda p, r: p.FastKVzipPress(r, layerwise=True, gates=handed.GATES),
+        theirs=lambda p, r: handed.gates(p.FastKVzipPress(r, layerwise=True), handed.GATES),
+        run=ONE_ROW,
+        setting=FLOAT32,
+        note=GATED,
+    ),
+    Case(
+        lambda p, r: p.FastKVzipPress(r, n_sink=9, window_ratio=0.1, gates=handed.GATES),
+        theirs=lambda p, r: handed.gates(
+            p.FastKVzipPress(r, n_sink=9, window_ratio=0.1), handed.GATES
+        ),
+        run=ONE_ROW,
+        setting=FLOAT32._replace(family="qwen3"),
+        note=GATED,
+    ),
+    Case(
+        lambda p, r: p.LUKVPress(compression_ratio=r, curves=handed.CURVES),
+        theirs=lambda p, r: handed.curves(p.LUKVPress(compression_ratio=r), handed.CURVES),
+        note=SAME_LEARNED,
+    ),
+    Case(
+        lambda p, r: p.LUKVPress(
+            p.SnapKVPress(window_size=16),
+            compression_ratio=r,
+            sink=0,
+            window=9,
+            curves=handed.CURVES,
+        ),
+        theirs=lambda p, r: handed.curves(
+            p.LUKVPress(p.SnapKVPress(window_size=16), compression_ratio=r, sink=0, window=9),
+            handed.CURVES,
+        ),
+        ratios=(0.255, 0.637, 0.904),
+        note=SAME_LEARNED,
+    ),
+    Case(
+        lambda p, r: p.LUKVPress(p.KnormPress(), compression_ratio=r, curves=handed.CURVES),
+        theirs=lambda p, r: handed.curves(
+            p.LUKVPress(p.KnormPress(), compression_ratio=r), handed.CURVES
+        ),
+        run=Context(41),
+        ratios=(0.9, 0.96, 0.99),
+        note=SAME_LEARNED,
     ),
     Case(
         lambda p, r: p.KVzipPress(r, prompts=handed.PROMPTS),

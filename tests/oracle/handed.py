@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 from kvpress.presses import expected_attention_with_stats as with_stats
-from kvpress.presses import kvzap_press, qfilter_press, restorekv_press
+from kvpress.presses import fastkvzip_press, kvzap_press, qfilter_press, restorekv_press
 from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import Tensor
@@ -28,8 +28,10 @@ from press_core.presses import kvzip
 from press_core.presses.cam import uniform
 from press_core.presses.duo_attention import HeadScores
 from press_core.presses.expected_attention_stats import ExpectedAttentionStats
+from press_core.presses.fast_kvzip import KVzipGates
 from press_core.presses.kvzap import KVzapRegressor
 from press_core.presses.leverage_score import sketch
+from press_core.presses.lukv import BudgetCurves
 from press_core.presses.qfilter import QFilters
 from press_core.replay import ReplayPress
 from tests.oracle.running import Context, token_ids
@@ -55,6 +57,18 @@ MLP = KVzapRegressor(
     random(N_LAYERS, HIDDEN),
 )
 HEAD_SCORES = HeadScores(random(N_LAYERS, N_KV))
+RANK = 16
+GATES = KVzipGates(
+    random(N_LAYERS, N_HEADS, RANK, WIDTH),
+    random(N_LAYERS, N_HEADS, RANK),
+    random(N_LAYERS, N_KV, RANK, WIDTH),
+    1 + random(N_LAYERS, RANK) / 4,
+    1 - random(N_LAYERS, RANK) / 4,
+    random(N_LAYERS, N_KV, RANK, RANK),
+    random(N_LAYERS, N_HEADS),
+)
+_PER_CENT = torch.arange(1, 100).view(-1, 1, 1) / 100
+CURVES = BudgetCurves(_PER_CENT + random(99, N_LAYERS, N_KV).sigmoid() * (1 - _PER_CENT) / 3)
 PROMPTS = kvzip.RepeatPrompts(first=[5, 8, 6], following=[5, 9, 6, 7, 4], suffix=[3])
 DELIMITER = 1
 
@@ -86,6 +100,41 @@ def kvzap(press: Any, regressor: KVzapRegressor) -> Any:
         parts |= {"0.weight": regressor.hidden_weight, "0.bias": regressor.hidden_bias}
     tensors = {f"layers.{i}.{name}": x[i] for name, x in parts.items() for i in range(n_layers)}
     return _from_the_hub(press, kvzap_press.KVzapModel(config), tensors)
+
+
+def gates(press: Any, given: KVzipGates) -> Any:
+    """kvpress's `press` with the gates `given`, in float32."""
+    modules, sizes = [], given.sizes
+    n_kv, width = sizes["kv_heads"], sizes["hidden_size"]
+    for i in range(sizes["layers"]):
+        groups = sizes["heads"] // n_kv
+        module = fastkvzip_press.FastKVzipGate(i, width, n_kv, groups, torch.float32)
+        gate = given.of_layer(i)
+        parts = {
+            "q_proj.weight": gate.query_weight.flatten(0, 1),
+            "q_proj.bias": gate.query_bias.flatten(),
+            "k_proj.weight": gate.key_weight.flatten(0, 1),
+            "q_norm.weight": gate.query_norm,
+            "k_norm.weight": gate.key_norm,
+            "k_base": gate.base.unsqueeze(1),
+            "b": gate.bias.view(n_kv, 1, -1),
+        }
+        module.load_state_dict(parts)
+        modules.append(module)
+    load = press.post_init_from_model
+
+    def post_init_from_model(model: Any) -> None:
+        with patch.object(fastkvzip_press, "load_fastkvzip", lambda *_, **__: modules):
+            load(model)
+
+    press.post_init_from_model = post_init_from_model
+    return press
+
+
+def curves(press: Any, given: BudgetCurves) -> Any:
+    """kvpress's `press` with the curves `given`."""
+    press._load_budget_curves = lambda _: given.rates.numpy()
+    return press
 
 
 def _from_the_hub(press: Any, found: torch.nn.Module, tensors: dict[str, Tensor]) -> Any:

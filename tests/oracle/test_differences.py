@@ -107,7 +107,8 @@ def test_equal_ranks(mechanism):
 
 
 @difference(
-    presses="`AdaKVPress(alpha_safeguard=0)`, `KVzipPress`, `DMSPress(sliding_window_size=0)`",
+    presses="`AdaKVPress(alpha_safeguard=0)`, `FastKVzipPress`, `KVzipPress`, "
+    "`DMSPress(sliding_window_size=0)`",
     kvpress="may leave a head without tokens",
     here="keeps at least one in every head; a window of no tokens is refused",
     why="attention over nothing is not defined",
@@ -121,10 +122,18 @@ def test_no_head_is_ever_empty(mechanism):
         run=handed.Repeated(200),
         setting=LLAMA._replace(dtype=torch.float32),
     )
-    for case in (ada, zip_):
+    fast = Case(
+        lambda p, r: p.FastKVzipPress(r, n_sink=0, window_ratio=0.0, gates=handed.GATES),
+        theirs=lambda p, r: handed.gates(
+            p.FastKVzipPress(r, n_sink=0, window_ratio=0.0), handed.GATES
+        ),
+        run=ONE_ROW,
+        setting=FLOAT32,
+    )
+    for case, ratio in ((ada, 0.99), (zip_, 0.99), (fast, 0.999)):
         fewest = [
             min(len(head.kept) for layer in held for head in layer)
-            for held in (ours(case, 0.99, mechanism), theirs(case, 0.99))
+            for held in (ours(case, ratio, mechanism), theirs(case, ratio))
         ]
         assert fewest == [1, 0]
     packages = {"kvpress": kvpress, **MECHANISMS}
@@ -757,7 +766,31 @@ def test_measuring_heads(mechanism):
 
 
 @difference(
-    presses="`KVzipPress`",
+    presses="`FastKVzipPress`, in batches and in other precisions than the gates'",
+    kvpress="fails",
+    here="keeps in each row what that row alone would keep; gates work in any precision",
+    why="a batch of prompts is the usual case",
+)
+@both_mechanisms
+def test_gates_judge_batches_in_any_precision(mechanism):
+    def build(p, r):
+        return p.FastKVzipPress(r, gates=handed.GATES)
+
+    def theirs_of(p, r):
+        return handed.gates(p.FastKVzipPress(r), handed.GATES)
+
+    for case in (
+        Case(build, theirs_of, run=TWO_ROWS, setting=FLOAT32),
+        Case(build, theirs_of, run=ONE_ROW),
+    ):
+        with pytest.raises(RuntimeError):
+            theirs(case, 0.5)
+        size = 3 * len(ours(case, 0.5, mechanism)[0]) * 390
+        assert sum(len(h.kept) for layer in ours(case, 0.5, mechanism) for h in layer) == size // 2
+
+
+@difference(
+    presses="`FastKVzipPress`, `KVzipPress`",
     kvpress="evicts when its scope closes: what is generated inside sees the whole context",
     here="evicts as soon as the prefill has run",
     why="an answer inside the scope is to be that of the compressed cache",
@@ -776,15 +809,22 @@ def test_when_kvzip_evicts(mechanism):
 
             super().__call__(model, watched, past)
 
-    case = Case(
+    replaying = Case(
         lambda p, r: p.KVzipPress(r, prompts=handed.PROMPTS),
         theirs=lambda p, r: p.KVzipPress(r),
         run=Watched(100),
         setting=FLOAT32,
     )
-    for found in (theirs(case, 0.5), ours(case, 0.5, mechanism)):
-        assert sum(len(head.kept) for layer in found for head in layer) == 300
-    assert inside == [600, 300]
+    gated = Case(
+        lambda p, r: p.FastKVzipPress(r, gates=handed.GATES),
+        theirs=lambda p, r: handed.gates(p.FastKVzipPress(r), handed.GATES),
+        run=Watched(100),
+        setting=FLOAT32,
+    )
+    for case in (replaying, gated):
+        for found in (theirs(case, 0.5), ours(case, 0.5, mechanism)):
+            assert sum(len(head.kept) for layer in found for head in layer) == 300
+    assert inside == [600, 300] * 2
 
 
 @difference(
@@ -974,3 +1014,50 @@ def test_gradients_of_batches_and_float64(mechanism, run, setting, failure):
         theirs(case, 0.5)
     found = ours(case, 0.5, mechanism)
     assert sum(len(head.kept) for layer in found for head in layer) == 180 * run.batch
+
+
+@difference(
+    presses="`DMSPress(press, decoding=True)` around a press that compares tokens",
+    kvpress="judges a token that comes alone by a score that is the same for all, or fails",
+    here="refused",
+    why="a comparison of one token says nothing of it: the threshold would keep all or none",
+)
+@both_mechanisms
+@pytest.mark.parametrize(
+    "name", ["KeyDiffPress", "CURPress", "LagKVPress", "LeverageScorePress", "NonCausalAttnPress"]
+)
+def test_one_token_is_no_comparison(mechanism, name):
+    model = model_for("kvpress", LLAMA)
+    attention = model.model.layers[0].self_attn
+    attention.rotary_emb = model.model.rotary_emb
+    press, scores = getattr(kvpress, name)(), []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        keys = torch.randn(1, attention.config.num_key_value_heads, 1, attention.head_dim).double()
+        hidden = torch.randn(1, 1, model.config.hidden_size).double()
+        cos_sin = model.model.rotary_emb(hidden, torch.tensor([[50 + seed]]))
+        kwargs = {"position_embeddings": cos_sin}
+        scores.append(press.score(attention, hidden, keys, keys, None, kwargs).abs().flatten())
+    assert torch.allclose(scores[0], scores[1], atol=1e-4)
+    assert torch.allclose(scores[0], scores[2], atol=1e-4)
+    package = MECHANISMS[mechanism]
+    with pytest.raises(HyperparameterError, match="scores each token by itself"):
+        package.DMSPress(getattr(package, name)(), 0.0, decoding=True)
+
+
+@difference(
+    presses="`SimLayerKVPress` with `n_recent` of no more than `n_last`",
+    kvpress="keeps all tokens of a lazy layer, the first twice, and reports that most are gone",
+    here="refused",
+    why="it asks for no recent tokens at all",
+)
+@both_mechanisms
+def test_no_recent_tokens(mechanism):
+    press = kvpress.SimLayerKVPress(lazy_threshold=0.0, n_last=1, n_recent=1, n_initial=4)
+    model, cache = model_for("kvpress", LLAMA), DynamicCache()
+    with torch.no_grad(), press(model):
+        model(token_ids(30), past_key_values=cache)
+    assert [layer.keys.shape[2] for layer in cache.layers] == [34] * len(cache.layers)
+    assert press.compression_ratio > 0.8
+    with pytest.raises(HyperparameterError, match=r"n_recent must be .* n_last=1"):
+        MECHANISMS[mechanism].SimLayerKVPress(n_last=1, n_recent=1)

@@ -36,7 +36,9 @@ from torch import Tensor
 import hooks_impl
 from press_core.presses.duo_attention import HeadScores
 from press_core.presses.expected_attention_stats import ExpectedAttentionStats
+from press_core.presses.fast_kvzip import KVzipGates
 from press_core.presses.kvzap import KVzapRegressor
+from press_core.presses.lukv import BudgetCurves
 from press_core.presses.qfilter import QFilters
 from tests.oracle import handed
 from tests.oracle.cases import Build
@@ -67,6 +69,18 @@ REGRESSOR = KVzapRegressor(
     random(N_LAYERS, N_KV),
     random(N_LAYERS, WIDTH // 8, WIDTH),
     random(N_LAYERS, WIDTH // 8),
+)
+GATES = KVzipGates(
+    random(N_LAYERS, N_HEADS, 16, WIDTH) / WIDTH,
+    random(N_LAYERS, N_HEADS, 16),
+    random(N_LAYERS, N_KV, 16, WIDTH) / WIDTH,
+    torch.ones(N_LAYERS, 16),
+    torch.ones(N_LAYERS, 16),
+    random(N_LAYERS, N_KV, 16, 16),
+    random(N_LAYERS, N_HEADS),
+)
+CURVES = BudgetCurves(
+    torch.linspace(0.3, 0.7, N_LAYERS * N_KV).view(1, N_LAYERS, -1).repeat(99, 1, 1)
 )
 
 
@@ -158,6 +172,16 @@ TIMED = {
     "DuoAttentionPress": Timed(
         lambda p, n: p.DuoAttentionPress(0.5, head_scores=HEAD_SCORES),
         lambda p, n: handed.head_scores(p.DuoAttentionPress(0.5), HEAD_SCORES, 128, 256),
+        headwise=True,
+    ),
+    "FastKVzipPress": Timed(
+        lambda p, n: p.FastKVzipPress(0.5, gates=GATES),
+        lambda p, n: handed.gates(p.FastKVzipPress(0.5), GATES),
+        headwise=True,
+    ),
+    "LUKVPress": Timed(
+        lambda p, n: p.LUKVPress(compression_ratio=0.5, curves=CURVES),
+        lambda p, n: handed.curves(p.LUKVPress(compression_ratio=0.5), CURVES),
         headwise=True,
     ),
     "FinchPress": Timed(

@@ -21,6 +21,7 @@ from torch import Tensor
 from experiments.testbed.families import build
 from press_core import AttentionCall, HyperparameterError, PressError, attention_sites
 from press_core.calibration import Calibration, CalibrationError, QueryMoments, find, rows_alone
+from press_core.examples import Examples
 from press_core.presses.expected_attention import (
     ExpectedAttention,
     expected_attention_scores,
@@ -31,7 +32,9 @@ from press_core.presses.expected_attention_stats import (
     ExpectedAttentionWithStats,
     expected_attention_stats_scores,
 )
-from press_core.presses.kvzap import KVzap, KVzapRegressor, _Examples, fit_regressor, kvzap_scores
+from press_core.presses.fast_kvzip import KVzipGates
+from press_core.presses.kvzap import KVzap, KVzapRegressor, fit_regressor, kvzap_scores
+from press_core.presses.lukv import BudgetCurves
 from press_core.presses.qfilter import QFilter, QFilters, filter_directions, qfilter_scores
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM, WIDTH, LAYERS = 2, 4, 2, 17, 8, 32, 3
@@ -81,12 +84,30 @@ def mlp_regressor() -> KVzapRegressor:
     )
 
 
+def gates() -> KVzipGates:
+    return KVzipGates(
+        drawn(LAYERS, HEADS, 3, WIDTH),
+        drawn(LAYERS, HEADS, 3, seed=1),
+        drawn(LAYERS, KV_HEADS, 3, WIDTH, seed=2),
+        drawn(LAYERS, 3, seed=3),
+        drawn(LAYERS, 3, seed=4),
+        drawn(LAYERS, KV_HEADS, 5, 3, seed=5),
+        drawn(LAYERS, HEADS, seed=6),
+    )
+
+
+def curves() -> BudgetCurves:
+    return BudgetCurves(drawn(99, LAYERS, KV_HEADS).sigmoid())
+
+
 MAKERS = {
     "filters": filters,
     "stats": stats,
     "linear": linear_regressor,
     "mlp": mlp_regressor,
 }
+FITS = {**MAKERS, "gates": gates, "curves": curves}
+"""All that can be saved; what is not in `MAKERS` has tests of its formula elsewhere."""
 
 
 # ---- formulas ------------------------------------------------------------------------------------
@@ -234,9 +255,9 @@ def of_layer_1(scores: Tensor) -> list[Tensor]:
 
 def examples(
     target: Any, n: int = 400, max_tokens: int = 10_000, dtype: torch.dtype = torch.float32
-) -> _Examples:
+) -> Examples:
     """Hidden states of layer 1, with scores whose logarithm is `target` of them."""
-    learned = _Examples(max_tokens)
+    learned = Examples(max_tokens)
     for seed in range(2):
         call = a_call(dtype, length=n // 2 // BATCH)
         states = (2 + 3 * drawn(*call.hidden_states.shape, seed=seed)).to(dtype)
@@ -256,12 +277,12 @@ def a_bend(states: Tensor) -> Tensor:
     return (states @ WEIGHT.mT - 0.3).abs() - 3
 
 
-def left_over(given: KVzapRegressor, learned: _Examples) -> float:
+def left_over(given: KVzapRegressor, learned: Examples) -> float:
     """Share of the variance of the targets that the regressor leaves unexplained."""
     call, states = a_call(torch.float32), torch.cat(learned.states[1])[None]
     keys = call.keys[:1, :, :1].expand(-1, -1, states.shape[1], -1)
     call = replace(call, hidden_states=states, keys=keys)
-    targets = torch.cat(learned.targets[1]).mT[None]
+    targets = torch.cat(learned.targets[1]).log().mT[None]
     return float((kvzap_scores(call, given) - targets).var() / targets.var())
 
 
@@ -321,7 +342,7 @@ def test_no_more_tokens_are_held_than_asked_for() -> None:
 
 
 def test_scores_of_zero_can_be_learned() -> None:
-    learned = _Examples(1000)
+    learned = Examples(1000)
     call = a_call(torch.float32)
     learned.see(call)
     learned.label(of_layer_1(torch.zeros(BATCH, KV_HEADS, LENGTH)))
@@ -329,20 +350,20 @@ def test_scores_of_zero_can_be_learned() -> None:
 
 
 def test_tokens_of_infinite_score_are_not_learned_from() -> None:
-    learned, call = _Examples(1000), a_call(torch.float32)
+    learned, call = Examples(1000), a_call(torch.float32)
     scores = torch.ones(BATCH, KV_HEADS, LENGTH)
     scores[0, 1, :3] = float("inf")  # such as those that a chat template begins with
     learned.see(call)
     learned.label(of_layer_1(scores))
     assert learned.n_tokens == BATCH * LENGTH - 3
     assert torch.equal(learned.states[1][0], call.hidden_states.flatten(0, 1)[3:])
-    assert not learned.targets[1][0].any()
+    assert bool((learned.targets[1][0] == 1).all())
 
 
 def test_scores_of_another_shape_are_refused() -> None:
     too_short = torch.zeros(BATCH, KV_HEADS, LENGTH - 1)
     for scores in (of_layer_1(too_short), [torch.zeros(BATCH, KV_HEADS, LENGTH)] * 2):
-        learned = _Examples(1000)
+        learned = Examples(1000)
         learned.see(a_call())
         with pytest.raises(CalibrationError, match=r"3 layers.*layer 1 must be \(2, 2, 17\)"):
             learned.label(scores)
@@ -350,7 +371,7 @@ def test_scores_of_another_shape_are_refused() -> None:
 
 def test_nothing_to_learn_from_is_refused() -> None:
     with pytest.raises(CalibrationError, match="no token"):
-        fit_regressor(_Examples(10), "linear", None, 0, 0)
+        fit_regressor(Examples(10), "linear", None, 0, 0)
 
 
 def test_rows_alone_have_no_padding() -> None:
@@ -425,12 +446,14 @@ FILES = {
     "stats": "expected_attention_stats.safetensors",
     "linear": "kvzap-linear.safetensors",
     "mlp": "kvzap-mlp.safetensors",
+    "gates": "fast_kvzip_gates.safetensors",
+    "curves": "lukv_curves.safetensors",
 }
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", FITS)
 def test_what_is_saved_is_loaded(name: str, tmp_path: Path) -> None:
-    fitted = MAKERS[name]()
+    fitted = FITS[name]()
     beside = fitted.save(tmp_path / "new" / "folder")
     alone = fitted.save(str(tmp_path / "other.safetensors"))
     assert beside == tmp_path / "new" / "folder" / FILES[name]
@@ -440,9 +463,9 @@ def test_what_is_saved_is_loaded(name: str, tmp_path: Path) -> None:
     assert beside.stat().st_mode & 0o044, "as readable as any file"
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", FITS)
 def test_a_file_says_what_it_holds(name: str, tmp_path: Path) -> None:
-    fitted = MAKERS[name]()
+    fitted = FITS[name]()
     with safe_open(fitted.save(tmp_path), framework="pt") as file:
         metadata = file.metadata()
     about = {"kind": fitted.kind, "version": 1, "model": fitted.sizes}
@@ -497,15 +520,15 @@ def about(version: int) -> dict[str, str]:
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CalibrationError, match=r"holds Q-filters, not a KVzap regressor"):
+    with pytest.raises(CalibrationError, match=r"holds 'Q-filters', not a KVzap regressor"):
         KVzapRegressor.load(filters().save(tmp_path))
     model = tmp_path / "model.safetensors"
     save_file({"embed_tokens.weight": torch.zeros(2, 2)}, model)
     for kind in (QFilters, ExpectedAttentionStats, KVzapRegressor):
-        with pytest.raises(CalibrationError, match=r"it holds embed_tokens\.weight"):
+        with pytest.raises(CalibrationError, match=r"it holds 'embed_tokens\.weight'"):
             kind.load(model)
     save_file({"other": torch.zeros(2)}, model, about(1))
-    with pytest.raises(CalibrationError, match="it holds other"):
+    with pytest.raises(CalibrationError, match="it holds 'other'"):
         QFilters.load(model)
 
 
@@ -542,13 +565,13 @@ class Hub:
         return str(self.files[f"{repo}/{name}"])
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", FITS)
 def test_a_hub_without_network_is_an_error_that_names_the_id(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = Hub(monkeypatch)
     with pytest.raises(PressError, match=r"'owner/thing'.*no network.*check your connection"):
-        type(MAKERS[name]()).load("owner/thing")
+        type(FITS[name]()).load("owner/thing")
     asked_online = [asked for asked in hub.asked if not asked[2]]
     assert len(asked_online) == 1, "nobody waits for a dead network twice"
 

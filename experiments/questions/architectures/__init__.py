@@ -46,7 +46,7 @@ class Architectures(Experiment[Options]):
     """Sweep every decoder of the installed transformers with tiny random weights."""
 
     name = "architectures"
-    title = "Which decoders"
+    title = "Which decoders it works on"
     question = (
         "On which decoders is a press right, by hook and by patch, and why not on the others?"
     )

@@ -25,12 +25,13 @@ from rich.progress import Progress
 from transformers import PreTrainedModel
 
 from experiments import UserError
-from experiments.framework.experiment import Contrast, Experiment, Finding, Tables
+from experiments.framework.experiment import Contrast, Experiment, Finding, Related, Tables
 from experiments.framework.options import Device, checked_positive_share
 from experiments.framework.tables import ResultTable
+from experiments.framework.works import ADAKV, DUO_ATTENTION, KVPRESS
 from experiments.loading import load_model, short_name
 from experiments.questions.headwise.asked import asked
-from experiments.questions.headwise.budgets import ALL, N_PAIRS, compare
+from experiments.questions.headwise.budgets import ALL, N_PAIRS, UNIFORM, compare
 from experiments.questions.headwise.figures import figures
 from experiments.questions.headwise.timing import FULL, Size, decode_times, random_llama
 from experiments.questions.headwise.trials import MISSING, N_TRIALS, SAME, trials
@@ -107,11 +108,11 @@ class Headwise(Experiment[Options]):
         "such a cache need a patch?"
     )
     method = (
-        "Each press is paired with one of the same scores and the other kind of budget, and both "
-        "answer the same questions about the same contexts, which are compared one by one. A "
-        "decode step is timed in turn on the full cache, on a uniform one and on a head-wise one "
-        "read in four ways, and the logits of these are held against float64. A larger model, "
-        "whose heads differ more, may gain more; times on a GPU differ."
+        "Each press is paired with one that has the same scores and the other kind of budget; "
+        "both answer the same questions about the same contexts, and are compared context by "
+        "context. A decode step is timed in turn on the full cache, on a uniform one, and on a "
+        "head-wise one read in four ways, whose logits are checked against float64. A larger "
+        "model, whose heads differ more, may gain more, and times on a GPU differ."
     )
     full = Options()
     quick = Options(
@@ -145,12 +146,15 @@ class Headwise(Experiment[Options]):
     def figures(self, tables: Tables) -> dict[str, Figure]:
         return figures(tables)
 
+    def related(self, tables: Tables) -> list[Related]:
+        return related(tables)
+
     def contrasts(self, tables: Tables) -> list[Contrast]:
         if "headwise_decoding" not in tables:
             return []
         ratio, share = _shares(tables)
         bars = {"hooks": share[_BY_HOOK], "patches": share[_RAGGED]}
-        return [Contrast(f"Bytes held, {ratio:.0%} evicted by heads, over all", bars)]
+        return [Contrast(f"Bytes held with {ratio:.0%} evicted, of the full cache", bars)]
 
 
 EXPERIMENT = Headwise()
@@ -259,12 +263,57 @@ def find_freeing(tables: Tables) -> Finding:
     """What the mask by a hook and ragged storage hold."""
     ratio, share = _shares(tables)
     text = (
-        f"With {ratio:.0%} evicted ragged storage, for which attention is patched, holds "
-        f"**{share[_RAGGED]:.2f}** of the full cache's bytes; behind a mask by a hook stay "
+        f"With {ratio:.0%} evicted head by head, ragged storage (patched attention) holds "
+        f"**{share[_RAGGED]:.2f}** of the full cache's bytes; a mask set by a hook, "
         f"{share[_BY_HOOK]:.2f}."
     )
     frees: Any = "works" if share[_RAGGED] < 1 else "breaks"
     return Finding("freeing", text, "free memory head by head", frees)
+
+
+def related(tables: Tables) -> list[Related]:
+    """What papers say of budgets by head, and kvpress of their storage."""
+    lines = []
+    if "headwise_difference" in tables:
+        asked = set(tables["headwise_difference"]["pair"])
+        lines += [_compared(tables, *of) for of in _PAPERS if of[0] in asked]
+    if "headwise_decoding" in tables:
+        ratio, share = _shares(tables)
+        here = (
+            f"With {ratio:.0%} evicted, keys that are only masked hold {share['fake keys']:.2f} of "
+            f"the full cache's bytes, ragged storage {share[_RAGGED]:.2f}."
+        )
+        says = "Heads that share a budget keep all their keys, and those evicted are masked."
+        lines.append(Related("freeing", KVPRESS, says, here))
+    return lines
+
+
+_PAPERS = (
+    (
+        "AdaKV(SnapKV)",
+        ADAKV,
+        "Budgets that heads share improve quality substantially, on 13 data sets of RULER and 16 "
+        "of LongBench.",
+    ),
+    (
+        "DuoAttention",
+        DUO_ATTENTION,
+        "Only retrieval heads need a full cache; the others keep sinks and recent tokens, with "
+        "little loss in accuracy.",
+    ),
+)
+"""Pair of presses, whose work, and what it says."""
+
+
+def _compared(tables: Tables, pair: str, work: str, says: str) -> Related:
+    difference, accuracy = tables["headwise_difference"], tables["headwise_accuracy"]
+    of_pair = difference[(difference["pair"] == pair) & difference["ratio"].isna()].iloc[0]
+    presses = accuracy[accuracy["pair"] == pair].groupby("budgets")["press"].first()
+    here = (
+        f"On {accuracy['model'].iloc[0]}, against {presses[UNIFORM]}: {points(of_pair)} points of "
+        "right answers, averaged over the ratios."
+    )
+    return Related("worth", work, says, here)
 
 
 _FINDINGS = (

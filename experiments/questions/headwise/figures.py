@@ -28,7 +28,7 @@ from experiments.questions.headwise.variants import VARIANTS
 
 _BUDGETS: dict[str, dict[str, Any]] = {
     UNIFORM: {"color": mechanism_colour("bare"), "marker": "o", "linestyle": (0, (4, 1.5))},
-    HEADWISE: {"color": mechanism_colour("hook"), "marker": "s"},
+    HEADWISE: {"color": press_colour("ObservedAttentionPress"), "marker": "s"},
 }
 _LOOKS: dict[str, dict[str, Any]] = {
     FULL: {"color": MUTED, "linewidth": 1, "linestyle": (0, (5, 3))},
@@ -45,29 +45,33 @@ HEAT_MAPS = ("AdaKV(SnapKV)", "DuoAttention", "KVzip")
 
 
 def accuracy(table: pd.DataFrame) -> Figure:
-    """Accuracy against the share evicted, a panel for each pair of presses."""
+    """Accuracy against the bytes held, a panel for each pair of presses."""
     pressed = table[table["press"] != NO_PRESS]
     names = list(dict.fromkeys(pressed["pair"]))
     grid = {"sharex": True, "sharey": True}
-    figure, axes = new_figure(-(-len(names) // 3), 3, width=9.0, height=4.8, **grid)
+    rows_of_panels = -(-len(names) // 2)
+    figure, axes = new_figure(rows_of_panels, 2, width=5.4, height=1.9 * rows_of_panels, **grid)
     for panel, name in zip(axes, names, strict=False):
-        of_pair = pressed[pressed["pair"] == name].sort_values("ratio")
+        of_pair = pressed[pressed["pair"] == name].sort_values("bytes")
         presses = of_pair.groupby("budgets")["press"].first()
         for budgets, look in _BUDGETS.items():
             rows = of_pair[of_pair["budgets"] == budgets]
-            panel.plot(rows["ratio"], rows["accuracy"], label=f"{budgets} budgets", **look)
+            panel.plot(rows["bytes"], rows["accuracy"], label=f"{budgets} budgets", **look)
             band = {"color": look["color"], "alpha": 0.15, "linewidth": 0}
-            panel.fill_between(rows["ratio"], rows["low"], rows["high"], **band)
+            panel.fill_between(rows["bytes"], rows["low"], rows["high"], **band)
         panel.set_title(f"{presses[HEADWISE]}\nand {presses[UNIFORM]}")
-        panel.set_xticks(sorted(pressed["ratio"].unique()))
+        panel.set_xlim(left=0)
         percent_axis(panel.xaxis)
         percent_axis(panel.yaxis)
+    for panel in axes[len(names) :]:
+        panel.set_axis_off()
     axes[0].set_ylim(-0.03, 1.03)
-    figure.supxlabel("share of the tokens evicted", fontsize=9)
+    figure.supxlabel("bytes of the cache, over those of the full one", fontsize=9)
     figure.supylabel("right answers", fontsize=9)
-    legend_outside(figure, axes[0])
+    shown = axes[0].get_legend_handles_labels()[0]
+    figure.legend(handles=shown, loc="outside upper left", ncols=2)
     figure.set_label(
-        "Right answers against the share of the tokens evicted, with uniform and with head-wise "
+        "Right answers against the bytes that the cache holds, with uniform and with head-wise "
         "budgets, a panel for each pair of presses; bands are 95% intervals"
     )
     return figure
@@ -83,7 +87,7 @@ def difference(table: pd.DataFrame) -> Figure:
         rows = table[table["ratio"] == ratio]
         offset = 0.66 * (index + 0.5) / len(ratios) - 0.33
         places = [pairs.index(pair) + offset for pair in rows["pair"]]
-        shade = press_colour("SnapKVPress"), 0.35 + 0.65 * index / max(len(ratios) - 1, 1)
+        shade = _BUDGETS[HEADWISE]["color"], 0.35 + 0.65 * index / max(len(ratios) - 1, 1)
         panel.hlines(places, rows["low"], rows["high"], color=[shade], linewidth=1.8)
         look: dict[str, Any] = {"color": shade, "marker": "s", "linestyle": "none"}
         panel.plot(rows["difference"], places, label=f"{ratio:.0%} evicted", **look)
@@ -96,6 +100,10 @@ def difference(table: pd.DataFrame) -> Figure:
         FuncFormatter(lambda share, _: f"{100 * share:+.0f}" if share else "0")
     )
     legend_outside(figure, panel)
+    figure.set_label(
+        "Right answers with head-wise budgets minus those with uniform ones, in percentage points, "
+        "by press and share evicted; bars are 95% intervals over contexts"
+    )
     return figure
 
 
@@ -120,6 +128,7 @@ def budgets(table: pd.DataFrame) -> Figure:
     axes[0].set_ylabel("layer")
     whole = PercentFormatter(xmax=1, decimals=0)
     figure.colorbar(image, ax=axes, label="share of its tokens that a head keeps", format=whole)
+    figure.set_label(f"Share of its tokens that each KV head keeps, {ratio:.0%} evicted in all")
     return figure
 
 
@@ -146,6 +155,10 @@ def decoding(table: pd.DataFrame) -> Figure:
     timed[0].set_ylim(0, min(1.05 * table["high"].max(), 1.5 * table["time"].max()))
     _draw_bytes(last, table)
     legend_outside(figure, axes[0], handles=[_handle(name) for name in _LOOKS])
+    figure.set_label(
+        "Time of a decode step on uniform and on head-wise caches, over that on the full cache, by "
+        "tokens seen; and bytes that they hold"
+    )
     return figure
 
 
@@ -186,8 +199,8 @@ def _handle(name: str) -> Line2D:
 
 
 _FIGURES = {
-    "headwise_difference": difference,
     "headwise_accuracy": accuracy,
+    "headwise_difference": difference,
     "headwise_budgets": budgets,
     "headwise_decoding": decoding,
 }

@@ -308,10 +308,10 @@ class Trace(Experiment[Options]):
     title = "One forward, step by step"
     question = "In one forward, when does each mechanism act, and on what?"
     method = (
-        "Hooks and wrappers of an open press are watched in their places, and what the layers hold "
-        "is read off the cache around each of them. What is told is what arrived, in that order. "
-        "Times are medians over five runs and include a few microseconds of recording. Another "
-        "press acts at other moments: `--press` traces any of them."
+        "Hooks and wrappers of an open press are watched in place, and the cache is read before "
+        "and after each of them. Events are listed in the order in which they arrived. Times are "
+        "medians over five runs and include a few microseconds of recording. Another press acts "
+        "at other moments: `--press` traces any of them."
     )
     full = quick = Options()
 

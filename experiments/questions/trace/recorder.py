@@ -25,7 +25,7 @@ from press_core import AttentionSite, Press, cache_nbytes, kept_lengths
 from press_core.model.decoder import decoder_of
 from press_core.model.forward import AttentionForward, DecoderForward
 from press_core.model.probe import verified_sites
-from press_core.press import TokenScorer
+from press_core.press import Phase, TokenScorer
 from press_core.presses.finch import Finch
 from press_core.replay import ReplayPress
 
@@ -185,8 +185,12 @@ class Recorder:
                     watch(site.module, "forward", partial(self._above, site))
                 if isinstance(press, ReplayPress):
                     watch(self._body, "forward", self._above_replays)
-                if isinstance(press, Finch):
+                if self._takes_tokens_out:
                     watch(self._body, "forward", self._above_body)
+                elif Phase.DECODER in press.phases:
+                    watch(self._body, "forward", self._above_replays)
+                for site in self._sites.values() if press.phases & ~Phase.DECODER else ():
+                    watch(site.module, "forward", partial(self._above, site))
             known = {id(hooks): set(hooks) for hooks, _ in self._hooks()}
             undo.enter_context(press(self.model))
             for hooks, watcher in self._hooks():

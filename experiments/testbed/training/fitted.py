@@ -3,9 +3,9 @@
     python -m experiments train fitted
 
 Writes the query statistics of ExpectedAttentionStatsPress, the directions of QFilterPress, the head
-scores of DuoAttentionPress, the regressors of KVzapPress and the adapter of RestoreKVPress, all
-learned from contexts of the facts task with questions about them; and says how well the regressors
-predict other contexts.
+scores of DuoAttentionPress, the budget curves of LUKVPress, the gates of FastKVzipPress, the
+regressors of KVzapPress and the adapter of RestoreKVPress, all learned from contexts of the facts
+task with questions about them; and says how well gates and regressors predict other contexts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from experiments.testbed.facts import draw
 from hooks_impl import (
     DuoAttentionPress,
     ExpectedAttentionStatsPress,
+    FastKVzipPress,
     KVzapPress,
     KVzipPress,
+    LUKVPress,
     QFilterPress,
     RestoreKVPress,
 )
@@ -35,7 +37,9 @@ from hooks_impl.mechanism import Collector
 from press_core import AttentionCall, Needs
 from press_core.adapter import RestoreAdapter
 from press_core.calibration import Calibration, run
-from press_core.presses.kvzap import SMALLEST_SCORE, KVzapRegressor, Scores, kvzap_scores
+from press_core.examples import Scores
+from press_core.presses.fast_kvzip import KVzipGates
+from press_core.presses.kvzap import SMALLEST_SCORE, KVzapRegressor, kvzap_scores
 
 CONTEXTS = (64, 128, 256, 512, 1024)
 """Words of a context, in turn."""
@@ -52,6 +56,10 @@ SEED, HELD_OUT_SEED = 2_000_000, 3_000_000
 """Of the contexts to learn from, and of others; neither is that of training or evaluation."""
 SINKS, RECENT = 4, 28
 """What streaming heads keep while head scores are measured: the last queries are the questions."""
+ASKED = 3 * FACTS
+"""Tokens of all questions and answers behind a context: the future, for budget curves."""
+RANK = N_BASE = 4
+"""Of the gates: the 16 of the paper are for hidden states thirty times as wide."""
 
 
 def fact_batches(count: int = BATCHES, seed: int = SEED) -> Iterator[Tensor]:
@@ -91,27 +99,31 @@ def fit_adapter(model: PreTrainedModel, rows: Iterable[Tensor], count: int) -> R
 def fit(
     model: PreTrainedModel,
     token_batches: Callable[[str], Iterable[Tensor]],
-    scores: Scores | None = None,
+    kvzip: Scores,
+    kvzip_plus: Scores,
 ) -> Iterator[Calibration]:
     """All that learned presses want to know about `model`, one after the other.
 
     Args:
         token_batches: makes the batches for what it is told is to be learned.
-        scores: what the regressors of KVzapPress learn; None: the scores of KVzip+.
+        kvzip: scores that the gates of FastKVzipPress learn.
+        kvzip_plus: scores that the regressors of KVzapPress learn.
     """
     yield ExpectedAttentionStatsPress.collect(model, token_batches("query statistics"))
     yield QFilterPress.fit(model, token_batches("Q-filters"))
     yield DuoAttentionPress.measure(model, token_batches("head scores"), SINKS, RECENT)
-    once = _Once(scores or kvzip_plus(model))
+    yield LUKVPress.fit(model, token_batches("budget curves"), horizon=ASKED)
+    size = {"rank": RANK, "n_base": N_BASE, "max_tokens": MAX_TOKENS}
+    yield FastKVzipPress.fit(model, token_batches("gates"), kvzip, **size)
     for kind in ("linear", "mlp"):
         batches = token_batches(f"{kind} regressor")
-        yield KVzapPress.fit(model, batches, once, model_type=kind, max_tokens=MAX_TOKENS)
+        yield KVzapPress.fit(model, batches, kvzip_plus, model_type=kind, max_tokens=MAX_TOKENS)
 
 
-def kvzip_plus(model: PreTrainedModel) -> Scores:
-    """The scores of KVzip+, which regressors learn."""
-    teacher: Any = KVzipPress(kvzip_plus_normalization=True).bind(model)
-    return teacher.scores
+def scores_of_kvzip(model: PreTrainedModel, plus: bool = False) -> Scores:
+    """The scores of KVzip, which gates learn; or those of KVzip+, which regressors do."""
+    teacher: Any = KVzipPress(kvzip_plus_normalization=plus).bind(model)
+    return _Once(teacher.scores)
 
 
 class _Once:
@@ -129,9 +141,9 @@ class _Once:
 
 
 def correlations(
-    model: PreTrainedModel, regressor: KVzapRegressor, ids: Tensor, scores: Scores
+    model: PreTrainedModel, fitted: KVzapRegressor | KVzipGates, ids: Tensor, scores: Scores
 ) -> Tensor:
-    """How well `regressor` predicts the logarithm of `scores` of the tokens `ids` `(B, S)`.
+    """How well `fitted` predicts the logarithm of `scores` of the tokens `ids` `(B, S)`.
 
     Returns:
         `(L, H_kv)`: Pearson's correlation over all tokens.
@@ -139,7 +151,12 @@ def correlations(
     predicted: dict[int, Tensor] = {}
 
     def see(call: AttentionCall) -> None:
-        predicted[call.site.layer_idx] = kvzap_scores(call, regressor)
+        layer = call.site.layer_idx
+        if isinstance(fitted, KVzipGates):
+            told = fitted.of_layer(layer)(call.hidden_states)
+            predicted[layer] = told.clamp(min=SMALLEST_SCORE).log()
+        else:
+            predicted[layer] = kvzap_scores(call, fitted)
 
     run(model, [ids], Collector(see, reads=Needs.NOTHING))
     wanted = [layer.clamp(min=SMALLEST_SCORE).log() for layer in scores(model, ids)]
@@ -165,19 +182,27 @@ def train(name: str = "facts-llama", output: Path | None = None, batches: int = 
     check_vocabulary(tokenizer, name)
     out, err = Console(soft_wrap=True), Console(stderr=True)
 
-    def token_batches(learned: str) -> Iterable[Tensor]:
-        return track(fact_batches(batches), learned, total=batches, console=err)
+    training = err.status("learning")
+
+    def token_batches(learned: str) -> Iterator[Tensor]:
+        training.stop()
+        yield from track(fact_batches(batches), learned, total=batches, console=err)
+        training.update(f"learning the {learned}")
+        training.start()
 
     (held_out,) = fact_batches(1, seed=HELD_OUT_SEED)
-    teacher = _Once(kvzip_plus(model))
+    teachers = scores_of_kvzip(model), scores_of_kvzip(model, plus=True)
     folder = output or Path(model.config.name_or_path)
-    for fitted in fit(model, token_batches, teacher):
+    for fitted in fit(model, token_batches, *teachers):
+        training.stop()
         out.print(str(fitted.save(folder)), highlight=False)
-        if isinstance(fitted, KVzapRegressor):
-            found = correlations(model, fitted, held_out, teacher)
+        if isinstance(fitted, KVzapRegressor | KVzipGates):
+            plus = isinstance(fitted, KVzapRegressor)
+            found = correlations(model, fitted, held_out, teachers[plus])
             out.print(
-                f"  correlation with KVzip+ on other contexts: {found.mean():.2f} on average over "
-                f"layers and heads, {found.min():.2f} to {found.max():.2f}",
+                f"  correlation with KVzip{'+' if plus else ''} on other contexts: "
+                f"{found.mean():.2f} on average over layers and heads, {found.min():.2f} to "
+                f"{found.max():.2f}",
                 highlight=False,
             )
     n_rows = batches * ROWS_PER_BATCH

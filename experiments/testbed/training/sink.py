@@ -4,8 +4,9 @@
     python -m experiments.testbed.training.sink --output DIR --control CONTROL
 
 stdlib-neox grew no attention sink, so it goes on learning the same text, with a *push* added to the
-loss: a term that is the larger the less heads pay to ``<bos>``. The push is annealed to zero well
-before the end. What there is of a sink by then is what the model's own loss has left of it.
+loss: a term that is the larger the less heads pay to ``<bos>``. The push is annealed to zero before
+the end, while the learning rate is low: what a model's own loss leaves of a sink is the more the
+lower the rate.
 
 Begun with a model that has learned something, for a sink matters where heads have something to keep
 quiet about. In an untrained model it comes within fifty steps, and nothing breaks when it goes.
@@ -44,11 +45,11 @@ from experiments.testbed.training.stdlib import (
 LEARNING_RATE = 3e-3
 WEIGHT = 0.2
 """Of the push in the loss, while it is full."""
-FULL_UNTIL, NONE_FROM = 0.4, 0.6
+FULL_UNTIL, NONE_FROM = 0.75, 0.85
 """Shares of the steps; in between the weight falls in a line."""
 PUSHED_FROM = 1
 """First layer that is pushed. The one below reads words, not contexts."""
-ENOUGH = 0.8
+ENOUGH = 0.9
 """Share of its attention to ``<bos>`` beyond which a head is pushed no more."""
 EARLIEST = 8
 """Queries before this one have little else to look at."""

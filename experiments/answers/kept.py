@@ -1,0 +1,129 @@
+"""Contexts that were compressed, kept in a file, and asked later.
+
+The file is that of `press_core.save_cache`. Its notes say what a question needs that is no cache:
+the text that a chat template puts after it, and whether the press has work to do while decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from experiments import UserError
+from experiments.answers.compressed import Compressed, acts_later, restored
+from press_core import Press, SavedCache, about_cache, load_cache, save_cache
+from press_core.cache.files import check_target
+
+
+@dataclass(frozen=True)
+class SavedContext:
+    """One or several contexts that a `ContextAnswerer` has compressed and saved.
+
+    Attributes:
+        path: of the file.
+    """
+
+    path: str | Path
+
+    @property
+    def about(self) -> SavedCache:
+        """What the file says.
+
+        Raises:
+            PressError: if it is no compressed cache.
+            UserError: if it is one, but has not come from a `ContextAnswerer`.
+        """
+        about = about_cache(self.path)
+        tails, ids = about.notes.get("tails"), about.inputs.get("input_ids")
+        mask, told = about.inputs.get("attention_mask"), about.notes.keys() >= _NOTES
+        texts = isinstance(tails, list) and all(isinstance(tail, str) for tail in tails)
+        if not told or not texts or ids is None or mask is None or ids.shape != mask.shape:
+            raise UserError(
+                f"{str(self.path)!r} is a compressed cache, and does not say of which texts; "
+                "read it with press_core.load_cache, or make it with save_to"
+            )
+        if len(about.notes["tails"]) != len(ids):
+            raise UserError(
+                f"{str(self.path)!r} is damaged: it has other numbers of texts and rows"
+            )
+        return about
+
+    @property
+    def is_one(self) -> bool:
+        """Whether one context was given, and no list."""
+        return bool(self.about.notes["is_one"])
+
+
+_NOTES = {"tails", "is_one", "acts_later"}
+
+
+def check_free(path: str | Path) -> None:
+    """Refuse to write over a file, before there is anything to write.
+
+    Raises:
+        PressError: saying what is in the way.
+    """
+    check_target(Path(path), overwrite=False)
+
+
+def keep(
+    state: Compressed, path: str | Path, press: Press | None, tails: Sequence[str], is_one: bool
+) -> None:
+    """Write a compressed batch to a new file.
+
+    Args:
+        tails: for each context, the text that comes after a question.
+        is_one: see `SavedContext`.
+
+    Raises:
+        UserError: if a press knows more of the contexts than their cache.
+        PressError: if the cache cannot be kept, or the file not be written.
+    """
+    if not state.is_all_in_the_cache:
+        raise UserError(
+            f"{type(press).__name__} remembers more of a context than its cache holds, and a file "
+            "keeps the cache only; use another press, or leave save_to out"
+        )
+    notes = {"tails": list(tails), "is_one": is_one, "acts_later": state.acts_later}
+    save_cache(
+        state.cache,
+        path,
+        state.model,
+        press=press,
+        input_ids=state.ids,
+        attention_mask=state.mask,
+        notes=notes,
+    )
+
+
+@contextmanager
+def opened(
+    saved: SavedContext, model: PreTrainedModel, press: Press | None
+) -> Iterator[tuple[Compressed, list[str]]]:
+    """What `keep` has written, ready to be asked; and the texts that come after a question.
+
+    Raises:
+        UserError: if a press is missing, or given in vain.
+        PressError: if the file is not what it should be.
+    """
+    about = saved.about
+    later = bool(about.notes["acts_later"])
+    if later and (press is None or not acts_later(press)):
+        raise UserError(
+            f"{str(saved.path)!r} was compressed by {about.press}, which goes on while decoding; "
+            "give that press again"
+        )
+    if press is not None and not later:
+        raise UserError(
+            f"{str(saved.path)!r} is compressed already (by {about.press}); leave the press out"
+        )
+    cache = load_cache(saved.path, model)
+    device = torch.device("cpu") if model.device.type == "meta" else model.device
+    ids, mask = (about.inputs[name].to(device) for name in ("input_ids", "attention_mask"))
+    with restored(model, cache, ids, mask, press) as state:
+        yield state, about.notes["tails"]

@@ -1,0 +1,153 @@
+"""Tables of `experiments.questions.throughput` for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from experiments.framework.experiment import Tables
+from experiments.framework.plots import NO_PRESS, press_label
+from experiments.framework.tables import ResultTable
+from experiments.questions.throughput.arithmetic import RATIOS
+from experiments.questions.throughput.fits import CONTEXT
+
+MISSING = "not measured"
+
+
+def views(tables: Tables) -> list[ResultTable]:
+    """Of whichever tables there are."""
+    shown: list[ResultTable] = []
+    for name, show in (
+        ("throughput", _speeds),
+        ("throughput_first", _firsts),
+        ("throughput_fits", _fits),
+    ):
+        if name in tables:
+            shown += [show(rows) for _, rows in tables[name].groupby("model", sort=False)]
+    if "throughput_models" in tables:
+        shown.append(_models(tables["throughput_models"]))
+    return shown
+
+
+def remarks(tables: Tables) -> list[str]:
+    """What explains the numbers."""
+    said = []
+    if "throughput_fits" in tables:
+        rows = tables["throughput_fits"]
+        reached = rows["measured"] / rows["predicted"]
+        said.append(
+            f"What fits is {reached.min():.2f} to {reached.max():.2f} of what arithmetic predicts, "
+            "which counts weights, keys and values, and what one layer computes with; it leaves "
+            "out what presses score with and what the allocator keeps back."
+        )
+    table = tables.get("throughput", pd.DataFrame())
+    if "transformers" in table:
+        releases = ", ".join(sorted(table["transformers"].dropna().astype(str).unique()))
+        said.append(
+            f"kvpress ran in a process of its own, on transformers {releases}; its times are over "
+            "those of the model without a press and of hooks there."
+        )
+    return said
+
+
+def _speeds(table: pd.DataFrame) -> ResultTable:
+    note = (
+        f"{table['model'].iloc[0]}: time to the first token and tokens per second over those "
+        "without a press, with 95% intervals; tokens per second of the compiled model over the "
+        "eager one's; MiB of the cache, and at most beyond the model:"
+    )
+    head = ["tokens", "batch", "press", "by", "first token", "tokens/s", "compiled"]
+    rows: list[dict[Any, Any]] = table.to_dict("records")
+    return ResultTable(note, [*head, "cache", "peak"], [_speed_line(row) for row in rows], left=4)
+
+
+def _speed_line(row: dict[Any, Any]) -> list[str]:
+    if row["press"] == NO_PRESS:
+        first, speed = f"{row['first_ms']:,.0f} ms", f"{row['tokens_per_s']:,.0f} /s"
+    else:
+        first, speed = _interval(row, "first"), _interval(row, "speed")
+    return [
+        f"{row['context']:,}",
+        str(row["batch"]),
+        _named(row),
+        "" if row["press"] == NO_PRESS else row["mechanism"],
+        first,
+        speed,
+        _number(row.get("compiled"), ".2f"),
+        _mib(row["bytes"]),
+        _mib(row.get("peak")),
+    ]
+
+
+def _named(row: dict[Any, Any]) -> str:
+    if row["press"] == NO_PRESS:
+        return NO_PRESS
+    return f"{press_label(row['press'])} {row['ratio']:.0%}"
+
+
+def _interval(row: dict[Any, Any], name: str) -> str:
+    return f"{row[name]:.2f} [{row[f'{name}_low']:.2f}, {row[f'{name}_high']:.2f}]"
+
+
+def _number(value: Any, form: str) -> str:
+    return "" if value is None or pd.isna(value) else format(value, form)
+
+
+def _mib(n_bytes: Any) -> str:
+    return _number(None if n_bytes is None else n_bytes / 2**20, ",.1f")
+
+
+def _firsts(table: pd.DataFrame) -> ResultTable:
+    bare = table[table["press"] == NO_PRESS].iloc[0]
+    ratios = sorted(table.loc[table["press"] != NO_PRESS, "ratio"].unique())
+    note = (
+        f"{table['model'].iloc[0]}, {bare['context']:,} tokens, hooks: time to the first token and "
+        f"tokens per second over those without a press ({bare['first_ms']:,.0f} ms, "
+        f"{bare['tokens_per_s']:,.0f} per second), with 95% intervals; soonest first:"
+    )
+    head = ["press"]
+    for ratio in ratios:
+        head += [f"first token, {ratio:.0%} evicted", f"tokens/s, {ratio:.0%} evicted"]
+    cells = table[table["press"] != NO_PRESS].set_index(["press", "ratio"])
+    order = cells["first"].groupby("press").mean().sort_values().index
+    rows = []
+    for press in order:
+        line = [press_label(str(press))]
+        for ratio in ratios:
+            at = (press, ratio)
+            row = cells.loc[at].to_dict() if at in cells.index else None
+            line += [_interval(row, name) if row else MISSING for name in ("first", "speed")]
+        rows.append(line)
+    return ResultTable(note, head, rows)
+
+
+def _fits(table: pd.DataFrame) -> ResultTable:
+    limit = table["limit"].iloc[0] / 2**20
+    note = (
+        f"{table['model'].iloc[0]}: what fits in {limit:,.0f} MiB, weights included, found by "
+        "bisection, and what arithmetic predicts; hooks:"
+    )
+    rows: list[dict[Any, Any]] = table.to_dict("records")
+    whole = table[table["press"] == NO_PRESS].set_index("what")["measured"]
+    lines = [
+        [
+            "longest context" if row["what"] == CONTEXT else f"largest batch of {row['other']:,}",
+            _named(row),
+            f"{row['measured']:,}",
+            f"{row['predicted']:,}",
+            f"{row['measured'] / whole[row['what']]:.2f}" if whole[row["what"]] else "",
+        ]
+        for row in rows
+    ]
+    return ResultTable(note, ["", "press", "measured", "predicted", "/ no press"], lines, left=2)
+
+
+def _models(table: pd.DataFrame) -> ResultTable:
+    rows = []
+    for _, of in table.groupby(["model", "context"], sort=False):
+        first = of.iloc[0]
+        sizes = [f"{n_bytes / 2**30:,.1f}" for n_bytes in of["bytes"]]
+        rows.append([first["model"], f"{first['context']:,}", *sizes])
+    head = ["model", "tokens", *(f"{ratio:.0%} evicted" for ratio in RATIOS)]
+    return ResultTable("By arithmetic, GiB of the cache in bfloat16:", head, rows)

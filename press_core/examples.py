@@ -1,0 +1,112 @@
+"""What is learned from the scores of tokens: their hidden states, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from press_core.calibration import (
+    Batch,
+    CalibrationError,
+    device_of,
+    model_sizes,
+    rows_alone,
+    run,
+)
+from press_core.call import AttentionCall
+from press_core.press import Collector, Needs
+
+Scores = Callable[[Any, Tensor], Sequence[Tensor]]
+"""From a model and token ids `(B, S)` to positive scores `(B, H_kv, S)` for each of its layers.
+
+Those of layers that no press works on are not looked at, nor are tokens of infinite score.
+"""
+
+
+class Examples:
+    """Hidden states and the scores of their tokens, by layer.
+
+    Attributes:
+        max_tokens: how many are taken in, at most.
+        n_tokens, n_layers: how many there are; layers of the whole model.
+        heads: query and KV heads of a layer.
+        states: by layer, `(n, D)` each.
+        targets: by layer, `(n, H_kv)` float32 each.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.n_tokens = self.n_layers = 0
+        self.heads = (0, 0)
+        self.states: dict[int, list[Tensor]] = {}
+        self.targets: dict[int, list[Tensor]] = {}
+        self._seen: dict[int, AttentionCall] = {}
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        token_batches: Iterable[Batch],
+        scores: Scores,
+        collector: type[Collector],
+        max_tokens: int,
+    ) -> Examples:
+        """What `model` makes of some texts, with the `scores` of their tokens.
+
+        Raises:
+            CalibrationError: if there is no token to learn from, or if scores have another shape.
+        """
+        examples = cls(max_tokens)
+        for ids in rows_alone(token_batches):
+            ids = ids.to(device_of(model))
+            run(model, [ids], collector(examples.see, reads=Needs.NOTHING))
+            examples.label(scores(model, ids))
+            if examples.full:
+                break
+        examples.require_some()
+        return examples
+
+    @property
+    def full(self) -> bool:
+        return self.n_tokens >= self.max_tokens
+
+    def require_some(self) -> None:
+        """Raise a `CalibrationError` if there are none."""
+        if not self.n_tokens:
+            raise CalibrationError("token_batches holds no token to learn from")
+
+    def see(self, call: AttentionCall) -> None:
+        """Take in the hidden states of a layer, to be labelled."""
+        self._seen[call.site.layer_idx] = call
+
+    def label(self, scores: Sequence[Tensor]) -> None:
+        """Add the tokens seen last, with their scores `(B, H_kv, S)` for each layer."""
+        n_before = self.n_tokens
+        for layer, call in self._seen.items():
+            sizes = model_sizes(call.site)
+            self.n_layers, self.heads = sizes["layers"], (sizes["heads"], sizes["kv_heads"])
+            found, shape = [tuple(x.shape) for x in scores], tuple(call.keys.shape[:3])
+            if len(found) != self.n_layers or found[layer] != shape:
+                raise CalibrationError(
+                    f"scores of shapes {found} for a model of {self.n_layers} layers: that of "
+                    f"layer {layer} must be {shape}"
+                )
+            targets = scores[layer].detach().float().mT.flatten(0, 1)
+            finite = targets.isfinite().all(dim=-1).nonzero()[: self.max_tokens - n_before, 0]
+            states = call.hidden_states.detach().flatten(0, 1)[finite]
+            self.states.setdefault(layer, []).append(states.cpu())
+            self.targets.setdefault(layer, []).append(targets[finite].cpu())
+            self.n_tokens = n_before + len(finite)
+        self._seen.clear()
+
+    @torch.inference_mode(False)  # gradients are to flow through what is learned, too
+    def stacked(self, learned: dict[int, tuple[Tensor, ...]]) -> list[Tensor]:
+        """Parameters by layer as tensors over all layers; zero for layers nothing is known of."""
+        stacked = [torch.zeros(self.n_layers, *like.shape) for like in next(iter(learned.values()))]
+        for layer, parameters in learned.items():
+            for whole, parameter in zip(stacked, parameters, strict=True):
+                whole[layer] = parameter
+        return stacked

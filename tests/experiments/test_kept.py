@@ -1,0 +1,202 @@
+"""Contexts that were compressed and saved answer as they would have at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import QuantizedCache, pipeline
+from typer.testing import CliRunner
+
+import hooks_impl
+import patch_impl
+from experiments import UserError
+from experiments.cli import app
+from experiments.loading import load_model
+from experiments.pipeline import TASK, ContextAnswerer, SavedContext
+from experiments.testbed.facts import build_tokenizer, draw
+from press_core import CacheFileError, UnsupportedCacheError, about_cache, save_cache
+from tests.support import snapshot
+
+both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
+PRESSES = {
+    "none": lambda p: None,
+    "snapkv": lambda p: p.SnapKVPress(0.5, window_size=8),
+    "adakv": lambda p: p.AdaKVPress(p.SnapKVPress(0.5, window_size=8)),
+    "pyramid": lambda p: p.PyramidKVPress(0.5, window_size=4),
+    "rerotated": lambda p: p.KeyRerotationPress(p.KeyDiffPress(0.4)),
+    "channels": lambda p: p.ThinKPress(0.3, window_size=8, free_memory=True),
+    "decoding": lambda p: p.DecodingPress(p.KnormPress(), compression_interval=2, target_size=40),
+    "streaming": lambda p: p.StreamingLLMDecodingPress(max_capacity=40),
+    "dms": lambda p: p.DMSPress(p.RandomPress(seed=0), 0.3, sliding_window_size=8, decoding=True),
+    "kvzip": lambda p: p.KVzipPress(0.5),
+}
+ACT_LATER = {"decoding", "streaming", "dms"}
+TEMPLATE = "{% for m in messages %}river {{ m.content }}{% endfor %} stone"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model("facts-llama")[0]
+
+
+@pytest.fixture
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture
+def answerer(model, tokenizer):
+    return ContextAnswerer(model, tokenizer)
+
+
+def facts():
+    """Texts of different lengths, and questions about each: as many, of different lengths."""
+    drawn = [
+        draw(1, words, 4, torch.Generator().manual_seed(words)).text(0) for words in (48, 40, 61)
+    ]
+    questions = [[text.questions[0], text.questions[1] + " of"] for text in drawn]
+    return [text.context for text in drawn], questions
+
+
+@both
+@pytest.mark.parametrize("name", list(PRESSES))
+def test_several_contexts(answerer, name, package, tmp_path):
+    texts, questions = facts()
+    press, path = PRESSES[name](package), tmp_path / "contexts.safetensors"
+    before = snapshot(answerer.model)
+    at_once = answerer.answered(texts, questions, press=press, save_to=path, max_new_tokens=6)
+    again = press if name in ACT_LATER else None
+    later = answerer.answered(SavedContext(path), questions, press=again, max_new_tokens=6)
+    assert later.answers == at_once.answers
+    assert later.evicted == pytest.approx(at_once.evicted)
+    assert about_cache(path).press == (None if press is None else repr(press))
+    assert snapshot(answerer.model) == before
+
+
+def test_one_context(answerer, tmp_path):
+    texts, questions = facts()
+    path = tmp_path / "context.safetensors"
+    options = {"max_new_tokens": 2, "answer_prefix": "stone"}
+    press = hooks_impl.SnapKVPress(0.5, window_size=8)
+    found = answerer(texts[0], questions[0], press=press, save_to=path, **options)
+    assert isinstance(found[0], str)
+    assert answerer(SavedContext(path), questions[0], **options) == found
+    assert answerer(SavedContext(path), [questions[0][1]], **options) == found[1:]
+
+
+def test_the_pipeline(model, tokenizer, tmp_path):
+    texts, questions = facts()
+    pipe = pipeline(TASK, model=model, tokenizer=tokenizer)
+    path, press = tmp_path / "context.safetensors", patch_impl.KnormPress(0.3)
+    at_once = pipe(texts[0], questions=questions[0], press=press, save_to=path, max_new_tokens=2)
+    saved = SavedContext(path)
+    assert pipe(saved, questions=questions[0], max_new_tokens=2) == at_once
+    first = pipe(saved, question=questions[0][0], max_new_tokens=2)
+    assert first == {"answer": at_once["answers"][0]}
+    assert set(pipe(saved, max_new_tokens=2)) == {"answer"}
+
+
+def test_what_a_template_puts_after_the_question_is_kept(answerer, tmp_path):
+    answerer.tokenizer.chat_template = TEMPLATE
+    texts, questions = facts()
+    path, press = tmp_path / "context.safetensors", hooks_impl.KnormPress(0.3)
+    found = answerer(texts[0], questions[0], press=press, save_to=path, max_new_tokens=4)
+    answerer.tokenizer.chat_template = None
+    assert about_cache(path).notes["tails"] == [" stone"]
+    assert answerer(SavedContext(path), questions[0], max_new_tokens=4) == found
+
+
+def test_what_is_refused(answerer, tmp_path):
+    texts, questions = facts()
+    path, saved = tmp_path / "a", SavedContext(tmp_path / "a")
+
+    def refused(match, *args, error=UserError, **options):
+        with pytest.raises(error, match=match):
+            answerer(*args, max_new_tokens=1, **options)
+
+    ask = (texts[0], questions[0])
+    knorm = hooks_impl.KnormPress(0.5)
+    refused("leave compress_questions and FinchPress out", *ask, press=knorm,
+            compress_questions=True, save_to=path)  # fmt: skip
+    refused("FinchPress out", *ask, press=hooks_impl.FinchPress(0.4), save_to=path)
+    refused("H2OPress remembers more", *ask, press=hooks_impl.H2OPress(0.5), save_to=path)
+    refused("there is no file", saved, questions[0], error=CacheFileError)
+    assert not path.exists()
+    path.write_text("mine")
+    refused("is there already", *ask, press=knorm, save_to=path, error=CacheFileError)
+    assert path.read_text() == "mine"
+    path.unlink()
+    answerer(*ask, press=knorm, save_to=path, max_new_tokens=1)
+    refused("is compressed already", saved, questions[0], press=knorm)
+    for name, value in (("cache", object()), ("max_context_length", 9), ("save_to", "b")):
+        refused(f"{name} is of no use for a SavedContext", saved, questions[0], **{name: value})
+    refused("the question takes", saved, [" of" * 5000])
+
+
+def test_a_press_that_goes_on_is_asked_for(answerer, tmp_path):
+    texts, questions = facts()
+    path = tmp_path / "a"
+    press = PRESSES["decoding"](hooks_impl)
+    answerer(texts[0], questions[0], press=press, save_to=path, max_new_tokens=1)
+    for other in (None, hooks_impl.KnormPress(0.5)):
+        with pytest.raises(UserError, match=r"DecodingPress\(.*; give that press again"):
+            answerer(SavedContext(path), questions[0], press=other)
+
+
+def test_a_cache_that_nobody_has_asked_about(answerer, model, tmp_path):
+    """Saved without its texts; of a quantized cache, not at all."""
+    cache = model(torch.arange(3, 40)[None], use_cache=True).past_key_values
+    save_cache(cache, tmp_path / "a", model)
+    with pytest.raises(UserError, match="does not say of which texts"):
+        answerer(SavedContext(tmp_path / "a"), ["? alice"])
+    pytest.importorskip("optimum.quanto", reason="needs optimum-quanto")
+    quantized = QuantizedCache("quanto", model.config, q_group_size=16)
+    with pytest.raises(UnsupportedCacheError, match="cannot save a QuantizedCache"):
+        answerer("river", ["? alice"], cache=quantized, save_to=tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+# ---- on the command line -------------------------------------------------------------------------
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_compress_and_ask(tmp_path):
+    text, path = tmp_path / "context.txt", tmp_path / "context.safetensors"
+    texts, _ = facts()
+    text.write_text("river alice tea garden over hector lamp morning " + texts[0])
+    done = run("compress", "--context", text, "--press", "SnapKVPress(window_size=8)",
+               "--ratio", 0.5, "--output", path)  # fmt: skip
+    assert done.exit_code == 0, done.output
+    said = "57 tokens, 51% evicted by SnapKVPress(compression_ratio=0.5, window_size=8"
+    assert said in done.stdout.replace("\n", "")
+    done = run("ask", "--cache", path, "--question", "? alice", "--question", "? hector",
+               "--max-new-tokens", 1)  # fmt: skip
+    assert done.stdout.splitlines() == ["tea", "lamp"]
+
+
+def test_a_text_from_standard_input(tmp_path):
+    path = tmp_path / "a"
+    done = CliRunner().invoke(app, ["compress", "--output", str(path)], input="river alice tea ")
+    assert done.exit_code == 0
+    assert about_cache(path).n_seen == 4
+
+
+def test_what_the_commands_refuse(tmp_path):
+    path, text = tmp_path / "a", tmp_path / "text"
+    text.write_bytes(b"\xff\xfe")
+    refusals = {
+        "is there already": ("compress", "--output", text, "--context", text),
+        "is no text in UTF-8": ("compress", "--output", path, "--context", text),
+        "No such file": ("compress", "--output", path, "--context", path),
+        "there is no press": ("compress", "--output", path, "--press", "X", "--context", text),
+        "is no compressed cache": ("ask", "--cache", text, "--question", "? alice"),
+    }
+    for said, arguments in refusals.items():
+        done = run(*arguments)
+        assert done.exit_code == 2
+        assert said in done.stderr
+        assert done.stderr.count("\n") == 1
+    assert not path.exists()

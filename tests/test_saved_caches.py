@@ -1,0 +1,394 @@
+"""Compress once, ask tomorrow: a cache from a file answers as the one that was saved."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache
+
+import hooks_impl
+import patch_impl
+from attention_patch import headwise
+from experiments.loading import load_model
+from experiments.questions.architectures.decoders import build as build_tiny
+from experiments.questions.architectures.decoders import decoders
+from experiments.testbed.families import build
+from press_core import (
+    PrunedLayer,
+    RaggedLayer,
+    UnsupportedModelError,
+    about_cache,
+    cache_nbytes,
+    kept_lengths,
+    load_cache,
+    save_cache,
+)
+from press_core.cache.pruned import ChannelPrunedLayer, ReadingNeeds
+from tests.support import context_for, example_for, left_padded, token_ids
+
+PACKAGES = [hooks_impl, patch_impl]
+both = pytest.mark.parametrize("package", PACKAGES, ids=["hooks", "patches"])
+QUESTION = token_ids(1, 5, seed=3)
+
+
+def answers(model: Any, cache: Any, helper: Any, rows: int = 1, **arguments: Any) -> list[Tensor]:
+    """Logits of a question of several tokens, and of two tokens after it; `cache` is not changed.
+
+    Args:
+        arguments: of the forward of each token after the context, `(rows, n)` of all of them.
+    """
+    cache = copy.deepcopy(cache)
+    logits, seen, mask = [], 0, arguments.get("attention_mask")
+    with torch.no_grad(), helper:
+        for n in (3, 1, 1):
+            ids = QUESTION[:, seen : seen + n].expand(rows, -1)
+            more = {}
+            if mask is not None:
+                mask = torch.cat((mask, torch.ones_like(ids)), dim=1)
+                positions = (mask.cumsum(dim=-1) - 1)[:, -n:]
+                more = {"attention_mask": mask, "position_ids": positions}
+            logits.append(model(ids, past_key_values=cache, **more).logits)
+            seen += n
+    return logits
+
+
+def needs(layer: Any) -> ReadingNeeds:
+    return getattr(layer, "needs", ReadingNeeds.NOTHING)
+
+
+def held(cache: Any) -> list[Any]:
+    """All that layers say about what they hold."""
+    return [
+        (
+            type(layer).__name__,
+            layer.get_seq_length() if hasattr(layer, "get_seq_length") else None,
+            getattr(layer, "n_seen", None),
+            getattr(layer, "device", None),
+            getattr(layer, "dtype", None),
+        )
+        for layer in cache.layers
+    ]
+
+
+def assert_kept(cache: Any, loaded: Any) -> None:
+    """Both caches say the same of themselves."""
+    assert held(loaded) == held(cache)
+    if any(getattr(layer, "is_sliding", False) for layer in cache.layers):
+        # transformers keeps what has left a window in memory for a while.
+        assert cache_nbytes(loaded) <= cache_nbytes(cache)
+    else:
+        assert cache_nbytes(loaded) == cache_nbytes(cache)
+    for one, other in zip(kept_lengths(cache), kept_lengths(loaded), strict=True):
+        assert torch.equal(one, other)
+    for layer, other in zip(cache.layers, loaded.layers, strict=True):
+        # A press that prunes in the middle of a forward may have asked for more than is needed.
+        assert needs(other) in needs(layer)
+        positions = getattr(layer, "positions", None)
+        if positions is not None:
+            assert torch.equal(positions, other.positions)
+
+
+def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
+    for logits, expected in zip(one, other, strict=True):
+        assert torch.equal(logits, expected)
+
+
+def compressed(model: Any, press: Any, ids: Tensor, **arguments: Any) -> Any:
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), press(model):
+        model(ids, past_key_values=cache, **arguments)
+    return cache
+
+
+# ---- every press ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
+def test_every_press(name, tmp_path):
+    """Both mechanisms write the same bytes, and what is read answers as what was written."""
+    model = build("llama")
+    files = []
+    for package in PACKAGES:
+        press = example_for(package, name, 0.5, model)
+        cache = compressed(model, press, context_for(name, 48))
+        path = save_cache(cache, tmp_path / f"{package.__name__}.safetensors", model)
+        loaded = load_cache(path, model)
+        assert_kept(cache, loaded)
+        assert list(map(needs, loaded.layers)) == list(map(needs, cache.layers))
+        again = example_for(package, name, 0.5, model)
+        for helper in (headwise(model), again(model)):
+            expected = answers(model, cache, helper)
+            assert_same(answers(model, loaded, helper), expected)
+        files.append(path.read_bytes())
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("name", ["SnapKVPress", "AdaKVPress", "KeyRerotationPress"])
+@both
+def test_generate(package, name, tmp_path):
+    model = build("llama")
+    context = token_ids(1, 40)
+    cache = compressed(model, example_for(package, name, 0.5, model), context)
+    path = save_cache(cache, tmp_path / "cache.safetensors", model, input_ids=context)
+    given = about_cache(path).inputs["input_ids"]
+    assert torch.equal(given, context)
+    rerotated = name == "KeyRerotationPress"  # goes on from the tokens that it has kept
+    ids = torch.cat((given[:, -20:] if rerotated else given, QUESTION), dim=1)
+    found = []
+    with headwise(model):
+        for held in (copy.deepcopy(cache), load_cache(path, model)):
+            output = model.generate(
+                ids, attention_mask=torch.ones_like(ids), past_key_values=held, max_new_tokens=6,
+                do_sample=False, return_dict_in_generate=True, output_logits=True,
+            )  # fmt: skip
+            found.append([output.sequences, *output.logits])
+    assert_same(*found)
+
+
+# ---- every kind of layer -------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("SnapKVPress", {}),
+        ("AdaKVPress", {}),
+        ("DMSPress", {}),
+        ("KeyRerotationPress", {}),
+        ("PyramidKVPress", {}),
+        ("StreamingLLMDecodingPress", {"rerotate": True}),
+        ("ThinKPress", {"free_memory": True}),
+    ],
+)
+def test_rows_of_different_lengths_that_were_decoded(package, name, fields, tmp_path):
+    """Padding, what came after the pruning, sinks, scores to be judged late, channels."""
+    model = build("llama")
+    ids, mask, positions = left_padded(3, 40, [0, 7, 19])
+    press = example_for(package, name, 0.5, model)
+    for field, value in fields.items():
+        setattr(press, field, value)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), press(model):
+        model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        for token in QUESTION[0, 2:4]:
+            mask = torch.cat((mask, torch.ones(3, 1, dtype=torch.int64)), dim=1)
+            place = mask.sum(dim=-1, keepdim=True) - 1
+            model(
+                token.expand(3, 1), attention_mask=mask, position_ids=place, past_key_values=cache
+            )
+    path = save_cache(cache, tmp_path / "cache.safetensors", model, attention_mask=mask)
+    loaded, given = load_cache(path, model), about_cache(path).inputs["attention_mask"]
+    assert_kept(cache, loaded)
+    arguments = {"rows": 3, "attention_mask": given}
+    for helper in (headwise(model), press(model)):
+        expected = answers(model, cache, helper, **arguments)
+        assert_same(answers(model, loaded, helper, **arguments), expected)
+
+
+def test_room_for_tokens_to_come(tmp_path):
+    """Where heads hold hundreds of tokens, they have room for more; a loaded cache has it, too."""
+    model = build("llama")
+    press = example_for(patch_impl, "AdaKVPress", 0.5, model)
+    cache = compressed(model, press, token_ids(1, 600))
+    with torch.no_grad(), headwise(model):
+        model(QUESTION[:, :1], past_key_values=cache)
+    layer = cache.layers[0]
+    assert layer.recent_keys.shape[1] > layer.n_recent == 1
+    loaded = load_cache(save_cache(cache, tmp_path / "a", model), model)
+    assert_kept(cache, loaded)
+    assert_same(answers(model, loaded, headwise(model)), answers(model, cache, headwise(model)))
+
+
+def test_each_kind_of_layer_is_there():
+    """What the test above saves is what it is meant to be."""
+    model = build("llama")
+    ids, mask, positions = left_padded(3, 40, [0, 7, 19])
+    padded = {"attention_mask": mask, "position_ids": positions}
+    kinds = {
+        "SnapKVPress": PrunedLayer, "AdaKVPress": RaggedLayer, "ThinKPress": ChannelPrunedLayer,
+    }  # fmt: skip
+    for name, kind in kinds.items():
+        press = example_for(hooks_impl, name, 0.5, model)
+        if name == "ThinKPress":
+            press.free_memory = True
+        cache = compressed(model, press, ids, **padded)
+        assert all(type(layer) is kind for layer in cache.layers)
+    press = hooks_impl.StreamingLLMDecodingPress(24, rerotate=True)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), press(model):
+        model(ids[:1], past_key_values=cache)
+        model(QUESTION[:, :1], past_key_values=cache)
+    assert cache.layers[0].sinks is not None
+    dms = compressed(model, example_for(hooks_impl, "DMSPress", 0.5, model), ids[:1])
+    assert dms.layers[0].remembered is not None
+
+
+@both
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gpt_oss", "gpt2"])
+def test_sliding_layers_and_caches_without_a_configuration(package, family, tmp_path):
+    model = build(family, attn_implementation="eager")
+    caches = [DynamicCache(config=model.config), DynamicCache()]
+    for i, cache in enumerate(caches):
+        with torch.no_grad(), package.KnormPress(0.5)(model):
+            model(token_ids(1, 40), past_key_values=cache)
+        path = save_cache(cache, tmp_path / f"{i}.safetensors", model)
+        loaded = load_cache(path, model)
+        assert_kept(cache, loaded)
+        expected = answers(model, cache, package.KnormPress(0.5)(model))
+        assert_same(answers(model, loaded, package.KnormPress(0.5)(model)), expected)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "falcon_h1", "gemma3n_text", "gemma4_text"])
+def test_layers_that_presses_leave_alone(name, tmp_path):
+    """Convolutions, linear states, layers that share another's cache."""
+    if name not in decoders():
+        pytest.skip(f"the installed transformers has no {name}")
+    model = build_tiny(decoders()[name])
+    try:
+        press = patch_impl.KeyDiffPress(0.5)(model)
+        press.open()
+    except UnsupportedModelError as error:
+        assert transformers.__version__ < "5.3"
+        pytest.skip(f"{name} needs a newer transformers: {error}")
+    with torch.no_grad():
+        cache = model(token_ids(1, 40), use_cache=True).past_key_values
+    press.remove()
+    loaded = load_cache(save_cache(cache, tmp_path / "cache.safetensors", model), model)
+    assert_kept(cache, loaded)
+    expected = answers(model, cache, headwise(model))
+    assert_same(answers(model, loaded, headwise(model)), expected)
+
+
+def test_an_encoder_decoder(tmp_path):
+    model = build_tiny(decoders()["bart (seq2seq)"])
+    context, ids = token_ids(1, 12), token_ids(1, 40, seed=1)
+    with torch.no_grad(), patch_impl.KnormPress(0.5)(model):
+        output = model(input_ids=context, decoder_input_ids=ids, use_cache=True)
+    cache = output.past_key_values
+    assert type(cache) is EncoderDecoderCache
+    loaded = load_cache(save_cache(cache, tmp_path / "cache.safetensors", model), model)
+    assert loaded.is_updated == cache.is_updated
+    assert_kept(cache.self_attention_cache, loaded.self_attention_cache)
+    encoded = (output.encoder_last_hidden_state,)
+    found = []
+    for held in (cache, loaded):
+        with torch.no_grad():
+            logits = model(
+                encoder_outputs=encoded, decoder_input_ids=QUESTION[:, :3], past_key_values=held
+            ).logits
+        found.append([logits])
+    assert_same(*found)
+
+
+@both
+def test_a_cache_of_half_precision(package, tmp_path):
+    model = build("llama", dtype=torch.bfloat16)
+    press = example_for(package, "AdaKVPress", 0.5, model)
+    cache = compressed(model, press, token_ids(2, 40))
+    loaded = load_cache(save_cache(cache, tmp_path / "cache.safetensors", model), model)
+    assert loaded.layers[0].keys.dtype == torch.bfloat16
+    assert_same(
+        answers(model, loaded, headwise(model), rows=2),
+        answers(model, cache, headwise(model), rows=2),
+    )
+
+
+def test_where_it_is_put(tmp_path):
+    """Every tensor is on the device that was asked for; the layer believes to be there, too."""
+    model = build("gemma2", attn_implementation="eager")
+    for name in ("KeyRerotationPress", "AdaKVPress"):
+        press = example_for(hooks_impl, name, 0.5, model)
+        path = tmp_path / f"{name}.safetensors"
+        save_cache(compressed(model, press, token_ids(1, 40)), path, model)
+        for layer in load_cache(path, model, device="meta").layers:
+            assert layer.device == torch.device("meta")
+            stored = getattr(layer, "storage", layer)
+            assert stored.keys.device == stored.values.device == torch.device("meta")
+            for known in (getattr(layer, "positions", None), getattr(layer, "slots", None)):
+                assert known is None or known.device == torch.device("meta")
+
+
+def test_another_attention_implementation(tmp_path):
+    """What a forward needs follows from the model that reads: only sdpa steps without a mask."""
+    press = example_for(hooks_impl, "PyramidKVPress", 0.5, build("llama"))
+    path = tmp_path / "cache.safetensors"
+    sdpa, eager = build("llama"), build("llama", attn_implementation="eager")
+    cache = compressed(sdpa, press, token_ids(1, 40))
+    save_cache(cache, path, sdpa)
+    made_there = compressed(eager, press, token_ids(1, 40))
+    found = list(map(needs, load_cache(path, eager).layers))
+    assert found == list(map(needs, made_there.layers))
+    assert found != list(map(needs, cache.layers))
+
+
+def test_a_loaded_cache_is_its_own(tmp_path):
+    """It outlives its file, and does not change it."""
+    model = build("llama")
+    cache = compressed(model, hooks_impl.KnormPress(0.5), token_ids(1, 40))
+    path = save_cache(cache, tmp_path / "cache.safetensors", model)
+    content, expected = path.read_bytes(), answers(model, cache, headwise(model))
+    loaded = load_cache(path, model)
+    for layer in loaded.layers:
+        layer.storage.keys.add_(0)
+    assert path.read_bytes() == content
+    path.write_bytes(b"")
+    assert_same(answers(model, loaded, headwise(model)), expected)
+
+
+# ---- another process -----------------------------------------------------------------------------
+
+FRESH = """
+import sys, torch
+from attention_patch import headwise
+from experiments.loading import load_model
+from press_core import about_cache, load_cache
+model, tokenizer = load_model("facts-llama")
+path, to = sys.argv[1:]
+question = tokenizer("? alice ? hector", add_special_tokens=False, return_tensors="pt").input_ids
+logits = []
+with torch.no_grad(), headwise(model):
+    cache = load_cache(path, model)
+    logits.append(model(question, past_key_values=cache).logits)
+    ids = torch.cat((about_cache(path).inputs["input_ids"], question), dim=1)
+    output = model.generate(
+        ids, past_key_values=load_cache(path, model), max_new_tokens=4, do_sample=False,
+        output_logits=True, return_dict_in_generate=True,
+    )
+torch.save(torch.cat([logits[0][0], *output.logits]), to)
+"""
+
+
+@pytest.mark.parametrize("name", ["SnapKVPress", "AdaKVPress"])
+def test_a_fresh_process(name, tmp_path):
+    model, tokenizer = load_model("facts-llama")
+    text = "river alice tea garden over hector lamp morning " + "meadow march light " * 20
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    question = tokenizer("? alice ? hector", add_special_tokens=False, return_tensors="pt")
+    cache = compressed(model, example_for(hooks_impl, name, 0.5, model), ids)
+    path = save_cache(cache, tmp_path / "cache.safetensors", model, input_ids=ids)
+    script = tmp_path / "fresh.py"
+    script.write_text(FRESH)
+    root = str(Path(__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, str(script), str(path), str(tmp_path / "logits.pt")],
+        env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = torch.load(tmp_path / "logits.pt")
+    with torch.no_grad(), headwise(model):
+        logits = model(question.input_ids, past_key_values=copy.deepcopy(cache)).logits[0]
+        output = model.generate(
+            torch.cat((ids, question.input_ids), dim=1), past_key_values=cache, max_new_tokens=4,
+            do_sample=False, output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+    assert torch.equal(found, torch.cat([logits, *output.logits]))
