@@ -27,7 +27,6 @@ from press_core.model.forward import AttentionForward, DecoderForward
 from press_core.model.probe import verified_sites
 from press_core.press import Phase, TokenScorer
 from press_core.presses.finch import Finch
-from press_core.replay import ReplayPress
 
 _PRUNES, ELSEWHERE = " prunes ", " of layer "
 """In the text of an event that prunes its layer; of one whose cause lies in another layer."""
@@ -181,15 +180,11 @@ class Recorder:
                 undo.callback(site.module.register_forward_pre_hook(enter, with_kwargs=True).remove)
             # Of the layers around one forward the first is the outermost, the last the innermost.
             if self.mechanism == "patch":
-                for site in self._sites.values() if press.is_at_attention else ():
-                    watch(site.module, "forward", partial(self._above, site))
-                if isinstance(press, ReplayPress):
-                    watch(self._body, "forward", self._above_replays)
                 if self._takes_tokens_out:
                     watch(self._body, "forward", self._above_body)
                 elif Phase.DECODER in press.phases:
                     watch(self._body, "forward", self._above_replays)
-                for site in self._sites.values() if press.phases & ~Phase.DECODER else ():
+                for site in self._sites.values() if press.is_at_attention else ():
                     watch(site.module, "forward", partial(self._above, site))
             known = {id(hooks): set(hooks) for hooks, _ in self._hooks()}
             undo.enter_context(press(self.model))
