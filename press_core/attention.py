@@ -1,6 +1,7 @@
 """Attention weights for scoring, grouped by KV head so that no key is repeated.
 
-Weights are those of the model: its scaling, soft-capping and learned sinks take part.
+Weights are those of the model: its scaling, soft-capping and learned sinks take part, and tokens of
+an image see later ones where they do in the model.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from press_core.select import upcast
 
 @torch.no_grad()
 def window_attention(call: AttentionCall, window: int) -> Tensor:
-    """Causal attention of the last `window` queries over all keys.
+    """Attention of the last `window` queries over all keys.
 
     Returns:
         `(B, H_kv, G, window, S)`, float32 (float64 for float64 states); every row sums to one
         (less what a learned sink takes).
     """
     queries = call.queries(window).unflatten(1, (call.keys.shape[1], -1))
-    return causal_weights(call.site, queries, call.keys)
+    later = call.later_of(queries.shape[3])
+    return causal_weights(call.site, queries, call.keys, later=later)
 
 
 class Block(NamedTuple):
@@ -43,12 +45,16 @@ class Block(NamedTuple):
     weights: Tensor
 
 
-def attention_blocks(site: AttentionSite, queries: Tensor, keys: Tensor) -> Iterator[Block]:
+def attention_blocks(
+    site: AttentionSite, queries: Tensor, keys: Tensor, later: Tensor | None = None
+) -> Iterator[Block]:
     """Causal attention of the last queries over all keys, part by part: O(S) memory.
 
     Args:
         queries: `(B, H, q, d)`, of the last `q` tokens that `keys` make up.
         keys: `(B, H_kv, S, d)`.
+        later: `(B, 1 or H_kv, q, q)` bool, which later ones each of them sees; None: none. An image
+            whose tokens see each other is not parted.
     """
     batch, n_heads, n_queries = queries.shape[:3]
     n_kv, length = keys.shape[1:3]
@@ -58,11 +64,26 @@ def attention_blocks(site: AttentionSite, queries: Tensor, keys: Tensor) -> Iter
     grouped = queries.unflatten(1, (n_kv, -1))
     for head in range(0, n_kv, n_at_once):
         heads = slice(head, head + n_at_once)
-        for row in range(0, n_queries, n_rows):
-            rows = slice(row, min(row + n_rows, n_queries))
+        of_heads = later if later is None or later.shape[1] == 1 else later[:, heads]
+        row = 0
+        while row < n_queries:
+            rows = slice(row, _closed(of_heads, min(row + n_rows, n_queries)))
             visible = keys[:, heads, : length - n_queries + rows.stop]
-            weights = causal_weights(site, grouped[:, heads, :, rows], visible, heads)
+            among = None if of_heads is None else of_heads[:, :, rows, rows]
+            weights = causal_weights(site, grouped[:, heads, :, rows], visible, heads, among)
             yield Block(heads, rows, weights)
+            row = rows.stop
+
+
+def _closed(later: Tensor | None, stop: int) -> int:
+    """The first place from `stop` on such that no token before it sees one behind it."""
+    while later is not None:
+        columns = later[:, :, :stop].flatten(0, 2).any(dim=0).nonzero()
+        reach = int(columns.max()) + 1 if len(columns) else 0
+        if reach <= stop:
+            break
+        stop = reach
+    return stop
 
 
 @torch.no_grad()
@@ -81,8 +102,9 @@ def received_attention(call: AttentionCall) -> Tensor:
     end = call.length - call.attentions.shape[2]
     for rows in call.attentions.unflatten(1, (received.shape[1], -1)).split(64, dim=3):
         end += rows.shape[3]
+        visible = end if call.later is None else call.length
         # Not both sums at once, which takes twenty times as long.
-        received[..., :end] += upcast(rows[..., :end]).sum(dim=3).sum(dim=2)
+        received[..., :visible] += upcast(rows[..., :visible]).sum(dim=3).sum(dim=2)
     return received.div_(call.attentions.shape[1] // received.shape[1])
 
 
@@ -98,7 +120,8 @@ def mean_attention(call: AttentionCall, queries: Tensor, factors: Tensor | None 
         `(B, H_kv, S)`, float32.
     """
     received = torch.zeros_like(upcast(call.keys[..., 0]))
-    for block in attention_blocks(call.site, queries, call.keys):
+    later = call.later_of(queries.shape[2])
+    for block in attention_blocks(call.site, queries, call.keys, later):
         weights = block.weights
         if factors is not None:
             weights = weights * factors[block.rows].unsqueeze(-1)
@@ -107,7 +130,11 @@ def mean_attention(call: AttentionCall, queries: Tensor, factors: Tensor | None 
 
 
 def causal_weights(
-    site: AttentionSite, queries: Tensor, keys: Tensor, heads: slice = slice(None)
+    site: AttentionSite,
+    queries: Tensor,
+    keys: Tensor,
+    heads: slice = slice(None),
+    later: Tensor | None = None,
 ) -> Tensor:
     """Weights of queries that are the last of the sequence which `keys` make up.
 
@@ -115,6 +142,7 @@ def causal_weights(
         queries: `(B, heads, G, rows, d)`.
         keys: `(B, heads, S, d)`.
         heads: which of the module's KV heads these are.
+        later: `(B, 1 or heads, rows, rows)` bool, which later ones each of them sees; None: none.
 
     Returns:
         `(B, heads, G, rows, S)`, at least float32.
@@ -125,7 +153,8 @@ def causal_weights(
         logits = logits.div_(site.softcap).tanh_().mul_(site.softcap)
     logits = logits.unflatten(2, queries.shape[2:4])
     future = torch.ones(n_rows, n_rows, dtype=torch.bool, device=keys.device).triu(1)
-    logits[..., length - n_rows :].masked_fill_(future, float("-inf"))
+    hidden = future if later is None else future & ~later.unsqueeze(2)
+    logits[..., length - n_rows :].masked_fill_(hidden, float("-inf"))
     if site.sinks is None:
         return torch.softmax(logits, dim=-1, out=logits)  # a second tensor would double the time
     sinks = site.sinks.to(logits).view(1, site.num_kv_heads, -1, 1, 1)[:, heads]

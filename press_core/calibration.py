@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from press_core.call import AttentionCall
 from press_core.errors import PressError, UnsupportedModelError
+from press_core.model.decoder import device_of
 from press_core.model.sites import AttentionSite
 from press_core.press import Press
 from press_core.select import upcast
@@ -302,11 +303,6 @@ def _search(
         return kind.load(hub_id(name), (PUBLISHED_FILE,))
     except CalibrationError as error:
         raise CalibrationError(f"{error}. For {name}, hand over what {fit} returns") from error
-
-
-def device_of(model: Any) -> torch.device:
-    """The device of the first parameter of `model`."""
-    return next((x.device for x in model.parameters()), torch.device("cpu"))
 
 
 def model_sizes(site: AttentionSite) -> dict[str, int]:

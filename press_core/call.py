@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from press_core.errors import UnsupportedInputError
+from press_core.model.rotary import alike
 from press_core.model.sites import AttentionSite
 from press_core.select import gather_tokens, upcast
 
@@ -53,6 +54,8 @@ class AttentionCall:
         n_forwards: forwards that the scope has seen the layer through, while decoding.
         recent_scores: `(B, H_kv, w)`, what an earlier eviction left to judge late; see `Eviction`.
         kwargs: the keyword arguments of the forward, as the module got them.
+        later: `(1 or B, q, q)` bool, which later ones each of the `q` tokens sees (those of an
+            image, in some models); None: none.
         scope: what the open scope of the press knows.
     """
 
@@ -77,6 +80,7 @@ class AttentionCall:
     n_forwards: int = 0
     recent_scores: Tensor | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    later: Tensor | None = None
     scope: ScopeState | None = field(default=None, repr=False)
 
     @property
@@ -89,14 +93,42 @@ class AttentionCall:
         """Tokens of the whole context, of which `S` are there and not yet evicted."""
         if self.n_to_come is None:
             return self.length
-        return int(self.next_position.max()) + self.n_to_come
+        return int(self._known_position_ids()[:, -1:].max()) + 1 + self.n_to_come
 
     @property
     def next_position(self) -> Tensor:
-        """Position of the token that comes after this forward, `(1 or B, 1)` int64."""
+        """Position of the token that comes after this forward, under RoPE, `(1 or B, 1)` int64.
+
+        Raises:
+            UnsupportedInputError: if that is not known, as where an image comes last.
+        """
         if self.tokens is not None and self.rotary_positions is not None:
             return self.rotary_positions.flatten(1).amax(dim=1, keepdim=True) + 1
+        if self._has_own_positions and self.position_embeddings is not None:
+            return self._found_position() + 1
         return self._known_position_ids()[:, -1:] + 1
+
+    @property
+    def _has_own_positions(self) -> bool:
+        """Whether the model counts positions in its own way: those of images in three dimensions.
+
+        What it hands on as position ids are then none, or other ones.
+        """
+        return self.site.rotary is not None and self.site.rotary.in_3d
+
+    def _found_position(self) -> Tensor:
+        assert self.site.rotary is not None
+        assert self.position_embeddings is not None
+        seen = 0 if self.seen is None else int(self.seen.max())
+        limit = max(self.length, self.hidden_states.shape[1], seen)
+        cos, sin = self.position_embeddings
+        found = self.site.rotary.find(cos[:, -1:], sin[:, -1:], limit)
+        if bool((found < 0).any()):
+            raise UnsupportedInputError(
+                f"the position of the last token of {self.site.name} is none of text, as of an "
+                "image or a video, and where the next one goes is not known; let text follow it"
+            )
+        return found[:, None]
 
     # ---- queries and keys ------------------------------------------------------------------------
 
@@ -128,6 +160,21 @@ class AttentionCall:
         positions = positions.repeat_interleave(groups, dim=1)
         return self.site.rotary.rotate_to(before_rope, positions).to(self.query.dtype)
 
+    def later_of(self, last: int) -> Tensor | None:
+        """Which later ones each of the `last` tokens sees, `(B, 1 or H_kv, last, last)` bool.
+
+        None where attention is causal.
+        """
+        if self.later is None:
+            return None
+        if self.tokens is None:
+            return self.later[:, None, -last:, -last:]
+        tokens = self.tokens[..., -last:]
+        seen = self.later[:, None].expand(*tokens.shape[:2], -1, -1)
+        n, q = tokens.shape[-1], seen.shape[-1]
+        seen = seen.gather(2, tokens[..., None].expand(-1, -1, -1, q))
+        return seen.gather(3, tokens[..., None, :].expand(-1, -1, n, -1))
+
     def queries_before_rope(self) -> Tensor:
         """The queries before RoPE, `(B, H, S, d)`, float32 or better.
 
@@ -156,10 +203,17 @@ class AttentionCall:
         """Rotary position of each key, `(1 or B, 1 or H_kv, S)` int64.
 
         Raises:
-            UnsupportedInputError: if a press pruned before that did not say what it kept.
+            UnsupportedInputError: if a press pruned before that did not say what it kept, or if
+                positions are in three dimensions.
         """
         if self.rotary_positions is not None:
             return self.rotary_positions
+        if self._has_own_positions:
+            raise UnsupportedInputError(
+                f"the keys of {self.site.name} are to be rotated back, and the positions of tokens "
+                "of earlier forwards are not known in a model that gives images positions in three "
+                "dimensions"
+            )
         positions = self._known_position_ids().unsqueeze(1)
         if self.tokens is None:
             if positions.shape[-1] != self.length:
@@ -176,10 +230,31 @@ class AttentionCall:
         rotary = self.site.rotary
         if rotary is None or self.position_embeddings is None:
             return upcast(self.keys)
-        as_given = self.tokens is None and self.rotary_positions is None
-        if as_given and self.hidden_states.shape[1] == self.length:
-            return rotary.unrotate(self.keys, *self.position_embeddings)
+        as_given = self._cos_sin_of_keys()
+        if as_given is not None:
+            return rotary.unrotate_heads(self.keys, *as_given)
         return rotary.rotate_from(self.keys, self.key_positions())
+
+    def lie_at(self, positions: Tensor) -> bool:
+        """Whether the keys are rotated to `positions` `(B, H_kv, S)`, the same in every head."""
+        as_given = self._cos_sin_of_keys()
+        if not self._has_own_positions or as_given is None:
+            return torch.equal(self.key_positions().expand_as(positions), positions)
+        assert self.site.rotary is not None
+        made = self.site.rotary.embeddings(as_given[0], positions[:, 0])
+        return all(bool(alike(m[:, None], g).all()) for m, g in zip(made, as_given, strict=True))
+
+    def _cos_sin_of_keys(self) -> tuple[Tensor, Tensor] | None:
+        """Of each key, as the model gave them, `(1 or B, 1 or H_kv, S, rotary channels)` each.
+
+        None where keys are of earlier forwards, or rotated to other positions meanwhile.
+        """
+        if self.position_embeddings is None or self.rotary_positions is not None:
+            return None
+        cos, sin = (x.unsqueeze(1) for x in self.position_embeddings)
+        if self.tokens is None:
+            return (cos, sin) if cos.shape[2] == self.length else None
+        return _of_tokens(cos, self.tokens), _of_tokens(sin, self.tokens)
 
     def align_to_keys(self, per_token: Tensor) -> Tensor:
         """From something for each of the `q` tokens to the same for each key.
@@ -256,6 +331,7 @@ class AttentionCall:
             position_embeddings=cos_sin and (cos_sin[0][:, start:stop], cos_sin[1][:, start:stop]),
             position_ids=self._known_position_ids()[:, start:stop],
             query=None if self.query is None else self.query[:, :, start:stop],
+            later=None if self.later is None else self.later[:, start:stop, start:stop],
             memory={name: x[..., start:stop] for name, x in self.memory.items()},
             budget=None,
         )
@@ -286,6 +362,7 @@ class AttentionCall:
             return None if x is None else x.index_select(2, slots)
 
         weights = None if self.tokens is not None else of_tokens(self.attentions, 2)
+        later = of_tokens(self.later, 1)
         cos_sin = self.position_embeddings
         return replace(
             self,
@@ -298,12 +375,18 @@ class AttentionCall:
             and (_required(of_tokens(cos_sin[0], 1)), _required(of_tokens(cos_sin[1], 1))),
             position_ids=of_tokens(self.position_ids, 1),
             query=of_tokens(self.query, 2),
+            later=later if later is None or known is None else later.index_select(2, known),
             tokens=of_slots(self.tokens),
             rotary_positions=of_slots(self.rotary_positions),
             memory={name: _required(of_slots(x)) for name, x in self.memory.items()},
             seen=None if self.seen is None else self.seen[rows],
             recent_scores=per_row(self.recent_scores),
         )
+
+
+def _of_tokens(x: Tensor, tokens: Tensor) -> Tensor:
+    """Of `x` `(1 or B, 1, q, c)` what belongs to `tokens` `(B, H_kv, S)`: `(B, H_kv, S, c)`."""
+    return gather_tokens(x.expand(*tokens.shape[:2], -1, -1), tokens)
 
 
 def _required(x: Tensor | None) -> Tensor:

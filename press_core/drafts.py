@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from press_core.cache.caches import mask_columns
 from press_core.cache.masks import mask_for_pruned
 from press_core.model.forward import AttentionForward
 from press_core.model.generation import Part, as_part
@@ -27,7 +28,7 @@ def after_context(forward: AttentionForward, n_drafts: int) -> AttentionForward:
     context, drafts = _tokens(forward, 0, n), _tokens(forward, n, forward.n_tokens)
     mask = forward.argument("attention_mask")
     context = context.with_argument("attention_mask", _mask_of_first(mask, n))
-    with as_part(Part()):
+    with as_part(Part(beside_drafts=True)):
         output = forward.site.module(*context.args, **context.kwargs)
     drafts = drafts.with_argument("attention_mask", _mask_of_rest(mask, n, drafts))
     return replace(drafts, context_output=output)
@@ -35,7 +36,7 @@ def after_context(forward: AttentionForward, n_drafts: int) -> AttentionForward:
 
 def rest_of(forward: AttentionForward) -> Any:
     """Run the module on the tokens behind the context too; returns its output of both."""
-    with as_part(Part()):
+    with as_part(Part(beside_drafts=True)):
         return with_context(forward, forward.site.module(*forward.args, **forward.kwargs))
 
 
@@ -77,11 +78,8 @@ def _mask_of_rest(mask: Any, n: int, drafts: AttentionForward) -> Any:
     if mask is not None and not isinstance(mask, BlockMask):
         return mask if mask.dim() == 2 else mask[..., n:, :]
     n_drafts, states = drafts.n_tokens, drafts.hidden_states
-    n_held = drafts.layer.get_mask_sizes(_columns(n_drafts))[0] - n_drafts
-    held = torch.ones(len(states), n_held, dtype=torch.bool, device=states.device)
+    held = torch.ones(
+        len(states), mask_columns(drafts.layer), dtype=torch.bool, device=states.device
+    )
     form = drafts.site.attn_implementation
     return mask_for_pruned(None, held, n_drafts, states, form)
-
-
-def _columns(n: int) -> Any:
-    return torch.arange(n)  # transformers 5.2 asks by positions, later releases by their number

@@ -16,7 +16,7 @@ from press_core.cache.caches import (
     prunable_layer,
     refuse_offloading,
 )
-from press_core.cache.masks import visible_tokens
+from press_core.cache.masks import later_tokens, visible_tokens
 from press_core.cache.pruned import (
     ChannelPrunedLayer,
     PrefillStagingLayer,
@@ -78,7 +78,7 @@ def before_attention(scope: ScopeState, forward: AttentionForward) -> AttentionF
     layer = forward.layer
     empty = layer is None or layer.get_seq_length() == 0
     part = part_of(forward.site) if empty or forward.n_tokens > 1 else Part()
-    if part.n_drafts:
+    if part.n_drafts or part.beside_drafts:  # another scope may have parted them from the context
         _refuse_drafts_in_decoding(scope)
     if empty and 0 < part.n_drafts < forward.n_tokens:
         forward, empty = after_context(forward, part.n_drafts), False
@@ -306,6 +306,7 @@ def _prefill(
         else None,
         query=query,
         query_is_rotated=query_is_rotated,
+        later=_later(scope, forward),
         tokens=layer.all_positions().long().to(forward.hidden_states.device) if pruned else None,
         rotary_positions=None if rotary_positions is None else rotary_positions.long(),
     )
@@ -330,6 +331,7 @@ def _part_of_prefill(
             return None
         return _prefill(scope, forward, output, query, query_is_rotated)
     _require_readable(forward)
+    _require_causal(scope, forward)
     press, states = scope.press, states_of(forward.layer)
     here = _call(scope, forward, *states, query=query, query_is_rotated=query_is_rotated)
     if press.prunes_chunks:
@@ -391,6 +393,7 @@ def _decoding_step(
     if isinstance(forward.layer, RaggedLayer) and press.evicts is Evicts.PER_HEAD:
         return _new_tokens(scope, forward, forward.layer, query, query_is_rotated)
     _require_readable(forward)
+    _require_causal(scope, forward)
     if not isinstance(forward.layer, PrunedLayer):
         cache.layers[index] = pruned_layer(forward.layer)
     layer = forward.layer
@@ -470,13 +473,15 @@ def _rotary_positions(forward: AttentionForward, last: Tensor | None, n_new: int
         n_new: how many of the forward's tokens the layer holds already.
 
     Returns:
-        None where a press did not say what it kept.
+        None where a press did not say what it kept, or the model counts images in its own way.
     """
     layer, device = forward.layer, forward.hidden_states.device
     empty = _empty_recent(forward, n_new)  # padding between turns stands behind what came before
     rerotated = layer.all_rotary_positions() if isinstance(layer, PrunedLayer) else None
     if rerotated is not None:
         return rerotated.to(device) - empty.cumsum(dim=-1).unsqueeze(1)
+    if forward.site.rotary is not None and forward.site.rotary.in_3d:
+        return None
     positions = positions_in(layer)
     if positions is None or last is None:
         return None if positions is None else positions.to(device)
@@ -505,6 +510,22 @@ def _empty_recent(forward: AttentionForward, n_new: int) -> Tensor:
     return empty
 
 
+def _later(scope: ScopeState, forward: AttentionForward) -> Tensor | None:
+    """Which later ones the tokens of the forward see, `(B, q, q)` bool, if the press may ask."""
+    if not scope.reads_queries:
+        return None
+    return later_tokens(forward.argument("attention_mask"), forward.n_tokens)
+
+
+def _require_causal(scope: ScopeState, forward: AttentionForward) -> None:
+    """Refuse tokens that see later ones where the press will judge them together with others."""
+    if _later(scope, forward) is not None:
+        raise UnsupportedInputError(
+            f"{type(scope.press).__name__} reads attention weights, and in {forward.site.name} "
+            "tokens of an image see later ones; let it come with the context, in one forward"
+        )
+
+
 def _require_readable(forward: AttentionForward) -> None:
     if isinstance(forward.layer, (RaggedLayer, ChannelPrunedLayer)):
         raise UnsupportedInputError(
@@ -526,7 +547,7 @@ def _require_known(forward: AttentionForward) -> None:
 
 
 def _refuse_drafts_in_decoding(scope: ScopeState) -> None:
-    if Phase.DECODING in scope.phases:
+    if scope.phases & (Phase.DECODING | Phase.BEFORE_DECODING):
         raise UnsupportedInputError(
             f"{type(scope.press).__name__} evicts tokens while decoding, and those of assisted "
             "generation (assistant_model, prompt_lookup_num_tokens) are drafts that may be taken "

@@ -171,9 +171,7 @@ class Eviction:
             return self
         positions = torch.arange(n, device=keys.device).expand(keys.shape[:3])
         # A whole context may lie elsewhere: pruned before, or given other positions.
-        is_there = n == self.call.length and torch.equal(
-            left.key_positions().expand_as(positions), positions
-        )
+        is_there = n == self.call.length and left.lie_at(positions)
         if not is_there:
             keys = rotary.rotate_to(left.keys_before_rope(), positions[:1, :1]).to(keys.dtype)
         return replace(self, keys=keys, rotary_positions=positions, next_position=n, is_whole=False)

@@ -11,12 +11,12 @@ from torch import Tensor
 from press_core.calibration import (
     Batch,
     CalibrationError,
-    device_of,
     model_sizes,
     rows_alone,
     run,
 )
 from press_core.call import AttentionCall
+from press_core.model.decoder import device_of
 from press_core.press import Collector, Needs
 
 Scores = Callable[[Any, Tensor], Sequence[Tensor]]

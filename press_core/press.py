@@ -237,6 +237,17 @@ class Press:
                 f"{type(site.module).__name__} ({site.name}) has none; SnapKVPress and KnormPress "
                 "work on any model"
             )
+        if self._moves_earlier_keys and site.rotary is not None and site.rotary.in_3d:
+            raise UnsupportedModelError(
+                f"{type(self).__name__} rotates keys of earlier forwards, and "
+                f"{type(site.module).__name__} ({site.name}) gives images positions in three "
+                "dimensions, which nobody knows any more then; KeyRerotationPress can rotate those "
+                "of the context as it comes"
+            )
+
+    @property
+    def _moves_earlier_keys(self) -> bool:
+        return Phase.BEFORE_DECODING in self.phases and Needs.ROPE in self.needs
 
     def needs_of_a_site(self) -> Iterator[str]:
         """What it takes for granted of an attention module: keys of `AttentionSite.refusals`."""
@@ -248,8 +259,6 @@ class Press:
             yield "states"
         if self.compares_key_norms:
             yield "key norms"
-        if Needs.QUERIES in self.needs:
-            yield "causal"
         if Needs.ROPE in self.needs:
             yield "rope"
         if self.evicts.needs_attention:
@@ -481,7 +490,6 @@ _NEEDS = {
     "own tokens": "heads that can keep tokens of their own",
     "states": "the keys and values of each head",
     "key norms": "keys of different norms",
-    "causal": "causal attention",
     "rope": "rotary position embeddings",
     "heads": "heads that can keep different numbers of tokens",
 }

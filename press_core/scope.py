@@ -74,7 +74,6 @@ class ScopeState:
         self.n_sites = len(self.sites)
         # Asked once: a composition asks each of its parts, and forwards ask often.
         self.reads_queries, self.phases = self.press.reads_queries, self.press.phases
-        self.warnings.append(self._came_too_late)
 
     def record(self, layer_idx: int, seen: float, kept: float) -> None:
         """Note that a layer was pruned: of `seen` tokens each KV head keeps `kept` on average."""
@@ -127,7 +126,8 @@ class ScopeState:
             What there is to be warned of.
         """
         self.is_open = False
-        said = [warning for ask in self.warnings if (warning := ask())]
+        asked = (*self.warnings, self._came_too_late)  # what broke explains why nothing was evicted
+        said = [warning for ask in asked if (warning := ask())]
         self.warnings.clear()
         self._memories.clear()
         self._mark_torn()

@@ -372,6 +372,7 @@ def test_hooks_that_are_passed_by_are_not_silent(model):
 
 @both
 def test_a_forward_that_breaks_off_is_no_reason_for_a_warning(package, model):
+    package.KnormPress(0.5).register(model).remove()  # which runs a model that it has not seen yet
     break_layer(model, 1, BrokenError())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

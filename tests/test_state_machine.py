@@ -1,8 +1,9 @@
 """Whatever is opened, closed, run, copied or patched by others, in any order, nothing leaks.
 
 Each program is drawn by Hypothesis. Every model has a twin that is made alike and on which scopes
-are only ever opened around a single forward, innermost last: after every step a model must have
-done what its twin does, and all others nothing.
+are only ever opened around a single step, innermost last: after every step a model must have done
+what its twin does, and all others nothing. Steps are forwards, contexts in chunks, guesses of which
+some are taken back, second questions.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -39,8 +40,9 @@ from experiments.testbed.families import build
 from experiments.testbed.recipes import recipe
 from hooks_impl import PRESSES as HOOK_PRESSES
 from patch_impl import PRESSES as PATCH_PRESSES
-from press_core import Press, PressError, ScopeError, kept_lengths
+from press_core import Press, PressError, ScopeError, kept_lengths, prefill
 from press_core.cache.ragged import RaggedLayer
+from press_core.model.generation import Part, as_part
 from press_core.presses.duo_attention import HeadScores
 from tests.support import token_ids
 
@@ -51,7 +53,7 @@ N_SHARDS, MAX_STEPS = 4, 40
 NAMES = (
     *("KnormPress", "SnapKVPress", "ExpectedAttentionPress", "StreamingLLMPress", "PyramidKVPress"),
     *("AdaKVPress", "KeyRerotationPress", "ThinKPress", "DuoAttentionPress", "ComposedPress"),
-    *("DecodingPress", "StreamingLLMDecodingPress", "ObservedAttentionPress"),
+    *("DecodingPress", "StreamingLLMDecodingPress", "ObservedAttentionPress", "EveryTurnPress"),
 )
 LENGTH, CONTEXT = 12, token_ids(1, 12)
 FAMILIES = ("llama", "llama", "gpt_neox")
@@ -76,6 +78,8 @@ def presses(name: str) -> PressPair:
     if name == "DecodingPress":  # at each step: a twin's scopes are too short to count steps
         base = pair("KnormPress")
         return pair(name, base_press=base, compression_interval=1, target_size=7)
+    if name == "EveryTurnPress":
+        return pair(name, press=pair("KnormPress"), target_size=9)
     if name == "StreamingLLMDecodingPress":
         return pair(name, max_capacity=8)
     return PressPair(*(recipe(p, name, 0.5) for p in (HOOK_PRESSES, PATCH_PRESSES)))
@@ -184,9 +188,42 @@ def registry() -> list[Any]:
     return found + [(name, id(ALL_ATTENTION_FUNCTIONS[name])) for name in ("sdpa",)]
 
 
+@dataclass(frozen=True)
+class Step:
+    """What a model is run over, and how: the same with it and with its twin.
+
+    Attributes:
+        ids: `(B, n)`.
+        chunk_size: tokens of each forward, of a prefill in chunks; None: it comes at once.
+        n_drafts: of the last tokens, guesses.
+        n_rejected: of the last tokens, those that are taken back afterwards.
+    """
+
+    ids: Tensor
+    chunk_size: int | None = None
+    n_drafts: int = 0
+    n_rejected: int = 0
+
+    def __call__(self, model: nn.Module, cache: DynamicCache) -> Tensor:
+        with as_part(Part(n_drafts=self.n_drafts)) if self.n_drafts else nullcontext():
+            if self.chunk_size is None:
+                logits: Tensor = model(self.ids, past_key_values=cache).logits
+            else:
+                logits = prefill(model, self.ids, cache, self.chunk_size).logits
+        if self.n_rejected:
+            take_back(cache, self.n_rejected)
+        return logits
+
+
+def take_back(cache: DynamicCache, n: int) -> None:
+    """Crop the last `n` tokens, of which transformers 5.2 wants to know how many stay."""
+    tells_length = "tokens_to_remove" not in type(cache).crop.__code__.co_varnames
+    cache.crop(cache.get_seq_length() - n if tells_length else -n)
+
+
 @torch.inference_mode()
-def outcome(run: Callable[[], Tensor]) -> Any:
-    """Logits, or which error, of a forward."""
+def outcome(run: Callable[[], Any]) -> Any:
+    """What it returns (logits, of a forward), or which error."""
     try:
         return run()
     except PressError as error:
@@ -280,24 +317,78 @@ class Programs(RuleBasedStateMachine):
 
     # ---- forwards ----
 
-    @rule(index=INDICES, batch=st.sampled_from([1, 2]), n_tokens=st.sampled_from([0, 1, 1, 3]))
-    def prefill(self, index: int, batch: int, n_tokens: int) -> None:
+    @rule(
+        index=INDICES,
+        batch=st.sampled_from([1, 2]),
+        chunk_size=st.sampled_from([None, None, 5, 8]),
+        n_tokens=st.sampled_from([0, 1, 1, 3]),
+    )
+    def prefill(self, index: int, batch: int, chunk_size: int | None, n_tokens: int) -> None:
         """A new cache, and the tokens that follow at once."""
+        both = self._new_cache(index)
+        self._run(both, Step(token_ids(batch, LENGTH), chunk_size))
+        if n_tokens and both in self.caches:
+            self._run(both, Step(token_ids(batch, n_tokens, seed=3)))
+
+    @rule(index=INDICES, n_rejected=st.integers(0, 3))
+    def prefill_with_drafts(self, index: int, n_rejected: int) -> None:
+        """As assisted generation begins: the context and three guesses in one forward."""
+        both = self._new_cache(index)
+        self._run(both, Step(token_ids(1, LENGTH + 3), n_drafts=3, n_rejected=n_rejected))
+
+    def _new_cache(self, index: int) -> CachePair:
         if len(self.caches) == 4:
             self.caches.pop(0)
         subject = self.subjects[index]
         caches = (DynamicCache(config=subject.model.config) for _ in range(2))
         self.caches.append(CachePair(subject, *caches))
-        both = self.caches[-1]
-        self._run(both, token_ids(batch, LENGTH))
-        if n_tokens and both in self.caches:
-            self._run(both, token_ids(batch, n_tokens, seed=3))
+        return self.caches[-1]
 
     @precondition(lambda self: self.caches)
     @rule(data=st.data(), n_tokens=st.sampled_from([1, 1, 3]), elsewhere=st.booleans())
     def decode(self, data: st.DataObject, n_tokens: int, elsewhere: bool) -> None:
-        both = self.caches[data.draw(st.integers(0, len(self.caches) - 1))]
-        self._run(both, token_ids(_batch(both.cache), n_tokens, seed=1), elsewhere)
+        both = self._any_cache(data)
+        self._run(both, Step(token_ids(_batch(both.cache), n_tokens, seed=1)), elsewhere)
+
+    @precondition(lambda self: self.caches)
+    @rule(data=st.data(), n_answered=st.integers(0, 2))
+    def next_turn(self, data: st.DataObject, n_answered: int) -> None:
+        """A second question, and the first tokens of its answer."""
+        both = self._any_cache(data)
+        batch = _batch(both.cache)
+        self._run(both, Step(token_ids(batch, 6, seed=4)))
+        for i in range(n_answered):
+            if both in self.caches:
+                self._run(both, Step(token_ids(batch, 1, seed=5 + i)))
+
+    @precondition(lambda self: self.caches)
+    @rule(data=st.data(), n_rejected=st.integers(0, 3))
+    def speculate(self, data: st.DataObject, n_rejected: int) -> None:
+        """A token and three guesses, some of which are taken back."""
+        both = self._any_cache(data)
+        ids = token_ids(_batch(both.cache), 4, seed=6)
+        self._run(both, Step(ids, n_drafts=3, n_rejected=n_rejected))
+
+    @precondition(lambda self: self.caches)
+    @rule(data=st.data(), n=st.sampled_from([1, 2, 5]))
+    def crop(self, data: st.DataObject, n: int) -> None:
+        """Some of the last tokens are taken back, or it is refused as they were pruned over."""
+        both = self._any_cache(data)
+        if both.cache.get_seq_length() <= n:
+            return
+        found, expected = (
+            outcome(lambda cache=cache: take_back(cache, n))
+            for cache in (both.cache, both.expected)
+        )
+        assert same(found, expected), (found, expected)
+        if found is not None:
+            self.caches.remove(both)
+            return
+        both.contents = contents(both.cache)
+        assert same(both.contents, contents(both.expected))
+
+    def _any_cache(self, data: st.DataObject) -> CachePair:
+        return self.caches[data.draw(st.integers(0, len(self.caches) - 1))]
 
     @precondition(lambda self: len(self.caches) > 1)
     @rule()
@@ -307,12 +398,12 @@ class Programs(RuleBasedStateMachine):
 
         def run(both: CachePair) -> Any:
             barrier.wait()
-            return self._actual(both, token_ids(_batch(both.cache), 1, seed=2))
+            return self._actual(both, Step(token_ids(_batch(both.cache), 1, seed=2)))
 
         with ThreadPoolExecutor(2) as pool:
             found = dict(zip((first, second), pool.map(run, (first, second)), strict=True))
         for both in (first, second):
-            self._compare(both, found[both], token_ids(_batch(both.expected), 1, seed=2))
+            self._compare(both, found[both], Step(token_ids(_batch(both.expected), 1, seed=2)))
 
     @precondition(lambda self: any(s.scopes for s in self.subjects))
     @rule(data=st.data())
@@ -331,19 +422,18 @@ class Programs(RuleBasedStateMachine):
         finally:
             hook.remove()
 
-    def _actual(self, both: CachePair, ids: Tensor) -> Any:
-        model = both.subject.model
-        return outcome(lambda: model(ids, past_key_values=both.cache).logits)
+    def _actual(self, both: CachePair, step: Step) -> Any:
+        return outcome(lambda: step(both.subject.model, both.cache))
 
-    def _run(self, both: CachePair, ids: Tensor, elsewhere: bool = False) -> None:
-        self._compare(both, _in_thread(elsewhere, lambda: self._actual(both, ids)), ids)
+    def _run(self, both: CachePair, step: Step, elsewhere: bool = False) -> None:
+        self._compare(both, _in_thread(elsewhere, lambda: self._actual(both, step)), step)
 
-    def _compare(self, both: CachePair, found: Any, ids: Tensor) -> None:
+    def _compare(self, both: CachePair, found: Any, step: Step) -> None:
         model = twin(both.subject.index)
         with ExitStack() as scopes:
             for name in both.subject.order():
                 scopes.callback(presses(name).hook.register(model).remove)
-            expected = outcome(lambda: model(ids, past_key_values=both.expected).logits)
+            expected = outcome(lambda: step(model, both.expected))
         assert same(found, expected), (found, expected)
         if not isinstance(found, Tensor):  # refused half way: nobody goes on with such a cache
             self.caches.remove(both)

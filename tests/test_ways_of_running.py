@@ -10,6 +10,7 @@ import hooks_impl
 import patch_impl
 from experiments.testbed.families import build
 from press_core import UnsupportedCacheError, UnsupportedInputError, kept_lengths, prefill
+from press_core.model.generation import Part, as_part
 from tests.support import example_for, left_padded, token_ids
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
@@ -210,11 +211,35 @@ def test_drafts_are_no_context(package, implementation, name, by):
 
 
 @both
-def test_drafts_are_refused_by_presses_that_act_while_decoding(package):
+@torch.no_grad()
+def test_drafts_behind_a_context_that_is_left_whole(package):
+    model, ids, cache = make(), token_ids(1, LENGTH), DynamicCache()
+    with package.KnormPress(0.0)(model), as_part(Part(n_drafts=3)):
+        logits = model(ids, past_key_values=cache).logits
+    expected = model(ids, past_key_values=DynamicCache()).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-9)
+    assert [int(kept.min()) for kept in kept_lengths(cache)] == [LENGTH] * 2
+
+
+@both
+@pytest.mark.parametrize("name", ["DecodingPress", "StreamingLLMDecodingPress"])
+def test_drafts_are_refused_by_presses_that_act_while_decoding(package, name):
     model, ids = make(), token_ids(1, LENGTH // 2).repeat(1, 2)
-    press = package.DecodingPress(package.KnormPress(), compression_interval=2, target_size=20)
+    press = package.StreamingLLMDecodingPress(max_capacity=20)
+    if name == "DecodingPress":
+        press = package.DecodingPress(package.KnormPress(), compression_interval=2, target_size=20)
     with press(model), pytest.raises(UnsupportedInputError, match=r"DecodingPress.*assist"):
         model.generate(ids, prompt_lookup_num_tokens=3, max_new_tokens=8, eos_token_id=1)
+
+
+@both
+@torch.no_grad()
+def test_drafts_are_refused_by_inner_scopes_too(package):
+    model, ids = make(), token_ids(1, LENGTH)
+    inner = package.DecodingPress(package.KnormPress(), compression_interval=1, target_size=20)
+    refused = pytest.raises(UnsupportedInputError, match=r"DecodingPress.*drafts")
+    with package.KnormPress(0.5)(model), inner(model), as_part(Part(n_drafts=3)), refused:
+        model(ids, past_key_values=DynamicCache(config=model.config))
 
 
 @both

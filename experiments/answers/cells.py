@@ -169,6 +169,12 @@ def press_text(settings: Settings, cell: Cell) -> str:
 # Kept in the process for the next cell.
 
 
+def forget() -> None:
+    """Let go of the model and the samples of the cells that were run."""
+    _model.cache_clear()
+    _samples.cache_clear()
+
+
 @lru_cache(maxsize=1)
 def _model(settings: Settings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     code = {"trust_remote_code": True} if settings.trust_remote_code else {}

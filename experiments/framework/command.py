@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+import numpy as np
+import torch
 import typer
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from transformers import set_seed
 
 from experiments.framework.experiment import AnyExperiment, Tables
+from experiments.framework.manifest import check_writable
 from experiments.framework.results import write_results
 
 SEED = 0
@@ -34,6 +37,8 @@ def command_of(experiment: AnyExperiment) -> Callable[..., None]:
         options = type(experiment.full)(
             **{name: _of_none(experiment, name) if v is None else v for name, v in given.items()}
         )
+        if output is not None:
+            check_writable(output)
         tables = measured(experiment, options, progress_bar())
         show(experiment, tables, Console())
         if output is not None:
@@ -50,7 +55,8 @@ def command_of(experiment: AnyExperiment) -> Callable[..., None]:
 
 def measured(experiment: AnyExperiment, options: Any, progress: Progress) -> Tables:
     """The tables of an experiment: the same ones whatever was run before."""
-    set_seed(SEED)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(SEED)
     with progress:
         return experiment.measure(options, progress)
 

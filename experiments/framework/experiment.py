@@ -32,13 +32,14 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import pandas as pd
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
+from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
 
 Tables = dict[str, pd.DataFrame]
@@ -127,6 +128,7 @@ class Experiment(ABC, Generic[OptionsT]):
             whose fields is a flag: `Annotated[type, typer.Option(help=...)]`, with a default. What
             a flag can repeat is a `tuple[type, ...]`, empty by default where that stands for all.
         quick: options of `make study`, on smaller grids.
+        left_out: why it has nothing to say of a model of the user's own, if it takes none.
     """
 
     name: ClassVar[str]
@@ -135,6 +137,7 @@ class Experiment(ABC, Generic[OptionsT]):
     method: ClassVar[str]
     full: OptionsT
     quick: OptionsT
+    left_out: ClassVar[str] = "it runs on small models of its own"
 
     @abstractmethod
     def measure(self, options: OptionsT, progress: Progress) -> Tables:
@@ -146,6 +149,30 @@ class Experiment(ABC, Generic[OptionsT]):
         Raises:
             UserError: if `options` ask for what cannot be done; before anything is run.
         """
+
+    def on(self, own: OwnModel) -> Planned[OptionsT]:
+        """What to run on a model of the user's own; by default what `make study` runs, on it.
+
+        Raises:
+            LeftOutError: if the experiment has nothing to say of that model.
+        """
+        return Planned(self.quick_on(own))
+
+    def quick_on(self, own: OwnModel, **changed: Any) -> OptionsT:
+        """The quick options with the model of a own, its device, and whatever else is given.
+
+        Raises:
+            LeftOutError: if the experiment takes no model.
+        """
+        quick: Any = self.quick
+        names = {field.name for field in fields(quick)}
+        if "model" not in names:
+            raise LeftOutError(self.left_out)
+        several = isinstance(quick.model, tuple)
+        told = {"model": (own.model,) if several else own.model, "device": own.device}
+        told = {name: value for name, value in told.items() if name in names}
+        options: OptionsT = replace(quick, **(told | changed))
+        return options
 
     @abstractmethod
     def findings(self, tables: Tables) -> list[Finding]:

@@ -20,18 +20,13 @@ from matplotlib.figure import Figure
 
 from experiments import load_experiments
 from experiments.framework.experiment import AnyExperiment
+from experiments.framework.manifest import read_manifest, write_manifest
 from experiments.framework.overview import overview
 from experiments.framework.plots import save, svg
 from experiments.framework.quotable import quotable
-from experiments.framework.results import (
-    Part,
-    describe,
-    draw,
-    read_manifest,
-    read_parts,
-    write_manifest,
-)
+from experiments.framework.results import Part, describe, draw, read_parts
 from experiments.framework.tables import markdown_table
+from experiments.loading import short_name
 
 QUESTION = (
     "To change what a transformer keeps in its KV cache, must you patch its code, or are hooks "
@@ -153,7 +148,7 @@ def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
     Raises:
         UserError: if `folder` holds no study.
     """
-    parts = read_parts(folder, experiments)
+    parts, manifest = read_parts(folder, experiments), read_manifest(folder)
     environment = Environment(
         loader=PackageLoader("experiments.framework"),
         autoescape=select_autoescape(["html"]),
@@ -165,7 +160,8 @@ def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
     environment.filters.update(markdown=_to_html, inline=_inline, cell=_cell, duration=_duration)
     context = {
         "question": QUESTION,
-        "run": read_manifest(folder),
+        "run": manifest,
+        "model": manifest.model and short_name(manifest.model),
         "parts": parts,
         "needs": needs(parts),
         "related": related(parts),
@@ -193,10 +189,12 @@ def command(
     experiments = load_experiments()
     if redraw:
         manifest = read_manifest(folder)
+        entries = dict(manifest.experiments)
         for part in read_parts(folder, experiments):
             if not part.error:
-                entry = manifest["experiments"][part.experiment.name]
-                entry["figures"] = draw(part.experiment, part.tables, folder)
-        write_manifest(manifest, folder)
+                name = part.experiment.name
+                shown = draw(part.experiment, part.tables, folder)
+                entries[name] = entries[name].model_copy(update={"figures": shown})
+        write_manifest(manifest.model_copy(update={"experiments": entries}), folder)
     write_report(folder, experiments)
     typer.echo(f"wrote {folder / 'report.md'} and {folder / 'report.html'}")

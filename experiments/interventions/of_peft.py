@@ -12,15 +12,19 @@ from transformers import PreTrainedModel
 
 from experiments.interventions.intervention import Intervention
 
+_PROJECTIONS = {"q_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn"}
+"""What makes them, by family."""
+
 
 @contextmanager
 def adapted(leave: str, model: PreTrainedModel) -> Iterator[Any]:
-    """LoRA on queries and values, taken off by the method `leave`."""
+    """LoRA on what makes queries and values, taken off by the method `leave`."""
     from peft import LoraConfig, get_peft_model
 
+    projections = {name.rpartition(".")[2] for name, _ in model.named_modules()} & _PROJECTIONS
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        config = LoraConfig(r=4, target_modules=sorted(projections), init_lora_weights=False)
         adapters = get_peft_model(model, config).eval()
     try:
         yield adapters

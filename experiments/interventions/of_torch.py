@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from experiments.interventions.intervention import Intervention
+from press_core import attention_sites
 
 Runs = Callable[..., Any]
 """Called as the model is."""
@@ -43,7 +44,8 @@ class _Wrapped(nn.Module):
 @contextmanager
 def wrapped_layers(model: PreTrainedModel) -> Iterator[Runs]:
     """Each decoder layer inside another module."""
-    layers = model.model.layers
+    layers = model.get_submodule(attention_sites(model)[0].name.rsplit(".", 2)[0])
+    assert isinstance(layers, nn.ModuleList)
     plain = list(layers)
     for index, layer in enumerate(plain):
         layers[index] = _Wrapped(layer)

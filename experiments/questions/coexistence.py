@@ -12,7 +12,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Annotated, Any
 
@@ -28,12 +28,13 @@ import patch_impl
 from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.heatmap import OutcomeMatrix
 from experiments.framework.options import one_of
+from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
 from experiments.framework.wording import in_one_line
 from experiments.interventions import COMPANIONS, NOTHING, Intervention
-from experiments.mechanisms import MECHANISMS
+from experiments.mechanisms import MECHANISMS, OURS
 from experiments.mechanisms.contain import contained
-from experiments.testbed.families import build
+from experiments.testbed.families import FAMILIES, HYBRID, build
 from experiments.testbed.response import Response, random_tokens, states_of
 from press_core.select import n_kept, top_positions
 
@@ -115,45 +116,51 @@ class Options:
             callback=one_of(COMPANIONS),
         ),
     ] = ()
+    family: Annotated[
+        str, typer.Option(help="Architecture of the model.", callback=one_of(FAMILIES))
+    ] = "llama"
 
 
-def llama() -> PreTrainedModel:
-    return build("llama", num_layers=2)
+def small(family: str) -> PreTrainedModel:
+    return build(family, num_layers=1 if family in HYBRID else 2)
 
 
 @lru_cache
-def pressed(mechanism: str, companion: Intervention) -> Response:
+def pressed(mechanism: str, companion: Intervention, family: str) -> Response:
     """What is right while the press is open.
 
-    For keys of least norm, the companion's own cache is cut by hand. What SnapKV and AdaKV keep is
-    taken from the other mechanism, opened on a model that the companion has finished with.
+    For keys of least norm, the companion's own cache is cut by hand. What SnapKV and AdaKV keep,
+    and what a model keeps some of whose layers have a window, is taken from the other mechanism,
+    opened on a model that the companion has finished with.
     """
-    with companion.scope(model := llama()) as run:
-        if companion.answers or "," not in mechanism:
+    with companion.scope(model := small(family)) as run:
+        if companion.answers or ("," not in mechanism and family not in HYBRID):
             return ask(run, companion, by_hand=True)
-        package, name = mechanism.split(", ")
+        package, comma, name = mechanism.partition(", ")
         other = "patches" if package == "hooks" else "hooks"
-        with TRIED[f"{other}, {name}"]()(model):
+        with TRIED[f"{other}{comma}{name}"]()(model):
             return ask(run, companion)
 
 
 @lru_cache
-def alone(companion: Intervention) -> Response:
+def alone(companion: Intervention, family: str) -> Response:
     """What is right while no press is open."""
-    with companion.scope(llama()) as run:
+    with companion.scope(small(family)) as run:
         return ask(run, companion)
 
 
 # ---- the matrix ----------------------------------------------------------------------------------
 
 
-def try_out(mechanism: str, companion: Intervention, phase: str) -> dict[str, Any]:
+def try_out(
+    mechanism: str, companion: Intervention, phase: str, family: str = "llama"
+) -> dict[str, Any]:
     """One cell of the matrix, as a row."""
     outcome, detail = RIGHT, ""
-    with contained(llama()), _quiet():
+    with contained(small(family)), _quiet():
         try:
-            for when, run, beside, is_open in _looks(mechanism, companion, phase):
-                right = pressed(mechanism, beside) if is_open else alone(beside)
+            for when, run, beside, is_open in _looks(mechanism, companion, phase, small(family)):
+                right = pressed(mechanism, beside, family) if is_open else alone(beside, family)
                 difference = right.difference(ask(run, beside), beside.tolerance)
                 if difference and outcome == RIGHT:
                     outcome, detail = WRONG, f"{when}: {difference}"
@@ -170,10 +177,9 @@ def try_out(mechanism: str, companion: Intervention, phase: str) -> dict[str, An
 
 
 def _looks(
-    mechanism: str, companion: Intervention, phase: str
+    mechanism: str, companion: Intervention, phase: str, model: PreTrainedModel
 ) -> Iterator[tuple[str, Callable[..., Any], Intervention, bool]]:
     """When to look: what to run then, beside which companion, and whether the scope is open."""
-    model = llama()
     scope, plain = TRIED[mechanism]()(model), NOTHING
     if phase == BEFORE:
         with companion.scope(model) as run:
@@ -247,8 +253,14 @@ class Coexistence(Experiment[Options]):
     )
     full = Options()
     quick = Options(
-        mechanism=MINE, companion=tuple(n for n, done in COMPANIONS.items() if not done.is_slow)
+        mechanism=(*OURS, *(f"{name}, AdaKV" for name in OURS)),
+        companion=tuple(n for n, done in COMPANIONS.items() if not done.is_slow),
     )
+
+    def on(self, own: OwnModel) -> Planned[Options]:
+        if own.model_type not in FAMILIES:
+            raise LeftOutError(f"it builds no small model of the type {own.model_type}")
+        return Planned(replace(self.quick, family=own.model_type), seconds=20, note=SMALL)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         """Every mechanism beside every companion, in every phase.
@@ -258,7 +270,9 @@ class Coexistence(Experiment[Options]):
             (one of `OUTCOMES`) and a `detail` of what is not right.
         """
         chosen = cells(options.mechanism or TRIED, options.companion or COMPANIONS)
-        rows = [try_out(*cell) for cell in progress.track(chosen, description=self.name)]
+        rows = [
+            try_out(*cell, options.family) for cell in progress.track(chosen, description=self.name)
+        ]
         return {"coexistence": pd.DataFrame(rows)}
 
     def findings(self, tables: Tables) -> list[Finding]:

@@ -25,6 +25,7 @@ import hooks_impl
 from experiments import UserError
 from experiments.framework.experiment import Experiment, Finding, Related, Tables
 from experiments.framework.options import Device, checked_share, one_of
+from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import CELL_INK, new_figure, press_label, style
 from experiments.framework.tables import ResultTable
 from experiments.framework.timing import threads
@@ -406,9 +407,14 @@ class Equivalence(Experiment[Options]):
         "the same on any model."
     )
     full = Options()
-    quick = Options(
-        family=("llama", "qwen3", "gemma3_text", "gpt_neox", "gpt_oss"), dtype=("bfloat16",)
-    )
+    quick = Options(family=("llama", "gemma3_text", "gpt_neox"), dtype=("bfloat16",))
+
+    def on(self, own: OwnModel) -> Planned[Options]:
+        (length,) = own.at_most(Options.length)
+        told = {"family": (), "dtype": ("float32",), "attn": ("sdpa",), "length": length}
+        options = self.quick_on(own, **told)
+        n_runs = 2 * 2 * len(hooks_impl.PRESSES)  # with each mechanism, padded and not
+        return Planned(options, n_runs * 2 * length, steps=n_runs * 2, seconds=0.02 * n_runs)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         makers = dict(map(_press_option, options.press or sorted(hooks_impl.PRESSES)))

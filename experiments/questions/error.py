@@ -34,6 +34,7 @@ from experiments.framework.options import (
     chosen_device,
     several,
 )
+from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import CELL_INK, new_figure, press_label, style
 from experiments.framework.tables import ResultTable
 from experiments.loading import load_model, short_name
@@ -492,6 +493,14 @@ class Error(Experiment[Options]):
         ratio=(0.8,),
         samples=4,
     )
+
+    def on(self, own: OwnModel) -> Planned[Options]:
+        presses, words = own.opened(self.quick.press), 192
+        options = self.quick_on(own, press=presses, context=words)
+        n_runs = options.samples * len(presses)
+        # A word is a few tokens, or one; each head's eviction is read by itself.
+        tokens, steps = 3 * words * (options.samples + 2 * n_runs), n_runs * (own.heads + 3)
+        return Planned(options, tokens, steps, seconds=2)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         """All presses at all ratios.

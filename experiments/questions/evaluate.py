@@ -5,6 +5,7 @@ The study's own sweep, in memory; `experiments.answers.sweep` is the command, wh
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import matplotlib
@@ -13,13 +14,16 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
-from experiments.answers.cells import NO_PRESS, plan
+from experiments import UserError
+from experiments.answers.cells import NO_PRESS, forget, plan
+from experiments.answers.datasets.published import SETS, rows_of
 from experiments.answers.engines import Failure, serial
-from experiments.answers.settings import Settings
+from experiments.answers.settings import STUDIED, Settings
 from experiments.answers.store import summary_of
 from experiments.answers.sweep import command, press_words, shown, timed_cell
 from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.heatmap import draw_cells
+from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.plots import new_figure, style
 from experiments.framework.tables import ResultTable
 
@@ -27,6 +31,17 @@ __all__ = ["EXPERIMENT", "Evaluate", "command"]
 
 TASKS = {"single": "one fact", "multikey": "1 of 16 facts", "multiquery": "4 of 16 facts"}
 """What figures and tables call the study's tasks."""
+
+GENERATED = ("niah_single", "niah_multikey", "variable_tracking", "qa")
+"""Synthetic tasks that a model of the user's own is asked."""
+
+PUBLISHED, LENGTH = ("niah_multikey_1", "qa_1"), 4096
+"""Tasks of RULER as published that it is asked too, where they can be had, and their length."""
+
+LEAST = 0.05
+"""Share of right answers without a press below which nothing is said of presses."""
+
+_NAME = re.compile(r"\w+Press")
 
 
 class Evaluate(Experiment[Settings]):
@@ -46,7 +61,25 @@ class Evaluate(Experiment[Settings]):
         "facts hidden among unrelated words need not hold for a text that hangs together."
     )
     full = Settings()
-    quick = Settings(samples=12)
+    quick = Settings(ratio=(0.0, 0.8), samples=12)
+
+    def on(self, own: OwnModel) -> Planned[Settings]:
+        (length,) = own.at_most(1024)
+        generated = tuple(f"synthetic/{task}@{length}" for task in GENERATED)
+        presses = [text for text in STUDIED if set(_NAME.findall(text)) <= set(own.presses)]
+        if not presses:
+            raise LeftOutError(f"none of {', '.join(STUDIED)} can be opened on it")
+        published = _published(own)
+        samples, ratios = 6, (0.0, 0.5)
+        options = self.quick_on(
+            own,
+            **{"press": tuple(presses), "dataset": (*generated, *published)},
+            **{"samples": samples, "ratio": ratios, "batch_size": 1},
+        )
+        n_answers = samples * (1 + 2 * len(presses))
+        tokens = n_answers * (len(generated) * length + len(published) * 4096)
+        steps = n_answers * len(options.dataset) * 48
+        return Planned(options, tokens, steps, seconds=5)
 
     def measure(self, options: Settings, progress: Progress) -> Tables:
         cells = plan(options)
@@ -60,10 +93,18 @@ class Evaluate(Experiment[Settings]):
             del found["also"]
             answers = " ".join(row["prediction"] for row in result.rows)
             rows.append(cell._asdict() | found | {"answers": answers})
+        forget()  # the next experiment loads a model of its own
         return {self.name: pd.DataFrame(rows)}
 
     def findings(self, tables: Tables) -> list[Finding]:
         table = tables[self.name]
+        bare = table.loc[table["press"] == NO_PRESS, "score"].mean()
+        if bare < LEAST:
+            text = (
+                f"With nothing evicted the model answers **{bare:.0%}** right, too little for "
+                "these tasks to tell presses apart."
+            )
+            return [Finding("best", text), _finding_on_agreement(table)]
         most = _amounts(table)[-1]
         means = _accuracy(table, most).mean(axis=1)
         text = (
@@ -121,6 +162,11 @@ def _amounts(table: pd.DataFrame) -> list[str]:
     return [str(words) for words in ordered["told"].unique() if words]
 
 
+def _tasks(table: pd.DataFrame) -> pd.Series[str]:
+    names = table["dataset"].str.extract(r"/([\w-]+)", expand=False)
+    return names.map(lambda name: TASKS.get(name, name))
+
+
 def _told(table: pd.DataFrame) -> pd.Series:
     """What the press of each row was told to evict, in words; empty: nothing."""
     columns = table["press"], table["ratio"], _budgets(table)
@@ -142,7 +188,7 @@ def _accuracy(table: pd.DataFrame, asked: str) -> pd.DataFrame:
     """Scores by press (the best on average first) and task, of one mechanism."""
     first = "hook" if (table["mechanism"] == "hook").any() else "patch"
     at = table[(_told(table) == asked) & (table["mechanism"] == first)]
-    tasks = at["dataset"].str.extract(r"/(\w+)", expand=False).map(TASKS)
+    tasks = _tasks(at)
     wide = at.assign(task=tasks).pivot_table(
         index="press", columns="task", values="score", sort=False
     )
@@ -164,9 +210,21 @@ def _finding_on_agreement(table: pd.DataFrame) -> Finding:
 
 def _bare(table: pd.DataFrame) -> str:
     bare = table[table["press"] == NO_PRESS]
-    tasks = bare["dataset"].str.extract(r"/(\w+)", expand=False).map(TASKS)
+    tasks = _tasks(bare)
     said = [f"{score:.1%} ({task})" for task, score in zip(tasks, bare["score"], strict=True)]
     return f"With nothing evicted it is {', '.join(said)}." if said else ""
+
+
+def _published(own: OwnModel) -> tuple[str, ...]:
+    """Published tasks that can be had and that the model was made for."""
+    if not own.online or own.trained < LENGTH:
+        return ()
+    try:
+        for task in PUBLISHED:
+            rows_of(SETS["ruler"], "ruler", task, LENGTH, data=None)
+    except UserError:
+        return ()
+    return tuple(f"ruler/{task}@{LENGTH}" for task in PUBLISHED)
 
 
 EXPERIMENT = Evaluate()

@@ -457,6 +457,7 @@ class Intrusiveness(Experiment[Options]):
         "and what C++ hides from Python is not seen."
     )
     full = quick = Options()
+    left_out = "what a mechanism touches is the same on every model; `make study` tells"
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         """Everything about every mechanism, and about the libraries that environments have.

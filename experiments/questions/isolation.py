@@ -31,12 +31,14 @@ import patch_impl
 from experiments.framework.experiment import Contrast, Experiment, Finding, Tables
 from experiments.framework.heatmap import OutcomeMatrix
 from experiments.framework.options import one_of
+from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
 from experiments.framework.wording import in_one_line
 from experiments.mechanisms import MECHANISMS, OURS, Mechanism
 from experiments.mechanisms.contain import contained
-from experiments.testbed.families import build
+from experiments.testbed.families import FAMILIES, build
 from experiments.testbed.response import Response, random_tokens, states_of
+from press_core import PressError, attention_sites
 
 RATIO, OTHER_RATIO = 0.5, 0.25
 CONTEXT, STEPS = 24, 2
@@ -64,6 +66,9 @@ class Options:
             callback=one_of(MECHANISMS),
         ),
     ] = ()
+    family: Annotated[
+        str, typer.Option(help="Architecture of the models.", callback=one_of(FAMILIES))
+    ] = "llama"
 
 
 # ---- answers -----------------------------------------------------------------------------------
@@ -136,12 +141,11 @@ def in_thread(ask: Callable[..., Response], *args: Any) -> Given:
 # ---- situations --------------------------------------------------------------------------------
 
 
-Situation = Callable[[Mechanism], list[Seen]]
+Make = Callable[[int], PreTrainedModel]
+"""From a seed to a small model; all are of one family."""
+
+Situation = Callable[[Mechanism, Make], list[Seen]]
 """Opens a mechanism on a model, and says how the bystanders fared."""
-
-
-def llama(seed: int = 0) -> PreTrainedModel:
-    return build("llama", seed=seed)
 
 
 def _watched(
@@ -159,45 +163,47 @@ def _watched(
     return [Seen(*four) for four in zip(expected, inside, expected, after, strict=True)]
 
 
-def instances_of_the_class(mechanism: Mechanism) -> list[Seen]:
-    return _watched(mechanism, llama(), [llama(seed) for seed in range(1, 1 + N_INSTANCES)])
+def instances_of_the_class(mechanism: Mechanism, make: Make) -> list[Seen]:
+    return _watched(mechanism, make(0), [make(seed) for seed in range(1, 1 + N_INSTANCES)])
 
 
-def instances_of_other_classes(mechanism: Mechanism) -> list[Seen]:
-    return _watched(
-        mechanism, llama(), [build(family) for family in ("mistral", "qwen3", "gpt_neox")]
-    )
+def instances_of_other_classes(mechanism: Mechanism, make: Make) -> list[Seen]:
+    model = make(0)
+    others = [build(family) for family in ("mistral", "qwen3", "gpt_neox")]
+    return _watched(mechanism, model, [o for o in others if type(o) is not type(model)])
 
 
-def shared_config(mechanism: Mechanism) -> list[Seen]:
-    model = llama()
+def shared_config(mechanism: Mechanism, make: Make) -> list[Seen]:
+    model = make(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         other = type(model)(model.config).eval()
-    other.load_state_dict(llama(1).state_dict())
+    other.load_state_dict(make(1).state_dict())
     return _watched(mechanism, model, [other])
 
 
-def shared_weights(mechanism: Mechanism) -> list[Seen]:
-    model, other = llama(), llama(1)
+def shared_weights(mechanism: Mechanism, make: Make) -> list[Seen]:
+    model, other = make(0), make(1)
     for mine, theirs in zip(model.modules(), other.modules(), strict=True):
         theirs._parameters.update(mine._parameters)
     return _watched(mechanism, model, [other])
 
 
-def shared_attention_module(mechanism: Mechanism) -> list[Seen]:
-    model, other = llama(), llama(1)
-    other.model.layers[0].self_attn = model.model.layers[0].self_attn
+def shared_attention_module(mechanism: Mechanism, make: Make) -> list[Seen]:
+    model, other = make(0), make(1)
+    name = attention_sites(model)[0].name
+    layer, _, attention = name.rpartition(".")
+    setattr(other.get_submodule(layer), attention, model.get_submodule(name))
     return _watched(mechanism, model, [other])
 
 
-def copy_made_before(mechanism: Mechanism) -> list[Seen]:
-    model = llama()
+def copy_made_before(mechanism: Mechanism, make: Make) -> list[Seen]:
+    model = make(0)
     return _watched(mechanism, model, [copy.deepcopy(model)])
 
 
-def copy_made_inside(mechanism: Mechanism) -> list[Seen]:
-    model = llama()
+def copy_made_inside(mechanism: Mechanism, make: Make) -> list[Seen]:
+    model = make(0)
     expected = answer(model)
     with mechanism.press(RATIO)(model):
         answer(model)
@@ -206,8 +212,8 @@ def copy_made_inside(mechanism: Mechanism) -> list[Seen]:
     return [Seen(expected, inside, expected, given(answer, twin))]
 
 
-def copy_made_after(mechanism: Mechanism) -> list[Seen]:
-    model = llama()
+def copy_made_after(mechanism: Mechanism, make: Make) -> list[Seen]:
+    model = make(0)
     expected = answer(model)
     with mechanism.press(RATIO)(model):
         answer(model)
@@ -215,20 +221,20 @@ def copy_made_after(mechanism: Mechanism) -> list[Seen]:
     return [Seen(expected, expected, expected, given(answer, twin))]
 
 
-def the_model_itself(mechanism: Mechanism) -> list[Seen]:
-    model = llama()
+def the_model_itself(mechanism: Mechanism, make: Make) -> list[Seen]:
+    model = make(0)
     expected = answer(model)
     with mechanism.press(RATIO)(model):
         answer(model)
     return [Seen(expected, expected, expected, given(answer, model))]
 
 
-def other_instance_in_a_thread(mechanism: Mechanism) -> list[Seen]:
-    return _watched(mechanism, llama(), [llama(1)], in_thread)
+def other_instance_in_a_thread(mechanism: Mechanism, make: Make) -> list[Seen]:
+    return _watched(mechanism, make(0), [make(1)], in_thread)
 
 
-def the_model_in_a_thread(mechanism: Mechanism) -> list[Seen]:
-    model = llama()
+def the_model_in_a_thread(mechanism: Mechanism, make: Make) -> list[Seen]:
+    model = make(0)
     bare = answer(model)
     with mechanism.press(RATIO)(model):
         pressed = answer(model)
@@ -236,9 +242,9 @@ def the_model_in_a_thread(mechanism: Mechanism) -> list[Seen]:
     return [Seen(pressed, inside, bare, in_thread(answer, model))]
 
 
-def cache_filled_before(mechanism: Mechanism) -> list[Seen]:
+def cache_filled_before(mechanism: Mechanism, make: Make) -> list[Seen]:
     """A whole cache that is decoded inside, and further after."""
-    model = llama()
+    model = make(0)
     expected = _decoded_around(model, nullcontext())
     got = _decoded_around(model, mechanism.press(RATIO)(model))
     return [Seen(expected[0], got[0], expected[1], got[1])]
@@ -254,7 +260,7 @@ def _decoded_around(
     return inside, given(lambda: left(decode(model, cache, CONTEXT + STEPS), cache))
 
 
-def pruned_and_whole_cache(mechanism: Mechanism) -> list[Seen]:
+def pruned_and_whole_cache(mechanism: Mechanism, make: Make) -> list[Seen]:
     """A cache pruned inside and one filled after, decoded in turn once the scope is closed."""
 
     def pruned(model: PreTrainedModel) -> DynamicCache:
@@ -263,11 +269,11 @@ def pruned_and_whole_cache(mechanism: Mechanism) -> list[Seen]:
             prefill(model, cache)
         return cache
 
-    model = llama()
+    model = make(0)
     whole_alone = answer(model)
     with contained(model):
-        cache = pruned(llama())
-        pruned_alone = left(decode(llama(), cache), cache)
+        cache = pruned(make(0))
+        pruned_alone = left(decode(make(0), cache), cache)
     first, second = pruned(model), DynamicCache()
     logits = prefill(model, second)
     pruned_after = given(lambda: left(decode(model, first), first))
@@ -278,9 +284,9 @@ def pruned_and_whole_cache(mechanism: Mechanism) -> list[Seen]:
     ]
 
 
-def one_press_on_two_models(mechanism: Mechanism) -> list[Seen]:
+def one_press_on_two_models(mechanism: Mechanism, make: Make) -> list[Seen]:
     """Each model prunes as if it were alone."""
-    press, models = mechanism.press(RATIO), [llama(0), llama(1)]
+    press, models = mechanism.press(RATIO), [make(0), make(1)]
     bare = [answer(model) for model in models]
     alone = [_alone(press, model) for model in models]
     with press(models[0]), press(models[1]):
@@ -296,19 +302,22 @@ def _alone(press: Any, model: PreTrainedModel) -> Response:
         return answer(twin)
 
 
-def nested_with(presses: Callable[[float], Any], mechanism: Mechanism) -> list[Seen]:
+def nested_with(presses: Callable[[float], Any], mechanism: Mechanism, make: Make) -> list[Seen]:
     """Two scopes on one model, the outer closed first, whichever of the two it is."""
     one, other = mechanism.press(RATIO), presses(OTHER_RATIO)
-    return [_closed_first(one, other), _closed_first(other, one)]
+    return [_closed_first(one, other, make(0)), _closed_first(other, one, make(0))]
 
 
-def _closed_first(outer_press: Any, inner_press: Any) -> Seen:
-    model = llama()
+def _closed_first(outer_press: Any, inner_press: Any, model: PreTrainedModel) -> Seen:
     bare, inner_alone = answer(model), _alone(inner_press, model)
     with contained(model):
         outer, inner = outer_press(model), inner_press(model)
         outer.__enter__()
-        inner.__enter__()
+        try:
+            inner.__enter__()
+        except PressError as refusal:  # to open on what the outer has made of the model
+            outer.__exit__(None, None, None)
+            return Seen(inner_alone, refusal, bare, given(answer, model))
 
         def ask_without(scope: AbstractContextManager[Any]) -> Given:
             def close_and_ask() -> Response:
@@ -335,7 +344,9 @@ SITUATIONS: dict[str, Situation] = {
     "a cache filled before": cache_filled_before,
     "two caches, one of them pruned": pruned_and_whole_cache,
     "one press on two models": one_press_on_two_models,
-    "two scopes, the outer closed first": lambda mechanism: nested_with(mechanism.press, mechanism),
+    "two scopes, the outer closed first": lambda mechanism, make: nested_with(
+        mechanism.press, mechanism, make
+    ),
     "with hooks, the outer closed first": partial(nested_with, hooks_impl.KnormPress),
     "with patches, the outer closed first": partial(nested_with, patch_impl.KnormPress),
 }
@@ -363,10 +374,14 @@ def outcome(seen: Seen) -> tuple[str, str]:
     return (RECOVERS, f"inside: {inside}") if inside else (UNTOUCHED, "")
 
 
-def try_out(mechanism: Mechanism, situation: str) -> dict[str, Any]:
+def try_out(mechanism: Mechanism, situation: str, family: str = "llama") -> dict[str, Any]:
     """One cell of the matrix, as a row: the worst that became of a bystander, and of how many."""
-    with contained(llama()):
-        outcomes = [outcome(seen) for seen in SITUATIONS[situation](mechanism)]
+
+    def make(seed: int) -> PreTrainedModel:
+        return build(family, seed=seed)
+
+    with contained(make(0)):
+        outcomes = [outcome(seen) for seen in SITUATIONS[situation](mechanism, make)]
     worst = max(outcomes, key=lambda pair: OUTCOMES.index(pair[0]))
     return {
         "mechanism": mechanism.name,
@@ -407,6 +422,11 @@ class Isolation(Experiment[Options]):
     )
     full = quick = Options()
 
+    def on(self, own: OwnModel) -> Planned[Options]:
+        if own.model_type not in FAMILIES:
+            raise LeftOutError(f"it builds no small models of the type {own.model_type}")
+        return Planned(Options(mechanism=OURS, family=own.model_type), seconds=3, note=SMALL)
+
     def measure(self, options: Options, progress: Progress) -> Tables:
         """Every situation for every mechanism.
 
@@ -416,7 +436,10 @@ class Isolation(Experiment[Options]):
         """
         mechanisms = [MECHANISMS[name] for name in options.mechanism or MECHANISMS]
         cells = list(product(mechanisms, SITUATIONS))
-        rows = [try_out(*cell) for cell in progress.track(cells, description=self.name)]
+        rows = [
+            try_out(mechanism, situation, options.family)
+            for mechanism, situation in progress.track(cells, description=self.name)
+        ]
         return {"isolation": pd.DataFrame(rows)}
 
     def findings(self, tables: Tables) -> list[Finding]:

@@ -46,6 +46,7 @@ import hooks_impl
 from experiments.framework.experiment import Contrast, Experiment, Finding, Tables
 from experiments.framework.intervals import median_interval
 from experiments.framework.options import Device, checked_positive_share
+from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import (
     MUTED,
     NO_PRESS,
@@ -503,6 +504,19 @@ class Overhead(Experiment[Options]):
     )
     full = Options()
     quick = Options(prefill_rounds=8, decode_rounds=24, scope_rounds=24, repeats=2)
+
+    def on(self, own: OwnModel) -> Planned[Options]:
+        own.opened(("KnormPress",))  # which prunes the cache that is decoded
+        presses, (context,) = own.opened(Options.press), own.at_most(Options.context)
+        few = {"prefill_rounds": 6, "decode_rounds": 12, "scope_rounds": 12}
+        once = {"prefill_repeats": 1, "repeats": 1}
+        options = self.quick_on(own, press=presses, context=context, **few, **once)
+        return Planned(
+            options,
+            tokens=context * 7 * (3 + 4 * len(presses)),
+            steps=13 * (4 + 2 * len(presses)),
+            seconds=2,
+        )
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         subjects = _subjects(options)

@@ -48,6 +48,7 @@ from transformers import DynamicCache, PreTrainedModel
 from experiments import UserError
 from experiments.framework.experiment import Experiment, Finding, Related, Tables
 from experiments.framework.options import Device
+from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import (
     INK,
     MUTED,
@@ -684,7 +685,17 @@ class Streaming(Experiment[Options]):
         "tells, and a model without a sink loses next to nothing."
     )
     full = Options()
-    quick = Options(tokens=1536)
+    quick = Options(tokens=1024)
+
+    def on(self, own: OwnModel) -> Planned[Options]:
+        own.opened(("StreamingLLMDecodingPress",))
+        own.opened(("KeyRerotationPress",))  # positions in the cache turn keys, too
+        size = Size(capacity=min(256, own.trained // 2) - 1)
+        full = min(own.trained, size.shortest)
+        options = self.quick_on(own, tokens=size.shortest, capacity=size.capacity, full=full)
+        steps = size.shortest * len(STREAMED) * (1 + 1 / ALONE_EVERY)
+        read = size.shortest * 4 + 8 * size.capacity  # windows, whose attention is looked at too
+        return Planned(options, read, steps, seconds=5)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         """Stream the text through all caches.

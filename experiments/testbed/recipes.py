@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -284,8 +284,18 @@ def _works_on(press: Press, model: PreTrainedModel) -> bool:
     return not needs_rope or all(site.rotary is not None for site in attention_sites(model))
 
 
-@lru_cache(maxsize=64)
 def _learned(model: PreTrainedModel, field: str) -> Any:
+    known = _KNOWN.setdefault(model, {})
+    if field not in known:
+        known[field] = _learn(model, field)
+    return known[field]
+
+
+_KNOWN: WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = WeakKeyDictionary()
+"""What was learned already, for as long as the model lives."""
+
+
+def _learn(model: PreTrainedModel, field: str) -> Any:
     vocabulary = model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, vocabulary, (2, 48), generator=generator).to(model.device)

@@ -66,6 +66,32 @@ def prefill_tokens(mask: Any, length: int, batch: int) -> Tensor | None:
     return visible
 
 
+def later_tokens(mask: Any, n: int) -> Tensor | None:
+    """Which later ones the last `n` tokens see, as those of an image do: `(B, n, n)` bool.
+
+    Returns:
+        None where they see none. Who sees a later token is taken to see the next one too.
+
+    Raises:
+        UnsupportedInputError: if there are some in a mask that has no dense form.
+    """
+    if mask is None or n < 2 or (isinstance(mask, Tensor) and mask.dim() == 2):
+        return None
+    tokens = torch.arange(n)
+    if isinstance(mask, BlockMask):
+        first = mask.seq_lengths[0] - n, mask.seq_lengths[1] - n
+        if not bool(_ask(mask, first[0] + tokens[:-1], first[1] + tokens[1:]).any()):
+            return None
+        raise UnsupportedInputError(
+            "a press reads attention weights, and under flex attention it is not known which later "
+            "tokens those of an image see; use sdpa or eager attention"
+        )
+    seen = _as_bool(_of_all_heads(mask[:, :, -n:, -n:])[:, 0])
+    if not bool(seen.diagonal(1, dim1=-2, dim2=-1).any()):
+        return None
+    return seen & (tokens > tokens[:, None]).to(seen.device)
+
+
 def _is_not_causal(mask: Any, tokens: Tensor) -> Tensor:
     """`(B,)` bool: whether one of `tokens` `(B, n)` misses an earlier one, or padding sees itself.
 

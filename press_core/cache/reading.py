@@ -10,7 +10,9 @@ from torch import Tensor
 from press_core.cache.caches import mask_columns, mask_layer, model_clock
 from press_core.cache.masks import mask_for_pruned, prefill_tokens, visible_tokens
 from press_core.cache.pruned import PrunedLayer, Reader, ReadingNeeds
+from press_core.errors import UnsupportedInputError
 from press_core.model.forward import AttentionForward
+from press_core.model.rotary import alike
 from press_core.model.sites import AttentionSite
 
 
@@ -49,7 +51,7 @@ def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> Readin
         unmasked_steps = site.attn_implementation.startswith(("sdpa", "flash"))
         needs |= ReadingNeeds.MASK_OF_MANY if unmasked_steps else ReadingNeeds.MASK
     if layer.rerotation is not None:
-        keeps_clock = layer.kept.padded or site.shares_clock
+        keeps_clock = layer.kept.padded or site.keeps_clock
         if keeps_clock or model_clock(cache) != layer.get_seq_length():
             needs |= ReadingNeeds.POSITIONS
     return needs
@@ -101,6 +103,9 @@ def _with_positions(
         return forward
     rotary = forward.site.rotary
     assert rotary is not None
+    if rotary.in_3d and forward.n_tokens > 1:
+        n_seen = layer.n_seen - n_held + forward.n_tokens
+        _require_text(forward, n_seen, None if real is None else real[:, -forward.n_tokens :])
     embeddings = rotary.embeddings(hidden_states, positions)
     forward = forward.with_argument("position_embeddings", embeddings)
     in_all = forward.argument("position_ids")
@@ -108,6 +113,33 @@ def _with_positions(
         return forward
     positions = positions if in_all.dim() == 2 else positions.expand(len(in_all), *positions.shape)
     return forward.with_argument("position_ids", positions)
+
+
+def _require_text(forward: AttentionForward, n_seen: int, real: Tensor | None) -> None:
+    """Refuse tokens whose positions differ in their dimensions, behind keys at other positions.
+
+    Args:
+        n_seen: tokens up to the last of the forward.
+        real: `(B, q)` bool, which tokens of the forward are no padding; None: all.
+
+    Raises:
+        UnsupportedInputError: if there are such tokens.
+    """
+    given, rotary = forward.cos_sin, forward.site.rotary
+    if given is None or rotary is None:
+        return
+    batch, n = len(given[0]), forward.n_tokens
+    real = given[0].new_ones(batch, n).bool() if real is None else real.to(given[0].device)
+    last = rotary.find(given[0][:, -1:], given[1][:, -1:], n_seen)
+    behind = real.flip(-1).long().cumsum(dim=-1).flip(-1) - 1
+    made = rotary.embeddings(given[0], (last[:, None] - behind).clamp(min=0))
+    is_text = alike(made[0], given[0]) & alike(made[1], given[1]) & (last[:, None] >= 0)
+    if not bool((is_text | ~real).all()):
+        raise UnsupportedInputError(
+            f"an image came to {forward.site.name} behind keys that were rotated to other "
+            "positions, where it has none; put it into the context, or use a press that does not "
+            "rotate keys"
+        )
 
 
 def occupied_slots(forward: AttentionForward, n_new: int) -> Tensor | None:

@@ -334,7 +334,7 @@ def _rerotation(
     row_lag = batch.per_row(lag)
     # The count of tokens seen is the model's clock: layers that keep their positions go by it too,
     # and so does the model's mask of a padded batch, which has columns for all tokens.
-    if padded or forward.site.shares_clock:
+    if padded or forward.site.keeps_clock:
         return Rerotation(positions, shift, row_lag + n_shorter)
     return Rerotation(positions, shift + n_shorter, row_lag)
 

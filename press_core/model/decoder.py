@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AutoTokenizer
 
@@ -49,6 +50,16 @@ def _list_around(model: nn.Module, name: str) -> nn.ModuleList | None:
         if isinstance(module, nn.ModuleList):
             return module
     return None
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where `module` takes what it is given: where its first weights are.
+
+    The CPU where all of them are elsewhere between forwards: whoever offloads them (accelerate)
+    brings what a module is given to where they are brought.
+    """
+    devices = (parameter.device for parameter in module.parameters())
+    return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
 
 
 def tokenizer_of(model: Any, instead: str) -> Any:

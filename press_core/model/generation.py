@@ -25,10 +25,12 @@ class Part:
     Attributes:
         n_to_come: tokens of the same context that later forwards bring.
         n_drafts: its last tokens, guessed by another model and rejected if they are wrong.
+        beside_drafts: whether it is what was made of such a forward: the context, or the drafts.
     """
 
     n_to_come: int = 0
     n_drafts: int = 0
+    beside_drafts: bool = False
 
 
 _announced: ContextVar[Part | None] = ContextVar("part", default=None)

@@ -6,7 +6,7 @@ latents in the place of keys. None of that can be told from names. So the model 
 few tokens, and what its attention functions receive is compared with what a press would read.
 
 The run uses a cache of its own and takes place once per class and configuration of a model; the
-state of the random generators is put back, and so are rotary modules that adapt to what they see.
+state of the random generators is put back, and so is what modules have noted of it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from transformers.cache_utils import DynamicLayer
 from press_core.cache.pruned import HybridLayer, KeptTokens, filled, pruned_layer
 from press_core.cache.reading import prepared
 from press_core.errors import UnsupportedModelError
-from press_core.model.decoder import decoder_of
+from press_core.model.decoder import decoder_of, device_of
 from press_core.model.forward import AttentionForward
-from press_core.model.ranks import HeadGroup
+from press_core.model.ranks import HeadGroup, ranks_of
 from press_core.model.rotary import NoRotation, Rotary, is_rotary_embedding
 from press_core.model.sites import (
     LAYOUTS,
@@ -204,7 +204,6 @@ class _Call:
     value: Tensor
     scaling: float | None
     masks_heads: bool
-    sees_later: bool
 
 
 @dataclass
@@ -243,9 +242,12 @@ def _probe(model: nn.Module, sites: list[AttentionSite]) -> dict[str, SiteFacts]
 
 @contextmanager
 def _as_if_nothing_happened(model: nn.Module) -> Iterator[None]:
-    """Put back what a forward changes: random generators, and rotary modules that adapt."""
-    adapting = [module for module in model.modules() if is_rotary_embedding(module)]
-    before = [(dict(module.__dict__), dict(module._buffers)) for module in adapting]
+    """Put back what a forward changes: random generators, and what modules note of it.
+
+    Some rotary modules adapt to what they see, and models with images write down how far positions
+    lag behind tokens.
+    """
+    noted = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     _running.depth = getattr(_running, "depth", 0) + 1
     with ExitStack() as stack:
@@ -253,12 +255,15 @@ def _as_if_nothing_happened(model: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.no_grad())
         if "torch._dynamo" in sys.modules:  # compiled models run as they were written
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for module, attributes, _ in noted:
+            if "rope_deltas" in attributes:  # of the image before, by which 5.2 counts on
+                module.rope_deltas = None  # type: ignore[assignment]
         try:
             yield
         finally:
             _running.depth -= 1
-            for module, (attributes, buffers) in zip(adapting, before, strict=True):
-                module.__dict__.update(attributes)
+            for module, attributes, buffers in noted:
+                vars(module).update(attributes)
                 module._buffers.update(buffers)
 
 
@@ -305,7 +310,7 @@ def _forward(
 ) -> Any:
     """Run `module` over the first tokens, or over one more after those that `cache` has seen."""
     config = getattr(module, "config", None) or model.config
-    device = next(sites[0].module.parameters()).device
+    device = device_of(sites[0].module)
     ids = _ordinary_tokens(config).to(device)
     ids = ids[:, :n] if cache is None else ids[:, :1]
     parameters = inspect.signature(type(module).forward).parameters
@@ -343,9 +348,8 @@ def _watching(sites: list[AttentionSite]) -> Iterator[dict[str, _Seen]]:
         of_module = by_module.get(id(module))
         if of_module is not None and is_running():
             mask = a[0] if a else k.get("attention_mask")
-            masks_heads, sees_later = _said_by(mask, query.shape[2])
-            call = _Call(query, key, value, k.get("scaling"), masks_heads, sees_later)
-            of_module.calls.append(call)
+            masks_heads = isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] > 1
+            of_module.calls.append(_Call(query, key, value, k.get("scaling"), masks_heads))
         return function(module, query, key, value, *a, **k)
 
     with ExitStack() as stack:
@@ -357,15 +361,6 @@ def _watching(sites: list[AttentionSite]) -> Iterator[dict[str, _Seen]]:
             for name, child in site.module.named_children():
                 stack.callback(_note_output(child, name, of_site).remove)
         yield seen
-
-
-def _said_by(mask: Any, n_queries: int) -> tuple[bool, bool]:
-    """Whether an attention mask hides tokens from each head apart, and shows later ones."""
-    if not isinstance(mask, Tensor) or mask.dim() != 4:
-        return False, False
-    of_first = mask[0, 0, 0, 1:]
-    later = of_first if mask.dtype == torch.bool else of_first >= 0
-    return mask.shape[1] > 1, n_queries > 1 and bool(later.any())
 
 
 def _note_arguments(module: nn.Module, seen: _Seen) -> Any:
@@ -625,23 +620,23 @@ def _facts(model: nn.Module, site: AttentionSite, seen: _Seen, layer: Any) -> Si
             "keep tokens of their own; StreamingLLMPress keeps the same of all"
         )
         refusals["heads"] = refusals["rope"] = refusals["own tokens"]
-    n_ranks = site.heads.size if keys.shape[1] < site.num_kv_heads else 1  # with heads of their own
+    group = site.heads if site.heads.size > 1 else ranks_of(model)  # of fused projections too
+    if keys.shape[1] * group.size != site.num_kv_heads:  # they share the weights, or there is one
+        group = HeadGroup()
+    n_ranks = group.size
     sizes: dict[str, Any] = {
         "num_heads": call.query.shape[1] * n_ranks,
         "num_kv_heads": keys.shape[1] * n_ranks,
         "head_dim": call.query.shape[-1],
         "value_dim": values.shape[-1],
         "head_order": order,
+        "heads": group,
     }
-    if n_ranks != site.heads.size:  # ranks share the weights, and each attends with all heads
-        sizes["heads"] = HeadGroup()
     if call.scaling is not None:
         sizes["scaling"] = float(call.scaling)
     facts = SiteFacts(sizes=sizes, refusals=refusals)
     if "states" in refusals or "own tokens" in refusals:
         return facts
-    if any(call.sees_later for call in seen.calls):
-        refusals["causal"] = f"in {name} a token sees later ones too"
     norms = keys.float().norm(dim=-1)
     if norms.std(dim=-1).max() < 1e-2 * norms.mean():
         refusals["key norms"] = (
@@ -736,7 +731,7 @@ def _with_embedding(
         if not is_rotary_embedding(embedding):
             continue
         for layer_type in _layer_types(site, embedding):
-            for in_3d in (False, True):
+            for in_3d in (True, False):  # those that take three take one too
                 more: dict[str, Any] = {
                     "layer_type": layer_type,
                     "in_3d": in_3d,
@@ -760,9 +755,9 @@ def _layer_types(site: AttentionSite, embedding: nn.Module) -> list[str | None]:
     if "layer_type" not in inspect.signature(type(embedding).forward).parameters:
         return [None]
     known = getattr(embedding, "layer_types", None) or getattr(
-        getattr(site.module, "config", None), "layer_types", ()
+        getattr(site.module, "config", None), "layer_types", None
     )
-    return list(dict.fromkeys(known or ()))
+    return list(dict.fromkeys(known or (None,)))  # Phi-MoE of transformers 5.2 has none
 
 
 def _refused(facts: SiteFacts, need: str, why: str) -> SiteFacts:

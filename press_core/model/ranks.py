@@ -65,15 +65,24 @@ def head_group(model: nn.Module, module: nn.Module, width: int) -> HeadGroup:
         local = weight.shape[0] if weight.dim() == 2 and mesh is not None else width
     if local == width:
         return HeadGroup()
-    names = mesh.mesh_dim_names or ()
-    mesh = mesh["tp"] if "tp" in names else mesh
-    group = HeadGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+    group = _group_of(mesh)
     if isinstance(getattr(module, "sinks", None), Tensor):
         raise UnsupportedModelError(
             f"{type(module).__name__} has learned sinks, which presses do not put together from "
             "several ranks; load the model without tp_plan"
         )
     return group
+
+
+def ranks_of(model: nn.Module) -> HeadGroup:
+    """The ranks that `model` is spread over, whether or not they share heads."""
+    mesh: Any = getattr(model, "_device_mesh", None)
+    return HeadGroup() if mesh is None else _group_of(mesh)
+
+
+def _group_of(mesh: Any) -> HeadGroup:
+    mesh = mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh
+    return HeadGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
 
 def whole_columns(group: HeadGroup, weight: Tensor, width: int) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from press_core.blocks import rows_at_once
+from press_core.errors import UnsupportedModelError
 from press_core.select import upcast
 
 
@@ -75,6 +76,29 @@ class Rotary:
         """Undo `rotate_to`."""
         return self._each_head(self.unrotate, x, positions)
 
+    def unrotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Undo `rotate` of `x` `(B, H, n, d)` by `cos`, `sin` `(1 or B, 1 or H, n, channels)`."""
+        if cos.shape[1] == 1:
+            return self.unrotate(x, cos[:, 0], sin[:, 0])
+        batch, heads, n, d = x.shape
+        cos, sin = (c.expand(batch, heads, n, -1).flatten(0, 1) for c in (cos, sin))
+        return self.unrotate(x.reshape(batch * heads, 1, n, d), cos, sin).view(batch, heads, n, d)
+
+    def find(self, cos: Tensor, sin: Tensor, limit: int) -> Tensor:
+        """The position that has these cosines and sines, in all dimensions, `(B,)` int64.
+
+        Args:
+            cos, sin: `(B, 1, rotary channels)`.
+            limit: look among `0 ... limit - 1`.
+
+        Returns:
+            -1 where there is none, as of most tokens of an image.
+        """
+        known = self.embeddings(cos, torch.arange(limit, device=cos.device)[None])
+        same = torch.stack([alike(k, given) for k, given in zip(known, (cos, sin), strict=True)])
+        same = same.all(dim=0)
+        return torch.where(same.any(dim=-1), same.long().argmax(dim=-1), -1)
+
     def _each_head(self, function: Callable[..., Tensor], x: Tensor, positions: Tensor) -> Tensor:
         batch, heads, n, d = x.shape
         each_head = positions.expand(batch, heads, n).reshape(batch * heads, n)
@@ -105,8 +129,15 @@ class Rotary:
 
         A twin of the model's module computes them: some rotary modules adapt their frequencies to
         the largest position they were asked for, and a press must not leave a trace.
+
+        Raises:
+            UnsupportedModelError: if it is not known which that is.
         """
-        assert self.embedding is not None
+        if self.embedding is None:
+            raise UnsupportedModelError(
+                "keys are to be rotated to other positions, and no rotary module of the model is "
+                "known to make the cosines and sines for them"
+            )
         extra = {"layer_type": self.layer_type} if self.layer_type is not None else {}
         if self.in_3d:  # of text, the same in all of them
             positions = positions.expand(3, *positions.shape)
@@ -136,6 +167,11 @@ class _OfOneLayer(nn.Module):
             return super().__getattr__(name)
         of_type = f"{self.layer_type}_{name}"  # such as full_attention_inv_freq
         return getattr(self.embedding, of_type if hasattr(self.embedding, of_type) else name)
+
+
+def alike(made: Tensor, given: Tensor) -> Tensor:
+    """Whether cosines (or sines) `(..., channels)` are the same but for rounding, `(...)` bool."""
+    return ((made - given).abs() <= 2 * torch.finfo(given.dtype).eps).all(dim=-1)
 
 
 def _twin(module: nn.Module) -> nn.Module:

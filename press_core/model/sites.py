@@ -135,6 +135,14 @@ class AttentionSite:
         return torch.tensor(self.head_order, device=like.device).argsort(stable=True)
 
     @property
+    def keeps_clock(self) -> bool:
+        """Whether the model goes on to count all tokens, whatever a layer does with its keys.
+
+        As other layers count them too, or as it reckons from there where the images before lie.
+        """
+        return self.shares_clock or (self.rotary is not None and self.rotary.in_3d)
+
+    @property
     def sinks(self) -> Tensor | None:
         """Learned sink logits `(H,)` that take part in the softmax (gpt-oss), or None."""
         sinks = getattr(self.module, "sinks", None)
@@ -313,8 +321,11 @@ def _describe_rotary(model: nn.Module, name: str, module: Any, head_dim: int) ->
         return None
     embedding = find_rotary_embedding(model, name)
     layer_type = None
-    if embedding is not None and takes_layer_type(embedding):
-        layer_type = module.config.layer_types[module.layer_idx]
+    layer_types = getattr(
+        module.config, "layer_types", None
+    )  # Phi-MoE of transformers 5.2 has none
+    if embedding is not None and layer_types and takes_layer_type(embedding):
+        layer_type = layer_types[module.layer_idx]
     return Rotary(function, getattr(module, "rotary_ndims", head_dim), embedding, layer_type)
 
 

@@ -16,7 +16,6 @@ from press_core.calibration import (
     Calibration,
     CalibrationError,
     check_fits,
-    device_of,
     find,
     first_sentence,
     model_sizes,
@@ -24,6 +23,7 @@ from press_core.calibration import (
 )
 from press_core.call import AttentionCall
 from press_core.eviction import Eviction
+from press_core.model.decoder import device_of
 from press_core.model.sites import AttentionSite
 from press_core.press import Evicts, MeasuredPress, Press, require
 from press_core.presses.random import layer_generator

@@ -25,11 +25,11 @@ from press_core.cache.storing import mean_kept
 from press_core.calibration import (
     Batch,
     CalibrationError,
-    device_of,
     find,
     rows_alone,
 )
 from press_core.errors import UnsupportedModelError
+from press_core.model.decoder import device_of
 from press_core.model.sites import AttentionSite
 from press_core.press import Press, require
 from press_core.presses.kvzip import KVzip, RepeatPrompts

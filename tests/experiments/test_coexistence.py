@@ -55,7 +55,7 @@ def test_ours_may_be_compiled(mechanism):
 
 @pytest.mark.parametrize("companion", COMPANIONS)
 def test_companions_undo_what_they_do(companion):
-    model = coexistence.llama()
+    model = coexistence.small("llama")
     ids = token_ids(1, 24)
     before, logits = snapshot(model), model(ids).logits
     with COMPANIONS[companion].scope(model):

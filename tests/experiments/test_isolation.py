@@ -116,6 +116,7 @@ def test_hooks_and_patches_reach_nobody_but_who_shares_the_module(name, table):
         ("attention interface", "an instance with the same weights", UNTOUCHED),
         ("attention interface", "a deep copy made inside", ERROR),
         ("attention interface", "two scopes, the outer closed first", ERROR),
+        ("attention interface", "with hooks, the outer closed first", ERROR),
         ("function mode", "instances of other classes", RECOVERS),
         ("function mode", "an instance in another thread", UNTOUCHED),
         ("function mode", "the model, in another thread", RECOVERS),

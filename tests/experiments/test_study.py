@@ -15,8 +15,6 @@ import pandas as pd
 import pytest
 import torch
 import typer
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -27,16 +25,11 @@ from experiments import UserError
 from experiments.cli import app
 from experiments.framework import plots
 from experiments.framework.experiment import Contrast, Experiment, Finding, Related
+from experiments.framework.manifest import MANIFEST
 from experiments.framework.overview import overview
 from experiments.framework.readme import blocks, fill
 from experiments.framework.report import MAX_ROWS, related, write_report
-from experiments.framework.results import (
-    MANIFEST,
-    describe,
-    read_parts,
-    read_table,
-    write_table,
-)
+from experiments.framework.results import describe, read_parts, read_table, write_table
 from experiments.framework.tables import ResultTable
 from experiments.study import run_study
 
@@ -216,7 +209,8 @@ def test_tables_survive_what_fails_to_read_them(tmp_path, part):
 
 def test_two_experiments_cannot_write_one_table(tmp_path):
     assert study([ONE, tiny("two", measure=ONE.measure)], tmp_path)[0] == ["two"]
-    assert "written by an experiment before" in page(tmp_path).text
+    assert "'one' is no name for a table or figure of two" in page(tmp_path).text
+    assert read_table(tmp_path / "one.csv")["x"].tolist() == [0.1, 2.0, 3.5]
 
 
 def test_a_second_study_replaces_the_first_and_nothing_else(tmp_path):
@@ -665,68 +659,6 @@ def test_a_failed_study_fills_no_readme(tmp_path):
         blocks(tmp_path, [ONE, BROKEN])
 
 
-# ---- manifests and tables that somebody has written ----------------------------------------------
-
-
-def refused(folder, match):
-    """Whatever reads the manifest refuses it, in one line, and touches nothing."""
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    for read in (
-        lambda: study([ONE], folder),
-        lambda: write_report(folder, [ONE, TWO]),
-        lambda: read_parts(folder, [ONE, TWO]),
-    ):
-        with pytest.raises(UserError, match=match):
-            read()
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
-def entry(**changed):
-    return {"seconds": 1.0, "error": None, "tables": ["one"], "figures": {}} | changed
-
-
-@pytest.mark.parametrize(
-    "name", ["../victim", "/tmp/victim", "..", ".hidden", "a/b", "a\\b", "", "a\n", "a.b"]
-)
-def test_names_in_a_manifest_are_names(folder, tmp_path, name):
-    (tmp_path / "victim.csv").write_text("mine")
-    inside = tmp_path / "study"
-    shutil.copytree(folder, inside)
-    manifest = json.loads((inside / "run.json").read_text())
-    for changed in (entry(tables=[name]), entry(figures={name: "a line"})):
-        manifest["experiments"]["one"] = changed
-        (inside / "run.json").write_text(json.dumps(manifest))
-        refused(inside, "is not of a study: experiments.one")
-    assert (tmp_path / "victim.csv").read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    "text", ["{}", "[]", "null", "3", '{"experiments": {}}', "[" * 10_000, "\xff"]
-)
-def test_what_is_no_manifest(tmp_path, text):
-    (tmp_path / "run.json").write_text(text, encoding="latin-1")
-    refused(tmp_path, r"run.json is not (of a study|JSON)")
-
-
-def test_a_folder_of_somebody_else(tmp_path):
-    for name in ("one.csv", "photo.png", "report.md"):
-        path = tmp_path / name / name
-        path.parent.mkdir()
-        path.write_text("mine")
-        with pytest.raises(UserError, match=f"a file {name} that no study has written"):
-            study([ONE], path.parent)
-        assert path.read_text() == "mine"
-        assert len(list(path.parent.iterdir())) == 1
-
-
-def test_what_is_no_table(folder, tmp_path):
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    for content in (b"", b'x,word\n"', b"\xff\xfe,\n1,2,3\n"):
-        (tmp_path / "one.csv").write_bytes(content)
-        with pytest.raises(UserError, match=r"one.csv is no table"):
-            write_report(tmp_path, [ONE, TWO])
-
-
 def test_tables_that_are_not_those_of_the_experiment(folder, tmp_path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "one.csv").write_text("y\n1\n")
@@ -737,45 +669,3 @@ def test_tables_that_are_not_those_of_the_experiment(folder, tmp_path):
     (tmp_path / "run.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match="has no table or column 'one' of 'one'"):
         write_report(tmp_path, [ONE, TWO])
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=2)
-    ),
-    max_leaves=5,
-)
-
-
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_manifests_that_were_changed(folder, tmp_path, data):
-    """A report, or an error of one line; and nothing is written elsewhere."""
-    inside = tmp_path / "study"
-    shutil.copytree(folder, inside, dirs_exist_ok=True)
-    manifest = changed(data, json.loads((folder / "run.json").read_text()))
-    (inside / "run.json").write_text(json.dumps(manifest))
-    said = ""
-    try:
-        write_report(inside, [ONE, TWO])
-    except (UserError, OSError) as error:  # the command line tells both in one line
-        said = str(error)
-    assert len(said) < 1000
-    assert [path.name for path in tmp_path.iterdir()] == ["study"]
-    assert {path.name for path in inside.iterdir()} == {path.name for path in folder.iterdir()}
-
-
-def changed(data, node):
-    """JSON with something else somewhere in it."""
-    if isinstance(node, (dict, list)) and node and data.draw(st.integers(0, 5)):
-        key = data.draw(
-            st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node)))
-        )
-        node = node.copy()
-        if data.draw(st.booleans()):
-            node[key] = changed(data, node[key])
-        else:
-            del node[key]
-        return node
-    return data.draw(JSON)

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from rich.progress import Progress
 
 from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
 from experiments.questions.architectures.cells import MECHANISMS, OUTCOMES, SUBJECTS
 from experiments.questions.architectures.decoders import decoders
@@ -24,6 +25,8 @@ REPRESENTATIVES = (
     *("deepseek_v3", "jamba", "falcon_h1", "gemma3n_text", "llama4_text", "qwen2 (sliding)", "cwm"),
     *("paligemma", "qwen2_vl", "ernie4_5_vl_moe", "bart", "bart (seq2seq)", "t5 (seq2seq)"),
     *("inkling_text", "axk2", "beam", "hrm_text"),
+    *("qwen2_vl (image)", "qwen3_vl (image)", "llava (image)", "idefics3 (image)"),
+    *("gemma3 (image)", "paligemma (image)"),
 )
 """One type of every structural kind: what it stands for is said in `docs/architectures.md`."""
 
@@ -52,13 +55,18 @@ class Architectures(Experiment[Options]):
     )
     method = (
         "Every causal and image-text decoder of the installed transformers is built small, with "
-        "random weights, and run on text. What a press leaves and the logits that follow are "
-        "compared with a run over the full cache in which all that is evicted is masked, by code "
-        "that shares nothing with the presses. Image tokens, long contexts and trained weights "
-        "are not tried."
+        "random weights, and run on text, ten of them with an image in it too. What a press leaves "
+        "and the logits that follow are compared with a run over the full cache in which all that "
+        "is evicted is masked, by code that shares nothing with the presses. Long contexts and "
+        "trained weights are not tried."
     )
     full = Options()
     quick = Options(type=tuple(name for name in REPRESENTATIVES if name in decoders()))
+
+    def on(self, own: OwnModel) -> Planned[Options]:
+        if own.model_type not in decoders():
+            raise LeftOutError(f"it builds no small model of the type {own.model_type}")
+        return Planned(Options(type=(own.model_type,)), seconds=5, note=SMALL)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         """Every press, by both mechanisms, on every decoder, under all conditions.

@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 import hooks_impl
 import patch_impl
 from experiments.questions.architectures import reference
+from experiments.questions.architectures.images import with_image
 from press_core import PressError
 
 LENGTH, PADDING, RATIO = 24, 8, 0.5
@@ -129,21 +130,27 @@ class Found:
 class Bench:
     """One model, its full run and what the reference makes of it, for all cells.
 
+    Args:
+        image: whether the context has an image in it.
+
     Raises:
-        NotApplicableError: if the model does not run on text alone.
+        NotApplicableError: if the model does not run on text (and the image) alone.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, image: bool = False) -> None:
         self.models = {"eager": model}
+        self.image = image
         generator = torch.Generator().manual_seed(1)
         ids = 5 + torch.randperm(90, generator=generator)[: LENGTH + 4][None]
+        ids = with_image(model, ids) if image else ids
         self.ids, self.steps = ids[:, :LENGTH], [ids[:, LENGTH:-1], ids[:, -1:]]
         self._memory: dict[Any, Any] = {}
         try:
             self.run = reference.run_in_full(model, self.ids)
             self.plain = self._found(model, None).logits
         except Exception as error:
-            raise NotApplicableError(f"does not run on text alone: {_told(error)}") from error
+            what = "text and an image" if image else "text alone"
+            raise NotApplicableError(f"does not run on {what}: {_told(error)}") from error
 
     def outcome(self, cell: Cell) -> tuple[str, str]:
         """One of `OUTCOMES` for `cell`, and why."""
@@ -218,7 +225,7 @@ class Bench:
             if not cell.padded:
                 logits = self._found(model, _cache(cell)).logits
                 return "" if _difference(logits, self.plain) < TOLERANCE else alike
-            for with_positions in (True, False):
+            for with_positions in (False,) if self.image else (True, False):
                 self._memory["positions"] = with_positions
                 if not self._padded_apart(model):
                     return ""
@@ -254,8 +261,12 @@ class Bench:
                 mask = torch.cat((mask, torch.ones_like(new)), dim=1)
             more = {"attention_mask": mask}
             accepted = inspect.signature(type(model).forward).parameters
-            if self._memory["positions"] and "position_ids" in accepted:
-                more["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -new.shape[1] :]
+            places = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -new.shape[1] :]
+            delta = getattr(getattr(model, "model", None), "rope_deltas", None)
+            if self.image and cache is not None and delta is not None:
+                more["position_ids"] = places + delta  # as `generate` has it
+            elif self._memory["positions"] and "position_ids" in accepted:
+                more["position_ids"] = places
             output = reference.feed(model, new, cache, **more)
             cache = output.past_key_values
             logits.append(output.logits)

@@ -188,6 +188,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Types whose default leaves a kind of layer out: name, type and what its configuration is told."""
 
+IMAGES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")},
+    **{name: {"image_size": 28, "patch_size": 14} for name in ("llava", "paligemma")},
+    "gemma3": {"image_size": 32, "patch_size": 8},
+    **{name: {"image_size": 64, "patch_size": 16} for name in ("idefics3", "smolvlm")},
+    "internvl": {"image_size": (56, 56), "patch_size": (14, 14)},
+}
+"""Types that are run with an image too, and what their vision model is told to make few tokens."""
+
 
 @dataclass(frozen=True)
 class Decoder:
@@ -198,12 +207,14 @@ class Decoder:
         model_type: as in transformers' auto mappings.
         loader: the auto class that makes it.
         fields: what its configuration is told besides `SIZES`.
+        image: whether there is an image in its context.
     """
 
     name: str
     model_type: str
     loader: type
     fields: dict[str, Any]
+    image: bool = False
 
 
 def decoders() -> dict[str, Decoder]:
@@ -223,6 +234,12 @@ def decoders() -> dict[str, Decoder]:
             found.setdefault(name, Decoder(name, model_type, loader, DEMANDS.get(model_type, {})))
     for name, (model_type, fields) in VARIANTS.items():
         found[name] = dataclasses.replace(found[model_type], name=name, fields=fields)
+    for model_type in IMAGES.keys() & found.keys():
+        plain, name = found[model_type], f"{model_type} (image)"
+        fields = plain.fields
+        if IMAGES[model_type]:
+            fields = {**fields, "vision_config": IMAGES[model_type]}
+        found[name] = dataclasses.replace(plain, name=name, fields=fields, image=True)
     return dict(sorted(found.items()))
 
 

@@ -8,7 +8,8 @@ from matplotlib.patches import Patch
 
 from experiments.framework.plots import new_figure, style
 from experiments.framework.tables import ResultTable, markdown_table
-from experiments.questions.architectures.cells import SUBJECTS
+from experiments.questions.architectures.cells import OUTCOMES, SUBJECTS
+from experiments.questions.architectures.sweep import CONDITIONS
 
 BOTH, PATCH, HOOK, NEITHER, WRONG = "both", "patch", "hook", "neither", "wrong"
 COLOURS = {
@@ -28,7 +29,6 @@ REASONS = {
     "that no rotary module": "cosines and sines come from no rotary module",
     "a hook cannot tell": "no submodule puts out the query, so that no hook can collect it",
     "one by one": "heads are mixed before attention",
-    "sees later ones": "attention is not causal",
     "the same norm": "all keys have the same norm",
     "that were evicted before": "attention goes by a key's place in the cache",
     "use a sliding window": "all layers see a window only",
@@ -120,27 +120,26 @@ def figure(table: pd.DataFrame) -> Figure:
     return drawn
 
 
-def document(table: pd.DataFrame) -> str:
-    """`docs/architectures.md`: every decoder, and the reason of every refusal."""
+def document(table: pd.DataFrame, oldest: pd.DataFrame) -> str:
+    """`docs/architectures.md`: every decoder, and the reason of every refusal.
+
+    Args:
+        table: of the newest release of transformers that is supported.
+        oldest: of the oldest.
+    """
     reached = reach(table)
     left_out = table[table["worst"] == "not applicable"].groupby("type")["reason"].first()
     left_out = left_out[~left_out.index.isin(reached["type"])]
-    words = {BOTH: "yes", PATCH: "patch", HOOK: "hook", NEITHER: "no", WRONG: "**wrong**"}
-    presses = [press for press in SUBJECTS if press in set(reached["press"])]
-    rows = []
-    for kind, group in reached.groupby("type"):
-        by_press = dict(zip(group["press"], group["reach"], strict=True))
-        short = dict.fromkeys(why(reason) for reason in group["reason"] if reason)
-        cells = [words[by_press[press]] if press in by_press else "" for press in presses]
-        rows.append([f"`{kind}`", *cells, "; ".join(short)])
+    rows = _rows(reached)
     parts = [
-        _INTRODUCTION.format(n=reached["type"].nunique(), left_out=len(left_out)),
+        _introduction(table, reached, len(left_out)),
         "## Why presses are refused",
         reasons(table).markdown(),
         "## Every decoder",
         "*yes*: right by hook and by patch; *patch*: by patch alone, the hook being refused when "
         "its scope opens; *no*: refused by both.",
-        markdown_table(["type", *presses, "why not"], rows, left=None),
+        markdown_table(["type", *SUBJECTS, "why not"], list(rows.values()), left=None),
+        *_of_oldest(rows, oldest),
         "## Left out",
         "They do not run on text alone, or cannot be built small.",
         markdown_table(
@@ -151,6 +150,88 @@ def document(table: pd.DataFrame) -> str:
     ]
     return "\n\n".join(parts) + "\n"
 
+
+def _introduction(table: pd.DataFrame, reached: pd.DataFrame, n_left_out: int) -> str:
+    pruned = reached[reached["press"] != "nothing evicted"]
+    by_type = pruned.groupby("type")["reach"].agg(set)
+    of_cells = [str(cell) for condition in CONDITIONS for cell in table[condition]]
+    of_cells = [cell for cell in of_cells if cell not in ("", "not applicable")]
+    return _INTRODUCTION.format(
+        n=reached["type"].nunique(),
+        left_out=n_left_out,
+        some=sum(bool(found - {NEITHER, WRONG}) for found in by_type),
+        all=sum(found == {BOTH} for found in by_type),
+        patch=sum(PATCH in found for found in by_type),
+        hook=sum(HOOK in found for found in by_type),
+        wrong=sum(cell in OUTCOMES[2:6] for cell in of_cells),
+        cells=len(of_cells),
+        audit=_AUDIT,
+    )
+
+
+def _rows(reached: pd.DataFrame) -> dict[str, list[str]]:
+    """By type, a row of the table of all decoders."""
+    words = {BOTH: "yes", PATCH: "patch", HOOK: "hook", NEITHER: "no", WRONG: "**wrong**"}
+    rows: dict[str, list[str]] = {}
+    for kind, group in reached.groupby("type"):
+        by_press = dict(zip(group["press"], group["reach"], strict=True))
+        short = dict.fromkeys(why(reason) for reason in group["reason"] if reason)
+        cells = [words[by_press[press]] if press in by_press else "" for press in SUBJECTS]
+        rows[str(kind)] = [f"`{kind}`", *cells, "; ".join(short)]
+    return rows
+
+
+def _of_oldest(newest: dict[str, list[str]], oldest: pd.DataFrame) -> list[str]:
+    """What differs on the oldest release of transformers that is supported."""
+    rows = _rows(reach(oldest))
+    others = [row for kind, row in rows.items() if kind in newest and row[:-1] != newest[kind][:-1]]
+    n_same = sum(kind in newest for kind in rows) - len(others)
+    alone = ", ".join(row[0] for kind, row in rows.items() if kind not in newest)
+    text = (
+        f"{len(rows)} decoders of transformers 5.2 are swept likewise. {n_same} do as above, "
+        f"{len(others)} otherwise:"
+    )
+    parts = ["## On transformers 5.2", text]
+    parts.append(markdown_table(["type", *SUBJECTS, "why not"], others, left=None))
+    if alone:
+        parts.append(f"Swept there alone: {alone}.")
+    return parts
+
+
+_AUDIT = """## Where hooks and patches end
+
+Keys and values lie in the cache when attention has run, and hidden states are what its module was
+given. Both mechanisms read these everywhere, so presses that need no more are right by both or by
+neither: of what a model *does* (rotations, windows, caches, the pairing of heads) neither knows
+more than the other.
+
+The query parts them. It exists between two lines of a forward. A hook sees it if some submodule
+puts it out, in whatever layout, before the rotation or after: the probe compares the outputs of all
+of them with what attention receives. Where a function of tensors comes last (a norm without a
+module, a temperature by position, two projections put together as in MLA) there is nothing to hang
+a hook on. A patch does not look for it: it receives the query of the very call, as an argument of
+the attention function. But it depends on that function being asked for in transformers' registry:
+where a module attends by lines of its own, patches see no query, and neither hooks nor patches can
+attend over heads of different lengths.
+
+Neither reaches what is no longer there. Latent caches (MLA) hold one row for all heads, of which
+the module makes keys and values anew in each forward. A row can be evicted for all heads at once,
+by presses that go by places (StreamingLLM, Random). Scores by head would have to be put together,
+after being computed from keys that are made with the module's own projection, rotated and not: a
+second computation of what the module does inside, by names that differ from family to family, and
+the query would be patches' alone. So those presses are refused by name. Where a release or a model
+caches whole keys instead (DeepSeek-V3 on transformers 5.2), those that read keys and values work.
+
+Neither mechanism makes a wrong assumption right: what the probe finds (positions by place in the
+cache, keys of one norm, heads mixed before attention, rotations by complex numbers as in Llama 4)
+is refused for both.
+
+Images change two things. Their positions lie in three dimensions, and no position ids that a module
+is given say so: presses that turn keys back use the cosines and sines of the call, and presses that
+look ahead find the last token by its own. A re-rotated key has the same new position in all
+dimensions, as text has, and an image *behind* re-rotated keys is refused. And in some models the
+tokens of an image see each other, later ones too: weights that are computed again take that from
+the mask."""
 
 _INTRODUCTION = """# Decoders
 
@@ -164,8 +245,17 @@ attention stays the same when a token is taken out of the cache. What does not h
 the presses that need it. That takes place once per class and configuration of a model;
 `with press_core.unverified(): ...` opens a scope without.
 
-{n} decoders of the installed transformers run on text alone and are swept with tiny random weights:
-one press for each kind of input that a press can read, by hook and by patch, with eager and sdpa
-attention, the model's own cache and a bare `DynamicCache()`, and in a padded batch. What is kept,
-and the logits that follow, are compared with a run over the full cache in which all that is evicted
-is masked. {left_out} more are left out."""
+{n} decoders of transformers 5.23 are swept with tiny random weights: one press for each kind of
+input that a press can read, by hook and by patch, with eager and sdpa attention, the model's own
+cache and a bare `DynamicCache()`, and in a padded batch. What is kept, and the logits that follow,
+are compared with a run over the full cache in which all that is evicted is masked. They run on
+text; *(image)* marks those that run with an image in the context and text behind it, too.
+{left_out} more are left out.
+
+Of the {n}, some press is right on {some}: {all} take every press by both mechanisms, on {patch} a
+patch reaches what no hook does, and on {hook} a hook what no patch does. {wrong} cells of {cells}
+are wrong, raise something else than a refusal, or refuse once the model is running.
+
+![Decoders by press, and which mechanism is right](../results/architectures.png)
+
+{audit}"""

@@ -20,6 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool1d, pad
 
+from experiments.questions.architectures.images import image_inputs
+
+TEXT = 99
+"""The largest token id that stands for text."""
 CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
 
 
@@ -78,6 +82,8 @@ class FullRun:
         ids: `(1, S)`, the context.
         cache: what the run left.
         layers: by index in the cache, those that hold keys of the whole context.
+        rope_delta: where the model says so, by how much the position of the next token differs from
+            the number of tokens: an image takes up fewer positions than tokens.
         elsewhere: by positions, what modules were given in runs over these.
     """
 
@@ -85,17 +91,19 @@ class FullRun:
     ids: Tensor
     cache: Any
     layers: dict[int, Layer]
+    rope_delta: int | None = None
     elsewhere: dict[tuple[int, ...], dict[nn.Module, tuple[Any, Any]]] = field(default_factory=dict)
 
 
 def feed(model: Any, ids: Tensor, cache: Any, **more: Any) -> Any:
-    """One forward over `ids`, of the decoder where there is an encoder too."""
+    """One forward over `ids` and the image in them; of the decoder, where there is an encoder."""
     inputs = {"input_ids": ids}
     if model.config.is_encoder_decoder and hasattr(model, "get_encoder"):
         context = torch.arange(5, 5 + ids.shape[0] * 19).view(ids.shape[0], 19) % 100
         inputs = {"input_ids": context, "decoder_input_ids": ids}
         if "attention_mask" in more:
             more["decoder_attention_mask"] = more.pop("attention_mask")
+    inputs |= image_inputs(model, ids)
     with torch.no_grad():
         return model(**inputs, past_key_values=cache, use_cache=True, **more)
 
@@ -187,7 +195,8 @@ def run_in_full(model: nn.Module, ids: Tensor) -> FullRun:
                 states = cached.keys.clone(), cached.values.clone()
                 layers[index] = Layer(*states, call, [call.module], heads)
             break
-    return FullRun(model, ids, cache, layers)
+    delta = getattr(getattr(model, "model", None), "rope_deltas", None)
+    return FullRun(model, ids, cache, layers, None if delta is None else int(delta))
 
 
 def _heads_over(call: Call, index: int, cached: Any, length: int) -> Tensor | None:
@@ -257,6 +266,8 @@ def expected_attention(run: FullRun, layer: Layer, sink: int = 2, future: int = 
     """
     given = layer.call.kwargs.get("position_ids")
     start = layer.length if given is None else int(given.max()) + 1
+    if run.rope_delta is not None:
+        start = layer.length + run.rope_delta
     positions = range(start, start + future)
     queries = torch.stack([asked_at(run, layer, p).query for p in positions]).mean(dim=0)
     queries = queries[:, :, sink:].double()
@@ -298,7 +309,7 @@ def _arguments_at(run: FullRun, positions: Tensor) -> dict[nn.Module, tuple[Any,
     """What the modules of layers are given in a run at `positions` `(1, q)`."""
     key = tuple(positions[0].tolist())
     if key not in run.elsewhere:
-        ids = run.ids[:, : len(key)]
+        ids = run.ids[:, : len(key)].clamp(max=TEXT)
         with arguments_seen(run.model) as seen:
             feed(run.model, ids, None, **_positions(run.model, positions))
         run.elsewhere[key] = seen

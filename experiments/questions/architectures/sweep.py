@@ -6,7 +6,8 @@ import multiprocessing
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pandas as pd
 import torch
 import transformers
 
+from experiments.framework.timing import threads
 from experiments.questions.architectures.cells import (
     OUTCOMES,
     Bench,
@@ -46,20 +48,19 @@ def measure(
         types: names of decoders; None: all.
         store: a CSV file that rows are appended to as they come; types that it has are not run.
         choose: which cells to run.
-        progress: told the name of each decoder before it is built.
+        progress: told the name of each decoder that is done.
     """
     known = decoders()
     done = pd.read_csv(store, keep_default_na=False) if store and store.exists() else _table([])
-    _warm_up(known["llama"])
     tables = [done]
-    for name in types or known:
-        if name in set(done["type"]):
-            continue
-        progress(name)
-        table = _table(_in_a_process(known[name], choose))
-        tables.append(table)
-        if store:
-            table.to_csv(store, mode="a", header=not store.exists(), index=False)
+    waiting = [known[name] for name in types or known if name not in set(done["type"])]
+    with threads(1):  # in each of the processes
+        _warm_up(known["llama"])
+        for decoder, rows in _in_processes(waiting, choose):
+            progress(decoder.name)
+            tables.append(_table(rows))
+            if store:
+                tables[-1].to_csv(store, mode="a", header=not store.exists(), index=False)
     return pd.concat(tables, ignore_index=True)
 
 
@@ -69,26 +70,52 @@ def _table(rows: list[tuple[Any, ...]]) -> pd.DataFrame:
 
 def _warm_up(decoder: Decoder) -> None:
     """Import what every model needs, once for all processes to come."""
-    torch.set_num_threads(1)
     model: Any = build(decoder)
     model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=2, pad_token_id=0)
 
 
-def _in_a_process(decoder: Decoder, choose: Callable[[Cell], bool]) -> list[tuple[Any, ...]]:
-    """The rows of one decoder; a crash of its process is an outcome like others."""
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(
-        target=_send_rows, args=(decoder, choose, sender)
-    )
-    process.start()
-    sender.close()
+def _in_processes(
+    waiting: list[Decoder], choose: Callable[[Cell], bool]
+) -> Iterator[tuple[Decoder, list[tuple[Any, ...]]]]:
+    """Decoders and their rows, in order; as many run at a time as there are processors."""
+    at_once = os.cpu_count() or 1
+    running: deque[_Running] = deque()
     try:
-        rows: list[tuple[Any, ...]] = receiver.recv()
-    except EOFError:
-        process.join()
-        rows = [_row(decoder, None, "crash", f"its process ended with {process.exitcode}")]
-    process.join()
-    return rows
+        for decoder in waiting:
+            running.append(_Running(decoder, choose))
+            if len(running) == at_once:
+                yield running[0].decoder, running[0].rows()
+                running.popleft()
+        while running:
+            yield running[0].decoder, running[0].rows()
+            running.popleft()
+    finally:
+        for started in running:
+            started.process.kill()
+
+
+class _Running:
+    """A decoder in a process of its own."""
+
+    def __init__(self, decoder: Decoder, choose: Callable[[Cell], bool]) -> None:
+        self.decoder = decoder
+        self.receiver, sender = multiprocessing.Pipe(duplex=False)
+        self.process = multiprocessing.get_context("fork").Process(
+            target=_send_rows, args=(decoder, choose, sender)
+        )
+        self.process.start()
+        sender.close()
+
+    def rows(self) -> list[tuple[Any, ...]]:
+        """What it sends once it is done; a crash of the process is an outcome like others."""
+        try:
+            rows: list[tuple[Any, ...]] = self.receiver.recv()
+        except EOFError:
+            self.process.join()
+            reason = f"its process ended with {self.process.exitcode}"
+            rows = [_row(self.decoder, None, "crash", reason)]
+        self.process.join()
+        return rows
 
 
 def _send_rows(decoder: Decoder, choose: Callable[[Cell], bool], sender: Any) -> None:
@@ -106,7 +133,7 @@ def rows_of(
 ) -> list[tuple[Any, ...]]:
     """The rows of one decoder, measured in this process."""
     try:
-        bench = Bench(build(decoder))
+        bench = Bench(build(decoder), decoder.image)
     except NotApplicableError as reason:
         return [_row(decoder, None, "not applicable", str(reason))]
     except Exception as error:

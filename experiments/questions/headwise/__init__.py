@@ -27,17 +27,19 @@ from transformers import PreTrainedModel
 from experiments import UserError
 from experiments.framework.experiment import Contrast, Experiment, Finding, Related, Tables
 from experiments.framework.options import Device, checked_positive_share
+from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
 from experiments.framework.works import ADAKV, DUO_ATTENTION, KVPRESS
 from experiments.loading import load_model, short_name
 from experiments.questions.headwise.asked import asked
-from experiments.questions.headwise.budgets import ALL, N_PAIRS, UNIFORM, compare
+from experiments.questions.headwise.budgets import ALL, COMPARED, N_PAIRS, UNIFORM, compare
 from experiments.questions.headwise.figures import figures
 from experiments.questions.headwise.timing import FULL, Size, decode_times, random_llama
 from experiments.questions.headwise.trials import MISSING, N_TRIALS, SAME, trials
 from experiments.questions.headwise.views import points, rows_by, verdict, views
 from experiments.testbed.asking import Task
 from experiments.testbed.facts import draw
+from experiments.testbed.families import FAMILIES as FAMILIES_BUILT
 from experiments.testbed.families import build, supported_implementations
 from press_core import attention_sites
 
@@ -115,9 +117,29 @@ class Headwise(Experiment[Options]):
         "model, whose heads differ more, may gain more, and times on a GPU differ."
     )
     full = Options()
-    quick = Options(
-        ratio=(0.5, 0.8), samples=16, contexts=(1024, 4096), rounds=5, family=("llama",)
-    )
+    quick = Options(ratio=(0.8,), samples=16, contexts=(1024, 4096), rounds=5, family=("llama",))
+
+    def on(self, own: OwnModel) -> Planned[Options]:
+        missing = [name for name in COMPARED if name not in own.presses]
+        if missing:
+            raise LeftOutError(f"{', '.join(missing)}, which it compares, cannot be opened on it")
+        parts = {
+            Part.BUDGETS: True,
+            Part.DECODING: own.keeps_all,
+            Part.CONDITIONS: own.model_type in FAMILIES_BUILT,
+        }
+        samples, words, facts = 6, 192, 8
+        (context,) = own.at_most(1024)
+        options = self.quick_on(
+            own,
+            **{"part": tuple(part for part, done in parts.items() if done)},
+            **{"samples": samples, "context": words, "facts": facts},
+            **{"contexts": (context,), "family": (own.model_type,)},
+        )
+        n_caches = (1 + 2 * N_PAIRS * len(options.ratio)) * samples
+        asked_tokens = n_caches * 2 * (3 * words + 6 * facts)  # a word is a few tokens, or one
+        timed = options.rounds * 6 * 2 if own.keeps_all else 0
+        return Planned(options, tokens=asked_tokens, steps=n_caches * facts + timed, seconds=5)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         """Whichever parts are asked for.

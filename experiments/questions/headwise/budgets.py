@@ -214,6 +214,12 @@ def compare(
     }
 
 
+COMPARED = (
+    *("SnapKVPress", "ExpectedAttentionPress", "KnormPress", "AdaKVPress", "KVzipPress"),
+    *("CriticalKVPress", "CriticalAdaKVPress", "StreamingLLMPress"),
+)
+"""The presses of the pairs, but DuoAttention, for which heads are measured first."""
+
 N_PAIRS = 6
 """How many pairs there are: `compare` calls `advance` twice for each and ratio, and once more."""
 

@@ -34,6 +34,7 @@ from experiments.framework.options import (
     one_of,
     several,
 )
+from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.tables import ResultTable
 from experiments.loading import short_name
 from experiments.questions.throughput import beside, figures, views
@@ -186,6 +187,16 @@ class Throughput(Experiment[Options]):
         every=("SnapKVPress", "KnormPress"),
         first_context=512,
     )
+
+    def on(self, own: OwnModel) -> Planned[Options]:
+        (context,), presses = own.at_most(512), own.opened(Options.press)
+        every = own.opened(self.quick.every)
+        lengths: dict[str, Any] = {"context": (context,), "first_context": context}
+        options = self.quick_on(own, press=presses, every=every, **lengths)
+        n_conditions = 1 + 2 * len(presses)
+        n_answers = (n_conditions + 1 + len(every)) * (options.rounds + 1)
+        seconds = 10 * n_conditions  # a process each, for the memory
+        return Planned(options, n_answers * context, n_answers * options.tokens, seconds)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         """Whichever parts are asked for.

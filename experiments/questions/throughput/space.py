@@ -1,12 +1,13 @@
 """The most memory that an answer takes, beyond the model itself.
 
-On a GPU that is what torch's allocator says. On a CPU it is the resident size of a process, which
-also counts what the C library keeps back, as whoever runs the model pays for that too; so that no
-answer finds what an earlier one left, each has a process of its own.
+On a GPU that is what torch's allocator says. On a CPU it is the resident size of a process. So that
+no answer finds what an earlier one left, each has a process of its own; and so that a token more
+never takes less, the C library is told to give back at once what is freed.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import sys
 from contextlib import suppress
@@ -80,11 +81,23 @@ def _processes() -> Any:
 def _in_child(result: Connection, subject: Subject, run: Run, threads: int) -> None:
     try:
         torch.set_num_threads(threads)
+        _give_back_at_once()
         result.send(_growth(subject.load(), run))
     except MemoryError:
         raise
     except Exception as error:
         result.send(in_one_line(error))
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+def _give_back_at_once() -> None:
+    """Let glibc return memory to the system as it is freed; other C libraries stay as they are."""
+    with suppress(AttributeError, OSError, TypeError):
+        libc = ctypes.CDLL(None)
+        for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            libc.mallopt(parameter, 2**16)
 
 
 def _growth(model: PreTrainedModel, run: Run) -> int:

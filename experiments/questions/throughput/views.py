@@ -39,7 +39,7 @@ def remarks(tables: Tables) -> list[str]:
         said.append(
             f"What fits is {reached.min():.2f} to {reached.max():.2f} of what arithmetic predicts, "
             "which counts weights, keys and values, and what one layer computes with; it leaves "
-            "out what presses score with and what the allocator keeps back."
+            "out what presses score with."
         )
     table = tables.get("throughput", pd.DataFrame())
     if "transformers" in table:

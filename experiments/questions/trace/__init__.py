@@ -25,6 +25,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.options import Device
+from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import (
     GRID,
     MUTED,
@@ -61,6 +63,7 @@ class Options:
     ratio: Annotated[float, typer.Option(help="Share of the tokens to evict, in [0, 1).")] = 0.5
     length: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 512
     decode: Annotated[int, typer.Option(min=0, help="Decode steps after the prefill.")] = 1
+    device: Device = "cpu"
 
 
 def trace(
@@ -290,11 +293,12 @@ def _draw_layers(panel: Axes, rows: pd.DataFrame, colour: str) -> None:
     panel.grid(axis="y", visible=False)
 
 
-def _model(name: str) -> PreTrainedModel:
+def _model(name: str, device: str) -> PreTrainedModel:
     if name not in FAMILIES:
-        return load_model(name)[0]
+        return load_model(name, device=device)[0]
     implementations = supported_implementations(name)
-    return build(name, attn_implementation="sdpa" if "sdpa" in implementations else "eager")
+    model = build(name, attn_implementation="sdpa" if "sdpa" in implementations else "eager")
+    return model.to(torch.device(device))
 
 
 class Trace(Experiment[Options]):
@@ -315,8 +319,13 @@ class Trace(Experiment[Options]):
     )
     full = quick = Options()
 
+    def on(self, own: OwnModel) -> Planned[Options]:
+        (press,), (length,) = own.opened((Options.press,)), own.at_most(Options.length)
+        options = self.quick_on(own, press=press, length=length)
+        return Planned(options, 2 * RUNS * length, 2 * RUNS * options.decode, seconds=1)
+
     def measure(self, options: Options, progress: Progress) -> Tables:
-        name, model = press_name(options.press), _model(options.model)
+        name, model = press_name(options.press), _model(options.model, options.device)
         presses = suited_pair(name, options.ratio, options.length, model)
         events = trace(model, presses, length=options.length, decode=options.decode)
         called = short_name(options.model)

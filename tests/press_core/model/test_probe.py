@@ -58,6 +58,13 @@ def test_a_common_decoder_meets_all_needs() -> None:
         assert site.rotary.first_position == 0
 
 
+def test_a_rotary_module_may_take_layer_types_that_the_configuration_has_not() -> None:
+    for site in verified_sites(tiny("phimoe")):
+        assert not site.refusals
+        assert site.rotary is not None
+        assert site.rotary.layer_type is None
+
+
 def test_layers_without_positions_are_told_from_those_that_rotate() -> None:
     rotations = [type(site.rotary) for site in verified_sites(tiny("smollm3"))]
     assert [kind is NoRotation for kind in rotations] == [False, False, False, True]

@@ -1,0 +1,211 @@
+"""The manifest of a study's folder, `run.json`: what was run, and which files came of it.
+
+A study removes and replaces the files that its manifest names, and no others. So names are checked
+when it is read: a table or figure of `quality` is called `quality` or `quality_...`, and nothing in
+a manifest leads out of its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from tempfile import NamedTemporaryFile, TemporaryFile
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from experiments import UserError
+
+MANIFEST = "run.json"
+REPORTS = ("report.md", "report.html", "overview.png")
+"""What is written of all experiments together."""
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=100)]
+
+
+class _Read(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True)
+
+
+class Entry(_Read):
+    """One experiment.
+
+    Attributes:
+        seconds: that it ran.
+        error: why it failed, in one line, or None.
+        tables: names of its CSV files.
+        figures: what each of its PNG files shows, in words, by name.
+        commit: of the code that ran it, or None if that is not known.
+        repeat: the command that runs it again; empty: the experiment's own.
+        options: that it ran with, as text.
+        note: what a reader has to know besides, a sentence; empty: nothing.
+    """
+
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    error: str | None = None
+    tables: list[Name] = []
+    figures: dict[Name, str] = {}
+    commit: str | None = None
+    repeat: str = ""
+    options: str = ""
+    note: str = ""
+
+    @property
+    def files(self) -> list[str]:
+        return [*(f"{name}.csv" for name in self.tables), *(f"{n}.png" for n in self.figures)]
+
+
+class Machine(_Read):
+    """What a study ran on."""
+
+    system: str
+    cpu_count: int | None
+    torch_threads: int
+    gpu: str | None
+
+
+class Manifest(_Read):
+    """A study: when, with what and on what it was begun, and what came of it.
+
+    Attributes:
+        model: of the user's own, as it was given; None: the study of this project.
+        quick: whether grids are small.
+        left_out: why an experiment is not run on that model, by its name.
+        waiting: names of the experiments that were asked for and are not finished.
+        experiments: entries by name, in the order of the report.
+    """
+
+    date: str
+    commit: str | None
+    seed: int
+    versions: dict[str, str]
+    machine: Machine
+    model: str | None = None
+    quick: bool = False
+    left_out: dict[Name, str] = {}
+    waiting: list[Name] = []
+    experiments: dict[Name, Entry]
+
+    @property
+    def files(self) -> set[str]:
+        """Names of all files that the study has written."""
+        own = {file for entry in self.experiments.values() for file in entry.files}
+        return own | {MANIFEST, *REPORTS}
+
+
+def check_names(experiment: str, names: Iterable[str]) -> None:
+    """Check what tables or figures of an experiment are called.
+
+    Raises:
+        ValueError: if one is not called as the experiment is, alone or before an underscore.
+    """
+    for name in names:
+        if name != experiment and not name.startswith(f"{experiment}_"):
+            raise ValueError(
+                f"{name!r} is no name for a table or figure of {experiment}: call it "
+                f"{experiment!r} or {f'{experiment}_...'!r}"
+            )
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of the study in `folder`.
+
+    Raises:
+        UserError: if there is none, or it is not one.
+    """
+    path = folder / MANIFEST
+    try:
+        manifest = Manifest.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        for name, entry in manifest.experiments.items():
+            check_names(name, [*entry.tables, *entry.figures])
+    except FileNotFoundError:
+        raise UserError(
+            f"there is no {MANIFEST} in {folder}, so it holds no study; make one with "
+            f"`python -m experiments study --output {folder}`"
+        ) from None
+    except ValidationError as error:
+        raise UserError(f"{path} is no manifest of a study: {_first(error)}") from None
+    except RecursionError:
+        raise UserError(f"{path} is no manifest of a study: it nests too deeply") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
+    except ValueError as error:  # bytes that are no text, numbers too long, names of no experiment
+        raise UserError(f"{path} is no manifest of a study: {error}") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    return manifest
+
+
+def _first(error: ValidationError) -> str:
+    """The first thing that is wrong, in one line: where it is, and what should be there."""
+    wrong = error.errors(include_url=False, include_context=False)[0]
+    place = ".".join(map(str, wrong["loc"])) or "all of it"
+    reason = f"{place} is {wrong['input']!r:.60}; {wrong['msg'][0].lower()}{wrong['msg'][1:]}"
+    return ascii(reason)[1:-1] if not reason.isprintable() else reason
+
+
+def write_manifest(manifest: Manifest, folder: Path) -> None:
+    """Write the manifest of a study into its `folder`: at once, or not at all."""
+    content = json.dumps(manifest.model_dump(), indent=2, ensure_ascii=False)
+    with NamedTemporaryFile(
+        "w", dir=folder, delete=False, encoding="utf-8", prefix=MANIFEST
+    ) as part:
+        part.write(f"{content}\n")
+    Path(part.name).chmod(0o644)
+    Path(part.name).replace(folder / MANIFEST)
+
+
+# ---- whose files ---------------------------------------------------------------------------------
+
+
+def check_output(
+    folder: Path, experiments: Collection[str], *, own: Collection[str], overwrite: bool = False
+) -> None:
+    """Make the folder if it is not there, and see that experiments can write their files into it.
+
+    Args:
+        experiments: names of those that will write.
+        own: files that the study in the folder has written, and may replace.
+        overwrite: whether files of somebody else may be replaced too.
+
+    Raises:
+        UserError: if they cannot, or would replace a file of somebody else.
+    """
+    for path in _in_the_way(folder, experiments):
+        if path.is_symlink() or not path.is_file():
+            raise UserError(
+                f"{path} is no plain file, so no study writes it; give another --output"
+            )
+        if path.name not in own and not overwrite:
+            raise UserError(
+                f"{path} was not written by the study in that folder, and would be lost; give "
+                "another --output, move it away, or replace it with --overwrite"
+            )
+    check_writable(folder)
+
+
+def check_writable(folder: Path) -> None:
+    """Make the folder if it is not there.
+
+    Raises:
+        UserError: if it cannot be made, or not be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"cannot write to the folder {folder}: {error.strerror}; give another --output"
+        ) from None
+
+
+def _in_the_way(folder: Path, experiments: Collection[str]) -> Iterator[Path]:
+    """Files whose names are those of a study's, whoever wrote them."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        stem, extension = os.path.splitext(path.name)
+        of_one = any(stem == name or stem.startswith(f"{name}_") for name in experiments)
+        if path.name in (MANIFEST, *REPORTS) or (of_one and extension in (".csv", ".png")):
+            yield path

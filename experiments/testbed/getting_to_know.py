@@ -1,0 +1,117 @@
+"""What a study of a model of the user's own has to know of it beforehand."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+from urllib.request import Request, urlopen
+
+import torch
+from huggingface_hub import constants
+from transformers import DynamicCache, PreTrainedModel
+
+import hooks_impl
+from experiments import UserError
+from experiments.framework.own_model import OwnModel
+from experiments.loading import ModelNotFoundError, load_model, short_name
+from experiments.testbed.recipes import recipe_pair
+from press_core import PressError, attention_sites
+
+_LEAST_WORDS = 32
+"""Tokens of a tokenizer that was trained on anything."""
+
+PROBE, STEPS = 256, 5
+"""Tokens of the prefill that is timed, and the decode steps after it."""
+
+
+def get_to_know(name: str, device: str = "cpu") -> OwnModel:
+    """Load a model and see what can be done with it; takes one prefill and a few steps.
+
+    Raises:
+        ModelNotFoundError: if there is no such model.
+        UserError: if it cannot be loaded as the experiments load it, or no layer can be pruned.
+    """
+    try:
+        model, tokenizer = load_model(name, device=device)
+    except ModelNotFoundError:
+        raise
+    except (ImportError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"cannot load {name} with its tokenizer: {reason:.300}") from error
+    # Where there are no files of a tokenizer, some releases of transformers make an empty one.
+    if len(tokenizer) < _LEAST_WORDS:
+        raise UserError(
+            f"cannot load {name} with its tokenizer: what lies there knows {len(tokenizer)} tokens"
+        )
+    try:
+        sites = attention_sites(model)
+    except PressError as error:
+        raise UserError(f"no press can prune {name}: {error}") from error
+    config = model.config.get_text_config()
+    token_seconds, step_seconds = _pace(model)
+    return OwnModel(
+        model=full_name(name),
+        name=short_name(name),
+        model_type=config.model_type,
+        device=device,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        trained=_trained(config),
+        heads=sum(site.num_kv_heads for site in sites),
+        keeps_all=len(sites) == config.num_hidden_layers,
+        presses=tuple(press for press in hooks_impl.PRESSES if _opens(press, model)),
+        token_seconds=token_seconds,
+        step_seconds=step_seconds,
+        online=_is_online(),
+    )
+
+
+def full_name(name: str) -> str:
+    """A model's name, wherever one stands: the whole path of a folder, or the hub id."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
+def _trained(config: Any) -> int:
+    return int(getattr(config, "max_position_embeddings", None) or 2048)
+
+
+def _opens(name: str, model: PreTrainedModel) -> bool:
+    try:
+        for press in recipe_pair(name, 0.5, PROBE):
+            press.register(model).remove()
+    except PressError:
+        return False
+    return True
+
+
+@torch.inference_mode()
+def _pace(model: PreTrainedModel) -> tuple[float, float]:
+    """Seconds per token of a prefill, and per decode step."""
+    config = model.config.get_text_config()
+    length = min(PROBE, max(2, _trained(config) - STEPS))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, config.vocab_size, (1, length), generator=generator).to(model.device)
+
+    def timed(tokens: torch.Tensor, cache: DynamicCache) -> float:
+        start = perf_counter()
+        model(input_ids=tokens, past_key_values=cache, logits_to_keep=1)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+        return perf_counter() - start
+
+    timed(ids[:, :2], DynamicCache(config=model.config))  # what comes once
+    cache = DynamicCache(config=model.config)
+    prefill = timed(ids, cache)
+    return prefill / length, median(timed(ids[:, :1], cache) for _ in range(STEPS))
+
+
+def _is_online() -> bool:
+    if constants.HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE"):
+        return False
+    try:
+        with urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=3):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,177 @@
+"""Contexts with an image in them: positions in three dimensions, tokens that see later ones.
+
+That each kind of press keeps what it should is in `tests/experiments/test_architectures.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import hooks_impl
+import patch_impl
+from experiments.questions.architectures.decoders import build, decoders
+from experiments.questions.architectures.images import image_inputs, with_image
+from press_core import ScopeError, UnsupportedInputError, UnsupportedModelError
+from press_core.attention import received_attention
+from press_core.blocks import NUMBERS
+from press_core.cache.masks import later_tokens
+from press_core.model import probe
+from press_core.model.probe import verified_sites
+from press_core.press import Needs
+from tests.support import token_ids
+
+both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
+N = 24
+
+
+def tiny(name):
+    return build(decoders()[f"{name} (image)"])
+
+
+def in_3d():
+    """A model whose images have positions in three dimensions."""
+    model = tiny("qwen3_vl")
+    if any("rope" in site.refusals for site in verified_sites(model)):
+        pytest.skip("the installed transformers hands on no cosines and sines of this model")
+    return model
+
+
+def context(model, n=N):
+    return with_image(model, 5 + torch.arange(n)[None])
+
+
+def run(model, ids, cache):
+    with torch.no_grad():
+        return model(input_ids=ids, past_key_values=cache, **image_inputs(model, ids)).logits
+
+
+@both
+def test_keys_of_images_move_to_their_places_and_text_goes_on_there(package):
+    """Hooks and patches alike, in the same scope; without one nobody may read such a cache."""
+    model, cache = in_3d(), DynamicCache()
+    press = package.KeyRerotationPress(package.KnormPress(0.5))
+    with press(model):
+        run(model, context(model), cache)
+        run(model, token_ids(1, 3) % 90, cache)
+    for layer in cache.layers:
+        assert layer.all_rotary_positions()[0, 0].tolist() == list(range(N // 2 + 3))
+    with pytest.raises(ScopeError, match="other positions than it counts with"):
+        run(model, token_ids(1, 1) % 90, cache)
+
+
+@both
+def test_an_image_behind_keys_that_have_moved_is_refused(package):
+    model, cache = in_3d(), DynamicCache()
+    with package.KeyRerotationPress(package.KnormPress(0.5))(model):
+        run(model, 5 + torch.arange(N)[None], cache)
+        held = [layer.get_seq_length() for layer in cache.layers]
+        model.model.rope_deltas = None
+        with pytest.raises(UnsupportedInputError, match=r"image came .* behind keys"):
+            run(model, context(model), cache)
+    assert [layer.get_seq_length() for layer in cache.layers] == held
+
+
+@both
+def test_what_comes_after_an_image_at_the_end_is_not_guessed(package):
+    model = in_3d()
+    ids = context(model)
+    last = int((ids == model.config.image_token_id).nonzero()[-1, 1]) + 1
+    press = package.ExpectedAttentionPress(0.5, n_sink=2)
+    with press(model), pytest.raises(UnsupportedInputError, match="let text follow"):
+        run(model, ids[:, :last], DynamicCache())
+    with press(model):
+        run(model, ids, DynamicCache())
+
+
+@both
+def test_presses_that_move_keys_of_earlier_forwards_are_refused(package):
+    model = in_3d()
+    with pytest.raises(UnsupportedModelError, match="positions in three dimensions"):
+        package.StreamingLLMDecodingPress(16, rerotate=True).register(model)
+    package.StreamingLLMDecodingPress(16).register(model).remove()
+
+
+@both
+def test_decoding_presses_may_ask_for_positions_that_come(package):
+    model, cache = in_3d(), DynamicCache()
+    base = package.ExpectedAttentionPress(n_sink=2, n_future_positions=4)
+    with package.DecodingPress(base, compression_interval=2, target_size=12)(model):
+        run(model, context(model), cache)
+        for i in range(4):
+            run(model, token_ids(1, 1, seed=i) % 90, cache)
+    assert [layer.keys.shape[2] for layer in cache.layers] == [12] * len(cache.layers)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "glm4v"])
+def test_a_probe_leaves_what_a_model_has_noted_of_its_images(name, monkeypatch):
+    model = tiny(name)
+    monkeypatch.setattr(probe, "_known", probe.weakref.WeakKeyDictionary())
+    run(model, context(model), DynamicCache())
+    noted = model.model.rope_deltas
+    assert int(noted) < 0
+    assert not any(site.refusals for site in verified_sites(model))
+    assert model.model.rope_deltas is noted
+
+
+@both
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava"])
+def test_generate_with_an_image(package, name):
+    model = tiny(name)
+    ids = context(model)
+    options = {**image_inputs(model, ids), "do_sample": False, "pad_token_id": 0}
+    options |= {"eos_token_id": None, "max_new_tokens": 6}
+    plain = model.generate(ids, **options)
+    with package.KnormPress(0.0)(model):
+        assert torch.equal(model.generate(ids, **options), plain)
+    cache = DynamicCache(config=model.config)
+    with package.KnormPress(0.5)(model):
+        model.generate(ids, past_key_values=cache, **options)
+    assert {layer.keys.shape[2] for layer in cache.layers} == {N // 2 + 5}
+
+
+# ---- tokens that see later ones ------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("name", ["paligemma", "gemma3"])
+@pytest.mark.parametrize("block", [1, 5, 100])
+def test_attention_of_images_is_that_of_the_model(package, name, block, monkeypatch):
+    """Weights that are computed again, in blocks, are those that eager attention returns."""
+    monkeypatch.setitem(NUMBERS, "cpu", block * 4 * N)
+    model, seen = tiny(name), []
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        received = []
+
+        def see(call, received=received):
+            received.append(received_attention(call))
+
+        with package.BasePress.collector(see, reads=Needs.QUERIES)(model):
+            run(model, context(model), DynamicCache())
+        seen.append(torch.stack(received))
+    torch.testing.assert_close(*seen, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["bool", "float"])
+def test_later_tokens_are_read_from_the_mask(form):
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    mask[2:4, 2:4] = True
+    if form == "float":
+        mask = torch.zeros(6, 6).masked_fill(~mask, torch.finfo(torch.float32).min)
+    later = later_tokens(mask[None, None], 6)
+    assert later.nonzero().tolist() == [[0, 2, 3]]
+    assert later_tokens(mask[None, None, :2, :2], 2) is None
+    assert later_tokens(None, 6) is None
+
+
+@both
+def test_an_image_in_a_later_turn_is_refused_where_weights_are_read(package):
+    model, cache = tiny("paligemma"), DynamicCache()
+    press = package.EveryTurnPress(package.SnapKVPress(window_size=4), target_size=12)
+    with press(model):
+        run(model, 5 + torch.arange(N)[None], cache)
+        mask = torch.zeros(1, 1, N, cache.layers[0].keys.shape[2] + N)  # each sees all
+        with torch.no_grad(), pytest.raises(UnsupportedInputError, match="see later ones"):
+            model(token_ids(1, N) % 90, attention_mask=mask, past_key_values=cache)
