@@ -30,6 +30,7 @@ from press_core.calibration import (
 )
 from press_core.errors import UnsupportedModelError
 from press_core.model.decoder import device_of
+from press_core.model.probe import verified_sites
 from press_core.model.sites import AttentionSite
 from press_core.press import Press, require
 from press_core.presses.kvzip import KVzip, RepeatPrompts
@@ -79,14 +80,14 @@ class RestoreKV(KVzip):
             fit=f"{type(self).__name__}.fit(model, token_batches)",
             hub_id=lambda name: f"higokri/RestoreKV-{name.split('/')[-1]}{suffix}",
         )
+        self._refuse_ranks(verified_sites(model)[0])
         check_layers(model, adapter)
         return replace(self, adapter=adapter)._with_prompts(model)
 
     def _with_prompts(self, model: Any) -> Press:
         return super().bind(model)
 
-    def check_site(self, site: AttentionSite) -> None:
-        super().check_site(site)
+    def _refuse_ranks(self, site: AttentionSite) -> None:
         if site.heads.size > 1:
             raise UnsupportedModelError(
                 f"{type(self).__name__} adds an adapter to whole linear layers, and ranks share "
