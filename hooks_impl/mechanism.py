@@ -105,7 +105,7 @@ class BasePress(press.Press):
             module = other.site.module
             before = Hook(partial(_before_left_alone, other))
             scope.install(module.register_forward_pre_hook(before, with_kwargs=True))
-        if Phase.DECODER in self.phases:
+        if engine.acts_around_decoder(scope):
             self._install_around_decoder(scope)
 
     def _install_around_decoder(self, scope: ScopeState) -> None:
@@ -113,7 +113,7 @@ class BasePress(press.Press):
         assert decoder is not None
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            forward = self.before_decoder(scope, DecoderForward(args, kwargs, decoder))
+            forward = engine.before_decoder(scope, DecoderForward(args, kwargs, decoder))
             return forward.args, forward.kwargs
 
         def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -40,6 +42,22 @@ def visible_tokens(mask: Any, length: int, batch: int) -> Tensor | None:
     else:
         visible = _one_for_all_heads(mask)[:, -1, mask.shape[-1] - length :]
     return None if bool(visible.all()) else visible.expand(batch, -1)
+
+
+def given_mask() -> Tensor | None:
+    """The mask of the user, `(B, n)`, while `transformers` builds that of the model from it.
+
+    A cache is asked how many columns it needs, and not told which mask they are taken from: that is
+    read off the call stack.
+
+    Returns:
+        None where it was given none, or no such mask is being built.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "transformers.masking_utils":
+        frame = frame.f_back
+    mask = None if frame is None else frame.f_locals.get("attention_mask")
+    return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
 def prefill_tokens(mask: Any, length: int, batch: int) -> Tensor | None:

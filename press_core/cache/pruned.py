@@ -20,7 +20,8 @@ from torch.nn.functional import pad
 from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, QuantizedLayer
 
-from press_core.errors import ScopeError, UnsupportedCacheError
+from press_core.cache.masks import given_mask
+from press_core.errors import ScopeError, UnsupportedCacheError, UnsupportedInputError
 
 # transformers 5.2 crops to a length, later releases crop a number of tokens away.
 _CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
@@ -370,7 +371,21 @@ class PrunedLayer(DynamicLayer):
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         if isinstance(query_length, Tensor):  # transformers 5.2 passes cache_position
             query_length = len(query_length)
+        if self.get_seq_length() != self.n_seen:
+            self._check_columns(self.get_seq_length() + query_length)
         return self.n_slots + query_length, self.get_seq_length() - self.n_slots
+
+    def _check_columns(self, n_columns: int) -> None:
+        """Refuse a mask with padding whose columns are not those that the model will take."""
+        mask = given_mask()
+        if mask is None or mask.shape[1] <= n_columns or bool(mask.all()):
+            return
+        raise UnsupportedInputError(
+            f"an attention_mask of {mask.shape[1]} columns hides padding from a cache whose keys "
+            f"were rotated to other positions, so that the model counts {n_columns} tokens; open "
+            "the scope of the press that rotated them, or pass the last columns, "
+            f"attention_mask[:, -{n_columns}:], and no position_ids of your own"
+        )
 
     def crop(self, tokens: int) -> None:
         """Take the most recent tokens away again, down to where the layer was pruned.

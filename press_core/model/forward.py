@@ -123,6 +123,12 @@ class DecoderForward(Forward):
         """The cache that the forward was given, or None."""
         return self.argument("past_key_values")
 
+    @property
+    def n_tokens(self) -> int:
+        """`q`, of ids or of embeddings."""
+        ids = self.argument("input_ids")
+        return int((self.argument("inputs_embeds") if ids is None else ids).shape[1])
+
     def token_ids(self, why: str) -> Tensor:
         """`(B, S)` int64.
 
