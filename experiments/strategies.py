@@ -41,6 +41,7 @@ from experiments.testbed.families import (
 )
 from experiments.testbed.recipes import DELIMITER, PROMPTS, fitted_pair
 from press_core import Evicts, Needs, Press
+from press_core.replay import ReplayPress
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_LENGTH = 80
@@ -237,6 +238,12 @@ _CRITICAL = {
     "epsilon": st.sampled_from([0.0, 1e-4, 1.0]),
     "first_stage_ratio": st.sampled_from([0.0, 0.5, 1.0]),
 }
+_REPLAY = {
+    "layerwise": st.booleans(),
+    "n_sink": st.integers(0, 6),
+    "chunk_size": st.integers(8, 64),
+    "prompts": st.just(PROMPTS),
+}
 
 FIELDS: dict[str, dict[str, SearchStrategy[Any]]] = {
     "AdaKVPress": _ADAKV,
@@ -314,15 +321,17 @@ FIELDS: dict[str, dict[str, SearchStrategy[Any]]] = {
         **_RATIO,
     },
     "H2OPress": {"recent_ratio": st.sampled_from([0.0, 0.2, 0.5, 1.0]), **_RATIO},
-    "KVzapPress": {"model_type": st.just("mlp"), **_RATIO},
-    "KVzipPress": {
-        "layerwise": st.booleans(),
-        "n_sink": st.integers(0, 6),
-        "kvzip_plus_normalization": st.booleans(),
-        "chunk_size": st.integers(8, 64),
-        "prompts": st.just(PROMPTS),
+    "KVComposePress": {
+        "structured": st.booleans(),
+        **{f"agg_{what}": st.sampled_from(["max", "mean"]) for what in ("task", "group", "head")},
+        "add_v_norm": st.booleans(),
+        "add_mean_across_heads": st.booleans(),
+        "keep_token_lower_bound": st.sampled_from([0, 3, 100]),
         **_RATIO,
     },
+    "KVgradPress": {**_REPLAY, **_RATIO},
+    "KVzapPress": {"model_type": st.just("mlp"), **_RATIO},
+    "KVzipPress": {"kvzip_plus_normalization": st.booleans(), **_REPLAY, **_RATIO},
     "KeyRerotationPress": {"press": _scorers()},
     "LUKVPress": {
         "press": _scorers(),
@@ -362,6 +371,7 @@ FIELDS: dict[str, dict[str, SearchStrategy[Any]]] = {
         **_RATIO,
     },
     "RandomPress": {"seed": st.integers(0, 2**16), **_RATIO},
+    "RestoreKVPress": {"kvzip_plus_normalization": st.booleans(), **_REPLAY, **_RATIO},
     "SimLayerKVPress": {
         "lazy_threshold": st.floats(0, 1),
         "n_last": st.integers(1, 3),
@@ -447,11 +457,14 @@ def cases(
     if any(isinstance(pair.hook, hooks_impl.FinchPress) for pair in drawn):
         assume(given.context.shape[1] > 1)
         given = given.with_delimiter(DELIMITER, draw(st.integers(1, 12)))
-    if any(isinstance(pair.hook, hooks_impl.KVzipPress) for pair in drawn):
+    if any(isinstance(pair.hook, ReplayPress) for pair in drawn):
         assume(spec.family not in HYBRID or given.attention_mask is None)  # refused
     return Case(spec, tuple(drawn), given)
 
 
 def fits(presses: PressPair, spec: ModelSpec) -> bool:
-    """Whether the family has the position embeddings that a press asks for."""
+    """Whether the model has the position embeddings, or the gradients, that a press asks for."""
+    no_gradient = spec.attn_implementation == "flex_attention" and spec.device == "cpu"
+    if isinstance(presses.hook, hooks_impl.KVgradPress) and no_gradient:
+        return False
     return not (Needs.ROPE in presses.hook.needs and spec.family in NO_ROPE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from threading import local
@@ -19,8 +19,8 @@ from press_core.eviction import Eviction
 from press_core.model.compiled import forget_graphs
 from press_core.model.forward import AttentionForward, DecoderForward
 from press_core.model.sites import AttentionSite, LeftAlone
-from press_core.model.view import AttentionView, UnknownSite
-from press_core.press import Needs, Phase, RatioScorer, TokenScorer
+from press_core.model.view import UnknownSite, view_of
+from press_core.press import Needs, Phase, RatioScorer, Removable, TokenScorer
 from press_core.scope import ScopeState
 
 CALL = "attention_call"
@@ -73,7 +73,7 @@ class BasePress(press.Press):
                 f"{type(self).__name__}.forward_hook was called by a hook of its own; leave it to "
                 "the scope to install it (call super().__call__, or do not override __call__)"
             )
-        query = collected.query() if Needs.QUERIES in collected.scope.needs else None
+        query = collected.query() if collected.scope.reads_queries else None
         is_rotated = query is not None and collected.site.query_source.is_rotated
         forward = AttentionForward(input, kwargs, collected.site, collected.context_output)
         return engine.after_attention(collected.scope, forward, output, query, is_rotated)
@@ -89,21 +89,23 @@ class BasePress(press.Press):
             if self.evicts.needs_attention:  # a hook can choose what heads keep, not attend over it
                 for patch in serve(site):
                     scope.install(patch)
-            if not self.phases & ~Phase.DECODER:
+            if not self.is_at_attention:
                 continue
-            if Needs.QUERIES in self.needs:
+            if self.reads_queries:
                 source = site.query_source.module
                 scope.install(source.register_forward_hook(Hook(hooks.collect)))
             scope.install(
-                site.module.register_forward_pre_hook(Hook(hooks.before), with_kwargs=True)
+                site.module.register_forward_pre_hook(Hook(hooks.before, True), with_kwargs=True)
             )
             # Prepended, so that of several scopes the inner one acts first.
             scope.install(
-                site.module.register_forward_hook(Hook(hooks.after), with_kwargs=True, prepend=True)
+                site.module.register_forward_hook(
+                    Hook(hooks.after, True), with_kwargs=True, prepend=True
+                )
             )
         for other in scope.left_alone:
             module = other.site.module
-            before = Hook(partial(_before_left_alone, other))
+            before = Hook(partial(_before_left_alone, other), True)
             scope.install(module.register_forward_pre_hook(before, with_kwargs=True))
         if engine.acts_around_decoder(scope):
             self._install_around_decoder(scope)
@@ -119,8 +121,16 @@ class BasePress(press.Press):
         def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             self.after_decoder(scope, DecoderForward(args, kwargs, decoder), output)
 
-        scope.install(decoder.register_forward_pre_hook(Hook(before), with_kwargs=True))
-        scope.install(decoder.register_forward_hook(Hook(after), with_kwargs=True, prepend=True))
+        scope.install(decoder.register_forward_pre_hook(Hook(before, True), with_kwargs=True))
+        scope.install(
+            decoder.register_forward_hook(Hook(after, True), with_kwargs=True, prepend=True)
+        )
+
+    def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
+        def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            return act(args, output)
+
+        return module.register_forward_hook(Hook(hook))
 
     def check_site(self, site: AttentionSite) -> None:
         super().check_site(site)
@@ -212,7 +222,7 @@ def observed(kwargs: dict[str, Any]) -> AttentionCall:
 def arguments(call: AttentionCall) -> tuple[Any, ...]:
     """What the methods of a press take, for `call`."""
     states = call.hidden_states, call.keys, call.values, call.attentions
-    return AttentionView(call.site), *states, {**call.kwargs, CALL: call}
+    return view_of(call.site), *states, {**call.kwargs, CALL: call}
 
 
 def _arguments_of_keys(call: AttentionCall) -> Iterator[tuple[Any, ...]]:
@@ -294,9 +304,12 @@ class _SiteHooks:
         self.waiting = local()
 
     def collect(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        self.waiting.projected = args[0], output
+        if self.press.acts_here:
+            self.waiting.projected = args[0], output
 
     def before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.press.acts_here:
+            return None
         forward = engine.before_attention(self.scope, AttentionForward(args, kwargs, self.site))
         self.waiting.context_output = forward.context_output
         return forward.args, forward.kwargs
@@ -304,11 +317,14 @@ class _SiteHooks:
     def after(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
+        if not self.press.acts_here:
+            return None
         waiting = self.waiting.__dict__
         found = waiting.pop("projected", None), waiting.pop("context_output", None)
         collected = _Collected(self.site, self.scope, *found)
-        view: Any = AttentionView(self.site)
-        return self.press.forward_hook(view, args, {**kwargs, CALL: collected}, output)
+        return self.press.forward_hook(
+            view_of(self.site), args, {**kwargs, CALL: collected}, output
+        )
 
 
 def _before_left_alone(
@@ -337,10 +353,13 @@ class Hook:
     ever. The copy gets a hook that does nothing instead.
     """
 
-    def __init__(self, function: Any) -> None:
-        self.function = function
+    def __init__(self, function: Any, with_kwargs: bool = False) -> None:
+        self.function, self.with_kwargs = function, with_kwargs
 
     def __call__(self, *args: Any) -> Any:
+        # torch leaves them out where another thread is just taking the hook off.
+        if self.with_kwargs and (len(args) < 3 or not isinstance(args[2], dict)):
+            return None
         return self.function(*args)
 
     def __reduce__(self) -> Any:

@@ -29,6 +29,8 @@ from press_core.presses.h2o import H2O
 from press_core.presses.key_rerotation import KeyRerotation
 from press_core.presses.keydiff import KeyDiff
 from press_core.presses.knorm import Knorm
+from press_core.presses.kvcompose import KVCompose
+from press_core.presses.kvgrad import KVgrad
 from press_core.presses.kvzap import KVzap
 from press_core.presses.kvzip import KVzip
 from press_core.presses.lagkv import LagKV
@@ -42,6 +44,7 @@ from press_core.presses.prefill_decoding import PrefillDecoding
 from press_core.presses.pyramidkv import PyramidKV
 from press_core.presses.qfilter import QFilter
 from press_core.presses.random import Random
+from press_core.presses.restorekv import RestoreKV
 from press_core.presses.rkv import RKV
 from press_core.presses.simlayerkv import SimLayerKV
 from press_core.presses.snapkv import SnapKV
@@ -62,11 +65,20 @@ class FinchPress(Finch, BasePress): ...
 class H2OPress(H2O, BasePress): ...
 
 
+class KVComposePress(KVCompose, BasePress): ...
+
+
+class KVgradPress(KVgrad, BasePress): ...
+
+
 class KVzipPress(KVzip, BasePress): ...
 
 
 class FastKVzipPress(FastKVzip, BasePress):
     teacher = KVzipPress
+
+
+class RestoreKVPress(RestoreKV, BasePress): ...
 
 
 class SimLayerKVPress(SimLayerKV, BasePress): ...

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from attention_patch.interception import intercept, with_override
 from attention_patch.reversible import Patch, is_covered, wrap
@@ -19,7 +19,7 @@ from press_core.errors import ScopeError, UnsupportedModelError
 from press_core.eviction import Eviction
 from press_core.model.forward import AttentionForward, DecoderForward
 from press_core.model.sites import AttentionSite, LeftAlone
-from press_core.press import Needs, Phase, RatioScorer, TokenScorer
+from press_core.press import Needs, Phase, RatioScorer, Removable, TokenScorer
 from press_core.scope import ScopeState
 
 
@@ -61,7 +61,7 @@ class BasePress(press.Press):
             query = states
             return function(module, states, *rest, **more)
 
-        if Needs.QUERIES in scope.needs:
+        if scope.reads_queries:
             seen = with_override(seen, see_query)
         output = call_next(*forward.args, **seen)
         return engine.after_attention(scope, forward, output, query, query_is_rotated=True)
@@ -75,9 +75,9 @@ class BasePress(press.Press):
             if self.evicts.needs_attention:
                 for patch in serve(site):
                     scope.install(patch)
-            if not self.phases & ~Phase.DECODER:
+            if not self.is_at_attention:
                 continue
-            if Needs.QUERIES in self.needs:
+            if self.reads_queries:
                 scope.install(intercept(site.interface))
             patches.add(site)
         for other in scope.left_alone:
@@ -96,6 +96,14 @@ class BasePress(press.Press):
             return output
 
         scope.install(wrap(decoder, "forward", around))
+
+    def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
+        def around(call_next: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            output = call_next(*args, **kwargs)
+            changed = act(args, output)
+            return output if changed is None else changed
+
+        return wrap(module, "forward", around)
 
     def check_site(self, site: AttentionSite) -> None:
         super().check_site(site)
@@ -175,12 +183,16 @@ class _Patches:
         self.patches.append(wrap(site.module, "forward", forward))
         self.scope.install(self.patches[-1])
 
-    def _forward(self, index: int, site: AttentionSite, *args: Any, **kwargs: Any) -> Any:
+    def _forward(
+        self, index: int, site: AttentionSite, call_next: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not self.press.acts_here:
+            return call_next(*args, **kwargs)
         if self.patches[index - 1].is_lost:  # the first looks at the last
             raise ScopeError(
                 f"{type(self.press).__name__} prunes some layers and no longer others: {LOST}"
             )
-        return self.press.attention_forward(self.scope, site, *args, **kwargs)
+        return self.press.attention_forward(self.scope, site, call_next, *args, **kwargs)
 
     def warning(self) -> str | None:
         return f": {LOST}" if any(patch.is_lost for patch in self.patches) else None

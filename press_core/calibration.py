@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -101,7 +101,16 @@ class Calibration:
 
     def to(self: F, device: torch.device | str) -> F:
         """The same on `device`."""
-        return replace(self, **{name: x.to(device) for name, x in self.tensors.items()})
+        return self.of({name: x.to(device) for name, x in self.tensors.items()})
+
+    @classmethod
+    def of(cls: type[F], tensors: Mapping[str, Tensor]) -> F:
+        """What `tensors` are the tensors of.
+
+        Raises:
+            CalibrationError: if they do not fit each other.
+        """
+        return cls(**tensors)
 
     def save(self, path: str | Path) -> Path:
         """Write a safetensors file.
@@ -145,7 +154,7 @@ class Calibration:
         if holds not in (cls.kind, ""):
             raise CalibrationError(f"{str(path)!r} holds {holds!r:.80}, not {cls.kind}")
         try:
-            fitted = cls(**(tensors if holds else cls.published(tensors)))
+            fitted = cls.of(tensors if holds else cls.published(tensors))
         except (LookupError, TypeError, RuntimeError) as error:
             names_found = ", ".join(f"{name!r:.80}" for name in sorted(tensors)[:8]) or "nothing"
             raise CalibrationError(

@@ -54,7 +54,7 @@ from press_core.model import probe
 from press_core.model.forward import AttentionForward, DecoderForward
 from press_core.model.generation import Part, part_of
 from press_core.model.sites import AttentionSite, LeftAlone
-from press_core.press import Evicts, Needs, Phase, Press
+from press_core.press import Evicts, Phase, Press
 from press_core.scope import ScopeState
 
 
@@ -538,7 +538,7 @@ def _empty_recent(forward: AttentionForward, n_new: int) -> Tensor:
 
 def _later(scope: ScopeState, forward: AttentionForward) -> Tensor | None:
     """Which later ones the tokens of the forward see, `(B, q, q)` bool, if the press may ask."""
-    if Needs.QUERIES not in scope.needs:
+    if not scope.reads_queries:
         return None
     return later_tokens(forward.argument("attention_mask"), forward.n_tokens)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import reprlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum, Flag, auto
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -63,6 +64,12 @@ class Phase(Flag):
     """Before them."""
     DECODER = auto()
     """Before and after each forward of the whole decoder."""
+
+
+class Removable(Protocol):
+    """What installing something hands back: a hook's handle, a patch."""
+
+    def remove(self) -> None: ...
 
 
 @dataclass
@@ -261,6 +268,35 @@ class Press:
         """Install the press on the model of `scope`, which takes it off again."""
         raise NotImplementedError
 
+    def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
+        """Call `act(args, output)` after each forward of `module`, by this press's mechanism.
+
+        What it returns stands for the output, unless it is None.
+
+        Returns:
+            What takes it off again.
+        """
+        raise NotImplementedError
+
+    @property
+    def is_at_attention(self) -> bool:
+        """Whether it has to be told of each attention forward: to act, or to help with reading.
+
+        What a press around the decoder leaves of tokens may differ from layer to layer, which the
+        model's one mask does not fit.
+        """
+        return bool(self.phases & ~Phase.DECODER) or self.evicts is Evicts.TOKENS
+
+    @property
+    def acts_here(self) -> bool:
+        """Whether forwards of this thread are its business."""
+        return True
+
+    @property
+    def reads_queries(self) -> bool:
+        """Whether it reads the queries of the attention forwards that it is told of."""
+        return Needs.QUERIES in self.needs and bool(self.phases & ~Phase.DECODER)
+
     # ---- deciding --------------------------------------------------------------------------------
 
     def is_long_enough(self, length: int) -> bool:
@@ -422,11 +458,13 @@ class Collector(Press):
         see: what to show it to; rows of different padding are shown one after the other, without.
         reads: what the calls are to hold.
         decoding: whether to show forwards that find their layer filled, rather than prefills.
+        thread: whose forwards are shown; None: all.
     """
 
     see: Callable[[AttentionCall], Any]
     reads: Needs = Needs.QUERIES
     decoding: bool = False
+    thread: int | None = None
 
     evicts = Evicts.NOTHING
 
@@ -437,6 +475,10 @@ class Collector(Press):
     @property
     def phases(self) -> Phase:  # type: ignore[override]
         return Phase.DECODING if self.decoding else Phase.PREFILL
+
+    @property
+    def acts_here(self) -> bool:
+        return self.thread is None or self.thread == threading.get_ident()
 
     def decide(self, call: AttentionCall) -> Eviction:
         self.see(call)

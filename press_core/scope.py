@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import Lock, RLock
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -18,17 +18,11 @@ from press_core.errors import ScopeError
 from press_core.model.decoder import decoder_of
 from press_core.model.probe import verified
 from press_core.model.sites import AttentionSite, LeftAlone
-from press_core.press import Needs, Phase, Press
+from press_core.press import Phase, Press, Removable
 
 T = TypeVar("T")
 _opening = RLock()
 """Held while a scope opens or closes: none is to change a model that another is probing."""
-
-
-class Removable(Protocol):
-    """What installing something hands back: a hook's handle, a patch."""
-
-    def remove(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -37,7 +31,7 @@ class ScopeState:
 
     Attributes:
         press: as it acts on this model.
-        needs, phases: what it needs, and when it acts.
+        reads_queries, phases: whether it reads queries, and when it acts.
         model: None once the scope is closed.
         sites: the attention modules that the press is installed on.
         decoder: the module that takes token ids and runs all of them.
@@ -71,7 +65,7 @@ class ScopeState:
     warnings: list[Callable[[], str | None]] = field(default_factory=list)
     key: int = field(default_factory=itertools.count().__next__)
     n_sites: int = 0
-    needs: Needs = Needs.NOTHING
+    reads_queries: bool = False
     phases: Phase = Phase.NEVER
     _memories: dict[type, Any] = field(default_factory=dict)
     installed: list[Removable] = field(default_factory=list)
@@ -79,7 +73,7 @@ class ScopeState:
     def __post_init__(self) -> None:
         self.n_sites = len(self.sites)
         # Asked once: a composition asks each of its parts, and forwards ask often.
-        self.needs, self.phases = self.press.needs, self.press.phases
+        self.reads_queries, self.phases = self.press.reads_queries, self.press.phases
 
     def record(self, layer_idx: int, seen: float, kept: float) -> None:
         """Note that a layer was pruned: of `seen` tokens each KV head keeps `kept` on average."""

@@ -90,6 +90,8 @@ PRESSES: dict[str, Callable[[Any, Any], Any]] = {
     "duo": duo,
     "fast kvzip": fast_kvzip,
     "fast kvzip, by layers": lambda p, m: fast_kvzip(p, m, layerwise=True),
+    "kvcompose": lambda p, m: p.KVComposePress(0.6, structured=False),
+    "kvgrad": lambda p, m: p.KVgradPress(0.6, chunk_size=16, prompts=PROMPTS, n_sink=2),
     "kvzip": lambda p, m: p.KVzipPress(0.6, chunk_size=16, prompts=PROMPTS, n_sink=2),
     "kvzip, by layers": lambda p, m: p.KVzipPress(
         0.6, layerwise=True, chunk_size=64, prompts=PROMPTS
@@ -97,6 +99,8 @@ PRESSES: dict[str, Callable[[Any, Any], Any]] = {
     "lukv": lukv,
 }
 presses = pytest.mark.parametrize("name", PRESSES)
+REPLAYING = {"kvcompose", "kvgrad", "kvzip", "kvzip, by layers"}
+"""Those that run the context again: rows one by one, when all layers have run."""
 
 
 @torch.no_grad()
@@ -147,14 +151,14 @@ class Whole:
         self.shown: dict[int, list[list[list[int]]]] | None = None
 
     @torch.no_grad()
-    def __call__(self, ids: Tensor) -> Tensor:
+    def __call__(self, ids: Tensor, **inputs: Tensor) -> Tensor:
         handles = [
             site.module.register_forward_pre_hook(self._masking(site), with_kwargs=True)
             for site in attention_sites(self.model)
             if self.shown is not None
         ]
         try:
-            logits: Tensor = self.model(ids, past_key_values=self.cache).logits
+            logits: Tensor = self.model(ids, past_key_values=self.cache, **inputs).logits
         finally:
             for handle in handles:
                 handle.remove()
@@ -284,9 +288,9 @@ def run_padded(model: Any, press: Any, cache: Any, forwards: list[Tensor]) -> It
             ).logits
 
 
-# KVzip is refused such batches of hybrid models, see below.
+# Those that replay rows are refused such batches of hybrid models, see below.
 ALONE = [(family, name) for family in ("llama", "gpt_neox") for name in PRESSES]
-ALONE += [("gemma2", name) for name in PRESSES if "kvzip" not in name]
+ALONE += [("gemma2", name) for name in PRESSES if name not in REPLAYING]
 
 
 @both
@@ -487,6 +491,8 @@ def test_bytes_are_those_of_what_is_kept(package, ratio, long_context):
         package.AdaKVPress(scorer),
         package.CriticalAdaKVPress(scorer),
         package.KVzipPress(ratio, prompts=PROMPTS),
+        package.KVgradPress(ratio, prompts=PROMPTS),
+        package.KVComposePress(ratio, structured=False),
     ):
         cache = DynamicCache(config=model.config)
         with press(model):
@@ -710,11 +716,12 @@ def test_offloaded_caches_are_refused(package, name):
 
 
 @both
+@pytest.mark.parametrize("name", sorted(REPLAYING))
 @torch.no_grad()
-def test_rows_that_cannot_be_replayed_alone_are_refused(package):
-    """KVzip replays each row without its padding, which sliding layers have let go of."""
+def test_rows_that_cannot_be_replayed_alone_are_refused(package, name):
+    """Rows are replayed without their padding, which sliding layers have let go of."""
     model, (ids, _, _) = make("gemma2"), left_padded(3, LENGTH, PADDING)
-    press, cache = PRESSES["kvzip"](package, model), DynamicCache(config=make("gemma2").config)
+    press, cache = PRESSES[name](package, model), DynamicCache(config=make("gemma2").config)
     with pytest.raises(UnsupportedCacheError, match="run them one by one"):
         next(run_padded(model, press, cache, [ids]))
 
@@ -728,7 +735,7 @@ def test_no_press_prunes_heads_of_different_lengths_again(package, name):
     press = PRESSES[name](package, model)
     with package.KnormPress(0.5)(model), press(model):
         cache = DynamicCache(config=model.config)
-        if name.startswith("kvzip"):  # which acts when all layers have run, after the outer scope
+        if name in REPLAYING:  # which act after the outer scope
             with pytest.raises(UnsupportedCacheError, match="use it alone"):
                 model(token_ids(1, LENGTH), past_key_values=cache)
         else:

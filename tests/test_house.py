@@ -52,7 +52,7 @@ def test_formulas_hold_no_module():
 def test_same_presses():
     assert hooks_impl.PRESSES.keys() == patch_impl.PRESSES.keys()
     assert hooks_impl.PRESSES.keys() >= DEFAULTS.keys()
-    assert len(DEFAULTS) == 46
+    assert len(DEFAULTS) == 49
 
 
 @pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
@@ -133,6 +133,13 @@ DEFAULTS = {
         "normalize_scores": True,
         "rerotate_keys": True,
     },
+    "KVComposePress": {  # whose ratio comes second in kvpress, after `structured`
+        **RATIO,
+        "structured": True,
+        **{"agg_task": "max", "agg_group": "mean", "agg_head": "mean"},
+        **{"add_v_norm": False, "add_mean_across_heads": True, "keep_token_lower_bound": 0},
+    },
+    "KVgradPress": {**RATIO, "layerwise": False, "n_sink": 4, "chunk_size": 512},
     "KVzapPress": {**RATIO, "model_type": "mlp"},
     "KVzipPress": {
         **RATIO,
@@ -158,6 +165,13 @@ DEFAULTS = {
     "H2OPress": RATIO,
     "MergingPress": {"press": None, "similarity_threshold": 0.0, "merge_fraction": 1.0},
     "RKVPress": RATIO,
+    "RestoreKVPress": {
+        **RATIO,
+        "layerwise": False,
+        "n_sink": 4,
+        "kvzip_plus_normalization": False,
+        "chunk_size": 2048,
+    },
     "PrefillDecodingPress": {"prefilling_press": None, "decoding_press": None},
     "PyramidKVPress": {**RATIO, "window_size": 64, "kernel_size": 5, "beta": 20},
     "QFilterPress": RATIO,

@@ -333,8 +333,11 @@ HEADWISE = {
     "DMSPress": "keeps other tokens for each head",
     "DuoAttentionPress": "keeps other tokens for each head",
     "FastKVzipPress": "keeps other tokens for each head",
+    "KVComposePress": "use it alone, with a",
+    "KVgradPress": "use it alone, with a",
     "KVzipPress": "use it alone, with a",
     "LUKVPress": "keeps other tokens for each head",
+    "RestoreKVPress": "use it alone, with a",
 }
 
 

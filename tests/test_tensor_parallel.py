@@ -158,6 +158,9 @@ def check(of_ranks: tuple[dict[str, Any], list[Any]], case: str, name: str, mech
     alone, ranks = of_ranks
     kept, logits, evicted = alone[f"{case} {name} {mechanism}"]
     found = [of_rank[f"{case} {name} {mechanism}"] for of_rank in ranks]
+    if name == "RestoreKVPress":  # refused by name: its adapter is made for whole layers
+        assert all("ranks share those of model.layers.0" in error for error in found)
+        return
     assert [error for error in found if isinstance(error, str)] == []
     split = ranks[0][f"{case} ranks"] > 1
     for layer, expected in enumerate(kept):

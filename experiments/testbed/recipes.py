@@ -30,7 +30,7 @@ from experiments.testbed.compare import PressPair
 from press_core import HyperparameterError, Needs, Press, PressError
 from press_core.model.sites import attention_sites
 from press_core.presses.finch import Finch
-from press_core.presses.kvzip import RepeatPrompts
+from press_core.presses.kvzip import KVzip, RepeatPrompts
 from press_core.select import n_kept
 
 Presses = Mapping[str, type[Any]]
@@ -152,11 +152,13 @@ _SHORT_FIELDS: dict[str, dict[str, Any]] = {
     "ExpectedAttentionPress": {"n_future_positions": 64},
     "ExpectedAttentionStatsPress": {"n_future_positions": 64},
     "FastKVzipPress": {"n_sink": 2, "window_ratio": 0.1},
+    "KVgradPress": {"chunk_size": 24, "prompts": PROMPTS},
     "KVzipPress": {"chunk_size": 24, "prompts": PROMPTS},
     "LagKVPress": {"lag_size": 8},
     "LeverageScorePress": {"sketch_dimension": 8},
     "NonCausalAttnPress": {"chunk_size": 16},
     "PyramidKVPress": {"window_size": 8},
+    "RestoreKVPress": {"chunk_size": 24, "prompts": PROMPTS},
     "SnapKVPress": {"window_size": 8},
 }
 
@@ -236,8 +238,8 @@ def suited_pair(name: str, ratio: float, length: int, model: PreTrainedModel) ->
     pair = recipe_pair(name, ratio, length)
     if all(_knows(press, model) for press in pair):
         return pair
-    if name == "KVzipPress":  # there is no tokenizer
-        return PressPair(*(replace(press, prompts=PROMPTS) for press in pair))  # type: ignore[call-arg]
+    if isinstance(pair.hook, KVzip):  # there is no tokenizer
+        pair = PressPair(*(replace(press, prompts=PROMPTS) for press in pair))  # type: ignore[call-arg]
     return fitted_pair(pair, model)
 
 
@@ -317,4 +319,7 @@ _LEARNED: dict[str, Callable[[PreTrainedModel, Tensor], Any]] = {
     "gates": _gates,
     "curves": lambda model, ids: hooks_impl.LUKVPress.fit(model, [ids], hooks_impl.KnormPress()),
     "head_scores": lambda model, ids: hooks_impl.DuoAttentionPress.measure(model, [ids], 2, 6),
+    "adapter": lambda model, ids: hooks_impl.RestoreKVPress.fit(
+        model, [ids], n_following=8, rank=2, prompts=PROMPTS
+    ),
 }

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer
 
-from press_core.errors import PressError
+from press_core.errors import PressError, UnsupportedModelError
 from press_core.model.sites import AttentionSite
 
 
@@ -24,6 +24,32 @@ def decoder_of(model: nn.Module, sites: list[AttentionSite]) -> nn.Module:
         if runs_all and "input_ids" in inspect.signature(type(module).forward).parameters:
             return module
     return model
+
+
+def last_layer(model: nn.Module, sites: list[AttentionSite]) -> nn.Module:
+    """The layer whose output becomes, by the final norm, what the decoder returns.
+
+    Raises:
+        UnsupportedModelError: if `sites` do not lie in layers of one list.
+    """
+    lists = [_list_around(model, site.name) for site in sites]
+    layers = lists[0]
+    if layers is None or any(other is not layers for other in lists):
+        raise UnsupportedModelError(
+            f"the attention modules of {type(model).__name__} do not lie in one list of layers, so "
+            "that nobody knows which is the last"
+        )
+    return layers[-1]
+
+
+def _list_around(model: nn.Module, name: str) -> nn.ModuleList | None:
+    """The outermost list of modules that the module called `name` lies in."""
+    parts = name.split(".")
+    for depth in range(1, len(parts)):
+        module = model.get_submodule(".".join(parts[:depth]))
+        if isinstance(module, nn.ModuleList):
+            return module
+    return None
 
 
 def device_of(module: nn.Module) -> torch.device:

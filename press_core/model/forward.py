@@ -125,7 +125,7 @@ class DecoderForward(Forward):
 
     @property
     def n_tokens(self) -> int:
-        """`q`, of ids or of embeddings."""
+        """How many tokens the decoder was given, as ids or as embeddings."""
         ids = self.argument("input_ids")
         return int((self.argument("inputs_embeds") if ids is None else ids).shape[1])
 

@@ -267,6 +267,16 @@ def _as_if_nothing_happened(model: nn.Module) -> Iterator[None]:
                 module._buffers.update(buffers)
 
 
+def run_aside(model: nn.Module, sites: list[AttentionSite]) -> Any:
+    """Run the decoder over a few tokens as if nothing had happened; no press takes part in it.
+
+    Gradients are those of the caller.
+    """
+    with_gradients = torch.is_grad_enabled()
+    with _one_at_a_time, _as_if_nothing_happened(model), torch.set_grad_enabled(with_gradients):
+        return _forward(model, decoder_of(model, sites), sites)
+
+
 @dataclass(frozen=True)
 class _Run:
     """A forward over a few tokens.

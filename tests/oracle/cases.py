@@ -98,6 +98,10 @@ SAME_NUMBERS = "kvpress draws from torch's global generator; it was handed our n
 SAME_LEARNED = "What is learned about a model was made up, and handed to both"
 
 DELIMITER = "kvpress's own way to choose a delimiter resizes the model's vocabulary"
+READ_AGAIN = (
+    "In an unstructured cache kvpress leaves the second reading of the context, which was taken out"
+)
+COMPOSITES = "Ratios at which no two composite tokens tie: kvpress does not say which it keeps"
 GATED = "One row, float32: kvpress takes nothing else. The gates were made up, and handed to both"
 REPEAT = "Float32, as kvpress fails on float64. Its tokenizer was one that makes the same prompts"
 
@@ -438,6 +442,56 @@ CASES = [
         run=handed.Repeated(200),
         setting=FLOAT32,
         note=REPEAT,
+    ),
+    *(
+        Case(
+            lambda p, r, options=options: p.KVComposePress(compression_ratio=r, **options),
+            run=Context(120),
+            setting=setting,
+            note=COMPOSITES,
+        )
+        for options, setting in (
+            ({}, LLAMA),
+            ({}, QWEN3),
+            ({"agg_task": "mean", "agg_group": "max", "agg_head": "max"}, LLAMA),
+            ({"add_mean_across_heads": False, "keep_token_lower_bound": 20}, LLAMA),
+        )
+    ),
+    *(
+        Case(
+            lambda p, r, options=options: p.KVComposePress(
+                compression_ratio=r, structured=False, **options
+            ),
+            run=handed.ReadAgain(120),
+            note=READ_AGAIN,
+        )
+        for options in ({}, {"agg_group": "max", "keep_token_lower_bound": 10})
+    ),
+    *(
+        Case(
+            lambda p, r, options=options: p.KVgradPress(r, **options, prompts=handed.PROMPTS),
+            theirs=lambda p, r, options=options: p.KVgradPress(r, **options),
+            run=handed.Repeated(200),
+            setting=setting,
+            note=REPEAT,
+        )
+        for options, setting in (
+            ({}, FLOAT32),
+            ({"layerwise": True, "n_sink": 9}, FLOAT32),
+            ({"chunk_size": 70}, FLOAT32._replace(family="qwen3")),
+        )
+    ),
+    *(
+        Case(
+            lambda p, r, options=options: p.RestoreKVPress(
+                r, **options, prompts=handed.PROMPTS, adapter=handed.ADAPTER
+            ),
+            theirs=lambda p, r, options=options: p.RestoreKVPress(r, **options),
+            run=handed.Restored(200),
+            setting=FLOAT32,
+            note=f"{SAME_LEARNED}. {REPEAT}",
+        )
+        for options in ({}, {"layerwise": True}, {"kvzip_plus_normalization": True})
     ),
 ]
 """Every case."""

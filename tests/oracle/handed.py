@@ -6,16 +6,24 @@ Where kvpress has no argument for it, its own way of getting it is replaced for 
 from __future__ import annotations
 
 from collections import Counter
+from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from kvpress.presses import expected_attention_with_stats as with_stats
-from kvpress.presses import fastkvzip_press, kvzap_press, qfilter_press
+from kvpress.presses import fastkvzip_press, kvzap_press, qfilter_press, restorekv_press
+from peft import LoraConfig
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
+from press_core import attention_sites
+from press_core.adapter import RestoreAdapter
+from press_core.cache.pruned import states_of
 from press_core.presses import kvzip
 from press_core.presses.cam import uniform
 from press_core.presses.duo_attention import HeadScores
@@ -25,6 +33,7 @@ from press_core.presses.kvzap import KVzapRegressor
 from press_core.presses.leverage_score import sketch
 from press_core.presses.lukv import BudgetCurves
 from press_core.presses.qfilter import QFilters
+from press_core.replay import ReplayPress
 from tests.oracle.running import Context, token_ids
 
 N_LAYERS, N_HEADS, N_KV, D, WIDTH, HIDDEN = 3, 4, 2, 16, 64, 24
@@ -188,6 +197,76 @@ class Repeated(Context):
     def __call__(self, model: PreTrainedModel, press: Any, past: DynamicCache) -> None:
         with patch.object(AutoTokenizer, "from_pretrained", lambda *_, **__: PromptTokenizer()):
             super().__call__(model, press, past)
+
+
+class ReadAgain(Context):
+    """A context that is read again, which kvpress leaves in a cache by heads: it is taken out."""
+
+    def __call__(self, model: PreTrainedModel, press: Any, past: DynamicCache) -> None:
+        super().__call__(model, press, past)
+        for layer in past.layers:
+            if layer.keys.shape[2] > self.length and layer.get_seq_length() > self.length:
+                layer.keys, layer.values = (x[:, :, : self.length] for x in states_of(layer))
+
+
+def _adapter() -> RestoreAdapter:
+    """Embeddings and an adapter on all linear layers of the attention modules."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) / 4
+
+    sizes = {"q_proj": WIDTH, "k_proj": N_KV * D, "v_proj": N_KV * D, "o_proj": WIDTH}
+    layers = [
+        (f"layers.{i}.self_attn.{name}", n) for i in range(N_LAYERS) for name, n in sizes.items()
+    ]
+    down = {name: draw(4, WIDTH) for name, _ in layers}
+    return RestoreAdapter(4 * draw(8, WIDTH), down, {name: draw(n, 4) for name, n in layers})
+
+
+ADAPTER = _adapter()
+
+
+def published(folder: Path) -> Path:
+    """`ADAPTER` as PEFT saves it, with the embeddings beside it."""
+    rank, alpha = 4, 8
+    tensors = {}
+    for name, down in ADAPTER.down.items():
+        layer = f"base_model.model.model.{name}"
+        tensors[f"{layer}.lora_A.weight"] = down
+        tensors[f"{layer}.lora_B.weight"] = ADAPTER.up[name] * rank / alpha
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    save_file({"restore_embeddings": ADAPTER.embeddings}, folder / "restore_embeddings.safetensors")
+    names = sorted({name.rpartition(".")[2] for name in ADAPTER.down})
+    LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=names, task_type="CAUSAL_LM"
+    ).save_pretrained(folder)
+    return folder
+
+
+class Restored(Repeated):
+    """A context after which kvpress runs the embeddings of `ADAPTER`, which it finds published."""
+
+    def __call__(self, model: PreTrainedModel, press: Any, past: DynamicCache) -> None:
+        if isinstance(press, ReplayPress):
+            super().__call__(model, press, past)
+            for index, layer in enumerate(past.layers):  # no forward of this cache has made them
+                states = (x[:, :, -8:] for x in layer.dense()[:2])
+                past.made[index].append(tuple(states))
+            return
+        own = deepcopy(model)  # adapters stay on a model
+        load = own.load_adapter
+        with TemporaryDirectory() as name:
+            folder = published(Path(name))
+            own.load_adapter = lambda _, **more: load(str(folder), **more)
+            embeddings = str(folder / "restore_embeddings.safetensors")
+            with patch.object(restorekv_press, "hf_hub_download", lambda *_: embeddings):
+                super().__call__(own, press, past)
+        for one, other in zip(attention_sites(model), attention_sites(own), strict=True):
+            one.module.masked_key_indices = other.module.masked_key_indices
+        for made in past.made.values():
+            del made[1]  # the repetition
 
 
 def our_sketch(press: Any) -> Any:

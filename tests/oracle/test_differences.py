@@ -924,6 +924,98 @@ def test_a_threshold_is_needed(mechanism):
         package.DMSPress(package.KnormPress())
 
 
+# ---- contexts that are run again -----------------------------------------------------------------
+
+
+@difference(
+    presses="`KVComposePress(structured=False)`",
+    kvpress="leaves the second reading of the context in the cache, where all of it is seen",
+    here="only what is kept of the context is left",
+    why="the cache is to be smaller afterwards, and to hold the context once",
+)
+@both_mechanisms
+def test_what_a_second_reading_leaves(mechanism):
+    case = Case(
+        lambda p, r: p.KVComposePress(compression_ratio=r, structured=False), run=Context(60)
+    )
+    for found, n in ((theirs(case, 0.5), 180 + 6 * 60), (ours(case, 0.5, mechanism), 180)):
+        assert sum(len(head.kept) for layer in found for head in layer) == n
+
+
+@difference(
+    presses="`KVComposePress`",
+    kvpress="keeps the first row of a batch and loses the others",
+    here="rows are judged one by one",
+    why="a row of a batch is to be what it is alone",
+)
+@both_mechanisms
+def test_a_batch_that_is_read_again(mechanism):
+    case = Case(lambda p, r: p.KVComposePress(compression_ratio=r), run=Context(60, batch=2))
+    assert [len(layer) for layer in theirs(case, 0.5)] == [2, 2, 2]
+    assert [len(layer) for layer in ours(case, 0.5, mechanism)] == [4, 4, 4]
+
+
+@difference(
+    presses="`KVComposePress(add_v_norm=True)`",
+    kvpress="fails",
+    here="works",
+    why="it takes the values of both readings for those of the context",
+)
+@both_mechanisms
+def test_value_norms_of_a_second_reading(mechanism):
+    case = Case(
+        lambda p, r: p.KVComposePress(compression_ratio=r, add_v_norm=True), run=Context(60)
+    )
+    with pytest.raises(RuntimeError, match="must match the size"):
+        theirs(case, 0.5)
+    assert sum(len(head.kept) for layer in ours(case, 0.5, mechanism) for head in layer) == 180
+
+
+@difference(
+    presses="`KVComposePress(structured=False)` with a bound above the budget",
+    kvpress="keeps to the budget, and leaves some heads less than the bound or nothing",
+    here="every head keeps as many tokens as the bound says",
+    why="a lower bound that does not hold is none",
+)
+@both_mechanisms
+def test_a_bound_above_the_budget(mechanism):
+    case = Case(
+        lambda p, r: p.KVComposePress(
+            compression_ratio=r, structured=False, keep_token_lower_bound=33
+        ),
+        run=handed.ReadAgain(60),
+    )
+    for found, least in ((theirs(case, 0.8), 0), (ours(case, 0.8, mechanism), 33)):
+        assert min(len(head.kept) for layer in found for head in layer) == least
+
+
+@difference(
+    presses="`KVgradPress`",
+    kvpress="fails on more than one row, and in float64",
+    here="works",
+    why="batches are judged row by row; see also `KVzipPress` in float64",
+)
+@both_mechanisms
+@pytest.mark.parametrize(
+    ("run", "setting", "failure"),
+    [
+        (handed.Repeated(60, batch=2), FLOAT32, "Sizes of tensors must match"),
+        (handed.Repeated(60), LLAMA, "overflow"),
+    ],
+)
+def test_gradients_of_batches_and_float64(mechanism, run, setting, failure):
+    case = Case(
+        lambda p, r: p.KVgradPress(r, prompts=handed.PROMPTS),
+        theirs=lambda p, r: p.KVgradPress(r),
+        run=run,
+        setting=setting,
+    )
+    with pytest.raises(RuntimeError, match=failure):
+        theirs(case, 0.5)
+    found = ours(case, 0.5, mechanism)
+    assert sum(len(head.kept) for layer in found for head in layer) == 180 * run.batch
+
+
 @difference(
     presses="`DMSPress(press, decoding=True)` around a press that compares tokens",
     kvpress="judges a token that comes alone by a score that is the same for all, or fails",

@@ -184,7 +184,7 @@ class Recorder:
                     watch(self._body, "forward", self._above_body)
                 elif Phase.DECODER in press.phases:
                     watch(self._body, "forward", self._above_replays)
-                for site in self._sites.values() if press.phases & ~Phase.DECODER else ():
+                for site in self._sites.values() if press.is_at_attention else ():
                     watch(site.module, "forward", partial(self._above, site))
             known = {id(hooks): set(hooks) for hooks, _ in self._hooks()}
             undo.enter_context(press(self.model))
@@ -274,6 +274,8 @@ class Recorder:
     # ... its hooks ...
 
     def _pre_hook(self, site: AttentionSite, hook: Any, module: nn.Module, *given: Any) -> Any:
+        if self._replayed is not None:
+            return hook(module, *given)
         held = self._all_held()
         with self._watch.inside(press=True):
             result = hook(module, *given)
@@ -281,6 +283,8 @@ class Recorder:
         return result
 
     def _collecting_hook(self, name: str, site: AttentionSite, hook: Any, *args: Any) -> Any:
+        if self._replayed is not None:
+            return hook(*args)
         with self._watch.inside(press=True):
             result = hook(*args)
         queries = count(self._layers[site.layer_idx].n_hidden, "query", "queries")
@@ -288,6 +292,8 @@ class Recorder:
         return result
 
     def _forward_hook(self, site: AttentionSite, hook: Any, *args: Any) -> Any:
+        if self._replayed is not None:
+            return hook(*args)
         held = self._all_held()
         with self._watch.inside(press=True):
             result = hook(*args)
@@ -311,6 +317,8 @@ class Recorder:
     # ... and its wrappers
 
     def _above(self, site: AttentionSite, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._replayed is not None:
+            return forward(*args, **kwargs)
         self._wrapped = call = _Wrapped((args, kwargs), self._all_held())
         with self._watch.inside(press=True):
             output = forward(*args, **kwargs)

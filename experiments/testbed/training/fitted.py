@@ -3,9 +3,9 @@
     python -m experiments train fitted
 
 Writes the query statistics of ExpectedAttentionStatsPress, the directions of QFilterPress, the head
-scores of DuoAttentionPress, the budget curves of LUKVPress, the gates of FastKVzipPress and the
-regressors of KVzapPress, all learned from contexts of the facts task with questions about them; and
-says how well gates and regressors predict other contexts.
+scores of DuoAttentionPress, the budget curves of LUKVPress, the gates of FastKVzipPress, the
+regressors of KVzapPress and the adapter of RestoreKVPress, all learned from contexts of the facts
+task with questions about them; and says how well gates and regressors predict other contexts.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ from hooks_impl import (
     KVzipPress,
     LUKVPress,
     QFilterPress,
+    RestoreKVPress,
 )
 from hooks_impl.mechanism import Collector
 from press_core import AttentionCall, Needs
+from press_core.adapter import RestoreAdapter
 from press_core.calibration import Calibration, run
 from press_core.examples import Scores
 from press_core.presses.fast_kvzip import KVzipGates
@@ -46,6 +48,10 @@ TOKENS_PER_BATCH = 4096
 BATCHES = 10
 MAX_TOKENS = 65_536
 """Of which regressors hold the hidden states: more than there are in all batches."""
+RESTORED = (256, 512)
+"""Words of a context that an adapter of RestoreKVPress learns from, in turn."""
+ROWS_PER_BATCH = 200
+"""Of those, for each of the batches that all others learn from."""
 SEED, HELD_OUT_SEED = 2_000_000, 3_000_000
 """Of the contexts to learn from, and of others; neither is that of training or evaluation."""
 SINKS, RECENT = 4, 28
@@ -68,6 +74,26 @@ def fact_batches(count: int = BATCHES, seed: int = SEED) -> Iterator[Tensor]:
         batch = draw(max(1, TOKENS_PER_BATCH // context), context, FACTS, generator)
         asked = torch.cat((batch.question_ids, batch.answer_ids.unsqueeze(-1)), dim=-1)
         yield torch.cat((batch.context_ids, asked.flatten(1)), dim=1)
+
+
+def restored_rows(count: int, seed: int = SEED) -> Iterator[Tensor]:
+    """Contexts one by one, each with all questions about it and their answers.
+
+    Yields:
+        `(1, S)` int64 token ids.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for index in range(count):
+        batch = draw(1, RESTORED[index % len(RESTORED)], FACTS, generator)
+        asked = torch.cat((batch.question_ids, batch.answer_ids.unsqueeze(-1)), dim=-1)
+        yield torch.cat((batch.context_ids, asked.flatten(1)), dim=1)
+
+
+def fit_adapter(model: PreTrainedModel, rows: Iterable[Tensor], count: int) -> RestoreAdapter:
+    """The adapter of RestoreKVPress: predictions of questions and answers are what is compared."""
+    return RestoreKVPress.fit(
+        model, rows, compression_ratios=(0.9, 0.95), n_following=3 * FACTS, n_batches=count
+    )
 
 
 def fit(
@@ -166,9 +192,10 @@ def train(name: str = "facts-llama", output: Path | None = None, batches: int = 
 
     (held_out,) = fact_batches(1, seed=HELD_OUT_SEED)
     teachers = scores_of_kvzip(model), scores_of_kvzip(model, plus=True)
+    folder = output or Path(model.config.name_or_path)
     for fitted in fit(model, token_batches, *teachers):
         training.stop()
-        out.print(str(fitted.save(output or Path(model.config.name_or_path))), highlight=False)
+        out.print(str(fitted.save(folder)), highlight=False)
         if isinstance(fitted, KVzapRegressor | KVzipGates):
             plus = isinstance(fitted, KVzapRegressor)
             found = correlations(model, fitted, held_out, teachers[plus])
@@ -178,3 +205,6 @@ def train(name: str = "facts-llama", output: Path | None = None, batches: int = 
                 f"{found.max():.2f}",
                 highlight=False,
             )
+    n_rows = batches * ROWS_PER_BATCH
+    rows = track(restored_rows(n_rows), "adapter", total=n_rows, console=err)
+    out.print(str(fit_adapter(model, rows, n_rows).save(folder)), highlight=False)

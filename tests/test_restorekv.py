@@ -1,0 +1,390 @@
+"""RestoreKV: what joins the cache, what the adapter touches, and how it is learned."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import DynamicCache
+
+import hooks_impl
+import patch_impl
+from experiments.testbed.families import build
+from experiments.testbed.recipes import PROMPTS
+from press_core import (
+    HyperparameterError,
+    RaggedLayer,
+    Tokens,
+    UnsupportedModelError,
+    kept_lengths,
+)
+from press_core.adapter import RestoreAdapter, first_adapter
+from press_core.calibration import CalibrationError
+from press_core.presses.restorekv import distillation_loss
+from tests.support import left_padded, snapshot, token_ids
+from tests.test_headwise import Whole, make
+
+both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
+LENGTH = 60
+
+
+def drawn_adapter(model: Any, seed: int = 0) -> RestoreAdapter:
+    """One that changes what it is added to."""
+    generator = torch.Generator().manual_seed(seed)
+    started = first_adapter(model, rank=3, seed=seed)
+    up = {n: torch.randn(x.shape, generator=generator) / 3 for n, x in started.up.items()}
+    return RestoreAdapter(started.embeddings, started.down, up)
+
+
+def restoring(package: Any, model: Any, ratio: Any = 0.5, **fields: Any) -> Any:
+    fields.setdefault("adapter", drawn_adapter(model))
+    return package.RestoreKVPress(ratio, chunk_size=16, prompts=PROMPTS, **fields)
+
+
+def run(model: Any, press: Any, ids: Tensor, **inputs: Tensor) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), press(model):
+        model(ids, past_key_values=cache, **inputs)
+    return cache
+
+
+# ---- what joins ----------------------------------------------------------------------------------
+
+
+def merged(model: Any, adapter: RestoreAdapter) -> Any:
+    """A model of its own whose weights have the adapter in them."""
+    other = build("llama", dtype=model.dtype)
+    with torch.no_grad():
+        for name, down in adapter.down.items():
+            other.model.get_submodule(name).weight += (adapter.up[name] @ down).to(model.dtype)
+    return other
+
+
+@both
+def test_what_joins_is_made_by_a_model_with_the_adapter_in_its_weights(package):
+    """Over the keys and values of the model without."""
+    model, ids = build("llama", dtype=torch.float64), token_ids(1, LENGTH)
+    adapter = drawn_adapter(model)
+    cache = run(model, restoring(package, model, adapter=adapter), ids)
+    expected = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=expected)
+        states = adapter.embeddings[None].double()
+        merged(model, adapter)(inputs_embeds=states, past_key_values=expected)
+    for layer, whole in zip(cache.layers, expected.layers, strict=True):
+        for head in range(2):
+            keys, values = layer.head(head)
+            torch.testing.assert_close(keys[-8:], whole.keys[0, head, -8:], rtol=0, atol=1e-6)
+            torch.testing.assert_close(values[-8:], whole.values[0, head, -8:], rtol=0, atol=1e-6)
+
+
+@both
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@torch.no_grad()
+def test_later_tokens_see_what_is_left_and_what_joined(package, implementation):
+    """As in a model with a plain cache of both, of which each head is shown what it keeps."""
+    options = {"attn_implementation": implementation, "dtype": torch.float32}
+    model, whole, ids = make(**options), Whole(make(**options)), token_ids(2, LENGTH)
+    question, places = token_ids(2, 5, seed=1), LENGTH + torch.arange(5)[None]
+    press, cache = restoring(package, model, 0.6), DynamicCache(config=model.config)
+    with press(model):
+        model(ids, past_key_values=cache)
+        kept = [layer.dense() for layer in cache.layers]
+        logits = model(question, past_key_values=cache).logits
+    whole(ids)
+    shown = {}
+    for index, ((keys, values, positions), layer) in enumerate(
+        zip(kept, whole.cache.layers, strict=True)
+    ):
+        layer.keys = torch.cat((layer.keys, keys[:, :, -8:]), dim=2)
+        layer.values = torch.cat((layer.values, values[:, :, -8:]), dim=2)
+        joined = range(LENGTH, LENGTH + 8)
+        shown[index] = [
+            [[p for p in head[:-8] if p >= 0] + [*joined] for head in row]
+            for row in positions.tolist()
+        ]
+    whole.shown = shown
+    expected = whole(question, position_ids=places)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
+
+
+@both
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.8])
+def test_as_many_tokens_more_go(package, ratio):
+    """Those of the context that stay are what KVzip keeps at `r + 8 / S`."""
+    model, ids = build("llama"), token_ids(1, LENGTH)
+    cache = run(model, restoring(package, model, ratio), ids)
+    plain = package.KVzipPress(ratio + 8 / LENGTH, chunk_size=16, prompts=PROMPTS)
+    assert sum(int(x.sum()) for x in kept_lengths(cache)) == round(4 * LENGTH * (1 - ratio))
+    for layer, other in zip(cache.layers, run(model, plain, ids).layers, strict=True):
+        for mine, own in zip(layer.dense()[2][0], other.dense()[2][0], strict=True):
+            context = [p for p in mine.tolist() if p >= 0][:-8]
+            assert context == [p for p in own.tolist() if p >= 0]
+
+
+@both
+def test_ratios_that_leave_no_room_leave_what_restores(package):
+    model = build("llama")
+    for length, ratio in ((20, 0.9), (LENGTH, 0.99)):
+        cache = run(model, restoring(package, model, ratio), token_ids(1, length))
+        assert {int(n) for x in kept_lengths(cache) for n in x.flatten()} == {8}
+    cache = run(model, restoring(package, model, 0.9), token_ids(1, 8))  # no more than restore
+    assert {int(n) for x in kept_lengths(cache) for n in x.flatten()} == {8}
+    assert cache.layers[0].dense()[2][0, 0].tolist() == list(range(8))
+
+
+@both
+def test_positions_go_on_as_if_nothing_had_joined(package):
+    model = build("llama")
+    press, cache = restoring(package, model), DynamicCache(config=model.config)
+    ids = token_ids(1, LENGTH + 4)
+    with torch.no_grad(), press(model):
+        model(ids[:, :LENGTH], past_key_values=cache)
+        assert cache.get_seq_length() == LENGTH
+        told = model(
+            ids[:, LENGTH:],
+            past_key_values=cache,
+            position_ids=torch.arange(LENGTH, LENGTH + 4)[None],
+        ).logits
+        cache.crop(-4)
+        assert torch.equal(model(ids[:, LENGTH:], past_key_values=cache).logits, told)
+
+
+@both
+def test_rows_of_a_batch_are_restored_as_alone(package):
+    model = build("llama", dtype=torch.float64)
+    padding = [0, 11, LENGTH - 5]  # the last row is left whole
+    ids, mask, positions = left_padded(3, LENGTH, padding)
+    press, question = restoring(package, model), token_ids(3, 4, seed=1)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), press(model):
+        model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        mask = torch.cat((mask, torch.ones_like(question)), dim=1)
+        after = positions[:, -1:] + 1 + torch.arange(4)
+        lengths = kept_lengths(cache)
+        logits = model(question, attention_mask=mask, position_ids=after, past_key_values=cache)
+        for row, n in enumerate(padding):
+            alone = DynamicCache(config=model.config)
+            model(ids[row : row + 1, n:], past_key_values=alone)
+            for in_batch, by_itself in zip(lengths, kept_lengths(alone), strict=True):
+                assert in_batch[row].tolist() == by_itself[0].tolist()
+            own = model(question[row : row + 1], past_key_values=alone).logits[0]
+            torch.testing.assert_close(logits.logits[row], own, rtol=0, atol=1e-10)
+
+
+@both
+def test_a_number_of_tokens_counts_those_that_restore(package):
+    model = build("llama")
+    cache = run(model, restoring(package, model, Tokens(20)), token_ids(1, LENGTH))
+    assert sum(int(x.sum()) for x in kept_lengths(cache)) == 4 * 20
+    cache = run(model, restoring(package, model, Tokens(20)), token_ids(1, 20))
+    assert {int(n) for x in kept_lengths(cache) for n in x.flatten()} == {20}
+
+
+# ---- what is touched -----------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_model_is_left_as_it_was(package, mode):
+    model, ids = build("llama"), token_ids(1, LENGTH)
+    before, weights = snapshot(model), [x.clone() for x in model.parameters()]
+    press = restoring(package, model)
+    with mode(), press(model):
+        inside = snapshot(model)
+        cache = model(ids, past_key_values=DynamicCache(config=model.config)).past_key_values
+        assert snapshot(model) == inside  # the adapter is on for one pass alone
+    assert snapshot(model) == before
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    assert not any(layer.keys.requires_grad for layer in cache.layers)
+
+
+@both
+def test_adapters_of_peft_go_on(package):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = build("llama")
+    adapter = drawn_adapter(model)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model.add_adapter(config, "own")
+    ids = token_ids(1, LENGTH)
+    with torch.no_grad():
+        expected = model(ids).logits
+    active = model.active_adapters()
+    cache = run(model, restoring(package, model, adapter=adapter), ids)
+    assert isinstance(cache.layers[0], RaggedLayer)
+    assert model.active_adapters() == active == ["own"]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected)
+
+
+@both
+def test_other_threads_run_without_the_adapter(package):
+    model, ids = build("llama"), token_ids(1, LENGTH)
+    press, done, found = restoring(package, model), threading.Event(), []
+    with torch.no_grad():
+        plain = model(ids, past_key_values=None, use_cache=False).logits
+
+    def beside() -> None:
+        while not done.is_set():
+            with torch.no_grad():
+                found.append(torch.equal(model(ids, use_cache=False).logits, plain))
+
+    other = threading.Thread(target=beside)
+    other.start()
+    try:
+        for _ in range(5):
+            run(model, press, ids)
+    finally:
+        done.set()
+        other.join()
+    assert found
+    assert all(found)
+
+
+# ---- learning ------------------------------------------------------------------------------------
+
+
+def divergence(model: Any, package: Any, adapter: RestoreAdapter, rows: list[Tensor]) -> float:
+    with torch.no_grad():
+        losses = [
+            distillation_loss(
+                model,
+                restoring(package, model, 0.6, adapter=adapter),
+                row[:, :-12],
+                row[:, -12:],
+            )
+            for row in rows
+        ]
+    return float(torch.stack(losses).mean())
+
+
+def test_what_is_learned_brings_predictions_closer():
+    model = build("llama")
+    rows = [token_ids(1, LENGTH, seed) for seed in range(4)]
+    fields: dict[str, Any] = {"n_following": 12, "prompts": PROMPTS, "compression_ratios": (0.6,)}
+    started = first_adapter(model, 8, 0)
+    learned = hooks_impl.RestoreKVPress.fit(model, rows * 15, n_batches=60, **fields)
+    before = divergence(model, hooks_impl, started, rows)
+    assert divergence(model, hooks_impl, learned, rows) < 0.8 * before
+
+
+@both
+def test_fitting_leaves_the_model_as_it_was(package):
+    model = build("llama")
+    before, weights = snapshot(model), [x.clone() for x in model.parameters()]
+    with torch.inference_mode():
+        learned = package.RestoreKVPress.fit(
+            model, [token_ids(2, 40)], n_following=8, rank=2, prompts=PROMPTS
+        )
+    assert snapshot(model) == before
+    for weight, parameter in zip(weights, model.parameters(), strict=True):
+        assert torch.equal(weight, parameter)
+        assert parameter.grad is None
+        assert parameter.requires_grad
+    assert not any(x.requires_grad or x.is_inference() for x in learned.tensors.values())
+
+
+def test_both_mechanisms_learn_the_same():
+    model = build("llama")
+    ids, mask, _ = left_padded(2, 44, [0, 6])
+    one, other = (
+        package.RestoreKVPress.fit(
+            model,
+            [{"input_ids": ids, "attention_mask": mask}],
+            n_following=8,
+            rank=2,
+            prompts=PROMPTS,
+        )
+        for package in (hooks_impl, patch_impl)
+    )
+    assert one.tensors.keys() == other.tensors.keys()
+    assert all(torch.equal(x, other.tensors[name]) for name, x in one.tensors.items())
+
+
+def test_rows_without_a_context_teach_nothing():
+    with pytest.raises(CalibrationError, match="no row of more than 16 tokens"):
+        hooks_impl.RestoreKVPress.fit(
+            build("llama"), [token_ids(2, 16)], n_following=8, prompts=PROMPTS
+        )
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path):
+    model = build("llama")
+    adapter = drawn_adapter(model)
+    assert adapter.save(tmp_path) == tmp_path / "restorekv.safetensors"
+    for source in (tmp_path, tmp_path / "restorekv.safetensors", str(tmp_path)):
+        loaded = RestoreAdapter.load(source)
+        assert all(torch.equal(x, loaded.tensors[name]) for name, x in adapter.tensors.items())
+    ids = token_ids(1, LENGTH)
+    one = run(model, restoring(hooks_impl, model, adapter=adapter), ids)
+    other = run(model, restoring(hooks_impl, model, adapter=tmp_path), ids)
+    assert torch.equal(one.layers[1].keys, other.layers[1].keys)
+
+
+def peft_folder(folder: Path, adapter: RestoreAdapter, **config: Any) -> Path:
+    """`adapter` as PEFT has it, of alpha 6 and rank 3."""
+    tensors = {}
+    for name, down in adapter.down.items():
+        tensors[f"base_model.model.model.{name}.lora_A.weight"] = down
+        tensors[f"base_model.model.model.{name}.lora_B.weight"] = adapter.up[name] / 2
+    save_file(tensors, folder / "adapter_model.safetensors")
+    save_file({"restore_embeddings": adapter.embeddings}, folder / "restore_embeddings.safetensors")
+    told = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, **config}
+    (folder / "adapter_config.json").write_text(json.dumps(told))
+    return folder
+
+
+def test_a_folder_of_peft_is_read(tmp_path):
+    model, ids = build("llama"), token_ids(1, LENGTH)
+    adapter = drawn_adapter(model)
+    own = run(model, restoring(hooks_impl, model, adapter=adapter), ids)
+    folder = peft_folder(tmp_path, adapter)
+    published = run(model, restoring(hooks_impl, model, adapter=folder), ids)
+    for one, other in zip(own.layers, published.layers, strict=True):
+        torch.testing.assert_close(one.keys, other.keys, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"peft_type": "IA3"}, {"use_dora": True}, {"bias": "all"}, {"rank_pattern": {"a": 1}}],
+)
+def test_other_adapters_are_refused(tmp_path, config):
+    folder = peft_folder(tmp_path, drawn_adapter(build("llama")), **config)
+    with pytest.raises(CalibrationError, match="of another kind than LoRA"):
+        RestoreAdapter.load(folder)
+
+
+@both
+def test_nothing_learned_is_refused_when_it_is_opened(package):
+    model = build("llama")
+    before = snapshot(model)
+    with pytest.raises(CalibrationError, match=r"RestoreKVPress\.fit\(model, token_batches\)"):
+        package.RestoreKVPress(0.5, prompts=PROMPTS).register(model)
+    assert snapshot(model) == before
+
+
+@both
+@pytest.mark.parametrize("other", [{"head_dim": 8}, {"num_layers": 1}, {"num_kv_heads": 4}])
+def test_an_adapter_of_another_model_is_refused(package, other):
+    adapter, model = drawn_adapter(build("llama")), build("llama", **other)
+    with pytest.raises(UnsupportedModelError, match=r"fit (some|one) to"):
+        restoring(package, model, adapter=adapter).register(model)
+
+
+def test_fields_are_checked():
+    with pytest.raises(HyperparameterError, match="adapter must be a RestoreAdapter"):
+        hooks_impl.RestoreKVPress(0.5, adapter=3)
+    with pytest.raises(CalibrationError, match="they must be"):
+        RestoreAdapter(torch.zeros(3), {}, {})
+    with pytest.raises(CalibrationError, match="each layer needs both"):
+        RestoreAdapter(torch.zeros(3, 4), {"a": torch.zeros(1, 4)}, {})
