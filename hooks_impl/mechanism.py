@@ -20,7 +20,7 @@ from press_core.model.compiled import forget_graphs
 from press_core.model.forward import AttentionForward, DecoderForward
 from press_core.model.sites import AttentionSite, LeftAlone
 from press_core.model.view import UnknownSite, view_of
-from press_core.press import Needs, Phase, RatioScorer, Removable, TokenScorer
+from press_core.press import Needs, RatioScorer, Removable, TokenScorer
 from press_core.scope import ScopeState
 
 CALL = "attention_call"

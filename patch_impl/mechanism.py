@@ -19,7 +19,7 @@ from press_core.errors import ScopeError, UnsupportedModelError
 from press_core.eviction import Eviction
 from press_core.model.forward import AttentionForward, DecoderForward
 from press_core.model.sites import AttentionSite, LeftAlone
-from press_core.press import Needs, Phase, RatioScorer, Removable, TokenScorer
+from press_core.press import Needs, RatioScorer, Removable, TokenScorer
 from press_core.scope import ScopeState
 
 
