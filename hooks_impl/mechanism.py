@@ -20,7 +20,7 @@ from press_core.model.compiled import forget_graphs
 from press_core.model.forward import AttentionForward, DecoderForward
 from press_core.model.sites import AttentionSite, LeftAlone
 from press_core.model.view import UnknownSite, view_of
-from press_core.press import Needs, RatioScorer, Removable, TokenScorer
+from press_core.press import Needs, Phase, RatioScorer, Removable, TokenScorer
 from press_core.scope import ScopeState
 
 CALL = "attention_call"
@@ -107,7 +107,7 @@ class BasePress(press.Press):
             module = other.site.module
             before = Hook(partial(_before_left_alone, other), True)
             scope.install(module.register_forward_pre_hook(before, with_kwargs=True))
-        if engine.acts_around_decoder(scope):
+        if engine.acts_before_decoder(scope):
             self._install_around_decoder(scope)
 
     def _install_around_decoder(self, scope: ScopeState) -> None:
@@ -122,9 +122,10 @@ class BasePress(press.Press):
             self.after_decoder(scope, DecoderForward(args, kwargs, decoder), output)
 
         scope.install(decoder.register_forward_pre_hook(Hook(before, True), with_kwargs=True))
-        scope.install(
-            decoder.register_forward_hook(Hook(after, True), with_kwargs=True, prepend=True)
-        )
+        if Phase.DECODER in self.phases:
+            scope.install(
+                decoder.register_forward_hook(Hook(after, True), with_kwargs=True, prepend=True)
+            )
 
     def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
         def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

@@ -82,7 +82,7 @@ class BasePress(press.Press):
             patches.add(site)
         for other in scope.left_alone:
             scope.install(wrap(other.site.module, "forward", partial(_left_alone, other)))
-        if engine.acts_around_decoder(scope):
+        if engine.acts_before_decoder(scope):
             self._install_around_decoder(scope)
 
     def _install_around_decoder(self, scope: ScopeState) -> None:

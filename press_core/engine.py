@@ -98,8 +98,8 @@ def before_attention(scope: ScopeState, forward: AttentionForward) -> AttentionF
     return prepared(forward, scope)
 
 
-def acts_around_decoder(scope: ScopeState) -> bool:
-    """Whether there is something to do around forwards of the whole decoder."""
+def acts_before_decoder(scope: ScopeState) -> bool:
+    """Whether there is something to do before forwards of the whole decoder."""
     return Phase.DECODER in scope.phases or scope.press.rerotates
 
 
