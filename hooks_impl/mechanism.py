@@ -107,7 +107,7 @@ class BasePress(press.Press):
             module = other.site.module
             before = Hook(partial(_before_left_alone, other), True)
             scope.install(module.register_forward_pre_hook(before, with_kwargs=True))
-        if Phase.DECODER in self.phases:
+        if engine.acts_before_decoder(scope):
             self._install_around_decoder(scope)
 
     def _install_around_decoder(self, scope: ScopeState) -> None:
@@ -115,16 +115,17 @@ class BasePress(press.Press):
         assert decoder is not None
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            forward = self.before_decoder(scope, DecoderForward(args, kwargs, decoder))
+            forward = engine.before_decoder(scope, DecoderForward(args, kwargs, decoder))
             return forward.args, forward.kwargs
 
         def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             self.after_decoder(scope, DecoderForward(args, kwargs, decoder), output)
 
         scope.install(decoder.register_forward_pre_hook(Hook(before, True), with_kwargs=True))
-        scope.install(
-            decoder.register_forward_hook(Hook(after, True), with_kwargs=True, prepend=True)
-        )
+        if Phase.DECODER in self.phases:
+            scope.install(
+                decoder.register_forward_hook(Hook(after, True), with_kwargs=True, prepend=True)
+            )
 
     def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
         def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -322,7 +323,9 @@ class _SiteHooks:
         waiting = self.waiting.__dict__
         found = waiting.pop("projected", None), waiting.pop("context_output", None)
         collected = _Collected(self.site, self.scope, *found)
-        return self.press.forward_hook(view_of(self.site), args, {**kwargs, CALL: collected}, output)
+        return self.press.forward_hook(
+            view_of(self.site), args, {**kwargs, CALL: collected}, output
+        )
 
 
 def _before_left_alone(

@@ -19,7 +19,7 @@ from press_core.errors import ScopeError, UnsupportedModelError
 from press_core.eviction import Eviction
 from press_core.model.forward import AttentionForward, DecoderForward
 from press_core.model.sites import AttentionSite, LeftAlone
-from press_core.press import Needs, Phase, RatioScorer, Removable, TokenScorer
+from press_core.press import Needs, RatioScorer, Removable, TokenScorer
 from press_core.scope import ScopeState
 
 
@@ -82,7 +82,7 @@ class BasePress(press.Press):
             patches.add(site)
         for other in scope.left_alone:
             scope.install(wrap(other.site.module, "forward", partial(_left_alone, other)))
-        if Phase.DECODER in self.phases:
+        if engine.acts_before_decoder(scope):
             self._install_around_decoder(scope)
 
     def _install_around_decoder(self, scope: ScopeState) -> None:
@@ -90,7 +90,7 @@ class BasePress(press.Press):
         assert decoder is not None
 
         def around(call_next: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            forward = self.before_decoder(scope, DecoderForward(args, kwargs, decoder))
+            forward = engine.before_decoder(scope, DecoderForward(args, kwargs, decoder))
             output = call_next(*forward.args, **forward.kwargs)
             self.after_decoder(scope, forward, output)
             return output

@@ -28,7 +28,13 @@ from press_core.cache.pruned import (
     storage_of,
 )
 from press_core.cache.ragged import RaggedLayer
-from press_core.cache.reading import first_position, occupied_slots, prepared, prepared_reader
+from press_core.cache.reading import (
+    first_position,
+    occupied_slots,
+    prepared,
+    prepared_reader,
+    with_columns_of_clock,
+)
 from press_core.cache.storing import (
     BatchEviction,
     RowGroup,
@@ -45,7 +51,7 @@ from press_core.drafts import after_context, with_context
 from press_core.errors import UnsupportedCacheError, UnsupportedInputError
 from press_core.eviction import SAY_WHAT_IS_KEPT, Eviction
 from press_core.model import probe
-from press_core.model.forward import AttentionForward
+from press_core.model.forward import AttentionForward, DecoderForward
 from press_core.model.generation import Part, part_of
 from press_core.model.sites import AttentionSite, LeftAlone
 from press_core.press import Evicts, Phase, Press
@@ -90,6 +96,26 @@ def before_attention(scope: ScopeState, forward: AttentionForward) -> AttentionF
     if Phase.BEFORE_DECODING in scope.phases:
         press.before_attention(scope, forward)
     return prepared(forward, scope)
+
+
+def acts_before_decoder(scope: ScopeState) -> bool:
+    """Whether there is something to do before forwards of the whole decoder."""
+    return Phase.DECODER in scope.phases or scope.press.rerotates
+
+
+def before_decoder(scope: ScopeState, forward: DecoderForward) -> DecoderForward:
+    """What to do before a forward of the whole decoder.
+
+    Returns:
+        The forward with the arguments that it is to get.
+
+    Raises:
+        UnsupportedInputError: if its mask hides tokens that are rotated to other positions.
+    """
+    if probe.is_running():
+        return forward
+    forward = scope.press.before_decoder(scope, forward)
+    return with_columns_of_clock(forward) if scope.press.rerotates else forward
 
 
 def before_left_alone(other: LeftAlone, forward: AttentionForward) -> AttentionForward:

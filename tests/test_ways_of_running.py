@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import DynamicCache
 
 import hooks_impl
 import patch_impl
+from attention_patch import headwise
 from experiments.testbed.families import build
 from press_core import UnsupportedCacheError, UnsupportedInputError, kept_lengths, prefill
 from press_core.model.generation import Part, as_part
@@ -373,3 +377,152 @@ def model_norms(model, length):
     cache = DynamicCache(config=model.config)
     model(token_ids(1, length), past_key_values=cache)
     return cache.layers[0].keys.norm(dim=-1)
+
+
+# ---- uneven questions of a second turn, with a mask of all tokens --------------------------------
+
+QUESTION, UNEVEN = 8, [3, 0]  # and the padding in it
+
+AFTER_CONTEXT = {
+    "SnapKV": lambda of: of.SnapKVPress(0.5, window_size=8),
+    "AdaKV": lambda of: of.AdaKVPress(of.SnapKVPress(0.5, window_size=8)),
+    "ThinK": lambda of: of.ThinKPress(0.5, window_size=8),
+    "Decoding": lambda of: of.DecodingPress(of.KnormPress(), 2, 40),
+    "StreamingLLMDecoding": lambda of: of.StreamingLLMDecodingPress(30, 4, rerotate=True),
+    "KeyRerotation": lambda of: of.KeyRerotationPress(of.KnormPress(0.5)),
+    "Finch": lambda of: of.FinchPress(0.5, delimiter_token_id=DELIMITER),
+}
+DELIMITER = 3
+
+
+def of_questions():
+    """Contexts `(2, LENGTH)` with a delimiter, questions, and the mask and positions of all."""
+    context = token_ids(2, LENGTH)
+    context[context == DELIMITER] += 1
+    context[:, LENGTH - 10] = DELIMITER
+    question = token_ids(2, QUESTION, seed=1)
+    question[question == DELIMITER] += 1
+    mask = torch.ones(2, LENGTH + QUESTION, dtype=torch.long)
+    for row, n in enumerate(UNEVEN):
+        mask[row, LENGTH : LENGTH + n] = 0
+    return context, question, mask
+
+
+def positions_in(mask, n):
+    return (mask.cumsum(dim=-1) - 1).clamp(min=0)[:, -n:]
+
+
+def pruned_by(press, model, context):
+    cache = DynamicCache(config=model.config)
+    with press(model):
+        model(context, past_key_values=cache)
+    return cache
+
+
+def last_logits(model, press, contexts, steps):
+    """Logits behind each later forward, in the scope."""
+    cache, found = DynamicCache(config=model.config), []
+    with press(model):
+        model(contexts, past_key_values=cache)
+        for arguments in steps:
+            found.append(model(past_key_values=cache, **arguments).logits[:, -1])
+    return torch.stack(found, dim=1)
+
+
+@both
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", AFTER_CONTEXT)
+@torch.no_grad()
+def test_uneven_questions_with_a_mask_of_all_tokens(package, implementation, name):
+    model, press = make(implementation), AFTER_CONTEXT[name](package)
+    context, question, mask = of_questions()
+    new = token_ids(2, 3, seed=2)
+    steps = [{"input_ids": question, "attention_mask": mask}]
+    for i in range(3):
+        mask = torch.cat((mask, mask.new_ones(2, 1)), dim=1)
+        steps.append({"input_ids": new[:, i : i + 1], "attention_mask": mask})
+    if name != "KeyRerotation":  # it counts by itself
+        gone = int(name == "Finch")
+        for step in steps:
+            n = step["input_ids"].shape[1]
+            step["position_ids"] = positions_in(step["attention_mask"], n) - gone
+    batch = last_logits(model, press, context, steps)
+    for row, n in enumerate(UNEVEN):
+        alone = [{"input_ids": question[row : row + 1, n:]}]
+        alone += [{"input_ids": new[row : row + 1, i : i + 1]} for i in range(3)]
+        expected = last_logits(model, press, context[row : row + 1], alone)[0]
+        atol = 1e-5 if implementation == "eager" else 1e-10
+        torch.testing.assert_close(batch[row], expected, rtol=0, atol=atol)
+
+
+@both
+@torch.no_grad()
+def test_a_mask_of_all_tokens_behind_rerotated_keys_outside_of_the_scope(package):
+    model, press = make(), AFTER_CONTEXT["KeyRerotation"](package)
+    context, question, mask = of_questions()
+    cache = pruned_by(press, model, context)
+
+    def asked(**arguments):
+        return model(question, past_key_values=copy.deepcopy(cache), **arguments).logits[:, -1]
+
+    for other in (headwise(model), package.KnormPress(0.5)(model), nullcontext()):
+        with other, pytest.raises(UnsupportedInputError, match=r"attention_mask\[:, -38:\]"):
+            asked(attention_mask=mask)
+    assert torch.equal(asked(attention_mask=torch.ones_like(mask)), asked())
+    last = mask[:, -38:]
+    found = asked(attention_mask=last, position_ids=positions_in(last, QUESTION))
+    with press(model):
+        expected = asked(attention_mask=mask)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+@both
+@torch.no_grad()
+def test_a_mask_that_hides_rerotated_tokens_is_refused(package):
+    model, press = make(), AFTER_CONTEXT["KeyRerotation"](package)
+    context, question, mask = of_questions()
+    mask[0, 5] = 0
+    steps = [{"input_ids": question, "attention_mask": mask}]
+    with pytest.raises(UnsupportedInputError, match="hides some of the 60 tokens"):
+        last_logits(model, press, context, steps)
+
+
+@both
+@pytest.mark.parametrize("inside", [True, False])
+@torch.no_grad()
+def test_generate_goes_on_from_rerotated_keys(package, inside):
+    """Of all tokens it would take the last of the context for new ones."""
+    model, press = make(), AFTER_CONTEXT["KeyRerotation"](package)
+    context, question, mask = of_questions()
+    ids = torch.cat((context, question), dim=1)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    cache = pruned_by(press, model, context)
+    with press(model) if inside else nullcontext():
+        with pytest.raises(UnsupportedInputError, match="all tokens but the first 30"):
+            model.generate(
+                ids, attention_mask=mask, past_key_values=copy.deepcopy(cache), **options
+            )
+        found = model.generate(
+            ids[:, 30:],
+            attention_mask=mask[:, 30:],
+            past_key_values=copy.deepcopy(cache),
+            **options,
+        )
+        as_told = copy.deepcopy(cache)
+        positions = positions_in(mask[:, 30:], QUESTION)[:, :-1]
+        model(
+            question[:, :-1], attention_mask=mask[:, 30:-1], position_ids=positions,
+            past_key_values=as_told,
+        )  # fmt: skip
+        again = model.generate(
+            ids[:, 30:], attention_mask=mask[:, 30:], past_key_values=as_told, **options
+        )
+    assert torch.equal(found, again)
+    for row, n in enumerate(UNEVEN):
+        alone = copy.deepcopy(cache)
+        alone.batch_select_indices(torch.tensor([row]))
+        token, answer = question[row : row + 1, n:], []
+        for _ in range(4):
+            token = model(token, past_key_values=alone).logits[:, -1:].argmax(dim=-1)
+            answer.append(int(token))
+        assert found[row, -4:].tolist() == answer

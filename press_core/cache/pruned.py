@@ -20,7 +20,8 @@ from torch.nn.functional import pad
 from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, QuantizedLayer
 
-from press_core.errors import ScopeError, UnsupportedCacheError
+from press_core.cache.masks import given_mask, tokens_cut_by_generate
+from press_core.errors import ScopeError, UnsupportedCacheError, UnsupportedInputError
 
 # transformers 5.2 crops to a length, later releases crop a number of tokens away.
 _CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
@@ -370,7 +371,36 @@ class PrunedLayer(DynamicLayer):
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         if isinstance(query_length, Tensor):  # transformers 5.2 passes cache_position
             query_length = len(query_length)
+        if self.get_seq_length() != self.n_seen:
+            self._check_columns(self.get_seq_length() + query_length)
+            if query_length > 1:
+                self._check_cut()
         return self.n_slots + query_length, self.get_seq_length() - self.n_slots
+
+    def _check_columns(self, n_columns: int) -> None:
+        """Refuse a mask with padding whose columns are not those that the model will take."""
+        mask = given_mask()
+        if mask is None or mask.shape[1] <= n_columns or bool(mask.all()):
+            return
+        raise UnsupportedInputError(
+            f"an attention_mask of {mask.shape[1]} columns hides padding from a cache whose keys "
+            f"were rotated to other positions, so that the model counts {n_columns} tokens; open "
+            "the scope of the press that rotated them, or pass the last columns, mask = "
+            f"attention_mask[:, -{n_columns}:], and the positions that count in them, "
+            "(mask.cumsum(-1) - 1)[:, -q:] of q tokens"
+        )
+
+    def _check_cut(self) -> None:
+        """Refuse tokens of which `generate` takes some for new that may have been seen."""
+        given, clock = tokens_cut_by_generate(), self.get_seq_length()
+        if given is None or given <= self.n_seen:
+            return
+        raise UnsupportedInputError(
+            f"generate was given {given} tokens and cuts off as many as the cache counts: {clock}, "
+            f"where it has seen {self.n_seen}, as its keys were rotated to other positions; run "
+            "the new tokens but the last first, model(new[:, :-1], past_key_values=cache), and "
+            f"give generate all tokens but the first {self.n_seen - clock}"
+        )
 
     def crop(self, tokens: int) -> None:
         """Take the most recent tokens away again, down to where the layer was pruned.

@@ -11,7 +11,7 @@ from press_core.cache.caches import mask_columns, mask_layer, model_clock
 from press_core.cache.masks import mask_for_pruned, prefill_tokens, visible_tokens
 from press_core.cache.pruned import PrunedLayer, Reader, ReadingNeeds
 from press_core.errors import UnsupportedInputError
-from press_core.model.forward import AttentionForward
+from press_core.model.forward import AttentionForward, DecoderForward
 from press_core.model.rotary import alike
 from press_core.model.sites import AttentionSite
 
@@ -39,6 +39,38 @@ def prepared_reader(forward: AttentionForward, owner: Any) -> AttentionForward:
     if not isinstance(owner, PrunedLayer) or owner.n_seen == held:  # its prefill
         return forward
     return _with_positions(_with_mask(forward, owner, held), owner, held)
+
+
+def with_columns_of_clock(forward: DecoderForward) -> DecoderForward:
+    """The forward with a mask as long as the model counts, where rerotated keys set it back.
+
+    The model takes the first columns of a longer mask, one of all tokens. The last ones are those
+    of the tokens that came after the pruning. Before them stands what is kept of a context without
+    padding, or the layer has a mask of its own for it.
+
+    Raises:
+        UnsupportedInputError: if the mask hides tokens of such a context.
+    """
+    cache, mask = forward.cache, forward.argument("attention_mask")
+    turned = [
+        layer
+        for layer in getattr(cache, "layers", ())
+        if isinstance(layer, PrunedLayer) and layer.get_seq_length() != layer.n_seen
+    ]
+    if not turned or not isinstance(mask, Tensor) or mask.dim() != 2:
+        return forward
+    n_columns = model_clock(cache) + forward.n_tokens
+    if mask.shape[1] <= n_columns:
+        return forward
+    layer = turned[0]
+    n_recent = layer.n_recent + forward.n_tokens
+    if not layer.kept.padded and not bool(mask[:, : mask.shape[1] - n_recent].all()):
+        raise UnsupportedInputError(
+            f"the attention_mask hides some of the {layer.kept.n_seen} tokens before the pruning, "
+            "which had no padding, and it is not known which keys they became; let it hide padding "
+            "in what came later only"
+        )
+    return forward.with_argument("attention_mask", mask[:, -n_columns:])
 
 
 def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> ReadingNeeds:
