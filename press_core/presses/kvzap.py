@@ -280,9 +280,9 @@ def _mlp(x: _Standard, y: _Standard, width: int, steps: int, seed: int) -> tuple
     ]
 
     def loss_of(parameters: Sequence[Tensor], rows: Tensor) -> Tensor:
-        weight, bias, *hidden = parameters
-        states = gelu(linear(x.values[rows], *hidden))
+        weight, bias, hidden_weight, hidden_bias = parameters
+        states = gelu(linear(x.values[rows], hidden_weight, hidden_bias))
         return mse_loss(linear(states, weight, bias), y.values[rows])
 
-    weight, bias, *hidden = taught(start, loss_of, n, steps, generator)
-    return *_rescaled(weight, bias, y), *_unscaled(*hidden, x)
+    weight, bias, hidden_weight, hidden_bias = taught(start, loss_of, n, steps, generator)
+    return *_rescaled(weight, bias, y), *_unscaled(hidden_weight, hidden_bias, x)
