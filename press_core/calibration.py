@@ -22,7 +22,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from press_core.call import AttentionCall
-from press_core.errors import PressError, UnsupportedModelError
+from press_core.errors import PressError, UnsupportedModelError, first_line
 from press_core.model.decoder import device_of
 from press_core.model.sites import AttentionSite
 from press_core.press import Press
@@ -212,7 +212,7 @@ def _download(kind: type[Calibration], source: str | Path, names: tuple[str, ...
     raise CalibrationError(
         f"there is no file or folder {source!r}, and the hub gave no {' and no '.join(names)} of "
         "that id (no network, no such id, or no permission); the cause was: "
-        f"{first_sentence(causes[-1])}"
+        f"{first_line(causes[-1])}"
     ) from causes[-1]
 
 
@@ -228,7 +228,7 @@ def _read(path: str, _modified: int) -> tuple[dict[str, Tensor], str]:
             about = json.loads((file.metadata() or {}).get(METADATA, "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, RecursionError, TypeError) as error:
-        raise CalibrationError(f"cannot read {path!r}: {first_sentence(error)}") from error
+        raise CalibrationError(f"cannot read {path!r}: {first_line(error)}") from error
     if not isinstance(about, dict) or not isinstance(about.get("kind", ""), str):
         raise CalibrationError(f"{path!r} does not say in its metadata what it holds")
     if about and about.get("version") != FORMAT_VERSION:
@@ -240,11 +240,6 @@ def _read(path: str, _modified: int) -> tuple[dict[str, Tensor], str]:
         if not tensor.is_floating_point():
             raise CalibrationError(f"{path!r} holds {name!r:.80} as {tensor.dtype}, not as floats")
     return {name: upcast(x) for name, x in tensors.items()}, about.get("kind", "")
-
-
-def first_sentence(error: Exception) -> str:
-    """The first line of what `error` says."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 # ---- what belongs to a model ---------------------------------------------------------------------

@@ -17,11 +17,11 @@ from press_core.calibration import (
     CalibrationError,
     check_fits,
     find,
-    first_sentence,
     model_sizes,
     run,
 )
 from press_core.call import AttentionCall
+from press_core.errors import first_line
 from press_core.eviction import Eviction
 from press_core.model.decoder import device_of
 from press_core.model.sites import AttentionSite
@@ -69,7 +69,7 @@ class HeadScores(Calibration):
             rows = [[float(x) for x in line.split()] for line in path.read_text().splitlines()]
             table = torch.tensor([row for row in rows if row])
         except (OSError, ValueError, TypeError) as error:
-            reason = first_sentence(error)
+            reason = first_line(error)
             raise CalibrationError(f"{str(path)!r} is no table of numbers: {reason}") from error
         return cls(table)
 
