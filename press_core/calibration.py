@@ -25,7 +25,7 @@ from press_core.call import AttentionCall
 from press_core.errors import PressError, UnsupportedModelError, first_line
 from press_core.model.decoder import device_of
 from press_core.model.sites import AttentionSite
-from press_core.press import Press
+from press_core.press import Press, require
 from press_core.select import upcast
 
 FORMAT_VERSION = 1
@@ -243,6 +243,13 @@ def _read(path: str, _modified: int) -> tuple[dict[str, Tensor], str]:
 
 
 # ---- what belongs to a model ---------------------------------------------------------------------
+
+
+def require_given(press: Press, field: str, kind: type[Calibration]) -> None:
+    """Raise a `HyperparameterError` unless `field` holds a `kind`, where one lies, or nothing."""
+    given = getattr(press, field)
+    fits = given is None or isinstance(given, (kind, str, Path))
+    require(press, field, fits, f"{kind.__name__}, a path, a hub id or None")
 
 
 def find(

@@ -18,6 +18,7 @@ from press_core.calibration import (
     check_fits,
     find,
     model_sizes,
+    require_given,
     run,
 )
 from press_core.call import AttentionCall
@@ -97,10 +98,9 @@ class DuoAttention(MeasuredPress):
 
     def validate(self) -> None:
         super().validate()
-        ratio, given = self.head_compression_ratio, self.head_scores
+        ratio = self.head_compression_ratio
         require(self, "head_compression_ratio", 0 <= ratio <= 1, "a number in [0, 1]")
-        known = given is None or isinstance(given, (HeadScores, str, Path))
-        require(self, "head_scores", known, "HeadScores, a path, a hub id or None")
+        require_given(self, "head_scores", HeadScores)
         require(self, "sink_size", self.sink_size >= 0, "a number of tokens, 0 or more")
         require(self, "recent_size", self.recent_size >= 1, "a number of tokens, 1 or more")
 

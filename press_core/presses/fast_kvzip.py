@@ -13,7 +13,15 @@ from torch.nn.functional import binary_cross_entropy, linear
 
 from press_core.blocks import rows_at_once
 from press_core.cache.pruned import PrunedLayer, is_quantized
-from press_core.calibration import Batch, Calibration, CalibrationError, F, check_fits, find
+from press_core.calibration import (
+    Batch,
+    Calibration,
+    CalibrationError,
+    F,
+    check_fits,
+    find,
+    require_given,
+)
 from press_core.call import AttentionCall
 from press_core.engine import prune_heads
 from press_core.errors import PressError, UnsupportedCacheError
@@ -207,8 +215,7 @@ class FastKVzip(RatioPress):
         require(self, "n_sink", self.n_sink >= 0, "a number of tokens, 0 or more")
         require(self, "window_size", self.window_size >= 0, "a number of tokens, 0 or more")
         require(self, "window_ratio", 0 <= self.window_ratio <= 1, "a number in [0, 1]")
-        given = self.gates is None or isinstance(self.gates, KVzipGates | str | Path)
-        require(self, "gates", given, "KVzipGates, a path, a hub id or None")
+        require_given(self, "gates", KVzipGates)
 
     @property
     def spans_layers(self) -> bool:  # type: ignore[override]

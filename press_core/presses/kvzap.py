@@ -17,6 +17,7 @@ from press_core.calibration import (
     CalibrationError,
     check_fits,
     find,
+    require_given,
 )
 from press_core.call import AttentionCall
 from press_core.examples import Examples, Scores, taught
@@ -115,8 +116,7 @@ class KVzap(RatioScorer):
     def validate(self) -> None:
         super().validate()
         require(self, "model_type", self.model_type in ("linear", "mlp"), '"linear" or "mlp"')
-        given = self.regressor is None or isinstance(self.regressor, KVzapRegressor | str | Path)
-        require(self, "regressor", given, "a KVzapRegressor, a path, a hub id or None")
+        require_given(self, "regressor", KVzapRegressor)
 
     def bind(self, model: Any) -> Press:
         regressor = find(

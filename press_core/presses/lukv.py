@@ -19,6 +19,7 @@ from press_core.calibration import (
     check_fits,
     find,
     model_sizes,
+    require_given,
     rows_alone,
     run,
 )
@@ -132,8 +133,7 @@ class LUKV(Wrapper):
         require(self, "compression_ratio", fits, "a number in [0, 1), or the Tokens to keep")
         require(self, "sink", self.sink >= 0, "a number of tokens, 0 or more")
         require(self, "window", self.window >= 0, "a number of tokens, 0 or more")
-        given = self.curves is None or isinstance(self.curves, BudgetCurves | str | Path)
-        require(self, "curves", given, "BudgetCurves, a path, a hub id or None")
+        require_given(self, "curves", BudgetCurves)
 
     @property
     def amount(self) -> Amount:
