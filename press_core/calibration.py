@@ -158,8 +158,9 @@ class Calibration:
         except (LookupError, TypeError, RuntimeError) as error:
             names_found = ", ".join(f"{name!r:.80}" for name in sorted(tensors)[:8]) or "nothing"
             raise CalibrationError(
-                f"{str(path)!r} holds no {cls.kind}, neither as {cls.__name__}.save writes them "
-                f"nor as they are published on the hub; it holds {names_found}"
+                f"{str(path)!r} holds no {cls.kind.removeprefix('a ')}, neither as "
+                f"{cls.__name__}.save writes them nor as they are published on the hub; it holds "
+                f"{names_found}"
             ) from error
         fitted.check_numbers()
         return fitted
