@@ -322,7 +322,9 @@ class _SiteHooks:
         waiting = self.waiting.__dict__
         found = waiting.pop("projected", None), waiting.pop("context_output", None)
         collected = _Collected(self.site, self.scope, *found)
-        return self.press.forward_hook(view_of(self.site), args, {**kwargs, CALL: collected}, output)
+        return self.press.forward_hook(
+            view_of(self.site), args, {**kwargs, CALL: collected}, output
+        )
 
 
 def _before_left_alone(
