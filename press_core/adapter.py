@@ -11,11 +11,12 @@ from typing import Any, ClassVar, TypeVar
 
 import huggingface_hub
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from press_core.calibration import Calibration, CalibrationError
-from press_core.errors import UnsupportedModelError
+from press_core.errors import UnsupportedModelError, first_line
 from press_core.model.decoder import decoder_of
 from press_core.model.probe import verified_sites
 from press_core.model.sites import AttentionSite
@@ -52,6 +53,13 @@ class RestoreAdapter(Calibration):
         if self.down.keys() != self.up.keys():
             odd = ", ".join(sorted(self.down.keys() ^ self.up.keys()))
             raise CalibrationError(f"{odd}: each layer needs both down and up")
+        for name, down in self.down.items():
+            shapes = tuple(down.shape), tuple(self.up[name].shape)
+            if [len(shape) for shape in shapes] != [2, 2] or shapes[0][0] != shapes[1][1]:
+                raise CalibrationError(
+                    f"down and up of {name!r:.80} have the shapes {shapes[0]} and {shapes[1]}: "
+                    "they must be (r, D_in) and (D_out, r)"
+                )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -87,7 +95,9 @@ class RestoreAdapter(Calibration):
         if isinstance(source, str) and not folder.exists():
             folder = _downloaded(source) or folder
         if all((folder / name).is_file() for name in _PEFT):
-            return cls.of(_from_peft(folder))
+            adapter = cls.of(_from_peft(folder))
+            adapter.check_numbers()
+            return adapter
         return super().load(source, file_names or cls.file_names)
 
     @classmethod
@@ -108,16 +118,44 @@ def _downloaded(source: str) -> Path | None:
 
 
 def _from_peft(folder: Path) -> dict[str, Tensor]:
-    """The tensors of an adapter as PEFT saves it; its scaling is multiplied into `up`."""
+    """The tensors of an adapter as PEFT saves it; its scaling is multiplied into `up`.
+
+    Raises:
+        CalibrationError: if the files hold something else.
+    """
     embeddings, adapter, config = (folder / name for name in _PEFT)
-    about = json.loads(config.read_text())
+    try:
+        about = json.loads(config.read_text())
+        found = load_file(adapter)
+        return {"embeddings": load_file(embeddings)["restore_embeddings"], **_scaled(about, found)}
+    except CalibrationError as error:
+        raise CalibrationError(f"{str(folder)!r} is an adapter {error}") from None
+    except _UNREADABLE as error:
+        raise CalibrationError(
+            f"{str(folder)!r} holds no adapter of PEFT with embeddings: {first_line(error)}"
+        ) from error
+
+
+_UNREADABLE = (
+    *(SafetensorError, OSError, ValueError, LookupError, RuntimeError),
+    *(AttributeError, TypeError, ArithmeticError),
+)
+"""What reading such files may raise, whatever lies in them."""
+
+
+def _scaled(about: Any, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What an adapter of the configuration `about` adds, by names of `RestoreAdapter.of`.
+
+    Raises:
+        CalibrationError: if that is no low-rank product.
+    """
     odd = [name for name in ("use_dora", "rank_pattern", "alpha_pattern") if about.get(name)]
     if about.get("peft_type") != "LORA" or about.get("bias", "none") != "none" or odd:
         what = ", ".join(odd) or f"{about.get('peft_type')} with bias={about.get('bias')}"
-        raise CalibrationError(f"{str(folder)!r} is an adapter of another kind than LoRA: {what}")
+        raise CalibrationError(f"of another kind than LoRA: {what}")
     rank = about["r"] ** 0.5 if about.get("use_rslora") else about["r"]
-    tensors = {"embeddings": load_file(embeddings)["restore_embeddings"]}
-    for name, tensor in load_file(adapter).items():
+    tensors = {}
+    for name, tensor in found.items():
         layer, _, part = name.removesuffix(".weight").rpartition(".lora_")
         layer = layer.removeprefix("base_model.model.")
         if part == "A":

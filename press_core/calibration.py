@@ -22,10 +22,10 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from press_core.call import AttentionCall
-from press_core.errors import PressError, UnsupportedModelError
+from press_core.errors import PressError, UnsupportedModelError, first_line
 from press_core.model.decoder import device_of
 from press_core.model.sites import AttentionSite
-from press_core.press import Press
+from press_core.press import Press, require
 from press_core.select import upcast
 
 FORMAT_VERSION = 1
@@ -158,8 +158,9 @@ class Calibration:
         except (LookupError, TypeError, RuntimeError) as error:
             names_found = ", ".join(f"{name!r:.80}" for name in sorted(tensors)[:8]) or "nothing"
             raise CalibrationError(
-                f"{str(path)!r} holds no {cls.kind}, neither as {cls.__name__}.save writes them "
-                f"nor as they are published on the hub; it holds {names_found}"
+                f"{str(path)!r} holds no {cls.kind.removeprefix('a ')}, neither as "
+                f"{cls.__name__}.save writes them nor as they are published on the hub; it holds "
+                f"{names_found}"
             ) from error
         fitted.check_numbers()
         return fitted
@@ -212,7 +213,7 @@ def _download(kind: type[Calibration], source: str | Path, names: tuple[str, ...
     raise CalibrationError(
         f"there is no file or folder {source!r}, and the hub gave no {' and no '.join(names)} of "
         "that id (no network, no such id, or no permission); the cause was: "
-        f"{first_sentence(causes[-1])}"
+        f"{first_line(causes[-1])}"
     ) from causes[-1]
 
 
@@ -228,7 +229,7 @@ def _read(path: str, _modified: int) -> tuple[dict[str, Tensor], str]:
             about = json.loads((file.metadata() or {}).get(METADATA, "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, RecursionError, TypeError) as error:
-        raise CalibrationError(f"cannot read {path!r}: {first_sentence(error)}") from error
+        raise CalibrationError(f"cannot read {path!r}: {first_line(error)}") from error
     if not isinstance(about, dict) or not isinstance(about.get("kind", ""), str):
         raise CalibrationError(f"{path!r} does not say in its metadata what it holds")
     if about and about.get("version") != FORMAT_VERSION:
@@ -242,12 +243,14 @@ def _read(path: str, _modified: int) -> tuple[dict[str, Tensor], str]:
     return {name: upcast(x) for name, x in tensors.items()}, about.get("kind", "")
 
 
-def first_sentence(error: Exception) -> str:
-    """The first line of what `error` says."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-
-
 # ---- what belongs to a model ---------------------------------------------------------------------
+
+
+def require_given(press: Press, field: str, kind: type[Calibration]) -> None:
+    """Raise a `HyperparameterError` unless `field` holds a `kind`, where one lies, or nothing."""
+    given = getattr(press, field)
+    fits = given is None or isinstance(given, (kind, str, Path))
+    require(press, field, fits, f"{kind.__name__}, a path, a hub id or None")
 
 
 def find(

@@ -26,3 +26,9 @@ class UnsupportedInputError(PressError):
 
 class ScopeError(PressError):
     """A scope is used wrongly: opened twice, or missing where a cache needs one."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what `error` says, or its type; cut where it quotes at length."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return line if len(line) <= 200 else f"{line[:200]} ..."

@@ -1,4 +1,4 @@
-"""What is learned from the scores of tokens: their hidden states, layer by layer."""
+"""Learning the scores of tokens from their hidden states, layer by layer."""
 
 from __future__ import annotations
 
@@ -110,3 +110,34 @@ class Examples:
             for whole, parameter in zip(stacked, parameters, strict=True):
                 whole[layer] = parameter
         return stacked
+
+
+@torch.inference_mode(False)  # a tensor of that mode could not be learned from
+def taught(
+    start: Sequence[Tensor],
+    loss_of: Callable[[Sequence[Tensor], Tensor], Tensor],
+    n_tokens: int,
+    steps: int,
+    generator: torch.Generator,
+    batch: int = 512,
+) -> list[Tensor]:
+    """Parameters after some steps of AdamW, whose rate falls to zero along a cosine.
+
+    Args:
+        start: the parameters to begin with; left as they are.
+        loss_of: the loss of parameters on some tokens, given by their indices `(batch,)` int64.
+        n_tokens: how many there are.
+        generator: draws the tokens of each step.
+    """
+    parameters = [parameter.clone().requires_grad_() for parameter in start]
+    optimizer = torch.optim.AdamW(parameters, lr=3e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))
+    with torch.enable_grad():
+        for _ in range(steps):
+            rows = torch.randint(n_tokens, (min(batch, n_tokens),), generator=generator)
+            loss = loss_of(parameters, rows)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    return [parameter.detach() for parameter in parameters]

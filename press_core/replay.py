@@ -24,8 +24,8 @@ from press_core.errors import UnsupportedCacheError, UnsupportedInputError
 from press_core.eviction import Eviction
 from press_core.model.forward import AttentionForward, DecoderForward
 from press_core.model.generation import require_whole
+from press_core.model.sites import output_weight
 from press_core.press import Needs, Phase, RatioPress
-from press_core.presses.criticalkv import output_weight
 from press_core.scope import ScopeState, bind
 from press_core.select import upcast
 

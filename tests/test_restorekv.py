@@ -382,7 +382,7 @@ def test_an_adapter_of_another_model_is_refused(package, other):
 
 
 def test_fields_are_checked():
-    with pytest.raises(HyperparameterError, match="adapter must be a RestoreAdapter"):
+    with pytest.raises(HyperparameterError, match="adapter must be RestoreAdapter, a path"):
         hooks_impl.RestoreKVPress(0.5, adapter=3)
     with pytest.raises(CalibrationError, match="they must be"):
         RestoreAdapter(torch.zeros(3), {}, {})

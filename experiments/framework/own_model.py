@@ -12,7 +12,6 @@ from typing import Generic, TypeVar
 
 OptionsT = TypeVar("OptionsT")
 
-
 SMALL = "On small random models of its architecture: what counts here is code, and not weights."
 """The note of experiments that copy models, wrap them or train them."""
 
@@ -70,7 +69,7 @@ class OwnModel:
 
 @dataclass(frozen=True)
 class Planned(Generic[OptionsT]):
-    """What an experiment does with a own.
+    """What an experiment does with a model of the user's own.
 
     Attributes:
         options: what it runs with.

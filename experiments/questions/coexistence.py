@@ -159,7 +159,7 @@ def try_out(
     outcome, detail = RIGHT, ""
     with contained(small(family)), _quiet():
         try:
-            for when, run, beside, is_open in _looks(mechanism, companion, phase, small(family)):
+            for when, run, beside, is_open in _moments(mechanism, companion, phase, small(family)):
                 right = pressed(mechanism, beside, family) if is_open else alone(beside, family)
                 difference = right.difference(ask(run, beside), beside.tolerance)
                 if difference and outcome == RIGHT:
@@ -176,7 +176,7 @@ def try_out(
     }
 
 
-def _looks(
+def _moments(
     mechanism: str, companion: Intervention, phase: str, model: PreTrainedModel
 ) -> Iterator[tuple[str, Callable[..., Any], Intervention, bool]]:
     """When to look: what to run then, beside which companion, and whether the scope is open."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from press_core.cache.records import CacheFileError
 from press_core.calibration import METADATA
+from press_core.errors import first_line
 
 KIND = "compressed cache"
 """What files say that they hold."""
@@ -119,7 +120,7 @@ def write(
     except FileExistsError as error:
         raise CacheFileError(f"{str(path)!r} has come meanwhile; give another name") from error
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
-        raise CacheFileError(f"cannot write {str(path)!r}: {_first_line(error)}") from error
+        raise CacheFileError(f"cannot write {str(path)!r}: {first_line(error)}") from error
     finally:
         part.unlink(missing_ok=True)
 
@@ -144,7 +145,7 @@ def _as_json(about: Mapping[str, Any]) -> str:
     try:
         return json.dumps(about)
     except (TypeError, ValueError, RecursionError) as error:
-        raise CacheFileError(f"notes are no JSON: {_first_line(error)}") from error
+        raise CacheFileError(f"notes are no JSON: {first_line(error)}") from error
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ def _said_by(path: Path) -> dict[str, Any]:
             about = json.loads((file.metadata() or {}).get(METADATA, "null"))
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise CacheFileError(
-            f"{str(path)!r} is no compressed cache: {_first_line(error)}"
+            f"{str(path)!r} is no compressed cache: {first_line(error)}"
         ) from error
     if not isinstance(about, dict) or about.get("kind") != KIND:
         said = about.get("kind") if isinstance(about, dict) else None
@@ -190,9 +191,4 @@ def read_tensors(path: Path, group: str) -> dict[str, Tensor]:
             names = [n for n in file.keys() if n.split(".")[0] == group]  # noqa: SIM118
             return {name: file.get_tensor(name).clone() for name in names}
     except (SafetensorError, OSError, ValueError, RuntimeError, TypeError) as error:
-        raise CacheFileError(_first_line(error)) from error
-
-
-def _first_line(error: Exception) -> str:
-    line = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-    return line if len(line) <= 200 else f"{line[:200]} ..."  # some quote what they read
+        raise CacheFileError(first_line(error)) from error

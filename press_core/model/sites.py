@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from press_core.errors import UnsupportedModelError
-from press_core.model.ranks import HeadGroup, head_group
+from press_core.model.ranks import HeadGroup, head_group, whole_columns
 from press_core.model.rotary import Rotary, find_rotary_embedding, takes_layer_type
 
 CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
@@ -197,6 +197,29 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
     if not sites:
         raise UnsupportedModelError(all_slide(model, len(found)))
     return numbered(sites, shares_clock=len(sites) < len(found))
+
+
+def output_weight(site: AttentionSite) -> Tensor:
+    """Weight of the output projection, `(D, H * d)`.
+
+    Raises:
+        UnsupportedModelError: if the module has none that is known.
+    """
+    for name in ("o_proj", "dense", "out_proj", "c_proj"):
+        projection = getattr(site.module, name, None)
+        weight = getattr(projection, "weight", None)
+        if isinstance(weight, Tensor) and weight.is_meta:
+            raise UnsupportedModelError(
+                f"the weights of {site.name}.{name} are offloaded between forwards (device_map), "
+                "and values are weighed by them; keep the attention modules on a device"
+            )
+        if isinstance(weight, Tensor) and weight.is_floating_point():
+            weight = weight.T if type(projection).__name__ == "Conv1D" else weight
+            return whole_columns(site.heads, weight, site.num_heads * site.head_dim)
+    raise UnsupportedModelError(
+        f"{type(site.module).__name__} ({site.name}) has no output projection (o_proj, dense, "
+        "out_proj or c_proj) with floating-point weights, by which values are weighed"
+    )
 
 
 def all_slide(model: nn.Module, n: int) -> str:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from press_core.call import AttentionCall
-from press_core.model.sites import AttentionSite
+from press_core.model.sites import AttentionSite, output_weight
 from press_core.presses.adakv import AdaKV, safeguarded, shared_budget
-from press_core.presses.criticalkv import check_stages, output_weight, projected_norms
+from press_core.presses.criticalkv import check_stages, projected_norms
 from press_core.select import best_first
 
 

@@ -11,9 +11,7 @@ from torch import Tensor
 from press_core.blocks import rows_at_once
 from press_core.call import AttentionCall
 from press_core.composite import Wrapper
-from press_core.errors import UnsupportedModelError
-from press_core.model.ranks import whole_columns
-from press_core.model.sites import AttentionSite
+from press_core.model.sites import AttentionSite, output_weight
 from press_core.press import TokenScorer, require
 from press_core.select import best_first, upcast
 
@@ -54,29 +52,6 @@ def check_stages(press: Any) -> None:
     """Validate the fields of the two stages."""
     require(press, "epsilon", press.epsilon >= 0, "0 or more")
     require(press, "first_stage_ratio", 0 <= press.first_stage_ratio <= 1, "a number in [0, 1]")
-
-
-def output_weight(site: AttentionSite) -> Tensor:
-    """Weight of the output projection, `(D, H * d)`.
-
-    Raises:
-        UnsupportedModelError: if the module has none that is known.
-    """
-    for name in ("o_proj", "dense", "out_proj", "c_proj"):
-        projection = getattr(site.module, name, None)
-        weight = getattr(projection, "weight", None)
-        if isinstance(weight, Tensor) and weight.is_meta:
-            raise UnsupportedModelError(
-                f"the weights of {site.name}.{name} are offloaded between forwards (device_map), "
-                "and values are weighed by them; keep the attention modules on a device"
-            )
-        if isinstance(weight, Tensor) and weight.is_floating_point():
-            weight = weight.T if type(projection).__name__ == "Conv1D" else weight
-            return whole_columns(site.heads, weight, site.num_heads * site.head_dim)
-    raise UnsupportedModelError(
-        f"{type(site.module).__name__} ({site.name}) has no output projection (o_proj, dense, "
-        "out_proj or c_proj) with floating-point weights, by which values are weighed"
-    )
 
 
 @torch.no_grad()

@@ -17,11 +17,12 @@ from press_core.calibration import (
     CalibrationError,
     check_fits,
     find,
-    first_sentence,
     model_sizes,
+    require_given,
     run,
 )
 from press_core.call import AttentionCall
+from press_core.errors import first_line
 from press_core.eviction import Eviction
 from press_core.model.decoder import device_of
 from press_core.model.sites import AttentionSite
@@ -69,7 +70,7 @@ class HeadScores(Calibration):
             rows = [[float(x) for x in line.split()] for line in path.read_text().splitlines()]
             table = torch.tensor([row for row in rows if row])
         except (OSError, ValueError, TypeError) as error:
-            reason = first_sentence(error)
+            reason = first_line(error)
             raise CalibrationError(f"{str(path)!r} is no table of numbers: {reason}") from error
         return cls(table)
 
@@ -97,10 +98,9 @@ class DuoAttention(MeasuredPress):
 
     def validate(self) -> None:
         super().validate()
-        ratio, given = self.head_compression_ratio, self.head_scores
+        ratio = self.head_compression_ratio
         require(self, "head_compression_ratio", 0 <= ratio <= 1, "a number in [0, 1]")
-        known = given is None or isinstance(given, (HeadScores, str, Path))
-        require(self, "head_scores", known, "HeadScores, a path, a hub id or None")
+        require_given(self, "head_scores", HeadScores)
         require(self, "sink_size", self.sink_size >= 0, "a number of tokens, 0 or more")
         require(self, "recent_size", self.recent_size >= 1, "a number of tokens, 1 or more")
 

@@ -16,6 +16,7 @@ from press_core.calibration import (
     QueryMoments,
     check_fits,
     find,
+    require_given,
     run,
 )
 from press_core.call import AttentionCall
@@ -86,8 +87,7 @@ class ExpectedAttentionWithStats(ExpectedAttention):
 
     def validate(self) -> None:
         super().validate()
-        given = self.stats is None or isinstance(self.stats, ExpectedAttentionStats | str | Path)
-        require(self, "stats", given, "ExpectedAttentionStats, a path, a hub id or None")
+        require_given(self, "stats", ExpectedAttentionStats)
         once = self.stats is None or self.stats_folder is None
         require(self, "stats_folder", once, "None where stats are given")
 

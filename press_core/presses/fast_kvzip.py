@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -13,12 +13,20 @@ from torch.nn.functional import binary_cross_entropy, linear
 
 from press_core.blocks import rows_at_once
 from press_core.cache.pruned import PrunedLayer, is_quantized
-from press_core.calibration import Batch, Calibration, CalibrationError, F, check_fits, find
+from press_core.calibration import (
+    Batch,
+    Calibration,
+    CalibrationError,
+    F,
+    check_fits,
+    find,
+    require_given,
+)
 from press_core.call import AttentionCall
 from press_core.engine import prune_heads
 from press_core.errors import PressError, UnsupportedCacheError
 from press_core.eviction import Eviction
-from press_core.examples import Examples, Scores
+from press_core.examples import Examples, Scores, taught
 from press_core.model.forward import DecoderForward
 from press_core.model.generation import require_no_drafts
 from press_core.model.sites import AttentionSite
@@ -207,8 +215,7 @@ class FastKVzip(RatioPress):
         require(self, "n_sink", self.n_sink >= 0, "a number of tokens, 0 or more")
         require(self, "window_size", self.window_size >= 0, "a number of tokens, 0 or more")
         require(self, "window_ratio", 0 <= self.window_ratio <= 1, "a number in [0, 1]")
-        given = self.gates is None or isinstance(self.gates, KVzipGates | str | Path)
-        require(self, "gates", given, "KVzipGates, a path, a hub id or None")
+        require_given(self, "gates", KVzipGates)
 
     @property
     def spans_layers(self) -> bool:  # type: ignore[override]
@@ -430,26 +437,15 @@ def _first_gate(
 
 
 @torch.inference_mode(False)  # a tensor of that mode could not be learned from
-def _taught(
-    start: Gate, states: Tensor, targets: Tensor, steps: int, seed: int, batch: int = 512
-) -> Gate:
+def _taught(start: Gate, states: Tensor, targets: Tensor, steps: int, seed: int) -> Gate:
     """The gate after `steps` steps of AdamW towards `targets` `(n, H_kv)` of `states` `(n, D)`."""
-    generator = torch.Generator().manual_seed(seed)
     states, targets = states.clone(), targets.clone()
     scale = states.square().mean().sqrt().clamp(min=1e-12)  # folded into the weights afterwards
-    parameters = Gate(*(parameter.clone().requires_grad_() for parameter in start))
-    optimizer = torch.optim.AdamW(parameters, lr=3e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))
-    with torch.enable_grad():
-        for _ in range(steps):
-            rows = torch.randint(len(states), (min(batch, len(states)),), generator=generator)
-            told = parameters(states[rows][None] / scale)[0].mT
-            loss = binary_cross_entropy(told, targets[rows])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-    taught = Gate(*(parameter.detach() for parameter in parameters))
-    return taught._replace(
-        query_weight=taught.query_weight / scale, key_weight=taught.key_weight / scale
-    )
+
+    def loss_of(parameters: Sequence[Tensor], rows: Tensor) -> Tensor:
+        told = Gate(*parameters)(states[rows][None] / scale)[0].mT
+        return binary_cross_entropy(told, targets[rows])
+
+    generator = torch.Generator().manual_seed(seed)
+    gate = Gate(*taught(start, loss_of, len(states), steps, generator))
+    return gate._replace(query_weight=gate.query_weight / scale, key_weight=gate.key_weight / scale)

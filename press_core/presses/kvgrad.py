@@ -13,9 +13,8 @@ from press_core.call import AttentionCall
 from press_core.errors import PressError, UnsupportedModelError
 from press_core.gradients import differentiable
 from press_core.model.probe import run_aside, verified_sites
-from press_core.model.sites import AttentionSite
+from press_core.model.sites import AttentionSite, output_weight
 from press_core.press import Press
-from press_core.presses.criticalkv import output_weight
 from press_core.presses.kvzip import KVzip, replay_attention
 from press_core.replay import Replay, Row, projected_value_norms
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -17,9 +17,10 @@ from press_core.calibration import (
     CalibrationError,
     check_fits,
     find,
+    require_given,
 )
 from press_core.call import AttentionCall
-from press_core.examples import Examples, Scores
+from press_core.examples import Examples, Scores, taught
 from press_core.model.sites import AttentionSite
 from press_core.press import Needs, Press, RatioScorer, require
 from press_core.select import upcast
@@ -115,8 +116,7 @@ class KVzap(RatioScorer):
     def validate(self) -> None:
         super().validate()
         require(self, "model_type", self.model_type in ("linear", "mlp"), '"linear" or "mlp"')
-        given = self.regressor is None or isinstance(self.regressor, KVzapRegressor | str | Path)
-        require(self, "regressor", given, "a KVzapRegressor, a path, a hub id or None")
+        require_given(self, "regressor", KVzapRegressor)
 
     def bind(self, model: Any) -> Press:
         regressor = find(
@@ -268,32 +268,21 @@ def _ridge(x: _Standard, y: _Standard, penalty: float = 1e-3) -> tuple[Tensor, T
     return _unscaled(weight, bias, x)
 
 
-@torch.inference_mode(False)
-def _mlp(
-    x: _Standard, y: _Standard, width: int, steps: int, seed: int, batch: int = 512
-) -> tuple[Tensor, ...]:
+def _mlp(x: _Standard, y: _Standard, width: int, steps: int, seed: int) -> tuple[Tensor, ...]:
     """Weight, bias, hidden weight and hidden bias, from `steps` steps of AdamW."""
     generator = torch.Generator().manual_seed(seed)
     (n, n_in), n_out = x.values.shape, y.values.shape[1]
-    parameters = [
+    start = [
         torch.randn(n_out, width, generator=generator) * width**-0.5,
         torch.zeros(n_out),
         torch.randn(width, n_in, generator=generator) * n_in**-0.5,
         torch.zeros(width),
     ]
-    for parameter in parameters:
-        parameter.requires_grad_()
-    weight, bias, hidden_weight, hidden_bias = parameters
-    optimizer = torch.optim.AdamW(parameters, lr=3e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    with torch.enable_grad():
-        for _ in range(steps):
-            rows = torch.randint(n, (min(batch, n),), generator=generator)
-            hidden = gelu(linear(x.values[rows], hidden_weight, hidden_bias))
-            loss = mse_loss(linear(hidden, weight, bias), y.values[rows])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-    output = _rescaled(weight.detach(), bias.detach(), y)
-    return *output, *_unscaled(hidden_weight.detach(), hidden_bias.detach(), x)
+
+    def loss_of(parameters: Sequence[Tensor], rows: Tensor) -> Tensor:
+        weight, bias, hidden_weight, hidden_bias = parameters
+        states = gelu(linear(x.values[rows], hidden_weight, hidden_bias))
+        return mse_loss(linear(states, weight, bias), y.values[rows])
+
+    weight, bias, hidden_weight, hidden_bias = taught(start, loss_of, n, steps, generator)
+    return *_rescaled(weight, bias, y), *_unscaled(hidden_weight, hidden_bias, x)

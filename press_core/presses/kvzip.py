@@ -12,9 +12,8 @@ from torch import Tensor
 from press_core.attention import attention_blocks
 from press_core.call import AttentionCall
 from press_core.model.decoder import tokenizer_of
-from press_core.model.sites import AttentionSite
+from press_core.model.sites import AttentionSite, output_weight
 from press_core.press import Evicts, Press, require
-from press_core.presses.criticalkv import output_weight
 from press_core.replay import (
     Replay,
     ReplayPress,

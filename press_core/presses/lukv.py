@@ -18,13 +18,14 @@ from press_core.calibration import (
     CalibrationError,
     check_fits,
     find,
-    first_sentence,
     model_sizes,
+    require_given,
     rows_alone,
     run,
 )
 from press_core.call import AttentionCall
 from press_core.composite import Wrapper
+from press_core.errors import first_line
 from press_core.eviction import Eviction
 from press_core.model.sites import AttentionSite
 from press_core.press import Evicts, Needs, Press, TokenScorer, require
@@ -77,7 +78,7 @@ class BudgetCurves(Calibration):
         try:
             rates = torch.from_numpy(np.load(path, allow_pickle=False))
         except (OSError, ValueError, TypeError, EOFError, SyntaxError, MemoryError) as error:
-            reason = first_sentence(error)
+            reason = first_line(error)
             raise CalibrationError(f"{str(path)!r} holds no table of numbers: {reason}") from error
         if not rates.is_floating_point():
             raise CalibrationError(f"{str(path)!r} holds {rates.dtype} numbers, not shares")
@@ -132,8 +133,7 @@ class LUKV(Wrapper):
         require(self, "compression_ratio", fits, "a number in [0, 1), or the Tokens to keep")
         require(self, "sink", self.sink >= 0, "a number of tokens, 0 or more")
         require(self, "window", self.window >= 0, "a number of tokens, 0 or more")
-        given = self.curves is None or isinstance(self.curves, BudgetCurves | str | Path)
-        require(self, "curves", given, "BudgetCurves, a path, a hub id or None")
+        require_given(self, "curves", BudgetCurves)
 
     @property
     def amount(self) -> Amount:

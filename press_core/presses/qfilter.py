@@ -17,11 +17,12 @@ from press_core.calibration import (
     QueryMoments,
     check_fits,
     find,
+    require_given,
     run,
 )
 from press_core.call import AttentionCall
 from press_core.model.sites import AttentionSite
-from press_core.press import Press, RatioScorer, require
+from press_core.press import Press, RatioScorer
 from press_core.select import upcast
 
 
@@ -70,8 +71,7 @@ class QFilter(RatioScorer):
 
     def validate(self) -> None:
         super().validate()
-        given = self.filters is None or isinstance(self.filters, QFilters | str | Path)
-        require(self, "filters", given, "QFilters, a path, a hub id or None")
+        require_given(self, "filters", QFilters)
 
     def bind(self, model: Any) -> Press:
         filters = find(

@@ -26,13 +26,14 @@ from press_core.calibration import (
     Batch,
     CalibrationError,
     find,
+    require_given,
     rows_alone,
 )
 from press_core.errors import UnsupportedModelError
 from press_core.model.decoder import device_of
 from press_core.model.probe import verified_sites
 from press_core.model.sites import AttentionSite
-from press_core.press import Press, require
+from press_core.press import Press
 from press_core.presses.kvzip import KVzip, RepeatPrompts
 from press_core.replay import Judged, Row
 from press_core.scope import ScopeState
@@ -68,8 +69,7 @@ class RestoreKV(KVzip):
 
     def validate(self) -> None:
         super().validate()
-        given = self.adapter is None or isinstance(self.adapter, RestoreAdapter | str | Path)
-        require(self, "adapter", given, "a RestoreAdapter, a path, a hub id or None")
+        require_given(self, "adapter", RestoreAdapter)
 
     def bind(self, model: Any) -> Press:
         suffix = "_plus" if self.kvzip_plus_normalization else ""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from experiments.testbed.families import build
 from press_core import PressError
+from press_core.adapter import RestoreAdapter
 from press_core.calibration import Calibration, CalibrationError, check_fits
 from press_core.model.sites import attention_sites
 from press_core.presses.duo_attention import HeadScores
@@ -53,6 +54,11 @@ FITS: dict[str, Calibration] = {
         torch.rand(LAYERS, KV_HEADS),
         torch.rand(LAYERS, 3, WIDTH),
         torch.rand(LAYERS, 3),
+    ),
+    "adapter": RestoreAdapter(
+        torch.rand(8, WIDTH),
+        {"layers.0.self_attn.q_proj": torch.rand(RANK, WIDTH)},
+        {"layers.0.self_attn.q_proj": torch.rand(WIDTH, RANK)},
     ),
 }
 kinds = pytest.mark.parametrize("name", FITS)
@@ -162,6 +168,7 @@ PUBLISHED = {
     "stats": ["query_mean", "query_cov"],
     "head scores": ["scores"],
     "regressor": [f"layers.{i}.{x}" for i in range(LAYERS) for x in ("0.weight", "weight", "bias")],
+    "adapter": ["embeddings", "down.q_proj", "up.q_proj"],
 }
 
 
@@ -230,3 +237,49 @@ class Bomb:
 def test_no_pickle_is_run(name: str, suffix: str, tmp_path: Path) -> None:
     assert read(name, pickle.dumps(Bomb()), tmp_path, suffix) is None
     assert read(name, npy(np.array([Bomb()], dtype=object)), tmp_path, suffix) is None
+
+
+LORA = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2}
+_LAYER = "base_model.model.q_proj.lora_"
+
+
+@pytest.mark.parametrize("about", ["[", "[]", "{}", '{"peft_type": "LORA"}', "1", "[" * 5000])
+def test_configurations_of_peft_that_are_none(about: str, tmp_path: Path) -> None:
+    assert adapter_of(about, {_LAYER + "B.weight": torch.rand(WIDTH, RANK)}, tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {_LAYER + "A.weight": torch.rand(RANK, WIDTH)},
+        {_LAYER + "A.weight": torch.rand(3), _LAYER + "B.weight": torch.rand(())},
+        {_LAYER + "A.weight": torch.rand(2, WIDTH), _LAYER + "B.weight": torch.rand(WIDTH, 3)},
+        {"restore_embeddings": torch.full((8, WIDTH), float("nan"))},
+        {"restore_embeddings": torch.rand(8)},
+        {"other_embeddings": torch.rand(8, WIDTH)},
+    ],
+)
+def test_adapters_of_peft_that_are_none(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    assert adapter_of(json.dumps(LORA), tensors, tmp_path) is None
+
+
+def test_an_adapter_of_peft(tmp_path: Path) -> None:
+    down, up = torch.rand(RANK, WIDTH), torch.rand(WIDTH, RANK)
+    tensors = {_LAYER + "A.weight": down, _LAYER + "B.weight": up}
+    adapter = adapter_of(json.dumps(LORA), tensors, tmp_path)
+    assert adapter is not None
+    assert torch.equal(adapter.down["q_proj"], down)
+    assert torch.equal(adapter.up["q_proj"], up * (2 / RANK))
+
+
+def adapter_of(about: str, tensors: dict[str, Tensor], folder: Path) -> RestoreAdapter | None:
+    """What a folder as PEFT saves it holds; None if it was refused, which has to be in one line."""
+    embeddings = {name: x for name, x in tensors.items() if "embeddings" in name}
+    others = {name: x for name, x in tensors.items() if name not in embeddings}
+    embeddings = embeddings or {"restore_embeddings": torch.rand(8, WIDTH)}
+    (folder / "adapter_config.json").write_text(about)
+    (folder / "restore_embeddings.safetensors").write_bytes(save(embeddings))
+    (folder / "adapter_model.safetensors").write_bytes(save(others))
+    adapter, refusal = _tried(lambda: RestoreAdapter.load(folder))
+    assert adapter is not None or isinstance(refusal, CalibrationError)
+    return adapter  # type: ignore[no-any-return]

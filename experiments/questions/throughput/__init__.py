@@ -53,6 +53,7 @@ from experiments.questions.throughput.space import Run, peak_of
 from experiments.questions.throughput.speed import Effort, speeds
 from experiments.testbed.recipes import press_name
 from press_core import PressError
+from press_core.errors import first_line
 
 
 class Part(str, Enum):
@@ -261,11 +262,11 @@ def measure_speed(options: Options, presses: list[str], progress: Progress) -> p
         progress.console.print(f"left out: torch.compile ({reason})", style="yellow", markup=False)
         effort = Effort(effort.tokens, effort.rounds)
     opened = {c: {k: scope_of(k, model, c) for k in asked} for c in options.context}
-    sizes = [(context, batch) for context in options.context for batch in options.batch]
+    grid = [(context, batch) for context in options.context for batch in options.batch]
     per_size = effort.rounds + (len(asked) if effort.compiled_rounds else 0)
-    task = progress.add_task("speed", total=len(sizes) * per_size)
+    task = progress.add_task("speed", total=len(grid) * per_size)
     rows: list[dict[str, Any]] = []
-    for context, batch in sizes:
+    for context, batch in grid:
         advance = partial(progress.advance, task)
         for row in speeds(model, opened[context], context, batch, effort, advance):
             rows.append({"model": subject.name, **row})
@@ -279,7 +280,7 @@ def measure_speed(options: Options, presses: list[str], progress: Progress) -> p
     if python is None:
         return table
     task = progress.add_task("kvpress", total=None)
-    sizes = options.context, options.batch  # type: ignore[assignment]
+    sizes = options.context, options.batch
     of_kvpress = beside.asked_of(subject, presses, list(options.ratio), sizes, effort)
     table = pd.concat([table, beside.rows_of_kvpress(python, of_kvpress)], ignore_index=True)
     progress.remove_task(task)
@@ -291,7 +292,7 @@ def cannot_compile(device: torch.device) -> str:
     try:
         torch.compile(lambda x: x.sin() + 1, dynamic=True)(torch.ones(7, device=device))
     except Exception as error:
-        return str(error).strip().splitlines()[0]
+        return first_line(error)
     return ""
 
 
