@@ -98,10 +98,9 @@ class BasePress(press.Press):
             scope.install(
                 site.module.register_forward_pre_hook(Hook(hooks.before, 3), with_kwargs=True)
             )
+            after = Hook(torch.compiler.disable(hooks.after))  # a view of a module is not traced
             # Prepended, so that of several scopes the inner one acts first.
-            scope.install(
-                site.module.register_forward_hook(Hook(hooks.after), with_kwargs=True, prepend=True)
-            )
+            scope.install(site.module.register_forward_hook(after, with_kwargs=True, prepend=True))
         for other in scope.left_alone:
             module = other.site.module
             before = Hook(partial(_before_left_alone, other), 3)
@@ -307,7 +306,7 @@ class _SiteHooks:
     def before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.press.acts_here:
             return None
-        vars(self.waiting).clear()  # of a forward that raised
+        self.waiting.__dict__.clear()  # of a forward that raised
         forward = engine.before_attention(self.scope, AttentionForward(args, kwargs, self.site))
         if forward is None:
             return None
@@ -315,7 +314,7 @@ class _SiteHooks:
         return forward.args, forward.kwargs
 
     def after(self, _: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> Any:
-        waiting = vars(self.waiting)
+        waiting = self.waiting.__dict__
         projected, begun = waiting.pop("projected", None), "context_output" in waiting
         if not self.press.acts_here or not begun:
             return None

@@ -85,6 +85,8 @@ def before_attention(scope: ScopeState, forward: AttentionForward) -> AttentionF
         _refuse_drafts_in_decoding(scope)
     if empty and 0 < part.n_drafts < forward.n_tokens:
         forward, empty = after_context(forward, part.n_drafts), False
+        # Only when it has ended: a hook that is taken off meanwhile cannot join what was run apart.
+        scope.reached[cache] = forward.site.depth - 1
     if empty:
         if Phase.PREFILL in scope.phases and is_quantized(layer):
             _refuse_chunks_of_quantized(part)
@@ -148,6 +150,8 @@ def after_attention(
             _prune(scope, forward, call)
     elif not isinstance(layer, (PrunedLayer, RaggedLayer)):
         scope.longest_whole = max(scope.longest_whole, n_seen(layer))
+    if forward.context_output is not None:
+        scope.reached[forward.cache] = forward.site.depth
     return with_context(forward.context_output, output)
 
 

@@ -212,20 +212,20 @@ def test_closing_while_a_context_is_run_again(package, name):
     assert all(bool((lengths < 80).any()) for lengths in kept_lengths(cache))
 
 
-def test_closing_between_a_context_and_its_drafts():
-    """The output of the context that has been run is not lost, and hooks do as patches do."""
-    caches, model = [], build("llama", num_layers=N_LAYERS)
-    for package in PACKAGES:
-        halt = Halt(1)
-        theirs = inside(model.model.layers[1].self_attn, halt)
-        scope = package.KnormPress(0.5).register(model)
-        with running(model, halt, part=Part(n_drafts=1)) as cache:
-            scope.remove()
-        theirs.remove()
-        caches.append(cache)
-    hooks, patches = caches
-    assert lengths_of(hooks) == lengths_of(patches) == [20, 20, LENGTH]  # 19 of 39 and the draft
-    assert torch.equal(hooks.logits, patches.logits)
+@pytest.mark.parametrize("index", range(N_LAYERS))
+@both
+def test_closing_between_a_context_and_its_drafts(package, index):
+    """A hook that is taken off cannot join what both gave any more: the cache is refused."""
+    model, halt = build("llama", num_layers=N_LAYERS), Halt(1)
+    theirs = inside(model.model.layers[index].self_attn, halt)
+    scope = package.KnormPress(0.5).register(model)
+    with running(model, halt, part=Part(n_drafts=1)) as cache:
+        scope.remove()
+    theirs.remove()
+    n_pruned = index + 1
+    assert lengths_of(cache) == [20] * n_pruned + [LENGTH] * (N_LAYERS - n_pruned)  # 19, the draft
+    with torch.no_grad(), pytest.raises(ScopeError, match=r"closed.*in the middle of a forward"):
+        model(token_ids(1, 1), past_key_values=cache)
 
 
 @both
