@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from attention_patch.scope import check_interface, serve
 from press_core import engine, press
 from press_core.call import AttentionCall
+from press_core.drafts import with_context
 from press_core.errors import ScopeError, UnsupportedInputError
 from press_core.eviction import Eviction
 from press_core.model.compiled import forget_graphs
@@ -95,17 +96,14 @@ class BasePress(press.Press):
                 source = site.query_source.module
                 scope.install(source.register_forward_hook(Hook(hooks.collect)))
             scope.install(
-                site.module.register_forward_pre_hook(Hook(hooks.before, True), with_kwargs=True)
+                site.module.register_forward_pre_hook(Hook(hooks.before, 3), with_kwargs=True)
             )
             # Prepended, so that of several scopes the inner one acts first.
-            scope.install(
-                site.module.register_forward_hook(
-                    Hook(hooks.after, True), with_kwargs=True, prepend=True
-                )
-            )
+            after = Hook(hooks.after)
+            scope.install(site.module.register_forward_hook(after, with_kwargs=True, prepend=True))
         for other in scope.left_alone:
             module = other.site.module
-            before = Hook(partial(_before_left_alone, other), True)
+            before = Hook(partial(_before_left_alone, other), 3)
             scope.install(module.register_forward_pre_hook(before, with_kwargs=True))
         if engine.acts_before_decoder(scope):
             self._install_around_decoder(scope)
@@ -119,13 +117,12 @@ class BasePress(press.Press):
             return forward.args, forward.kwargs
 
         def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            self.after_decoder(scope, DecoderForward(args, kwargs, decoder), output)
+            engine.after_decoder(scope, DecoderForward(args, kwargs, decoder), output)
 
-        scope.install(decoder.register_forward_pre_hook(Hook(before, True), with_kwargs=True))
+        scope.install(decoder.register_forward_pre_hook(Hook(before, 3), with_kwargs=True))
         if Phase.DECODER in self.phases:
-            scope.install(
-                decoder.register_forward_hook(Hook(after, True), with_kwargs=True, prepend=True)
-            )
+            hook = Hook(after, 4)
+            scope.install(decoder.register_forward_hook(hook, with_kwargs=True, prepend=True))
 
     def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
         def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -311,21 +308,26 @@ class _SiteHooks:
     def before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.press.acts_here:
             return None
+        self.waiting.__dict__.clear()  # of a forward that raised
         forward = engine.before_attention(self.scope, AttentionForward(args, kwargs, self.site))
+        if forward is None:
+            return None
         self.waiting.context_output = forward.context_output
         return forward.args, forward.kwargs
 
-    def after(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Any:
-        if not self.press.acts_here:
-            return None
+    def after(self, _: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> Any:
         waiting = self.waiting.__dict__
-        found = waiting.pop("projected", None), waiting.pop("context_output", None)
-        collected = _Collected(self.site, self.scope, *found)
-        return self.press.forward_hook(
-            view_of(self.site), args, {**kwargs, CALL: collected}, output
-        )
+        projected, begun = waiting.pop("projected", None), "context_output" in waiting
+        if not self.press.acts_here or not begun:
+            return None
+        context_output = waiting.pop("context_output")
+        *given, output = kwargs_and_output
+        if not given or not self.scope.is_open:  # see `Hook`
+            return with_context(context_output, output)
+        (kwargs,) = given
+        collected = _Collected(self.site, self.scope, projected, context_output)
+        seen = {**kwargs, CALL: collected}
+        return self.press.forward_hook(view_of(self.site), args, seen, output)
 
 
 def _before_left_alone(
@@ -352,16 +354,19 @@ class Hook:
 
     PyTorch's hook dictionaries travel with a module; a copy made inside a scope would be pruned for
     ever. The copy gets a hook that does nothing instead.
+
+    PyTorch notes apart that a hook takes keyword arguments: while another thread puts it on or
+    takes it off, a forward may call it without. Its scope does not act then, nor does it.
+
+    Args:
+        n_arguments: with how many it is called otherwise; 0: it is called whatever it is given.
     """
 
-    def __init__(self, function: Any, with_kwargs: bool = False) -> None:
-        self.function, self.with_kwargs = function, with_kwargs
+    def __init__(self, function: Any, n_arguments: int = 0) -> None:
+        self.function, self.n_arguments = function, n_arguments
 
     def __call__(self, *args: Any) -> Any:
-        # torch leaves them out where another thread is just taking the hook off.
-        if self.with_kwargs and (len(args) < 3 or not isinstance(args[2], dict)):
-            return None
-        return self.function(*args)
+        return None if len(args) < self.n_arguments else self.function(*args)
 
     def __reduce__(self) -> Any:
         return Hook, (do_nothing,)

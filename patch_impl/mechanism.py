@@ -52,6 +52,8 @@ class BasePress(press.Press):
     ) -> Any:
         """Called in place of an attention module's forward; prunes the layer that it has filled."""
         forward = engine.before_attention(scope, AttentionForward(args, kwargs, site))
+        if forward is None:
+            return call_next(*args, **kwargs)
         if forward.context_output is not None:
             return rest_of(forward)
         query, seen = None, dict(forward.kwargs)
@@ -92,7 +94,7 @@ class BasePress(press.Press):
         def around(call_next: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             forward = engine.before_decoder(scope, DecoderForward(args, kwargs, decoder))
             output = call_next(*forward.args, **forward.kwargs)
-            self.after_decoder(scope, forward, output)
+            engine.after_decoder(scope, forward, output)
             return output
 
         scope.install(wrap(decoder, "forward", around))
@@ -188,7 +190,8 @@ class _Patches:
     ) -> Any:
         if not self.press.acts_here:
             return call_next(*args, **kwargs)
-        if self.patches[index - 1].is_lost:  # the first looks at the last
+        is_lost = self.patches[index - 1].is_lost  # the first looks at the last
+        if is_lost and self.scope.is_open:  # asked second: closing takes patches off, too
             raise ScopeError(
                 f"{type(self.press).__name__} prunes some layers and no longer others: {LOST}"
             )

@@ -37,12 +37,12 @@ def after_context(forward: AttentionForward, n_drafts: int) -> AttentionForward:
 def rest_of(forward: AttentionForward) -> Any:
     """Run the module on the tokens behind the context too; returns its output of both."""
     with as_part(Part(beside_drafts=True)):
-        return with_context(forward, forward.site.module(*forward.args, **forward.kwargs))
+        output = forward.site.module(*forward.args, **forward.kwargs)
+    return with_context(forward.context_output, output)
 
 
-def with_context(forward: AttentionForward, output: Any) -> Any:
-    """The output of the forward and of the context that was run before it, as of one."""
-    context = forward.context_output
+def with_context(context: Any, output: Any) -> Any:
+    """The output of a forward and of the `context` that was run before it, as of one."""
     if context is None:
         return output
     if isinstance(output, Tensor):

@@ -58,14 +58,14 @@ from press_core.press import Evicts, Phase, Press
 from press_core.scope import ScopeState
 
 
-def before_attention(scope: ScopeState, forward: AttentionForward) -> AttentionForward:
+def before_attention(scope: ScopeState, forward: AttentionForward) -> AttentionForward | None:
     """What to do before an attention forward.
 
     Where drafts came behind a context, in one forward, the module has run the context before this
     returns (and scopes have pruned it), and is to run the drafts alone.
 
     Returns:
-        The forward with the arguments that it is to get.
+        The forward with the arguments that it is to get; None: it is none of the scope's.
 
     Raises:
         UnsupportedCacheError: if the cache is of a kind that cannot be pruned.
@@ -76,6 +76,9 @@ def before_attention(scope: ScopeState, forward: AttentionForward) -> AttentionF
     if forward.cache is None:
         _refuse_paged(scope, forward)
         return forward
+    if not scope.takes(forward.cache, forward.site.depth):
+        _left_in_the_middle(scope)
+        return None
     scope.seen.add(forward.site.depth)
     press, cache, index = scope.press, forward.cache, forward.site.layer_idx
     check_prunable(cache, index)
@@ -88,6 +91,8 @@ def before_attention(scope: ScopeState, forward: AttentionForward) -> AttentionF
         _refuse_drafts_in_decoding(scope)
     if empty and 0 < part.n_drafts < forward.n_tokens:
         forward, empty = after_context(forward, part.n_drafts), False
+        # Only when it has ended: a hook that is taken off meanwhile cannot join what was run apart.
+        scope.reached[cache] = forward.site.depth - 1
     if empty:
         if Phase.PREFILL in scope.phases and is_quantized(layer):
             _refuse_chunks_of_quantized(part)
@@ -112,9 +117,11 @@ def before_decoder(scope: ScopeState, forward: DecoderForward) -> DecoderForward
     Raises:
         UnsupportedInputError: if its mask hides tokens that are rotated to other positions.
     """
-    if probe.is_running():
+    now = scope.as_it_is()
+    if now is None or probe.is_running():
         return forward
-    forward = scope.press.before_decoder(scope, forward)
+    scope.running.decoder = True
+    forward = scope.press.before_decoder(now, forward)
     return with_columns_of_clock(forward) if scope.press.rerotates else forward
 
 
@@ -152,8 +159,8 @@ def after_attention(
     Returns:
         What the module is to return.
     """
-    if forward.cache is None or probe.is_running() or not scope.is_open:  # taken off meanwhile
-        return output
+    if forward.cache is None or probe.is_running() or _left_in_the_middle(scope):
+        return with_context(forward.context_output, output)
     if query is not None:
         query = forward.site.grouped(query)
     layer = prunable_layer(forward.cache, forward.site.layer_idx)
@@ -171,7 +178,16 @@ def after_attention(
             _prune(scope, forward, call)
     elif not isinstance(layer, (PrunedLayer, RaggedLayer)):
         scope.longest_whole = max(scope.longest_whole, n_seen(layer))
-    return with_context(forward, output)
+    if forward.context_output is not None:
+        scope.reached[forward.cache] = forward.site.depth
+    return with_context(forward.context_output, output)
+
+
+def after_decoder(scope: ScopeState, forward: DecoderForward, output: Any) -> None:
+    """What a press does after it, if the forward began in the scope and that is still open."""
+    now, begun = scope.as_it_is(), vars(scope.running).pop("decoder", False)
+    if now is not None and begun:
+        scope.press.after_decoder(now, forward, output)
 
 
 def prune_before(scope: ScopeState, forward: AttentionForward) -> None:
@@ -226,7 +242,10 @@ def _prune(
     scope: ScopeState, forward: AttentionForward, call: AttentionCall, n_new: int | None = None
 ) -> None:
     """Let the press decide, for rows of different padding apart, and store what is left."""
-    press, layer = scope.press, forward.layer
+    press, layer, now = scope.press, forward.layer, scope.as_it_is()
+    if now is None:
+        return
+    call = replace(call, scope=now)
     if isinstance(layer, RaggedLayer):
         real = visible_tokens(forward.argument("attention_mask"), forward.n_tokens, layer.batch)
         real = None if real is None else real.to(call.keys.device)
@@ -236,6 +255,14 @@ def _prune(
     call = replace(call, seen=tokens_seen(layer, occupied, len(call.keys)))
     store(forward, scope, BatchEviction(call, _judged(press, call, occupied)))
     scope.reached[forward.cache] = forward.site.depth
+    _left_in_the_middle(scope)
+
+
+def _left_in_the_middle(scope: ScopeState) -> bool:
+    """Whether another thread has closed the scope, maybe in the middle of a forward of this one."""
+    if not scope.is_open:
+        scope.mark_torn()  # who closes it may be about to, and this forward goes on
+    return not scope.is_open
 
 
 def _parts(

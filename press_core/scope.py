@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from threading import Lock, RLock
+from threading import Lock, RLock, local
 from types import TracebackType
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
@@ -37,6 +38,9 @@ class ScopeState:
         decoder: the module that takes token ids and runs all of them.
         left_alone: attention modules beside them that need help to read what is pruned.
         is_open: whether what the scope has installed is still there.
+        is_opening: whether it is still being installed; no forward is the scope's before.
+        running: per thread, whether a forward of the decoder that is the scope's is running.
+        met: caches of forwards that were the scope's from their first attention module on.
         layers: per layer, how many tokens the layer had seen when it was pruned last, and how many
             of them each KV head kept, on average.
         compressions: per layer, how often it was pruned.
@@ -56,6 +60,9 @@ class ScopeState:
     decoder: nn.Module | None = None
     left_alone: list[LeftAlone] = field(default_factory=list)
     is_open: bool = True
+    is_opening: bool = False
+    running: local = field(default_factory=local, repr=False)
+    met: WeakSet[Any] = field(default_factory=WeakSet, repr=False)
     layers: dict[int, tuple[float, float]] = field(default_factory=dict)
     compressions: dict[int, int] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
@@ -74,6 +81,33 @@ class ScopeState:
         self.n_sites = len(self.sites)
         # Asked once: a composition asks each of its parts, and forwards ask often.
         self.reads_queries, self.phases = self.press.reads_queries, self.press.phases
+
+    def takes(self, cache: Any, depth: int) -> bool:
+        """Whether a forward that comes to the attention module at `depth` is the scope's.
+
+        Threads may run the model while the scope opens or closes: one that had begun before is not
+        the scope's in its later layers, and none is once it has closed.
+        """
+        if not self.acts:
+            return False
+        if depth == 0 and (Phase.DECODER not in self.phases or self.in_decoder):
+            self.met.add(cache)
+        return cache in self.met
+
+    @property
+    def acts(self) -> bool:
+        """Whether all of it is installed, and it is not closed."""
+        return self.is_open and not self.is_opening
+
+    @property
+    def in_decoder(self) -> bool:
+        """Whether this thread is in a forward of the decoder that began in the scope."""
+        return getattr(self.running, "decoder", False)
+
+    def as_it_is(self) -> ScopeState | None:
+        """A copy that stays whole if another thread closes the scope; None: it is not open."""
+        now = copy.copy(self)
+        return now if self.acts else None
 
     def record(self, layer_idx: int, seen: float, kept: float) -> None:
         """Note that a layer was pruned: of `seen` tokens each KV head keeps `kept` on average."""
@@ -129,8 +163,8 @@ class ScopeState:
         asked = (*self.warnings, self._came_too_late)  # what broke explains why nothing was evicted
         said = [warning for ask in asked if (warning := ask())]
         self.warnings.clear()
-        self._memories.clear()
-        self._mark_torn()
+        self._memories = {}  # a new one: a press may be deciding in another thread
+        self.mark_torn()
         with ExitStack() as removing:  # all of it, whatever one of them raises
             for removable in self.installed:
                 removing.callback(removable.remove)
@@ -138,13 +172,14 @@ class ScopeState:
         self.model = self.decoder = None
         return said
 
-    def _mark_torn(self) -> None:
+    def mark_torn(self) -> None:
         """Let nobody read caches some of whose layers were pruned in a forward and others not."""
-        for cache, depth in self.reached.items():
+        reached = [ref() for ref in self.reached.keyrefs()]  # forwards in other threads add to it
+        for cache in (cache for cache in reached if cache is not None):
+            depth = self.reached.pop(cache, self.n_sites)
             for layer in cache.layers if depth + 1 < self.n_sites else ():
                 if hasattr(layer, "is_torn"):
                     layer.is_torn = True
-        self.reached.clear()
 
 
 def bind(press: Press, model: nn.Module) -> ScopeState:
@@ -170,7 +205,8 @@ class Scope:
 
     Entering installs it, leaving (in whatever way) takes exactly that off again, in any order with
     other scopes. A scope can be opened again once it is closed. It acts on the model whichever
-    thread runs it.
+    thread runs it, on forwards that begin while it is open; a forward in progress when it closes
+    runs on without it, and the cache is then refused where only some layers were pruned.
     """
 
     def __init__(self, press: Press, model: nn.Module) -> None:
@@ -192,12 +228,14 @@ class Scope:
                     "again, `press(model)`, for a second scope"
                 )
             state = bind(self.press, self.model)
+            state.is_opening = True
             try:
                 state.press.install(state)
             except BaseException:
                 state.warnings.clear()
                 state.close()
                 raise
+            state.is_opening = False
             self.state = state
             vars(self.press)["_last_scope"] = state
 

@@ -95,7 +95,7 @@ def call_and_prune(
 ) -> Any:
     """Call an attention module's forward, `call_next`, and prune the layer that it has filled."""
     scope, forward = observing(press, module, args, kwargs)
-    forward = before_attention(scope, forward)
+    forward = before_attention(scope, forward) or forward
     output = call_next(*forward.args, **forward.kwargs)
     prune_after(scope, forward, output)
     return output
