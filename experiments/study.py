@@ -425,7 +425,7 @@ def command(
     full: Annotated[
         bool,
         typer.Option(
-            "--full", help="The grids of the committed results, for which it takes a quarter hour."
+            "--full", help="The grids of the committed results, for which it takes an hour or two."
         ),
     ] = False,
     overwrite: Annotated[

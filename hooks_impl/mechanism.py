@@ -20,7 +20,7 @@ from press_core.eviction import Eviction
 from press_core.model.compiled import forget_graphs
 from press_core.model.forward import AttentionForward, DecoderForward
 from press_core.model.sites import AttentionSite, LeftAlone
-from press_core.model.view import AttentionView, UnknownSite
+from press_core.model.view import UnknownSite, view_of
 from press_core.press import Needs, Phase, RatioScorer, Removable, TokenScorer
 from press_core.scope import ScopeState
 
@@ -218,7 +218,7 @@ def observed(kwargs: dict[str, Any]) -> AttentionCall:
 def arguments(call: AttentionCall) -> tuple[Any, ...]:
     """What the methods of a press take, for `call`."""
     states = call.hidden_states, call.keys, call.values, call.attentions
-    return AttentionView(call.site), *states, {**call.kwargs, CALL: call}
+    return view_of(call.site), *states, {**call.kwargs, CALL: call}
 
 
 def _arguments_of_keys(call: AttentionCall) -> Iterator[tuple[Any, ...]]:
@@ -324,8 +324,9 @@ class _SiteHooks:
             return with_context(context_output, output)
         (kwargs,) = given
         collected = _Collected(self.site, self.scope, projected, context_output)
-        view: Any = AttentionView(self.site)
-        return self.press.forward_hook(view, args, {**kwargs, CALL: collected}, output)
+        return self.press.forward_hook(
+            view_of(self.site), args, {**kwargs, CALL: collected}, output
+        )
 
 
 def _before_left_alone(

@@ -551,11 +551,12 @@ def test_rows_of_a_batch_may_be_selected_and_repeated(package, name):
 @torch.no_grad()
 def test_ratios_are_those_of_the_scope_opened_last(package, name):
     model, press = make(), DECODING[name](package)
-    assert press.compression_ratio == 0
+    asked = 0.5 if name.startswith("both phases") else 0  # until something is known
+    assert press.compression_ratio == asked
     for _ in range(2):
         cache = DynamicCache(config=model.config)
         with press(model):
-            assert press.compression_ratio == 0
+            assert press.compression_ratio == asked
             for ids in tokens([30] + [1] * 9, batch=2):
                 model(ids, past_key_values=cache)
             n_held = sum(int(kept.sum()) for kept in kept_lengths(cache))
@@ -564,7 +565,7 @@ def test_ratios_are_those_of_the_scope_opened_last(package, name):
             assert press.compression_ratio == pytest.approx(1 - just_now / seen)
         assert press.compression_ratio == pytest.approx(1 - just_now / seen)
     with press(model):
-        assert press.compression_ratio == 0
+        assert press.compression_ratio == asked
 
 
 @both

@@ -16,7 +16,7 @@ from press_core.model.probe import verified_sites
 from tests.support import context_for, example_for, token_ids
 
 PACKAGES = {"hooks": hooks_impl, "patches": patch_impl}
-READ_WEIGHTS = ("CriticalKVPress", "CriticalAdaKVPress")
+READ_WEIGHTS = ("CriticalKVPress", "CriticalAdaKVPress", "KVgradPress")
 """Presses that read weights of an attention module, and refuse what is not there."""
 
 

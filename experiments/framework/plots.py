@@ -90,8 +90,9 @@ _SOLID: _Dashes = ()
 _DASHED: _Dashes = (4, 1.5)
 _DOTTED: _Dashes = (1, 1.2)
 _MIXED: _Dashes = (5, 1.2, 1, 1.2)
+_TWO_DOTS: _Dashes = (5, 1.2, 1, 1.2, 1, 1.2)
 _LONG: _Dashes = (9, 2)
-_LINES = (_SOLID, _DASHED, _DOTTED, _MIXED, _LONG)
+_LINES = (_SOLID, _DASHED, _DOTTED, _MIXED, _LONG, _TWO_DOTS)
 
 _Look = tuple[str, _Dashes]
 _CHOSEN: dict[str, _Look] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from press_core.errors import UnsupportedInputError
@@ -50,6 +51,14 @@ class AttentionView:
 
     def __repr__(self) -> str:
         return repr(self._site.module)
+
+
+def view_of(site: AttentionSite) -> Any:
+    """The attention module of `site`, as an `AttentionView`.
+
+    In a forward that is being compiled the module itself: no compiler follows a stand-in.
+    """
+    return site.module if torch.compiler.is_compiling() else AttentionView(site)
 
 
 def site_of(module: Any) -> AttentionSite:

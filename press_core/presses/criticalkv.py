@@ -68,14 +68,14 @@ def output_weight(site: AttentionSite) -> Tensor:
         if isinstance(weight, Tensor) and weight.is_meta:
             raise UnsupportedModelError(
                 f"the weights of {site.name}.{name} are offloaded between forwards (device_map), "
-                "and CriticalKV reads them there; keep the attention modules on a device"
+                "and values are weighed by them; keep the attention modules on a device"
             )
         if isinstance(weight, Tensor) and weight.is_floating_point():
             weight = weight.T if type(projection).__name__ == "Conv1D" else weight
             return whole_columns(site.heads, weight, site.num_heads * site.head_dim)
     raise UnsupportedModelError(
         f"{type(site.module).__name__} ({site.name}) has no output projection (o_proj, dense, "
-        "out_proj or c_proj) with floating-point weights, whose norm CriticalKV needs"
+        "out_proj or c_proj) with floating-point weights, by which values are weighed"
     )
 
 
