@@ -74,7 +74,7 @@ class BasePress(press.Press):
                 f"{type(self).__name__}.forward_hook was called by a hook of its own; leave it to "
                 "the scope to install it (call super().__call__, or do not override __call__)"
             )
-        query = collected.query() if collected.scope.reads_queries else None
+        query = collected.query if collected.scope.reads_queries else None
         is_rotated = query is not None and collected.site.query_source.is_rotated
         forward = AttentionForward(input, kwargs, collected.site, collected.context_output)
         return engine.after_attention(collected.scope, forward, output, query, is_rotated)

@@ -56,16 +56,17 @@ class BasePress(press.Press):
             return call_next(*args, **kwargs)
         if forward.context_output is not None:
             return rest_of(forward)
-        query, seen = None, dict(forward.kwargs)
+        queries: list[Tensor] = []
+        seen = dict(forward.kwargs)
 
         def see_query(function: Any, module: Any, states: Tensor, *rest: Any, **more: Any) -> Any:
-            nonlocal query
-            query = states
+            queries.append(states)
             return function(module, states, *rest, **more)
 
         if scope.reads_queries:
             seen = with_override(seen, see_query)
         output = call_next(*forward.args, **seen)
+        query = queries.pop if queries else None
         return engine.after_attention(scope, forward, output, query, query_is_rotated=True)
 
     # ---- around an attention module, around the decoder ------------------------------------------

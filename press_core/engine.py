@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -145,7 +145,7 @@ def after_attention(
     scope: ScopeState,
     forward: AttentionForward,
     output: Any,
-    query: Tensor | None,
+    query: Callable[[], Tensor] | None,
     query_is_rotated: bool,
 ) -> Any:
     """Prune the layer that an attention forward has filled, if it is the press's time to act.
@@ -153,7 +153,7 @@ def after_attention(
     Args:
         forward: as `before_attention` returned it.
         output: what the attention module has returned.
-        query: `(B, H, q, d)`, if the press asked for it.
+        query: gives `(B, H, q, d)` if the press is to see this forward; None: it asks for none.
         query_is_rotated: whether that is the query after RoPE.
 
     Returns:
@@ -161,19 +161,18 @@ def after_attention(
     """
     if forward.cache is None or probe.is_running() or _left_in_the_middle(scope):
         return with_context(forward.context_output, output)
-    if query is not None:
-        query = forward.site.grouped(query)
     layer = prunable_layer(forward.cache, forward.site.layer_idx)
     begun = _is_in_prefill(scope, layer)
     if begun or n_seen(layer) == forward.n_tokens:
         scope.n_prefills += 1
-        call = _part_of_prefill(scope, forward, begun, output, query, query_is_rotated)
+        states = _grouped(forward, query)
+        call = _part_of_prefill(scope, forward, begun, output, states, query_is_rotated)
         if call is not None and Phase.PREFILL in scope.phases:
             _prune(scope, forward, _with_memory(scope, forward, call))
         if call is not None and call.n_to_come:
             _remember_prefill(scope, forward)
     elif Phase.DECODING in scope.phases:
-        call = _decoding_step(scope, forward, query, query_is_rotated)
+        call = _decoding_step(scope, forward, _grouped(forward, query), query_is_rotated)
         if call is not None:
             _prune(scope, forward, call)
     elif not isinstance(layer, (PrunedLayer, RaggedLayer)):
@@ -181,6 +180,10 @@ def after_attention(
     if forward.context_output is not None:
         scope.reached[forward.cache] = forward.site.depth
     return with_context(forward.context_output, output)
+
+
+def _grouped(forward: AttentionForward, query: Callable[[], Tensor] | None) -> Tensor | None:
+    return None if query is None else forward.site.grouped(query())
 
 
 def after_decoder(scope: ScopeState, forward: DecoderForward, output: Any) -> None:
