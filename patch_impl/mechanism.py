@@ -14,7 +14,6 @@ from attention_patch.reversible import Patch, is_covered, wrap
 from attention_patch.scope import check_interface, serve
 from press_core import engine, press
 from press_core.call import AttentionCall
-from press_core.drafts import rest_of
 from press_core.errors import ScopeError, UnsupportedModelError
 from press_core.eviction import Eviction
 from press_core.model.forward import AttentionForward, DecoderForward
@@ -55,7 +54,7 @@ class BasePress(press.Press):
         if forward is None:
             return call_next(*args, **kwargs)
         if forward.context_output is not None:
-            return rest_of(forward)
+            return engine.run_drafts(scope, forward)
         queries: list[Tensor] = []
         seen = dict(forward.kwargs)
 

@@ -47,7 +47,7 @@ from press_core.cache.storing import (
 )
 from press_core.call import AttentionCall
 from press_core.distributed import of_all_heads, of_own_heads
-from press_core.drafts import after_context, with_context
+from press_core.drafts import after_context, rest_of, with_context
 from press_core.errors import UnsupportedCacheError, UnsupportedInputError
 from press_core.eviction import SAY_WHAT_IS_KEPT, Eviction
 from press_core.model import probe
@@ -101,6 +101,13 @@ def before_attention(scope: ScopeState, forward: AttentionForward) -> AttentionF
     if Phase.BEFORE_DECODING in scope.phases:
         press.before_attention(scope, forward)
     return prepared(forward, scope)
+
+
+def run_drafts(scope: ScopeState, forward: AttentionForward) -> Any:
+    """Run the module on drafts behind a context that it has run; returns its output of both."""
+    output = rest_of(forward)
+    scope.reached[forward.cache] = forward.site.depth
+    return output
 
 
 def acts_before_decoder(scope: ScopeState) -> bool:

@@ -226,6 +226,19 @@ def test_drafts_behind_a_context_that_is_left_whole(package):
 
 
 @both
+@torch.no_grad()
+def test_drafts_leave_a_cache_that_can_be_read_once_the_scope_is_closed(package):
+    """No layer is taken for one that a closing scope has left behind."""
+    model, cache, ids = make(), DynamicCache(), token_ids(1, 2, seed=1)
+    with package.KnormPress(0.5)(model):
+        with as_part(Part(n_drafts=3)):
+            model(token_ids(1, 23), past_key_values=cache)
+        expected = model(ids, past_key_values=copy.deepcopy(cache)).logits
+    with package.KnormPress(0.5)(model):
+        assert torch.equal(model(ids, past_key_values=cache).logits, expected)
+
+
+@both
 @pytest.mark.parametrize("name", ["DecodingPress", "StreamingLLMDecodingPress"])
 def test_drafts_are_refused_by_presses_that_act_while_decoding(package, name):
     model, ids = make(), token_ids(1, LENGTH // 2).repeat(1, 2)
