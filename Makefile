@@ -4,8 +4,8 @@ VENV := .venv
 OLDEST := .venv-oldest
 SUBJECTS := .venv-subjects
 RUN := $(VENV)/bin/python
-# Two processes, one thread each: tests of small models gain nothing from threads.
-PYTEST := -m pytest -n 2 --dist worksteal
+# A process for each core, one thread each: tests of small models gain nothing from threads.
+PYTEST := -m pytest -n auto --maxprocesses 8 --dist worksteal
 export OMP_NUM_THREADS ?= 1
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 # All cores, and threads that sleep while they wait: spinning ones disturb what is measured.
