@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from press_core.errors import UnsupportedInputError
+from press_core.model.generation import innermost_frame
 
 
 def visible_tokens(mask: Any, length: int, batch: int) -> Tensor | None:
@@ -53,33 +52,9 @@ def given_mask() -> Tensor | None:
     Returns:
         None where it was given none, or no such mask is being built.
     """
-    frame = _frame_of("transformers.masking_utils")
+    frame = innermost_frame("transformers.masking_utils")
     mask = None if frame is None else frame.f_locals.get("attention_mask")
     return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-
-
-def tokens_cut_by_generate() -> int | None:
-    """How many tokens `generate` was given, while it runs those that the cache does not count.
-
-    Returns:
-        None where it does not, or was given the new tokens alone.
-    """
-    frame = _frame_of("transformers.generation.utils", "_prefill")
-    # transformers 5.2 always cuts; later releases only where they are told all tokens.
-    if frame is None or not frame.f_locals.get("next_sequence_length", True):
-        return None
-    return int(frame.f_locals["input_ids"].shape[1])
-
-
-def _frame_of(module: str, function: str | None = None) -> FrameType | None:
-    """The innermost frame on the call stack of (a function of) a module."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        is_there = frame.f_globals.get("__name__") == module
-        if is_there and function in (None, frame.f_code.co_name):
-            return frame
-        frame = frame.f_back
-    return None
 
 
 def prefill_tokens(mask: Any, length: int, batch: int) -> Tensor | None:

@@ -20,8 +20,9 @@ from torch.nn.functional import pad
 from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, QuantizedLayer
 
-from press_core.cache.masks import given_mask, tokens_cut_by_generate
+from press_core.cache.masks import given_mask
 from press_core.errors import ScopeError, UnsupportedCacheError, UnsupportedInputError
+from press_core.model.generation import tokens_cut_by_generate
 
 # transformers 5.2 crops to a length, later releases crop a number of tokens away.
 _CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters

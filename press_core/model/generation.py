@@ -90,15 +90,34 @@ def require_no_drafts(site: AttentionSite, press: str) -> None:
         )
 
 
+def tokens_cut_by_generate() -> int | None:
+    """How many tokens `generate` was given, while it runs those that the cache does not count.
+
+    Returns:
+        None where it does not, or was given the new tokens alone.
+    """
+    frame = innermost_frame(_GENERATE, "_prefill")
+    # transformers 5.2 always cuts; later releases only where they are told all tokens.
+    if frame is None or not frame.f_locals.get("next_sequence_length", True):
+        return None
+    return int(frame.f_locals["input_ids"].shape[1])
+
+
+_GENERATE = "transformers.generation.utils"
 _LOOPS = ("_prefill", "_assisted_decoding", "_sample", "_beam_search")
 
 
 def _generating() -> FrameType | None:
     """The innermost frame of a loop of `generate`: an assistant runs one inside another's."""
+    return innermost_frame(_GENERATE, *_LOOPS)
+
+
+def innermost_frame(module: str, *functions: str) -> FrameType | None:
+    """The innermost frame on the call stack of a module, or of one of these functions of it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        in_generate = frame.f_globals.get("__name__") == "transformers.generation.utils"
-        if in_generate and frame.f_code.co_name in _LOOPS:
+        in_module = frame.f_globals.get("__name__") == module
+        if in_module and (not functions or frame.f_code.co_name in functions):
             return frame
         frame = frame.f_back
     return None
