@@ -15,21 +15,9 @@ from experiments.loading import load_model
 from experiments.pipeline import TASK, ContextAnswerer, SavedContext
 from experiments.testbed.facts import build_tokenizer, draw
 from press_core import CacheFileError, UnsupportedCacheError, about_cache, save_cache
-from tests.support import snapshot
+from tests.support import PIPELINE_PRESSES, snapshot
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
-PRESSES = {
-    "none": lambda p: None,
-    "snapkv": lambda p: p.SnapKVPress(0.5, window_size=8),
-    "adakv": lambda p: p.AdaKVPress(p.SnapKVPress(0.5, window_size=8)),
-    "pyramid": lambda p: p.PyramidKVPress(0.5, window_size=4),
-    "rerotated": lambda p: p.KeyRerotationPress(p.KeyDiffPress(0.4)),
-    "channels": lambda p: p.ThinKPress(0.3, window_size=8, free_memory=True),
-    "decoding": lambda p: p.DecodingPress(p.KnormPress(), compression_interval=2, target_size=40),
-    "streaming": lambda p: p.StreamingLLMDecodingPress(max_capacity=40),
-    "dms": lambda p: p.DMSPress(p.RandomPress(seed=0), 0.3, sliding_window_size=8, decoding=True),
-    "kvzip": lambda p: p.KVzipPress(0.5),
-}
 ACT_LATER = {"decoding", "streaming", "dms"}
 TEMPLATE = "{% for m in messages %}river {{ m.content }}{% endfor %} stone"
 
@@ -59,10 +47,10 @@ def facts():
 
 
 @both
-@pytest.mark.parametrize("name", list(PRESSES))
+@pytest.mark.parametrize("name", list(PIPELINE_PRESSES))
 def test_several_contexts(answerer, name, package, tmp_path):
     texts, questions = facts()
-    press, path = PRESSES[name](package), tmp_path / "contexts.safetensors"
+    press, path = PIPELINE_PRESSES[name](package), tmp_path / "contexts.safetensors"
     before = snapshot(answerer.model)
     at_once = answerer.answered(texts, questions, press=press, save_to=path, max_new_tokens=6)
     again = press if name in ACT_LATER else None
@@ -136,7 +124,7 @@ def test_what_is_refused(answerer, tmp_path):
 def test_a_press_that_goes_on_is_asked_for(answerer, tmp_path):
     texts, questions = facts()
     path = tmp_path / "a"
-    press = PRESSES["decoding"](hooks_impl)
+    press = PIPELINE_PRESSES["decoding"](hooks_impl)
     answerer(texts[0], questions[0], press=press, save_to=path, max_new_tokens=1)
     for other in (None, hooks_impl.KnormPress(0.5)):
         with pytest.raises(UserError, match=r"DecodingPress\(.*; give that press again"):

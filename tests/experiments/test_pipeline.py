@@ -18,23 +18,11 @@ from experiments.pipeline import TASK, ContextAnswerer
 from experiments.testbed.asking import answer_seen, answer_unseen
 from experiments.testbed.facts import build_tokenizer, draw
 from press_core import HyperparameterError, RaggedLayer, kept_lengths
-from tests.support import snapshot
+from tests.support import PIPELINE_PRESSES, snapshot
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 
-PRESSES = {
-    "none": lambda p: None,
-    "snapkv": lambda p: p.SnapKVPress(0.5, window_size=8),
-    "adakv": lambda p: p.AdaKVPress(p.SnapKVPress(0.5, window_size=8)),
-    "pyramid": lambda p: p.PyramidKVPress(0.5, window_size=4),
-    "rerotated": lambda p: p.KeyRerotationPress(p.KeyDiffPress(0.4)),
-    "channels": lambda p: p.ThinKPress(0.3, window_size=8, free_memory=True),
-    "decoding": lambda p: p.DecodingPress(p.KnormPress(), compression_interval=2, target_size=40),
-    "streaming": lambda p: p.StreamingLLMDecodingPress(max_capacity=40),
-    "dms": lambda p: p.DMSPress(p.RandomPress(seed=0), 0.3, sliding_window_size=8, decoding=True),
-    "kvzip": lambda p: p.KVzipPress(0.5),
-    "finch": lambda p: p.FinchPress(0.4),
-}
+PRESSES = {**PIPELINE_PRESSES, "finch": lambda p: p.FinchPress(0.4)}
 STAY_OPEN = {"adakv", "pyramid", "channels", "decoding", "streaming", "dms", "kvzip"}
 presses = pytest.mark.parametrize("name", list(PRESSES))
 
