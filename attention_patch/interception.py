@@ -9,7 +9,7 @@ thread and call gets what it would have got.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -28,10 +28,11 @@ def intercept(interface: Any) -> Patch:
     Returns:
         The patch; interception ends with its `remove()`.
     """
-    return wrap(interface, "get_interface", _heed_overrides)
+    # Once for all modules whose scopes ask for it: each time would cost every call of each of them.
+    return wrap(interface, "get_interface", _heed_overrides, shared=True)
 
 
-def with_override(kwargs: dict[str, Any], override: Override) -> dict[str, Any]:
+def with_override(kwargs: Mapping[str, Any], override: Override) -> dict[str, Any]:
     """Keyword arguments for an attention forward, with `override` around any already there."""
     inner = kwargs.get(OVERRIDE)
     if inner is None:

@@ -11,6 +11,7 @@ within rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,8 @@ from press_core.model.sites import AttentionSite
 from press_core.select import upcast
 
 _SIXTEEN = torch.float16, torch.bfloat16
+
+LOG2_E = math.log2(math.e)
 
 LOGITS = 2**22
 """Logits held at a time (16 MiB in float32); longer questions are asked some tokens at a time."""
@@ -48,6 +51,21 @@ class Query:
     scaling: float
     softcap: float | None = None
     sinks: Tensor | None = None
+
+    def factor(self, unit: float = 1.0) -> float:
+        """Of the states, ahead of their product with keys; see `logits`."""
+        return unit * self.scaling if self.softcap is None else self.scaling / self.softcap
+
+    def logits(self, products: Tensor, unit: float = 1.0) -> Tensor:
+        """Logits times `unit`, in float32 or better.
+
+        Args:
+            products: of the states times `factor(unit)` with keys.
+        """
+        products = upcast(products)
+        if self.softcap is None:
+            return products
+        return torch.tanh(products) * (self.softcap * unit)
 
     def tells_of_context(self, layer: RaggedLayer) -> bool:
         """Whether it says which tokens of the context are seen, not only of those after it."""
@@ -205,48 +223,52 @@ def softmax_with_sinks(logits: Tensor, sinks: Tensor | None) -> Tensor:
 def blocks(layer: RaggedLayer, query: Query) -> Tensor:
     """One softmax per head over logits that lie in blocks, all blocks of all heads at once."""
     n_heads, n_queries = query.states.shape[1:3]
-    per_query = n_heads // layer.n_heads * (layer.slots.numel() + len(layer.held) * layer.n_recent)
-    step = max(1, LOGITS // per_query)
-    attended = _one_block if layer.blocks.n == 1 else _blocks
+    n_logits = layer.blocks.hidden.numel() + len(layer.held) * layer.n_recent
+    step = max(1, LOGITS // (n_heads // layer.n_heads * n_logits))
+    attended = _in_one_piece if layer.blocks.of_rows else _in_pieces
     if n_queries <= step:
         return attended(layer, query)
     starts = range(0, n_queries, step)
     return torch.cat([attended(layer, query.rows(i, i + step)) for i in starts], dim=2)
 
 
-def _one_block(layer: RaggedLayer, query: Query) -> Tensor:
-    """Every head reads the one block, so that its logits lie in one row already."""
-    states = _rows(layer, query)
-    old, recent = _old_logits(layer, query, states), _recent_logits(layer, query, states)
-    n, values = old.shape[-1], layer.values.expand(len(states), -1, -1)
-    logits = torch.cat((old, recent), dim=-1).view(
-        layer.batch, layer.n_heads, -1, query.states.shape[2], n + layer.n_recent
-    )
-    weights = softmax_with_sinks(logits, query.sinks)
+def _in_one_piece(layer: RaggedLayer, query: Query) -> Tensor:
+    """Every head reads one block, so that its logits lie in one row already."""
+    states = _rows(layer, query) * query.factor()
+    old, recent = _logits(layer, query, states, states)
+    n, (_, recent_values) = old.shape[-1], layer.recent
+    logits = torch.cat((old, recent), dim=-1)
+    grouped = logits.view(layer.batch, layer.n_heads, -1, query.states.shape[2], logits.shape[-1])
+    weights = softmax_with_sinks(grouped, query.sinks).view_as(logits)
     if query.visible is not None:  # which may hide everything
         weights = weights.nan_to_num(0)
-    weights = weights.to(values.dtype).view(len(states), -1, n + layer.n_recent)
-    output = torch.baddbmm(torch.bmm(weights[..., n:], layer.recent[1]), weights[..., :n], values)
+    weights = weights.to(recent_values.dtype)
+    (read,) = _products(layer, weights[..., :n], layer.values)
+    output = torch.baddbmm(read, weights[..., n:], recent_values)
     return output.view(*query.states.shape[:3], -1).to(query.states.dtype)
 
 
-def _blocks(layer: RaggedLayer, query: Query) -> Tensor:
-    states, heads = _rows(layer, query), layer.blocks.heads
-    recent = _recent_logits(layer, query, states)
-    old = _old_logits(layer, query, states.index_select(0, heads))
+def _in_pieces(layer: RaggedLayer, query: Query) -> Tensor:
+    """Every head's softmax is put together from those of its blocks.
+
+    Logits are in units of log 2: `exp2` takes a quarter of the time of `exp`.
+    """
+    states, heads = _rows(layer, query) * query.factor(LOG2_E), layer.blocks.heads
+    old, recent = _logits(layer, query, states, states.index_select(0, heads), LOG2_E)
     # Any number near the highest logit will do, so gradients need not pass through it.
     highest = recent.detach().amax(dim=-1)
     of_readings = old.detach().amax(dim=-1)
     highest.scatter_reduce_(0, heads[:, None].expand_as(of_readings), of_readings, "amax")
-    highest, extra = _with_sinks(highest, layer, query)
-    recent = recent.sub_(highest.unsqueeze(-1)).exp_()
-    old = old.sub_(highest.index_select(0, heads).unsqueeze(-1)).exp_()
+    highest, extra = _with_sinks(highest, query)
+    recent = recent.sub_(highest.unsqueeze(-1)).exp2_()
+    old = old.sub_(highest.index_select(0, heads).unsqueeze(-1)).exp2_()
     total = recent.sum(dim=-1).index_add_(0, heads, old.sum(dim=-1))
-    _, values = layer.recent
-    output = torch.bmm(recent.to(values.dtype), values)
-    old = old.to(values.dtype)
-    read = _per_reading(layer, layer.values, lambda part, stored: torch.bmm(old[part], stored))
-    output = upcast(output).index_add_(0, heads, upcast(read))
+    _, recent_values = layer.recent
+    output = upcast(torch.bmm(recent.to(recent_values.dtype), recent_values))
+    start = 0
+    for read in _products(layer, old.to(recent_values.dtype), layer.values):
+        output.index_add_(0, heads[start : start + len(read)], upcast(read))
+        start += len(read)
     return _normalised(output, total, extra, query)
 
 
@@ -285,13 +307,16 @@ def varlen(layer: RaggedLayer, query: Query) -> Tensor:
     )
     old = attended[0].view(n, n_queries, group, -1).transpose(1, 2).reshape(n, rows, -1)
     log_total = attended[1].view(group, n, n_queries).transpose(0, 1).reshape(n, rows)
-    recent = _recent_logits(layer, query, states)
+    log_total = log_total * LOG2_E
+    recent_keys, recent_values = layer.recent
+    recent = query.logits(torch.bmm(states * query.factor(LOG2_E), recent_keys.mT), LOG2_E)
+    recent = _hide_recent(recent, layer, query)
     highest = torch.maximum(recent.detach().amax(dim=-1), log_total)
-    highest, extra = _with_sinks(highest, layer, query)
-    recent = recent.sub_(highest.unsqueeze(-1)).exp_()
-    share = torch.exp(log_total - highest)
+    highest, extra = _with_sinks(highest, query)
+    recent = recent.sub_(highest.unsqueeze(-1)).exp2_()
+    share = torch.exp2(log_total - highest)
     total = recent.sum(dim=-1) + share
-    output = upcast(torch.bmm(recent.to(layer.values.dtype), layer.recent[1]))
+    output = upcast(torch.bmm(recent.to(recent_values.dtype), recent_values))
     return _normalised(output + upcast(old) * share.unsqueeze(-1), total, extra, query)
 
 
@@ -304,9 +329,38 @@ def _rows(layer: RaggedLayer, query: Query) -> Tensor:
     return query.states.reshape(batch * layer.n_heads, -1, d)
 
 
-def _recent_logits(layer: RaggedLayer, query: Query, states: Tensor) -> Tensor:
-    """`(N, G * q, n_recent)`."""
-    logits = capped(torch.bmm(states * query.scaling, layer.recent[0].mT), query.softcap)
+def _products(layer: RaggedLayer, left: Tensor, stored: Tensor) -> list[Tensor]:
+    """The product of each reading's `left` `(P, r, x)` with the block of `stored` `(n, x, y)`.
+
+    Returns:
+        `(n_own, r, y)`, `(P - n_own, r, y)`, or one of the two where the other is empty.
+    """
+    n, n_own, shape = layer.blocks.n, layer.blocks.n_own, (-1, left.shape[1], stored.shape[2])
+    if n_own == n:
+        return [torch.bmm(left, stored)]
+    of_shared = left[n_own:].reshape(n - n_own, -1, left.shape[2])
+    shared = torch.bmm(of_shared, stored[n_own:]).view(shape)
+    return [torch.bmm(left[:n_own], stored[:n_own]), shared] if n_own else [shared]
+
+
+def _logits(
+    layer: RaggedLayer, query: Query, states: Tensor, asking: Tensor, unit: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Logits times `unit` of the context, `(P, G * q, c)`, and of recent tokens, `(N, G * q, n)`.
+
+    Args:
+        states: `(N, G * q, d)`, times the query's factor.
+        asking: `(P, G * q, d)`, the same by reading.
+    """
+    products = _products(layer, asking, layer.keys.mT)
+    old = query.logits(products[0] if len(products) == 1 else torch.cat(products), unit)
+    old = old.add_(layer.blocks.hidden)
+    recent = query.logits(torch.bmm(states, layer.recent[0].mT), unit)
+    return _hide_context(old, layer, query), _hide_recent(recent, layer, query)
+
+
+def _hide_recent(logits: Tensor, layer: RaggedLayer, query: Query) -> Tensor:
+    """Logits `(N, G * q, n_recent)` of recent tokens, minus infinity for what is not seen."""
     if query.visible is None:
         return logits
     seen = by_kv_head(query.visible[..., -layer.n_recent :], layer.n_heads)
@@ -314,58 +368,42 @@ def _recent_logits(layer: RaggedLayer, query: Query, states: Tensor) -> Tensor:
     return split.masked_fill_(~seen, float("-inf")).view_as(logits)
 
 
-def _old_logits(layer: RaggedLayer, query: Query, states: Tensor) -> Tensor:
-    """`(P, G * q, c)`, minus infinity for slots of other heads."""
-    hidden = layer.blocks.hidden
-
-    def logits(part: slice, keys: Tensor) -> Tensor:
-        if query.softcap is None:
-            return upcast(torch.baddbmm(hidden[part], states[part], keys, alpha=query.scaling))
-        product = torch.bmm(states[part] * query.scaling, keys)
-        return capped(product, query.softcap) + hidden[part]
-
-    old = _per_reading(layer, layer.keys.mT, logits)
+def _hide_context(logits: Tensor, layer: RaggedLayer, query: Query) -> Tensor:
+    """Logits `(P, G * q, c)` of the context, minus infinity for what is not seen."""
     if not query.tells_of_context(layer):
-        return old
+        return logits
     assert query.visible is not None
     of_context = query.visible[..., : query.visible.shape[-1] - layer.n_recent]
     visible = by_kv_head(of_context, layer.n_heads)
     rows, kv_heads = layer.blocks.heads // layer.n_heads, layer.blocks.heads % layer.n_heads
     seen = visible.expand(layer.batch, layer.n_heads, -1, -1, -1)[
-        rows[:, None], kv_heads[:, None], :, :, _per_reading(layer, layer.slots, _as_they_are)
+        rows[:, None], kv_heads[:, None], :, :, _slots_read(layer)
     ]  # (P, c, 1 or G, q)
-    split = old.view(len(old), -1, query.states.shape[2], old.shape[-1])
-    return split.masked_fill_(~seen.permute(0, 2, 3, 1), float("-inf")).view_as(old)
+    split = logits.view(len(logits), -1, query.states.shape[2], logits.shape[-1])
+    return split.masked_fill_(~seen.permute(0, 2, 3, 1), float("-inf")).view_as(logits)
 
 
-def _per_reading(
-    layer: RaggedLayer, stored: Tensor, function: Callable[[slice, Tensor], Tensor]
-) -> Tensor:
-    """What `function` makes of some readings and the blocks `stored` that they read, `(P, ...)`."""
-    n, shared = layer.blocks.n, layer.blocks.shared
-    if n == 1:
-        return function(slice(None), stored.expand(len(layer.blocks.heads), *stored.shape[1:]))
-    first = function(slice(n), stored)
-    if not len(shared):
-        return first
-    return torch.cat((first, function(slice(n, None), stored.index_select(0, shared))))
+def _slots_read(layer: RaggedLayer) -> Tensor:
+    """`(P, c)` int64: position of what lies in each slot that is read, 0 for an empty one."""
+    n, n_own = layer.blocks.n, layer.blocks.n_own
+    own, shared = layer.slots.long().clamp(min=0).split((n_own, n - n_own))
+    if n_own == n:
+        return own
+    n_readers = (len(layer.blocks.heads) - n_own) // (n - n_own)
+    return torch.cat((own, shared.repeat_interleave(n_readers, dim=0)))
 
 
-def _as_they_are(part: slice, slots: Tensor) -> Tensor:
-    return slots.long().clamp(min=0)
-
-
-def _with_sinks(highest: Tensor, layer: RaggedLayer, query: Query) -> tuple[Tensor, Tensor | None]:
+def _with_sinks(highest: Tensor, query: Query) -> tuple[Tensor, Tensor | None]:
     """The highest logits `(N, G * q)`, sinks among them, and what the sinks add to the sums."""
     if query.visible is not None:  # which may hide everything
         highest = highest.clamp(min=torch.finfo(highest.dtype).min)
     if query.sinks is None:
         return highest, None
     batch, n_heads, n_queries, _ = query.states.shape
-    sinks = query.sinks.to(highest.dtype).view(1, n_heads, 1).expand(batch, -1, n_queries)
-    sinks = sinks.reshape(highest.shape)
+    sinks = (query.sinks.to(highest.dtype) * LOG2_E).view(1, n_heads, 1)
+    sinks = sinks.expand(batch, -1, n_queries).reshape(highest.shape)
     highest = torch.maximum(highest, sinks.detach())
-    return highest, torch.exp(sinks - highest)
+    return highest, torch.exp2(sinks - highest)
 
 
 def _normalised(output: Tensor, total: Tensor, extra: Tensor | None, query: Query) -> Tensor:

@@ -46,6 +46,7 @@ class _Wrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     def __init__(self, owner: Any, name: str) -> None:
         self._self_original = vars(owner).get(name, _MISSING)
         self._self_target, self._self_name = owner, name
+        self._self_patches: tuple[Patch, ...] = ()
         self._self_layers: tuple[Layer, ...] = ()
         # Of a class the attribute itself, not what it binds to: wrapt binds it call by call.
         wrapped = getattr(owner, name)
@@ -63,6 +64,14 @@ class _Wrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         for layer in layers:
             wrapped = partial(layer, wrapped)
         return wrapped(*args, **kwargs)
+
+    def _self_hold(self, patches: tuple[Patch, ...]) -> None:
+        """Run the layers of `patches`, the latest of which comes first."""
+        first = {patch.layer: patch for patch in patches if patch.shared}
+        self._self_patches = patches
+        self._self_layers = tuple(
+            patch.layer for patch in patches if not patch.shared or patch is first[patch.layer]
+        )
 
     # Copies meet a wrapper itself only where somebody else has kept it (accelerate keeps the
     # forward that it replaces in the module): they get what lies beneath.
@@ -94,9 +103,9 @@ def _bound(attribute: Any, owner: Any) -> Any:
 class Patch:
     """One layer on one attribute; `remove()` takes it off, a second `remove()` does nothing."""
 
-    def __init__(self, wrapper: _Wrapper, layer: Layer) -> None:
+    def __init__(self, wrapper: _Wrapper, layer: Layer, shared: bool) -> None:
         self._wrapper: _Wrapper | None = wrapper
-        self._layer = layer
+        self.layer, self.shared = layer, shared
 
     def remove(self) -> None:
         with _lock:
@@ -104,10 +113,8 @@ class Patch:
             if wrapper is None:
                 return
             owner, name = wrapper._self_target, wrapper._self_name
-            wrapper._self_layers = tuple(
-                layer for layer in wrapper._self_layers if layer is not self._layer
-            )
-            if not wrapper._self_layers:
+            wrapper._self_hold(tuple(p for p in wrapper._self_patches if p is not self))
+            if not wrapper._self_patches:
                 _forget(wrapper)
             _unlink_unused(owner, name)
 
@@ -135,27 +142,28 @@ class Patch:
         return value is _MISSING or value is wrapper._self_original or bare
 
 
-def wrap(owner: Any, name: str, layer: Layer) -> Patch:
+def wrap(owner: Any, name: str, layer: Layer, shared: bool = False) -> Patch:
     """Run `layer` around the attribute `name` of `owner` until the patch is removed.
 
     Args:
         owner: an instance, a class or a module.
         name: a callable attribute of it, its own or inherited.
         layer: called as `layer(call_next, *args, **kwargs)` in place of the attribute.
+        shared: run it once, where it was put on first, however often it is put on.
 
     Raises:
         AttributeError: if there is no such attribute.
         TypeError: if the object does not let its attributes be set.
     """
-    layer = partial(layer)  # an object of its own, so that the same layer can be put on twice
     with _lock:
         wrapper = vars(owner).get(name)
         if not _is_ours(wrapper, owner, name):
             wrapper = _Wrapper(owner, name)
             setattr(owner, name, wrapper)
         _remember(wrapper)
-        wrapper._self_layers = (layer, *wrapper._self_layers)
-        return Patch(wrapper, layer)
+        patch = Patch(wrapper, layer, shared)
+        wrapper._self_hold((patch, *wrapper._self_patches))
+        return patch
 
 
 def is_covered(owner: Any, name: str) -> bool:
@@ -175,7 +183,7 @@ def _unlink_unused(owner: Any, name: str) -> None:
     """
     with _lock:
         while _is_ours(wrapper := vars(owner).get(name), owner, name):
-            if wrapper._self_layers:
+            if wrapper._self_patches:
                 return
             if wrapper._self_original is _MISSING:
                 delattr(owner, name)

@@ -32,38 +32,45 @@ class HeadwiseReader:
         self.is_open = False
 
 
-def serve(site: AttentionSite, backend: str | None = None) -> Iterator[Patch | HeadwiseReader]:
+def serve(
+    site: AttentionSite, backend: str | None = None, helps: bool = False
+) -> Iterator[Patch | HeadwiseReader]:
     """Attend over head-wise and channel-wise compressed layers at `site` until all is removed.
 
     Args:
         backend: name of the kernel, see `kernels`; None: chosen call by call.
+        helps: fit the mask and the positions of calls to layers that are pruned in another way,
+            too, as scopes of presses do.
     """
     reader = HeadwiseReader()
     yield reader
     yield intercept(site.interface)
-    yield wrap(site.module, "forward", partial(_forward, site, backend, reader))
+    yield wrap(site.module, "forward", partial(_forward, site, backend, reader, helps))
 
 
 def _forward(
     site: AttentionSite,
     backend: str | None,
     reader: HeadwiseReader,
-    forward: Any,
+    helps: bool,
+    call_next: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    layer = layer_of(AttentionForward(args, kwargs, site))
+    forward = AttentionForward(args, kwargs, site)
+    if helps:
+        forward = prepared(forward, reader)
+    layer = layer_of(forward)
     if isinstance(layer, ChannelPrunedLayer) and layer.n_slots:
         layer.allow_attention(reader)
-        try:
-            return forward(*args, **with_override(kwargs, partial(attend_channels, site, layer)))
-        finally:
-            layer.disallow_update()
-    if not isinstance(layer, RaggedLayer) or layer.is_allowed:
-        return forward(*args, **kwargs)
-    layer.allow_update(reader)
+        override: Any = partial(attend_channels, site, layer)
+    elif isinstance(layer, RaggedLayer) and not layer.is_allowed:
+        layer.allow_update(reader)
+        override = partial(attend, site, layer, backend)
+    else:
+        return call_next(*forward.args, **forward.kwargs)
     try:
-        return forward(*args, **with_override(kwargs, partial(attend, site, layer, backend)))
+        return call_next(*forward.args, **with_override(forward.kwargs, override))
     finally:
         layer.disallow_update()
 
@@ -96,29 +103,17 @@ class headwise:  # noqa: N801 - used like a function: `with headwise(model):`
 
     def __enter__(self) -> headwise:
         with ExitStack() as opened:
-            reader = HeadwiseReader()
-            opened.callback(reader.remove)
             for site in verified_sites(self.model):
                 check_interface(site)
                 if self.backend is not None:
                     check_backend(self.backend, site)
-                for removable in serve(site, self.backend):
+                for removable in serve(site, self.backend, helps=True):
                     opened.callback(removable.remove)
-                helped = wrap(site.module, "forward", partial(_with_help, site, reader))
-                opened.callback(helped.remove)
             self._opened.append(opened.pop_all())
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._opened.pop().close()
-
-
-def _with_help(
-    site: AttentionSite, reader: HeadwiseReader, call_next: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Fit the mask and the positions of a call to the layer, as any open scope of a press does."""
-    forward = prepared(AttentionForward(args, kwargs, site), reader)
-    return call_next(*forward.args, **forward.kwargs)
 
 
 def check_interface(site: AttentionSite) -> None:

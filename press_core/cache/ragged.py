@@ -24,93 +24,153 @@ SPARE = 0.01
 WASTE = 0.018
 """Slots that may stay empty so that heads begin and end with a block, as a share of all."""
 
-SHORTEST, LONGEST = 32, 128
-"""Slots of a block: shorter ones cost more products, longer ones are shared by more heads."""
+SIZES = 128, 96, 64, 48, 32
+"""Slots of a block: products with shorter ones cost more, more heads lie in longer ones."""
 
-FEW = 2**18
-"""Up to so many numbers, head by head over all keys, one block for all heads is quickest."""
+START = 1600
+"""Numbers of a key that a product over a block handles in the time that it takes to begin."""
+
+FEW = 3 * 2**16
+"""Up to so many numbers that heads read in vain, one block for each row is quickest."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Where heads of given lengths lie in blocks of equal length, and which blocks each one reads.
+    """Where heads of given lengths lie in blocks of equal length, and which heads read each one.
 
-    A *reading* is one head reading one block. First come the first readings of all blocks, in their
-    order; then those of blocks that further heads lie in too.
+    A *reading* is one head reading one block. Blocks in which one head lies come first, then those
+    that heads share. The queries of all heads that read a shared block are the rows of one product;
+    so they all have as many readers as the one in which most heads lie, some of them in vain.
 
     Attributes:
         size: slots of a block, `c`.
         n: how many blocks there are.
-        starts: `(N,)` int64: the slot in which each head begins.
-        heads: `(P,)` int64: which head reads, per reading.
-        shared: `(P - n,)` int64: which block is read, per reading after the first `n`.
+        n_own: how many of them one head alone reads.
+        heads: `(P,)` int64: which head reads, per reading, block after block.
         hidden: `(P, 1, c)`: what to add to the logits, minus infinity for slots of other heads.
+        of_rows: whether each row of the batch has one block, which all of its heads read.
+        starts: `(N,)` int64: where each head would begin if no block had been put elsewhere.
+        places: `(n,)` int64: where each block has been put.
     """
 
     size: int
     n: int
-    starts: Tensor
+    n_own: int
     heads: Tensor
-    shared: Tensor
     hidden: Tensor
+    of_rows: bool
+    starts: Tensor
+    places: Tensor
 
     @classmethod
-    def of(cls, counts: Sequence[int], like: Tensor) -> Blocks:
-        """The layout of heads that hold `counts` tokens; `like` has the device and the dtype."""
+    def of(cls, counts: Sequence[int], n_heads: int, like: Tensor) -> Blocks:
+        """The layout of heads that hold `counts` tokens.
+
+        Args:
+            n_heads: heads of a row, `H_kv`.
+            like: has the width, the device and the dtype of keys.
+        """
         held = torch.tensor(counts)
-        size, room = _block_size(held, like.shape[-1])
+        of_rows = _of_rows(held.view(-1, n_heads), like.shape[-1])
+        size, room = of_rows or _of_heads(held, like.shape[-1])
         starts = room.cumsum(0) - room
         n = max(1, -(-int(room.sum()) // size))
-        first = starts // size
-        n_read = torch.where(held > 0, (starts + held - 1) // size - first + 1, 0)
-        if n == 1:  # attention counts on it that all heads read it, be it in vain
-            n_read, first = torch.ones_like(held), torch.zeros_like(held)
-        heads = torch.arange(len(counts)).repeat_interleave(n_read)
-        nth = torch.arange(len(heads)) - (n_read.cumsum(0) - n_read)[heads]
-        blocks = first[heads] + nth
-        again = torch.zeros(len(heads), dtype=torch.bool)
-        again[1:] = blocks[1:] == blocks[:-1]
-        order = again.to(torch.int8).argsort(stable=True)
-        heads, blocks = heads[order], blocks[order]
+        if of_rows:  # a head without tokens reads its row, too, so that each head reads one block
+            readers = torch.arange(len(held)).view(n, -1)
+        else:
+            readers = _readers(held, starts, size, n)
+        shared = readers[:, -1] != readers[:, 0]
+        if of_rows or like.is_cuda:  # where torch's kernel reads heads from end to end
+            shared = torch.ones_like(shared)
+        order, n_own = shared.to(torch.int8).argsort(stable=True), n - int(shared.sum())
+        heads, blocks, in_vain = _readings(readers, order, n_own)
         slots = blocks[:, None] * size + torch.arange(size) - starts[heads, None]
-        others = (slots < 0) | (slots >= held[heads, None])
+        others = (slots < 0) | (slots >= held[heads, None]) | in_vain[:, None]
         hidden = torch.zeros(others.shape, dtype=like.dtype).masked_fill_(others, float("-inf"))
-        return cls(
-            size,
-            n,
-            starts,
-            heads.to(like.device),
-            blocks[n:].to(like.device),
-            hidden[:, None].to(like.device),
-        )
+        hidden, heads = hidden.unsqueeze(1).to(like.device), heads.to(like.device)
+        return cls(size, n, n_own, heads, hidden, of_rows is not None, starts, order.argsort())
 
     def slots(self, counts: Sequence[int]) -> Tensor:
         """`(sum(counts),)` int64: the slot of each token, head after head."""
         held = torch.tensor(counts)
         shift = self.starts - (held.cumsum(0) - held)
-        return torch.arange(int(held.sum())) + shift.repeat_interleave(held)
+        slots = torch.arange(int(held.sum())) + shift.repeat_interleave(held)
+        return self.places[slots // self.size] * self.size + slots % self.size
 
 
-def _block_size(held: Tensor, head_dim: int) -> tuple[int, Tensor]:
-    """Slots of a block, and how many slots each head takes.
+def _of_rows(held: Tensor, head_dim: int) -> tuple[int, Tensor] | None:
+    """A block for each row of the batch, where these are short and of one length.
 
-    One block where heads are few and short. Whole blocks for every head where that wastes little.
-    Otherwise heads follow each other without room between them, and the blocks are of a size at
-    which the last one is nearly full.
+    Args:
+        held: `(B, H_kv)`.
+
+    Returns:
+        Slots of a block, and how many slots each head takes; None: such blocks will not do.
     """
-    n_tokens, size = int(held.sum()), LONGEST
-    if len(held) * n_tokens * head_dim <= FEW:
-        return max(1, n_tokens), held
+    of_rows = held.sum(dim=1)
+    size = max(1, int(of_rows.max()))
+    empty = size - of_rows
+    in_vain = len(held) * (held.shape[1] - 1) * size * head_dim
+    if in_vain > FEW or int(empty.sum()) > WASTE * int(of_rows.sum()):
+        return None
+    room = held.clone()
+    room[:, -1] += empty
+    return size, room.flatten()
+
+
+def _of_heads(held: Tensor, head_dim: int) -> tuple[int, Tensor]:
+    """Whole blocks for every head where that wastes little; or heads behind each other.
+
+    Blocks are as long as pays: to begin with one takes its time, and so do the slots of others that
+    a head meets in its first and its last one. The very last one is nearly full.
+
+    Args:
+        held: `(N,)`.
+
+    Returns:
+        Slots of a block, and how many slots each head takes.
+    """
+    n_tokens = int(held.sum())
     allowed = WASTE * n_tokens
-    while size >= SHORTEST:
+    longest = max(SIZES[-1], (START / head_dim * n_tokens / len(held)) ** 0.5)
+    sizes = [size for size in SIZES if size <= longest]
+    for size in sizes:
         room = (held + size - 1) // size * size
         if int(room.sum()) - n_tokens <= allowed:
             return size, room
-        size //= 2
-    size = min(max(SHORTEST, n_tokens // (8 * len(held))), LONGEST // 2)
-    while -n_tokens % size > allowed:
-        size -= 1
-    return size, held
+    sizes += range(SIZES[-1] - 1, 0, -1)
+    return next(size for size in sizes if -n_tokens % size <= allowed), held
+
+
+def _readers(held: Tensor, starts: Tensor, size: int, n: int) -> Tensor:
+    """`(n, w)` int64: the heads that lie in each block, in order, the last one again to fill up."""
+    first = starts // size
+    n_read = torch.where(held > 0, (starts + held - 1) // size - first + 1, 0)
+    heads = torch.arange(len(held)).repeat_interleave(n_read)
+    blocks = first[heads] + torch.arange(len(heads)) - (n_read.cumsum(0) - n_read)[heads]
+    of_blocks = blocks.bincount(minlength=n)
+    nth = torch.arange(len(blocks)) - (of_blocks.cumsum(0) - of_blocks)[blocks]
+    readers = torch.full((n, max(1, int(of_blocks.max()))), -1)
+    readers[blocks, nth] = heads
+    return readers.cummax(dim=1).values.clamp(min=0)
+
+
+def _readings(readers: Tensor, order: Tensor, n_own: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Every head and block of a reading, and whether it is in vain, `(P,)` each.
+
+    Args:
+        readers: `(n, w)`; see `_readers`.
+        order: `(n,)` int64: the blocks, those in which one head lies first.
+        n_own: how many these are.
+    """
+    again = torch.zeros_like(readers, dtype=torch.bool)
+    again[:, 1:] = readers[:, 1:] == readers[:, :-1]
+    own, shared = order.split((n_own, len(order) - n_own))
+    return (
+        torch.cat((readers[own, 0], readers[shared].flatten())),
+        torch.cat((own, shared.repeat_interleave(readers.shape[1]))),
+        torch.cat((torch.zeros_like(own, dtype=torch.bool), again[shared].flatten())),
+    )
 
 
 class RaggedLayer(DynamicLayer):
@@ -232,7 +292,7 @@ class RaggedLayer(DynamicLayer):
             held: how many of them each head holds.
         """
         self.held, self.n_recent = held, 0
-        self.blocks = blocks = Blocks.of(held, keys)
+        self.blocks = blocks = Blocks.of(held, self.n_heads, keys)
         slots = blocks.slots(held)
         free = torch.ones(blocks.n * blocks.size, dtype=torch.bool).index_fill_(0, slots, False)
         empty = free.nonzero().squeeze(1).to(keys.device)
@@ -314,8 +374,8 @@ class RaggedLayer(DynamicLayer):
 
         Recent tokens included.
         """
-        starts = self.blocks.starts.tolist()
-        old = [torch.arange(starts[h], starts[h] + self.held[h]) for h in heads]
+        of_heads = self.blocks.slots(self.held).split(self.held)
+        old = [of_heads[h] for h in heads]
         if not self.n_recent:
             index = torch.cat(old).to(self.keys.device)
             keys, values = self.keys.flatten(0, 1)[index], self.values.flatten(0, 1)[index]

@@ -34,9 +34,9 @@ N = 60  # tokens of the context
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-@pytest.fixture(autouse=True, params=[0, ragged.FEW], ids=["several blocks", "one block"])
+@pytest.fixture(autouse=True, params=[-1, ragged.FEW], ids=["blocks of heads", "blocks of rows"])
 def _layout(request, monkeypatch):
-    """Layers as small as these lie in one block, unless told otherwise."""
+    """Of layers as small as these each row has one block, unless told otherwise."""
     monkeypatch.setattr(ragged, "FEW", request.param)
 
 

@@ -237,36 +237,50 @@ TestAgainstLists.settings = settings(
 
 
 @given(
-    counts=st.lists(st.integers(0, 400), min_size=1, max_size=12), few=st.sampled_from([0, 2**18])
+    n_heads=st.integers(1, 4),
+    batch=st.integers(1, 3),
+    few=st.sampled_from([-1, 2**18]),
+    data=st.data(),
 )
 @settings(max_examples=10 * N_PROGRAMS, derandomize=PROFILE != "long", database=None, deadline=None)
-def test_every_head_reads_its_own_tokens_once_and_no_others(counts: list[int], few: int) -> None:
+def test_every_head_reads_its_own_tokens_once_and_no_others(
+    n_heads: int, batch: int, few: int, data: st.DataObject
+) -> None:
+    n = n_heads * batch
+    counts = data.draw(st.lists(st.integers(0, 400), min_size=n, max_size=n))
     counts[0] += 1  # not all of them empty
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "FEW", few)
-        blocks = Blocks.of(counts, torch.zeros(1, DIM))
+        blocks = Blocks.of(counts, n_heads, torch.zeros(1, DIM))
     slots = blocks.slots(counts)
     owner = torch.full((blocks.n * blocks.size,), -1)
-    owner[slots] = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    owner[slots] = torch.arange(n).repeat_interleave(torch.tensor(counts))
     assert int((owner >= 0).sum()) == sum(counts)
     assert len(owner) <= (1 + module.WASTE) * sum(counts)
-    assert len(blocks.heads) == blocks.n + len(blocks.shared)
-    read = torch.cat((torch.arange(blocks.n), blocks.shared))
+    n_own = blocks.n_own
+    n_readers = (len(blocks.heads) - n_own) // max(1, blocks.n - n_own)
+    read = torch.arange(blocks.n)
+    read = torch.cat((read[:n_own], read[n_own:].repeat_interleave(n_readers)))
+    own = owner.view(blocks.n, blocks.size)[read] == blocks.heads[:, None]
     seen = blocks.hidden[:, 0] == 0
-    assert torch.equal(seen, owner.view(blocks.n, blocks.size)[read] == blocks.heads[:, None])
+    assert not (seen & ~own).any()
     assert int(seen.sum()) == sum(counts)
     assert blocks.hidden[:, 0][~seen].isneginf().all()
+    if blocks.of_rows:
+        assert blocks.heads.tolist() == list(range(n))
 
 
 @pytest.mark.parametrize("n_heads", [4, 8, 64])
 @pytest.mark.parametrize("mean", [102, 410, 820, 3277])
-def test_blocks_are_long_and_few_are_read_twice(n_heads: int, mean: int) -> None:
+def test_blocks_are_long_and_few_heads_read_each(n_heads: int, mean: int) -> None:
     """However uneven the heads are."""
     drawn = torch.rand(n_heads, generator=torch.Generator().manual_seed(mean)) ** 3
     counts = (1 + mean * drawn / drawn.mean()).long().tolist()
-    blocks = Blocks.of(counts, torch.zeros(1, 2**14))  # wide enough that one block will not do
-    assert 16 <= blocks.size <= 128
-    assert len(blocks.shared) < n_heads
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "FEW", -1)
+        blocks = Blocks.of(counts, n_heads, torch.zeros(1, 64))
+    assert 32 <= blocks.size <= 128
+    assert len(blocks.heads) <= blocks.n + 4 * n_heads
 
 
 # ---- one by one ----------------------------------------------------------------------------------
