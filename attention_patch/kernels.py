@@ -2,7 +2,7 @@
 
 | name | how | on |
 |---|---|---|
-| `blocks` | one product over all blocks of slots, put together head by head | any device |
+| `blocks` | products over all blocks of slots, put together head by head | any device |
 | `varlen` | torch's variable-length kernel over what the context has left | CUDA, 16-bit |
 
 Both attend over the recent tokens, which all heads hold, in one product, and give the same result
@@ -71,6 +71,20 @@ class Query:
         """Whether it says which tokens of the context are seen, not only of those after it."""
         return self.visible is not None and self.visible.shape[-1] > layer.n_recent
 
+    def without_idle_masks(self, layer: RaggedLayer) -> Query:
+        """The same, told nothing of the context or of recent tokens where everything is seen.
+
+        Models that attend eagerly have a mask for every token, which mostly hides nothing.
+        """
+        visible = self.visible
+        if visible is None or torch.compiler.is_compiling():
+            return self
+        if self.tells_of_context(layer) and bool(visible[..., : -layer.n_recent].all()):
+            visible = visible[..., -layer.n_recent :]
+        if visible.shape[2] == 1 and bool(visible.all()):
+            visible = None
+        return replace(self, visible=visible)
+
     def rows(self, start: int, stop: int) -> Query:
         """Some of its tokens."""
         visible = None if self.visible is None else self.visible[:, :, start:stop]
@@ -100,7 +114,7 @@ def attend(
     # Of another length, the mask was made for a layer that holds fewer columns of the context.
     tells_all = attention_mask is not None and attention_mask.shape[-1] == layer.seen
     n_told = layer.seen if tells_all else layer.n_recent
-    asked = ask(site, query, attention_mask, n_told, kwargs)
+    asked = ask(site, query, attention_mask, n_told, kwargs).without_idle_masks(layer)
     layer.attended_by = backend or choose(layer, asked)
     output = site.ungrouped(KERNELS[layer.attended_by](layer, asked))
     return output.transpose(1, 2).contiguous(), None

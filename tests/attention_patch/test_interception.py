@@ -106,6 +106,17 @@ def test_an_override_runs_once_under_several_interceptions() -> None:
         patch.remove()
 
 
+def test_several_interceptions_cost_a_call_what_one_does() -> None:
+    """Every module of a model asks for its own."""
+    registry = Registry()
+    patches = [intercept(registry) for _ in range(3)]
+    for patch in (patches[1], patches[2], patches[0]):
+        heeding = registry.get_interface("attend", None)
+        assert heeding.args == (registry.attend,)
+        patch.remove()
+    assert registry.get_interface("attend", None) == registry.attend
+
+
 def test_a_registry_is_restored() -> None:
     registry = Registry()
     before = dict(vars(registry))

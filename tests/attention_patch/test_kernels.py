@@ -435,8 +435,22 @@ def test_the_kernel_of_cuda_is_refused_elsewhere():
 def test_the_kernel_of_cuda_takes_no_mask_of_the_context():
     case = example()
     mask = torch.ones(2, 1, 1, case.layer.seen, dtype=torch.bool)
+    mask[1, ..., :3] = False
     with pytest.raises(UnsupportedInputError, match="mask for it; use 'blocks'"):
         run("varlen", case, mask)
+
+
+@pytest.mark.parametrize("n_queries", [1, 3])
+@pytest.mark.parametrize("tells_of", ["all", "recent"])
+def test_a_mask_that_hides_nothing_of_the_context_is_not_applied_to_it(
+    n_queries, tells_of, monkeypatch
+):
+    case = example(n_queries=n_queries)
+    told = case.layer.seen if tells_of == "all" else case.n_recent
+    mask = torch.ones(n_queries, told, dtype=torch.bool).tril(told - n_queries)[None, None]
+    expected = run("blocks", case)
+    monkeypatch.setattr(kernels, "_slots_read", None)  # would be called
+    assert torch.equal(run("blocks", case, mask), expected)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
