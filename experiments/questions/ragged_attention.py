@@ -51,6 +51,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
 """Families whose attention differs, and what makes all their layers attend to everything."""
 
 FULL, UNIFORM, RAGGED = "full", "uniform", "ragged"
+LONG, MANY, LARGE = 4096, 32, "4,096 tokens or 32 heads"
 ALONE, LAYER, STEP = "attention", "layer", "step"
 
 
@@ -317,13 +318,14 @@ class Options:
     context: Annotated[tuple[int, ...], several(int, "Tokens in the cache.", at_least(16))] = (
         1024,
         4096,
+        16384,
     )
     ratio: Annotated[
         tuple[float, ...],
         several(float, "Share of the tokens to evict, in (0, 1).", checked_positive_share),
-    ] = (0.5, 0.8)
-    threads: Annotated[tuple[int, ...], several(int, "Threads of torch.", at_least(1))] = (1,)
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all take their turn.")] = 11
+    ] = (0.5, 0.8, 0.9)
+    threads: Annotated[tuple[int, ...], several(int, "Threads of torch.", at_least(1))] = (1, 2)
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all take their turn.")] = 5
 
     @property
     def cases(self) -> list[Case]:
@@ -362,7 +364,14 @@ class RaggedAttention(Experiment[Options]):
         "The models are narrow, so that a step is mostly attention; in a wide one it matters less."
     )
     full = Options()
-    quick = Options(family=("llama",), batch=(1,), heads=("4x2x64",), rounds=5)
+    quick = Options(
+        family=("llama",),
+        batch=(1,),
+        heads=("4x2x64",),
+        context=(1024, 4096),
+        ratio=(0.5, 0.8),
+        threads=(1,),
+    )
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         """The table `ragged_attention`; see the function `measure`."""
@@ -378,32 +387,45 @@ class RaggedAttention(Experiment[Options]):
 
     def findings(self, tables: Tables) -> list[Finding]:
         steps = _steps(tables[self.name])
+        large = (steps["context"] >= LONG) | (steps["batch"] * steps["kv_heads"] >= MANY)
+        uniform, full = (steps["against"] == against for against in (UNIFORM, FULL))
+        step = "a step over ragged heads takes"
+        told = (
+            (
+                "large",
+                large & uniform,
+                f"From {LARGE} on, {step}",
+                "over even ones",
+            ),
+            ("small", ~large & uniform, f"Below {LARGE}, {step}", "over even ones"),
+            (FULL, full, step.capitalize(), "over the full cache"),
+        )
         found = []
-        for against, held in ((UNIFORM, "even heads of as many bytes"), (FULL, "the full cache")):
-            times = steps.loc[steps["against"] == against, "time"]
-            text = (
-                f"A decode step over ragged heads takes **{times.median():.2f}** times as long as "
-                f"over {held} ({times.min():.2f} to {times.max():.2f})."
-            )
-            found.append(Finding(against, text))
+        for key, chosen, begins, held in told:
+            times = steps.loc[chosen, "time"]
+            if not times.empty:
+                span = f"{times.min():.2f} to {times.max():.2f}"
+                text = f"{begins} **{times.median():.2f}** times as long as {held} ({span})."
+                found.append(Finding(key, text))
         return found
 
     def views(self, tables: Tables) -> list[ResultTable]:
-        table = tables[self.name]
-        keys = [*(name for name in Case.__dataclass_fields__)]
+        table = tables[self.name].sort_values("ratio", kind="stable")
+        keys = [name for name in Case.__dataclass_fields__ if name != "ratio"]
+        ratios = table["ratio"].unique()
         rows = []
         for case, own in table.groupby(keys, sort=False):
-            first = own.iloc[0]
-            heads = f"{first['kv_heads']}x{first['group']}x{first['head_dim']}"
-            family, batch, *_, context, ratio, n_threads = case
-            line = [family, str(batch), heads, f"{context:,}", f"{ratio:.0%}", str(n_threads)]
-            rows.append([*line, *_cells(own)])
+            family, batch, kv_heads, group, head_dim, context, n_threads = case
+            heads = f"{kv_heads}x{group}x{head_dim}"
+            line = [family, str(batch), heads, f"{context:,}", str(n_threads)]
+            rows.append([*line, *(_cell(own, *column) for column in _COLUMNS)])
         columns = [f"{timed} / {against}" for timed, against in _COLUMNS]
-        head = ["family", "batch", "heads", "tokens", "evicted", "threads", *columns]
         note = (
             "Ragged heads over as many bytes in heads of one length (uniform) and over everything "
-            "(full): medians over rounds; of a step with its 95% interval."
+            f"(full), with {', '.join(f'{ratio:.0%}' for ratio in ratios)} evicted: medians over "
+            "rounds."
         )
+        head = ["family", "batch", "heads", "tokens", "threads", *columns]
         return [ResultTable(note, head, rows, left=3)]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
@@ -423,11 +445,10 @@ class RaggedAttention(Experiment[Options]):
 _COLUMNS = ((ALONE, UNIFORM), (LAYER, UNIFORM), (STEP, UNIFORM), (STEP, FULL))
 
 
-def _cells(own: pd.DataFrame) -> Iterator[str]:
-    for timed, against in _COLUMNS:
-        row = own[(own["timed"] == timed) & (own["against"] == against)].iloc[0]
-        interval = f" [{row['low']:.2f}, {row['high']:.2f}]" if timed == STEP else ""
-        yield f"{row['time']:.2f}{interval}"
+def _cell(own: pd.DataFrame, timed: str, against: str) -> str:
+    """The times of a case, ratio by ratio."""
+    times = own.loc[(own["timed"] == timed) & (own["against"] == against), "time"]
+    return " · ".join(f"{time:.2f}" for time in times)
 
 
 def _steps(table: pd.DataFrame) -> pd.DataFrame:

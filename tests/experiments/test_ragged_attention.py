@@ -31,7 +31,9 @@ def test_caches_that_are_too_large_are_left_out():
 
 
 def test_all_combinations():
-    options = Options(heads=("4x2x64", "8x1x32"), threads=(1, 2))
+    options = Options(
+        heads=("4x2x64", "8x1x32"), context=(1024, 4096), ratio=(0.5, 0.8), threads=(1, 2)
+    )
     assert len(options.cases) == 3 * 2 * 2 * 2 * 2 * 2
     assert options.cases == cases(
         options.family, (1, 8), [(4, 2, 64), (8, 1, 32)], (1024, 4096), (0.5, 0.8), (1, 2)
@@ -46,13 +48,17 @@ def test_what_is_told(table):
     table = table.copy()
     table.loc[step & (table["against"] == "uniform"), "time"] = [0.9, 1.0, 1.4]
     table.loc[step & (table["against"] == "full"), "time"] = 0.5
-    uniform, full = EXPERIMENT.findings({"ragged_attention": table})
-    assert "takes **1.00** times as long as over even heads" in uniform.text
-    assert "(0.90 to 1.40)" in uniform.text
+    small, full = EXPERIMENT.findings({"ragged_attention": table})
+    assert small.text.startswith("Below 4,096 tokens or 32 heads, ")
+    assert "takes **1.00** times as long as over even ones (0.90 to 1.40)" in small.text
     assert "**0.50** times as long as over the full cache" in full.text
+    table["context"] = 4096
+    large, _ = EXPERIMENT.findings({"ragged_attention": table})
+    assert large.text.startswith("From 4,096 tokens or 32 heads on, ")
     (view,) = EXPERIMENT.views({"ragged_attention": table})
     assert [row[0] for row in view.rows] == ["llama", "gemma2", "gpt_oss"]
-    assert view.rows[0][1:6] == ["2", "2x2x16", "64", "50%", "1"]
+    assert view.rows[0][1:5] == ["2", "2x2x16", "64", "1"]
+    assert [row[-1] for row in view.rows] == ["0.50"] * 3
     left, right = EXPERIMENT.figures({"ragged_attention": table})["ragged_attention"].axes
     assert left.get_lines()[1].get_ydata().tolist() == [0.9, 1.0, 1.4]
     assert right.get_lines()[1].get_ydata().tolist() == [0.5] * 3
@@ -60,6 +66,7 @@ def test_what_is_told(table):
 
 def test_command(tmp_path):
     sizes = ["--family", "llama", "--batch", "1", "--heads", "2x1x16", "--context", "64,128"]
+    sizes += ["--ratio", "0.5,0.8", "--threads", "1"]
     args = ["ragged_attention", *sizes, "--rounds", "1", "--output", str(tmp_path)]
     result = CliRunner().invoke(app, args, env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
