@@ -248,9 +248,9 @@ def blocks(layer: RaggedLayer, query: Query) -> Tensor:
 
 def _in_one_piece(layer: RaggedLayer, query: Query) -> Tensor:
     """Every head reads one block, so that its logits lie in one row already."""
-    states = _rows(layer, query) * query.factor()
-    old, recent = _logits(layer, query, states, states)
-    n, (_, recent_values) = old.shape[-1], layer.recent
+    states, (recent_keys, recent_values) = _rows(layer, query) * query.factor(), layer.recent
+    old = _old_logits(layer, query, states)
+    n, recent = old.shape[-1], _recent_logits(layer, query, states, recent_keys)
     logits = torch.cat((old, recent), dim=-1)
     grouped = logits.view(layer.batch, layer.n_heads, -1, query.states.shape[2], logits.shape[-1])
     weights = softmax_with_sinks(grouped, query.sinks).view_as(logits)
@@ -268,21 +268,21 @@ def _in_pieces(layer: RaggedLayer, query: Query) -> Tensor:
     Logits are in units of log 2: `exp2` takes a quarter of the time of `exp`.
     """
     states, heads = _rows(layer, query) * query.factor(LOG2_E), layer.blocks.heads
-    old, recent = _logits(layer, query, states, states.index_select(0, heads), LOG2_E)
+    recent_keys, recent_values = layer.recent
+    old = _old_logits(layer, query, states.index_select(0, heads), LOG2_E)
+    recent = _recent_logits(layer, query, states, recent_keys, LOG2_E)
     # Any number near the highest logit will do, so gradients need not pass through it.
-    highest = recent.detach().amax(dim=-1)
-    of_readings = old.detach().amax(dim=-1)
-    highest.scatter_reduce_(0, heads[:, None].expand_as(of_readings), of_readings, "amax")
+    highest = recent.detach().amax(dim=-1, keepdim=True)
+    of_readings = old.detach().amax(dim=-1, keepdim=True)
+    highest.scatter_reduce_(0, heads.view(-1, 1, 1).expand_as(of_readings), of_readings, "amax")
     highest, extra = _with_sinks(highest, query)
-    recent = recent.sub_(highest.unsqueeze(-1)).exp2_()
-    old = old.sub_(highest.index_select(0, heads).unsqueeze(-1)).exp2_()
-    total = recent.sum(dim=-1).index_add_(0, heads, old.sum(dim=-1))
-    _, recent_values = layer.recent
+    recent = recent.sub_(highest).exp2_()
+    old = old.sub_(highest.index_select(0, heads)).exp2_()
+    total = recent.sum(dim=-1, keepdim=True).index_add_(0, heads, old.sum(dim=-1, keepdim=True))
     output = upcast(torch.bmm(recent.to(recent_values.dtype), recent_values))
-    start = 0
-    for read in _products(layer, old.to(recent_values.dtype), layer.values):
-        output.index_add_(0, heads[start : start + len(read)], upcast(read))
-        start += len(read)
+    read = _products(layer, old.to(recent_values.dtype), layer.values)
+    for part, by in zip(read, heads.split([len(part) for part in read]), strict=True):
+        output.index_add_(0, by, upcast(part))
     return _normalised(output, total, extra, query)
 
 
@@ -321,17 +321,16 @@ def varlen(layer: RaggedLayer, query: Query) -> Tensor:
     )
     old = attended[0].view(n, n_queries, group, -1).transpose(1, 2).reshape(n, rows, -1)
     log_total = attended[1].view(group, n, n_queries).transpose(0, 1).reshape(n, rows)
-    log_total = log_total * LOG2_E
+    log_total = log_total.unsqueeze(-1) * LOG2_E
     recent_keys, recent_values = layer.recent
-    recent = query.logits(torch.bmm(states * query.factor(LOG2_E), recent_keys.mT), LOG2_E)
-    recent = _hide_recent(recent, layer, query)
-    highest = torch.maximum(recent.detach().amax(dim=-1), log_total)
+    recent = _recent_logits(layer, query, states * query.factor(LOG2_E), recent_keys, LOG2_E)
+    highest = torch.maximum(recent.detach().amax(dim=-1, keepdim=True), log_total)
     highest, extra = _with_sinks(highest, query)
-    recent = recent.sub_(highest.unsqueeze(-1)).exp2_()
+    recent = recent.sub_(highest).exp2_()
     share = torch.exp2(log_total - highest)
-    total = recent.sum(dim=-1) + share
+    total = recent.sum(dim=-1, keepdim=True) + share
     output = upcast(torch.bmm(recent.to(recent_values.dtype), recent_values))
-    return _normalised(output + upcast(old) * share.unsqueeze(-1), total, extra, query)
+    return _normalised(output + upcast(old) * share, total, extra, query)
 
 
 KERNELS: dict[str, Callable[[RaggedLayer, Query], Tensor]] = {"blocks": blocks, "varlen": varlen}
@@ -357,24 +356,27 @@ def _products(layer: RaggedLayer, left: Tensor, stored: Tensor) -> list[Tensor]:
     return [torch.bmm(left[:n_own], stored[:n_own]), shared] if n_own else [shared]
 
 
-def _logits(
-    layer: RaggedLayer, query: Query, states: Tensor, asking: Tensor, unit: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Logits times `unit` of the context, `(P, G * q, c)`, and of recent tokens, `(N, G * q, n)`.
+def _old_logits(layer: RaggedLayer, query: Query, states: Tensor, unit: float = 1.0) -> Tensor:
+    """Logits `(P, G * q, c)` of the context times `unit`, minus infinity for what is not seen.
+
+    Args:
+        states: `(P, G * q, d)`, times the query's factor.
+    """
+    products = _products(layer, states, layer.keys.mT)
+    old = query.logits(products[0] if len(products) == 1 else torch.cat(products), unit)
+    return _hide_context(old.add_(layer.blocks.hidden), layer, query)
+
+
+def _recent_logits(
+    layer: RaggedLayer, query: Query, states: Tensor, keys: Tensor, unit: float = 1.0
+) -> Tensor:
+    """Logits `(N, G * q, n_recent)` of recent tokens times `unit`, likewise.
 
     Args:
         states: `(N, G * q, d)`, times the query's factor.
-        asking: `(P, G * q, d)`, the same by reading.
+        keys: `(N, n_recent, d)`.
     """
-    products = _products(layer, asking, layer.keys.mT)
-    old = query.logits(products[0] if len(products) == 1 else torch.cat(products), unit)
-    old = old.add_(layer.blocks.hidden)
-    recent = query.logits(torch.bmm(states, layer.recent[0].mT), unit)
-    return _hide_context(old, layer, query), _hide_recent(recent, layer, query)
-
-
-def _hide_recent(logits: Tensor, layer: RaggedLayer, query: Query) -> Tensor:
-    """Logits `(N, G * q, n_recent)` of recent tokens, minus infinity for what is not seen."""
+    logits = query.logits(torch.bmm(states, keys.mT), unit)
     if query.visible is None:
         return logits
     seen = by_kv_head(query.visible[..., -layer.n_recent :], layer.n_heads)
@@ -408,7 +410,7 @@ def _slots_read(layer: RaggedLayer) -> Tensor:
 
 
 def _with_sinks(highest: Tensor, query: Query) -> tuple[Tensor, Tensor | None]:
-    """The highest logits `(N, G * q)`, sinks among them, and what the sinks add to the sums."""
+    """The highest logits `(N, G * q, 1)`, sinks among them, and what the sinks add to the sums."""
     if query.visible is not None:  # which may hide everything
         highest = highest.clamp(min=torch.finfo(highest.dtype).min)
     if query.sinks is None:
@@ -426,5 +428,5 @@ def _normalised(output: Tensor, total: Tensor, extra: Tensor | None, query: Quer
         total = total + extra
     if query.visible is not None:
         total = total.masked_fill(total == 0, 1)
-    output = output / total.unsqueeze(-1)
+    output = output / total
     return output.view(*query.states.shape[:3], -1).to(query.states.dtype)
