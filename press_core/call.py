@@ -12,7 +12,7 @@ from torch import Tensor
 from press_core.errors import UnsupportedInputError
 from press_core.model.rotary import alike
 from press_core.model.sites import AttentionSite
-from press_core.select import gather_tokens, upcast
+from press_core.select import gather_alike, gather_tokens, upcast
 
 if TYPE_CHECKING:
     from press_core.scope import ScopeState
@@ -292,9 +292,7 @@ class AttentionCall:
 
     def select(self, positions: Tensor) -> AttentionCall:
         """The call over the keys at `positions` `(B, H_kv, n)` alone; queries follow them."""
-        return self.narrowed(
-            positions, gather_tokens(self.keys, positions), gather_tokens(self.values, positions)
-        )
+        return self.narrowed(positions, *gather_alike(positions, self.keys, self.values))
 
     def narrowed(self, positions: Tensor, keys: Tensor, values: Tensor) -> AttentionCall:
         """The call over `keys` and `values` `(B, H_kv, n, d)`, which lay at `positions`."""

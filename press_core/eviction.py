@@ -12,7 +12,7 @@ from torch import Tensor
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
 from press_core.model.rotary import NoRotation
-from press_core.select import gather_tokens
+from press_core.select import gather_alike
 
 SAY_WHAT_IS_KEPT = (
     "let its compress return Eviction.keep(call, positions), or write it as a ScorerPress"
@@ -68,7 +68,7 @@ class Eviction:
     @classmethod
     def keep(cls, call: AttentionCall, positions: Tensor) -> Eviction:
         """The keys and values at `positions` `(B, H_kv, n)`, ascending, stay."""
-        keys, values = gather_tokens(call.keys, positions), gather_tokens(call.values, positions)
+        keys, values = gather_alike(positions, call.keys, call.values)
         return cls(call, keys, values, positions)
 
     @classmethod

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from press_core.errors import HyperparameterError
@@ -103,12 +106,7 @@ def top_positions(scores: Tensor, n: int) -> Tensor:
     Returns:
         `(B, H_kv, n)`, int64.
     """
-    chosen = best_first(scores, n)
-    # Each goes to the place that those before it leave, which takes a third of what sorting does;
-    # all others share one place behind them.
-    places = chosen.cumsum(dim=-1).sub_(1).masked_fill_(~chosen, n)
-    tokens = torch.arange(scores.shape[-1], device=scores.device).expand_as(places)
-    return tokens.new_empty(*scores.shape[:2], n + 1).scatter_(-1, places, tokens)[..., :n]
+    return places(best_first(scores, n))
 
 
 def best_first(scores: Tensor, n: int | Tensor) -> Tensor:
@@ -118,6 +116,9 @@ def best_first(scores: Tensor, n: int | Tensor) -> Tensor:
         scores: `(B, H_kv, S)`.
         n: the same for all heads, or `(B, H_kv, 1)`.
     """
+    if scores.device.type == "cpu":
+        counts = n if isinstance(n, int) else n.expand(*scores.shape[:-1], 1).numpy()
+        return torch.from_numpy(_best_on_cpu(upcast(scores.detach()).numpy(), counts))
     if isinstance(n, int):
         chosen = torch.zeros_like(scores, dtype=torch.bool)
         return chosen.scatter_(-1, scores.topk(n, dim=-1, sorted=False).indices, True)
@@ -126,9 +127,42 @@ def best_first(scores: Tensor, n: int | Tensor) -> Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, places < n)
 
 
+def _best_on_cpu(scores: NDArray[Any], n: int | NDArray[Any]) -> NDArray[Any]:
+    """`best_first` with numpy, whose `partition` takes an eighth of the time of torch's `topk`.
+
+    Of equal scores the earliest are the best.
+    """
+    least = _least_of_best(scores, n)
+    chosen: NDArray[Any] = ~(scores < least)
+    n_best = n * (scores.size // scores.shape[-1]) if isinstance(n, int) else n.sum()
+    if np.count_nonzero(chosen) > n_best:
+        better = scores > least
+        equal = chosen & ~better
+        room = n - better.sum(axis=-1, keepdims=True)
+        chosen = better | (equal & (equal.cumsum(axis=-1) <= room))
+    return chosen
+
+
+def _least_of_best(scores: NDArray[Any], n: int | NDArray[Any]) -> NDArray[Any]:
+    """The `n`-th best score of each head, `(..., 1)`; infinity for the best none."""
+    if not isinstance(n, int):
+        heads = np.ndindex(scores.shape[:-1])
+        each = [_least_of_best(scores[head], n[head].item()) for head in heads]
+        return np.stack(each).reshape(n.shape)
+    if n == 0:
+        return np.full((*scores.shape[:-1], 1), np.inf)
+    nth = scores.shape[-1] - n
+    return np.partition(scores, nth, axis=-1)[..., nth : nth + 1]
+
+
 def places(chosen: Tensor) -> Tensor:
     """Where `chosen` `(B, H_kv, S)` is true, as often in each head: `(B, H_kv, n)` int64."""
-    return chosen.nonzero()[:, -1].view(*chosen.shape[:2], -1)
+    batch, n_heads, length = chosen.shape
+    if chosen.device.type == "cpu":
+        rows = torch.from_numpy(np.flatnonzero(chosen.numpy()))  # twice as fast as torch's
+    else:
+        rows = chosen.flatten().nonzero()
+    return rows.view(batch, n_heads, -1) - _first_rows(batch, n_heads, length, chosen)
 
 
 def gather_tokens(states: Tensor, positions: Tensor) -> Tensor:
@@ -142,12 +176,24 @@ def gather_tokens(states: Tensor, positions: Tensor) -> Tensor:
     Returns:
         `(B, H, n, d)`.
     """
-    batch, n_heads, length, d = states.shape
-    positions = positions.repeat_interleave(n_heads // positions.shape[1], dim=1)
-    heads = torch.arange(batch * n_heads, device=states.device).view(batch, n_heads, 1)
+    return gather_alike(positions, states)[0]
+
+
+def gather_alike(positions: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+    """`gather_tokens` from each of `states`, which differ in `d` alone."""
+    batch, n_heads, length, _ = states[0].shape
+    if n_heads != positions.shape[1]:
+        positions = positions.repeat_interleave(n_heads // positions.shape[1], dim=1)
     # Whole rows at a time: `gather` would look up each channel, which takes ten times as long.
-    rows = (positions + heads * length).flatten()
-    return states.reshape(-1, d).index_select(0, rows).view(*positions.shape, d)
+    rows = (positions + _first_rows(batch, n_heads, length, positions)).flatten()
+    shape = *positions.shape, -1
+    return tuple(x.reshape(-1, x.shape[-1]).index_select(0, rows).view(shape) for x in states)
+
+
+def _first_rows(batch: int, n_heads: int, length: int, like: Tensor) -> Tensor:
+    """`(B, H, 1)` int64: the first of each head's rows, where those of all heads follow."""
+    end = batch * n_heads * length
+    return torch.arange(0, end, length, device=like.device).view(batch, n_heads, 1)
 
 
 def leading(keys: Tensor, n: int) -> Tensor:
