@@ -62,6 +62,8 @@ class BasePress(press.Press):
         return self.decide(_call_of(self, module, hidden_states, keys, values, attentions, kwargs))
 
     def evict(self, call: AttentionCall) -> Eviction:
+        if type(self).compress is BasePress.compress:
+            return self.decide(call)
         return Eviction.of(call, self.compress(*arguments(call)))
 
     def forward_hook(
@@ -166,7 +168,7 @@ class Scorer(TokenScorer, BasePress):
 
     def token_scores(self, call: AttentionCall) -> Tensor:
         if type(self).score is Scorer.score:  # the formula finds what it reads by itself
-            return self.checked(call, self.score(*arguments(call)))
+            return self.checked(call, self.score_tokens(call))
         scored = [self.score(*given) for given in _arguments_of_keys(call)]
         if len(scored) == 1:
             return self.checked(call, scored[0])

@@ -255,14 +255,14 @@ def _prune(
     press, layer, now = scope.press, forward.layer, scope.as_it_is()
     if now is None:
         return
-    call = replace(call, scope=now)
     if isinstance(layer, RaggedLayer):
+        call = replace(call, scope=now)
         real = visible_tokens(forward.argument("attention_mask"), forward.n_tokens, layer.batch)
         real = None if real is None else real.to(call.keys.device)
         evict_late(forward, scope, layer, BatchEviction(call, _judged(press, call, real)))
         return
     occupied = occupied_slots(forward, forward.n_tokens if n_new is None else n_new)
-    call = replace(call, seen=tokens_seen(layer, occupied, len(call.keys)))
+    call = replace(call, scope=now, seen=tokens_seen(layer, occupied, len(call.keys)))
     store(forward, scope, BatchEviction(call, _judged(press, call, occupied)))
     scope.reached[forward.cache] = forward.site.depth
     _left_in_the_middle(scope)

@@ -110,6 +110,12 @@ class BatchEviction:
         kept = sum(group.eviction.length * len(group.rows) for group in self.groups)
         return kept / len(self.call.keys)
 
+    @property
+    def mean_seen(self) -> float:
+        """Tokens that the layer has seen of a row, padding left out, on average."""
+        seen = _required(self.call.seen).tolist()
+        return sum(seen) / len(seen)
+
     def joined(self, of_group: Callable[[Eviction], Tensor], empty: float) -> Tensor:
         """What `of_group` says of the slots `(b, H_kv, n, ...)` of each, for the batch."""
         return self.per_row(lambda eviction: _pad_left(of_group(eviction), self.length, empty))
@@ -120,6 +126,20 @@ class BatchEviction:
 
     def _together(self, parts: list[Tensor]) -> Tensor:
         return torch.cat(parts)[self._order] if len(parts) > 1 else parts[0]
+
+    def kept_positions(self, former: Any) -> Tensor | None:
+        """Position in the sequence of what is left, of the slots of `former`; -1: empty slots."""
+        if isinstance(former, PrunedLayer):
+            return self.of_slots(former.all_positions())
+        if any(eviction.kept is None for eviction in self.evictions):
+            return None
+
+        def of_group(group: RowGroup) -> Tensor:  # slots and positions are the same
+            kept = group.eviction.known_kept
+            kept = kept if group.slots is None else group.slots[kept]
+            return _pad_left(kept, self.length, -1)
+
+        return self._together([of_group(group) for group in self.groups])
 
     def of_slots(self, known: Tensor | None, empty: float = -1) -> Tensor | None:
         """Of something known of every slot, `(1 or B, 1 or H_kv, S)`, what is left."""
@@ -205,7 +225,7 @@ def _store(
     forward.cache.layers[forward.site.layer_idx] = layer
     if isinstance(layer, PrunedLayer):
         layer.needs = reading_needs(forward.cache, layer, forward.site)
-    scope.record(forward.site.layer_idx, float(_seen(batch).float().mean()), mean_kept)
+    scope.record(forward.site.layer_idx, batch.mean_seen, mean_kept)
     if former.keys.device != layer.keys.device:
         layer.offload()
 
@@ -230,15 +250,11 @@ def tokens_seen(layer: Any, occupied: Tensor | None, batch: int) -> Tensor:
     return seen - (~since).sum(dim=-1).cpu()
 
 
-def _seen(batch: BatchEviction) -> Tensor:
-    return _required(batch.call.seen)
-
-
 def _pruned(
     forward: AttentionForward, scope: ScopeState, batch: BatchEviction, former: Any
 ) -> tuple[PrunedLayer, float]:
     """The layer that holds what is left, and how many tokens each KV head keeps on average."""
-    positions = batch.of_slots(positions_in(former))
+    positions = batch.kept_positions(former)
     padded = batch.is_uneven or (_is_pruned(former) and former.kept.padded)
     if padded and positions is None:
         raise UnsupportedInputError(
@@ -252,7 +268,7 @@ def _pruned(
         batch.length,
         n_seen(former),
         padded,
-        n_seen(former) - _seen(batch),
+        n_seen(former) - _required(batch.call.seen),
         None if rotary is None else rotary.to(torch.int32),
     )
     layer.rerotation = _rerotation(forward, batch, former, padded)
@@ -365,10 +381,10 @@ def _ragged(scope: ScopeState, batch: BatchEviction, former: Any) -> tuple[Ragge
         batch.joined(lambda eviction: eviction.keys, 0),
         batch.joined(lambda eviction: eviction.values, 0),
         batch.joined(kept, 0),
-        _required(batch.of_slots(positions_in(former))),
+        _required(batch.kept_positions(former)),
         n_seen(former),
     )
-    layer.mean_padding = n_seen(former) - float(_seen(batch).float().mean())
+    layer.mean_padding = n_seen(former) - batch.mean_seen
     if any(eviction.recent_scores is not None for eviction in batch.evictions):
         layer.remember(_recent_scores(batch))
     return layer, mean_kept(batch.call.site, layer)
