@@ -401,15 +401,16 @@ def _part_of_prefill(
         return _chunk(forward, here, n_to_come)
     buffer = _remember_prefill(scope, forward)
     limit = None if Phase.PREFILL in scope.phases else 0
-    buffer = buffer.after_step(limit, **_states_to_buffer(here))
+    buffer = buffer.after_step(limit, **_states_to_buffer(forward, query, query_is_rotated))
     forward.layer.memories[scope.key] = buffer
     if n_to_come:
         return None
     del forward.layer.memories[scope.key]
     if Phase.PREFILL not in scope.phases:
         return None
-    whole = _prefill(scope, forward, None, buffer.states.get("query"), True)
-    return replace(whole, **_known_states(buffer.states))
+    states = {name: known.joined() for name, known in buffer.states.items()}
+    whole = _prefill(scope, forward, None, states.get("query"), True)
+    return replace(whole, **_known_states(states))
 
 
 def _chunk(forward: AttentionForward, here: AttentionCall, n_to_come: int) -> AttentionCall:
@@ -461,47 +462,51 @@ def _decoding_step(
         cache.layers[index] = pruned_layer(forward.layer)
     layer = forward.layer
     memory = layer.memories.get(scope.key, ScopeMemory())
-    here = _call(
-        scope,
-        forward,
-        *(states_of(layer) if press.remembers else (layer.keys, layer.values)),
-        query=query,
-        query_is_rotated=query_is_rotated,
-        memory=memory.of_slots(layer.n_slots),
-        decoding=True,
-    )
-    here = _with_memory(scope, forward, here)
+    if press.remembers:
+        here = _call(
+            scope,
+            forward,
+            *states_of(layer),
+            query=query,
+            query_is_rotated=query_is_rotated,
+            memory=memory.of_slots(layer.n_slots),
+            decoding=True,
+        )
+        memory = replace(memory, slots=_with_memory(scope, forward, here).memory)
     limit = press.buffered_tokens or forward.n_tokens
-    memory = replace(memory.after_step(limit, **_states_to_buffer(here)), slots=here.memory)
+    memory = memory.after_step(limit, **_states_to_buffer(forward, query, query_is_rotated))
     layer.memories[scope.key] = memory
     if not press.is_due(memory.n_steps, forward.n_tokens):
         return None
     _require_known(forward)
-    known, ids = memory.last(limit), here.position_ids
-    keys, values = (x.to(here.hidden_states.device) for x in states_of(layer))
-    return replace(
-        here,
+    known, ids = memory.last(limit), forward.position_ids
+    return _call(
+        scope,
+        forward,
+        *states_of(layer),
         **_known_states(known),
-        keys=keys,
-        values=values,
         query=known.get("query"),
         query_is_rotated=True,
         rotary_positions=_rotary_positions(
             forward, None if ids is None else ids[:, -1], forward.n_tokens
         ),
-        memory=here.memory,
+        memory=memory.of_slots(layer.n_slots),
         n_steps=memory.n_steps,
         n_forwards=memory.n_forwards,
         decoding=True,
     )
 
 
-def _states_to_buffer(call: AttentionCall) -> dict[str, Tensor | None]:
+def _states_to_buffer(
+    forward: AttentionForward, query: Tensor | None, query_is_rotated: bool
+) -> dict[str, Tensor | None]:
     """By name, what a press may ask about the tokens of a step later: `(B, ..., q, channels)`."""
-    batch, cos_sin, ids = len(call.hidden_states), call.position_embeddings, call.position_ids
+    batch, cos_sin, ids = len(forward.hidden_states), forward.cos_sin, forward.position_ids
+    if query is not None and not query_is_rotated and cos_sin is not None:
+        query = query if forward.site.rotary is None else forward.site.rotary.rotate(query, *cos_sin)
     return {
-        "hidden_states": call.hidden_states,
-        "query": None if call.query is None else call.queries(),
+        "hidden_states": forward.hidden_states,
+        "query": query,
         "cos": None if cos_sin is None else cos_sin[0].expand(batch, -1, -1),
         "sin": None if cos_sin is None else cos_sin[1].expand(batch, -1, -1),
         "position_ids": None if ids is None else ids.expand(batch, -1).unsqueeze(-1),
@@ -542,16 +547,19 @@ def _rotary_positions(forward: AttentionForward, last: Tensor | None, n_new: int
     empty = _empty_recent(forward, n_new)  # padding between turns stands behind what came before
     rerotated = layer.all_rotary_positions() if isinstance(layer, PrunedLayer) else None
     if rerotated is not None:
-        return rerotated.to(device) - empty.cumsum(dim=-1).unsqueeze(1)
+        rerotated = rerotated.to(device)
+        return rerotated if empty is None else rerotated - empty.cumsum(dim=-1).unsqueeze(1)
     if forward.site.rotary is not None and forward.site.rotary.in_3d:
         return None
     positions = positions_in(layer)
     if positions is None or last is None:
         return None if positions is None else positions.to(device)
-    n_padding = (n_seen(layer) - 1 - last).view(-1, 1)
-    behind = empty.flip(-1).cumsum(dim=-1).flip(-1) - empty
-    counted = n_padding < empty.sum(dim=-1, keepdim=True)  # positions go on over padding
-    positions = positions.to(device) - (n_padding - behind.masked_fill(counted, 0)).unsqueeze(1)
+    lag = (n_seen(layer) - 1 - last).view(-1, 1)
+    if empty is not None:
+        behind = empty.flip(-1).cumsum(dim=-1).flip(-1) - empty
+        counted = lag < empty.sum(dim=-1, keepdim=True)  # positions go on over padding
+        lag = lag - behind.masked_fill(counted, 0)
+    positions = positions.to(device) - lag.unsqueeze(1)
     known = layer.kept.rotary_positions if isinstance(layer, PrunedLayer) else None
     if known is None:
         return positions
@@ -559,17 +567,13 @@ def _rotary_positions(forward: AttentionForward, last: Tensor | None, n_new: int
     return torch.cat((known.to(positions), recent), dim=-1)
 
 
-def _empty_recent(forward: AttentionForward, n_new: int) -> Tensor:
-    """`(1 or B, S)` int64: 1 for slots of padding that came after the layer was pruned last."""
-    layer, device = forward.layer, forward.hidden_states.device
-    pruned = isinstance(layer, PrunedLayer)
-    n_slots = layer.n_slots if pruned else layer.get_seq_length()
-    n_kept = layer.kept.n_slots if pruned else 0
-    occupied = occupied_slots(forward, n_new)
+def _empty_recent(forward: AttentionForward, n_new: int) -> Tensor | None:
+    """`(B, S)` int64: 1 for slots of padding that came after the layer was pruned last."""
+    layer, occupied = forward.layer, occupied_slots(forward, n_new)
     if occupied is None:
-        return torch.zeros(1, n_slots, dtype=torch.int64, device=device)
-    empty = (~occupied.to(device)).long()
-    empty[:, :n_kept] = 0
+        return None
+    empty = (~occupied.to(forward.hidden_states.device)).long()
+    empty[:, : layer.kept.n_slots if isinstance(layer, PrunedLayer) else 0] = 0
     return empty
 
 

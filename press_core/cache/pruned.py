@@ -7,7 +7,6 @@ positions and masks continue correctly.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, QuantizedLayer
 
 from press_core.cache.masks import given_mask
+from press_core.cache.recent import RecentStates
 from press_core.errors import ScopeError, UnsupportedCacheError, UnsupportedInputError
 from press_core.model.generation import tokens_cut_by_generate
 
@@ -129,7 +129,7 @@ class ScopeMemory:
 
     Attributes:
         n_steps: forwards while decoding since it pruned the layer last.
-        states: by name, what is known of the last tokens since then: `(B, ..., b, channels)` each.
+        states: by name, what is known of the last tokens since then.
         runs: `(q, n)` for `n` forwards of `q` tokens, one after the other: the latest of `n_steps`.
         is_prefill: whether a prefill is under way, which comes in chunks; it knows all tokens then.
         slots: by name, what is known of each slot: `(B, H_kv, n)` each; tokens that came since it
@@ -138,7 +138,7 @@ class ScopeMemory:
     """
 
     n_steps: int = 0
-    states: dict[str, Tensor] = field(default_factory=dict)
+    states: dict[str, RecentStates] = field(default_factory=dict)
     runs: tuple[tuple[int, int], ...] = ()
     is_prefill: bool = False
     slots: Mapping[str, Tensor] = field(default_factory=dict)
@@ -155,8 +155,7 @@ class ScopeMemory:
         kept = dict(self.states)
         for name, x in new.items() if limit is None or limit else ():
             # What is there stays until more follow, so that the new tokens can be taken back.
-            before = [_last(kept[name], limit)] if name in kept else []
-            kept[name] = torch.cat((*before, x), dim=-2)
+            kept[name] = kept.get(name, RecentStates()).followed_by(x, limit)
         return replace(
             self,
             n_steps=self.n_steps + 1,
@@ -167,7 +166,7 @@ class ScopeMemory:
 
     def last(self, limit: int) -> dict[str, Tensor]:
         """The states of the last `limit` tokens."""
-        return {name: _last(x, limit) for name, x in self.states.items()}
+        return {name: states.last(limit) for name, states in self.states.items()}
 
     def after_pruning(self, slots: Mapping[str, Tensor], by_this_scope: bool) -> ScopeMemory:
         """The memory of a layer of which `slots` is what is known of those that are left."""
@@ -183,10 +182,8 @@ class ScopeMemory:
 
     def of_rows(self, rows: Tensor) -> ScopeMemory:
         """The same for some rows of the batch."""
-        states, slots = (
-            {name: x[rows.to(x.device)] for name, x in known.items()}
-            for known in (self.states, self.slots)
-        )
+        states = {name: known.of_rows(rows) for name, known in self.states.items()}
+        slots = {name: x[rows.to(x.device)] for name, x in self.slots.items()}
         return replace(self, states=states, slots=slots)
 
     def without_last(self, n: int, n_slots: int) -> ScopeMemory:
@@ -195,7 +192,7 @@ class ScopeMemory:
         Args:
             n_slots: what is then left in the layer.
         """
-        states = {name: x[..., : max(0, x.shape[-2] - n), :] for name, x in self.states.items()}
+        states = {name: known.without_last(n) for name, known in self.states.items()}
         slots = {name: x[..., :n_slots] for name, x in self.slots.items()}
         runs, n_steps = list(self.runs), self.n_steps
         while n and runs:
@@ -207,10 +204,6 @@ class ScopeMemory:
                 break
             runs += [(width, count)] * (count > 0)
         return replace(self, n_steps=n_steps, states=states, slots=slots, runs=tuple(runs))
-
-
-def _last(states: Tensor, limit: int | None) -> Tensor:
-    return states if limit is None else states[..., -limit:, :]
 
 
 def _with_run(runs: tuple[tuple[int, int], ...], width: int) -> tuple[tuple[int, int], ...]:
@@ -610,7 +603,7 @@ def is_quantized(layer: Any) -> bool:
 
 def emptied(storage: DynamicLayer) -> Any:
     """An empty layer that stores states as `storage` does."""
-    empty: Any = copy.copy(storage)
+    empty = _twin(storage)
     empty.keys = empty.values = None
     empty.is_initialized = False
     if isinstance(storage, QuantizedLayer):
@@ -622,13 +615,22 @@ def emptied(storage: DynamicLayer) -> Any:
 
 def filled(storage: DynamicLayer, keys: Tensor, values: Tensor) -> Any:
     """A layer that stores `keys` and `values` `(B, H_kv, n, d)` as `storage` does."""
-    layer = emptied(storage)
-    if isinstance(layer, QuantizedLayer):
+    if isinstance(storage, QuantizedLayer):
+        layer = emptied(storage)
         layer.update(keys, values)
-    else:
+        return layer
+    layer = _twin(storage)
+    if not layer.is_initialized:
         layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
+    layer.keys, layer.values = keys, values
     return layer
+
+
+def _twin(storage: DynamicLayer) -> Any:
+    """What `copy.copy` gives, in a fifth of the time."""
+    twin = object.__new__(type(storage))
+    vars(twin).update(vars(storage))
+    return twin
 
 
 def states_of(layer: Any) -> tuple[Tensor, Tensor]:

@@ -116,6 +116,10 @@ class BatchEviction:
         seen = _required(self.call.seen).tolist()
         return sum(seen) / len(seen)
 
+    def padding(self, n_seen: int) -> Tensor | None:
+        """How much of the `n_seen` tokens of each row was padding, `(B,)` int64; None: nothing."""
+        return None if self.mean_seen == n_seen else n_seen - _required(self.call.seen)
+
     def joined(self, of_group: Callable[[Eviction], Tensor], empty: float) -> Tensor:
         """What `of_group` says of the slots `(b, H_kv, n, ...)` of each, for the batch."""
         return self.per_row(lambda eviction: _pad_left(of_group(eviction), self.length, empty))
@@ -268,7 +272,7 @@ def _pruned(
         batch.length,
         n_seen(former),
         padded,
-        n_seen(former) - _required(batch.call.seen),
+        batch.padding(n_seen(former)),
         None if rotary is None else rotary.to(torch.int32),
     )
     layer.rerotation = _rerotation(forward, batch, former, padded)

@@ -35,6 +35,7 @@ from press_core.cache.pruned import (
     Sinks,
     filled,
 )
+from press_core.cache.recent import RecentStates
 
 BATCH, HEADS, KEPT, SEEN, DIM = 3, 2, 4, 10, 5
 CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
@@ -326,7 +327,8 @@ def test_everything_known_of_rows_is_selected_with_them() -> None:
     layer.sinks = Sinks(sinks, torch.tensor([True, False, True]))
     states = torch.randn(BATCH, 3, DIM)
     received = torch.randn(BATCH, HEADS, KEPT)  # of the later token nothing is known yet
-    layer.memories = {7: ScopeMemory(3, {"hidden_states": states}, slots={"received": received})}
+    known = {"hidden_states": RecentStates((states,), 3)}
+    layer.memories = {7: ScopeMemory(3, known, slots={"received": received})}
     layer.batch_select_indices(torch.tensor(rows))
     assert layer.rerotation.row_lag is not None
     assert torch.equal(layer.rerotation.row_lag, lag[rows])
@@ -334,7 +336,7 @@ def test_everything_known_of_rows_is_selected_with_them() -> None:
     assert torch.equal(layer.sinks.keys, sinks[rows])
     assert layer.sinks.known.tolist() == [True, True]
     assert layer.memories[7].n_steps == 3
-    assert torch.equal(layer.memories[7].states["hidden_states"], states[rows])
+    assert torch.equal(layer.memories[7].states["hidden_states"].joined(), states[rows])
     assert torch.equal(layer.memories[7].slots["received"], received[rows])
 
 
@@ -460,13 +462,16 @@ def test_crop_takes_the_tokens_out_of_the_buffers_too(remove: int) -> None:
     layer = _pruned(n_later=3)
     states = torch.randn(BATCH, 2, DIM), torch.randn(BATCH, HEADS, 2, DIM)
     received = torch.randn(BATCH, HEADS, KEPT + 1)  # nothing of the last two tokens
-    known = {"hidden_states": states[0], "query": states[1]}
+    known = {
+        "hidden_states": RecentStates((states[0],), 2),
+        "query": RecentStates(states[1].split(1, dim=2), 2),
+    }
     layer.memories = {7: ScopeMemory(3, known, slots={"received": received})}
     layer.crop(-remove)
     buffer = layer.memories[7]
     left = max(0, 2 - remove)
-    assert torch.equal(buffer.states["hidden_states"], states[0][:, :left])
-    assert torch.equal(buffer.states["query"], states[1][:, :, :left])
+    assert torch.equal(buffer.states["hidden_states"].joined(), states[0][:, :left])
+    assert torch.equal(buffer.states["query"].joined(), states[1][:, :, :left])
     assert torch.equal(buffer.slots["received"], received[..., : KEPT + 3 - remove])
     up_to_date = buffer.of_slots(layer.n_slots)["received"]
     assert up_to_date.shape[-1] == layer.n_slots
