@@ -71,12 +71,17 @@ class Gate(NamedTuple):
             states: `(B, S, D)`, the input of the attention module.
         """
         n_kv, _, rank = self.base.shape
-        query = _project(states, self.query_weight, self.query_bias)
-        query = _normalized(query.unflatten(2, (n_kv, -1)), self.query_norm) / rank**0.5
-        key = _normalized(_project(states, self.key_weight), self.key_norm)
-        own = (query * key.unsqueeze(3)).sum(dim=-1) + self.bias.to(query).view(n_kv, -1)
-        others = query @ self.base.to(query).mT  # (B, S, H_kv, G, t)
-        return (own - others.logsumexp(dim=-1)).sigmoid().mean(dim=-1).transpose(1, 2)
+        query = _project(states, self.query_weight, self.query_bias).unflatten(2, (n_kv, -1))
+        query, key = query.transpose(1, 2), _project(states, self.key_weight).transpose(1, 2)
+        # Not the queries are normalized, but what comes of them, which is less.
+        scale, weight = _inverse_rms(query) / rank**0.5, self.query_norm.to(query)
+        key = key * _inverse_rms(key) * (self.key_norm.to(key) * weight)  # (B, H_kv, S, r)
+        own = (query @ key.unsqueeze(-1) * scale).squeeze(-1)  # (B, H_kv, S, G)
+        # One product for all tokens of a head, which takes a sixth of the time of one for each.
+        others = query.flatten(2, 3) @ (self.base.to(query) * weight).mT
+        others = others.unflatten(2, own.shape[2:]) * scale
+        own = own + self.bias.to(query).view(n_kv, 1, -1)
+        return (own - others.logsumexp(dim=-1)).sigmoid().mean(dim=-1)
 
 
 def _project(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -87,8 +92,8 @@ def _project(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     )
 
 
-def _normalized(x: Tensor, weight: Tensor) -> Tensor:
-    return x * (x.square().mean(dim=-1, keepdim=True) + EPSILON).rsqrt() * weight.to(x)
+def _inverse_rms(x: Tensor) -> Tensor:
+    return (x.square().mean(dim=-1, keepdim=True) + EPSILON).rsqrt()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
