@@ -48,8 +48,8 @@ def leverage_scores(keys: Tensor, sketch_dimension: int, layer_idx: int) -> Tens
     """
     keys = upcast(keys)
     projection = sketch((keys.shape[1], keys.shape[3], sketch_dimension), layer_idx, keys)
-    keys = keys - keys.mean(dim=2, keepdim=True)
     sketched = keys @ (projection / sketch_dimension**0.5)
+    sketched -= sketched.mean(dim=2, keepdim=True)  # of fewer channels than the keys have
     del keys  # as large as a layer
     gram = sketched.mT @ sketched  # (B, H_kv, s, s)
     identity = torch.eye(sketch_dimension, device=gram.device, dtype=gram.dtype)
