@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -284,11 +284,17 @@ class AttentionCall:
         steps = torch.arange(self.hidden_states.shape[1], device=self.keys.device)
         return first + steps[None]
 
+    def but(self, **fields: Any) -> AttentionCall:
+        """The same with other `fields`: `dataclasses.replace`, in a fifth of the time."""
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self), **fields)
+        return twin
+
     # ---- narrower calls, for presses that wrap presses -------------------------------------------
 
     def with_budget(self, n: int) -> AttentionCall:
         """The same call, of which each KV head is to keep `n` tokens."""
-        return replace(self, budget=n)
+        return self.but(budget=n)
 
     def select(self, positions: Tensor) -> AttentionCall:
         """The call over the keys at `positions` `(B, H_kv, n)` alone; queries follow them."""
@@ -300,8 +306,7 @@ class AttentionCall:
         rotary = self.rotary_positions
         if rotary is not None:
             rotary = rotary.expand(*positions.shape[:2], -1).gather(-1, positions)
-        return replace(
-            self,
+        return self.but(
             keys=keys,
             values=values,
             attentions=None,
@@ -320,8 +325,7 @@ class AttentionCall:
             positions = torch.arange(start, stop, device=keys.device)
             return self.narrowed(positions.expand(*keys.shape[:2], -1), keys, values)
         cos_sin, weights = self.position_embeddings, self.attentions
-        return replace(
-            self,
+        return self.but(
             hidden_states=self.hidden_states[:, start:stop],
             keys=keys,
             values=values,
@@ -362,8 +366,7 @@ class AttentionCall:
         weights = None if self.tokens is not None else of_tokens(self.attentions, 2)
         later = of_tokens(self.later, 1)
         cos_sin = self.position_embeddings
-        return replace(
-            self,
+        return self.but(
             batch_rows=tuple(rows),
             hidden_states=_required(of_tokens(self.hidden_states, 1)),
             keys=_required(of_slots(self.keys)),

@@ -256,13 +256,13 @@ def _prune(
     if now is None:
         return
     if isinstance(layer, RaggedLayer):
-        call = replace(call, scope=now)
+        call = call.but(scope=now)
         real = visible_tokens(forward.argument("attention_mask"), forward.n_tokens, layer.batch)
         real = None if real is None else real.to(call.keys.device)
         evict_late(forward, scope, layer, BatchEviction(call, _judged(press, call, real)))
         return
     occupied = occupied_slots(forward, forward.n_tokens if n_new is None else n_new)
-    call = replace(call, scope=now, seen=tokens_seen(layer, occupied, len(call.keys)))
+    call = call.but(scope=now, seen=tokens_seen(layer, occupied, len(call.keys)))
     store(forward, scope, BatchEviction(call, _judged(press, call, occupied)))
     scope.reached[forward.cache] = forward.site.depth
     _left_in_the_middle(scope)
@@ -320,7 +320,7 @@ def _with_memory(
             if name not in known:
                 known[name] = of_part.new_zeros(call.keys.shape[:3])
             known[name][rows] = of_rows
-    return replace(call, memory=known)
+    return call.but(memory=known)
 
 
 # ---- observing -----------------------------------------------------------------------------------
@@ -410,7 +410,7 @@ def _part_of_prefill(
         return None
     states = {name: known.joined() for name, known in buffer.states.items()}
     whole = _prefill(scope, forward, None, states.get("query"), True)
-    return replace(whole, **_known_states(states))
+    return whole.but(**_known_states(states))
 
 
 def _chunk(forward: AttentionForward, here: AttentionCall, n_to_come: int) -> AttentionCall:
@@ -420,7 +420,7 @@ def _chunk(forward: AttentionForward, here: AttentionCall, n_to_come: int) -> At
         seen = n_seen(layer)
         ids = torch.arange(seen - forward.n_tokens, seen, device=here.keys.device)[None]
     rotary = _rotary_positions(forward, ids[:, -1], forward.n_tokens)
-    return replace(here, position_ids=ids, rotary_positions=rotary, n_to_come=n_to_come)
+    return here.but(position_ids=ids, rotary_positions=rotary, n_to_come=n_to_come)
 
 
 def _is_in_prefill(scope: ScopeState, layer: Any) -> bool:
@@ -503,7 +503,9 @@ def _states_to_buffer(
     """By name, what a press may ask about the tokens of a step later: `(B, ..., q, channels)`."""
     batch, cos_sin, ids = len(forward.hidden_states), forward.cos_sin, forward.position_ids
     if query is not None and not query_is_rotated and cos_sin is not None:
-        query = query if forward.site.rotary is None else forward.site.rotary.rotate(query, *cos_sin)
+        query = (
+            query if forward.site.rotary is None else forward.site.rotary.rotate(query, *cos_sin)
+        )
     return {
         "hidden_states": forward.hidden_states,
         "query": query,

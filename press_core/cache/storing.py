@@ -133,7 +133,7 @@ class BatchEviction:
 
     def kept_positions(self, former: Any) -> Tensor | None:
         """Position in the sequence of what is left, of the slots of `former`; -1: empty slots."""
-        if isinstance(former, PrunedLayer):
+        if _is_pruned(former):
             return self.of_slots(former.all_positions())
         if any(eviction.kept is None for eviction in self.evictions):
             return None

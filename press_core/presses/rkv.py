@@ -73,9 +73,7 @@ def importance(call: AttentionCall, window_size: int, kernel_size: int) -> Tenso
     return pooled.view_as(weights).mean(dim=2)
 
 
-def similarity(
-    keys: Tensor, threshold: float, n_retained: int, block: int | None = None
-) -> Tensor:
+def similarity(keys: Tensor, threshold: float, n_retained: int, block: int | None = None) -> Tensor:
     """Mean cosine of each key with all keys, `(B, H_kv, S)` float32.
 
     Its own and, of each key, those of the `n_retained` latest that are more similar to it than
