@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from press_core.errors import HyperparameterError
@@ -128,20 +130,28 @@ def best_first(scores: Tensor, n: int | Tensor) -> Tensor:
 def _best_on_cpu(scores: Tensor, n: int | Tensor) -> Tensor:
     """`best_first` with numpy, whose `partition` takes an eighth of the time of torch's `topk`."""
     known, length = scores.numpy(), scores.shape[-1]
-    counts = np.array(n) if isinstance(n, int) else n.expand(*scores.shape[:-1], 1).numpy()
     if isinstance(n, int):
-        least = np.partition(known, length - n, axis=-1)[..., -n, None] if n else np.inf
+        least, n_best = _least_of_best(known, n), n * (known.size // length)
     else:
-        heads = zip(known.reshape(-1, length), counts.flatten().tolist(), strict=True)
-        nth = [np.partition(row, length - m)[-m] if m else np.inf for row, m in heads]
-        least = np.array(nth).reshape(counts.shape)
-    chosen = ~(known < least)
-    if np.count_nonzero(chosen) > counts.sum() * (known.size // length // counts.size):
-        better = known > least
-        equal = chosen & ~better
-        room = counts - better.sum(axis=-1, keepdims=True)
-        chosen = better | (equal & (equal.cumsum(axis=-1) <= room))
-    return torch.from_numpy(chosen)
+        n = n.expand(*scores.shape[:-1], 1)
+        heads = zip(known.reshape(-1, length), n.flatten().tolist(), strict=True)
+        least = np.concatenate([_least_of_best(*head) for head in heads]).reshape(n.shape)
+        n_best = int(n.sum())
+    chosen = torch.from_numpy(~(known < least))  # NaN is the best, as `partition` has it
+    if np.count_nonzero(chosen.numpy()) == n_best:
+        return chosen
+    better = scores > torch.from_numpy(least)
+    equal = ~better & ~(scores < torch.from_numpy(least))
+    return better | (equal & (equal.cumsum(dim=-1) <= n - better.sum(dim=-1, keepdim=True)))
+
+
+def _least_of_best(scores: NDArray[Any], n: int) -> NDArray[Any]:
+    """The `n`-th best of `scores` `(..., S)`, `(..., 1)`; infinity for none."""
+    if n == 0:
+        return np.full((*scores.shape[:-1], 1), np.inf, scores.dtype)
+    parted = scores.copy()
+    parted.partition(scores.shape[-1] - n, axis=-1)
+    return parted[..., -n, None]
 
 
 def places(chosen: Tensor) -> Tensor:

@@ -156,12 +156,10 @@ class ScopeMemory:
         for name, x in new.items() if limit is None or limit else ():
             # What is there stays until more follow, so that the new tokens can be taken back.
             kept[name] = kept.get(name, RecentStates()).followed_by(x, limit)
-        return replace(
-            self,
-            n_steps=self.n_steps + 1,
-            n_forwards=self.n_forwards + 1,
-            states=kept,
-            runs=_with_run(self.runs, n_new),
+        counts = {"n_steps": self.n_steps + 1, "n_forwards": self.n_forwards + 1}
+        runs = _with_run(self.runs, n_new)
+        return ScopeMemory(
+            **counts, states=kept, runs=runs, is_prefill=self.is_prefill, slots=self.slots
         )
 
     def last(self, limit: int) -> dict[str, Tensor]:
