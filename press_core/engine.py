@@ -408,9 +408,9 @@ def _part_of_prefill(
     del forward.layer.memories[scope.key]
     if Phase.PREFILL not in scope.phases:
         return None
-    states = {name: known.joined() for name, known in buffer.states.items()}
-    whole = _prefill(scope, forward, None, states.get("query"), True)
-    return whole.but(**_known_states(states))
+    known = {name: states.joined() for name, states in buffer.states.items()}
+    whole = _prefill(scope, forward, None, known.get("query"), True)
+    return whole.but(**_known_states(known))
 
 
 def _chunk(forward: AttentionForward, here: AttentionCall, n_to_come: int) -> AttentionCall:

@@ -126,7 +126,8 @@ def best_first(scores: Tensor, n: int | Tensor) -> Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, places < n)
 
 
-@torch.compiler.disable  # it would give numpy's functions other meanings
+# The compiler would give numpy's functions other meanings.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _best_on_cpu(scores: Tensor, n: int | Tensor) -> Tensor:
     """`best_first` with numpy, whose `partition` takes an eighth of the time of torch's `topk`."""
     known, length = scores.numpy(), scores.shape[-1]
@@ -161,7 +162,7 @@ def places(chosen: Tensor) -> Tensor:
     return rows.view(batch, n_heads, -1) - _first_rows(batch, n_heads, length, chosen)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _places_on_cpu(chosen: Tensor) -> Tensor:
     """Where `chosen` is true, counted through, with numpy: in half of the time."""
     return torch.from_numpy(np.flatnonzero(chosen.numpy()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from press_core.select import (
     Tokens,
+    best_first,
     gather_tokens,
     kept_of_chunks,
     leading,
@@ -59,6 +62,30 @@ def test_the_best_scores_are_kept_in_temporal_order(data: st.DataObject) -> None
         assert positions == sorted(set(positions))
         dropped = [row[j] for j in range(length) if j not in positions]
         assert not dropped or max(dropped) <= min(row[j] for j in positions)
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_of_equal_scores_the_first_are_the_best(data: st.DataObject) -> None:
+    length = data.draw(st.integers(1, 12))
+    numbers = st.sampled_from([-math.inf, -1.0, 0.0, 1.0, math.inf])
+    rows = data.draw(st.lists(st.lists(numbers, min_size=length, max_size=length), min_size=1))
+    counts = [data.draw(st.integers(0, length)) for _ in rows]
+    scores = torch.tensor(rows)[None]
+
+    def slow(n: int, row: list[float]) -> list[bool]:
+        order = sorted(range(length), key=lambda token: -row[token])  # sorting is stable
+        return [token in order[:n] for token in range(length)]
+
+    alike = best_first(scores, counts[0])
+    assert alike[0].tolist() == [slow(counts[0], row) for row in rows]
+    apart = best_first(scores.bfloat16(), torch.tensor(counts)[None, :, None])
+    assert apart[0].tolist() == [slow(n, row) for n, row in zip(counts, rows, strict=True)]
+
+
+def test_scores_that_are_no_numbers_take_no_place_away() -> None:
+    scores = torch.tensor([[[1.0, math.nan, 3.0, 3.0], [3.0, 3.0, 3.0, 1.0]]])
+    assert best_first(scores, 2).sum(dim=-1).tolist() == [[2, 2]]
 
 
 @given(st.data())
