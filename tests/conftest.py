@@ -1,0 +1,59 @@
+"""What is not run a second time with another transformers, and a garbage collector that rests."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+
+INDEPENDENT = {
+    "experiments/test_cli.py": "the commands and their errors",
+    "experiments/test_command.py": "options as flags",
+    "experiments/test_datasets.py": "samples and metrics of datasets",
+    "experiments/test_manifest.py": "what a study writes about itself",
+    "experiments/test_quotable.py": "tables that are quoted",
+    "experiments/test_ray.py": "how work is spread",
+    "experiments/test_study.py": "report, figures and the README's tables",
+    "test_docs.py": "the documentation",
+    "test_house.py": "who may call whom, and fields of presses",
+}
+"""Files about what is the same with every release of transformers."""
+
+TESTS = Path(__file__).parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--second-transformers",
+        action="store_true",
+        help="leave out what is the same with every release of transformers: files that "
+        "tests/conftest.py lists, which have to be run with another release",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    if not config.getoption("second_transformers"):
+        return []
+    return [
+        "left out, for no release of transformers changes it:",
+        *(f"  tests/{name}: {what}" for name, what in INDEPENDENT.items()),
+    ]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    left_out = config.getoption("second_transformers") and collection_path.is_relative_to(TESTS)
+    if left_out and collection_path.relative_to(TESTS).as_posix() in INDEPENDENT:
+        return True
+    return None
+
+
+def pytest_configure() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests come to stay: the search for garbage leaves them out, and is rarer."""
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
+    gc.enable()
