@@ -21,6 +21,7 @@ from experiments.testbed.asking import answer_unseen
 from experiments.testbed.compare import Inputs, compare, run
 from experiments.testbed.facts import draw
 from experiments.testbed.families import FAMILIES, NO_ROPE, build, supported_implementations
+from experiments.testbed.training import fitted as training
 from experiments.testbed.training.fitted import (
     HELD_OUT_SEED,
     RECENT,
@@ -439,7 +440,11 @@ def test_correlations_know_nothing_from_something() -> None:
     assert correlations(model, nothing, ids, stand_in_scores).abs().max() < 0.5
 
 
-def test_one_command_makes_all_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_command_makes_all_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "ROWS_PER_BATCH", 8)
+    monkeypatch.setattr(training, "TOKENS_PER_BATCH", 1024)
     train("facts-llama", tmp_path, batches=1)
     printed = capsys.readouterr().out
     names = {path.name for path in tmp_path.iterdir()}

@@ -47,7 +47,7 @@ from press_core.presses.duo_attention import HeadScores
 from tests.support import token_ids
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
-N_PROGRAMS = {"short": 100, "long": 20_000}.get(PROFILE, 500)
+N_PROGRAMS = {"short": 100, "long": 20_000}.get(PROFILE, 240)
 N_SHARDS, MAX_STEPS = 4, 40
 
 NAMES = (

@@ -113,7 +113,7 @@ LESS = {
 """Options that leave experiments next to nothing to do."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_neox"])  # the least like the shipped ones
 def test_every_experiment_runs_on_models_of_several_families(folders, tmp_path, family):
     own = get_to_know(str(folders[family]))
     experiments = load_experiments()
