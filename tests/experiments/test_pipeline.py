@@ -90,7 +90,7 @@ def test_questions_can_be_compressed_with_the_context(model, answerer, package, 
 @presses
 @pytest.mark.parametrize("together", [False, True], ids=["unseen", "seen"])
 def test_rows_of_a_batch_are_those_of_the_row_alone(answerer, package, name, together):
-    texts = facts()[1]
+    texts = facts(2)[1]
     contexts, press = uneven(texts), PRESSES[name](package)
     questions = [t.questions[:2] for t in texts]
     options = {"press": press, "max_new_tokens": 4, "compress_questions": together}
