@@ -1,8 +1,8 @@
 """Hooks leave the same bits as patches, over drawn models, inputs, presses and nestings.
 
 The default run compares well over 2,000 drawn cases; `HYPOTHESIS_PROFILE=short` runs two fifths of
-them, `HYPOTHESIS_PROFILE=long` sixty times as many, with new seeds each time. Each test says how many
-cases it ran (and writes it into a JUnit report as the property `cases`).
+them, `HYPOTHESIS_PROFILE=long` sixty times as many, with new seeds each time. Each test says how
+many cases it ran (and writes it into a JUnit report as the property `cases`).
 """
 
 from __future__ import annotations
