@@ -1,27 +1,18 @@
-"""What several tests need: small inputs, and a snapshot of all that a mechanism could touch."""
+"""What several tests need: small inputs, presses, and `snapshot`."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import patch_impl
 from experiments.testbed.families import VOCABULARY
 from experiments.testbed.recipes import DELIMITER, fitted_pair, recipe_pair
 from press_core import Press
-
-_GLOBAL_HOOKS = (
-    "_global_forward_hooks",
-    "_global_forward_pre_hooks",
-    "_global_backward_hooks",
-    "_global_module_registration_hooks",
-)
+from tests.snapshot import snapshot as snapshot
 
 
 def token_ids(batch: int, length: int, seed: int = 0) -> Tensor:
@@ -56,36 +47,6 @@ class Reader:
     """Stands for an open scope that helps with reading a layer."""
 
     is_open = True
-
-
-def snapshot(model: nn.Module) -> dict[str, Any]:
-    """Everything reachable from `model` that a hook or a patch could change, by identity."""
-    state: dict[str, Any] = {"config": repr(model.config)}
-    for name, module in model.named_modules():
-        state[f"{name}: class"] = type(module)
-        for key, value in vars(module).items():
-            state[f"{name}.{key}"] = _identity(value)
-        for cls in type(module).__mro__:
-            for key, value in vars(cls).items():
-                state[f"{cls.__qualname__}.{key}"] = id(value)
-        modeling = sys.modules[type(module).__module__]
-        for key, value in vars(modeling).items():
-            state[f"{modeling.__name__}:{key}"] = id(value)
-    for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-        state[type(registry).__name__] = (
-            _identity(vars(registry)),
-            _identity(registry._local_mapping),
-            _identity(registry._global_mapping),
-        )
-    for name in _GLOBAL_HOOKS:
-        state[name] = _identity(getattr(torch.nn.modules.module, name))
-    return state
-
-
-def _identity(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: id(item) for key, item in value.items()}
-    return id(value)
 
 
 PIPELINE_PRESSES = {

@@ -353,42 +353,45 @@ from attention_patch import headwise
 from experiments.loading import load_model
 from press_core import about_cache, load_cache
 model, tokenizer = load_model("facts-llama")
-path, to = sys.argv[1:]
 question = tokenizer("? alice ? hector", add_special_tokens=False, return_tensors="pt").input_ids
-logits = []
-with torch.no_grad(), headwise(model):
-    cache = load_cache(path, model)
-    logits.append(model(question, past_key_values=cache).logits)
-    ids = torch.cat((about_cache(path).inputs["input_ids"], question), dim=1)
-    output = model.generate(
-        ids, past_key_values=load_cache(path, model), max_new_tokens=4, do_sample=False,
-        output_logits=True, return_dict_in_generate=True,
-    )
-torch.save(torch.cat([logits[0][0], *output.logits]), to)
+for path in sys.argv[1:]:
+    with torch.no_grad(), headwise(model):
+        cache = load_cache(path, model)
+        logits = model(question, past_key_values=cache).logits[0]
+        ids = torch.cat((about_cache(path).inputs["input_ids"], question), dim=1)
+        output = model.generate(
+            ids, past_key_values=load_cache(path, model), max_new_tokens=4, do_sample=False,
+            output_logits=True, return_dict_in_generate=True,
+        )
+    torch.save(torch.cat([logits, *output.logits]), path + ".pt")
 """
 
 
-@pytest.mark.parametrize("name", ["SnapKVPress", "AdaKVPress"])
-def test_a_fresh_process(name, tmp_path):
+def test_a_fresh_process(tmp_path):
     model, tokenizer = load_model("facts-llama")
     text = "river alice tea garden over hector lamp morning " + "meadow march light " * 20
     ids = tokenizer(text, return_tensors="pt").input_ids
     question = tokenizer("? alice ? hector", add_special_tokens=False, return_tensors="pt")
-    cache = compressed(model, example_for(hooks_impl, name, 0.5, model), ids)
-    path = save_cache(cache, tmp_path / "cache.safetensors", model, input_ids=ids)
+    paths, caches = [], []
+    for name in ("SnapKVPress", "AdaKVPress"):
+        caches.append(compressed(model, example_for(hooks_impl, name, 0.5, model), ids))
+        path = tmp_path / f"{name}.safetensors"
+        paths.append(str(save_cache(caches[-1], path, model, input_ids=ids)))
     script = tmp_path / "fresh.py"
     script.write_text(FRESH)
     root = str(Path(__file__).parent.parent)
     done = subprocess.run(
-        [sys.executable, str(script), str(path), str(tmp_path / "logits.pt")],
+        [sys.executable, str(script), *paths],
         env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = torch.load(tmp_path / "logits.pt")
-    with torch.no_grad(), headwise(model):
-        logits = model(question.input_ids, past_key_values=copy.deepcopy(cache)).logits[0]
-        output = model.generate(
-            torch.cat((ids, question.input_ids), dim=1), past_key_values=cache, max_new_tokens=4,
-            do_sample=False, output_logits=True, return_dict_in_generate=True,
-        )  # fmt: skip
-    assert torch.equal(found, torch.cat([logits, *output.logits]))
+    for path, cache in zip(paths, caches, strict=True):
+        found = torch.load(path + ".pt")
+        with torch.no_grad(), headwise(model):
+            logits = model(question.input_ids, past_key_values=copy.deepcopy(cache)).logits[0]
+            output = model.generate(
+                torch.cat((ids, question.input_ids), dim=1), past_key_values=cache,
+                max_new_tokens=4, do_sample=False, output_logits=True,
+                return_dict_in_generate=True,
+            )  # fmt: skip
+        assert torch.equal(found, torch.cat([logits, *output.logits]))

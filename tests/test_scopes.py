@@ -302,11 +302,12 @@ def test_importing_changes_nothing():
     import sys
 
     program = """
-import torch, transformers
-from tests.support import snapshot
+import sys
+from tests.snapshot import snapshot
 from experiments.testbed.families import build
 model = build("llama")
 before = snapshot(model)
+assert "press_core" not in sys.modules
 import press_core, attention_patch, hooks_impl, patch_impl
 assert snapshot(model) == before
 """

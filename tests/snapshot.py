@@ -1,0 +1,48 @@
+"""Everything that a mechanism could touch; imports none of the packages that do."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_module_registration_hooks",
+)
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """Everything reachable from `model` that a hook or a patch could change, by identity."""
+    state: dict[str, Any] = {"config": repr(model.config)}
+    for name, module in model.named_modules():
+        state[f"{name}: class"] = type(module)
+        for key, value in vars(module).items():
+            state[f"{name}.{key}"] = _identity(value)
+        for cls in type(module).__mro__:
+            for key, value in vars(cls).items():
+                state[f"{cls.__qualname__}.{key}"] = id(value)
+        modeling = sys.modules[type(module).__module__]
+        for key, value in vars(modeling).items():
+            state[f"{modeling.__name__}:{key}"] = id(value)
+    for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        state[type(registry).__name__] = (
+            _identity(vars(registry)),
+            _identity(registry._local_mapping),
+            _identity(registry._global_mapping),
+        )
+    for name in _GLOBAL_HOOKS:
+        state[name] = _identity(getattr(torch.nn.modules.module, name))
+    return state
+
+
+def _identity(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: id(item) for key, item in value.items()}
+    return id(value)
