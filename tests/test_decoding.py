@@ -726,7 +726,7 @@ def test_streamed_logits_are_those_of_a_full_cache_of_which_little_is_seen(packa
 @both
 @families
 @pytest.mark.parametrize(
-    ("dtype", "atol"), [(torch.float64, 2e-4), (torch.float32, 2e-4), (torch.bfloat16, None)]
+    ("dtype", "atol"), [(torch.float32, 2e-4), (torch.bfloat16, None)], ids=["float32", "bfloat16"]
 )
 @torch.no_grad()
 def test_positions_in_the_cache(package, family, dtype, atol):
@@ -735,7 +735,7 @@ def test_positions_in_the_cache(package, family, dtype, atol):
     The error must not grow either, over hundreds of steps.
     """
     model = make(family, num_layers=1, dtype=dtype)
-    cache, forwards = DynamicCache(config=model.config), tokens([30, 3, *[1] * 350])
+    cache, forwards = DynamicCache(config=model.config), tokens([30, 3, *[1] * 200])
     everything, held, seen = torch.cat(forwards, dim=1), [], 0
     sizes = []
     with package.StreamingLLMDecodingPress(16, 4, rerotate=True)(model):

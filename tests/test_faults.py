@@ -82,8 +82,10 @@ def logits_together(model: PreTrainedModel, turns: list[tuple[Tensor, Tensor]]) 
 
 
 @both
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", DECODING)
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [*((name, "sdpa") for name in DECODING), ("snapkv", "eager"), ("dms", "eager")],
+)
 @torch.no_grad()
 def test_questions_of_uneven_length_while_decoding(package, name, implementation):
     """Padding between turns is neither kept nor attended to."""

@@ -565,8 +565,10 @@ CHUNKED: dict[str, Callable[[Any], Any]] = {
 
 
 @both
-@pytest.mark.parametrize("name", CHUNKED)
-@pytest.mark.parametrize("chunk_length", [16, 20, 59, 60, 1024])
+@pytest.mark.parametrize(
+    ("name", "chunk_length"),
+    [*((name, 16) for name in CHUNKED), *(("snapkv", n) for n in (20, 59, 60, 1024))],
+)
 def test_chunks_are_pruned_as_each_alone(package, name, chunk_length):
     """In a single layer keys and queries depend on a token and its position and on nothing else."""
     model, ids, press = make(num_layers=1), token_ids(2, LENGTH), CHUNKED[name](package)
