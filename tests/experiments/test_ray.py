@@ -37,6 +37,7 @@ def cluster():
         include_dashboard=False,
         log_to_driver=False,
         logging_level="error",
+        _system_config={"worker_niceness": 0},  # other tests run beside these
         runtime_env={"env_vars": {"PYTHONPATH": path}},
     )
     yield
