@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import hooks_impl
 
@@ -97,7 +98,8 @@ def test_pages_print_what_they_say(page, tmp_path, monkeypatch, capsys):
     (tmp_path / "page.py").write_text("\n".join(code))
     known = set(sys.modules)
     try:
-        runpy.run_path("page.py", run_name="__main__")
+        with torch.enable_grad():  # puts back what a page may switch off
+            runpy.run_path("page.py", run_name="__main__")
     finally:
         for name in {path.stem for path in tmp_path.glob("*.py")} - known:
             sys.modules.pop(name, None)  # another page may have a module of this name
