@@ -47,7 +47,7 @@ from press_core.presses.duo_attention import HeadScores
 from tests.support import token_ids
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
-N_PROGRAMS = {"short": 100, "long": 20_000}.get(PROFILE, 240)
+N_PROGRAMS = {"short": 80, "long": 20_000}.get(PROFILE, 200)
 N_SHARDS, MAX_STEPS = 4, 40
 
 NAMES = (
