@@ -89,7 +89,7 @@ class Effort:
 
     rounds: int = 15
     repeats: int = 3
-    most_bytes: int = 2**31
+    most_bytes: int = 2**29
 
 
 def cases(
@@ -361,7 +361,8 @@ class RaggedAttention(Experiment[Options]):
         "Caches of random numbers take turns in a model of four layers: everything, what is left "
         "where all heads evict as many tokens, and what is left where they share a budget. Timed "
         "are the attention function alone, with the appending of a token, and a whole decode step. "
-        "The models are narrow, so that a step is mostly attention; in a wide one it matters less."
+        "The models are narrow, so that a step is mostly attention; in a wide one it matters less. "
+        "Cases whose whole cache takes more than half a GiB are left out."
     )
     full = Options()
     quick = Options(
@@ -380,7 +381,7 @@ class RaggedAttention(Experiment[Options]):
         table = measure(asked, Effort(options.rounds), partial(progress.advance, task))
         if table.empty:
             raise UserError(
-                f"every cache asked for takes more than {Effort.most_bytes / 2**30:.0f} GiB; "
+                f"every cache asked for takes more than {Effort.most_bytes / 2**20:.0f} MiB; "
                 "give a shorter --context or a smaller --batch"
             )
         return {self.name: table}
