@@ -419,7 +419,7 @@ class RaggedAttention(Experiment[Options]):
             family, batch, kv_heads, group, head_dim, context, n_threads = case
             heads = f"{kv_heads}x{group}x{head_dim}"
             line = [family, str(batch), heads, f"{context:,}", str(n_threads)]
-            rows.append([*line, *(_cell(own, *column) for column in _COLUMNS)])
+            rows.append([*line, *(_cell(own, *column, ratios) for column in _COLUMNS)])
         columns = [f"{timed} / {against}" for timed, against in _COLUMNS]
         note = (
             "Ragged heads over as many bytes in heads of one length (uniform) and over everything "
@@ -446,10 +446,11 @@ class RaggedAttention(Experiment[Options]):
 _COLUMNS = ((ALONE, UNIFORM), (LAYER, UNIFORM), (STEP, UNIFORM), (STEP, FULL))
 
 
-def _cell(own: pd.DataFrame, timed: str, against: str) -> str:
+def _cell(own: pd.DataFrame, timed: str, against: str, ratios: Iterable[float]) -> str:
     """The times of a case, ratio by ratio."""
-    times = own.loc[(own["timed"] == timed) & (own["against"] == against), "time"]
-    return " · ".join(f"{time:.2f}" for time in times)
+    rows = own[(own["timed"] == timed) & (own["against"] == against)]
+    times = rows.set_index("ratio")["time"].reindex(list(ratios))
+    return " · ".join("-" if pd.isna(time) else f"{time:.2f}" for time in times)
 
 
 def _steps(table: pd.DataFrame) -> pd.DataFrame:
