@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from press_core.copies import copied
 from press_core.errors import UnsupportedInputError
 from press_core.model.rotary import alike
 from press_core.model.sites import AttentionSite
@@ -285,10 +286,8 @@ class AttentionCall:
         return first + steps[None]
 
     def but(self, **fields: Any) -> AttentionCall:
-        """The same with other `fields`: `dataclasses.replace`, in a fifth of the time."""
-        twin = object.__new__(type(self))
-        vars(twin).update(vars(self), **fields)
-        return twin
+        """The same with other `fields`."""
+        return copied(self, **fields)
 
     # ---- narrower calls, for presses that wrap presses -------------------------------------------
 

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
+from press_core.copies import copied
 from press_core.errors import ScopeError
 from press_core.model.decoder import decoder_of
 from press_core.model.probe import verified
@@ -105,8 +106,7 @@ class ScopeState:
 
     def as_it_is(self) -> ScopeState | None:
         """A copy that stays whole if another thread closes the scope; None: it is not open."""
-        now = object.__new__(ScopeState)  # in a fifth of the time of `copy.copy`
-        vars(now).update(vars(self))
+        now = copied(self)
         return now if self.acts else None
 
     def record(self, layer_idx: int, seen: float, kept: float) -> None:
