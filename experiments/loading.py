@@ -33,7 +33,7 @@ class ModelNotFoundError(ValueError):
 def load_model(
     name: str,
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | str = torch.float32,
     attn_implementation: str = "sdpa",
     device: torch.device | str | None = None,
     **model_kwargs: Any,
@@ -43,7 +43,7 @@ def load_model(
     Args:
         name: a short name from `SHIPPED`, the path of a folder that `save_pretrained` wrote, or the
             id of a model on the hub, which is downloaded if it is not in the local cache.
-        dtype: of the weights, whatever they are stored in.
+        dtype: of the weights, whatever they are stored in; or its name, such as "bfloat16".
         attn_implementation: "eager", "sdpa", "flex_attention" and so on.
         device: where to put the model; the CPU by default. "auto" spreads it over all devices that
             there are, and over memory and disk where it does not fit (needs accelerate).

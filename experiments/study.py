@@ -37,7 +37,7 @@ from experiments.framework.manifest import (
     read_manifest,
     write_manifest,
 )
-from experiments.framework.options import Device
+from experiments.framework.options import Device, Dtype
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.report import write_report
 from experiments.framework.results import describe, read_table, write_figures, write_table
@@ -71,12 +71,14 @@ class Plan(NamedTuple):
     Attributes:
         tasks: in order.
         model: of the user's own, as it was given; None: the study of this project.
+        flags: how that model is loaded, as in a command.
         left_out: why an experiment is not run on that model, by its name.
         quick: whether grids are small.
     """
 
     tasks: list[Task]
     model: str | None = None
+    flags: str = ""
     left_out: Mapping[str, str] = {}
     quick: bool = True
 
@@ -84,7 +86,7 @@ class Plan(NamedTuple):
         """The command that runs a task again as it is run here."""
         if self.model is not None:
             model = shlex.quote(self.model)
-            return f"python -m experiments study --model {model} --only {task.name}"
+            return f"python -m experiments study --model {model}{self.flags} --only {task.name}"
         if task.options == task.experiment.full:
             return f"python -m experiments {task.name}"
         return f"python -m experiments study --only {task.name}"
@@ -124,7 +126,7 @@ def plan_on(own: OwnModel, experiments: Sequence[AnyExperiment], only: Sequence[
     if only and left_out:
         said = "; ".join(f"{name} is left out: {reason}" for name, reason in left_out.items())
         raise UserError(f"on {own.name} {said}")
-    return Plan(tasks, own.model, left_out)
+    return Plan(tasks, own.model, own.flags, left_out)
 
 
 def _chosen(experiments: Sequence[AnyExperiment], only: Sequence[str]) -> list[AnyExperiment]:
@@ -364,7 +366,7 @@ def _announcement(plan: Plan, own: OwnModel) -> Table:
     """What will be run on a model of the user's own, how long that takes, and what is left out."""
     known = [task.duration for task in plan.tasks if task.duration is not None]
     title = (
-        f"{own.name} ({own.parameters / 1e6:,.1f} M parameters on {own.device}: "
+        f"{own.name} ({own.parameters / 1e6:,.1f} M parameters in {own.dtype} on {own.device}: "
         f"{1 / own.token_seconds:,.0f} tokens a second in a prefill, "
         f"{1 / own.step_seconds:,.1f} while decoding) will take about {_about(sum(known))}"
     )
@@ -421,6 +423,7 @@ def command(
             show_default="the shipped models",
         ),
     ] = None,
+    dtype: Dtype = "float32",
     device: Device = "cpu",
     full: Annotated[
         bool,
@@ -441,8 +444,8 @@ def command(
     report.html in the folder afterwards. The exit status is 1 if an experiment failed; the report
     then holds the results of the others.
     """
-    if model is None and device != "cpu":
-        raise UserError("--device is for a study of your own model: give --model too")
+    if model is None and (dtype, device) != ("float32", "cpu"):
+        raise UserError("--dtype and --device are for a study of your own model: give --model too")
     if model is not None and full:
         raise UserError(
             "--full is for the shipped models; for more of one experiment on yours give it by "
@@ -455,7 +458,7 @@ def command(
     if model is not None:
         former_study(folder, full_name(model), names, overwrite=overwrite)  # before it is loaded
         with console.status(f"getting to know {model}"):
-            own = get_to_know(model, device)
+            own = get_to_know(model, dtype, device)
     plan = plan_study(experiments, only or (), full=full)
     if own is not None:
         plan = plan_on(own, experiments, only or ())

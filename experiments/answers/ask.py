@@ -11,7 +11,7 @@ from rich.console import Console
 from experiments.answers.answerer import ContextAnswerer
 from experiments.answers.kept import SavedContext
 from experiments.answers.presses import make_press
-from experiments.framework.options import Device
+from experiments.framework.options import Device, Dtype
 from experiments.loading import load_model
 
 
@@ -26,6 +26,7 @@ def command(
     model: Annotated[
         str | None, typer.Option(help="The model that has read the text.", show_default="its name")
     ] = None,
+    dtype: Dtype = "float32",
     device: Device = "cpu",
 ) -> None:
     """Ask about a text that was compressed with `compress`, without reading it again."""
@@ -34,7 +35,7 @@ def command(
     made = None if press is None else make_press(press, mechanism, None, seed=0)
     console = Console(stderr=True)
     with console.status("Answering ..."):
-        answerer = ContextAnswerer(*load_model(name, device=device))
+        answerer = ContextAnswerer(*load_model(name, dtype=dtype, device=device))
         answers = answerer(saved, question, press=made, max_new_tokens=max_new_tokens)
     for answer in answers:
         print(answer)

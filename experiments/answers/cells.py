@@ -180,7 +180,7 @@ def _model(settings: Settings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     code = {"trust_remote_code": True} if settings.trust_remote_code else {}
     return load_model(
         settings.model,
-        dtype=getattr(torch, settings.dtype),
+        dtype=settings.dtype,
         attn_implementation=settings.attn_implementation,
         device=settings.device,
         **settings.model_kwargs,

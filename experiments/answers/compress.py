@@ -13,14 +13,16 @@ from experiments import UserError
 from experiments.answers.answerer import ContextAnswerer
 from experiments.answers.kept import check_free
 from experiments.answers.presses import make_press
-from experiments.framework.options import Device, checked_share
+from experiments.framework.options import Device, Dtype, checked_share
 from experiments.loading import load_model
 from press_core import about_cache
 
 _Press = Annotated[str, typer.Option(help="As text, such as SnapKVPress(window_size=32).")]
 _Ratio = Annotated[
     float | None,
-    typer.Option(help="Share of the tokens to evict.", callback=checked_share),
+    typer.Option(
+        help="Share of the tokens to evict.", callback=checked_share, show_default="the press's own"
+    ),
 ]
 
 
@@ -29,10 +31,11 @@ def command(
     context: Annotated[
         Path | None, typer.Option(help="File with the text.", show_default="standard input")
     ] = None,
-    press: _Press = "SnapKVPress",
+    press: _Press = "SnapKVPress(0.5)",
     ratio: _Ratio = None,
     mechanism: Annotated[Literal["hook", "patch"], typer.Option(help="hook or patch.")] = "hook",
     model: Annotated[str, typer.Option(help="Shipped model, folder or hub id.")] = "facts-llama",
+    dtype: Dtype = "float32",
     device: Device = "cpu",
 ) -> None:
     """Compress a text once, to be asked about later with `ask`."""
@@ -41,10 +44,12 @@ def command(
     text = _read(context)
     console = Console(stderr=True)
     with console.status("Reading and compressing ..."):
-        answerer = ContextAnswerer(*load_model(model, device=device))
+        answerer = ContextAnswerer(*load_model(model, dtype=dtype, device=device))
         answerer.save(text, output, press=made)
     about = about_cache(output)
     print(f"{output}: {about.n_seen} tokens, {about.evicted:.0%} evicted by {about.press}")
+    if not about.evicted:
+        console.print("Nothing was evicted; --ratio 0.5 would evict half of the tokens.")
 
 
 def _read(path: Path | None) -> str:

@@ -159,7 +159,7 @@ class Experiment(ABC, Generic[OptionsT]):
         return Planned(self.quick_on(own))
 
     def quick_on(self, own: OwnModel, **changed: Any) -> OptionsT:
-        """The quick options with the model of a own, its device, and whatever else is given.
+        """The quick options with the user's own model, how it is loaded, and what else is given.
 
         Raises:
             LeftOutError: if the experiment takes no model.
@@ -170,6 +170,7 @@ class Experiment(ABC, Generic[OptionsT]):
             raise LeftOutError(self.left_out)
         several = isinstance(quick.model, tuple)
         told = {"model": (own.model,) if several else own.model, "device": own.device}
+        told["dtype"] = own.dtype
         told = {name: value for name, value in told.items() if name in names}
         options: OptionsT = replace(quick, **(told | changed))
         return options

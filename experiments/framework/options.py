@@ -81,6 +81,15 @@ AutoDevice = Annotated[
 """A field of options: the device to run on, for `chosen_device` to read."""
 
 
+DTYPES = ("float32", "bfloat16", "float16")
+"""In which models are loaded."""
+
+Dtype = Annotated[
+    str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.", callback=one_of(DTYPES))
+]
+"""A field of options: what a model is loaded in."""
+
+
 # ---- several values in one flag ------------------------------------------------------------------
 
 

@@ -28,6 +28,7 @@ class OwnModel:
         model: as `load_model` takes it.
         name: what tables call it.
         model_type: of its configuration.
+        dtype: in which it is loaded.
         device: where it runs.
         parameters: how many it has.
         trained: tokens of the longest context that it was made for.
@@ -41,6 +42,7 @@ class OwnModel:
     model: str
     name: str
     model_type: str
+    dtype: str
     device: str
     parameters: int
     trained: int
@@ -50,6 +52,12 @@ class OwnModel:
     token_seconds: float
     step_seconds: float
     online: bool
+
+    @property
+    def flags(self) -> str:
+        """How a command says in what and where it is loaded; empty for what it does by itself."""
+        flags = {"--dtype": (self.dtype, "float32"), "--device": (self.device, "cpu")}
+        return "".join(f" {name} {own}" for name, (own, usual) in flags.items() if own != usual)
 
     def at_most(self, *lengths: int) -> tuple[int, ...]:
         """Those of some lengths of contexts that the model was made for; the longest, if none."""

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 import hooks_impl
 from experiments import UserError
 from experiments.framework.experiment import Experiment, Finding, Related, Tables
-from experiments.framework.options import Device, checked_share, one_of
+from experiments.framework.options import DTYPES, Device, checked_share, one_of
 from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import CELL_INK, new_figure, press_label, style
 from experiments.framework.tables import ResultTable
@@ -39,7 +39,6 @@ from press_core import Press, PressError
 PressMaker = Callable[[float], PressPair]
 """From a compression ratio to a press with both mechanisms."""
 
-DTYPES = ("float32", "bfloat16", "float16")
 IMPLEMENTATIONS = ("eager", "sdpa")
 
 
@@ -411,7 +410,7 @@ class Equivalence(Experiment[Options]):
 
     def on(self, own: OwnModel) -> Planned[Options]:
         (length,) = own.at_most(Options.length)
-        told = {"family": (), "dtype": ("float32",), "attn": ("sdpa",), "length": length}
+        told = {"family": (), "dtype": (own.dtype,), "attn": ("sdpa",), "length": length}
         options = self.quick_on(own, **told)
         n_runs = 2 * 2 * len(hooks_impl.PRESSES)  # with each mechanism, padded and not
         return Planned(options, n_runs * 2 * length, steps=n_runs * 2, seconds=0.02 * n_runs)

@@ -30,6 +30,7 @@ from experiments import UserError
 from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.options import (
     AutoDevice,
+    Dtype,
     checked_positive_share,
     chosen_device,
     several,
@@ -71,6 +72,7 @@ class Options:
     facts: Annotated[int, typer.Option(min=1, help="Facts in a context.")] = 8
     model: Annotated[str, typer.Option(help="Shipped model, folder or hub id.")] = "facts-llama"
     seed: Annotated[int, typer.Option(help="Seed of the contexts.")] = 0
+    dtype: Dtype = "float32"
     device: AutoDevice = "auto"
 
 
@@ -516,7 +518,10 @@ class Error(Experiment[Options]):
         """
         names = [press_name(name) for name in options.press] or sorted(hooks_impl.PRESSES)
         model, tokenizer = load_model(
-            options.model, attn_implementation="eager", device=chosen_device(options.device)
+            options.model,
+            dtype=options.dtype,
+            attn_implementation="eager",
+            device=chosen_device(options.device),
         )
         name = short_name(options.model)
         samples = samples_of(tokenizer, options)

@@ -45,7 +45,7 @@ from transformers import DynamicCache, PreTrainedModel
 import hooks_impl
 from experiments.framework.experiment import Contrast, Experiment, Finding, Tables
 from experiments.framework.intervals import median_interval
-from experiments.framework.options import Device, checked_positive_share
+from experiments.framework.options import Device, Dtype, checked_positive_share
 from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import (
     MUTED,
@@ -107,6 +107,7 @@ class Options:
     repeats: Annotated[
         int, typer.Option(min=1, help="Decode steps in a row, of which the quickest counts.")
     ] = 4
+    dtype: Dtype = "float32"
     device: Device = "cpu"
 
 
@@ -394,10 +395,11 @@ def measure(
 def _subjects(options: Options) -> dict[str, PreTrainedModel]:
     """The models by name; by default a shipped one, and one in which the mechanism weighs less."""
     names = options.model or ("facts-llama",)
-    subjects = {short_name(n): load_model(n, device=options.device)[0] for n in names}
+    where = {"dtype": options.dtype, "device": options.device}
+    subjects = {short_name(n): load_model(n, **where)[0] for n in names}
     if not options.model:
         random = build("llama", num_layers=4, num_heads=8, num_kv_heads=4, head_dim=64)
-        subjects[_RANDOM] = random.to(torch.device(options.device))
+        subjects[_RANDOM] = random.to(torch.device(options.device), getattr(torch, options.dtype))
     return subjects
 
 

@@ -27,7 +27,7 @@ import hooks_impl
 from experiments import UserError
 from experiments.framework.experiment import Experiment, Finding, Related, Tables
 from experiments.framework.intervals import wilson
-from experiments.framework.options import Device
+from experiments.framework.options import Device, Dtype
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.plots import (
     CELL_INK,
@@ -111,6 +111,7 @@ class Options:
         tuple[Mechanism, ...], typer.Option(help="Mechanism; repeat it for both.")
     ] = tuple(Mechanism)
     seed: Annotated[int, typer.Option(help="Seed of the contexts.")] = Task.seed
+    dtype: Dtype = "float32"
     device: Device = "cpu"
 
     @property
@@ -465,7 +466,7 @@ class Quality(Experiment[Options]):
             draw(1, options.context, options.facts, torch.Generator())
         except ValueError as error:
             raise UserError(f"--context, --facts: {error}") from error
-        model, tokenizer = load_model(options.model, device=options.device)
+        model, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
         check_vocabulary(tokenizer, options.model)
         measured = conditions(_chosen(model, options, progress), options.ratio)
         for condition in measured:

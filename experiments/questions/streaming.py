@@ -47,7 +47,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from experiments import UserError
 from experiments.framework.experiment import Experiment, Finding, Related, Tables
-from experiments.framework.options import Device
+from experiments.framework.options import Device, Dtype
 from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import (
     INK,
@@ -137,6 +137,7 @@ class Options:
     threads: Annotated[
         int, typer.Option(min=1, help="Threads of torch; small models want one.")
     ] = 1
+    dtype: Dtype = "float32"
     device: Device = "cpu"
 
 
@@ -710,7 +711,7 @@ class Streaming(Experiment[Options]):
             window is recomputed).
             `streaming_attention`: see `sinks.attention_to_first`, and the `model`.
         """
-        model, tokenizer = load_model(options.model, device=options.device)
+        model, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
         size = size_for(model, options)
         text = read_text(tokenizer, size.tokens, options.text)
         setting = {"model_name": short_name(options.model), "mechanism": options.mechanism.value}

@@ -27,7 +27,7 @@ PROBE, STEPS = 256, 5
 """Tokens of the prefill that is timed, and the decode steps after it."""
 
 
-def get_to_know(name: str, device: str = "cpu") -> OwnModel:
+def get_to_know(name: str, dtype: str = "float32", device: str = "cpu") -> OwnModel:
     """Load a model and see what can be done with it; takes one prefill and a few steps.
 
     Raises:
@@ -35,7 +35,7 @@ def get_to_know(name: str, device: str = "cpu") -> OwnModel:
         UserError: if it cannot be loaded as the experiments load it, or no layer can be pruned.
     """
     try:
-        model, tokenizer = load_model(name, device=device)
+        model, tokenizer = load_model(name, dtype=dtype, device=device)
     except ModelNotFoundError:
         raise
     except (ImportError, OSError, ValueError) as error:
@@ -56,6 +56,7 @@ def get_to_know(name: str, device: str = "cpu") -> OwnModel:
         model=full_name(name),
         name=short_name(name),
         model_type=config.model_type,
+        dtype=dtype,
         device=device,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         trained=_trained(config),

@@ -165,11 +165,35 @@ def test_compress_and_ask(tmp_path):
     assert done.stdout.splitlines() == ["tea", "lamp"]
 
 
-def test_a_text_from_standard_input(tmp_path):
+def test_a_text_from_standard_input_loses_half_if_nothing_is_said(tmp_path):
     path = tmp_path / "a"
-    done = CliRunner().invoke(app, ["compress", "--output", str(path)], input="river alice tea ")
+    text = "river alice tea " + "meadow march " * 40
+    done = CliRunner().invoke(app, ["compress", "--output", str(path)], input=text)
     assert done.exit_code == 0
-    assert about_cache(path).n_seen == 4
+    assert about_cache(path).n_seen == 84
+    assert about_cache(path).evicted == 0.5
+    assert "Nothing was evicted" not in done.stderr
+
+
+def test_a_press_that_evicts_nothing_is_remarked_on(tmp_path):
+    path, press = tmp_path / "a", "KnormPress"
+    args = ["compress", "--output", str(path), "--press", press]
+    done = CliRunner().invoke(app, args, input="river alice tea ")
+    assert done.exit_code == 0
+    assert "0% evicted" in done.stdout
+    assert "Nothing was evicted; --ratio 0.5 would evict half" in done.stderr
+
+
+def test_a_cache_in_16_bits(tmp_path):
+    path, text = tmp_path / "a", tmp_path / "text"
+    text.write_text("river alice tea " + "meadow march " * 90)
+    done = run("compress", "--output", path, "--context", text, "--dtype", "bfloat16")
+    assert done.exit_code == 0, done.output
+    refused = run("ask", "--cache", path, "--question", "? alice")
+    assert "dtype is bfloat16 there and float32 here" in " ".join(refused.stderr.split())
+    done = run("ask", "--cache", path, "--question", "? alice", "--dtype", "bfloat16",
+               "--max-new-tokens", 1)  # fmt: skip
+    assert done.stdout.split() == ["tea"]
 
 
 def test_what_the_commands_refuse(tmp_path):

@@ -28,6 +28,9 @@ from experiments.testbed.families import build
 from experiments.testbed.getting_to_know import get_to_know
 
 FAMILIES = ("llama", "qwen3", "gemma3_text", "gpt_neox")
+HALF = "qwen3"
+"""The one that is studied in 16 bits."""
+
 TRAINED = 512
 
 runner = CliRunner(env={"COLUMNS": "200"})
@@ -82,7 +85,8 @@ def offline(monkeypatch):
 
 def an_own_model(**changed) -> OwnModel:
     known = OwnModel(
-        **{"model": "you/yours", "name": "you/yours", "model_type": "llama", "device": "cpu"},
+        **{"model": "you/yours", "name": "you/yours", "model_type": "llama"},
+        **{"dtype": "float32", "device": "cpu"},
         **{"parameters": 10**9, "trained": 8192, "heads": 64, "keeps_all": True, "online": False},
         presses=("KnormPress", "SnapKVPress", "KeyRerotationPress", "StreamingLLMDecodingPress"),
         **{"token_seconds": 0.01, "step_seconds": 0.1},
@@ -115,7 +119,7 @@ LESS = {
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_neox"])  # the least like the shipped ones
 def test_every_experiment_runs_on_models_of_several_families(folders, tmp_path, family):
-    own = get_to_know(str(folders[family]))
+    own = get_to_know(str(folders[family]), "bfloat16" if family == HALF else "float32")
     experiments = load_experiments()
     plan = plan_on(own, experiments)
     left_out = {"intrusiveness", "quality", "ragged_attention"} & set(EXPERIMENTS)
@@ -142,6 +146,10 @@ def test_every_experiment_runs_on_models_of_several_families(folders, tmp_path, 
     assert table["equivalence"]["equal"].all()
     assert set(table["coexistence"]["outcome"]) == {"right"}
     assert set(table["architectures"]["worst"]) == {"right"}
+    assert set(table["equivalence"]["dtype"]) == {own.dtype}
+    flags = " --dtype bfloat16" if family == HALF else ""
+    repeat = read_manifest(folder).experiments["trace"].repeat
+    assert repeat == f"python -m experiments study --model {own.model}{flags} --only trace"
     assert set(pd.read_csv(folder / "trace.csv")["model"]) == {f"my-{family}"}
 
 
@@ -171,7 +179,9 @@ def test_the_command_tells_what_it_takes_and_goes_on_after_an_interrupt(
     first = runner.invoke(app, args)
     assert first.exit_code == 130, first.output
     told = " ".join(first.stderr.split())
-    assert re.search(r"my-llama \(0\.\d M parameters on cpu: [\d,]+ tokens a second", told)
+    assert re.search(
+        r"my-llama \(0\.\d M parameters in float32 on cpu: [\d,]+ tokens a second", told
+    )
     assert re.search(r"will take about \d+ (s|min)", told)
     assert re.search(r"quality │ left out │ its questions are in the words of facts-llama", told)
     assert re.search(r"equivalence │ \d+ s │", told)
@@ -208,6 +218,7 @@ def test_the_folder_is_looked_at_before_the_model(tmp_path, monkeypatch):
         (["--only", "nothing"], "no experiment is called 'nothing'"),
         (["--full"], "--full is for the shipped models"),
         (["--device", "nowhere"], "cannot use 'nowhere'"),
+        (["--dtype", "int8"], "'int8' is unknown; choose from float32, bfloat16, float16"),
     ],
 )
 def test_what_cannot_be_is_told_in_a_line(folders, tmp_path, args, words):
@@ -217,8 +228,9 @@ def test_what_cannot_be_is_told_in_a_line(folders, tmp_path, args, words):
     assert words in " ".join(refused.stderr.split())
 
 
-def test_a_device_is_for_a_model_of_ones_own(tmp_path):
-    refused = runner.invoke(app, ["study", "--device", "meta", "--output", str(tmp_path)])
+@pytest.mark.parametrize("flag", [["--device", "meta"], ["--dtype", "bfloat16"]])
+def test_how_a_model_is_loaded_is_for_ones_own(tmp_path, flag):
+    refused = runner.invoke(app, ["study", *flag, "--output", str(tmp_path)])
     assert refused.exit_code == 2
     assert "give --model too" in refused.stderr
 

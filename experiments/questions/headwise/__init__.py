@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from experiments import UserError
 from experiments.framework.experiment import Contrast, Experiment, Finding, Related, Tables
-from experiments.framework.options import Device, checked_positive_share
+from experiments.framework.options import Device, Dtype, checked_positive_share
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
 from experiments.framework.works import ADAKV, DUO_ATTENTION, KVPRESS
@@ -97,6 +97,7 @@ class Options:
         typer.Option(help="Architecture that the four ways are tried on. Repeatable."),
     ] = FAMILIES
     seed: Annotated[int, typer.Option(help="Seed of the contexts.")] = Task.seed
+    dtype: Dtype = "float32"
     device: Device = "cpu"
 
 
@@ -196,7 +197,7 @@ def measure_budgets(options: Options, progress: Progress) -> Tables:
     except ValueError as error:
         raise UserError(f"cannot draw these contexts and facts: {error}") from error
     name, ratios = options.model or "facts-llama", options.ratio or RATIOS
-    model, tokenizer = load_model(name, device=options.device)
+    model, tokenizer = load_model(name, dtype=options.dtype, device=options.device)
     task = Task(options.context, options.facts, options.samples, seed=options.seed)
     bar = progress.add_task("head budgets", total=1 + 2 * N_PAIRS * len(ratios))
     advance = partial(progress.advance, bar)
@@ -223,8 +224,8 @@ def measure_decoding(options: Options, progress: Progress) -> Tables:
 
 def _timed_model(options: Options) -> PreTrainedModel:
     if options.model:
-        return load_model(options.model, device=options.device)[0]
-    return random_llama().to(torch.device(options.device))
+        return load_model(options.model, dtype=options.dtype, device=options.device)[0]
+    return random_llama().to(torch.device(options.device), getattr(torch, options.dtype))
 
 
 def measure_variants(options: Options, progress: Progress) -> Tables:

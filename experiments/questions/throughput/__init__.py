@@ -26,12 +26,12 @@ from experiments import UserError
 from experiments.framework.experiment import Experiment, Finding, Related, Tables
 from experiments.framework.options import (
     AutoDevice,
+    Dtype,
     at_least,
     checked_positive_share,
     checked_size,
     chosen_device,
     n_bytes,
-    one_of,
     several,
 )
 from experiments.framework.own_model import OwnModel, Planned
@@ -40,7 +40,6 @@ from experiments.loading import short_name
 from experiments.questions.throughput import beside, figures, views
 from experiments.questions.throughput.arithmetic import predicted_models
 from experiments.questions.throughput.cells import (
-    DTYPES,
     Condition,
     Opens,
     Subject,
@@ -128,9 +127,7 @@ class Options:
             show_default="of the random Llama 128MiB",
         ),
     ] = None
-    dtype: Annotated[
-        str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.", callback=one_of(DTYPES))
-    ] = "float32"
+    dtype: Dtype = "float32"
     device: AutoDevice = "auto"
 
     @property

@@ -23,7 +23,6 @@ from press_core import Press, attention_sites, cache_nbytes
 from press_core.presses.think import ThinK
 
 BARE = "bare"
-DTYPES = ("float32", "bfloat16", "float16")
 
 _DELIMITER = 0
 """In every context, for FinchPress: a token that the bare model knows too."""
@@ -47,9 +46,9 @@ class Subject:
 
     def load(self) -> PreTrainedModel:
         """The model, in eval mode on its device."""
-        dtype = getattr(torch, self.dtype)
         if self.source is not None:
-            return load_model(self.source, dtype=dtype, device=self.device)[0]
+            return load_model(self.source, dtype=self.dtype, device=self.device)[0]
+        dtype = getattr(torch, self.dtype)
         return build("llama", dtype=dtype, **dict(self.shape)).to(torch.device(self.device))  # type: ignore[arg-type]
 
 

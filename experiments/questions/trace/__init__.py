@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from experiments.framework.experiment import Experiment, Finding, Tables
-from experiments.framework.options import Device
+from experiments.framework.options import Device, Dtype
 from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import (
     GRID,
@@ -63,6 +63,7 @@ class Options:
     ratio: Annotated[float, typer.Option(help="Share of the tokens to evict, in [0, 1).")] = 0.5
     length: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 512
     decode: Annotated[int, typer.Option(min=0, help="Decode steps after the prefill.")] = 1
+    dtype: Dtype = "float32"
     device: Device = "cpu"
 
 
@@ -293,12 +294,12 @@ def _draw_layers(panel: Axes, rows: pd.DataFrame, colour: str) -> None:
     panel.grid(axis="y", visible=False)
 
 
-def _model(name: str, device: str) -> PreTrainedModel:
+def _model(name: str, dtype: str, device: str) -> PreTrainedModel:
     if name not in FAMILIES:
-        return load_model(name, device=device)[0]
+        return load_model(name, dtype=dtype, device=device)[0]
     implementations = supported_implementations(name)
     model = build(name, attn_implementation="sdpa" if "sdpa" in implementations else "eager")
-    return model.to(torch.device(device))
+    return model.to(torch.device(device), getattr(torch, dtype))
 
 
 class Trace(Experiment[Options]):
@@ -325,7 +326,10 @@ class Trace(Experiment[Options]):
         return Planned(options, 2 * RUNS * length, 2 * RUNS * options.decode, seconds=1)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
-        name, model = press_name(options.press), _model(options.model, options.device)
+        name, model = (
+            press_name(options.press),
+            _model(options.model, options.dtype, options.device),
+        )
         presses = suited_pair(name, options.ratio, options.length, model)
         events = trace(model, presses, length=options.length, decode=options.decode)
         called = short_name(options.model)
