@@ -7,6 +7,8 @@ its command is called, and not before.
 from __future__ import annotations
 
 import gc
+import inspect
+import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -97,7 +99,9 @@ def _load(name: str) -> Any:
     else:
         command = module.command
     app = typer.Typer(add_completion=False)
-    app.command(name)(command)
+    # Typer breaks lines where a docstring breaks them; a blank line parts paragraphs.
+    help_ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
+    app.command(name, help=help_)(command)
     return get_command(app)
 
 
