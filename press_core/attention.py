@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from press_core.blocks import rows_at_once
+from press_core.blocks import Space, rows_at_once
 from press_core.call import AttentionCall
 from press_core.model.sites import AttentionSite
 from press_core.select import upcast
@@ -28,7 +28,7 @@ def window_attention(call: AttentionCall, window: int) -> Tensor:
     """
     queries = call.queries(window).unflatten(1, (call.keys.shape[1], -1))
     later = call.later_of(queries.shape[3])
-    return causal_weights(call.site, queries, call.keys, later=later)
+    return causal_weights(call.site, queries, call.keys, _space(call.keys), later=later)
 
 
 class Block(NamedTuple):
@@ -37,7 +37,7 @@ class Block(NamedTuple):
     Attributes:
         heads, rows: which KV heads, and which queries.
         weights: `(B, heads, G, rows, end)`, float32 (float64 for float64 states); keys from `end`
-            on are visible to none of the queries.
+            on are visible to none of the queries. The next block is written over them.
     """
 
     heads: slice
@@ -61,7 +61,7 @@ def attention_blocks(
     per_query = batch * (n_heads // n_kv) * length
     n_at_once = min(n_kv, rows_at_once(keys, per_query * n_queries))
     n_rows = rows_at_once(keys, per_query * n_at_once)
-    grouped = queries.unflatten(1, (n_kv, -1))
+    grouped, space = queries.unflatten(1, (n_kv, -1)), _space(keys)
     for head in range(0, n_kv, n_at_once):
         heads = slice(head, head + n_at_once)
         of_heads = later if later is None or later.shape[1] == 1 else later[:, heads]
@@ -70,7 +70,8 @@ def attention_blocks(
             rows = slice(row, _closed(of_heads, min(row + n_rows, n_queries)))
             visible = keys[:, heads, : length - n_queries + rows.stop]
             among = None if of_heads is None else of_heads[:, :, rows, rows]
-            weights = causal_weights(site, grouped[:, heads, :, rows], visible, heads, among)
+            asked = grouped[:, heads, :, rows]
+            weights = causal_weights(site, asked, visible, space, heads, among)
             yield Block(heads, rows, weights)
             row = rows.stop
 
@@ -133,6 +134,7 @@ def causal_weights(
     site: AttentionSite,
     queries: Tensor,
     keys: Tensor,
+    space: Space,
     heads: slice = slice(None),
     later: Tensor | None = None,
 ) -> Tensor:
@@ -141,6 +143,7 @@ def causal_weights(
     Args:
         queries: `(B, heads, G, rows, d)`.
         keys: `(B, heads, S, d)`.
+        space: where the weights are computed.
         heads: which of the module's KV heads these are.
         later: `(B, 1 or heads, rows, rows)` bool, which later ones each of them sees; None: none.
 
@@ -148,10 +151,9 @@ def causal_weights(
         `(B, heads, G, rows, S)`, at least float32.
     """
     n_rows, length = queries.shape[3], keys.shape[2]
-    logits = upcast(queries.flatten(2, 3) @ keys.mT).mul_(site.scaling)
+    logits = _products(queries, keys, space).mul_(site.scaling)
     if site.softcap is not None:
         logits = logits.div_(site.softcap).tanh_().mul_(site.softcap)
-    logits = logits.unflatten(2, queries.shape[2:4])
     future = torch.ones(n_rows, n_rows, dtype=torch.bool, device=keys.device).triu(1)
     hidden = future if later is None else future & ~later.unsqueeze(2)
     logits[..., length - n_rows :].masked_fill_(hidden, float("-inf"))
@@ -160,3 +162,18 @@ def causal_weights(
     sinks = site.sinks.to(logits).view(1, site.num_kv_heads, -1, 1, 1)[:, heads]
     sinks = sinks.expand(len(logits), -1, -1, n_rows, 1)
     return torch.cat((logits, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+
+
+def _space(keys: Tensor) -> Space:
+    return Space(upcast(keys[:0]))
+
+
+def _products(queries: Tensor, keys: Tensor, space: Space) -> Tensor:
+    """Of queries `(B, heads, G, rows, d)` and keys `(B, heads, S, d)`, at least float32."""
+    products = space.of(*queries.shape[:4], keys.shape[2])
+    left, right = queries.flatten(2, 3).flatten(0, 1), keys.flatten(0, 1).mT
+    if left.dtype == products.dtype:
+        torch.bmm(left, right, out=products.view(*left.shape[:2], -1))
+    else:
+        products.copy_(torch.bmm(left, right).view(products.shape))
+    return products
