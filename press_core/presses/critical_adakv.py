@@ -40,5 +40,5 @@ class CriticalAdaKV(AdaKV):
         budgets = shared_budget(scores, n, self.alpha_safeguard).sum(dim=-1, keepdim=True)
         raised = scores.masked_fill(safeguarded(scores, n, self.alpha_safeguard), float("inf"))
         first = best_first(raised, (budgets * self.first_stage_ratio).int())
-        weighted = (raised + self.epsilon) * projected_norms(call)
+        weighted = (raised + self.epsilon) * projected_norms(call, leaving_out=first)
         return best_first(weighted.masked_fill(first, float("inf")), budgets)

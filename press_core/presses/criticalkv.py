@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from press_core.blocks import rows_at_once
+from press_core.blocks import Space, rows_at_once
 from press_core.call import AttentionCall
 from press_core.composite import Wrapper
 from press_core.model.sites import AttentionSite, output_weight
@@ -43,8 +43,8 @@ class CriticalKV(Wrapper, TokenScorer):
 
     def score_tokens(self, call: AttentionCall) -> Tensor:
         scores = self.scorer.token_scores(call)
-        weighted = (scores + self.epsilon) * projected_norms(call)
         first = best_first(scores, int(self.budget(call) * self.first_stage_ratio))
+        weighted = (scores + self.epsilon) * projected_norms(call, leaving_out=first)
         return weighted.masked_fill(first, float("inf"))
 
 
@@ -55,24 +55,27 @@ def check_stages(press: Any) -> None:
 
 
 @torch.no_grad()
-def projected_norms(call: AttentionCall) -> Tensor:
+def projected_norms(call: AttentionCall, leaving_out: Tensor) -> Tensor:
     """L1 norm of each value after the output projection, mean over the group.
 
-    Some tokens at a time: what is projected is `G * D / d` times as large as the values.
+    Some tokens at a time: what is projected is `D / d` times as large as the values.
+
+    Args:
+        leaving_out: `(B, H_kv, S)` bool, tokens whose norms nobody asks for.
 
     Returns:
-        `(B, H_kv, S)`, float32.
+        `(B, H_kv, S)`, float32; 0 for those.
     """
     values = call.values
-    n_kv, d = values.shape[1], values.shape[-1]
     weight = output_weight(call.site).to(values.dtype)
-    per_head = weight.T.reshape(n_kv, -1, d, len(weight)).transpose(1, 2).flatten(2)
-    n_groups = per_head.shape[-1] // len(weight)  # per_head: (H_kv, d, G * D)
-    n_rows = rows_at_once(values, len(values) * per_head.shape[-1])
-    norms = upcast(values.new_empty(values.shape[:3]))
-    for head in range(n_kv):
-        for start in range(0, values.shape[2], n_rows):
-            rows = slice(start, start + n_rows)
-            projected = values[:, head, rows] @ per_head[head]
-            norms[:, head, rows] = projected.abs_().sum(dim=-1, dtype=norms.dtype)
-    return norms.div_(n_groups)
+    of_heads = weight.unflatten(1, (values.shape[1], -1, values.shape[-1]))  # (D, H_kv, G, d)
+    n_rows = rows_at_once(values, len(weight))
+    norms, space = upcast(values.new_zeros(values.shape[:3])), Space(values)
+    for head in range(values.shape[1]):
+        for part in (~leaving_out[:, head]).nonzero().split(n_rows):
+            rows, tokens = part.unbind(1)
+            asked, projected = values[rows, head, tokens], space.of(len(part), len(weight))
+            for columns in of_heads[:, head].unbind(1):
+                torch.mm(asked, columns.T, out=projected)
+                norms[rows, head, tokens] += projected.abs_().sum(dim=-1, dtype=norms.dtype)
+    return norms.div_(of_heads.shape[2])
