@@ -47,6 +47,9 @@ class Rotary:
 
         The result has the bits that the model itself computes for these states.
         """
+        return _in_parts(self._rotated, x, cos, sin)
+
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         rotated, untouched = x[..., : self.n_channels], x[..., self.n_channels :]
         rotated = self.function(rotated, rotated[:, :0], cos, sin)[0]
         return torch.cat((rotated, untouched), dim=-1) if untouched.shape[-1] else rotated
@@ -55,16 +58,10 @@ class Rotary:
         """Undo `rotate`, in float32 or better; scaled embeddings (YaRN) are undone exactly too."""
         cos, sin = upcast(cos), upcast(sin)
         norm = cos.square() + sin.square()
-        cos, sin = cos / norm, -sin / norm
-        step = rows_at_once(x, 4 * x[:, :, :1].numel())  # the model's function makes so many
-        if x.shape[2] <= step:
-            return self.rotate(upcast(x), cos, sin)
-        turned = torch.empty_like(x, dtype=torch.promote_types(x.dtype, cos.dtype))
-        for start in range(0, x.shape[2], step):
-            rows = slice(start, start + step)
-            part = self.rotate(upcast(x[:, :, rows]), cos[:, rows], sin[:, rows])
-            turned[:, :, rows] = part
-        return turned
+        return _in_parts(self._upcast_and_rotated, x, cos / norm, -sin / norm)
+
+    def _upcast_and_rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self._rotated(upcast(x), cos, sin)
 
     def rotate_to(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate `x` `(B, H, n, d)` from before RoPE to `positions`, in float32 or better.
@@ -124,7 +121,7 @@ class Rotary:
         cos, sin = cos.mean(dim=1, keepdim=True), sin.mean(dim=1, keepdim=True)
         d = like.shape[-1]
         identity = torch.eye(d, device=like.device, dtype=like.dtype).expand(len(start), 1, d, d)
-        return self.rotate(identity, cos, sin).mT
+        return self._rotated(identity, cos, sin).mT
 
     def embeddings(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines at `positions` `(1 or B, n)`, in the dtype of `like`.
@@ -151,6 +148,20 @@ class Rotary:
         assert self.embedding is not None
         own = copy.deepcopy(self.embedding)
         return own if self.layer_type is None else _OfOneLayer(own, self.layer_type)
+
+
+def _in_parts(turn: Callable[..., Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`turn(x, cos, sin)` of `x` `(B, H, q, d)`, some tokens at a time."""
+    step = rows_at_once(x, 4 * x[:, :, :1].numel())  # the model's function makes so many
+    if x.shape[2] <= step:
+        return turn(x, cos, sin)
+    first = turn(x[:, :, :step], cos[:, :step], sin[:, :step])
+    turned = first.new_empty(x.shape)
+    turned[:, :, :step] = first
+    for start in range(step, x.shape[2], step):
+        rows = slice(start, start + step)
+        turned[:, :, rows] = turn(x[:, :, rows], cos[:, rows], sin[:, rows])
+    return turned
 
 
 class _OfOneLayer(nn.Module):

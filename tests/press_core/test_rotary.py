@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from experiments.testbed.families import FAMILIES, NO_ROPE, build
 from press_core import attention_sites
+from press_core.blocks import NUMBERS
 from press_core.model.rotary import Rotary
 
 ROPE_FAMILIES = [family for family in FAMILIES if family not in NO_ROPE]
@@ -47,6 +48,19 @@ def test_unrotate_inverts_rotate(
     x = torch.randn(2, 4, 7, 16)
     rotated = rotary.rotate(x, cos.float(), sin.float())
     torch.testing.assert_close(rotary.unrotate(rotated, cos, sin), x)
+
+
+@pytest.mark.parametrize("family", ROPE_FAMILIES)
+def test_parts_of_a_long_context_have_the_bits_of_the_whole(
+    family: str, record: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = record(family, 7, torch.float32)
+    rotary, cos_sin = recorded.site.rotary, recorded.position_embeddings
+    turns = (rotary.rotate, rotary.unrotate)
+    whole = [turn(recorded.query, *cos_sin) for turn in turns]
+    monkeypatch.setitem(NUMBERS, "cpu", 4 * recorded.query[:, :, :3].numel())  # 3, 3 and 1
+    for turn, expected in zip(turns, whole, strict=True):
+        assert torch.equal(turn(recorded.query, *cos_sin), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
