@@ -49,8 +49,7 @@ class AttentionCall:
         budget: number of tokens that each KV head is to keep, where another press sets it.
         memory: by name `(B, H_kv, S)`, what the press wanted to know of each key, up to date; see
             `Press.remember`.
-        seen: `(B,)` int64, on the CPU: tokens that the layer has seen of each row, padding left
-            out.
+        seen: tokens that the layer has seen of each of the `B` rows, padding left out.
         n_steps: forwards since the press pruned the layer last, while decoding.
         n_forwards: forwards that the scope has seen the layer through, while decoding.
         recent_scores: `(B, H_kv, w)`, what an earlier eviction left to judge late; see `Eviction`.
@@ -76,7 +75,7 @@ class AttentionCall:
     n_to_come: int | None = None
     budget: int | None = None
     memory: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
-    seen: Tensor | None = None
+    seen: tuple[int, ...] | None = None
     n_steps: int = 0
     n_forwards: int = 0
     recent_scores: Tensor | None = None
@@ -120,7 +119,7 @@ class AttentionCall:
     def _found_position(self) -> Tensor:
         assert self.site.rotary is not None
         assert self.position_embeddings is not None
-        seen = 0 if self.seen is None else int(self.seen.max())
+        seen = 0 if self.seen is None else max(self.seen)
         limit = max(self.length, self.hidden_states.shape[1], seen)
         cos, sin = self.position_embeddings
         found = self.site.rotary.find(cos[:, -1:], sin[:, -1:], limit)
@@ -379,7 +378,7 @@ class AttentionCall:
             tokens=of_slots(self.tokens),
             rotary_positions=of_slots(self.rotary_positions),
             memory={name: _required(of_slots(x)) for name, x in self.memory.items()},
-            seen=None if self.seen is None else self.seen[rows],
+            seen=self.seen and tuple([self.seen[row] for row in rows]),
             recent_scores=per_row(self.recent_scores),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -262,7 +262,7 @@ def _prune(
         evict_late(forward, scope, layer, BatchEviction(call, _judged(press, call, real)))
         return
     occupied = occupied_slots(forward, forward.n_tokens if n_new is None else n_new)
-    call = call.but(scope=now, seen=tokens_seen(layer, occupied, len(call.keys)))
+    call = call.but(scope=now, seen=tokens_seen(layer, occupied, call.keys.shape[0]))
     store(forward, scope, BatchEviction(call, _judged(press, call, occupied)))
     scope.reached[forward.cache] = forward.site.depth
     _left_in_the_middle(scope)
@@ -277,14 +277,14 @@ def _left_in_the_middle(scope: ScopeState) -> bool:
 
 def _parts(
     call: AttentionCall, occupied: Tensor | None, row_by_row: bool
-) -> Iterator[tuple[list[int], Tensor | None, AttentionCall]]:
+) -> Iterable[tuple[list[int], Tensor | None, AttentionCall]]:
     """The calls of rows of different padding, with their rows and slots; see `row_groups`."""
-    batch = call.keys.shape[0]
     if occupied is not None:
         occupied = occupied.to(call.keys.device)
-    for rows, slots in row_groups(batch, occupied, row_by_row):
-        alone = slots is not None or len(rows) != batch
-        yield rows, slots, call.of_rows(rows, slots) if alone else call
+    groups = row_groups(call.keys.shape[0], occupied, row_by_row)
+    if occupied is None and len(groups) == 1:
+        return [(groups[0][0], None, call)]
+    return ((rows, slots, call.of_rows(rows, slots)) for rows, slots in groups)
 
 
 def _judged(press: Press, call: AttentionCall, occupied: Tensor | None) -> list[RowGroup]:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum, Flag, auto
+from math import isnan
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -313,7 +314,8 @@ class Press:
 
     def leaves_whole(self, call: AttentionCall) -> bool:
         """Whether there is nothing to choose."""
-        return self.budget(call) >= call.length or not self.is_long_enough(call.length)
+        length = call.length
+        return self.budget(call) >= length or not self.is_long_enough(length)
 
     def decide(self, call: AttentionCall) -> Eviction:
         """The formula: what is left of `call`."""
@@ -401,7 +403,7 @@ class TokenScorer(Press):
                 f"KV head and token, (B, H_kv, S), here {expected}"
             )
         # NaN would be the best of all. The sum tells in a third of the time that there is none.
-        if bool(scores.sum().isnan()) and bool(scores.isnan().any()):
+        if isnan(scores.sum()) and bool(scores.isnan().any()):
             raise PressError(
                 f"{name}.score returned NaN for some tokens of {call.site.name}, which has no rank "
                 "among numbers; -inf evicts a token first, inf last"

@@ -197,9 +197,7 @@ class ReplayPress(RatioPress):
         for site in scope.sites:
             layer = cache.layers[site.layer_idx]
             keys, values = layer.keys, layer.values
-            seen = torch.tensor(
-                [keys.shape[2] if j.slots is None else len(j.slots) for j in judged]
-            )
+            seen = tuple(keys.shape[2] if j.slots is None else len(j.slots) for j in judged)
             nothing = keys.new_empty(keys.shape[0], keys.shape[2], 0)  # of the hidden states
             call = AttentionCall(site, nothing, keys, values, seen=seen, scope=scope)
             groups = []

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -51,22 +52,25 @@ class RowGroup:
 
 def row_groups(
     batch: int, occupied: Tensor | None, row_by_row: bool
-) -> Iterator[tuple[list[int], Tensor | None]]:
+) -> list[tuple[list[int], Tensor | None]]:
     """The rows of a batch that are judged together, and their slots that hold tokens.
 
     Args:
         occupied: `(B, S)` bool; None: all slots of all rows.
         row_by_row: whether each row is judged by itself.
     """
+    if occupied is None and (not row_by_row or batch == 1):
+        return [(list(range(batch)), None)]
     if occupied is None:
-        together = [[row] for row in range(batch)] if row_by_row else [list(range(batch))]
-        yield from ((rows, None) for rows in together)
-        return
+        return [([row], None) for row in range(batch)]
     patterns: dict[Any, list[int]] = {}
     for row, pattern in enumerate(occupied.cpu().tolist()):
         patterns.setdefault(row if row_by_row else tuple(pattern), []).append(row)
-    for rows in patterns.values():
-        yield rows, occupied[rows[0]].nonzero().squeeze(1)
+    return [(rows, occupied[rows[0]].nonzero().squeeze(1)) for rows in patterns.values()]
+
+
+KEYS, VALUES = attrgetter("keys"), attrgetter("values")
+"""What is stored of an eviction."""
 
 
 class BatchEviction:
@@ -75,12 +79,18 @@ class BatchEviction:
     Attributes:
         call: about the whole batch.
         groups: each with its eviction.
+        evictions: those.
         length: slots that the longest group keeps.
+        is_whole: whether everything is left as it was.
+        says_kept: whether it is known which tokens are left.
     """
 
     def __init__(self, call: AttentionCall, groups: list[RowGroup]) -> None:
         self.call, self.groups = call, groups
-        self.length = max(group.eviction.length for group in groups)
+        self.evictions = [group.eviction for group in groups]
+        self.length = max([eviction.length for eviction in self.evictions])
+        self.is_whole = all([eviction.is_whole for eviction in self.evictions])
+        self.says_kept = all([eviction.kept is not None for eviction in self.evictions])
 
     @cached_property
     def _order(self) -> Tensor:
@@ -89,39 +99,32 @@ class BatchEviction:
         return torch.tensor(rows, device=self.call.keys.device).argsort()
 
     @property
-    def evictions(self) -> list[Eviction]:
-        return [group.eviction for group in self.groups]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether everything is left as it was."""
-        return all(eviction.is_whole for eviction in self.evictions)
-
-    @property
     def is_uneven(self) -> bool:
         """Whether rows have lost padding, or keep different numbers of tokens."""
-        return any(
-            group.slots is not None or group.eviction.length != self.length for group in self.groups
-        )
+        lengths = [eviction.length for eviction in self.evictions]
+        slots = [group.slots for group in self.groups if group.slots is not None]
+        return bool(slots) or min(lengths) != self.length
 
     @property
     def mean_kept(self) -> float:
         """Slots that a row keeps, on average."""
-        kept = sum(group.eviction.length * len(group.rows) for group in self.groups)
-        return kept / len(self.call.keys)
+        kept = [group.eviction.length * len(group.rows) for group in self.groups]
+        return sum(kept) / self.call.keys.shape[0]
 
     @property
     def mean_seen(self) -> float:
         """Tokens that the layer has seen of a row, padding left out, on average."""
-        seen = _required(self.call.seen).tolist()
-        return sum(seen) / len(seen)
+        assert self.call.seen is not None
+        return sum(self.call.seen) / len(self.call.seen)
 
     def padding(self, n_seen: int) -> Tensor | None:
         """How much of the `n_seen` tokens of each row was padding, `(B,)` int64; None: nothing."""
-        return None if self.mean_seen == n_seen else n_seen - _required(self.call.seen)
+        return None if self.mean_seen == n_seen else n_seen - torch.tensor(self.call.seen)
 
     def joined(self, of_group: Callable[[Eviction], Tensor], empty: float) -> Tensor:
         """What `of_group` says of the slots `(b, H_kv, n, ...)` of each, for the batch."""
+        if len(self.evictions) == 1:
+            return of_group(self.evictions[0])
         return self.per_row(lambda eviction: _pad_left(of_group(eviction), self.length, empty))
 
     def per_row(self, of_group: Callable[[Eviction], Tensor]) -> Tensor:
@@ -135,7 +138,7 @@ class BatchEviction:
         """Position in the sequence of what is left, of the slots of `former`; -1: empty slots."""
         if _is_pruned(former):
             return self.of_slots(former.all_positions())
-        if any(eviction.kept is None for eviction in self.evictions):
+        if not self.says_kept:
             return None
 
         def of_group(group: RowGroup) -> Tensor:  # slots and positions are the same
@@ -147,7 +150,7 @@ class BatchEviction:
 
     def of_slots(self, known: Tensor | None, empty: float = -1) -> Tensor | None:
         """Of something known of every slot, `(1 or B, 1 or H_kv, S)`, what is left."""
-        if known is None or any(eviction.kept is None for eviction in self.evictions):
+        if known is None or not self.says_kept:
             return None
         known = known.to(self.call.keys.device).expand(self.call.keys.shape[:3])
 
@@ -192,7 +195,7 @@ def store(forward: AttentionForward, scope: ScopeState, batch: BatchEviction) ->
         UnsupportedInputError: if a press did not say what it kept where that matters.
     """
     former = forward.layer
-    if any(eviction.head_mask is not None for eviction in batch.evictions):
+    if any([eviction.head_mask is not None for eviction in batch.evictions]):
         _store(forward, scope, batch, former, *_ragged(scope, batch, former))
     # Also a layer left whole has to know its padding, once the mask is built for a pruned one.
     elif not batch.is_whole or (not _is_pruned(former) and _is_pruned(mask_layer(forward.cache))):
@@ -238,27 +241,28 @@ def _is_pruned(layer: Any) -> bool:
     return isinstance(layer, PrunedLayer) and layer.is_pruned
 
 
-def tokens_seen(layer: Any, occupied: Tensor | None, batch: int) -> Tensor:
-    """How many tokens `layer` has seen of each row, padding left out: `(B,)` int64, on the CPU.
+def tokens_seen(layer: Any, occupied: Tensor | None, batch: int) -> tuple[int, ...]:
+    """How many tokens `layer` has seen of each row, padding left out.
 
     Args:
         occupied: `(B, S)` bool, which slots hold tokens; None: all.
     """
-    seen = torch.full((batch,), n_seen(layer))
-    padding = layer.kept.padding if _is_pruned(layer) else None
-    if padding is not None:
-        seen = seen - padding.cpu()
-    if occupied is None:
-        return seen
-    since = occupied[:, layer.kept.n_slots if _is_pruned(layer) else 0 :]
-    return seen - (~since).sum(dim=-1).cpu()
+    seen, pruned = n_seen(layer), _is_pruned(layer)
+    padding = layer.kept.padding if pruned else None
+    if padding is None and occupied is None:
+        return (seen,) * batch
+    empty = torch.zeros(batch, dtype=torch.int64) if padding is None else padding.cpu()
+    if occupied is not None:
+        since = occupied[:, layer.kept.n_slots if pruned else 0 :]
+        empty = empty + (~since).sum(dim=-1).cpu()
+    return tuple((seen - empty).tolist())
 
 
 def _pruned(
     forward: AttentionForward, scope: ScopeState, batch: BatchEviction, former: Any
 ) -> tuple[PrunedLayer, float]:
     """The layer that holds what is left, and how many tokens each KV head keeps on average."""
-    positions = batch.kept_positions(former)
+    positions, seen = batch.kept_positions(former), n_seen(former)
     padded = batch.is_uneven or (_is_pruned(former) and former.kept.padded)
     if padded and positions is None:
         raise UnsupportedInputError(
@@ -270,9 +274,9 @@ def _pruned(
     layer.kept = KeptTokens(
         None if positions is None else positions.to(torch.int32),
         batch.length,
-        n_seen(former),
+        seen,
         padded,
-        batch.padding(n_seen(former)),
+        batch.padding(seen),
         None if rotary is None else rotary.to(torch.int32),
     )
     layer.rerotation = _rerotation(forward, batch, former, padded)
@@ -302,8 +306,7 @@ def _layer_like(scope: ScopeState, batch: BatchEviction, former: Any) -> PrunedL
         UnsupportedCacheError: if it cannot.
     """
     storage = former.quantized if isinstance(former, PrefillStagingLayer) else storage_of(former)
-    keys = batch.joined(lambda eviction: eviction.keys, 0)
-    values = batch.joined(lambda eviction: eviction.values, 0)
+    keys, values = batch.joined(KEYS, 0), batch.joined(VALUES, 0)
     if batch.evictions[0].channels is None:
         return pruned_layer(filled(storage, keys, values))
     _refuse_quantized(scope, former, "some channels of the keys")
@@ -330,7 +333,7 @@ def _rerotation(
 ) -> Rerotation | None:
     """To which positions the keys that are left are rotated, if not to those they came with."""
     before = former.rerotation if isinstance(former, PrunedLayer) else None
-    if all(eviction.rotary_positions is None for eviction in batch.evictions):
+    if all([eviction.rotary_positions is None for eviction in batch.evictions]):
         if before is None:
             return None
         # Padding between turns has not moved them on.
@@ -382,8 +385,8 @@ def _ragged(scope: ScopeState, batch: BatchEviction, former: Any) -> tuple[Ragge
         return torch.ones_like(eviction.keys[..., 0], dtype=torch.bool)
 
     layer = RaggedLayer.of(
-        batch.joined(lambda eviction: eviction.keys, 0),
-        batch.joined(lambda eviction: eviction.values, 0),
+        batch.joined(KEYS, 0),
+        batch.joined(VALUES, 0),
         batch.joined(kept, 0),
         _required(batch.kept_positions(former)),
         n_seen(former),

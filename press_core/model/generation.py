@@ -96,7 +96,7 @@ def tokens_cut_by_generate() -> int | None:
     Returns:
         None where it does not, or was given the new tokens alone.
     """
-    frame = innermost_frame(_GENERATE, "_prefill")
+    frame = innermost_frame(_GENERATE, frozenset(("_prefill",)))
     # transformers 5.2 always cuts; later releases only where they are told all tokens.
     if frame is None or not frame.f_locals.get("next_sequence_length", True):
         return None
@@ -104,20 +104,20 @@ def tokens_cut_by_generate() -> int | None:
 
 
 _GENERATE = "transformers.generation.utils"
-_LOOPS = ("_prefill", "_assisted_decoding", "_sample", "_beam_search")
+_LOOPS = frozenset(("_prefill", "_assisted_decoding", "_sample", "_beam_search"))
 
 
 def _generating() -> FrameType | None:
     """The innermost frame of a loop of `generate`: an assistant runs one inside another's."""
-    return innermost_frame(_GENERATE, *_LOOPS)
+    return innermost_frame(_GENERATE, _LOOPS)
 
 
-def innermost_frame(module: str, *functions: str) -> FrameType | None:
+def innermost_frame(module: str, functions: frozenset[str] | None = None) -> FrameType | None:
     """The innermost frame on the call stack of a module, or of one of these functions of it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        in_module = frame.f_globals.get("__name__") == module
-        if in_module and (not functions or frame.f_code.co_name in functions):
+        named = functions is None or frame.f_code.co_name in functions
+        if named and frame.f_globals.get("__name__") == module:
             return frame
         frame = frame.f_back
     return None

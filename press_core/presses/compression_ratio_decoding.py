@@ -47,4 +47,4 @@ class CompressionRatioDecoding(AtIntervals):
 
     def target(self, call: AttentionCall) -> int:
         assert call.seen is not None
-        return n_kept(int(call.seen[0]), self.target_compression_ratio)
+        return n_kept(call.seen[0], self.target_compression_ratio)

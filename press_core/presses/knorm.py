@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from press_core.call import AttentionCall
@@ -24,4 +25,4 @@ class Knorm(RatioScorer):
 
 def knorm_scores(keys: Tensor) -> Tensor:
     """Negative L2 norm of each key: `(B, H_kv, S, d)` to `(B, H_kv, S)`."""
-    return -upcast(keys).norm(dim=-1)
+    return -torch.linalg.vector_norm(upcast(keys), dim=-1)

@@ -94,8 +94,8 @@ def test_tokens_seen_of_a_row_leave_its_padding_out() -> None:
     occupied = _tokens(".xx.xx", "xxxxxx", ".xx.xx")
     states = torch.zeros(3, KV_HEADS, 6, DIM)
     layer = filled(DynamicLayer(), states, states)
-    assert tokens_seen(layer, occupied, 3).tolist() == [4, 6, 4]
-    assert tokens_seen(layer, None, 3).tolist() == [6, 6, 6]
+    assert tokens_seen(layer, occupied, 3) == (4, 6, 4)
+    assert tokens_seen(layer, None, 3) == (6, 6, 6)
 
 
 def test_what_is_known_of_slots_follows_what_is_left_of_each_row() -> None:
