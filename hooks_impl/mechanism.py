@@ -78,7 +78,8 @@ class BasePress(press.Press):
             )
         query = collected.query if collected.scope.reads_queries else None
         is_rotated = query is not None and collected.site.query_source.is_rotated
-        forward = AttentionForward(input, kwargs, collected.site, collected.context_output)
+        begun = collected.begun.context_output, collected.begun.part
+        forward = AttentionForward(input, kwargs, collected.site, *begun)
         return engine.after_attention(collected.scope, forward, output, query, is_rotated)
 
     # ---- around an attention module, around the decoder ------------------------------------------
@@ -268,13 +269,13 @@ class _Collected(NamedTuple):
 
     Attributes:
         projected: input and output of the module that makes the query; None: it has not run.
-        context_output: see `AttentionForward`.
+        begun: the forward as `engine.before_attention` returned it.
     """
 
     site: AttentionSite
     scope: ScopeState
     projected: tuple[Tensor, Tensor] | None
-    context_output: Any
+    begun: AttentionForward
 
     def query(self) -> Tensor:
         """The query before RoPE, `(B, H, q, d)`.
@@ -314,20 +315,19 @@ class _SiteHooks:
         forward = engine.before_attention(self.scope, AttentionForward(args, kwargs, self.site))
         if forward is None:
             return None
-        self.waiting.context_output = forward.context_output
+        self.waiting.begun = forward
         return forward.args, forward.kwargs
 
     def after(self, _: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> Any:
         waiting = self.waiting.__dict__
-        projected, begun = waiting.pop("projected", None), "context_output" in waiting
-        if not self.press.acts_here or not begun:
+        projected, begun = waiting.pop("projected", None), waiting.pop("begun", None)
+        if not self.press.acts_here or begun is None:
             return None
-        context_output = waiting.pop("context_output")
         *given, output = kwargs_and_output
         if not given or not self.scope.is_open:  # see `Hook`
-            return with_context(context_output, output)
+            return with_context(begun.context_output, output)
         (kwargs,) = given
-        collected = _Collected(self.site, self.scope, projected, context_output)
+        collected = _Collected(self.site, self.scope, projected, begun)
         seen = {**kwargs, CALL: collected}
         return self.press.forward_hook(view_of(self.site), args, seen, output)
 

@@ -18,6 +18,7 @@ from press_core.cache.caches import (
 )
 from press_core.cache.masks import later_tokens, visible_tokens
 from press_core.cache.pruned import (
+    NOTHING_KNOWN,
     ChannelPrunedLayer,
     PrefillStagingLayer,
     PrunedLayer,
@@ -46,6 +47,7 @@ from press_core.cache.storing import (
     tokens_seen,
 )
 from press_core.call import AttentionCall
+from press_core.copies import copied
 from press_core.distributed import of_all_heads, of_own_heads
 from press_core.drafts import after_context, rest_of, with_context
 from press_core.errors import UnsupportedCacheError, UnsupportedInputError
@@ -97,7 +99,7 @@ def before_attention(scope: ScopeState, forward: AttentionForward) -> AttentionF
         if Phase.PREFILL in scope.phases and is_quantized(layer):
             _refuse_chunks_of_quantized(part)
             cache.layers[index] = PrefillStagingLayer(storage_of(layer))
-        return forward
+        return copied(forward, part=part)
     if Phase.BEFORE_DECODING in scope.phases:
         press.before_attention(scope, forward)
     return prepared(forward, scope)
@@ -306,7 +308,7 @@ def _with_memory(
     scope: ScopeState, forward: AttentionForward, call: AttentionCall
 ) -> AttentionCall:
     """The call of a forward that has just ended, with what the press remembers up to date."""
-    if not scope.press.remembers:
+    if not scope.remembers:
         return call
     occupied = occupied_slots(forward, forward.n_tokens)
     known: dict[str, Tensor] = {}
@@ -388,7 +390,7 @@ def _part_of_prefill(
     A press that prunes after every chunk gets each of them. For others the states of the chunks
     wait, so that they see the context as if it had come at once.
     """
-    n_to_come = part_of(forward.site).n_to_come
+    n_to_come = (forward.part or part_of(forward.site)).n_to_come
     if not begun and not n_to_come:
         if Phase.PREFILL not in scope.phases:
             return None
@@ -432,7 +434,7 @@ def _remember_prefill(scope: ScopeState, forward: AttentionForward) -> ScopeMemo
     """Let the layer of `forward` know that its prefill is under way, and what came of it so far."""
     if not isinstance(forward.layer, PrunedLayer):
         forward.cache.layers[forward.site.layer_idx] = pruned_layer(forward.layer)
-    memory = forward.layer.memories.get(scope.key, ScopeMemory())
+    memory = forward.layer.memories.get(scope.key, NOTHING_KNOWN)
     forward.layer.memories[scope.key] = replace(memory, is_prefill=True)
     return forward.layer.memories[scope.key]
 
@@ -453,16 +455,15 @@ def _decoding_step(
 
     Queries are buffered as they are after RoPE, so that both mechanisms buffer the same.
     """
-    cache, index, press = forward.cache, forward.site.layer_idx, scope.press
-    if isinstance(forward.layer, RaggedLayer) and press.evicts is Evicts.PER_HEAD:
-        return _new_tokens(scope, forward, forward.layer, query, query_is_rotated)
+    layer, press = forward.layer, scope.press
+    if isinstance(layer, RaggedLayer) and press.evicts is Evicts.PER_HEAD:
+        return _new_tokens(scope, forward, layer, query, query_is_rotated)
     _require_readable(forward)
     _require_causal(scope, forward)
-    if not isinstance(forward.layer, PrunedLayer):
-        cache.layers[index] = pruned_layer(forward.layer)
-    layer = forward.layer
-    memory = layer.memories.get(scope.key, ScopeMemory())
-    if press.remembers:
+    if not isinstance(layer, PrunedLayer):
+        layer = forward.cache.layers[forward.site.layer_idx] = pruned_layer(layer)
+    memory = layer.memories.get(scope.key, NOTHING_KNOWN)
+    if scope.remembers:
         here = _call(
             scope,
             forward,
@@ -473,7 +474,7 @@ def _decoding_step(
             decoding=True,
         )
         memory = replace(memory, slots=_with_memory(scope, forward, here).memory)
-    limit = press.buffered_tokens or forward.n_tokens
+    limit = scope.buffered_tokens or forward.n_tokens
     memory = memory.after_step(limit, **_states_to_buffer(forward, query, query_is_rotated))
     layer.memories[scope.key] = memory
     if not press.is_due(memory.n_steps, forward.n_tokens):
@@ -501,7 +502,7 @@ def _states_to_buffer(
     forward: AttentionForward, query: Tensor | None, query_is_rotated: bool
 ) -> dict[str, Tensor | None]:
     """By name, what a press may ask about the tokens of a step later: `(B, ..., q, channels)`."""
-    batch, cos_sin, ids = len(forward.hidden_states), forward.cos_sin, forward.position_ids
+    batch, cos_sin, ids = forward.hidden_states.shape[0], forward.cos_sin, forward.position_ids
     if query is not None and not query_is_rotated and cos_sin is not None:
         query = (
             query if forward.site.rotary is None else forward.site.rotary.rotate(query, *cos_sin)

@@ -32,7 +32,7 @@ class ScopeState:
 
     Attributes:
         press: as it acts on this model.
-        reads_queries, phases: whether it reads queries, and when it acts.
+        reads_queries, phases, remembers, buffered_tokens: what it says of itself.
         model: None once the scope is closed.
         sites: the attention modules that the press is installed on.
         decoder: the module that takes token ids and runs all of them.
@@ -74,6 +74,8 @@ class ScopeState:
     n_sites: int = 0
     reads_queries: bool = False
     phases: Phase = Phase.NEVER
+    remembers: bool = False
+    buffered_tokens: int = 0
     _memories: dict[type, Any] = field(default_factory=dict)
     installed: list[Removable] = field(default_factory=list)
 
@@ -81,6 +83,7 @@ class ScopeState:
         self.n_sites = len(self.sites)
         # Asked once: a composition asks each of its parts, and forwards ask often.
         self.reads_queries, self.phases = self.press.reads_queries, self.press.phases
+        self.remembers, self.buffered_tokens = self.press.remembers, self.press.buffered_tokens
 
     def takes(self, cache: Any, depth: int) -> bool:
         """Whether a forward that comes to the attention module at `depth` is the scope's.

@@ -20,7 +20,7 @@ from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, QuantizedLayer
 
 from press_core.cache.masks import given_mask
-from press_core.cache.recent import RecentStates
+from press_core.cache.recent import NO_STATES, RecentStates
 from press_core.copies import copied
 from press_core.errors import ScopeError, UnsupportedCacheError, UnsupportedInputError
 from press_core.model.generation import tokens_cut_by_generate
@@ -151,16 +151,20 @@ class ScopeMemory:
         Args:
             limit: of how many tokens before those the states are still needed; None: of all.
         """
-        new = {name: x for name, x in states.items() if x is not None}
-        n_new = max((x.shape[-2] for x in new.values()), default=0)
-        kept = dict(self.states)
-        for name, x in new.items() if limit is None or limit else ():
+        n_new, kept = 0, dict(self.states)
+        for name, x in states.items():
+            if x is None:
+                continue
+            n_new = x.shape[-2]
             # What is there stays until more follow, so that the new tokens can be taken back.
-            kept[name] = kept.get(name, RecentStates()).followed_by(x, limit)
-        counts = {"n_steps": self.n_steps + 1, "n_forwards": self.n_forwards + 1}
-        runs = _with_run(self.runs, n_new)
-        return ScopeMemory(
-            **counts, states=kept, runs=runs, is_prefill=self.is_prefill, slots=self.slots
+            if limit != 0:
+                kept[name] = kept.get(name, NO_STATES).followed_by(x, limit)
+        return copied(
+            self,
+            n_steps=self.n_steps + 1,
+            states=kept,
+            runs=_with_run(self.runs, n_new),
+            n_forwards=self.n_forwards + 1,
         )
 
     def last(self, limit: int) -> dict[str, Tensor]:
@@ -203,6 +207,10 @@ class ScopeMemory:
                 break
             runs += [(width, count)] * (count > 0)
         return replace(self, n_steps=n_steps, states=states, slots=slots, runs=tuple(runs))
+
+
+NOTHING_KNOWN = ScopeMemory()
+"""What a scope knows of a layer at first."""
 
 
 def _with_run(runs: tuple[tuple[int, int], ...], width: int) -> tuple[tuple[int, int], ...]:

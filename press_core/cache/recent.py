@@ -60,3 +60,6 @@ class RecentStates:
     def of_rows(self, rows: Tensor) -> RecentStates:
         """The same for some rows of the batch."""
         return RecentStates(tuple(x[rows.to(x.device)] for x in self.parts), self.n)
+
+
+NO_STATES = RecentStates()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from press_core.cache.caches import mask_layer
 from press_core.cache.pruned import (
+    NOTHING_KNOWN,
     ChannelPrunedLayer,
     KeptTokens,
     PrefillStagingLayer,
@@ -215,7 +216,7 @@ def _leave_whole(
     if slots and not isinstance(layer, PrunedLayer):
         layer = PrunedLayer(layer)
     if isinstance(layer, PrunedLayer):
-        memory = layer.memories.get(scope.key, ScopeMemory())
+        memory = layer.memories.get(scope.key, NOTHING_KNOWN)
         layer.memories[scope.key] = memory.after_pruning(slots, by_this_scope=True)
     forward.cache.layers[forward.site.layer_idx] = layer
 
@@ -288,7 +289,7 @@ def _memories(scope: ScopeState, batch: BatchEviction, former: Any) -> dict[int,
     """What each open scope knows of what is left."""
     before = dict(former.memories) if isinstance(former, PrunedLayer) else {}
     if batch.call.memory:
-        before.setdefault(scope.key, ScopeMemory())
+        before.setdefault(scope.key, NOTHING_KNOWN)
     memories = {}
     for key, memory in before.items():
         here = key == scope.key

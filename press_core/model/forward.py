@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from press_core.errors import UnsupportedInputError
+from press_core.model.generation import Part
 from press_core.model.sites import AttentionSite
 
 F = TypeVar("F", bound="Forward")
@@ -59,10 +60,12 @@ class AttentionForward(Forward):
         site: the module.
         context_output: what the module has made of the tokens before these, where they came in one
             forward and were run by themselves; see `engine.before_attention`.
+        part: what it is a part of; None: that was not asked when it began.
     """
 
     site: AttentionSite
     context_output: Any = None
+    part: Part | None = None
 
     @property
     def parameters(self) -> tuple[str, ...]:
