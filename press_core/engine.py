@@ -54,7 +54,7 @@ from press_core.errors import UnsupportedCacheError, UnsupportedInputError
 from press_core.eviction import SAY_WHAT_IS_KEPT, Eviction
 from press_core.model import probe
 from press_core.model.forward import AttentionForward, DecoderForward
-from press_core.model.generation import Part, part_of
+from press_core.model.generation import WHOLE, Part, part_of
 from press_core.model.sites import AttentionSite, LeftAlone
 from press_core.press import Evicts, Phase, Press
 from press_core.scope import ScopeState
@@ -88,7 +88,7 @@ def before_attention(scope: ScopeState, forward: AttentionForward) -> AttentionF
         refuse_offloading(press, cache)
     layer = forward.layer
     empty = layer is None or layer.get_seq_length() == 0
-    part = part_of(forward.site) if empty or forward.n_tokens > 1 else Part()
+    part = part_of(forward.site) if empty or forward.n_tokens > 1 else WHOLE
     if part.n_drafts or part.beside_drafts:  # another scope may have parted them from the context
         _refuse_drafts_in_decoding(scope)
     if empty and 0 < part.n_drafts < forward.n_tokens:
@@ -443,7 +443,7 @@ def _known_states(states: dict[str, Tensor]) -> dict[str, Any]:
     """As fields of a call, what a buffer knows of the last tokens."""
     return {
         "hidden_states": states["hidden_states"],
-        "position_embeddings": (states["cos"], states["sin"]) if "cos" in states else None,
+        "position_embeddings": states["cos_sin"].chunk(2, -1) if "cos_sin" in states else None,
         "position_ids": states["position_ids"].squeeze(-1) if "position_ids" in states else None,
     }
 
@@ -510,8 +510,7 @@ def _states_to_buffer(
     return {
         "hidden_states": forward.hidden_states,
         "query": query,
-        "cos": None if cos_sin is None else cos_sin[0].expand(batch, -1, -1),
-        "sin": None if cos_sin is None else cos_sin[1].expand(batch, -1, -1),
+        "cos_sin": None if cos_sin is None else torch.cat(cos_sin, -1).expand(batch, -1, -1),
         "position_ids": None if ids is None else ids.expand(batch, -1).unsqueeze(-1),
     }
 
@@ -557,7 +556,7 @@ def _rotary_positions(forward: AttentionForward, last: Tensor | None, n_new: int
     positions = positions_in(layer)
     if positions is None or last is None:
         return None if positions is None else positions.to(device)
-    lag = (n_seen(layer) - 1 - last).view(-1, 1)
+    lag = (n_seen(layer) - 1 - last)[:, None]
     if empty is not None:
         behind = empty.flip(-1).cumsum(dim=-1).flip(-1) - empty
         counted = lag < empty.sum(dim=-1, keepdim=True)  # positions go on over padding

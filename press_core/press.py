@@ -104,6 +104,7 @@ class Press:
             of them have run.
         prunes_chunks: class attribute; whether it prunes after every chunk of a prefill in chunks,
             rather than once all of it is there.
+        acts_here: class attribute; whether forwards of this thread are its business.
     """
 
     mechanism: ClassVar[str] = ""
@@ -119,6 +120,7 @@ class Press:
     compares_key_norms: ClassVar[bool] = False
     spans_layers: ClassVar[bool] = False
     prunes_chunks: ClassVar[bool] = False
+    acts_here: ClassVar[bool] = True
     collector: ClassVar[type[Collector]]
     """Shows the calls of a model to a function, by the same mechanism."""
 
@@ -287,11 +289,6 @@ class Press:
         model's one mask does not fit.
         """
         return bool(self.phases & ~Phase.DECODER) or self.evicts is Evicts.TOKENS
-
-    @property
-    def acts_here(self) -> bool:
-        """Whether forwards of this thread are its business."""
-        return True
 
     @property
     def reads_queries(self) -> bool:
@@ -480,7 +477,7 @@ class Collector(Press):
         return Phase.DECODING if self.decoding else Phase.PREFILL
 
     @property
-    def acts_here(self) -> bool:
+    def acts_here(self) -> bool:  # type: ignore[override]
         return self.thread is None or self.thread == threading.get_ident()
 
     def decide(self, call: AttentionCall) -> Eviction:

@@ -33,6 +33,9 @@ class Part:
     beside_drafts: bool = False
 
 
+WHOLE = Part()
+"""A forward that is no part of anything."""
+
 _announced: ContextVar[Part | None] = ContextVar("part", default=None)
 
 
@@ -53,7 +56,7 @@ def part_of(site: AttentionSite) -> Part:
         return announced
     frame = _generating()
     if frame is None or not _runs(frame, site):
-        return Part()
+        return WHOLE
     known = frame.f_locals
     if frame.f_code.co_name == "_assisted_decoding":
         return Part(n_drafts=int(known.get("candidate_length", 0)))
