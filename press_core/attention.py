@@ -151,7 +151,7 @@ def causal_weights(
         `(B, heads, G, rows, S)`, at least float32.
     """
     n_rows, length = queries.shape[3], keys.shape[2]
-    logits = _products(queries, keys, space).mul_(site.scaling)
+    logits = _logits(queries, keys, site.scaling, space)
     if site.softcap is not None:
         logits = logits.div_(site.softcap).tanh_().mul_(site.softcap)
     future = torch.ones(n_rows, n_rows, dtype=torch.bool, device=keys.device).triu(1)
@@ -168,12 +168,11 @@ def _space(keys: Tensor) -> Space:
     return Space(upcast(keys[:0]))
 
 
-def _products(queries: Tensor, keys: Tensor, space: Space) -> Tensor:
+def _logits(queries: Tensor, keys: Tensor, scaling: float, space: Space) -> Tensor:
     """Of queries `(B, heads, G, rows, d)` and keys `(B, heads, S, d)`, at least float32."""
-    products = space.of(*queries.shape[:4], keys.shape[2])
+    logits = space.of(*queries.shape[:4], keys.shape[2])
     left, right = queries.flatten(2, 3).flatten(0, 1), keys.flatten(0, 1).mT
-    if left.dtype == products.dtype:
-        torch.bmm(left, right, out=products.view(*left.shape[:2], -1))
-    else:
-        products.copy_(torch.bmm(left, right).view(products.shape))
-    return products
+    if left.dtype != logits.dtype:
+        return logits.copy_(torch.bmm(left, right).view(logits.shape)).mul_(scaling)
+    logits.view(*left.shape[:2], -1).baddbmm_(left, right, beta=0, alpha=scaling)
+    return logits
