@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -402,8 +403,10 @@ def _part_of_prefill(
     if press.prunes_chunks:
         return _chunk(forward, here, n_to_come)
     buffer = _remember_prefill(scope, forward)
-    limit = None if Phase.PREFILL in scope.phases else 0
-    buffer = buffer.after_step(limit, **_states_to_buffer(forward, query, query_is_rotated))
+    states_here = {}
+    if Phase.PREFILL in scope.phases:
+        states_here = _states_to_buffer(forward, query, query_is_rotated)
+    buffer = buffer.after_step(forward.n_tokens, None, **states_here)
     forward.layer.memories[scope.key] = buffer
     if n_to_come:
         return None
@@ -474,13 +477,14 @@ def _decoding_step(
             decoding=True,
         )
         memory = replace(memory, slots=_with_memory(scope, forward, here).memory)
-    limit = scope.buffered_tokens or forward.n_tokens
-    memory = memory.after_step(limit, **_states_to_buffer(forward, query, query_is_rotated))
+    states = partial(_states_to_buffer, forward, query, query_is_rotated)
+    limit, ids = scope.buffered_tokens, forward.position_ids
+    memory = memory.after_step(forward.n_tokens, limit, **(states() if limit else {}))
     layer.memories[scope.key] = memory
     if not press.is_due(memory.n_steps, forward.n_tokens):
         return None
     _require_known(forward)
-    known, ids = memory.last(limit), forward.position_ids
+    known = memory.last(limit) if limit else states()
     return _call(
         scope,
         forward,
@@ -500,19 +504,19 @@ def _decoding_step(
 
 def _states_to_buffer(
     forward: AttentionForward, query: Tensor | None, query_is_rotated: bool
-) -> dict[str, Tensor | None]:
+) -> dict[str, Tensor]:
     """By name, what a press may ask about the tokens of a step later: `(B, ..., q, channels)`."""
     batch, cos_sin, ids = forward.hidden_states.shape[0], forward.cos_sin, forward.position_ids
-    if query is not None and not query_is_rotated and cos_sin is not None:
-        query = (
-            query if forward.site.rotary is None else forward.site.rotary.rotate(query, *cos_sin)
-        )
-    return {
-        "hidden_states": forward.hidden_states,
-        "query": query,
-        "cos_sin": None if cos_sin is None else torch.cat(cos_sin, -1).expand(batch, -1, -1),
-        "position_ids": None if ids is None else ids.expand(batch, -1).unsqueeze(-1),
-    }
+    states, rotary = {"hidden_states": forward.hidden_states}, forward.site.rotary
+    if query is not None:
+        if not query_is_rotated and rotary is not None and cos_sin is not None:
+            query = rotary.rotate(query, *cos_sin)
+        states["query"] = query
+    if cos_sin is not None:
+        states["cos_sin"] = torch.cat(cos_sin, dim=-1).expand(batch, -1, -1)
+    if ids is not None:
+        states["position_ids"] = ids.expand(batch, -1).unsqueeze(-1)
+    return states
 
 
 def _new_tokens(

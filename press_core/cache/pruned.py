@@ -145,24 +145,21 @@ class ScopeMemory:
     slots: Mapping[str, Tensor] = field(default_factory=dict)
     n_forwards: int = 0
 
-    def after_step(self, limit: int | None, **states: Tensor | None) -> ScopeMemory:
-        """The memory with the states of new tokens.
+    def after_step(self, n_new: int, limit: int | None = 0, **states: Tensor) -> ScopeMemory:
+        """The memory with `n_new` tokens more, and their states.
 
         Args:
             limit: of how many tokens before those the states are still needed; None: of all.
         """
-        n_new, kept = 0, dict(self.states)
-        for name, x in states.items():
-            if x is None:
-                continue
-            n_new = x.shape[-2]
-            # What is there stays until more follow, so that the new tokens can be taken back.
-            if limit != 0:
-                kept[name] = kept.get(name, NO_STATES).followed_by(x, limit)
+        # What is there stays until more follow, so that the new tokens can be taken back.
+        new = {
+            name: self.states.get(name, NO_STATES).followed_by(x, limit)
+            for name, x in states.items()
+        }
         return copied(
             self,
             n_steps=self.n_steps + 1,
-            states=kept,
+            states={**self.states, **new},
             runs=_with_run(self.runs, n_new),
             n_forwards=self.n_forwards + 1,
         )

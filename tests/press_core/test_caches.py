@@ -427,7 +427,7 @@ def test_a_buffer_holds_the_last_tokens_of_all_that_came() -> None:
     steps = [torch.randn(BATCH, n, DIM) for n in (1, 2, 1)]
     first = buffer = ScopeMemory()
     for step in steps:
-        buffer = buffer.after_step(3, hidden_states=step, query=None)
+        buffer = buffer.after_step(step.shape[1], 3, hidden_states=step)
     assert buffer.n_steps == 3
     assert set(buffer.states) == {"hidden_states"}
     assert torch.equal(buffer.last(3)["hidden_states"], torch.cat(steps, dim=1)[:, -3:])
@@ -438,22 +438,22 @@ def test_a_buffer_gives_back_whole_forwards() -> None:
     came = [torch.randn(BATCH, n, DIM) for n in (1, 1, 4, 1, 3)]
     buffer = ScopeMemory()
     for step in came:
-        buffer = buffer.after_step(3, hidden_states=step)
+        buffer = buffer.after_step(step.shape[1], 3, hidden_states=step)
     for n, n_steps in ((0, 5), (2, 5), (1, 4), (2, 3), (4, 1)):  # one after the other
         buffer = buffer.without_last(n, 0)
         assert buffer.n_steps == n_steps
     fewer = ScopeMemory()
     for step in (*came[:4], came[4][:, :2]):
-        fewer = fewer.after_step(3, hidden_states=step)
+        fewer = fewer.after_step(step.shape[1], 3, hidden_states=step)
     every = ScopeMemory()
     for step in came:
-        every = every.after_step(3, hidden_states=step)
+        every = every.after_step(step.shape[1], 3, hidden_states=step)
     left = every.without_last(1, 0).last(3)["hidden_states"]
     assert torch.equal(left, fewer.last(3)["hidden_states"])
 
 
 def test_a_buffer_without_room_counts_only() -> None:
-    buffer = ScopeMemory(4).after_step(0, hidden_states=torch.zeros(1, 1, 1))
+    buffer = ScopeMemory(4).after_step(1)
     assert (buffer.n_steps, buffer.states) == (5, {})
 
 
