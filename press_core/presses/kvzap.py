@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, mse_loss
 
+from press_core.blocks import rows_at_once
 from press_core.calibration import (
     Batch,
     Calibration,
@@ -186,13 +187,20 @@ def kvzap_scores(call: AttentionCall, regressor: KVzapRegressor | str | Path | N
         `(B, H_kv, S)`, float32.
     """
     assert isinstance(regressor, KVzapRegressor)
-    states, layer = call.hidden_states, call.site.layer_idx
+    states = call.hidden_states
+    parts = states.split(rows_at_once(states, states[:, :1].numel()), dim=1)
+    scores = [_logarithms(part, regressor, call.site.layer_idx) for part in parts]
+    return call.align_to_keys(torch.cat(scores, dim=-1))
+
+
+def _logarithms(states: Tensor, regressor: KVzapRegressor, layer: int) -> Tensor:
+    """Of tokens with hidden states `(B, q, D)`, `(B, H_kv, q)`."""
     if regressor.hidden_weight is not None and regressor.hidden_bias is not None:
         hidden = regressor.hidden_weight[layer].to(states), regressor.hidden_bias[layer].to(states)
         states = gelu(linear(states, *hidden))
     states = upcast(states)
     weight, bias = regressor.weight[layer].to(states), regressor.bias[layer].to(states)
-    return call.align_to_keys(weight @ states.mT + bias.unsqueeze(-1))
+    return weight @ states.mT + bias.unsqueeze(-1)
 
 
 # ---- learning ------------------------------------------------------------------------------------
