@@ -133,6 +133,14 @@ def test_both_mechanisms_learn_the_same(name: str, family: str) -> None:
     assert same(learn(name, 0, model, batches), learn(name, 1, model, batches))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_mechanisms_measure_the_same_heads(family: str) -> None:
+    model = build(family, attn_implementation=supported_implementations(family)[0])
+    batches = [token_ids(2, 30), token_ids(1, 20, seed=1)]
+    packages: tuple[Any, ...] = (hooks_impl, patch_impl)
+    assert same(*(package.DuoAttentionPress.measure(model, batches, 2, 6) for package in packages))
+
+
 @pytest.mark.parametrize("padded", [False, True], ids=["equal", "padded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen3", "gemma2"])
@@ -380,12 +388,13 @@ def test_shipped_regressors_keep_the_facts(model_type: str, mechanism: int) -> N
     assert right.float().mean() > 0.9
 
 
-def test_the_shipped_files_are_what_learning_them_again_gives(mechanism: int) -> None:
+def test_the_shipped_files_are_what_learning_them_again_gives() -> None:
+    """With hooks: patches learn the same, bit for bit."""
     model, _ = load_model("facts-llama")
     for name in ("ExpectedAttentionStatsPress", "QFilterPress"):
-        shipped = getattr(PRESSES[name][mechanism]().bind(model), FIELD[name])
-        close(learn(name, mechanism, model, fact_batches()), shipped)
-    duo: Any = (hooks_impl, patch_impl)[mechanism].DuoAttentionPress
+        shipped = getattr(PRESSES[name][0]().bind(model), FIELD[name])
+        close(learn(name, 0, model, fact_batches()), shipped)
+    duo: Any = hooks_impl.DuoAttentionPress
     measured = duo.measure(model, fact_batches(), SINKS, RECENT)
     close(measured, duo().bind(model).head_scores)
 
@@ -445,6 +454,7 @@ def test_one_command_makes_all_files(
 ) -> None:
     monkeypatch.setattr(training, "ROWS_PER_BATCH", 8)
     monkeypatch.setattr(training, "TOKENS_PER_BATCH", 1024)
+    monkeypatch.setattr(training, "STEPS", 200)
     train("facts-llama", tmp_path, batches=1)
     printed = capsys.readouterr().out
     names = {path.name for path in tmp_path.iterdir()}
@@ -460,7 +470,8 @@ def test_a_model_that_knows_no_facts_is_refused() -> None:
         train("stdlib-neox")
 
 
-def test_all_kinds_can_be_fitted_at_once() -> None:
+def test_all_kinds_can_be_fitted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "STEPS", 20)
     model, scores = build("llama"), (stand_in_scores, stand_in_scores)
     learned = fit(model, lambda _: [token_ids(2, 40)], *scores)
     kinds = [(type(fitted).__name__, fitted.file_name) for fitted in learned]

@@ -43,9 +43,12 @@ def graphs():
     torch._dynamo.reset()
 
 
-@both
+@pytest.mark.parametrize(
+    ("package", "through"),
+    [(hooks_impl, "function"), (patch_impl, "model")],  # the next test: models, with hooks too
+    ids=["hooks", "patches"],
+)
 @pytest.mark.usefixtures("graphs")
-@pytest.mark.parametrize("through", ["model", "function"])
 @torch.no_grad()
 def test_a_model_compiled_and_called_before_is_pruned(package, through):
     model, ids = build("llama", num_layers=1), token_ids(1, LENGTH)

@@ -131,10 +131,12 @@ def pressed(mechanism: str, companion: Intervention, family: str) -> Response:
 
     For keys of least norm, the companion's own cache is cut by hand. What SnapKV and AdaKV keep,
     and what a model keeps some of whose layers have a window, is taken from the other mechanism,
-    opened on a model that the companion has finished with.
+    opened on a model that the companion has finished with. What has no cache is as without a press.
     """
+    if companion.answers:
+        return alone(companion, family)
     with companion.scope(model := small(family)) as run:
-        if companion.answers or ("," not in mechanism and family not in HYBRID):
+        if "," not in mechanism and family not in HYBRID:
             return ask(run, companion, by_hand=True)
         package, comma, name = mechanism.partition(", ")
         other = "patches" if package == "hooks" else "hooks"

@@ -60,6 +60,8 @@ ASKED = 3 * FACTS
 """Tokens of all questions and answers behind a context: the future, for budget curves."""
 RANK = N_BASE = 4
 """Of the gates: the 16 of the paper are for hidden states thirty times as wide."""
+STEPS = 2_000
+"""Of AdamW, for gates and for a regressor with a hidden layer."""
 
 
 def fact_batches(count: int = BATCHES, seed: int = SEED) -> Iterator[Tensor]:
@@ -113,11 +115,12 @@ def fit(
     yield QFilterPress.fit(model, token_batches("Q-filters"))
     yield DuoAttentionPress.measure(model, token_batches("head scores"), SINKS, RECENT)
     yield LUKVPress.fit(model, token_batches("budget curves"), horizon=ASKED)
-    size = {"rank": RANK, "n_base": N_BASE, "max_tokens": MAX_TOKENS}
-    yield FastKVzipPress.fit(model, token_batches("gates"), kvzip, **size)
+    effort = {"max_tokens": MAX_TOKENS, "steps": STEPS}
+    size = {"rank": RANK, "n_base": N_BASE}
+    yield FastKVzipPress.fit(model, token_batches("gates"), kvzip, **size, **effort)
     for kind in ("linear", "mlp"):
         batches = token_batches(f"{kind} regressor")
-        yield KVzapPress.fit(model, batches, kvzip_plus, model_type=kind, max_tokens=MAX_TOKENS)
+        yield KVzapPress.fit(model, batches, kvzip_plus, model_type=kind, **effort)
 
 
 def scores_of_kvzip(model: PreTrainedModel, plus: bool = False) -> Scores:
