@@ -11,14 +11,13 @@ import hooks_impl
 import patch_impl
 from experiments.questions.architectures.decoders import build as build_tiny
 from experiments.questions.architectures.decoders import decoders
-from experiments.testbed.families import build
 from press_core import (
     HyperparameterError,
     UnsupportedCacheError,
     UnsupportedModelError,
     kept_lengths,
 )
-from tests.support import context_for, example_for, snapshot, token_ids
+from tests.support import build, context_for, example_for, snapshot, token_ids
 
 PACKAGES = [hooks_impl, patch_impl]
 TOLD_A_RATIO = sorted(

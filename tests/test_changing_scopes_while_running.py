@@ -13,10 +13,9 @@ from transformers import DynamicCache
 
 import hooks_impl
 import patch_impl
-from experiments.testbed.families import build
 from press_core import ScopeError, kept_lengths
 from press_core.model.generation import Part, as_part
-from tests.support import context_for, example_for, snapshot, token_ids
+from tests.support import build, context_for, example_for, snapshot, token_ids
 
 PACKAGES = [hooks_impl, patch_impl]
 both = pytest.mark.parametrize("package", PACKAGES, ids=["hooks", "patches"])

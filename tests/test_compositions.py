@@ -14,10 +14,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl
 import patch_impl
-from experiments.testbed.families import build
 from press_core import Press, attention_sites, kept_lengths
 from press_core.presses.duo_attention import HeadScores
-from tests.support import left_padded, token_ids
+from tests.support import build, left_padded, token_ids
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 LENGTH, LAYERS, HEADS = 60, 2, 2

@@ -16,10 +16,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hooks_impl
 import patch_impl
 from attention_patch.scope import headwise
-from experiments.testbed.families import build
 from press_core import Needs, PressError, attention_sites, kept_lengths
 from press_core.model.forward import AttentionForward
-from tests.support import left_padded, token_ids
+from tests.support import build, left_padded, token_ids
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 families = pytest.mark.parametrize("family", ["llama", "gpt_neox"])

@@ -12,9 +12,8 @@ from transformers import DynamicCache
 
 import hooks_impl
 import patch_impl
-from experiments.testbed.families import build
 from press_core import cache_nbytes, kept_lengths
-from tests.support import context_for, example_for, left_padded, token_ids
+from tests.support import build, context_for, example_for, left_padded, token_ids
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 every_press = pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel, QuantizedCache
 
 import hooks_impl
 import patch_impl
-from experiments.testbed.families import VOCABULARY, build
+from experiments.testbed.families import VOCABULARY
 from experiments.testbed.recipes import PROMPTS
 from press_core import (
     HyperparameterError,
@@ -28,7 +28,7 @@ from press_core import (
     kept_lengths,
 )
 from press_core.cache.ragged import RaggedLayer
-from tests.support import example_for, left_padded, token_ids
+from tests.support import build, example_for, left_padded, token_ids
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 

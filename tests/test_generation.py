@@ -8,9 +8,8 @@ from transformers import DynamicCache
 
 import hooks_impl
 import patch_impl
-from experiments.testbed.families import build
 from press_core import PressError, ScopeError, UnsupportedInputError, cache_nbytes, kept_lengths
-from tests.support import example_for, left_padded, token_ids
+from tests.support import build, example_for, left_padded, token_ids
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 implementations = pytest.mark.parametrize("implementation", ["sdpa", "eager"])

@@ -9,9 +9,8 @@ from transformers.utils import is_flash_attn_2_available
 
 import hooks_impl
 import patch_impl
-from experiments.testbed.families import build
 from experiments.testbed.recipes import DELIMITER
-from tests.support import example_for, left_padded, token_ids
+from tests.support import build, example_for, left_padded, token_ids
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,7 +18,6 @@ from transformers import DynamicCache
 import hooks_impl
 import patch_impl
 from attention_patch import headwise
-from experiments.testbed.families import build
 from experiments.testbed.recipes import PROMPTS, fitted_pair, recipe_pair
 from press_core import (
     AttentionSite,
@@ -36,7 +35,7 @@ from press_core.calibration import model_sizes
 from press_core.model.forward import AttentionForward
 from press_core.presses.duo_attention import HeadScores
 from press_core.presses.lukv import BudgetCurves
-from tests.support import left_padded, token_ids
+from tests.support import build, left_padded, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])

@@ -19,7 +19,6 @@ import patch_impl
 from experiments.answers.cells import plan, run_cell
 from experiments.answers.settings import settings_from
 from experiments.loading import load_model
-from experiments.testbed.families import build
 from hooks_impl import (
     AdaKVPress,
     BasePress,
@@ -42,7 +41,7 @@ from hooks_impl import (
     queries,
 )
 from press_core import HyperparameterError, Needs, UnsupportedInputError, kept_lengths
-from tests.support import left_padded, snapshot, token_ids
+from tests.support import build, left_padded, snapshot, token_ids
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 

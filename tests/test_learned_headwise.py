@@ -17,7 +17,7 @@ from experiments.loading import load_model
 from experiments.testbed.asking import answer_unseen
 from experiments.testbed.compare import Inputs, compare
 from experiments.testbed.facts import draw
-from experiments.testbed.families import FAMILIES, build, supported_implementations
+from experiments.testbed.families import FAMILIES, supported_implementations
 from experiments.testbed.training.fitted import (
     ASKED,
     HELD_OUT_SEED,
@@ -40,7 +40,7 @@ from press_core.calibration import Calibration, CalibrationError, model_sizes
 from press_core.presses.fast_kvzip import KVzipGates
 from press_core.presses.lukv import BudgetCurves
 from press_core.select import Tokens
-from tests.support import left_padded, snapshot, token_ids
+from tests.support import build, left_padded, snapshot, token_ids
 
 FIELD = {"FastKVzipPress": "gates", "LUKVPress": "curves"}
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])

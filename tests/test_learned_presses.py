@@ -20,7 +20,7 @@ from experiments.loading import load_model
 from experiments.testbed.asking import answer_unseen
 from experiments.testbed.compare import Inputs, compare, run
 from experiments.testbed.facts import draw
-from experiments.testbed.families import FAMILIES, NO_ROPE, build, supported_implementations
+from experiments.testbed.families import FAMILIES, NO_ROPE, supported_implementations
 from experiments.testbed.training import fitted as training
 from experiments.testbed.training.fitted import (
     HELD_OUT_SEED,
@@ -45,7 +45,7 @@ from press_core.presses.duo_attention import HeadScores, streaming_heads
 from press_core.presses.expected_attention_stats import ExpectedAttentionStats
 from press_core.presses.kvzap import KVzapRegressor
 from press_core.presses.qfilter import QFilters, qfilter_scores
-from tests.support import left_padded, snapshot, token_ids
+from tests.support import build, left_padded, snapshot, token_ids
 
 PRESSES: dict[str, tuple[Any, Any]] = {
     "ExpectedAttentionStatsPress": (

@@ -12,10 +12,10 @@ from transformers import DynamicCache, QuantizedCache
 import hooks_impl
 import patch_impl
 from experiments.testbed.compare import Inputs, PressPair, compare, run
-from experiments.testbed.families import VOCABULARY, build
+from experiments.testbed.families import VOCABULARY
 from experiments.testbed.recipes import fitted_pair, recipe_pair
 from press_core import HyperparameterError, PrunedLayer, Tokens, kept_lengths
-from tests.support import context_for, example_for, token_ids
+from tests.support import build, context_for, example_for, token_ids
 from tests.test_decoding import watched
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])

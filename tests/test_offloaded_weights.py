@@ -9,11 +9,10 @@ from transformers import DynamicCache
 
 import hooks_impl
 import patch_impl
-from experiments.testbed.families import build
 from press_core import UnsupportedModelError, kept_lengths
 from press_core.model import probe
 from press_core.model.probe import verified_sites
-from tests.support import context_for, example_for, token_ids
+from tests.support import build, context_for, example_for, token_ids
 
 PACKAGES = {"hooks": hooks_impl, "patches": patch_impl}
 READ_WEIGHTS = ("CriticalKVPress", "CriticalAdaKVPress", "KVgradPress")

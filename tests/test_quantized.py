@@ -12,7 +12,6 @@ from transformers.cache_utils import QuantizedLayer
 
 import hooks_impl
 import patch_impl
-from experiments.testbed.families import build
 from press_core import (
     PressError,
     ScopeError,
@@ -23,7 +22,7 @@ from press_core import (
     prefill,
 )
 from press_core.cache.pruned import PrunedLayer, is_quantized, storage_of
-from tests.support import example_for, left_padded, snapshot, token_ids
+from tests.support import build, example_for, left_padded, snapshot, token_ids
 
 pytest.importorskip("optimum.quanto", reason="needs optimum-quanto, a back end of QuantizedCache")
 pytest.importorskip("hqq", reason="needs hqq, a back end of QuantizedCache")

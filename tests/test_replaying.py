@@ -14,7 +14,6 @@ from transformers import DynamicCache
 
 import hooks_impl
 import patch_impl
-from experiments.testbed.families import build
 from experiments.testbed.recipes import PROMPTS
 from press_core import (
     RaggedLayer,
@@ -24,7 +23,7 @@ from press_core import (
     cache_nbytes,
     kept_lengths,
 )
-from tests.support import left_padded, snapshot, token_ids
+from tests.support import build, left_padded, snapshot, token_ids
 from tests.test_headwise import Whole, make, tolerance
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])

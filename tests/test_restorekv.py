@@ -15,7 +15,6 @@ from transformers import DynamicCache
 
 import hooks_impl
 import patch_impl
-from experiments.testbed.families import build
 from experiments.testbed.recipes import PROMPTS
 from press_core import (
     HyperparameterError,
@@ -27,7 +26,7 @@ from press_core import (
 from press_core.adapter import RestoreAdapter, first_adapter
 from press_core.calibration import CalibrationError
 from press_core.presses.restorekv import distillation_loss
-from tests.support import left_padded, snapshot, token_ids
+from tests.support import build, left_padded, snapshot, token_ids
 from tests.test_headwise import Whole, make
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])

@@ -21,7 +21,6 @@ from attention_patch import headwise
 from experiments.loading import load_model
 from experiments.questions.architectures.decoders import build as build_tiny
 from experiments.questions.architectures.decoders import decoders
-from experiments.testbed.families import build
 from press_core import (
     PrunedLayer,
     RaggedLayer,
@@ -33,7 +32,7 @@ from press_core import (
     save_cache,
 )
 from press_core.cache.pruned import ChannelPrunedLayer, ReadingNeeds
-from tests.support import context_for, example_for, left_padded, token_ids
+from tests.support import build, context_for, example_for, left_padded, token_ids
 
 PACKAGES = [hooks_impl, patch_impl]
 both = pytest.mark.parametrize("package", PACKAGES, ids=["hooks", "patches"])

@@ -17,9 +17,8 @@ from transformers import DynamicCache, PreTrainedModel
 import hooks_impl
 import patch_impl
 from attention_patch import reversible
-from experiments.testbed.families import build
 from press_core import PressError, ScopeError, kept_lengths
-from tests.support import context_for, example_for, snapshot, token_ids
+from tests.support import build, context_for, example_for, snapshot, token_ids
 
 PACKAGES = [hooks_impl, patch_impl]
 both = pytest.mark.parametrize("package", PACKAGES, ids=["hooks", "patches"])

@@ -36,7 +36,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attention_patch import Patch
 from experiments.testbed.compare import PressPair, pair
-from experiments.testbed.families import build
 from experiments.testbed.recipes import recipe
 from hooks_impl import PRESSES as HOOK_PRESSES
 from patch_impl import PRESSES as PATCH_PRESSES
@@ -44,7 +43,7 @@ from press_core import Press, PressError, ScopeError, kept_lengths, prefill
 from press_core.cache.ragged import RaggedLayer
 from press_core.model.generation import Part, as_part
 from press_core.presses.duo_attention import HeadScores
-from tests.support import token_ids
+from tests.support import build, token_ids
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 N_PROGRAMS = {"short": 80, "long": 20_000}.get(PROFILE, 200)

@@ -22,10 +22,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import hooks_impl
 import patch_impl
-from experiments.testbed.families import build
 from press_core import Press, UnsupportedModelError
 from press_core.model.probe import verified_sites
-from tests.support import context_for, example_for, token_ids
+from tests.support import build, context_for, example_for, token_ids
 
 PACKAGES = {"hooks": hooks_impl, "patches": patch_impl}
 RANKS = 2

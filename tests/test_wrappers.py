@@ -17,7 +17,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hooks_impl
 import patch_impl
-from experiments.testbed.families import build
 from press_core import (
     HyperparameterError,
     ScopeError,
@@ -26,7 +25,7 @@ from press_core import (
     kept_lengths,
 )
 from press_core.model.forward import AttentionForward
-from tests.support import left_padded, snapshot, token_ids
+from tests.support import build, left_padded, snapshot, token_ids
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 LENGTH = 60

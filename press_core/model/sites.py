@@ -281,6 +281,9 @@ def _describe(model: nn.Module, name: str, module: Any) -> AttentionSite:
     n_kv = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     sliding_window = _layer_window(module, config)
     parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
+    rotate, rotary = _rotary_function(module), None
+    if rotate is not None and "position_embeddings" in parameters:
+        rotary = _describe_rotary(model, name, module, head_dim, rotate)
     return AttentionSite(
         name=name,
         module=module,
@@ -292,11 +295,11 @@ def _describe(model: nn.Module, name: str, module: Any) -> AttentionSite:
         scaling=_scaling(module, head_dim),
         softcap=getattr(module, "attn_logit_softcapping", None),
         is_sliding=sliding_window is not None,
-        rotary=_describe_rotary(model, name, module, head_dim),
+        rotary=rotary,
         interface=sys.modules[type(module).__module__].ALL_ATTENTION_FUNCTIONS,
         parameters=parameters,
         cache_name=next(name for name in CACHE_NAMES if name in parameters),
-        rotary_function=_rotary_function(module),
+        rotary_function=rotate,
     )
 
 
@@ -335,11 +338,10 @@ def _one_by_one(function: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -
     return function(q, cos, sin), function(k, cos, sin)
 
 
-def _describe_rotary(model: nn.Module, name: str, module: Any, head_dim: int) -> Rotary | None:
-    function = _rotary_function(module)
-    parameters = inspect.signature(type(module).forward).parameters
-    if function is None or "position_embeddings" not in parameters:
-        return None
+def _describe_rotary(
+    model: nn.Module, name: str, module: Any, head_dim: int, rotate: Any
+) -> Rotary | None:
+    """How a module that is given cosines and sines rotates with the function `rotate`."""
     if not getattr(module, "use_rope", True):
         return None
     embedding = find_rotary_embedding(model, name)
@@ -349,7 +351,7 @@ def _describe_rotary(model: nn.Module, name: str, module: Any, head_dim: int) ->
     )  # Phi-MoE of transformers 5.2 has none
     if embedding is not None and layer_types and takes_layer_type(embedding):
         layer_type = layer_types[module.layer_idx]
-    return Rotary(function, getattr(module, "rotary_ndims", head_dim), embedding, layer_type)
+    return Rotary(rotate, getattr(module, "rotary_ndims", head_dim), embedding, layer_type)
 
 
 # ---- queries for hooks: where a probe has found them ---------------------------------------------

@@ -16,7 +16,6 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from attention_patch.channels import attend_channels
-from experiments.testbed.families import build
 from press_core import (
     AttentionSite,
     ScopeError,
@@ -27,7 +26,7 @@ from press_core import (
     kept_lengths,
 )
 from press_core.cache.pruned import ChannelPrunedLayer, KeptTokens, filled
-from tests.support import Reader
+from tests.support import Reader, build
 
 DIM, N = 8, 12
 CHANNELS = torch.tensor([[[0, 2, 7], [1, 2, 3]], [[4, 5, 6], [0, 1, 7]]])

@@ -21,7 +21,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hooks_impl
 import patch_impl
 from attention_patch import headwise, intercept, reversible, with_override
-from experiments.testbed.families import build
 from press_core import (
     HyperparameterError,
     RaggedLayer,
@@ -30,7 +29,7 @@ from press_core import (
     attention_sites,
 )
 from press_core.cache.pruned import ChannelPrunedLayer
-from tests.support import snapshot, token_ids
+from tests.support import build, snapshot, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attention_patch import intercept, reversible, with_override
-from experiments.testbed.families import build
+from tests.support import build
 
 
 class Registry:

@@ -14,7 +14,6 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from attention_patch import kernels
 from attention_patch.kernels import KERNELS, Query, attend, check_backend, choose
-from experiments.testbed.families import build
 from press_core import (
     AttentionSite,
     HyperparameterError,
@@ -23,7 +22,7 @@ from press_core import (
     attention_sites,
 )
 from press_core.cache import ragged
-from tests.support import Reader
+from tests.support import Reader, build
 
 on_gpu = [
     pytest.mark.gpu,

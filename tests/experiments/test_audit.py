@@ -31,7 +31,7 @@ from experiments.audit import (
     differences,
     snapshot,
 )
-from experiments.testbed.families import build
+from tests.support import build
 
 ATTENTION = "model.layers.0.self_attn"
 LLAMA = modeling_llama.__name__

@@ -47,15 +47,6 @@ def test_nothing_is_silently_wrong_for_ours(mechanism, companion):
             assert row["outcome"] == RIGHT, row
 
 
-def test_ours_may_be_compiled():
-    """What patches keep of each head, compiled, is held against what hooks keep, compiled too.
-
-    Compiled presses that keep the same of all heads: `tests/test_ways_of_running.py`.
-    """
-    row = try_out("patches, AdaKV", COMPANIONS["torch.compile"], BEFORE)
-    assert row["outcome"] == RIGHT, row
-
-
 @pytest.mark.parametrize("companion", COMPANIONS)
 def test_companions_undo_what_they_do(companion):
     model = coexistence.small("llama")

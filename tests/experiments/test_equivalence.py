@@ -26,9 +26,10 @@ from experiments.questions.equivalence import (
 )
 from experiments.testbed.compare import Difference, Inputs, compare, pair, run
 from experiments.testbed.facts import build_tokenizer
-from experiments.testbed.families import VOCABULARY, build
+from experiments.testbed.families import VOCABULARY
 from press_core import Press, UnsupportedModelError
 from press_core.press import RatioPress
+from tests.support import build
 
 SILENT = progress_bar(disable=True)
 SMALL = ["--family", "llama", "--dtype", "float32", "--attn", "sdpa", "--length", "20"]

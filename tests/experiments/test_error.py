@@ -15,10 +15,10 @@ from experiments.cli import app
 from experiments.framework.command import progress_bar
 from experiments.questions import error
 from experiments.questions.error import EXPERIMENT, Sample
-from experiments.testbed.families import FAMILIES, build, supported_implementations
+from experiments.testbed.families import FAMILIES, supported_implementations
 from press_core import PrunedLayer, attention_sites
 from press_core.cache.pruned import KeptTokens
-from tests.support import example_for, snapshot, token_ids
+from tests.support import build, example_for, snapshot, token_ids
 
 SILENT = progress_bar(disable=True)
 SAMPLE = Sample(token_ids(2, 60), token_ids(2, 3, seed=1))

@@ -44,10 +44,9 @@ from experiments.questions.headwise.variants import VARIANTS
 from experiments.questions.headwise.views import by_press
 from experiments.testbed.asking import Task
 from experiments.testbed.facts import VOCABULARY, build_tokenizer
-from experiments.testbed.families import build
 from press_core.presses.duo_attention import HeadScores
 from press_core.select import n_kept
-from tests.support import snapshot
+from tests.support import build, snapshot
 
 SMALL = Task(context=96, facts=4, samples=3)
 RATIOS = (0.5, 0.8)

@@ -43,7 +43,7 @@ from experiments.questions.headwise.variants import (
     sites_of,
     unattended,
 )
-from experiments.testbed.families import build, supported_implementations
+from experiments.testbed.families import supported_implementations
 from press_core import (
     RaggedLayer,
     UnsupportedInputError,
@@ -52,7 +52,7 @@ from press_core import (
     kept_lengths,
 )
 from press_core.select import n_kept
-from tests.support import snapshot, token_ids
+from tests.support import build, snapshot, token_ids
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=lambda c: c.name)
 PRESS = hooks_impl.AdaKVPress(hooks_impl.KnormPress(0.5))

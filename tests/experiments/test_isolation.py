@@ -26,8 +26,8 @@ from experiments.questions.isolation import (
     outcome,
     try_out,
 )
-from experiments.testbed.families import build
 from experiments.testbed.response import Response
+from tests.support import build
 
 SHARED = "an instance with the same module"
 

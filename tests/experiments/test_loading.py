@@ -10,7 +10,7 @@ from transformers.utils import logging
 from experiments import UserError, loading
 from experiments.loading import SHIPPED, ModelNotFoundError, load_model, short_name
 from experiments.testbed.facts import build_tokenizer
-from experiments.testbed.families import build
+from tests.support import build
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,8 @@ from experiments import UserError
 from experiments.audit import audit, differences, snapshot
 from experiments.mechanisms import CACHE, FRAME, MECHANISMS, TENSORS
 from experiments.mechanisms.contain import contained
-from experiments.testbed.families import build
 from press_core import PressError
-from tests.support import token_ids
+from tests.support import build, token_ids
 
 RATIO, CONTEXT, STEPS = 0.5, 30, 3
 every_mechanism = pytest.mark.parametrize("name", MECHANISMS)

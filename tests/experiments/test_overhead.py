@@ -27,9 +27,8 @@ from experiments.questions.overhead import (
     Options,
 )
 from experiments.testbed.facts import build_tokenizer
-from experiments.testbed.families import build
 from press_core import attention_sites, kept_lengths
-from tests.support import snapshot, token_ids
+from tests.support import build, snapshot, token_ids
 
 SLOW = Condition("slow")
 SMALL = Options(

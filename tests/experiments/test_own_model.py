@@ -24,8 +24,8 @@ from experiments.questions import evaluate
 from experiments.study import plan_on, run_plan
 from experiments.testbed import getting_to_know
 from experiments.testbed.facts import FILLER
-from experiments.testbed.families import build
 from experiments.testbed.getting_to_know import get_to_know
+from tests.support import build
 
 FAMILIES = ("llama", "qwen3", "gemma3_text", "gpt_neox")
 HALF = "qwen3"

@@ -23,8 +23,8 @@ from experiments.questions import quality
 from experiments.questions.quality import EXPERIMENT, Condition
 from experiments.testbed.asking import Task, answer_seen, answer_unseen, check_vocabulary
 from experiments.testbed.facts import VOCABULARY, build_tokenizer, draw
-from experiments.testbed.families import build
 from press_core import kept_lengths
+from tests.support import build
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 protocols = pytest.mark.parametrize("answer", [answer_unseen, answer_seen])

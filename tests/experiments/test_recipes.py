@@ -10,7 +10,6 @@ import hooks_impl
 from experiments import UserError
 from experiments.loading import load_model
 from experiments.testbed.compare import Inputs
-from experiments.testbed.families import build
 from experiments.testbed.recipes import (
     DELIMITER,
     PROMPTS,
@@ -21,6 +20,7 @@ from experiments.testbed.recipes import (
 )
 from press_core import HyperparameterError, kept_lengths
 from press_core.calibration import Calibration
+from tests.support import build
 
 LENGTH = 512
 TOLD_A_SHARE = sorted(set(hooks_impl.PRESSES) - {"ThinKPress", "SimLayerKVPress"})

@@ -11,10 +11,9 @@ from transformers import DynamicCache
 
 from experiments.loading import load_model
 from experiments.testbed import sinks
-from experiments.testbed.families import build
 from experiments.testbed.training import sink
 from hooks_impl import StreamingLLMDecodingPress
-from tests.support import snapshot, token_ids
+from tests.support import build, snapshot, token_ids
 
 
 @pytest.fixture(scope="module")

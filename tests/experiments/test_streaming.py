@@ -34,10 +34,9 @@ from experiments.questions.streaming import (
     Text,
 )
 from experiments.testbed.facts import build_tokenizer
-from experiments.testbed.families import build
 from experiments.testbed.sinks import attention_to_first, eager
 from press_core import HyperparameterError, cache_nbytes, kept_lengths
-from tests.support import snapshot, token_ids
+from tests.support import build, snapshot, token_ids
 
 SMALL = Size(tokens=60, capacity=15, full=40, n_sink=2, stretch=10)
 BOUNDED = STREAMED[1:]

@@ -29,8 +29,7 @@ from experiments.questions.throughput import (
 from experiments.questions.throughput.cells import FULL, Condition, Shape, Subject
 from experiments.questions.throughput.space import Run, peak_of
 from experiments.testbed.facts import build_tokenizer
-from experiments.testbed.families import build
-from tests.support import snapshot, token_ids
+from tests.support import build, snapshot, token_ids
 
 TINY = Subject("tiny", shape=(("num_layers", 2),))
 SNAP = Condition("SnapKVPress", "hook", 0.5)

@@ -17,10 +17,9 @@ from experiments.framework.results import read_table, write_table
 from experiments.questions import trace as tracing
 from experiments.questions.trace import EXPERIMENT, Event, to_table, trace
 from experiments.testbed.compare import PressPair, pair
-from experiments.testbed.families import build
 from experiments.testbed.recipes import suited_pair
 from press_core import kept_lengths
-from tests.support import snapshot, token_ids
+from tests.support import build, snapshot, token_ids
 
 LENGTH = 80
 

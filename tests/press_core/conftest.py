@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from experiments.testbed.families import build
 from press_core import AttentionSite, attention_sites
+from tests.support import build
 
 BATCH = 2
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.testbed.families import build
 from press_core import AttentionCall, AttentionSite, attention_sites
+from tests.support import build
 
 BATCH, HEADS, KV_HEADS, GROUP, DIM = 2, 4, 2, 2, 8
 

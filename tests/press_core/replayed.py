@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from experiments.testbed.families import build
 from tests.press_core.drawn import rotated
+from tests.support import build
 
 Reading = tuple[list[Tensor], DynamicCache]
 """Inputs of the attention modules `(m, D)`, and the cache over the context and the reading."""

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from experiments.testbed.families import build
 from patch_impl import KnormPress
 from press_core import (
     AttentionCall,
@@ -36,6 +35,7 @@ from press_core.cache.pruned import (
     filled,
 )
 from press_core.cache.recent import RecentStates
+from tests.support import build
 
 BATCH, HEADS, KEPT, SEEN, DIM = 3, 2, 4, 10, 5
 CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters

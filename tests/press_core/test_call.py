@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.testbed.families import FAMILIES, build
+from experiments.testbed.families import FAMILIES
 from press_core import AttentionCall, UnsupportedInputError, attention_sites
+from tests.support import build
 
 LENGTH = 7
 

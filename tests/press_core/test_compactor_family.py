@@ -17,7 +17,6 @@ from torch import Tensor
 import hooks_impl
 import patch_impl
 from experiments.testbed.compare import Inputs, compare
-from experiments.testbed.families import build
 from press_core import AttentionCall, AttentionSite, HyperparameterError, attention_sites
 from press_core.presses import non_causal_attn
 from press_core.presses.compactor import Compactor, compactor_scores
@@ -27,6 +26,7 @@ from press_core.presses.non_causal_attn import (
     non_causal_scores,
     queries_of_all_keys,
 )
+from tests.support import build
 
 BATCH, HEADS, KV_HEADS, GROUP, LENGTH, DIM = 2, 4, 2, 2, 23, 8
 SKETCH, CHUNK = 5, 4

@@ -13,11 +13,11 @@ from torch import Tensor
 import hooks_impl
 import patch_impl
 from experiments.testbed.compare import Inputs, compare
-from experiments.testbed.families import build
 from press_core import HyperparameterError
 from press_core.presses.cur import CUR, cur_scores
 from press_core.presses.leverage_score import sketch
 from press_core.select import top_positions
+from tests.support import build
 
 TYPES = ("key", "value", "kv_avg", "kv_product")
 

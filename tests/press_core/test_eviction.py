@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from experiments.testbed.families import build
 from press_core import AttentionCall, UnsupportedInputError, attention_sites
 from press_core.eviction import Eviction
 from press_core.model.rotary import Rotary
+from tests.support import build
 
 BATCH, KV_HEADS, LENGTH, DIM, WIDTH = 2, 2, 9, 16, 64
 SITE = attention_sites(build("llama", num_layers=1))[0]

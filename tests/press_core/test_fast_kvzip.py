@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from experiments.testbed.families import build
 from press_core import AttentionCall, HyperparameterError, PressError, Tokens, attention_sites
 from press_core.calibration import CalibrationError
 from press_core.examples import Examples
 from press_core.presses.fast_kvzip import FastKVzip, Gate, KVzipGates, fit_gates
+from tests.support import build
 
 LAYERS, HEADS, KV_HEADS, D, WIDTH, RANK, N_BASE = 2, 6, 3, 8, 48, 5, 4
 LENGTH = 31

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from experiments.testbed.families import FAMILIES, build
+from experiments.testbed.families import FAMILIES
 from press_core import AttentionCall, AttentionSite, HyperparameterError, attention_sites
 from press_core.attention import attention_blocks, mean_attention, window_attention
 from press_core.blocks import NUMBERS
@@ -34,6 +34,7 @@ from press_core.presses.snapkv import SnapKV, snapkv_scores
 from press_core.presses.streaming_llm import StreamingLLM, streaming_llm_scores
 from press_core.presses.tova import TOVA, tova_scores
 from press_core.select import n_kept, top_positions
+from tests.support import build
 
 BATCH, HEADS, KV_HEADS, GROUP, LENGTH, DIM = 2, 4, 2, 2, 23, 8
 KV = [(row, head) for row in range(BATCH) for head in range(KV_HEADS)]

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from experiments.testbed.families import FAMILIES, build
+from experiments.testbed.families import FAMILIES
 from press_core import AttentionSite, UnsupportedInputError, attention_sites
 from press_core.cache.reading import first_position
 from press_core.model.decoder import decoder_of
 from press_core.model.forward import AttentionForward, DecoderForward
+from tests.support import build
 
 WIDTH = 64
 

@@ -19,7 +19,6 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from safetensors.torch import save
 from torch import Tensor
 
-from experiments.testbed.families import build
 from press_core import PressError
 from press_core.adapter import RestoreAdapter
 from press_core.calibration import Calibration, CalibrationError, check_fits
@@ -30,6 +29,7 @@ from press_core.presses.fast_kvzip import KVzipGates
 from press_core.presses.kvzap import KVzapRegressor
 from press_core.presses.lukv import BudgetCurves
 from press_core.presses.qfilter import QFilters
+from tests.support import build
 
 LAYERS, HEADS, KV_HEADS, D, WIDTH = 2, 4, 2, 4, 8
 RANK, N_BASE = 3, 2

@@ -13,10 +13,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 import hooks_impl
-from experiments.testbed.families import build
 from press_core import HyperparameterError, Tokens, kept_lengths
 from tests.press_core.replayed import float64_llama, read, weights
-from tests.support import token_ids
+from tests.support import build, token_ids
 
 LENGTH = 9
 MEAN = {"max": max, "mean": lambda xs: sum(xs) / len(xs)}

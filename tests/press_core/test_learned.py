@@ -18,7 +18,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from experiments.testbed.families import build
 from press_core import AttentionCall, HyperparameterError, PressError, attention_sites
 from press_core.calibration import Calibration, CalibrationError, QueryMoments, find, rows_alone
 from press_core.examples import Examples
@@ -36,6 +35,7 @@ from press_core.presses.fast_kvzip import KVzipGates
 from press_core.presses.kvzap import KVzap, KVzapRegressor, fit_regressor, kvzap_scores
 from press_core.presses.lukv import BudgetCurves
 from press_core.presses.qfilter import QFilter, QFilters, filter_directions, qfilter_scores
+from tests.support import build
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM, WIDTH, LAYERS = 2, 4, 2, 17, 8, 32, 3
 

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from experiments.testbed.families import build
 from press_core import AttentionCall, attention_sites
 from press_core.calibration import CalibrationError
 from press_core.presses.lukv import (
@@ -26,6 +25,7 @@ from press_core.presses.lukv import (
     later_worth,
     ranks_protected,
 )
+from tests.support import build
 
 RATES = st.floats(0, 1)
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from experiments.testbed.families import FAMILIES, NO_ROPE, build
+from experiments.testbed.families import FAMILIES, NO_ROPE
 from press_core import attention_sites
 from press_core.blocks import NUMBERS
 from press_core.model.rotary import Rotary
+from tests.support import build
 
 ROPE_FAMILIES = [family for family in FAMILIES if family not in NO_ROPE]
 DTYPES = [torch.float32, torch.bfloat16]

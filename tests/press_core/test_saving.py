@@ -23,7 +23,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, QuantizedCache, StaticCache
 
 import hooks_impl
-from experiments.testbed.families import build
 from press_core import (
     CacheFileError,
     PressError,
@@ -40,7 +39,7 @@ from press_core.cache.pruned import ScopeMemory
 from press_core.calibration import METADATA
 from press_core.model.identity import identity, name_of
 from press_core.presses.qfilter import QFilters
-from tests.support import example_for, left_padded, token_ids
+from tests.support import build, example_for, left_padded, token_ids
 
 
 @lru_cache

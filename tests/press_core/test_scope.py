@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.testbed.families import build
 from patch_impl import KnormPress, SnapKVPress
 from press_core import ScopeError, UnsupportedModelError, attention_sites
 from press_core.scope import ScopeState, bind
+from tests.support import build
 
 
 @dataclass

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from experiments.testbed.families import FAMILIES, HYBRID, NO_GQA, NO_ROPE, build
+from experiments.testbed.families import FAMILIES, HYBRID, NO_GQA, NO_ROPE
 from press_core import UnsupportedModelError, attention_sites
+from tests.support import build
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 ATTENTION_NAMES = {"gpt2": "transformer.h.{}.attn", "gpt_neox": "gpt_neox.layers.{}.attention"}

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from experiments.testbed.families import build
 from press_core import AttentionCall, attention_sites
 from press_core.cache.pruned import filled
 from press_core.cache.storing import BatchEviction, RowGroup, row_groups, tokens_seen
 from press_core.eviction import Eviction
+from tests.support import build
 
 KV_HEADS, DIM = 2, 16
 
