@@ -147,7 +147,9 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(rank, (str(folder), port), nprocs=RANKS)
+    # Where ranks are forked from loads torch and transformers once.
+    mp.set_forkserver_preload([__name__])
+    mp.start_processes(rank, (str(folder), port), nprocs=RANKS, start_method="forkserver")
     ranks = [json.loads((folder / f"{index}.json").read_text()) for index in range(RANKS)]
     return alone, ranks
 
