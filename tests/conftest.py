@@ -8,18 +8,35 @@ from pathlib import Path
 import pytest
 
 INDEPENDENT = {
+    "experiments/test_audit.py": "what is found of what is planted; intrusiveness audits presses",
     "experiments/test_cli.py": "the commands and their errors",
     "experiments/test_command.py": "options as flags",
     "experiments/test_datasets.py": "samples and metrics of datasets",
+    "experiments/test_late.py": "an import that comes late",
     "experiments/test_manifest.py": "what a study writes about itself",
     "experiments/test_quotable.py": "tables that are quoted",
     "experiments/test_ray.py": "how work is spread",
     "experiments/test_study.py": "report, figures and the README's tables",
+    "press_core/test_fuzzed_fits.py": "files of what presses have learned",
     "test_docs.py": "the documentation",
     "test_house.py": "who may call whom, and fields of presses",
 }
 """Files about what is the same with every release of transformers."""
 
+MEASURING = {
+    "experiments/test_error.py": "error",
+    "experiments/test_evaluate.py": "evaluate",
+    "experiments/test_headwise.py": "headwise",
+    "experiments/test_headwise_variants.py": "headwise",
+    "experiments/test_overhead.py": "overhead",
+    "experiments/test_sinks.py": "what streaming measures of the first tokens",
+    "experiments/test_throughput.py": "throughput",
+    "experiments/test_trace.py": "trace",
+    "experiments/test_training.py": "how shipped models were trained",
+}
+"""Files about how something is measured, by an experiment that `test_own_model.py` runs as well."""
+
+LEFT_OUT = INDEPENDENT | MEASURING
 TESTS = Path(__file__).parent
 
 
@@ -37,13 +54,13 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         return []
     return [
         "left out, for no release of transformers changes it:",
-        *(f"  tests/{name}: {what}" for name, what in INDEPENDENT.items()),
+        *(f"  tests/{name}: {what}" for name, what in LEFT_OUT.items()),
     ]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     left_out = config.getoption("second_transformers") and collection_path.is_relative_to(TESTS)
-    if left_out and collection_path.relative_to(TESTS).as_posix() in INDEPENDENT:
+    if left_out and collection_path.relative_to(TESTS).as_posix() in LEFT_OUT:
         return True
     return None
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import hooks_impl
 import patch_impl
 from experiments.testbed import families
 from experiments.testbed.families import VOCABULARY
@@ -61,6 +65,22 @@ class Reader:
     """Stands for an open scope that helps with reading a layer."""
 
     is_open = True
+
+
+def in_turn(names: str, *lists: Iterable[Any]) -> pytest.MarkDecorator:
+    """Every entry with every other, and as `package` hooks and patches like the squares of a board.
+
+    For what is built upon presses, or holds of them as both leave the same bits: no case is run
+    with both packages, and of several lists each entry meets both.
+    """
+    packages = ((hooks_impl, "hooks"), (patch_impl, "patches"))
+    cases = []
+    for numbered in itertools.product(*map(enumerate, lists)):
+        package, said = packages[sum(index for index, _ in numbered) % 2]
+        entries = [entry for _, entry in numbered]
+        label = "-".join([*map(str, entries), said])
+        cases.append(pytest.param(package, *entries, id=label))
+    return pytest.mark.parametrize(("package", *names.split(", ")), cases)
 
 
 PIPELINE_PRESSES = {

@@ -18,10 +18,11 @@ import patch_impl
 from attention_patch.scope import headwise
 from press_core import Needs, PressError, attention_sites, kept_lengths
 from press_core.model.forward import AttentionForward
-from tests.support import build, left_padded, token_ids
+from tests.support import build, in_turn, left_padded, token_ids
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
-families = pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+FAMILIES = ("llama", "gpt_neox")
+families = pytest.mark.parametrize("family", FAMILIES)
 INF = float("inf")
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
@@ -394,9 +395,7 @@ DECODING: dict[str, Callable[[Any], Any]] = {
 decoding_presses = pytest.mark.parametrize("name", DECODING)
 
 
-@both
-@decoding_presses
-@families
+@in_turn("name, family", DECODING, FAMILIES)
 @torch.no_grad()
 def test_rows_of_a_padded_batch_are_those_of_the_row_alone(package, name, family):
     model, press = make(family), DECODING[name](package)

@@ -35,7 +35,7 @@ from press_core.calibration import model_sizes
 from press_core.model.forward import AttentionForward
 from press_core.presses.duo_attention import HeadScores
 from press_core.presses.lukv import BudgetCurves
-from tests.support import build, left_padded, token_ids
+from tests.support import build, in_turn, left_padded, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
@@ -211,17 +211,17 @@ def check_against_whole(press: Any, model: Any, whole: Whole, batch: int = 2) ->
     assert {site.layer_idx for site in attention_sites(model)} == whole.shown.keys()
 
 
-@both
-@presses
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@in_turn("name, family", PRESSES, ["llama", "gpt_neox"])
 def test_logits_are_those_of_heads_that_are_shown_what_they_keep(package, name, family):
     model = make(family)
     check_against_whole(PRESSES[name](package, model), model, Whole(make(family)))
 
 
-@both
-@pytest.mark.parametrize("family", ["gpt2", "qwen3", "gemma2", "gpt_oss"])
-@pytest.mark.parametrize("name", ["ada", "dms, decoding", "duo", "kvzip"])
+@in_turn(
+    "family, name",
+    ["gpt2", "qwen3", "gemma2", "gpt_oss"],
+    ["ada", "dms, decoding", "duo", "kvzip"],
+)
 def test_families(package, family, name):
     model = make(family)
     check_against_whole(PRESSES[name](package, model), model, Whole(make(family)))
@@ -288,12 +288,12 @@ def run_padded(model: Any, press: Any, cache: Any, forwards: list[Tensor]) -> It
 
 
 # Those that replay rows are refused such batches of hybrid models, see below.
-ALONE = [(family, name) for family in ("llama", "gpt_neox") for name in PRESSES]
-ALONE += [("gemma2", name) for name in PRESSES if name not in REPLAYING]
+@in_turn("name", [name for name in PRESSES if name not in REPLAYING])
+def test_rows_of_a_padded_batch_beside_sliding_layers(package, name):
+    test_rows_of_a_padded_batch_are_those_of_the_row_alone(package, name, "gemma2")
 
 
-@both
-@pytest.mark.parametrize(("family", "name"), ALONE)
+@in_turn("name, family", PRESSES, ["llama", "gpt_neox"])
 @torch.no_grad()
 def test_rows_of_a_padded_batch_are_those_of_the_row_alone(package, name, family):
     model = make(family)

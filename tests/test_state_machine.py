@@ -46,7 +46,7 @@ from press_core.presses.duo_attention import HeadScores
 from tests.support import build, token_ids
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
-N_PROGRAMS = {"short": 80, "long": 20_000}.get(PROFILE, 200)
+N_PROGRAMS = {"short": 80, "long": 20_000}.get(PROFILE, 120)
 N_SHARDS, MAX_STEPS = 4, 40
 
 NAMES = (

@@ -18,7 +18,7 @@ from experiments.pipeline import TASK, ContextAnswerer
 from experiments.testbed.asking import answer_seen, answer_unseen
 from experiments.testbed.facts import build_tokenizer, draw
 from press_core import HyperparameterError, RaggedLayer, kept_lengths
-from tests.support import PIPELINE_PRESSES, snapshot
+from tests.support import PIPELINE_PRESSES, in_turn, snapshot
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 
@@ -86,9 +86,7 @@ def test_questions_can_be_compressed_with_the_context(model, answerer, package, 
     assert found == expected
 
 
-@both
-@presses
-@pytest.mark.parametrize("together", [False, True], ids=["unseen", "seen"])
+@in_turn("name, together", PRESSES, [False, True])
 def test_rows_of_a_batch_are_those_of_the_row_alone(answerer, package, name, together):
     texts = facts(2)[1]
     contexts, press = uneven(texts), PRESSES[name](package)
@@ -99,8 +97,7 @@ def test_rows_of_a_batch_are_those_of_the_row_alone(answerer, package, name, tog
     assert found == alone
 
 
-@both
-@presses
+@in_turn("name", PRESSES)
 def test_no_question_sees_another(answerer, package, name):
     (text,) = facts(1)[1]
     options = {"press": PRESSES[name](package), "max_new_tokens": 3}
@@ -325,9 +322,7 @@ def test_lengths_are_logged(answerer, caplog, package):
     assert said == ["context length: 49 tokens", "compressed length: 24.0 tokens"]
 
 
-@both
-@presses
-@pytest.mark.parametrize("together", [False, True], ids=["unseen", "seen"])
+@in_turn("name, together", PRESSES, [False, True])
 def test_the_share_that_was_really_evicted(model, answerer, package, name, together):
     """Against the caches that the model itself was left with, batched and row by row."""
     texts = facts(2)[1]

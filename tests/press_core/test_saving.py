@@ -429,7 +429,7 @@ TENSORS = st.tuples(
     st.sampled_from([-(2**31), -1, 0, 1, 7, 2**31 - 1]),
 )
 
-N_EXAMPLES = {"short": 100, "long": 20_000}.get(os.environ.get("HYPOTHESIS_PROFILE", ""), 1_000)
+N_EXAMPLES = {"short": 100, "long": 20_000}.get(os.environ.get("HYPOTHESIS_PROFILE", ""), 400)
 FUZZED = settings(
     max_examples=N_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
