@@ -30,7 +30,7 @@ MEASURING = {
         "evaluate": "answers are",
         "headwise": "head-wise budgets are",
         "headwise_variants": "ways of head-wise attention are",
-        "overhead": "time and memory of a press are",
+        "overhead": "the time that a scope costs is",
         "throughput": "speed is",
         "trace": "time inside a forward is",
     }.items()

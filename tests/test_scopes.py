@@ -296,19 +296,26 @@ def test_entering_and_leaving_from_several_threads(package, model):
 
 
 def test_importing_changes_nothing():
-    """In a process of its own: what `transformers` holds before and after the import."""
+    """In a process of its own: what `transformers` holds before and after the import.
+
+    One module registers something, the pipeline of `experiments`.
+    """
     import subprocess
     import sys
 
     program = """
 import sys
+from transformers.pipelines import PIPELINE_REGISTRY
 from tests.snapshot import snapshot
 from experiments.testbed.families import build
 model = build("llama")
-before = snapshot(model)
+before, tasks = snapshot(model), PIPELINE_REGISTRY.get_supported_tasks()
 assert "press_core" not in sys.modules
 import press_core, attention_patch, hooks_impl, patch_impl
 assert snapshot(model) == before
+assert PIPELINE_REGISTRY.get_supported_tasks() == tasks
+from experiments.pipeline import TASK
+assert set(PIPELINE_REGISTRY.get_supported_tasks()) == {*tasks, TASK}
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 

@@ -6,13 +6,13 @@ import sys
 CODE = """
 import sys
 from experiments.late import import_hqq_late
-from tests.support import build
 
 import_hqq_late()
 import torch
 from transformers import QuantizedCache
 
 print("hqq.core.optimize" in sys.modules)
+from experiments.testbed.families import build
 
 model = build("llama")
 cache = QuantizedCache(backend="hqq", config=model.config, q_group_size=16, residual_length=16)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -515,18 +513,6 @@ def test_the_pipeline_goes_on_where_nothing_is_asked(pipe):
 def test_the_pipeline_loads_a_model_by_its_path():
     pipe = pipeline(TASK, model="experiments/models/facts-llama")
     assert pipe("river alice tea of", question="? alice", max_new_tokens=1) == {"answer": "tea"}
-
-
-def test_only_this_module_registers_the_pipeline():
-    code = (
-        "from transformers.pipelines import PIPELINE_REGISTRY as known\n"
-        "import attention_patch, hooks_impl, patch_impl, press_core\n"
-        "before = known.get_supported_tasks()\n"
-        "import experiments.pipeline\n"
-        "print(sorted(set(known.get_supported_tasks()) - set(before)))"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.splitlines()[-1] == f"['{TASK}']"
 
 
 # ---- models that are spread over devices -------------------------------------------------------
