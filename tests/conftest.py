@@ -1,4 +1,4 @@
-"""What is not run a second time with another transformers, and a garbage collector that rests."""
+"""What a second transformers leaves out, what is run first, and when garbage is collected."""
 
 from __future__ import annotations
 
@@ -39,6 +39,9 @@ MEASURING = {
 
 LEFT_OUT = INDEPENDENT | MEASURING
 TESTS = Path(__file__).parent
+FIRST = {TESTS / "test_tensor_parallel.py", TESTS / "experiments" / "test_ray.py"}
+"""Files whose tests share what takes long to start: processes that share the work take over what
+comes last, and would start it once more."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,6 +67,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if left_out and collection_path.relative_to(TESTS).as_posix() in LEFT_OUT:
         return True
     return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path not in FIRST)
 
 
 def pytest_configure() -> None:
