@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hooks_impl
 import patch_impl
@@ -65,6 +68,23 @@ class Reader:
     """Stands for an open scope that helps with reading a layer."""
 
     is_open = True
+
+
+@contextmanager
+def watched() -> Iterator[dict[int, list[tuple[Tensor, Tensor]]]]:
+    """Per layer, the query and the keys of each call of sdpa, as the model itself made them."""
+    seen: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    function = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def watch(module: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen[module.layer_idx].append((query, key))
+        return function(module, query, key, *args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = watch
+    try:
+        yield seen
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
 def in_turn(names: str, *lists: Iterable[Any]) -> pytest.MarkDecorator:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hooks_impl
 import patch_impl
 from attention_patch.scope import headwise
 from press_core import Needs, PressError, attention_sites, kept_lengths
 from press_core.model.forward import AttentionForward
-from tests.support import build, in_turn, left_padded, token_ids
+from tests.support import build, in_turn, left_padded, token_ids, watched
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 FAMILIES = ("llama", "gpt_neox")
@@ -45,23 +42,6 @@ def positions_in(layer: Any) -> list[list[list[int]]]:
         return [[list(range(n))] * heads] * batch
     positions = layer.all_positions().expand(batch, heads, n).tolist()
     return [[[p for p in head if p >= 0] for head in row] for row in positions]
-
-
-@contextmanager
-def watched() -> Iterator[dict[int, list[tuple[Tensor, Tensor]]]]:
-    """Per layer, the query and the keys of each call of sdpa, as the model itself made them."""
-    seen: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-    function = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def watch(module: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen[module.layer_idx].append((query, key))
-        return function(module, query, key, *args, **kwargs)
-
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = watch
-    try:
-        yield seen
-    finally:
-        del ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
 class Whole:

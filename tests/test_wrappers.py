@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hooks_impl
 import patch_impl
@@ -25,7 +23,7 @@ from press_core import (
     kept_lengths,
 )
 from press_core.model.forward import AttentionForward
-from tests.support import build, left_padded, snapshot, token_ids
+from tests.support import build, left_padded, snapshot, token_ids, watched
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 LENGTH = 60
@@ -76,23 +74,6 @@ def per_head(
         [choose(*of_head) for of_head in zip(*of_row, strict=True)]
         for of_row in zip(*states, strict=True)
     ]
-
-
-@contextmanager
-def watched() -> Iterator[dict[int, list[tuple[Tensor, Tensor]]]]:
-    """Per layer, the query and the keys of each call of sdpa, as the model itself made them."""
-    seen: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-    function = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def watch(module: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen[module.layer_idx].append((query, key))
-        return function(module, query, key, *args, **kwargs)
-
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = watch
-    try:
-        yield seen
-    finally:
-        del ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
 def queries_and_keys(model: Any, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
