@@ -111,10 +111,19 @@ _PEFT = ("restore_embeddings.safetensors", "adapter_model.safetensors", "adapter
 
 def _downloaded(source: str) -> Path | None:
     """The folder of a published adapter that was fetched from the hub, if there is one."""
-    try:
-        return Path(huggingface_hub.snapshot_download(source, allow_patterns=list(_PEFT)))
-    except (OSError, ValueError, RuntimeError):
-        return None
+    # What is on this machine is taken as it is: presses are opened often, and may be so offline.
+    for offline in (True, False):
+        try:
+            folder = Path(
+                huggingface_hub.snapshot_download(
+                    source, allow_patterns=list(_PEFT), local_files_only=offline
+                )
+            )
+        except (OSError, ValueError, RuntimeError):
+            continue
+        if all((folder / name).is_file() for name in _PEFT):
+            return folder
+    return None
 
 
 def _from_peft(folder: Path) -> dict[str, Tensor]:

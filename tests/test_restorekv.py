@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import DynamicCache
@@ -351,6 +352,27 @@ def test_a_folder_of_peft_is_read(tmp_path):
     published = run(model, restoring(hooks_impl, model, adapter=folder), ids)
     for one, other in zip(own.layers, published.layers, strict=True):
         torch.testing.assert_close(one.keys, other.keys, rtol=0, atol=1e-6)
+
+
+def test_the_hub_is_asked_once(tmp_path, monkeypatch):
+    """And not at every opening of a press."""
+    folder, asked, fetched = tmp_path / "snapshot", [], []
+
+    def snapshot_download(source, allow_patterns, local_files_only):
+        asked.append(local_files_only)
+        if not local_files_only:
+            fetched.append(source)
+            folder.mkdir()
+            peft_folder(folder, drawn_adapter(build("llama")))
+        elif not fetched:
+            raise LocalEntryNotFoundError("there is none")
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    for _ in range(3):
+        RestoreAdapter.load("you/yours")
+    assert asked == [True, False, True, True]
+    assert fetched == ["you/yours"]
 
 
 @pytest.mark.parametrize(
