@@ -145,6 +145,11 @@ def n_bytes(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
+def size_of(n: int) -> str:
+    """Bytes as people write them."""
+    return f"{n / 2**30:,.0f} GiB" if n % 2**30 == 0 else f"{n / 2**20:,.0f} MiB"
+
+
 def checked_size(text: str | None) -> str | None:
     """Check a size in bytes."""
     if text is not None:

@@ -57,6 +57,7 @@ def build(
     num_heads: int = 4,
     num_kv_heads: int = 2,
     head_dim: int = 16,
+    width: int | None = None,
     dtype: torch.dtype = torch.float32,
     attn_implementation: str = "sdpa",
     seed: int = 0,
@@ -67,13 +68,14 @@ def build(
         family: one of `FAMILIES`.
         num_layers: attention layers; hybrid families get as many sliding ones in between.
         num_kv_heads: ignored by families without grouped heads.
+        width: of the hidden states; None: of all heads together.
 
     Raises:
         ValueError: if the family is not known.
     """
     if family not in _SPECIAL:
         raise ValueError(f"unknown family {family!r}; known: {', '.join(FAMILIES)}")
-    width = num_heads * head_dim
+    width = width or num_heads * head_dim
     config_kwargs: dict[str, Any] = {
         **_COMMON,
         "hidden_size": width,

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pandas as pd
 import pytest
 import torch
+from rich.progress import Progress
 from typer.testing import CliRunner
 
 from experiments import UserError
@@ -373,6 +374,43 @@ def test_tables_have_a_line_per_row():
     assert views[2].rows[1] == ["longest context", "SnapKV 80%", "2,500", "3,600", "2.50"]
     assert ["Llama-3.1-70B", "1,048,576", "320.0", "160.0", "64.0"] in views[3].rows
     assert "0.67 to 0.83 of what arithmetic predicts" in EXPERIMENT.remarks(tables)[0]
+
+
+def test_of_several_limits_the_largest_is_told():
+    large = FITS.assign(model="large", limit=2**33, measured=FITS["measured"] * 2)
+    large.loc[large["what"] == "context", "other"] = 32
+    tables = {"throughput_fits": pd.concat([FITS, large])}
+    (found,) = (each for each in EXPERIMENT.findings(tables) if each.name == "fits")
+    assert "Within 8 GiB SnapKV" in found.text
+    small, large = EXPERIMENT.views(tables)
+    assert "what fits in 128 MiB" in small.note
+    assert "large: what fits in 8 GiB" in large.note
+    assert [row[0] for row in large.rows[1:3]] == [
+        "longest context, batch 32",
+        "largest batch of 512 tokens",
+    ]
+    panels = EXPERIMENT.figures(tables)["throughput_fits"].axes
+    assert panels[0].get_title(loc="left") == "Longest context, batch 32"
+    assert panels[0].patches[1].get_width() == 5000
+
+
+def test_a_large_limit_is_for_a_large_cache(monkeypatch):
+    asked = []
+
+    def row(subject, budget, condition, limit, what, other):
+        asked.append((subject.name, what, other))
+        return {}
+
+    monkeypatch.setattr(throughput, "fitting_row", row)
+    told = {"batch": (32, 64), "context": (512,), "ratio": (0.8,)}
+    throughput.measure_fits(Options(limit="8GiB", **told), [], Progress(disable=True))
+    assert asked == [
+        (throughput.LIKE_7B.name, "context", 32),
+        (throughput.LIKE_7B.name, "batch", 512),
+    ]
+    asked.clear()
+    throughput.measure_fits(Options(), [], Progress(disable=True))
+    assert {name for name, *_ in asked} == {throughput.DEEP.name}
 
 
 def test_figures_show_every_line():

@@ -76,6 +76,12 @@ LIKE_REAL = _llama(
 DEEP = _llama("random Llama, 16 layers", num_layers=16, num_heads=4, num_kv_heads=2, head_dim=64)
 """Whose cache weighs more than what a layer computes with, as in large models."""
 
+LIKE_7B = _llama(
+    "random Llama, cache of a 7B",
+    **{"num_layers": 32, "num_heads": 32, "num_kv_heads": 32, "head_dim": 128, "width": 64},
+)
+"""1 MiB a token in float32 and next to no weights, so that a CPU can fill gigabytes."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -122,9 +128,11 @@ class Options:
     limit: Annotated[
         str | None,
         typer.Option(
-            help="Memory in which contexts and batches are to fit, weights included, such as 8GiB.",
+            help="Memory in which contexts and batches are to fit, weights included, such as 8GiB: "
+            "the longest context of the smallest --batch, the largest batch of the shortest "
+            "--context.",
             callback=checked_size,
-            show_default="of the random Llama 128MiB",
+            show_default="128MiB",
         ),
     ] = None
     dtype: Dtype = "float32"
@@ -150,8 +158,8 @@ class Options:
         return Subject(short_name(self.model), self.model, (), self.dtype, device)
 
 
-LIMIT = "128MiB"
-"""For the random Llama of 16 layers."""
+LIMIT, LARGE = "128MiB", 2**30
+"""The limit if none is given, and the one from which on the model is `LIKE_7B` if none is given."""
 
 
 class Throughput(Experiment[Options]):
@@ -332,7 +340,8 @@ def _suiting(
 
 def measure_fits(options: Options, presses: list[str], progress: Progress) -> pd.DataFrame:
     """The table `throughput_fits`: without a press, and every press with hooks."""
-    subject, limit = options.subject(DEEP), n_bytes(options.limit or LIMIT)
+    limit = n_bytes(options.limit or LIMIT)
+    subject = options.subject(DEEP if limit < LARGE else LIKE_7B)
     budget = Budget.of(subject.load())
     if budget.weights >= limit:
         raise UserError(
@@ -341,7 +350,7 @@ def measure_fits(options: Options, presses: list[str], progress: Progress) -> pd
         )
     asked = [
         (condition, what, other)
-        for what, other in ((CONTEXT, 1), (BATCH, min(options.context)))
+        for what, other in ((CONTEXT, min(options.batch)), (BATCH, min(options.context)))
         for condition in conditions(presses, options.ratio, ["hook"])
     ]
     rows = [

@@ -12,6 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from experiments.framework.experiment import Tables
+from experiments.framework.options import size_of
 from experiments.framework.plots import (
     INK,
     MUTED,
@@ -26,7 +27,7 @@ from experiments.framework.plots import (
 )
 from experiments.questions.throughput.arithmetic import CONTEXTS
 from experiments.questions.throughput.findings import SLOW
-from experiments.questions.throughput.fits import CONTEXT
+from experiments.questions.throughput.views import fits_of
 
 MOST_PRESSES = 4
 """Presses that the first figure has a row of panels for."""
@@ -178,7 +179,8 @@ def _beside(panel: Axes, x: float, y: float, text: str) -> None:
 
 
 def fits(table: pd.DataFrame) -> Figure:
-    """Bars of what was measured, a mark at what arithmetic predicts."""
+    """Bars of what was measured, a mark at what arithmetic predicts; for the largest limit."""
+    table = table[table["limit"] == table["limit"].max()]
     kinds = list(dict.fromkeys(table["what"]))
     most = max(len(rows) for _, rows in table.groupby("what"))
     figure, axes = new_figure(1, len(kinds), width=7.6, height=1.1 + 0.32 * most)
@@ -196,13 +198,10 @@ def fits(table: pd.DataFrame) -> Figure:
             panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
             panel.xaxis.set_major_formatter("{x:,.0f}")
             panel.set_xlim(0, 1.15 * max(rows["predicted"].max(), rows["measured"].max()))
-            other = rows["other"].iloc[0]
-            panel.set_title(
-                "Longest context" if what == CONTEXT else f"Largest batch of {other:,} tokens"
-            )
-    limit = table["limit"].iloc[0] / 2**20
+            panel.set_title(fits_of(what, rows["other"].iloc[0]))
     figure.set_label(
-        f"What fits in {limit:,.0f} MiB with the weights: measured (bars), by arithmetic (marks)"
+        f"What fits in {size_of(table['limit'].iloc[0])} with the weights: measured (bars), by "
+        "arithmetic (marks)"
     )
     return figure
 

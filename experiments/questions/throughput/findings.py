@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from experiments.framework.experiment import Finding, Related, Tables
+from experiments.framework.options import size_of
 from experiments.framework.plots import NO_PRESS, press_label
 from experiments.framework.works import KVPRESS
 from experiments.questions.throughput.fits import CONTEXT
@@ -119,13 +120,13 @@ def peaks_over_bare(table: pd.DataFrame) -> pd.Series[float]:
 
 
 def _on_fits(table: pd.DataFrame) -> Iterator[Finding]:
-    rows = table[table["what"] == CONTEXT]
+    rows = table[(table["what"] == CONTEXT) & (table["limit"] == table["limit"].max())]
     whole = rows[rows["press"] == NO_PRESS]["measured"].max()
     best = rows.sort_values("measured").iloc[-1]
     if best["press"] == NO_PRESS or not whole:
         return
     text = (
-        f"Within {best['limit'] / 2**20:,.0f} MiB {press_label(best['press'])} with "
+        f"Within {size_of(best['limit'])} {press_label(best['press'])} with "
         f"{best['ratio']:.0%} evicted lets **{best['measured'] / whole:.2f}** times as long a "
         "context through as no press."
     )

@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 
 from experiments.framework.experiment import Tables
+from experiments.framework.options import size_of
 from experiments.framework.plots import NO_PRESS, press_label
 from experiments.framework.tables import ResultTable
 from experiments.questions.throughput.arithmetic import RATIOS
@@ -123,16 +124,16 @@ def _firsts(table: pd.DataFrame) -> ResultTable:
 
 
 def _fits(table: pd.DataFrame) -> ResultTable:
-    limit = table["limit"].iloc[0] / 2**20
     note = (
-        f"{table['model'].iloc[0]}: what fits in {limit:,.0f} MiB, weights included, found by "
+        f"{table['model'].iloc[0]}: what fits in {size_of(table['limit'].iloc[0])}, weights "
+        "included, found by "
         "bisection, and what arithmetic predicts; hooks:"
     )
     rows: list[dict[Any, Any]] = table.to_dict("records")
     whole = table[table["press"] == NO_PRESS].set_index("what")["measured"]
     lines = [
         [
-            "longest context" if row["what"] == CONTEXT else f"largest batch of {row['other']:,}",
+            fits_of(row["what"], row["other"]).lower(),
             _named(row),
             f"{row['measured']:,}",
             f"{row['predicted']:,}",
@@ -141,6 +142,13 @@ def _fits(table: pd.DataFrame) -> ResultTable:
         for row in rows
     ]
     return ResultTable(note, ["", "press", "measured", "predicted", "/ no press"], lines, left=2)
+
+
+def fits_of(what: str, other: int) -> str:
+    """What is sought: the longest context of a batch, or the largest batch of a context."""
+    if what == CONTEXT:
+        return "Longest context" if other == 1 else f"Longest context, batch {other:,}"
+    return f"Largest batch of {other:,} tokens"
 
 
 def _models(table: pd.DataFrame) -> ResultTable:
