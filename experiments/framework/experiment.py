@@ -169,8 +169,8 @@ class Experiment(ABC, Generic[OptionsT]):
         if "model" not in names:
             raise LeftOutError(self.left_out)
         several = isinstance(quick.model, tuple)
-        told = {"model": (own.model,) if several else own.model, "device": own.device}
-        told["dtype"] = own.dtype
+        model = (own.model,) if several else own.model
+        told = {"model": model, "dtype": own.dtype, "device": own.device}
         told = {name: value for name, value in told.items() if name in names}
         options: OptionsT = replace(quick, **(told | changed))
         return options
