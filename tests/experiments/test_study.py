@@ -353,6 +353,18 @@ def test_a_report_follows_its_tables(folder, tmp_path):
     assert "7.000" in page(tmp_path).text
 
 
+def test_a_note_may_have_code_in_it_and_no_markup(folder, tmp_path):
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    told = json.loads((tmp_path / MANIFEST).read_text())
+    told["experiments"]["one"]["note"] = "Measured with `--rounds 3`, <b>twice</b>."
+    (tmp_path / MANIFEST).write_text(json.dumps(told))
+    write_report(tmp_path, [ONE, TWO])
+    html = (tmp_path / "report.html").read_text()
+    assert "Measured with <code>--rounds 3</code>, &lt;b&gt;twice&lt;/b&gt;." in html
+    assert "Measured with `--rounds 3`" in (tmp_path / "report.md").read_text()
+
+
 def test_nothing_in_the_data_becomes_markup(tmp_path):
     evil = "<script>alert(1)</script>"
     experiment = tiny(
