@@ -61,6 +61,10 @@ class BasePress(press.Press):
         """
         return self.decide(_call_of(self, module, hidden_states, keys, values, attentions, kwargs))
 
+    @property
+    def in_own_words(self) -> bool:
+        return type(self).compress is not BasePress.compress
+
     def evict(self, call: AttentionCall) -> Eviction:
         if type(self).compress is BasePress.compress:
             return self.decide(call)
@@ -161,6 +165,10 @@ class Scorer(TokenScorer, BasePress):
         """
         call = _call_of(self, module, hidden_states, keys, values, attentions, kwargs)
         return self.score_tokens(call)
+
+    @property
+    def in_own_words(self) -> bool:
+        return super().in_own_words or type(self).score is not Scorer.score
 
     @property
     def independent(self) -> bool:  # type: ignore[override]

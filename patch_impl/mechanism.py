@@ -38,6 +38,10 @@ class BasePress(press.Press):
         """What stays: an `Eviction`, or keys and values `(B, H_kv, n, d)`."""
         return self.decide(call)
 
+    @property
+    def in_own_words(self) -> bool:
+        return type(self).compress is not BasePress.compress
+
     def evict(self, call: AttentionCall) -> Eviction:
         return Eviction.of(call, self.compress(call))
 
@@ -126,6 +130,10 @@ class Scorer(TokenScorer, BasePress):
     def score(self, call: AttentionCall) -> Tensor:
         """Scores `(B, H_kv, S)`, the higher the better."""
         return self.score_tokens(call)
+
+    @property
+    def in_own_words(self) -> bool:
+        return super().in_own_words or type(self).score is not Scorer.score
 
     @property
     def independent(self) -> bool:  # type: ignore[override]

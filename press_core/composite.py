@@ -41,6 +41,12 @@ class CompositePress(Press):
         return any(press.reads_states for press in self.children)
 
     @property
+    def reads_hidden_states(self) -> bool:
+        return super().reads_hidden_states or any(
+            press.reads_hidden_states for press in self.children
+        )
+
+    @property
     def alike_per_head(self) -> bool:  # type: ignore[override]
         return all(press.alike_per_head for press in self.children)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -301,8 +300,20 @@ def _judged(press: Press, call: AttentionCall, occupied: Tensor | None) -> list[
 
 
 def _decided(press: Press, call: AttentionCall) -> Eviction:
-    """What the press decides, about the heads of all ranks, for those of this one."""
-    return of_own_heads(press.evict(of_all_heads(call)), call)
+    """What the press decides, about the heads of all ranks, for those of this one.
+
+    Raises:
+        UnsupportedInputError: if it reads hidden states that were not kept for it.
+    """
+    try:
+        return of_own_heads(press.evict(of_all_heads(call)), call)
+    except (RuntimeError, TypeError) as error:
+        if not (call.hidden_states.is_meta and "meta" in str(error)):
+            raise
+        raise UnsupportedInputError(
+            f"{type(press).__name__} asks for hidden states of {call.site.name} that were not "
+            "kept; the formula that reads them is to declare `needs = Needs.FORWARD`"
+        ) from error
 
 
 def _with_memory(
@@ -405,7 +416,7 @@ def _part_of_prefill(
     buffer = _remember_prefill(scope, forward)
     states_here = {}
     if Phase.PREFILL in scope.phases:
-        states_here = _states_to_buffer(forward, query, query_is_rotated)
+        states_here = _states_to_buffer(scope, forward, query, query_is_rotated)
     buffer = buffer.after_step(forward.n_tokens, None, **states_here)
     forward.layer.memories[scope.key] = buffer
     if n_to_come:
@@ -414,8 +425,7 @@ def _part_of_prefill(
     if Phase.PREFILL not in scope.phases:
         return None
     known = {name: states.joined() for name, states in buffer.states.items()}
-    whole = _prefill(scope, forward, None, known.get("query"), True)
-    return whole.but(**_known_states(known))
+    return _prefill(scope, forward, None, None, True).but(**_known_states(known))
 
 
 def _chunk(forward: AttentionForward, here: AttentionCall, n_to_come: int) -> AttentionCall:
@@ -448,6 +458,8 @@ def _known_states(states: dict[str, Tensor]) -> dict[str, Any]:
         "hidden_states": states["hidden_states"],
         "position_embeddings": states["cos_sin"].chunk(2, -1) if "cos_sin" in states else None,
         "position_ids": states["position_ids"].squeeze(-1) if "position_ids" in states else None,
+        "query": states.get("query"),
+        "query_is_rotated": True,
     }
 
 
@@ -477,21 +489,21 @@ def _decoding_step(
             decoding=True,
         )
         memory = replace(memory, slots=_with_memory(scope, forward, here).memory)
-    states = partial(_states_to_buffer, forward, query, query_is_rotated)
     limit, ids = scope.buffered_tokens, forward.position_ids
-    memory = memory.after_step(forward.n_tokens, limit, **(states() if limit else {}))
+    states = _states_to_buffer(scope, forward, query, query_is_rotated) if limit else {}
+    memory = memory.after_step(forward.n_tokens, limit, **states)
     layer.memories[scope.key] = memory
     if not press.is_due(memory.n_steps, forward.n_tokens):
         return None
     _require_known(forward)
-    known = memory.last(limit) if limit else states()
+    asked: dict[str, Any] = {"query": query, "query_is_rotated": query_is_rotated}
+    if limit:
+        asked = _known_states(memory.last(limit))
     return _call(
         scope,
         forward,
         *states_of(layer),
-        **_known_states(known),
-        query=known.get("query"),
-        query_is_rotated=True,
+        **asked,
         rotary_positions=_rotary_positions(
             forward, None if ids is None else ids[:, -1], forward.n_tokens
         ),
@@ -503,11 +515,18 @@ def _decoding_step(
 
 
 def _states_to_buffer(
-    forward: AttentionForward, query: Tensor | None, query_is_rotated: bool
+    scope: ScopeState, forward: AttentionForward, query: Tensor | None, query_is_rotated: bool
 ) -> dict[str, Tensor]:
-    """By name, what a press may ask about the tokens of a step later: `(B, ..., q, channels)`."""
+    """By name, what a press may ask about the tokens of a step later: `(B, ..., q, channels)`.
+
+    Of hidden states that it has not said it reads, which would take more than the cache, the shape
+    alone.
+    """
     batch, cos_sin, ids = forward.hidden_states.shape[0], forward.cos_sin, forward.position_ids
-    states, rotary = {"hidden_states": forward.hidden_states}, forward.site.rotary
+    hidden_states, rotary = forward.hidden_states, forward.site.rotary
+    states = {
+        "hidden_states": hidden_states if scope.reads_hidden_states else hidden_states.to("meta")
+    }
     if query is not None:
         if not query_is_rotated and rotary is not None and cos_sin is not None:
             query = rotary.rotate(query, *cos_sin)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Needs(Flag):
-    """What a press reads of a model, beyond hidden states, keys and values."""
+    """What the formula of a press reads of a model, beyond keys and values."""
 
     NOTHING = 0
     QUERIES = auto()
@@ -294,6 +294,21 @@ class Press:
     def reads_queries(self) -> bool:
         """Whether it reads the queries of the attention forwards that it is told of."""
         return Needs.QUERIES in self.needs and bool(self.phases & ~Phase.DECODER)
+
+    @property
+    def in_own_words(self) -> bool:
+        """Whether a subclass decides in the words of its mechanism, and may read what they tell."""
+        return False
+
+    @property
+    def reads_hidden_states(self) -> bool:
+        """Whether it reads the hidden states of its calls."""
+        return Needs.FORWARD in self.needs or self.in_own_words
+
+    @property
+    def reads_forwards(self) -> bool:
+        """Whether it reads anything of the forwards that brought the tokens: not keys alone."""
+        return Needs.QUERIES in self.needs or self.reads_hidden_states
 
     # ---- deciding --------------------------------------------------------------------------------
 

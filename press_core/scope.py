@@ -32,7 +32,8 @@ class ScopeState:
 
     Attributes:
         press: as it acts on this model.
-        reads_queries, phases, remembers, buffered_tokens: what it says of itself.
+        reads_queries, reads_hidden_states, phases, remembers, buffered_tokens: what it says of
+            itself.
         model: None once the scope is closed.
         sites: the attention modules that the press is installed on.
         decoder: the module that takes token ids and runs all of them.
@@ -73,6 +74,7 @@ class ScopeState:
     key: int = field(default_factory=itertools.count().__next__)
     n_sites: int = 0
     reads_queries: bool = False
+    reads_hidden_states: bool = False
     phases: Phase = Phase.NEVER
     remembers: bool = False
     buffered_tokens: int = 0
@@ -83,6 +85,7 @@ class ScopeState:
         self.n_sites = len(self.sites)
         # Asked once: a composition asks each of its parts, and forwards ask often.
         self.reads_queries, self.phases = self.press.reads_queries, self.press.phases
+        self.reads_hidden_states = self.press.reads_hidden_states
         self.remembers, self.buffered_tokens = self.press.remembers, self.press.buffered_tokens
 
     def takes(self, cache: Any, depth: int) -> bool:

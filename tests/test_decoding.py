@@ -920,3 +920,43 @@ def test_a_question_taken_back_is_forgotten_by_the_threshold_too(package):
                 model(ids, past_key_values=cache)
         found.append(held_in(cache))
     assert found[0] == found[1]
+
+
+@both
+@pytest.mark.parametrize("wrapped", [False, True])
+@torch.no_grad()
+def test_only_what_a_press_reads_is_kept_for_it(package, wrapped):
+    class InOwnWords(package.KnormPress):
+        def score(self, *arguments: Any) -> Tensor:
+            return super().score(*arguments)
+
+    model = make("llama")
+    kept = {}
+    for base in (package.KnormPress(), package.SnapKVPress(window_size=4), InOwnWords()):
+        cache = DynamicCache(config=model.config)
+        press = package.CriticalKVPress(base) if wrapped else base
+        with package.DecodingPress(press, 8, 20)(model):
+            for ids in tokens([24, 1, 1, 1]):
+                model(ids, past_key_values=cache)
+            (memory,) = cache.layers[0].memories.values()
+            states = {name: known.joined() for name, known in memory.states.items()}
+            kept[type(base).__name__] = {name for name, x in states.items() if not x.is_meta}
+    where = {"cos_sin", "position_ids"}
+    assert kept["KnormPress"] == set()
+    assert kept["SnapKVPress"] == {*where, "query"}
+    assert kept["InOwnWords"] == {*where, "hidden_states"}
+
+
+@both
+@torch.no_grad()
+def test_hidden_states_that_nobody_declared_are_refused_by_name(package):
+    class Undeclared(package.SnapKVPress):
+        def score_tokens(self, call: Any) -> Tensor:
+            return super().score_tokens(call) + call.hidden_states[:, -1, 0].view(-1, 1, 1)
+
+    model, cache = make("llama"), DynamicCache(config=make("llama").config)
+    with package.DecodingPress(Undeclared(window_size=4), 2, 20)(model):
+        model(token_ids(1, 24), past_key_values=cache)
+        model(token_ids(1, 1), past_key_values=cache)
+        with pytest.raises(PressError, match=r"not kept; .* declare `needs = Needs.FORWARD`"):
+            model(token_ids(1, 1), past_key_values=cache)

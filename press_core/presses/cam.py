@@ -33,7 +33,7 @@ class CAM(Decoding):
         compression_interval: forwards after the prefill from one pruning to the next.
         target_size: tokens that each KV head then keeps.
         hidden_states_buffer_size: of how many of the last tokens since then the hidden states and
-            queries are kept for `base_press`.
+            queries are kept for `base_press`, if it may ask for them.
         merge_budget: kept tokens that an evicted one is shared among.
         seed: numbers come from `(seed, layer_idx, forward)` and are equal on every device, for
             every row of a batch and with both mechanisms. None: from torch's global generator.

@@ -18,7 +18,7 @@ class CompressionRatioDecoding(AtIntervals):
         base_press: scores tokens.
         compression_interval: forwards after the prefill from one pruning to the next.
         hidden_states_buffer_size: of how many of the last tokens since then the hidden states and
-            queries are kept for `base_press`.
+            queries are kept for `base_press`, if it may ask for them.
         target_compression_ratio: share of the tokens that a row has seen, those of the context and
             evicted ones too, that is then gone, in [0, 1); or the `Tokens` that are left.
     """
@@ -40,10 +40,6 @@ class CompressionRatioDecoding(AtIntervals):
     def asked_ratio(self) -> float:
         ratio = self.target_compression_ratio
         return 0.0 if isinstance(ratio, Tokens) else ratio
-
-    @property
-    def buffered_tokens(self) -> int:  # type: ignore[override]
-        return self.hidden_states_buffer_size
 
     def target(self, call: AttentionCall) -> int:
         assert call.seen is not None

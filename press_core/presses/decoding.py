@@ -32,9 +32,18 @@ class AtIntervals(CompositePress):
         fits = fits and Needs.FORWARD not in self.base_press.needs
         require(self, "base_press", fits, f"{allowed} and can score them again later")
         require(self, "compression_interval", self.compression_interval >= 1, "1 or more")
-        fits = self.buffered_tokens >= (1 if Needs.QUERIES in self.base_press.needs else 0)
+        least = 1 if Needs.QUERIES in self.base_press.needs else 0
+        fits = self._buffer_size >= least
         allowed = "0 or more; 1 or more for a base_press that reads queries"
         require(self, "hidden_states_buffer_size", fits, allowed)
+
+    @property
+    def _buffer_size(self) -> int:
+        return int(vars(self)["hidden_states_buffer_size"])  # a field that subclasses have
+
+    @property
+    def buffered_tokens(self) -> int:  # type: ignore[override]
+        return self._buffer_size if self.base_press.reads_forwards else 0
 
     def reset(self) -> None:
         """Does nothing: what a run has buffered belongs to its cache, not to the press."""
@@ -65,7 +74,7 @@ class Decoding(AtIntervals):
         compression_interval: forwards after the prefill from one pruning to the next.
         target_size: tokens that each KV head then keeps.
         hidden_states_buffer_size: of how many of the last tokens since then the hidden states and
-            queries are kept for `base_press`.
+            queries are kept for `base_press`, if it may ask for them.
     """
 
     target_size: int = 2048
@@ -77,10 +86,6 @@ class Decoding(AtIntervals):
 
     def with_budget(self, tokens: int) -> Press:
         return replace(self, target_size=tokens)
-
-    @property
-    def buffered_tokens(self) -> int:  # type: ignore[override]
-        return self.hidden_states_buffer_size
 
     def target(self, call: AttentionCall) -> int:
         return self.target_size

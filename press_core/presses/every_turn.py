@@ -22,7 +22,7 @@ class EveryTurn(Wrapper):
         press: scores tokens, and can score them again later.
         target_size: tokens that each KV head keeps at most after a turn.
         hidden_states_buffer_size: of how many of the last tokens before a turn the hidden states
-            and queries are kept for `press`.
+            and queries are kept for `press`, if it may ask for them.
     """
 
     target_size: int = 2048
@@ -51,7 +51,7 @@ class EveryTurn(Wrapper):
 
     @property
     def buffered_tokens(self) -> int:  # type: ignore[override]
-        return self.hidden_states_buffer_size
+        return self.hidden_states_buffer_size if self.press.reads_forwards else 0
 
     def is_due(self, n_steps: int, n_new: int) -> bool:
         return n_new > 1
