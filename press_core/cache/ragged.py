@@ -31,7 +31,7 @@ START = 1600
 """Numbers of a key that a product over a block handles in the time that it takes to begin."""
 
 FEW = 3 * 2**16
-"""Up to so many numbers that heads read in vain, one block for each row is quickest."""
+"""Up to so many numbers that the heads of a row read in vain, one block for each is quickest."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _of_rows(held: Tensor, head_dim: int) -> tuple[int, Tensor] | None:
     of_rows = held.sum(dim=1)
     size = max(1, int(of_rows.max()))
     empty = size - of_rows
-    in_vain = len(held) * (held.shape[1] - 1) * size * head_dim
+    in_vain = (held.shape[1] - 1) * size * head_dim
     if in_vain > FEW or int(empty.sum()) > WASTE * int(of_rows.sum()):
         return None
     room = held.clone()
