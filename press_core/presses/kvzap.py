@@ -190,17 +190,17 @@ def kvzap_scores(call: AttentionCall, regressor: KVzapRegressor | str | Path | N
     states = call.hidden_states
     parts = states.split(rows_at_once(states, states[:, :1].numel()), dim=1)
     scores = [_logarithms(part, regressor, call.site.layer_idx) for part in parts]
-    return call.align_to_keys(torch.cat(scores, dim=-1))
+    return call.align_to_keys(torch.cat(scores, dim=1).mT)
 
 
 def _logarithms(states: Tensor, regressor: KVzapRegressor, layer: int) -> Tensor:
-    """Of tokens with hidden states `(B, q, D)`, `(B, H_kv, q)`."""
+    """Of tokens with hidden states `(B, q, D)`, `(B, q, H_kv)`."""
     if regressor.hidden_weight is not None and regressor.hidden_bias is not None:
         hidden = regressor.hidden_weight[layer].to(states), regressor.hidden_bias[layer].to(states)
         states = gelu(linear(states, *hidden))
     states = upcast(states)
     weight, bias = regressor.weight[layer].to(states), regressor.bias[layer].to(states)
-    return weight @ states.mT + bias.unsqueeze(-1)
+    return linear(states, weight, bias)
 
 
 # ---- learning ------------------------------------------------------------------------------------
