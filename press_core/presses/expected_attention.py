@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from press_core.blocks import Space, rows_at_once
 from press_core.call import AttentionCall
 from press_core.press import Needs, RatioScorer, require
 from press_core.select import leading, protect, upcast
@@ -103,15 +104,19 @@ def expected_attention_scores(
     return protect(pad(scores, (press.n_sink, 0)), leading(call.keys, press.n_sink))
 
 
-def _spread(keys: Tensor, covariance: Tensor, block: int = 256) -> Tensor:
+@torch.no_grad()
+def _spread(keys: Tensor, covariance: Tensor) -> Tensor:
     """`kᵀΣk` of keys `(B, H_kv, S, d)` and `Σ` `(B, H_kv, G, d, d)`: `(B, H_kv, G, S)`.
 
     Some keys at a time: what stands between is `G` times as large as the keys.
     """
     n_groups, d = covariance.shape[2], covariance.shape[-1]
     side_by_side = covariance.transpose(2, 3).flatten(3)  # (B, H_kv, d, G * d)
-    parts = [
-        ((part @ side_by_side).unflatten(-1, (n_groups, d)) * part.unsqueeze(3)).sum(dim=-1)
-        for part in keys.split(block, dim=2)
-    ]
-    return torch.cat(parts, dim=2).mT
+    space, n_rows = Space(keys), rows_at_once(keys, keys[:, :, 0].numel() * n_groups)
+
+    def spread(part: Tensor) -> Tensor:
+        product = space.of(*part.shape[:3], n_groups * d)
+        torch.matmul(part, side_by_side, out=product)
+        return product.unflatten(-1, (n_groups, d)).mul_(part.unsqueeze(3)).sum(dim=-1)
+
+    return torch.cat([spread(part) for part in keys.split(n_rows, dim=2)], dim=2).mT
