@@ -62,7 +62,7 @@ class KVgrad(KVzip):
 
     def score_row(self, row: Row) -> dict[int, Tensor]:
         assert row.scope.model is not None
-        scores: dict[int, Tensor] = {}
+        received: dict[int, list[Tensor]] = {}
         calls: dict[int, AttentionCall] = {}
 
         def see(call: AttentionCall) -> None:
@@ -78,21 +78,18 @@ class KVgrad(KVzip):
                 norms = differentiate(partial(row.run, input_ids=replay.ids.clone()))
                 with torch.no_grad():
                     for site, of_site in zip(sites, norms, strict=True):
-                        self._note(scores, calls.pop(site.layer_idx), replay, of_site, row)
-        return scores
+                        call = calls.pop(site.layer_idx)
+                        of_chunk = self._received(call, replay, of_site, row.length)
+                        received.setdefault(site.layer_idx, []).append(of_chunk)
+        return {layer: self.whole(of_chunks) for layer, of_chunks in received.items()}
 
-    def _note(
-        self,
-        scores: dict[int, Tensor],
-        call: AttentionCall,
-        replay: Replay,
-        sensitivities: Tensor,
-        row: Row,
-    ) -> None:
+    def _received(
+        self, call: AttentionCall, replay: Replay, sensitivities: Tensor, length: int
+    ) -> Tensor:
+        """`replay_attention`, weighted by what queries and values are worth."""
         values = call.values[:, :, replay.start : replay.stop]
         factors = projected_value_norms(call, values), sensitivities
-        received = replay_attention(call, replay, self.n_sink, row.length, lambda *_: factors)
-        self.note(scores, call, replay, received, row.length)
+        return replay_attention(call, replay, self.n_sink, length, lambda *_: factors)
 
     def _try_out(self, model: Any) -> None:
         """Refuse a model that no gradient comes back from.

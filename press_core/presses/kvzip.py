@@ -125,38 +125,29 @@ class KVzip(ReplayPress):
             output_weight(site)
 
     def score_row(self, row: Row) -> dict[int, Tensor]:
-        scores: dict[int, Tensor] = {}
+        received: dict[int, list[Tensor]] = {}
         replay: Replay
 
         def see(call: AttentionCall) -> None:
-            received = replay_attention(call, replay, self.n_sink, row.length, self.weighting)
-            self.note(scores, call, replay, received, row.length)
+            of_chunk = replay_attention(call, replay, self.n_sink, row.length, self.weighting)
+            received.setdefault(call.site.layer_idx, []).append(of_chunk)
 
         with self.watch_attention(row, see), torch.no_grad():
             for replay in self.replays(row):
                 row.run(input_ids=replay.ids)
-        return scores
+        return {layer: self.whole(of_chunks) for layer, of_chunks in received.items()}
 
     def replays(self, row: Row) -> Iterator[Replay]:
         """What to run for each chunk of the context of `row`."""
         assert self.prompts is not None
         return self.prompts.replays(row.tokens, self.chunk_size)
 
-    def note(
-        self,
-        scores: dict[int, Tensor],
-        call: AttentionCall,
-        replay: Replay,
-        received: Tensor,
-        length: int,
-    ) -> None:
-        """Let `scores` hold those that the chunk of `replay` has `received` `(1, H_kv, chunk)`."""
+    def whole(self, of_chunks: list[Tensor]) -> Tensor:
+        """The scores of a context `(1, H_kv, S)` from those of its chunks `(1, H_kv, chunk)`."""
         assert self.prompts is not None
-        layer = call.site.layer_idx
-        if layer not in scores:
-            scores[layer] = received.new_zeros(*received.shape[:2], length)
-            scores[layer][..., : self.prompts.n_prefix] = float("inf")  # each answer needs those
-        scores[layer][..., replay.start : replay.stop] = received
+        shape = *of_chunks[0].shape[:2], self.prompts.n_prefix
+        prefix = of_chunks[0].new_full(shape, float("inf"))  # each answer needs it
+        return torch.cat((prefix, *of_chunks), dim=-1)
 
     @property
     def weighting(self) -> Weighting | None:
