@@ -106,7 +106,7 @@ def top_positions(scores: Tensor, n: int) -> Tensor:
     Returns:
         `(B, H_kv, n)`, int64.
     """
-    if scores.device.type == "cpu":
+    if _has_numbers_at_hand(scores):
         return _top_on_cpu(upcast(scores).detach(), n)
     return places(best_first(scores, n))
 
@@ -118,7 +118,7 @@ def best_first(scores: Tensor, n: int | Tensor) -> Tensor:
         scores: `(B, H_kv, S)`.
         n: the same for all heads, or `(B, H_kv, 1)`.
     """
-    if scores.device.type == "cpu":
+    if _has_numbers_at_hand(scores):
         return _best_on_cpu(upcast(scores).detach(), n)
     if isinstance(n, int):
         chosen = torch.zeros_like(scores, dtype=torch.bool)
@@ -157,7 +157,7 @@ def _least_of_best(scores: NDArray[Any], n: int) -> NDArray[Any]:
 
 def places(chosen: Tensor) -> Tensor:
     """Where `chosen` `(B, H_kv, S)` is true, as often in each head: `(B, H_kv, n)` int64."""
-    if chosen.device.type == "cpu":
+    if _has_numbers_at_hand(chosen):
         return _places_on_cpu(chosen)
     batch, n_heads, length = chosen.shape
     rows = chosen.flatten().nonzero().view(batch, n_heads, -1)
@@ -170,6 +170,11 @@ def _places(chosen: Tensor) -> Tensor:
     rows = chosen.numpy().reshape(-1).nonzero()[0].reshape(batch, n_heads, -1)
     firsts = np.arange(0, batch * n_heads * length, length).reshape(batch, n_heads, 1)
     return torch.from_numpy(rows - firsts)
+
+
+def _has_numbers_at_hand(x: Tensor) -> bool:
+    """Whether numpy can read it: not on other devices, nor while a graph is traced for export."""
+    return x.device.type == "cpu" and type(x) is Tensor
 
 
 # The compiler would give numpy's functions other meanings.

@@ -170,3 +170,15 @@ def test_numbers_of_tokens() -> None:
     assert n_kept(500, Tokens(30)) == 30
     assert ratio_of(500, Tokens(30)) == pytest.approx(0.94)
     assert (repr(Tokens(30)), repr(Tokens(10, 0.5))) == ("Tokens(30)", "Tokens(10, 0.5)")
+
+
+def test_what_is_best_is_found_while_a_graph_is_traced_for_export() -> None:
+    class Picks(torch.nn.Module):
+        def forward(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return top_positions(scores, 3), best_first(scores, 3)
+
+    traced, other = torch.randperm(18).float().view(1, 2, 9), torch.arange(18.0).view(1, 2, 9)
+    exported = torch.export.export(Picks(), (traced,)).module()
+    for scores in (traced, other):
+        for found, expected in zip(exported(scores), Picks()(scores), strict=True):
+            assert torch.equal(found, expected)
