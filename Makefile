@@ -8,8 +8,9 @@ RUN := $(VENV)/bin/python
 PYTEST := -m pytest -n auto --maxprocesses 8 --dist worksteal
 export OMP_NUM_THREADS ?= 1
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
-# All cores, and threads that sleep while they wait: spinning ones disturb what is measured.
-QUIETLY := env -u OMP_NUM_THREADS OMP_WAIT_POLICY=passive
+# With torch's threads as they are by themselves, as everybody has them: if they slept while they
+# wait (OMP_WAIT_POLICY=passive), whoever works in small parts would take up to twice as long.
+FREELY := env -u OMP_NUM_THREADS
 
 # The other implementation of the presses, in a process of its own: importing it rewrites
 # transformers' attention registry.
@@ -19,7 +20,7 @@ ORACLE := $(OLDEST)/bin/python -m pytest tests/oracle
 .PHONY: parity oracle-timing subjects docs check format results clean
 
 study: $(VENV)/.installed
-	$(QUIETLY) $(RUN) -m experiments study
+	$(FREELY) $(RUN) -m experiments study
 
 test: test-oldest test-oracle test-newest
 
@@ -39,10 +40,9 @@ test-oracle: $(OLDEST)/.installed
 parity: $(OLDEST)/.installed
 	$(ORACLE) --write-parity
 
-# Time inside each press against kvpress: results/oracle-timing.csv. With threads as torch has them
-# by itself: those that sleep while they wait would slow down whoever works in small parts.
+# Time inside each press against kvpress: results/oracle-timing.csv.
 oracle-timing: $(OLDEST)/.installed
-	env -u OMP_NUM_THREADS $(OLDEST)/bin/python -m tests.oracle.timing
+	$(FREELY) $(OLDEST)/bin/python -m tests.oracle.timing
 
 # Where `python -m experiments intrusiveness` finds the libraries that it audits.
 subjects: $(SUBJECTS)/.installed $(OLDEST)/.installed
@@ -68,7 +68,7 @@ format: $(VENV)/.installed
 
 # The committed results, and the README's tables from them.
 results: $(VENV)/.installed subjects
-	$(QUIETLY) $(RUN) -m experiments study --full --output results
+	$(FREELY) $(RUN) -m experiments study --full --output results
 	$(RUN) -m experiments readme
 
 clean:
