@@ -31,7 +31,7 @@ class AttentionCall:
     Attributes:
         site: the attention module.
         hidden_states: `(B, q, D)`, its input. Where that came in several forwards, and the press
-            does not declare `Needs.FORWARD`, the shape alone: they lie on the meta device.
+            has not declared that it reads them, the shape alone: they lie on the meta device.
         keys, values: `(B, H_kv, S, d)`, as they lie in the cache (keys after RoPE).
         attentions: `(B, H, q, S)` weights where the attention implementation returns them, or None.
         position_embeddings: cosines and sines, each `(1 or B, q, rotary channels)`, or None.

@@ -312,7 +312,7 @@ def _decided(press: Press, call: AttentionCall) -> Eviction:
             raise
         raise UnsupportedInputError(
             f"{type(press).__name__} asks for hidden states of {call.site.name} that were not "
-            "kept; the formula that reads them is to declare `needs = Needs.FORWARD`"
+            "kept; the formula that reads them is to declare `needs = Needs.HIDDEN_STATES`"
         ) from error
 
 

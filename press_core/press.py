@@ -34,6 +34,8 @@ class Needs(Flag):
     """Rotary position embeddings."""
     FORWARD = auto()
     """The hidden states of all tokens that it scores: it cannot score them again later."""
+    HIDDEN_STATES = auto()
+    """Those of its calls, be they of all tokens or of the latest alone."""
 
 
 class Evicts(Enum):
@@ -303,7 +305,7 @@ class Press:
     @property
     def reads_hidden_states(self) -> bool:
         """Whether it reads the hidden states of its calls."""
-        return Needs.FORWARD in self.needs or self.in_own_words
+        return bool(self.needs & (Needs.FORWARD | Needs.HIDDEN_STATES)) or self.in_own_words
 
     @property
     def reads_forwards(self) -> bool:

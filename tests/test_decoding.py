@@ -954,9 +954,18 @@ def test_hidden_states_that_nobody_declared_are_refused_by_name(package):
         def score_tokens(self, call: Any) -> Tensor:
             return super().score_tokens(call) + call.hidden_states[:, -1, 0].view(-1, 1, 1)
 
-    model, cache = make("llama"), DynamicCache(config=make("llama").config)
-    with package.DecodingPress(Undeclared(window_size=4), 2, 20)(model):
-        model(token_ids(1, 24), past_key_values=cache)
-        model(token_ids(1, 1), past_key_values=cache)
-        with pytest.raises(PressError, match=r"not kept; .* declare `needs = Needs.FORWARD`"):
-            model(token_ids(1, 1), past_key_values=cache)
+    class Declared(Undeclared):
+        needs = Needs.QUERIES | Needs.HIDDEN_STATES
+
+    model = make("llama")
+    caches = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    for scorer, cache in zip((Declared, Undeclared), caches, strict=True):
+        with package.DecodingPress(scorer(window_size=4), 2, 20)(model):
+            for ids in tokens([24, 1]):
+                model(ids, past_key_values=cache)
+            if scorer is Undeclared:
+                with pytest.raises(PressError, match=r"not kept; .* `needs = Needs.HIDDEN_STATES`"):
+                    model(token_ids(1, 1), past_key_values=cache)
+            else:
+                model(token_ids(1, 1), past_key_values=cache)
+                assert cache.layers[0].keys.shape[2] == 20
