@@ -4,7 +4,8 @@ What is measured is what a press adds to a model: all hooks that its scope regis
 are for, and the end of the scope (where KVzip of kvpress does its work), on a `StandIn` of 2
 layers, 16 query and 4 KV heads of 64, float32. Both sides run in turn, round by round; times are
 the medians per layer, the ratio is the median of the ratios of the rounds. Memory is what is
-allocated at most beyond what was there before, once.
+allocated at most beyond what was there before, once. Each press and length has a process of its
+own: how long a large temporary takes depends on what was allocated before.
 
 kvpress evicts from single heads by a mask that it works in at every later step. So of the presses
 that do, there are two rows: one as of all others, and one with 16 tokens decoded, in which cache
@@ -24,6 +25,7 @@ import os
 import statistics
 import sys
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -300,19 +302,27 @@ class Comparison:
 
 def compare_all(names: list[str]) -> list[Row]:
     """Rows of all presses of `names` at all lengths; prints them as they come."""
-    rows = []
-    for length in LENGTHS:
-        stand_ins = {False: StandIn(length)}
-        for name in names:
-            timed = TIMED[name]
-            if timed.eager:
-                stand_ins[True] = StandIn(length, eager=True)
-            for decoded in (0, DECODED) if timed.headwise else (0,):
-                rows.append(Comparison(name, length, stand_ins).row(decoded))
-                print(rows[-1], file=sys.stderr, flush=True)
-            stand_ins.pop(True, None)
-            gc.collect()
+    rows: list[Row] = []
+    with get_context("spawn").Pool(1, maxtasksperchild=1) as processes:
+        asked = [(name, length) for length in LENGTHS for name in names]
+        for found in processes.imap(_compare, asked):
+            rows += found
+            print(*found, sep="\n", file=sys.stderr, flush=True)
     return rows
+
+
+def _compare(asked: tuple[str, int]) -> list[Row]:
+    """The rows of a press at a length."""
+    name, length = asked
+    stand_ins = {eager: StandIn(length, eager) for eager in {False, TIMED[name].eager}}
+    tokenizer = patch.object(
+        handed.AutoTokenizer, "from_pretrained", lambda *_, **__: handed.PromptTokenizer()
+    )
+    with tokenizer:
+        comparison = Comparison(name, length, stand_ins)
+        return [
+            comparison.row(decoded) for decoded in ((0, DECODED) if TIMED[name].headwise else (0,))
+        ]
 
 
 def summary(rows: list[Row]) -> str:
@@ -355,11 +365,7 @@ def main(names: list[str]) -> None:
         f"{'floors':>7} {'ours, MiB':>9} {'kvpress':>9}",
         file=sys.stderr,
     )
-    tokenizer = patch.object(
-        handed.AutoTokenizer, "from_pretrained", lambda *_, **__: handed.PromptTokenizer()
-    )
-    with tokenizer:
-        rows = compare_all(names or list(TIMED))
+    rows = compare_all(names or list(TIMED))
     print(summary(rows))
     if not names:
         write(rows)
