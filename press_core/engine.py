@@ -579,15 +579,12 @@ def _rotary_positions(forward: AttentionForward, last: Tensor | None, n_new: int
     positions = positions_in(layer)
     if positions is None or last is None:
         return None if positions is None else positions.to(device)
-    lags = [n_seen(layer) - 1 - position for position in last.tolist()]
-    positions = positions.to(device)
-    if any(lags):
-        lag = torch.tensor(lags, device=device)[:, None]
-        if empty is not None:
-            behind = empty.flip(-1).cumsum(dim=-1).flip(-1) - empty
-            counted = lag < empty.sum(dim=-1, keepdim=True)  # positions go on over padding
-            lag = lag - behind.masked_fill(counted, 0)
-        positions = positions - lag.unsqueeze(1)
+    lag = (n_seen(layer) - 1 - last)[:, None]
+    if empty is not None:
+        behind = empty.flip(-1).cumsum(dim=-1).flip(-1) - empty
+        counted = lag < empty.sum(dim=-1, keepdim=True)  # positions go on over padding
+        lag = lag - behind.masked_fill(counted, 0)
+    positions = positions.to(device) - lag.unsqueeze(1)
     known = layer.kept.rotary_positions if isinstance(layer, PrunedLayer) else None
     if known is None:
         return positions
