@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 import hooks_impl
 import patch_impl
+from experiments.framework.timing import threads
 from experiments.questions.architectures.decoders import build, decoders
 from press_core import UnsupportedModelError, kept_lengths, unverified
 from press_core.model import probe
@@ -221,9 +222,10 @@ def test_a_probe_of_a_small_model_is_quick() -> None:
     model, times = tiny("llama"), []
     for _ in range(8):
         probe._known.clear()
-        begin = time.thread_time()
-        verified_sites(model)
-        times.append(time.thread_time() - begin)
+        with threads(1):  # others spin while they wait, which counts
+            begin = time.process_time()
+            verified_sites(model)
+            times.append(time.process_time() - begin)
     assert min(times) < 0.1
 
 
