@@ -7,20 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_patch.kernels import ask, by_kv_head, capped, softmax_with_sinks
-from press_core.cache.pruned import ChannelPrunedLayer
+from attention_patch.kernels import ask, by_kv_head, softmax_with_sinks
+from press_core.cache.channels import ChannelPrunedLayer
 from press_core.model.sites import AttentionSite
+from press_core.select import upcast
 
 
 def attend_channels(
     site: AttentionSite,
     layer: ChannelPrunedLayer,
+    _: str | None,
     function: Any,
     module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Any,
+    attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Called in place of an attention function whose keys lie in `layer`.
@@ -34,7 +36,7 @@ def attend_channels(
     Raises:
         UnsupportedInputError: for dropout.
     """
-    asked = ask(site, query, attention_mask, layer.n_slots, kwargs)
+    asked = ask(site, query, attention_mask, kwargs)
     grouped = asked.states.unflatten(1, (layer.channels.shape[1], -1))  # (B, H_kv, G, q, d)
     index = layer.channels[:, :, None, None].expand(*grouped.shape[:-1], -1)
     logits = torch.cat(
@@ -44,10 +46,12 @@ def attend_channels(
         ),
         dim=-1,
     )
-    logits = capped(logits * asked.scaling, asked.softcap)
-    if asked.visible is not None:
+    logits = upcast(logits * asked.scaling)
+    if asked.softcap is not None:
+        logits = torch.tanh(logits / asked.softcap) * asked.softcap
+    if asked.visible is not None:  # of all tokens, or of those that came later
         visible = by_kv_head(asked.visible, layer.channels.shape[1])
-        logits = logits.masked_fill(~visible, float("-inf"))
+        logits[..., logits.shape[-1] - visible.shape[-1] :].masked_fill_(~visible, float("-inf"))
     weights = softmax_with_sinks(logits, asked.sinks)
     output = weights.to(value.dtype) @ layer.values.unsqueeze(2)
     return site.ungrouped(output.flatten(1, 2)).transpose(1, 2).contiguous(), None

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from press_core.cache.ragged import RaggedLayer
 from press_core.errors import HyperparameterError, UnsupportedInputError
@@ -34,7 +33,7 @@ LOGITS = 2**22
 
 
 @dataclass
-class Query:
+class Asked:
     """What asks, and how.
 
     Attributes:
@@ -69,23 +68,10 @@ class Query:
 
     def tells_of_context(self, layer: RaggedLayer) -> bool:
         """Whether it says which tokens of the context are seen, not only of those after it."""
-        return self.visible is not None and self.visible.shape[-1] > layer.n_recent
+        n_recent = layer.recent.states()[0].shape[1]
+        return self.visible is not None and self.visible.shape[-1] > n_recent
 
-    def without_idle_masks(self, layer: RaggedLayer) -> Query:
-        """The same, told nothing of the context or of recent tokens where everything is seen.
-
-        Models that attend eagerly have a mask for every token, which mostly hides nothing.
-        """
-        visible = self.visible
-        if visible is None or torch.compiler.is_compiling():
-            return self
-        if self.tells_of_context(layer) and bool(visible[..., : -layer.n_recent].all()):
-            visible = visible[..., -layer.n_recent :]
-        if visible.shape[2] == 1 and bool(visible.all()):
-            visible = None
-        return replace(self, visible=visible)
-
-    def rows(self, start: int, stop: int) -> Query:
+    def rows(self, start: int, stop: int) -> Asked:
         """Some of its tokens."""
         visible = None if self.visible is None else self.visible[:, :, start:stop]
         return replace(self, states=self.states[:, :, start:stop], visible=visible)
@@ -100,10 +86,13 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Any,
+    attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Called in place of an attention function whose keys and values lie in `layer`.
+
+    Args:
+        attention_mask: as `press_core.cache.reading.helped` makes it.
 
     Returns:
         `(B, q, H, d)`, and no weights.
@@ -111,23 +100,20 @@ def attend(
     Raises:
         UnsupportedInputError: for dropout, which no kernel has.
     """
-    # Of another length, the mask was made for a layer that holds fewer columns of the context.
-    tells_all = attention_mask is not None and attention_mask.shape[-1] == layer.seen
-    n_told = layer.seen if tells_all else layer.n_recent
-    asked = ask(site, query, attention_mask, n_told, kwargs).without_idle_masks(layer)
+    asked = ask(site, query, attention_mask, kwargs)
     layer.attended_by = backend or choose(layer, asked)
     output = site.ungrouped(KERNELS[layer.attended_by](layer, asked))
     return output.transpose(1, 2).contiguous(), None
 
 
 def ask(
-    site: AttentionSite, query: Tensor, attention_mask: Any, n: int, kwargs: dict[str, Any]
-) -> Query:
+    site: AttentionSite, query: Tensor, visible: Tensor | None, kwargs: dict[str, Any]
+) -> Asked:
     """What an attention function is asked.
 
     Args:
         query: `(B, H, q, d)`, after RoPE.
-        n: of how many of the latest tokens the mask is to tell.
+        visible: see `Asked`.
         kwargs: the other keyword arguments of the attention function.
 
     Raises:
@@ -139,40 +125,16 @@ def ask(
             "call model.eval()"
         )
     scaling, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
-    return Query(
+    return Asked(
         site.grouped(query),
-        _visible(attention_mask, n, query.shape[2], query.device),
+        visible,
         site.scaling if scaling is None else scaling,
-        site.softcap,
+        site.softmax.softcap,
         site.sinks if sinks is None else sinks,
     )
 
 
-def _visible(mask: Any, n: int, n_queries: int, device: torch.device) -> Tensor | None:
-    """`(1 or B, 1 or H, q, n)` bool: which of the `n` latest tokens each query sees; None: all.
-
-    Args:
-        mask: of an attention function, in any form: None, `(B, S)`, `(B, 1 or H, q, S)` of bools or
-            of what is added to the logits, or the `BlockMask` of flex attention.
-    """
-    if mask is None and n_queries == 1:
-        return None
-    if isinstance(mask, BlockMask):
-        rows, heads = (torch.arange(size, device=device) for size in mask.shape[:2])
-        asking = torch.arange(n_queries, device=device)[:, None]
-        asked = mask.seq_lengths[1] - n + torch.arange(n, device=device)
-        seen = mask.mask_mod(rows.view(-1, 1, 1, 1), heads.view(-1, 1, 1), asking, asked)
-        return seen.expand(*mask.shape[:2], n_queries, n)
-    if mask is not None and mask.dim() == 4:
-        latest = mask[..., mask.shape[-1] - n :]
-        return latest if latest.dtype == torch.bool else latest >= 0
-    causal = torch.ones(n_queries, n, dtype=torch.bool, device=device).tril(n - n_queries)
-    if mask is None:
-        return causal[None, None]
-    return mask[:, None, None, mask.shape[1] - n :].bool() & causal
-
-
-def choose(layer: RaggedLayer, query: Query) -> str:
+def choose(layer: RaggedLayer, query: Asked) -> str:
     """Name of the kernel for a call."""
     sixteen = query.states.is_cuda and query.states.dtype in _SIXTEEN
     plain = query.softcap is None and not query.tells_of_context(layer)
@@ -189,28 +151,14 @@ def check_backend(name: str, site: AttentionSite) -> None:
         raise HyperparameterError(
             f"unknown back end {name!r} for head-wise attention; known: {', '.join(KERNELS)}"
         )
-    if name == "varlen":
-        _check_varlen(site)
-
-
-def _check_varlen(site: AttentionSite) -> None:
-    weight = next(site.module.parameters())
-    if not weight.is_cuda or weight.dtype not in _SIXTEEN:
+    weight, softcap = next(site.module.parameters()), site.softmax.softcap
+    fits = weight.is_cuda and weight.dtype in _SIXTEEN and softcap is None
+    if name == "varlen" and not fits:
         raise HyperparameterError(
-            f"the back end 'varlen' runs on CUDA in 16 bits, and {type(site.module).__name__} "
-            f"({site.name}) is on {weight.device.type} in {weight.dtype}; use 'blocks'"
+            "the back end 'varlen' runs on CUDA, in 16 bits, without soft-capped logits; "
+            f"{type(site.module).__name__} ({site.name}) has softcap {softcap} and is on "
+            f"{weight.device.type} in {weight.dtype}; use 'blocks'"
         )
-    if site.softcap is not None:
-        raise HyperparameterError(
-            f"the back end 'varlen' has no soft-capped logits, which {type(site.module).__name__} "
-            f"({site.name}) has; use 'blocks'"
-        )
-
-
-def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """Scaled logits in float32 or better, soft-capped where the model does that."""
-    logits = upcast(logits)
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def by_kv_head(visible: Tensor, n_kv_heads: int) -> Tensor:
@@ -234,10 +182,10 @@ def softmax_with_sinks(logits: Tensor, sinks: Tensor | None) -> Tensor:
 # `(N, G * q, d)` for the N heads of all rows of the batch.
 
 
-def blocks(layer: RaggedLayer, query: Query) -> Tensor:
+def blocks(layer: RaggedLayer, query: Asked) -> Tensor:
     """One softmax per head over logits that lie in blocks, all blocks of all heads at once."""
     n_heads, n_queries = query.states.shape[1:3]
-    n_logits = layer.blocks.hidden.numel() + len(layer.held) * layer.n_recent
+    n_logits = layer.blocks.hidden.numel() + len(layer.held) * layer.recent.keys.shape[1]
     step = max(1, LOGITS // (n_heads // layer.n_heads * n_logits))
     attended = _in_one_piece if layer.blocks.of_rows else _in_pieces
     if n_queries <= step:
@@ -246,9 +194,12 @@ def blocks(layer: RaggedLayer, query: Query) -> Tensor:
     return torch.cat([attended(layer, query.rows(i, i + step)) for i in starts], dim=2)
 
 
-def _in_one_piece(layer: RaggedLayer, query: Query) -> Tensor:
+def _in_one_piece(layer: RaggedLayer, query: Asked) -> Tensor:
     """Every head reads one block, so that its logits lie in one row already."""
-    states, (recent_keys, recent_values) = _rows(layer, query) * query.factor(), layer.recent
+    states, (recent_keys, recent_values) = (
+        _rows(layer, query) * query.factor(),
+        layer.recent.states(),
+    )
     old = _old_logits(layer, query, states)
     n, recent = old.shape[-1], _recent_logits(layer, query, states, recent_keys)
     logits = torch.cat((old, recent), dim=-1)
@@ -262,13 +213,13 @@ def _in_one_piece(layer: RaggedLayer, query: Query) -> Tensor:
     return output.view(*query.states.shape[:3], -1).to(query.states.dtype)
 
 
-def _in_pieces(layer: RaggedLayer, query: Query) -> Tensor:
+def _in_pieces(layer: RaggedLayer, query: Asked) -> Tensor:
     """Every head's softmax is put together from those of its blocks.
 
     Logits are in units of log 2: `exp2` takes a quarter of the time of `exp`.
     """
     states, heads = _rows(layer, query) * query.factor(LOG2_E), layer.blocks.heads
-    recent_keys, recent_values = layer.recent
+    recent_keys, recent_values = layer.recent.states()
     old = _old_logits(layer, query, states.index_select(0, heads), LOG2_E)
     recent = _recent_logits(layer, query, states, recent_keys, LOG2_E)
     # Any number near the highest logit will do, so gradients need not pass through it.
@@ -286,7 +237,7 @@ def _in_pieces(layer: RaggedLayer, query: Query) -> Tensor:
     return _normalised(output, total, extra, query)
 
 
-def varlen(layer: RaggedLayer, query: Query) -> Tensor:
+def varlen(layer: RaggedLayer, query: Asked) -> Tensor:
     """Torch's kernel over the context, each KV head of each row a sequence of its own.
 
     Raises:
@@ -322,7 +273,7 @@ def varlen(layer: RaggedLayer, query: Query) -> Tensor:
     old = attended[0].view(n, n_queries, group, -1).transpose(1, 2).reshape(n, rows, -1)
     log_total = attended[1].view(group, n, n_queries).transpose(0, 1).reshape(n, rows)
     log_total = log_total.unsqueeze(-1) * LOG2_E
-    recent_keys, recent_values = layer.recent
+    recent_keys, recent_values = layer.recent.states()
     recent = _recent_logits(layer, query, states * query.factor(LOG2_E), recent_keys, LOG2_E)
     highest = torch.maximum(recent.detach().amax(dim=-1, keepdim=True), log_total)
     highest, extra = _with_sinks(highest, query)
@@ -333,11 +284,11 @@ def varlen(layer: RaggedLayer, query: Query) -> Tensor:
     return _normalised(output + upcast(old) * share, total, extra, query)
 
 
-KERNELS: dict[str, Callable[[RaggedLayer, Query], Tensor]] = {"blocks": blocks, "varlen": varlen}
+KERNELS: dict[str, Callable[[RaggedLayer, Asked], Tensor]] = {"blocks": blocks, "varlen": varlen}
 """Every kernel by its name."""
 
 
-def _rows(layer: RaggedLayer, query: Query) -> Tensor:
+def _rows(layer: RaggedLayer, query: Asked) -> Tensor:
     batch, _, _, d = query.states.shape
     return query.states.reshape(batch * layer.n_heads, -1, d)
 
@@ -356,7 +307,7 @@ def _products(layer: RaggedLayer, left: Tensor, stored: Tensor) -> list[Tensor]:
     return [torch.bmm(left[:n_own], stored[:n_own]), shared] if n_own else [shared]
 
 
-def _old_logits(layer: RaggedLayer, query: Query, states: Tensor, unit: float = 1.0) -> Tensor:
+def _old_logits(layer: RaggedLayer, query: Asked, states: Tensor, unit: float = 1.0) -> Tensor:
     """Logits `(P, G * q, c)` of the context times `unit`, minus infinity for what is not seen.
 
     Args:
@@ -368,7 +319,7 @@ def _old_logits(layer: RaggedLayer, query: Query, states: Tensor, unit: float = 
 
 
 def _recent_logits(
-    layer: RaggedLayer, query: Query, states: Tensor, keys: Tensor, unit: float = 1.0
+    layer: RaggedLayer, query: Asked, states: Tensor, keys: Tensor, unit: float = 1.0
 ) -> Tensor:
     """Logits `(N, G * q, n_recent)` of recent tokens times `unit`, likewise.
 
@@ -379,17 +330,18 @@ def _recent_logits(
     logits = query.logits(torch.bmm(states, keys.mT), unit)
     if query.visible is None:
         return logits
-    seen = by_kv_head(query.visible[..., -layer.n_recent :], layer.n_heads)
+    n = keys.shape[1]
+    seen = by_kv_head(query.visible[..., query.visible.shape[-1] - n :], layer.n_heads)
     split = logits.view(layer.batch, layer.n_heads, -1, *seen.shape[3:])
     return split.masked_fill_(~seen, float("-inf")).view_as(logits)
 
 
-def _hide_context(logits: Tensor, layer: RaggedLayer, query: Query) -> Tensor:
+def _hide_context(logits: Tensor, layer: RaggedLayer, query: Asked) -> Tensor:
     """Logits `(P, G * q, c)` of the context, minus infinity for what is not seen."""
     if not query.tells_of_context(layer):
         return logits
     assert query.visible is not None
-    of_context = query.visible[..., : query.visible.shape[-1] - layer.n_recent]
+    of_context = query.visible[..., : layer.kept.n_seen]
     visible = by_kv_head(of_context, layer.n_heads)
     rows, kv_heads = layer.blocks.heads // layer.n_heads, layer.blocks.heads % layer.n_heads
     seen = visible.expand(layer.batch, layer.n_heads, -1, -1, -1)[
@@ -409,7 +361,7 @@ def _slots_read(layer: RaggedLayer) -> Tensor:
     return torch.cat((own, shared.repeat_interleave(n_readers, dim=0)))
 
 
-def _with_sinks(highest: Tensor, query: Query) -> tuple[Tensor, Tensor | None]:
+def _with_sinks(highest: Tensor, query: Asked) -> tuple[Tensor, Tensor | None]:
     """The highest logits `(N, G * q, 1)`, sinks among them, and what the sinks add to the sums."""
     if query.visible is not None:  # which may hide everything
         highest = highest.clamp(min=torch.finfo(highest.dtype).min)
@@ -422,7 +374,7 @@ def _with_sinks(highest: Tensor, query: Query) -> tuple[Tensor, Tensor | None]:
     return highest, torch.exp2(sinks - highest)
 
 
-def _normalised(output: Tensor, total: Tensor, extra: Tensor | None, query: Query) -> Tensor:
+def _normalised(output: Tensor, total: Tensor, extra: Tensor | None, query: Asked) -> Tensor:
     """`(B, H, q, d)`; zeros where a query sees nothing."""
     if extra is not None:
         total = total + extra

@@ -28,50 +28,18 @@ from threading import RLock
 from types import FunctionType
 from typing import Any
 
-import wrapt
 from torch import nn
+from wrapt.wrappers import FunctionWrapper  # in Python, which torch.compile can trace
 
 Layer = Callable[..., Any]
 """`layer(call_next, *args, **kwargs)`; `call_next` is whatever lies beneath."""
 
 _MISSING = object()
 _lock = RLock()
-_wrappers: dict[tuple[int, str], list[_Wrapper]] = {}
-"""Our wrappers with layers, by (object, attribute); several only where others wrap in between."""
 
 
-class _Wrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
+class _Wrapper(FunctionWrapper):
     """What stands in the attribute's place while there are layers."""
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self._self_original = vars(owner).get(name, _MISSING)
-        self._self_target, self._self_name = owner, name
-        self._self_patches: tuple[Patch, ...] = ()
-        self._self_layers: tuple[Layer, ...] = ()
-        # Of a class the attribute itself, not what it binds to: wrapt binds it call by call.
-        wrapped = getattr(owner, name)
-        if isinstance(owner, type):
-            wrapped = _inherited(owner, name, wrapped)
-        super().__init__(wrapped, self._self_run)
-
-    def _self_run(self, wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        layers, owner = self._self_layers, self._self_target
-        if not layers:
-            _unlink_unused(owner, self._self_name)
-        if self._self_original is _MISSING and not isinstance(owner, type):
-            wrapped = _inherited(type(owner), self._self_name, wrapped)  # patched meanwhile, maybe
-            wrapped = _bound(wrapped, owner)
-        for layer in layers:
-            wrapped = partial(layer, wrapped)
-        return wrapped(*args, **kwargs)
-
-    def _self_hold(self, patches: tuple[Patch, ...]) -> None:
-        """Run the layers of `patches`, the latest of which comes first."""
-        first = {patch.layer: patch for patch in patches if patch.shared}
-        self._self_patches = patches
-        self._self_layers = tuple(
-            patch.layer for patch in patches if not patch.shared or patch is first[patch.layer]
-        )
 
     # Copies meet a wrapper itself only where somebody else has kept it (accelerate keeps the
     # forward that it replaces in the module): they get what lies beneath.
@@ -83,6 +51,53 @@ class _Wrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         return self.__wrapped__.__reduce_ex__(protocol)
 
 
+class _Stack:
+    """The layers on one attribute, and the wrapper that runs them.
+
+    Attributes:
+        original: what the object itself had there.
+        patches: the latest comes first.
+    """
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name = owner, name
+        self.original = vars(owner).get(name, _MISSING)
+        self.patches: tuple[Patch, ...] = ()
+        # Of a class the attribute itself, not what it binds to: wrapt binds it call by call.
+        wrapped = getattr(owner, name)
+        self.wrapped = _inherited(owner, name, wrapped) if isinstance(owner, type) else wrapped
+        self.wrapper = _Wrapper(self.wrapped, self.run)
+        self.wrapper._self_stack = self
+        self.hold(())
+
+    def hold(self, patches: tuple[Patch, ...]) -> None:
+        """Run the layers of `patches`, the latest of which comes first."""
+        first = {patch.layer: patch for patch in patches if patch.shared}
+        self.patches = patches
+        self.layers = tuple(p.layer for p in patches if not p.shared or p is first[p.layer])
+
+    def run(self, wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Called in place of the attribute, with what it is bound to."""
+        layers = self.layers
+        if not layers:  # somebody else has kept the wrapper
+            _unlink_unused(self.owner, self.name)
+        call = wrapped if isinstance(self.owner, type) else self.beneath
+        for layer in layers:
+            call = partial(layer, call)
+        return call(*args, **kwargs)
+
+    def beneath(self, *args: Any, **kwargs: Any) -> Any:
+        """What stood there before, or what the class has there now: it may be patched, too."""
+        if self.original is not _MISSING:
+            return self.original(*args, **kwargs)
+        attribute = _inherited(type(self.owner), self.name, _MISSING)
+        if type(attribute) is FunctionType:
+            return attribute(self.owner, *args, **kwargs)
+        if hasattr(attribute, "__get__"):
+            attribute = attribute.__get__(self.owner)
+        return (self.wrapped if attribute is _MISSING else attribute)(*args, **kwargs)
+
+
 def _inherited(cls: type, name: str, default: Any) -> Any:
     """The attribute `name` of `cls` as it stands in its own or a base's dictionary, unbound."""
     for base in cls.__mro__:
@@ -91,37 +106,29 @@ def _inherited(cls: type, name: str, default: Any) -> Any:
     return default
 
 
-def _bound(attribute: Any, owner: Any) -> Any:
-    """An inherited attribute as `owner` has it."""
-    if type(attribute) is FunctionType:
-        # Not a method: at a graph break torch.compile looks methods up by their name again, and
-        # would find our wrapper there.
-        return partial(attribute, owner)
-    return attribute.__get__(owner) if hasattr(attribute, "__get__") else attribute
-
-
 class Patch:
     """One layer on one attribute; `remove()` takes it off, a second `remove()` does nothing."""
 
-    def __init__(self, wrapper: _Wrapper, layer: Layer, shared: bool) -> None:
-        self._wrapper: _Wrapper | None = wrapper
+    def __init__(self, stack: _Stack, layer: Layer, shared: bool) -> None:
+        self._stack: _Stack | None = stack
         self.layer, self.shared = layer, shared
 
     def remove(self) -> None:
         with _lock:
-            wrapper, self._wrapper = self._wrapper, None
-            if wrapper is None:
+            stack, self._stack = self._stack, None
+            if stack is None:
                 return
-            owner, name = wrapper._self_target, wrapper._self_name
-            wrapper._self_hold(tuple(p for p in wrapper._self_patches if p is not self))
-            if not wrapper._self_patches:
-                _forget(wrapper)
-            _unlink_unused(owner, name)
+            stack.hold(tuple(p for p in stack.patches if p is not self))
+            if not stack.patches and (copies := _copies_of(stack.owner)):
+                copies.stacks.remove(stack)
+                if not copies.stacks:
+                    del vars(stack.owner)["__reduce_ex__"]
+            _unlink_unused(stack.owner, stack.name)
 
     @property
     def name(self) -> str | None:
         """The attribute that is patched; None once the patch is removed."""
-        return None if self._wrapper is None else self._wrapper._self_name
+        return None if self._stack is None else self._stack.name
 
     @property
     def is_lost(self) -> bool:
@@ -129,17 +136,17 @@ class Patch:
 
         True only where that is certain: an attribute that is none of ours may call ours.
         """
-        wrapper = self._wrapper
-        if wrapper is None:
+        stack = self._stack
+        if stack is None:
             return False
-        owner, name = wrapper._self_target, wrapper._self_name
+        owner, name = stack.owner, stack.name
         value = vars(owner).get(name, _MISSING)
-        while value is not wrapper and _is_ours(value, owner, name):
-            value = value._self_original
-        if value is wrapper:
+        while value is not stack.wrapper and (other := _stack_of(value, owner, name)):
+            value = other.original
+        if value is stack.wrapper:
             return False
         bare = getattr(value, "__func__", None) is _inherited(type(owner), name, _MISSING)
-        return value is _MISSING or value is wrapper._self_original or bare
+        return value is _MISSING or value is stack.original or bare
 
 
 def wrap(owner: Any, name: str, layer: Layer, shared: bool = False) -> Patch:
@@ -156,24 +163,28 @@ def wrap(owner: Any, name: str, layer: Layer, shared: bool = False) -> Patch:
         TypeError: if the object does not let its attributes be set.
     """
     with _lock:
-        wrapper = vars(owner).get(name)
-        if not _is_ours(wrapper, owner, name):
-            wrapper = _Wrapper(owner, name)
-            setattr(owner, name, wrapper)
-        _remember(wrapper)
-        patch = Patch(wrapper, layer, shared)
-        wrapper._self_hold((patch, *wrapper._self_patches))
+        stack = _stack_of(vars(owner).get(name), owner, name)
+        if stack is None:
+            stack = _Stack(owner, name)
+            setattr(owner, name, stack.wrapper)
+        if isinstance(owner, nn.Module):
+            vars(owner).setdefault("__reduce_ex__", _CleanReduce(owner))
+        if (copies := _copies_of(owner)) and stack not in copies.stacks:
+            copies.stacks.append(stack)
+        patch = Patch(stack, layer, shared)
+        stack.hold((patch, *stack.patches))
         return patch
 
 
-def is_covered(owner: Any, name: str) -> bool:
+def is_covered(owner: nn.Module, name: str) -> bool:
     """Whether somebody else's wrapper stands above layers of ours on an attribute.
 
     A layer that is added then cannot get beneath it, and so comes out as the outermost.
     """
     with _lock:
-        wrapper = vars(owner).get(name)
-        return any(other is not wrapper for other in _wrappers.get((id(owner), name), ()))
+        copies, value = _copies_of(owner), vars(owner).get(name)
+        stacks = [stack for stack in copies.stacks if stack.name == name] if copies else []
+        return any(stack.wrapper is not value for stack in stacks)
 
 
 def _unlink_unused(owner: Any, name: str) -> None:
@@ -182,45 +193,33 @@ def _unlink_unused(owner: Any, name: str) -> None:
     Where somebody else's change is on top, it stays; ours passes calls through until then.
     """
     with _lock:
-        while _is_ours(wrapper := vars(owner).get(name), owner, name):
-            if wrapper._self_patches:
+        while stack := _stack_of(vars(owner).get(name), owner, name):
+            if stack.patches:
                 return
-            if wrapper._self_original is _MISSING:
+            if stack.original is _MISSING:
                 delattr(owner, name)
             else:
-                setattr(owner, name, wrapper._self_original)
+                setattr(owner, name, stack.original)
 
 
-def _is_ours(value: Any, owner: Any, name: str) -> bool:
-    return type(value) is _Wrapper and value._self_target is owner and value._self_name == name
-
-
-def _remember(wrapper: _Wrapper) -> None:
-    owner = wrapper._self_target
-    live = _wrappers.setdefault((id(owner), wrapper._self_name), [])
-    if not any(wrapper is other for other in live):
-        live.append(wrapper)
-    if isinstance(owner, nn.Module):
-        owner.__dict__.setdefault("__reduce_ex__", _CleanReduce(owner))
-
-
-def _forget(wrapper: _Wrapper) -> None:
-    owner, key = wrapper._self_target, (id(wrapper._self_target), wrapper._self_name)
-    _wrappers[key] = [other for other in _wrappers[key] if other is not wrapper]
-    if not _wrappers[key]:
-        del _wrappers[key]
-    patched = any(owner_id == id(owner) for owner_id, _ in _wrappers)
-    if not patched and isinstance(
-        getattr(owner, "__dict__", {}).get("__reduce_ex__"), _CleanReduce
-    ):
-        del owner.__dict__["__reduce_ex__"]
+def _stack_of(value: Any, owner: Any, name: str) -> _Stack | None:
+    """The layers that run in place of the attribute `name`, if `value` is what runs them."""
+    if type(value) is not _Wrapper:
+        return None
+    stack: _Stack = value._self_stack
+    return stack if stack.owner is owner and stack.name == name else None
 
 
 class _CleanReduce:
-    """Stands in a patched module's `__dict__` as `__reduce_ex__`: copies and pickles it clean."""
+    """Stands in a patched module's `__dict__` as `__reduce_ex__`: copies and pickles it clean.
+
+    Attributes:
+        stacks: those with layers; several of one attribute only where others wrap in between.
+    """
 
     def __init__(self, owner: nn.Module) -> None:
         self.owner = owner
+        self.stacks: list[_Stack] = []
 
     def __call__(self, protocol: Any) -> Any:
         owner = self.owner
@@ -230,10 +229,16 @@ class _CleanReduce:
         return make, args, {n: v for n, v in state.items() if v is not _MISSING}, *rest
 
 
+def _copies_of(owner: Any) -> _CleanReduce | None:
+    """What copies a patched module."""
+    reduce = getattr(owner, "__dict__", {}).get("__reduce_ex__")
+    return reduce if isinstance(reduce, _CleanReduce) else None
+
+
 def _beneath(name: str, value: Any) -> Any:
     """What a copy gets for the attribute `name`."""
     if isinstance(value, _CleanReduce):
         return _MISSING
-    while type(value) is _Wrapper and value._self_name == name:
-        value = value._self_original
+    while type(value) is _Wrapper and value._self_stack.name == name:
+        value = value._self_stack.original
     return value

@@ -1,9 +1,8 @@
-"""Attention over layers whose heads hold different numbers of tokens."""
+"""Attention over layers that the model's own attention cannot read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,67 +11,69 @@ from torch import nn
 from attention_patch.channels import attend_channels
 from attention_patch.interception import intercept, with_override
 from attention_patch.kernels import attend, check_backend
-from attention_patch.reversible import Patch, wrap
-from press_core.cache.pruned import ChannelPrunedLayer
+from attention_patch.reversible import wrap
+from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.ragged import RaggedLayer
-from press_core.cache.reading import layer_of, prepared
+from press_core.cache.reading import helped
+from press_core.entry import enter, leave
 from press_core.errors import UnsupportedModelError
-from press_core.model.forward import AttentionForward
-from press_core.model.probe import verified_sites
+from press_core.forward import Arguments, here, names_of
 from press_core.model.sites import AttentionSite
+from press_core.scope import InstalledPress, Scope, ScopeState
+from press_core.traits import Evicts, Phase
+
+ATTEND: dict[type, Any] = {RaggedLayer: attend, ChannelPrunedLayer: attend_channels}
+"""By kind of layer, what attends over it."""
 
 
-class HeadwiseReader:
-    """Lets layers be read that only the attention of this package can read, while it is open."""
-
-    def __init__(self) -> None:
-        self.is_open = True
-
-    def remove(self) -> None:
-        self.is_open = False
-
-
-def serve(
-    site: AttentionSite, backend: str | None = None, helps: bool = False
-) -> Iterator[Patch | HeadwiseReader]:
-    """Attend over head-wise and channel-wise compressed layers at `site` until all is removed.
+def serve(scope: ScopeState, site: AttentionSite, backend: str | None = None) -> None:
+    """Attend over head-wise and channel-wise compressed layers at `site` until `scope` closes.
 
     Args:
         backend: name of the kernel, see `kernels`; None: chosen call by call.
-        helps: fit the mask and the positions of calls to layers that are pruned in another way,
-            too, as scopes of presses do.
     """
-    reader = HeadwiseReader()
-    yield reader
-    yield intercept(site.interface)
-    yield wrap(site.module, "forward", partial(_forward, site, backend, reader, helps))
+    if site.signature.interface is not None:
+        scope.install(intercept(site.signature.interface))
+    scope.install(wrap(site.module, "forward", partial(_forward, site, backend)))
 
 
 def _forward(
-    site: AttentionSite,
-    backend: str | None,
-    reader: HeadwiseReader,
-    helps: bool,
-    call_next: Any,
-    *args: Any,
-    **kwargs: Any,
+    site: AttentionSite, backend: str | None, call_next: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    forward = AttentionForward(args, kwargs, site)
-    if helps:
-        forward = prepared(forward, reader)
-    layer = layer_of(forward)
-    if isinstance(layer, ChannelPrunedLayer) and layer.n_slots:
-        layer.allow_attention(reader)
-        override: Any = partial(attend_channels, site, layer)
-    elif isinstance(layer, RaggedLayer) and not layer.is_allowed:
-        layer.allow_update(reader)
-        override = partial(attend, site, layer, backend)
-    else:
-        return call_next(*forward.args, **forward.kwargs)
-    try:
-        return call_next(*forward.args, **with_override(forward.kwargs, override))
-    finally:
-        layer.disallow_update()
+    forward = here.forward
+    if forward is None or not forward.helps or forward.cache is None:
+        return call_next(*args, **kwargs)
+    layer = forward.cache.layers[site.layer_idx]
+    if here.reading is layer:  # another scope has seen to it
+        return call_next(*args, **kwargs)
+    attend_over = ATTEND.get(type(layer))
+    given = Arguments(args, kwargs, site.signature.parameters)
+    given = helped(forward, site, given, layer, attends=attend_over is not None)
+    if attend_over is None:
+        return call_next(*given.args, **given.kwargs)
+    override = partial(attend_over, site, layer, backend)
+    return call_next(*given.args, **with_override(given.kwargs, override))
+
+
+@dataclass
+class Reading(InstalledPress):
+    """What `headwise` opens in the place of a press: it reads, and evicts nothing."""
+
+    backend: str | None = None
+
+    evicts = Evicts.NOTHING
+    phases = Phase.NEVER
+
+    def check_site(self, site: AttentionSite) -> None:
+        check_interface(site)
+        if self.backend is not None:
+            check_backend(self.backend, site)
+
+    def install(self, scope: ScopeState) -> None:
+        for site in scope.sites:
+            serve(scope, site, self.backend)
+        around = partial(around_decoder, scope, names_of(scope.decoder))
+        scope.install(wrap(scope.decoder, "forward", around))
 
 
 class headwise:  # noqa: N801 - used like a function: `with headwise(model):`
@@ -98,22 +99,29 @@ class headwise:  # noqa: N801 - used like a function: `with headwise(model):`
     """
 
     def __init__(self, model: nn.Module, backend: str | None = None) -> None:
-        self.model, self.backend = model, backend
-        self._opened: list[ExitStack] = []
+        self.model, self.press = model, Reading(backend)
+        self._opened: list[Scope] = []
 
     def __enter__(self) -> headwise:
-        with ExitStack() as opened:
-            for site in verified_sites(self.model):
-                check_interface(site)
-                if self.backend is not None:
-                    check_backend(self.backend, site)
-                for removable in serve(site, self.backend, helps=True):
-                    opened.callback(removable.remove)
-            self._opened.append(opened.pop_all())
+        self._opened.append(self.press.register(self.model))
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._opened.pop().close()
+        self._opened.pop().remove()
+
+
+def around_decoder(
+    scope: ScopeState, names: tuple[str, ...], call_next: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Called in place of a decoder's forward, whose parameters have `names`, in `scope`."""
+    output, ended = None, False
+    try:
+        given = enter(scope, Arguments(args, kwargs, names))
+        output = call_next(*given.args, **given.kwargs)
+        ended = True
+    finally:
+        leave(scope, output, failed=not ended)
+    return output
 
 
 def check_interface(site: AttentionSite) -> None:
@@ -122,7 +130,7 @@ def check_interface(site: AttentionSite) -> None:
     Raises:
         UnsupportedModelError: saying why.
     """
-    if not site.goes_through_interface:
+    if not site.signature.hands_on:
         raise UnsupportedModelError(
             f"{type(site.module).__name__} ({site.name}) does not call a function of the attention "
             "registry with its keyword arguments, so that nothing can attend head by head there; "

@@ -6,7 +6,7 @@ from patch_impl.mechanism import BasePress, ScorerPress
 from patch_impl.presses import PRESSES
 from press_core.call import AttentionCall
 from press_core.eviction import Eviction
-from press_core.press import Evicts, Needs, Phase
+from press_core.traits import Evicts, Needs, Phase
 
 if TYPE_CHECKING:
     from patch_impl.presses import *  # noqa: F403

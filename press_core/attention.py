@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from press_core.blocks import Space, rows_at_once
 from press_core.call import AttentionCall
 from press_core.model.sites import AttentionSite
 from press_core.select import upcast
+from press_core.tiles import Scratch, rows_at_once
 
 
 @torch.no_grad()
@@ -27,17 +27,17 @@ def window_attention(call: AttentionCall, window: int) -> Tensor:
         (less what a learned sink takes).
     """
     queries = call.queries(window).unflatten(1, (call.keys.shape[1], -1))
-    later = call.later_of(queries.shape[3])
-    return causal_weights(call.site, queries, call.keys, _space(call.keys), later=later)
+    later, scratch = call.later_of(queries.shape[3]), Scratch(upcast(call.keys[:0]))
+    return causal_weights(call.site, queries, call.keys, scratch, later=later)
 
 
-class Block(NamedTuple):
+class Tile(NamedTuple):
     """Attention weights of some KV heads and some queries.
 
     Attributes:
         heads, rows: which KV heads, and which queries.
         weights: `(B, heads, G, rows, end)`, float32 (float64 for float64 states); keys from `end`
-            on are visible to none of the queries. The next block is written over them.
+            on are visible to none of the queries. The next tile is written over them.
     """
 
     heads: slice
@@ -45,9 +45,9 @@ class Block(NamedTuple):
     weights: Tensor
 
 
-def attention_blocks(
+def attention_tiles(
     site: AttentionSite, queries: Tensor, keys: Tensor, later: Tensor | None = None
-) -> Iterator[Block]:
+) -> Iterator[Tile]:
     """Causal attention of the last queries over all keys, part by part: O(S) memory.
 
     Args:
@@ -61,7 +61,7 @@ def attention_blocks(
     per_query = batch * (n_heads // n_kv) * length
     n_at_once = min(n_kv, rows_at_once(keys, per_query * n_queries))
     n_rows = rows_at_once(keys, per_query * n_at_once)
-    grouped, space = queries.unflatten(1, (n_kv, -1)), _space(keys)
+    grouped, scratch = queries.unflatten(1, (n_kv, -1)), Scratch(upcast(keys[:0]))
     for head in range(0, n_kv, n_at_once):
         heads = slice(head, head + n_at_once)
         of_heads = later if later is None or later.shape[1] == 1 else later[:, heads]
@@ -71,8 +71,8 @@ def attention_blocks(
             visible = keys[:, heads, : length - n_queries + rows.stop]
             among = None if of_heads is None else of_heads[:, :, rows, rows]
             asked = grouped[:, heads, :, rows]
-            weights = causal_weights(site, asked, visible, space, heads, among)
-            yield Block(heads, rows, weights)
+            weights = causal_weights(site, asked, visible, scratch, heads, among)
+            yield Tile(heads, rows, weights)
             row = rows.stop
 
 
@@ -103,7 +103,7 @@ def received_attention(call: AttentionCall) -> Tensor:
     end = call.length - call.attentions.shape[2]
     for rows in call.attentions.unflatten(1, (received.shape[1], -1)).split(64, dim=3):
         end += rows.shape[3]
-        visible = end if call.later is None else call.length
+        visible = end if call.at.later is None else call.length
         # Not both sums at once, which takes twenty times as long.
         received[..., :visible] += upcast(rows[..., :visible]).sum(dim=3).sum(dim=2)
     return received.div_(call.attentions.shape[1] // received.shape[1])
@@ -122,11 +122,11 @@ def mean_attention(call: AttentionCall, queries: Tensor, factors: Tensor | None 
     """
     received = torch.zeros_like(upcast(call.keys[..., 0]))
     later = call.later_of(queries.shape[2])
-    for block in attention_blocks(call.site, queries, call.keys, later):
-        weights = block.weights
+    for tile in attention_tiles(call.site, queries, call.keys, later):
+        weights = tile.weights
         if factors is not None:
-            weights = weights * factors[block.rows].unsqueeze(-1)
-        received[:, block.heads, : weights.shape[-1]] += weights.sum(dim=(2, 3))
+            weights = weights * factors[tile.rows].unsqueeze(-1)
+        received[:, tile.heads, : weights.shape[-1]] += weights.sum(dim=(2, 3))
     return received.div_(queries.shape[1] // received.shape[1] * queries.shape[2])
 
 
@@ -134,7 +134,7 @@ def causal_weights(
     site: AttentionSite,
     queries: Tensor,
     keys: Tensor,
-    space: Space,
+    scratch: Scratch,
     heads: slice = slice(None),
     later: Tensor | None = None,
 ) -> Tensor:
@@ -143,7 +143,7 @@ def causal_weights(
     Args:
         queries: `(B, heads, G, rows, d)`.
         keys: `(B, heads, S, d)`.
-        space: where the weights are computed.
+        scratch: where the weights are computed.
         heads: which of the module's KV heads these are.
         later: `(B, 1 or heads, rows, rows)` bool, which later ones each of them sees; None: none.
 
@@ -151,9 +151,14 @@ def causal_weights(
         `(B, heads, G, rows, S)`, at least float32.
     """
     n_rows, length = queries.shape[3], keys.shape[2]
-    logits = _logits(queries, keys, site.scaling, space)
-    if site.softcap is not None:
-        logits = logits.div_(site.softcap).tanh_().mul_(site.softcap)
+    logits = scratch.of(*queries.shape[:4], length)
+    left, right = queries.flatten(2, 3).flatten(0, 1), keys.flatten(0, 1).mT
+    if left.dtype == logits.dtype:
+        logits.view(*left.shape[:2], -1).baddbmm_(left, right, beta=0, alpha=site.scaling)
+    else:
+        logits.copy_(torch.bmm(left, right).view(logits.shape)).mul_(site.scaling)
+    if site.softmax.softcap is not None:
+        logits = logits.div_(site.softmax.softcap).tanh_().mul_(site.softmax.softcap)
     future = torch.ones(n_rows, n_rows, dtype=torch.bool, device=keys.device).triu(1)
     hidden = future if later is None else future & ~later.unsqueeze(2)
     logits[..., length - n_rows :].masked_fill_(hidden, float("-inf"))
@@ -162,17 +167,3 @@ def causal_weights(
     sinks = site.sinks.to(logits).view(1, site.num_kv_heads, -1, 1, 1)[:, heads]
     sinks = sinks.expand(len(logits), -1, -1, n_rows, 1)
     return torch.cat((logits, sinks), dim=-1).softmax(dim=-1)[..., :-1]
-
-
-def _space(keys: Tensor) -> Space:
-    return Space(upcast(keys[:0]))
-
-
-def _logits(queries: Tensor, keys: Tensor, scaling: float, space: Space) -> Tensor:
-    """Of queries `(B, heads, G, rows, d)` and keys `(B, heads, S, d)`, at least float32."""
-    logits = space.of(*queries.shape[:4], keys.shape[2])
-    left, right = queries.flatten(2, 3).flatten(0, 1), keys.flatten(0, 1).mT
-    if left.dtype != logits.dtype:
-        return logits.copy_(torch.bmm(left, right).view(logits.shape)).mul_(scaling)
-    logits.view(*left.shape[:2], -1).baddbmm_(left, right, beta=0, alpha=scaling)
-    return logits

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,8 @@ class Eviction:
         head_mask: `(B, H_kv, n)` bool, which of those each KV head keeps, where heads differ.
         channels: `(B, H_kv, d')` int64, which channels of the keys are left, where some are not.
         late_mask: `(B, H_kv, m)` bool, which to evict of the `m` tokens before the last `w`.
-        recent_scores: `(B, H_kv, w)`, scores of the last `w` tokens, to be judged late.
+        carried: by name `(B, H_kv, ...)`, what the press finds again in `call.carried`; of heads
+            that hold different numbers of tokens, something of each of the last `w`.
         is_whole: whether everything is left as it was.
     """
 
@@ -51,10 +52,15 @@ class Eviction:
     head_mask: Tensor | None = None
     channels: Tensor | None = None
     late_mask: Tensor | None = None
-    recent_scores: Tensor | None = None
+    carried: Mapping[str, Tensor] = field(default_factory=dict)
     is_whole: bool = False
 
     def __iter__(self) -> Iterator[Tensor]:
+        if not (self.head_mask is None and self.channels is None and self.late_mask is None):
+            raise UnsupportedInputError(
+                "what is left here differs from head to head, or in the channels of keys, which a "
+                "pair of keys and values does not tell: return the Eviction as it is"
+            )
         yield self.keys
         yield self.values
 
@@ -73,10 +79,10 @@ class Eviction:
 
     @classmethod
     def keep_per_head(
-        cls, call: AttentionCall, mask: Tensor, recent_scores: Tensor | None = None
+        cls, call: AttentionCall, mask: Tensor, carried: Mapping[str, Tensor] | None = None
     ) -> Eviction:
         """Each KV head keeps its own number of tokens: `mask` `(B, H_kv, S)` bool."""
-        return replace(cls._all(call), head_mask=mask, recent_scores=recent_scores)
+        return replace(cls._all(call), head_mask=mask, carried=carried or {})
 
     @classmethod
     def keep_channels(cls, call: AttentionCall, channels: Tensor) -> Eviction:
@@ -85,13 +91,14 @@ class Eviction:
         return replace(cls._all(call), keys=call.keys.gather(-1, index), channels=channels)
 
     @classmethod
-    def late(cls, call: AttentionCall, mask: Tensor, recent_scores: Tensor) -> Eviction:
-        """Tokens that came earlier go now; those of `recent_scores` `(B, H_kv, w)` came last.
+    def late(cls, call: AttentionCall, mask: Tensor, carried: Mapping[str, Tensor]) -> Eviction:
+        """Tokens that came earlier go now.
 
         Args:
             mask: `(B, H_kv, m)` bool, which to evict of the `m` tokens before the last `w`.
+            carried: by name `(B, H_kv, w)`, of those last ones.
         """
-        return replace(cls._all(call), late_mask=mask, recent_scores=recent_scores)
+        return replace(cls._all(call), late_mask=mask, carried=carried)
 
     @classmethod
     def from_states(cls, call: AttentionCall, keys: Tensor, values: Tensor) -> Eviction:
@@ -140,7 +147,7 @@ class Eviction:
         call = self.call.narrowed(self.known_kept, self.keys, self.values)
         if self.rotary_positions is None:
             return call
-        return replace(call, rotary_positions=self.rotary_positions)
+        return replace(call, at=replace(call.at, rotary=self.rotary_positions))
 
     def then(self, later: Eviction) -> Eviction:
         """Both as one, `later` decided about `next_call()`; its positions count in this call's."""

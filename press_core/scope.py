@@ -1,29 +1,72 @@
-"""Opening a press on a model, what the open scope knows, and taking it off again."""
+"""Opening a press on a model, closing it, and what the run came to."""
 
 from __future__ import annotations
 
-import itertools
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from threading import Lock, RLock, local
 from types import TracebackType
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, ClassVar, Protocol
+from weakref import WeakSet
 
 from torch import nn
 
-from press_core.copies import copied
+from press_core.cache.memory import Key
 from press_core.errors import ScopeError
+from press_core.forward import Forward
 from press_core.model.decoder import decoder_of
-from press_core.model.probe import verified
-from press_core.model.sites import AttentionSite, LeftAlone
-from press_core.press import Phase, Press, Removable
+from press_core.model.sites import AttentionSite, Bystander
+from press_core.press import Press
+from press_core.probe import verified
+from press_core.tally import Tally
+from press_core.traits import Needs, Phase
 
-T = TypeVar("T")
-_opening = RLock()
+_opening = threading.RLock()
 """Held while a scope opens or closes: none is to change a model that another is probing."""
+
+AROUND = Phase.PREFILL | Phase.DECODING | Phase.CHUNKS
+"""Phases in which a press acts around attention modules."""
+
+
+class Removable(Protocol):
+    """What installing something hands back: a hook's handle, a patch."""
+
+    def remove(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a press says of itself, asked once: a composition asks each of its parts.
+
+    Attributes:
+        reads_queries: whether it reads queries of the attention forwards that it is told of.
+        remembers: whether it keeps something of each token.
+    """
+
+    needs: Needs
+    phases: Phase
+    buffered_tokens: int
+    reads_queries: bool
+    reads_hidden_states: bool
+    remembers: bool
+
+    @classmethod
+    def of(cls, press: Press) -> Traits:
+        of_parts = Needs.of_parts(part.needs for part in press.parts)
+        only = Needs.POSITIONS_ALONE | Needs.SAME_FOR_ALL_HEADS
+        needs = press.needs | (of_parts & ~only)
+        phases = press.observed_phases
+        return cls(
+            needs,
+            phases,
+            press.buffered_tokens,
+            reads_queries=Needs.QUERIES in needs and bool(phases & AROUND),
+            reads_hidden_states=bool(needs & (Needs.FORWARD | Needs.HIDDEN_STATES)),
+            remembers=Needs.MEMORY in needs,
+        )
 
 
 @dataclass(eq=False)
@@ -32,163 +75,122 @@ class ScopeState:
 
     Attributes:
         press: as it acts on this model.
-        reads_queries, reads_hidden_states, phases, remembers, buffered_tokens: what it says of
-            itself.
-        model: None once the scope is closed.
-        sites: the attention modules that the press is installed on.
+        model: None once the scope is closed, and so is `decoder`.
+        sites: the attention modules that the press works on.
+        bystanders: attention modules beside them that need help to read what is pruned.
         decoder: the module that takes token ids and runs all of them.
-        left_alone: attention modules beside them that need help to read what is pruned.
-        is_open: whether what the scope has installed is still there.
-        is_opening: whether it is still being installed; no forward is the scope's before.
-        running: per thread, whether a forward of the decoder that is the scope's is running.
-        met: caches of forwards that were the scope's from their first attention module on.
-        layers: per layer, how many tokens the layer had seen when it was pruned last, and how many
-            of them each KV head kept, on average.
-        compressions: per layer, how often it was pruned.
-        seen: depths of the sites whose forwards were seen.
-        reached: by cache, the depth of the site where the press acted last.
-        n_prefills: forwards of attention modules that brought (part of) a context.
-        longest_whole: length of the longest layer that was found filled, and not pruned.
+        traits: what the press says of itself.
+        known: by id of a part of the press, that part and what it has prepared for the model, which
+            serves copies with another ratio too.
+        thread: whose forwards alone are the scope's; None: those of all threads.
+        tally: what the run came to.
+        key: tells it from all other scopes of the process, in caches too.
+        running: forwards of it in progress, and the threads that run them.
+        remembering: cache layers that hold something for it.
         warnings: what a mechanism found to have gone wrong, asked when the scope closes.
-        key: tells this scope from all others of the process.
-        n_sites: how many attention modules there are.
         installed: what the mechanism has put on the model.
     """
 
     press: Press
     model: nn.Module | None
     sites: list[AttentionSite]
-    decoder: nn.Module | None = None
-    left_alone: list[LeftAlone] = field(default_factory=list)
-    is_open: bool = True
-    is_opening: bool = False
-    running: local = field(default_factory=local, repr=False)
-    met: WeakSet[Any] = field(default_factory=WeakSet, repr=False)
-    layers: dict[int, tuple[float, float]] = field(default_factory=dict)
-    compressions: dict[int, int] = field(default_factory=dict)
-    seen: set[int] = field(default_factory=set)
-    reached: WeakKeyDictionary[Any, int] = field(default_factory=WeakKeyDictionary, repr=False)
-    n_prefills: int = 0
-    longest_whole: int = 0
+    bystanders: list[Bystander]
+    decoder: Any
+    traits: Traits
+    known: dict[int, tuple[Press, Any]] = field(default_factory=dict)
+    thread: int | None = None
+    tally: Tally = field(default_factory=Tally)
+    key: Key = field(default_factory=Key)
+    running: dict[Forward, int] = field(default_factory=dict)
+    remembering: WeakSet[Any] = field(default_factory=WeakSet, repr=False)
     warnings: list[Callable[[], str | None]] = field(default_factory=list)
-    key: int = field(default_factory=itertools.count().__next__)
-    n_sites: int = 0
-    reads_queries: bool = False
-    reads_hidden_states: bool = False
-    phases: Phase = Phase.NEVER
-    remembers: bool = False
-    buffered_tokens: int = 0
-    _memories: dict[type, Any] = field(default_factory=dict)
     installed: list[Removable] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.n_sites = len(self.sites)
-        # Asked once: a composition asks each of its parts, and forwards ask often.
-        self.reads_queries, self.phases = self.press.reads_queries, self.press.phases
-        self.reads_hidden_states = self.press.reads_hidden_states
-        self.remembers, self.buffered_tokens = self.press.remembers, self.press.buffered_tokens
+    def prepared(self, press: Any) -> Any:
+        """What `press`, a part of this scope's, has prepared for the model."""
+        same = id(press) if id(press) in self.known else vars(press).get("prepared_as")
+        if same not in self.known:  # nobody said that it is a part: it is in no field
+            self.known[id(press)], same = (press, press.prepare(self.model)), id(press)
+        return self.known[same][1]
 
-    def takes(self, cache: Any, depth: int) -> bool:
-        """Whether a forward that comes to the attention module at `depth` is the scope's.
+    @property
+    def is_open(self) -> bool:
+        """Whether forwards that begin now are the scope's."""
+        return self.key.is_open
 
-        Threads may run the model while the scope opens or closes: one that had begun before is not
-        the scope's in its later layers, and none is once it has closed.
+    def install(self, removable: Removable) -> None:
+        """Take `removable` off when the scope closes."""
+        self.installed.append(removable)
+
+    # ---- closing ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Take off all that was installed, if that was not done before.
+
+        Forwards that have begun are the scope's to their end, and are waited for: those of other
+        threads here, and in the middle of one of this thread once that has ended.
         """
-        if not self.acts:
-            return False
-        if depth == 0 and (Phase.DECODER not in self.phases or self.in_decoder):
-            self.met.add(cache)
-        return cache in self.met
+        with _opening:
+            self.key.is_open = False
+        inside = self._under_way(here=True)
+        if inside:
+            inside[0].at_end.append(self._end)
+        else:
+            self._end()
 
-    @property
-    def acts(self) -> bool:
-        """Whether all of it is installed, and it is not closed."""
-        return self.is_open and not self.is_opening
+    def _end(self) -> None:
+        """Close, once forwards of other threads have ended."""
+        is_cut = True
+        try:
+            while self._under_way(here=False):
+                time.sleep(1e-3)
+            is_cut = False
+        finally:  # an interrupt has ended what is left, or the wait for it
+            for forward in self.running.copy():
+                if is_cut or not forward.runs:
+                    forward.fail()
+            self.take_off()
 
-    @property
-    def in_decoder(self) -> bool:
-        """Whether this thread is in a forward of the decoder that began in the scope."""
-        return getattr(self.running, "decoder", False)
+    def _under_way(self, here: bool) -> list[Forward]:
+        """Forwards of it that run in this thread, or in all others."""
+        mine = threading.get_ident()
+        return [
+            forward
+            for forward, thread in self.running.copy().items()
+            if (thread == mine) is here and forward.runs
+        ]
 
-    def as_it_is(self) -> ScopeState | None:
-        """A copy that stays whole if another thread closes the scope; None: it is not open."""
-        now = copied(self)
-        return now if self.acts else None
-
-    def record(self, layer_idx: int, seen: float, kept: float) -> None:
-        """Note that a layer was pruned: of `seen` tokens each KV head keeps `kept` on average."""
-        self.layers[layer_idx] = seen, kept
-        self.compressions[layer_idx] = self.compressions.get(layer_idx, 0) + 1
-
-    def memory(self, kind: type[T]) -> T:
-        """The one object of a class that presses keep what they learn in; made when asked for."""
-        return self._memories.setdefault(kind, kind())
+    def take_off(self) -> None:
+        with _opening:
+            if self.model is None:  # it was done before
+                return
+            self.model = None
+        said = [warning for ask in (*self.warnings, self._came_too_late) if (warning := ask())]
+        for layer in list(self.remembering):
+            layer.remember(self.key, None)
+        with _opening, ExitStack() as removing:  # all of it, whatever one of them raises
+            for removable in self.installed:
+                removing.callback(removable.remove)
+        self.warnings, self.installed, self.sites, self.bystanders = [], [], [], []
+        self.decoder = None
+        if said:  # one cause at a time: the first explains the others
+            warnings.warn(f"{type(self.press).__name__}{said[0]}", RuntimeWarning, stacklevel=5)
 
     def _came_too_late(self) -> str | None:
         """A warning of a scope that could have evicted something, had it been open before."""
-        press, length = self.press, self.longest_whole
-        if self.layers or self.n_prefills or not length:
+        length, tally = self.tally.longest_whole, self.tally
+        if tally.layers or tally.n_contexts or not length:
             return None
-        if self.phases & ~Phase.DECODER != Phase.PREFILL or not press.evicts_of(length):
+        prefill_only = self.traits.phases & ~Phase.DECODER == Phase.PREFILL
+        if not prefill_only or self.press.keeps(length) >= length:
             return None
         return (
             f" evicted nothing: all {length} tokens were in the cache before this scope opened; "
             "open it before the prefill, or use a press that acts while decoding"
         )
 
-    @property
-    def compression_count(self) -> int:
-        """How often a layer was pruned, the most of all layers."""
-        return max(self.compressions.values(), default=0)
 
-    @property
-    def compression_ratio(self) -> float:
-        """Share of the tokens that was evicted, over all layers."""
-        seen = self.n_sites * max((seen for seen, _ in self.layers.values()), default=0)
-        evicted = sum(seen - kept for seen, kept in self.layers.values())
-        return evicted / seen if seen else 0.0
-
-    def install(self, removable: Removable) -> None:
-        """Take `removable` off when the scope closes."""
-        self.installed.append(removable)
-
-    def close(self) -> None:
-        """Take off all that was installed; without effect on a scope that is not open."""
-        with _opening:
-            said = self._close() if self.is_open else []
-        if said:  # one cause at a time: the first explains the others
-            warnings.warn(f"{type(self.press).__name__}{said[0]}", RuntimeWarning, stacklevel=3)
-
-    def _close(self) -> list[str]:
-        """Take off all that was installed.
-
-        Returns:
-            What there is to be warned of.
-        """
-        self.is_open = False
-        asked = (*self.warnings, self._came_too_late)  # what broke explains why nothing was evicted
-        said = [warning for ask in asked if (warning := ask())]
-        self.warnings.clear()
-        self._memories = {}  # a new one: a press may be deciding in another thread
-        self.mark_torn()
-        with ExitStack() as removing:  # all of it, whatever one of them raises
-            for removable in self.installed:
-                removing.callback(removable.remove)
-        self.installed, self.sites, self.left_alone = [], [], []
-        self.model = self.decoder = None
-        return said
-
-    def mark_torn(self) -> None:
-        """Let nobody read caches some of whose layers were pruned in a forward and others not."""
-        reached = [ref() for ref in self.reached.keyrefs()]  # forwards in other threads add to it
-        for cache in (cache for cache in reached if cache is not None):
-            depth = self.reached.pop(cache, self.n_sites)
-            for layer in cache.layers if depth + 1 < self.n_sites else ():
-                if hasattr(layer, "is_torn"):
-                    layer.is_torn = True
-
-
-def bind(press: Press, model: nn.Module) -> ScopeState:
+def bound_to(press: Press, model: nn.Module) -> ScopeState:
     """Check that a press fits a model, and bind it to that; nothing is installed.
 
     Raises:
@@ -197,28 +199,42 @@ def bind(press: Press, model: nn.Module) -> ScopeState:
     press.validate()
     press.post_init_from_model(model)
     known = verified(model)
-    sites = known.sites
-    for site in sites:
+    for site in known.sites:
         Press.check_site(press, site)
     bound = press.bind(model)
-    for site in sites:
+    decoder = decoder_of(model, [site.name for site in known.sites])
+    state = ScopeState(bound, model, known.sites, known.bystanders, decoder, Traits.of(bound))
+    state.thread = vars(bound).get("thread")
+    state.tally.n_sites, state.known = len(known.sites), prepared(bound, model)
+    for site in known.sites:
         bound.check_site(site)
-    return ScopeState(bound, model, sites, decoder_of(model, sites), known.left_alone)
+    return state
+
+
+def prepared(press: Press, model: nn.Module) -> dict[int, tuple[Press, Any]]:
+    """What a press and its parts have to know of a model; see `ScopeState.known`."""
+    known: dict[int, tuple[Press, Any]] = {}
+    waiting = [press]
+    while waiting:
+        part = waiting.pop()
+        known[id(part)] = part, part.prepare(model)
+        known.setdefault(vars(part).get("prepared_as", id(part)), known[id(part)])
+        waiting += [other for other in part.parts if id(other) not in known]
+    return known
 
 
 class Scope:
     """The time during which a press is installed on a model.
 
     Entering installs it, leaving (in whatever way) takes exactly that off again, in any order with
-    other scopes. A scope can be opened again once it is closed. It acts on the model whichever
-    thread runs it, on forwards that begin while it is open; a forward in progress when it closes
-    runs on without it, and the cache is then refused where only some layers were pruned.
+    other scopes. A scope can be opened again once it is closed. It has to do with the forwards that
+    begin while it is open, whichever thread runs them, from their first layer to their last.
     """
 
     def __init__(self, press: Press, model: nn.Module) -> None:
         self.press, self.model = press, model
         self.state: ScopeState | None = None
-        self._lock = Lock()
+        self._lock = threading.Lock()
 
     def open(self) -> None:
         """Install the press.
@@ -233,17 +249,17 @@ class Scope:
                     f"this scope of {type(self.press).__name__} is open already; call the press "
                     "again, `press(model)`, for a second scope"
                 )
-            state = bind(self.press, self.model)
-            state.is_opening = True
+            state = bound_to(self.press, self.model)
+            assert isinstance(state.press, InstalledPress)
             try:
                 state.press.install(state)
             except BaseException:
                 state.warnings.clear()
-                state.close()
+                state.take_off()
                 raise
-            state.is_opening = False
-            self.state = state
-            vars(self.press)["_last_scope"] = state
+            state.key.is_open, self.state = True, state
+            for press in (self.press, state.press):
+                vars(press)["_last_scope"] = state
 
     def remove(self) -> None:
         """Take the press off the model; without effect on a scope that is not open."""
@@ -263,3 +279,47 @@ class Scope:
         traceback: TracebackType | None,
     ) -> None:
         self.remove()
+
+
+class InstalledPress(Press):
+    """A press that a mechanism installs on models.
+
+    ```python
+    with press(model):
+        model(input_ids, past_key_values=cache)
+    handle = press.register(model); handle.remove()    # the same without a block
+    ```
+    """
+
+    collector: ClassVar[Callable[..., InstalledPress]]
+    """Makes a press that shows the calls of a model to a function; see `Collecting`."""
+
+    def __call__(self, model: nn.Module) -> Scope:
+        """The scope `with press(model): ...`; nothing is installed before it is entered."""
+        return Scope(self, model)
+
+    def register(self, model: nn.Module) -> Scope:
+        """Open the scope at once; `remove()` on what is returned closes it (again: no effect)."""
+        scope = self(model)
+        scope.open()
+        return scope
+
+    def remove(self) -> None:
+        """Close the scope of this press that was opened last, if it is open."""
+        state = vars(self).get("_last_scope")
+        if state is not None:
+            state.close()
+
+    def install(self, scope: ScopeState) -> None:
+        """Install the press on the model of `scope`, which takes it off again."""
+        raise NotImplementedError
+
+    def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
+        """Call `act(args, output)` after each forward of `module`, by this press's mechanism.
+
+        What it returns stands for the output, unless it is None.
+
+        Returns:
+            What takes it off again.
+        """
+        raise NotImplementedError

@@ -1,77 +1,11 @@
-"""How many tokens to keep, and which."""
+"""Which tokens to keep."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from numbers import Real
-from typing import Any
-
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-
-from press_core.errors import HyperparameterError
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """A number of tokens to keep, where otherwise a share to evict is said.
-
-    Contexts of no more tokens are left whole.
-
-    Attributes:
-        n: tokens that each KV head keeps, on average where heads differ.
-        progress: how far a press goes towards `n`, where others go on from there: of `S` tokens it
-            keeps `S**(1 - progress) * n**progress`.
-    """
-
-    n: int
-    progress: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not (isinstance(self.n, int) and self.n >= 1 and 0 <= self.progress <= 1):
-            raise HyperparameterError(f"{self}: a budget must be a number of tokens, 1 or more")
-
-    def __repr__(self) -> str:
-        return f"Tokens({self.n})" if self.progress == 1 else f"Tokens({self.n}, {self.progress})"
-
-    def of(self, length: int) -> int:
-        """How many of `length` tokens are kept."""
-        if length <= self.n:
-            return length
-        return max(self.n, round(length * (self.n / length) ** self.progress))
-
-
-Amount = float | Tokens
-"""A compression ratio in [0, 1), or the number of tokens that are left."""
-
-
-def is_amount(value: object) -> bool:
-    """Whether `value` is a compression ratio in its range, or a number of tokens."""
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    return isinstance(value, Tokens) or (is_number and 0 <= float(value) < 1)  # type: ignore[arg-type]
-
-
-def n_kept(length: int, amount: Amount) -> int:
-    """Number of tokens that each KV head keeps of `length`; never zero."""
-    if isinstance(amount, Tokens):
-        return amount.of(length)
-    return max(1, int(length * (1 - amount)))
-
-
-def ratio_of(length: int, amount: Amount) -> float:
-    """Share of `length` tokens that `amount` says to evict."""
-    return 1 - amount.of(length) / length if isinstance(amount, Tokens) else amount
-
-
-def kept_of_chunks(length: int, step: int, amount: Amount) -> list[int]:
-    """Numbers of tokens to keep of each `step` of `length`, where each is pruned by itself."""
-    starts = range(0, length, step)
-    if not isinstance(amount, Tokens):
-        return [n_kept(min(step, length - start), amount) for start in starts]
-    ends = [amount.of(length) * min(start + step, length) // length for start in starts]
-    return [max(1, end - before) for before, end in zip([0, *ends], ends, strict=False)]
+from torch.nn.functional import pad
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -96,6 +30,20 @@ def protect(scores: Tensor, protected: Tensor) -> Tensor:
     return torch.where(protected, top + (1 + top.abs()) * recency, scores)
 
 
+def with_ends(scores: Tensor, first: int = 0, last: int = 0) -> Tensor:
+    """Scores of all tokens, from those of the tokens between protected ends.
+
+    Args:
+        scores: `(B, H_kv, m)`, of the tokens between.
+        first, last: how many tokens before and after these are protected.
+
+    Returns:
+        `(B, H_kv, first + m + last)`.
+    """
+    padded = pad(scores, (first, last)).unsqueeze(-1)
+    return protect(padded.squeeze(-1), leading(padded, first) | trailing(padded, last))
+
+
 def top_positions(scores: Tensor, n: int) -> Tensor:
     """Positions of the `n` best scores of each KV head, in temporal order.
 
@@ -106,8 +54,6 @@ def top_positions(scores: Tensor, n: int) -> Tensor:
     Returns:
         `(B, H_kv, n)`, int64.
     """
-    if _has_numbers_at_hand(scores):
-        return _top_on_cpu(upcast(scores).detach(), n)
     return places(best_first(scores, n))
 
 
@@ -118,69 +64,48 @@ def best_first(scores: Tensor, n: int | Tensor) -> Tensor:
         scores: `(B, H_kv, S)`.
         n: the same for all heads, or `(B, H_kv, 1)`.
     """
+    if isinstance(n, Tensor):
+        order = scores.argsort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(scores.shape[-1], device=scores.device)
+        return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, rank < n)
     if _has_numbers_at_hand(scores):
         return _best_on_cpu(upcast(scores).detach(), n)
-    if isinstance(n, int):
-        chosen = torch.zeros_like(scores, dtype=torch.bool)
-        return chosen.scatter_(-1, scores.topk(n, dim=-1, sorted=False).indices, True)
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    places = torch.arange(scores.shape[-1], device=scores.device)
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, places < n)
+    chosen = torch.zeros_like(scores, dtype=torch.bool)
+    return chosen.scatter_(-1, scores.topk(n, dim=-1, sorted=False).indices, True)
 
 
-def _best(scores: Tensor, n: int | Tensor) -> Tensor:
+def _best(scores: Tensor, n: int) -> Tensor:
     """`best_first` with numpy, whose `partition` takes an eighth of the time of torch's `topk`."""
-    known, length = scores.numpy(), scores.shape[-1]
-    if isinstance(n, int):
-        least, n_best = _least_of_best(known, n), n * (known.size // length)
-    else:
-        n = n.expand(*scores.shape[:-1], 1)
-        heads = zip(known.reshape(-1, length), n.flatten().tolist(), strict=True)
-        least = np.concatenate([_least_of_best(*head) for head in heads]).reshape(n.shape)
-        n_best = int(n.sum())
-    chosen = ~(known < least)  # NaN is the best, as `partition` has it
-    if np.count_nonzero(chosen) == n_best:
-        return torch.from_numpy(chosen)
-    better = scores > torch.from_numpy(least)
-    equal = ~better & ~(scores < torch.from_numpy(least))
-    return better | (equal & (equal.cumsum(dim=-1) <= n - better.sum(dim=-1, keepdim=True)))
-
-
-def _least_of_best(scores: NDArray[Any], n: int) -> NDArray[Any]:
-    """The `n`-th best of `scores` `(..., S)`, `(..., 1)`; infinity for none."""
     if n == 0:
-        return np.full((*scores.shape[:-1], 1), np.inf, scores.dtype)
-    parted = scores.copy()
-    parted.partition(scores.shape[-1] - n, axis=-1)
-    return parted[..., -n, None]
+        return torch.zeros_like(scores, dtype=torch.bool)
+    known, parted = scores.numpy(), scores.numpy().copy()
+    parted.partition(known.shape[-1] - n, axis=-1)
+    least = parted[..., -n, None]
+    chosen = ~(known < least)  # NaN is the best, as `partition` has it
+    if np.count_nonzero(chosen) > n * (known.size // known.shape[-1]):
+        better = known > least
+        equal = chosen & ~better
+        room = n - better.sum(axis=-1, keepdims=True)
+        chosen = better | (equal & (equal.cumsum(axis=-1) <= room))
+    return torch.from_numpy(chosen)
 
 
 def places(chosen: Tensor) -> Tensor:
     """Where `chosen` `(B, H_kv, S)` is true, as often in each head: `(B, H_kv, n)` int64."""
-    if _has_numbers_at_hand(chosen):
-        return _places_on_cpu(chosen)
     batch, n_heads, length = chosen.shape
-    rows = chosen.flatten().nonzero().view(batch, n_heads, -1)
-    return rows - _first_rows(batch, n_heads, length, chosen)
+    flat = chosen.flatten()
+    rows = _nonzero_on_cpu(flat) if _has_numbers_at_hand(flat) else flat.nonzero()
+    return rows.view(batch, n_heads, -1) - _first_rows(batch, n_heads, length, chosen)
 
 
-def _places(chosen: Tensor) -> Tensor:
-    """`places` with numpy, which takes half of the time."""
-    batch, n_heads, length = chosen.shape
-    rows = chosen.numpy().reshape(-1).nonzero()[0].reshape(batch, n_heads, -1)
-    firsts = np.arange(0, batch * n_heads * length, length).reshape(batch, n_heads, 1)
-    return torch.from_numpy(rows - firsts)
+# The compiler would give numpy's functions other meanings; they take a sixth of torch's time.
+_best_on_cpu = torch.compiler.disable(_best)
+_nonzero_on_cpu = torch.compiler.disable(lambda x: torch.from_numpy(x.numpy().nonzero()[0]))
 
 
 def _has_numbers_at_hand(x: Tensor) -> bool:
     """Whether numpy can read it: not on other devices, nor while a graph is traced for export."""
     return x.device.type == "cpu" and type(x) is Tensor
-
-
-# The compiler would give numpy's functions other meanings.
-_best_on_cpu = torch.compiler.disable(_best)
-_places_on_cpu = torch.compiler.disable(_places)
-_top_on_cpu = torch.compiler.disable(lambda scores, n: _places(_best(scores, n)))
 
 
 def gather_tokens(states: Tensor, positions: Tensor) -> Tensor:

@@ -8,25 +8,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    Cache,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    QuantizedLayer,
-)
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from press_core.cache.pruned import HybridLayer, PrefillStagingLayer, PrunedLayer, states_of
-from press_core.cache.ragged import RaggedLayer
+from press_core.cache.pruned import PrunedLayer, pruned_layer
+from press_core.cache.storage import HybridLayer, kind_of
 from press_core.errors import UnsupportedCacheError
 
 
-def prunable_layer(cache: Any, layer_idx: int) -> Any:
-    """The layer of `cache` that a press may prune.
+def is_growing(layer: Any) -> bool:
+    """Whether a fresh layer of `transformers` keeps all tokens, in tensors of any length."""
+    return type(layer) in (DynamicLayer, HybridLayer)
+
+
+def has_linear_state(layer: Any) -> bool:
+    """Whether a layer keeps the state of a linear attention too."""
+    return HybridLayer is not None and isinstance(layer, HybridLayer)
+
+
+def known(cache: Any, layer_idx: int) -> PrunedLayer:
+    """A layer of `cache` in the words of pruned layers, whether or not it has lost anything.
 
     Raises:
-        UnsupportedCacheError: for anything but a growing layer of keys and values, plain or
-            quantized group by group.
+        UnsupportedCacheError: if it is of a kind that presses cannot prune.
     """
     if not isinstance(cache, Cache) or not hasattr(cache, "layers"):
         raise UnsupportedCacheError(
@@ -34,31 +37,16 @@ def prunable_layer(cache: Any, layer_idx: int) -> Any:
             "nothing and let the model make one"
         )
     layer = cache.layers[layer_idx]
-    plain = type(layer) in (DynamicLayer, HybridLayer, PrefillStagingLayer)
-    if not plain and not isinstance(layer, (PrunedLayer, RaggedLayer, QuantizedLayer)):
+    if isinstance(layer, PrunedLayer):
+        return layer
+    kind = kind_of(layer)
+    if kind is None:
         raise UnsupportedCacheError(
             f"cannot prune layer {layer_idx} of a {type(cache).__name__}: it is a "
-            f"{type(layer).__name__}, and only growing layers (DynamicCache, QuantizedCache) can "
-            "give tokens up"
+            f"{type(layer).__name__}, and only layers that hold all tokens (DynamicCache, "
+            "QuantizedCache, StaticCache) can give tokens up"
         )
-    return layer
-
-
-def mask_layer(cache: Cache) -> Any:
-    """The layer whose length the model builds its one mask for: the first that does not slide."""
-    return next(
-        layer for layer in cache.layers if isinstance(layer, DynamicLayer) and not layer.is_sliding
-    )
-
-
-def model_clock(cache: Cache) -> int:
-    """How many tokens the model takes `cache` to have seen: it counts positions from there."""
-    return int(cache.get_seq_length())
-
-
-def mask_columns(layer: Any) -> int:
-    """Columns that the model's mask has for what `layer` holds."""
-    return int(layer.n_slots if isinstance(layer, PrunedLayer) else layer.get_seq_length())
+    return pruned_layer(kind(layer))
 
 
 def check_prunable(cache: Any, layer_idx: int) -> None:
@@ -71,30 +59,41 @@ def check_prunable(cache: Any, layer_idx: int) -> None:
             f"cannot prune a {type(cache).__name__} of {getattr(replicate, '__name__', 'no')} "
             "layers; pass a DynamicCache"
         )
-    prunable_layer(cache, layer_idx)
+    known(cache, layer_idx)
 
 
-def let_slide(cache: Cache, layer_idx: int, window: int) -> None:
-    """Let a bare cache keep a window of a layer that slides, as one made for the model does.
+def is_empty(cache: Any, layer_idx: int) -> bool:
+    """Whether a layer of `cache` has seen no token yet, or is not there yet."""
+    layers = getattr(cache, "layers", None)
+    if layers is None or layer_idx >= len(layers):
+        return layers is not None or cache is None
+    layer = layers[layer_idx]
+    if not getattr(layer, "is_initialized", False):
+        return True
+    # Of a static layer that is a number on a device, which no compiler can look at.
+    return not torch.compiler.is_compiling() and int(layer.get_seq_length()) == 0
 
-    The model builds the masks of all layers for the first where no layer says that it slides.
-    """
-    grows = getattr(cache, "layer_class_to_replicate", None) is DynamicLayer
-    if grows and layer_idx == len(cache.layers):
-        cache.layers.append(DynamicSlidingWindowLayer(window))
+
+def mask_layer(cache: Cache) -> Any:
+    """The layer whose length the model makes its one mask for: the first that does not slide."""
+    return next(
+        layer
+        for layer in cache.layers
+        if hasattr(layer, "get_mask_sizes") and not getattr(layer, "is_sliding", False)
+    )
 
 
-def refuse_offloading(press: Any, cache: Any) -> None:
-    """Refuse a cache that moves its layers away beneath the attention that reads them in place.
+def columns_of(layer: Any, n_new: int) -> int:
+    """Columns of the model's mask for `n_new` tokens more, if it is made for `layer`."""
+    if isinstance(layer, PrunedLayer):
+        return layer.columns(n_new)
+    kind = kind_of(layer)
+    return int(layer.get_seq_length()) + n_new if kind is None else kind(layer).columns(n_new)
 
-    Raises:
-        UnsupportedCacheError: naming the press.
-    """
-    if getattr(cache, "offloading", False):
-        raise UnsupportedCacheError(
-            f"{type(press).__name__} leaves a cache that attention reads where it lies; use a "
-            "DynamicCache without offloading"
-        )
+
+def model_count(cache: Cache) -> int:
+    """How many tokens the model takes `cache` to have seen: it counts positions from there."""
+    return int(cache.get_seq_length())
 
 
 def row_alone(cache: Cache, row: int, slots: Tensor | None) -> Cache:
@@ -109,10 +108,10 @@ def row_alone(cache: Cache, row: int, slots: Tensor | None) -> Cache:
     alone = DynamicCache()
     for layer in cache.layers:
         if type(layer) is DynamicLayer:
-            copied = DynamicLayer()
-            copied.lazy_initialization(layer.keys, layer.values)
+            own = DynamicLayer()
+            own.lazy_initialization(layer.keys, layer.values)
             states = (layer.keys[row : row + 1], layer.values[row : row + 1])
-            copied.keys, copied.values = (
+            own.keys, own.values = (
                 x if slots is None else x.index_select(2, slots) for x in states
             )
         elif slots is not None:
@@ -121,10 +120,13 @@ def row_alone(cache: Cache, row: int, slots: Tensor | None) -> Cache:
                 "them one by one"
             )
         else:
-            copied = copy.deepcopy(layer)
-            copied.batch_select_indices(torch.tensor([row]))
-        alone.layers.append(copied)
+            own = copy.deepcopy(layer)
+            own.batch_select_indices(torch.tensor([row]))
+        alone.layers.append(own)
     return alone
+
+
+# ---- what a cache holds --------------------------------------------------------------------------
 
 
 def kept_lengths(cache: Cache) -> list[Tensor]:
@@ -135,20 +137,61 @@ def kept_lengths(cache: Cache) -> list[Tensor]:
         has seen nothing yet gives a tensor of shape `(0, 0)`, and so does one that holds no keys
         (of a linear attention, or of another layer). Of an encoder-decoder: the decoder's own.
     """
-    return [_kept(layer) for layer in getattr(cache, "self_attention_cache", cache).layers]
+    return [_lengths(layer) for layer in _own(cache).layers]
 
 
-def _kept(layer: Any) -> Tensor:
-    if not hasattr(layer, "get_seq_length") or layer.get_seq_length() == 0:
+def kept_positions(cache: Cache) -> list[Tensor]:
+    """Which positions of the sequence each head physically keeps.
+
+    Returns:
+        Per layer an int64 tensor `(B or 1, H_kv or 1, n)`, ascending along the last dimension; -1
+        where a head holds fewer than `n` (first, so that all end with the latest). Rows or heads
+        that keep the same may be told once. Layers without keys: `(1, 1, 0)`.
+
+    Raises:
+        UnsupportedCacheError: if a press did not say which tokens it kept.
+    """
+    return [_positions(layer, index) for index, layer in enumerate(_own(cache).layers)]
+
+
+def _own(cache: Any) -> Any:
+    return getattr(cache, "self_attention_cache", cache)
+
+
+def _has_tokens(layer: Any) -> bool:
+    return getattr(layer, "is_initialized", False) and bool(
+        hasattr(layer, "get_seq_length") and int(layer.get_seq_length())
+    )
+
+
+def _lengths(layer: Any) -> Tensor:
+    if not _has_tokens(layer):
         return torch.zeros(0, 0, dtype=torch.int64)
-    if isinstance(layer, RaggedLayer):
-        return layer.lengths
-    keys, _ = states_of(layer)
-    n_slots = layer.n_slots if isinstance(layer, PrunedLayer) else keys.shape[2]
-    kept = torch.full(keys.shape[:2], n_slots, dtype=torch.int64, device=keys.device)
-    if isinstance(layer, PrunedLayer) and layer.positions is not None:
-        kept -= (layer.positions < 0).sum(dim=-1).to(kept.device)
-    return kept
+    if isinstance(layer, PrunedLayer):
+        return layer.lengths()
+    kind = kind_of(layer)
+    if kind is not None:
+        return pruned_layer(kind(layer)).lengths()
+    n = min(layer.keys.shape[2], int(layer.get_seq_length()))
+    return torch.full(layer.keys.shape[:2], n, device=layer.keys.device)
+
+
+def _positions(layer: Any, index: int) -> Tensor:
+    if not _has_tokens(layer):
+        return torch.zeros(1, 1, 0, dtype=torch.int64)
+    kind = kind_of(layer)
+    if isinstance(layer, PrunedLayer) or kind is not None:
+        whole = layer if kind is None else pruned_layer(kind(layer))
+        found: Tensor | None = whole.all_positions()
+        if found is None:
+            raise UnsupportedCacheError(
+                f"the press that pruned layer {index} did not say which tokens it kept; let its "
+                "compress return Eviction.keep(call, positions)"
+            )
+        return found.long()
+    seen = int(layer.get_seq_length())
+    first = seen - min(layer.keys.shape[2], seen)
+    return torch.arange(first, seen, device=layer.keys.device).view(1, 1, -1)
 
 
 def cache_nbytes(cache: Cache) -> int:
@@ -157,8 +200,7 @@ def cache_nbytes(cache: Cache) -> int:
         storage.data_ptr(): storage.nbytes()
         for part in _parts(cache)
         for layer in part.layers
-        for name in ("keys", "values", "recent_keys", "recent_values")
-        for states in _plain_tensors(layer, name)
+        for states in _stored(layer)
         if (storage := states.untyped_storage()).nbytes()
     }
     return sum(storages.values())
@@ -170,10 +212,13 @@ def _parts(cache: Any) -> list[Any]:
     return [cache] if own is None else [own, cache.cross_attention_cache]
 
 
-def _plain_tensors(layer: Any, name: str) -> Iterator[Tensor]:
-    """The tensors that store the keys or the values of `layer`, scales of quantized ones too."""
-    for states in (getattr(layer, name, None), getattr(layer, f"_quantized_{name}", None)):
-        yield from _flattened(states)
+def _stored(layer: Any) -> Iterator[Tensor]:
+    """The tensors that store keys and values of `layer`, scales of quantized ones too."""
+    for name in ("keys", "values"):
+        for of in (layer, getattr(layer, "recent", None)):
+            yield from _flattened(getattr(of, name, None))
+        for states in (f"recent_{name}", f"_quantized_{name}"):
+            yield from _flattened(getattr(layer, states, None))
 
 
 def _flattened(states: Any) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""Reading a pruned cache: what a forward needs of mask and positions, whoever pruned it."""
+"""Reading pruned layers: what a forward needs of mask and positions, whoever pruned them."""
 
 from __future__ import annotations
 
@@ -6,43 +6,65 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from press_core.cache.caches import mask_columns, mask_layer, model_clock
-from press_core.cache.masks import mask_for_pruned, prefill_tokens, visible_tokens
-from press_core.cache.pruned import PrunedLayer, Reader, ReadingNeeds
+from press_core.cache.caches import columns_of, mask_layer, model_count
+from press_core.cache.masks import causal, columns_seen, in_form, is_visible, visible_tokens
+from press_core.cache.pruned import PrunedLayer
+from press_core.cache.tokens import ReadingNeeds
 from press_core.errors import UnsupportedInputError
-from press_core.model.forward import AttentionForward, DecoderForward
+from press_core.forward import Arguments, Forward, here
 from press_core.model.rotary import alike
 from press_core.model.sites import AttentionSite
 
-
-def prepared(forward: AttentionForward, reader: Reader) -> AttentionForward:
-    """The forward with a mask and positions that fit the pruned layer which it is about to read.
-
-    Args:
-        reader: who stands up for it: the layer lets itself be read while that is open.
-    """
-    layer = layer_of(forward)
-    if not isinstance(layer, PrunedLayer) or layer.get_seq_length() == 0:
-        return forward
-    layer.allow_update(reader)
-    return _with_mask(_with_positions(forward, layer), layer)
+# ---- once a forward ------------------------------------------------------------------------------
 
 
-def prepared_reader(forward: AttentionForward, owner: Any) -> AttentionForward:
-    """The forward of a module that attends over the layer of another, which has run already.
-
-    Args:
-        owner: that layer, which holds the tokens of the forward.
-    """
-    held = forward.n_tokens
-    if not isinstance(owner, PrunedLayer) or owner.n_seen == held:  # its prefill
-        return forward
-    return _with_positions(_with_mask(forward, owner, held), owner, held)
+def pruned_layers(cache: Any) -> list[PrunedLayer]:
+    """The layers of a cache that have lost something."""
+    layers = getattr(cache, "layers", ())
+    return [layer for layer in layers if isinstance(layer, PrunedLayer) and layer.is_pruned]
 
 
-def with_columns_of_clock(forward: DecoderForward) -> DecoderForward:
-    """The forward with a mask as long as the model counts, where rerotated keys set it back.
+def needs_help(forward: Forward) -> bool:
+    """Whether a layer of the forward's cache is read with masks or positions of its own."""
+    layers, mask = pruned_layers(forward.cache), forward.given.get("attention_mask")
+    needs = [layer.needs for layer in layers if layer.needs is not ReadingNeeds.NOTHING]
+    if any([need is not ReadingNeeds.MASK_OF_MANY for need in needs]):
+        return True
+    # Up to transformers 5.2 a compiled model makes a mask for a single token too.
+    alone = forward.n_tokens == 1 and not torch.compiler.is_compiling()
+    if needs and (not alone or _hides_recent(mask, layers[0], forward)):
+        return True
+    turned = next((layer for layer in layers if layer.rerotation), None)
+    if turned is not None:  # the model would count padding, and a user all tokens
+        told = forward.given.get("position_ids") is not None
+        if told or _hides_recent(mask, turned, forward):
+            return True
+    if not layers or mask is None:
+        return False
+    is_2d = isinstance(mask, Tensor) and mask.dim() == 2
+    return hidden_context(forward) is not None or not (is_2d or _fits(mask, layers[0], forward))
+
+
+def _hides_recent(mask: Any, layer: PrunedLayer, forward: Forward) -> bool:
+    """Whether a mask of two dimensions hides tokens after the pruning, as padding there."""
+    if torch.compiler.is_compiling() or not isinstance(mask, Tensor) or mask.dim() != 2:
+        return False
+    return not bool(mask[:, -layer.n_recent - forward.n_tokens :].all())
+
+
+def _fits(mask: Any, layer: PrunedLayer, forward: Forward) -> bool:
+    mask = _for_full_attention(mask)
+    return mask is None or mask.shape[-1] == layer.columns(forward.n_tokens)
+
+
+def _for_full_attention(mask: Any) -> Any:
+    return mask.get("full_attention") if isinstance(mask, dict) else mask
+
+
+def with_counted_columns(forward: Forward) -> Arguments:
+    """The decoder's arguments with a mask as long as the model counts, where keys were rerotated.
 
     The model takes the first columns of a longer mask, one of all tokens. The last ones are those
     of the tokens that came after the pruning. Before them stands what is kept of a context without
@@ -51,163 +73,261 @@ def with_columns_of_clock(forward: DecoderForward) -> DecoderForward:
     Raises:
         UnsupportedInputError: if the mask hides tokens of such a context.
     """
-    cache, mask = forward.cache, forward.argument("attention_mask")
-    turned = [
-        layer
-        for layer in getattr(cache, "layers", ())
-        if isinstance(layer, PrunedLayer) and layer.get_seq_length() != layer.n_seen
-    ]
+    given, mask = forward.given, forward.given.get("attention_mask")
+    turned = [x for x in pruned_layers(forward.cache) if x.rerotation and x.rerotation.shift]
     if not turned or not isinstance(mask, Tensor) or mask.dim() != 2:
-        return forward
-    n_columns = model_clock(cache) + forward.n_tokens
+        return given
+    n_columns = model_count(forward.cache) + forward.n_tokens
     if mask.shape[1] <= n_columns:
-        return forward
+        return given
     layer = turned[0]
     n_recent = layer.n_recent + forward.n_tokens
-    if not layer.kept.padded and not bool(mask[:, : mask.shape[1] - n_recent].all()):
+    if not layer.kept.is_padded and not bool(mask[:, : mask.shape[1] - n_recent].all()):
         raise UnsupportedInputError(
             f"the attention_mask hides some of the {layer.kept.n_seen} tokens before the pruning, "
             "which had no padding, and it is not known which keys they became; let it hide padding "
             "in what came later only"
         )
-    return forward.with_argument("attention_mask", mask[:, -n_columns:])
+    return given.replace(attention_mask=mask[:, -n_columns:])
 
 
-def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> ReadingNeeds:
-    """What the forwards to come need to read `layer` of `site`, which `cache` holds already."""
-    needs = ReadingNeeds.NOTHING
-    if layer.kept.padded:
-        needs |= ReadingNeeds.MASK
-    if layer.n_slots != mask_columns(mask_layer(cache)):
-        # Of those that transformers has, these alone can do without a mask for a single token.
-        unmasked_steps = site.attn_implementation.startswith(("sdpa", "flash"))
-        needs |= ReadingNeeds.MASK_OF_MANY if unmasked_steps else ReadingNeeds.MASK
-    if layer.rerotation is not None:
-        keeps_clock = layer.kept.padded or site.keeps_clock
-        if keeps_clock or model_clock(cache) != layer.get_seq_length():
-            needs |= ReadingNeeds.POSITIONS
-    return needs
+def hidden_context(forward: Forward) -> Tensor | None:
+    """What the mask that the decoder was given lets queries see of the tokens before a pruning.
+
+    Returns:
+        `(1 or B, 1 or H, 1 or q, n_seen)` bool; None: all but padding.
+    """
+    return forward.once(lambda: _hidden_context(forward), "hidden context")
 
 
-def layer_of(forward: AttentionForward) -> Any:
-    """The cache layer of a forward; None where it has none, or none yet."""
-    cache = forward.cache
-    return forward.layer if hasattr(cache, "layers") else None
+def _hidden_context(forward: Forward) -> Tensor | None:
+    mask, layers = _for_full_attention(forward.given.get("attention_mask")), None
+    if isinstance(mask, Tensor):
+        layers = pruned_layers(forward.cache)
+    if not layers or not isinstance(mask, Tensor):
+        return None
+    kept, n_seen = layers[0].kept, layers[0].n_seen
+    if mask.shape[-1] != n_seen + forward.n_tokens or layers[0].rerotation is not None:
+        return None  # made for what is stored, or refused
+    seen = is_visible(mask[..., : kept.n_seen])
+    seen = seen[:, None, None] if mask.dim() == 2 else seen
+    if torch.compiler.is_compiling():  # nobody can look
+        return seen
+    hides = ~seen if kept.real is None else ~seen & kept.real.to(seen.device)[:, None, None]
+    return seen if bool(hides.any()) else None
 
 
-def _with_mask(forward: AttentionForward, layer: PrunedLayer, n_held: int = 0) -> AttentionForward:
-    """The forward with a mask that fits a layer pruned before.
+# ---- layer by layer ------------------------------------------------------------------------------
 
-    The model builds one mask for all layers, from the uncompressed columns; it fits neither rows of
-    different lengths nor layers of different lengths.
+
+def helped(
+    forward: Forward,
+    site: AttentionSite,
+    given: Arguments,
+    layer: Any,
+    n_held: int = 0,
+    attends: bool = False,
+) -> Arguments:
+    """The arguments of an attention module with a mask and positions that fit its layer.
 
     Args:
-        n_held: how many of the forward's tokens the layer holds already.
+        layer: of the cache, which the module is about to read.
+        n_held: how many of the forward's tokens it holds already, where another module has run.
+        attends: whether an attention function of our own will read it.
     """
-    mask = forward.argument("attention_mask")
-    n_keys = layer.n_slots + forward.n_tokens - n_held
-    if not layer.kept.padded and (mask is None or mask.shape[-1] == n_keys):
-        return forward
-    occupied, n_recent = layer.occupied(), n_keys - layer.kept.n_slots
-    form = forward.site.attn_implementation
-    mask = mask_for_pruned(mask, occupied, n_recent, forward.hidden_states, form)
-    return forward.with_argument("attention_mask", mask)
+    if not isinstance(layer, PrunedLayer) or not layer.is_pruned:
+        return given
+    if attends is not (ReadingNeeds.ATTENTION in layer.needs):
+        return given
+    here.reading = layer
+    if layer.rerotation is not None:
+        given = _with_positions(forward, site, given, layer, n_held)
+    mask = given.get("attention_mask")
+    fitting = forward.once(
+        lambda: _mask(forward, site, mask, layer, n_held),
+        *("mask", mask, layer.n_slots, layer.n_old, layer.kept.rows or (), n_held),
+        *(attends, hidden_context(forward) is not None and layer),
+    )
+    return given if fitting is mask else given.replace(attention_mask=fitting)
+
+
+def _mask(forward: Forward, site: AttentionSite, mask: Any, layer: PrunedLayer, n_held: int) -> Any:
+    """The mask for a layer, in the form that its attention takes.
+
+    The model makes one mask for all layers, from the columns of the first; that fits neither rows
+    nor layers of different lengths. Its last columns stand for the tokens after the pruning.
+
+    Returns:
+        For an attention function of our own `(1 or B, 1 or H, q, n)` bool over all tokens or, where
+        all of the pruned part is seen, over those after it; None where those are, too.
+    """
+    q, columns = forward.n_tokens, layer.columns(forward.n_tokens - n_held)
+    old = layer.old_seen(hidden_context(forward))
+    own = ReadingNeeds.ATTENTION in layer.needs
+    if not own and old is None and (mask is None or mask.shape[-1] == columns):
+        return mask
+    recent = _recent(forward, mask, layer, columns - layer.n_old, n_held)
+    if own and old is None:
+        idle = q == 1 and not torch.compiler.is_compiling() and bool(recent.all())
+        return None if idle else recent
+    old = recent.new_ones(1, 1, 1, layer.n_old) if old is None else old.to(recent.device)
+    batch, heads = max(len(old), len(recent)), max(old.shape[1], recent.shape[1])
+    if heads > 1:  # query heads, or KV heads
+        old, recent = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (old, recent))
+    seen = torch.cat([part.expand(batch, heads, q, -1) for part in (old, recent)], dim=-1)
+    return seen if own else in_form(seen, site.attn_implementation, layer.dtype, site.num_heads)
+
+
+def _recent(forward: Forward, mask: Any, layer: PrunedLayer, n: int, n_held: int) -> Tensor:
+    """What queries see of the `n` columns behind the pruned part, `(1 or B, 1 or H, q, n)` bool."""
+    q = forward.n_tokens
+    filled = layer.seen_of_buffer(q, n, n_held)  # of slots that hold nothing yet nothing is seen
+    if mask is None:
+        return (causal(q, n, layer.device) if filled is None else filled)[None, None]
+    if filled is None:
+        found = columns_seen(mask, q, n)
+        assert found is not None
+        return found.to(layer.device)
+    first = mask_layer(forward.cache)
+    start = first.n_old if isinstance(first, PrunedLayer) else layer.kept.n_seen
+    found = columns_seen(mask, q, mask.shape[-1] - start)
+    assert found is not None
+    return pad(found[..., :n], (0, max(0, n - found.shape[-1]))) & filled
 
 
 def _with_positions(
-    forward: AttentionForward, layer: PrunedLayer, n_held: int = 0
-) -> AttentionForward:
-    """The forward with positions that continue from where the keys were rerotated to."""
-    if layer.rerotation is None:
-        return forward
-    hidden_states, row_lag = forward.hidden_states, layer.rerotation.row_lag
-    n_recent = layer.n_recent - n_held + forward.n_tokens
-    start = layer.kept.n_seen - layer.rerotation.shift
-    positions = torch.arange(start, start + n_recent, device=hidden_states.device)[None]
-    real = visible_tokens(forward.argument("attention_mask"), n_recent, len(hidden_states))
-    if real is not None:  # padding between turns has no position
-        positions = (start - 1 + real.to(positions.device).cumsum(dim=-1)).clamp(min=0)
-    if row_lag is not None:
-        positions = positions - row_lag[:, None]
-    positions = positions[:, -forward.n_tokens :]
-    given = forward.position_ids
-    if given is not None and torch.equal(given.expand_as(positions), positions):
-        return forward
-    rotary = forward.site.rotary
+    forward: Forward, site: AttentionSite, given: Arguments, layer: PrunedLayer, n_held: int
+) -> Arguments:
+    """The arguments with positions that continue from where the keys were rerotated to."""
+    rerotation, mask = layer.rerotation, given.get("attention_mask")
+    assert rerotation is not None
+    positions = forward.once(
+        lambda: _positions(forward, mask, layer, n_held),
+        *("positions", mask, layer.kept.n_seen, rerotation.shift, rerotation.lag or ()),
+    )
+    ids: Tensor | None = given.get("position_ids")
+    first = ids if ids is None or ids.dim() == 2 else ids[0]
+    if first is not None and torch.equal(first.expand_as(positions), positions):
+        return given
+    rotary, cos_sin = site.rotary, given.get("position_embeddings")
     assert rotary is not None
-    if rotary.in_3d and forward.n_tokens > 1:
-        n_seen = layer.n_seen - n_held + forward.n_tokens
-        _require_text(forward, n_seen, None if real is None else real[:, -forward.n_tokens :])
-    embeddings = rotary.embeddings(hidden_states, positions)
-    forward = forward.with_argument("position_embeddings", embeddings)
-    in_all = forward.argument("position_ids")
-    if in_all is None:
-        return forward
-    positions = positions if in_all.dim() == 2 else positions.expand(len(in_all), *positions.shape)
-    return forward.with_argument("position_ids", positions)
+    if rotary.in_3d and forward.n_tokens > 1 and cos_sin is not None:
+        _require_text(forward, site, mask, layer, n_held, cos_sin)
+    embeddings = forward.once(
+        lambda: rotary.embeddings(given.get("hidden_states"), positions),
+        *("embeddings", positions, rotary.embedding, rotary.layer_type or ""),
+    )
+    given = given.replace(position_embeddings=embeddings)
+    if ids is None:
+        return given
+    in_all = positions if ids.dim() == 2 else positions.expand(len(ids), *positions.shape)
+    return given.replace(position_ids=in_all)
 
 
-def _require_text(forward: AttentionForward, n_seen: int, real: Tensor | None) -> None:
+def _positions(forward: Forward, mask: Any, layer: PrunedLayer, n_held: int) -> Tensor:
+    """Positions of the forward's tokens, `(1 or B, q)` int64."""
+    rerotation, device = layer.rerotation, layer.device
+    assert rerotation is not None
+    n_recent = layer.n_recent - n_held + forward.n_tokens
+    start = layer.kept.n_seen - rerotation.shift
+    positions = torch.arange(start, start + n_recent, device=device)[None]
+    first = mask_layer(forward.cache)
+    if layer.is_always_masked and isinstance(mask, Tensor) and isinstance(first, PrunedLayer):
+        mask = mask[..., : first.n_old + n_recent]  # of a buffer the last slots hold nothing yet
+    real = visible_tokens(mask, n_recent, layer.batch)
+    if real is not None:  # padding between turns has no position
+        positions = (start - 1 + real.to(device).cumsum(dim=-1)).clamp(min=0)
+    if rerotation.lag is not None:
+        positions = positions - torch.tensor(rerotation.lag, device=device)[:, None]
+    return positions[:, -forward.n_tokens :]
+
+
+def _require_text(
+    forward: Forward,
+    site: AttentionSite,
+    mask: Any,
+    layer: PrunedLayer,
+    n_held: int,
+    cos_sin: tuple[Tensor, Tensor],
+) -> None:
     """Refuse tokens whose positions differ in their dimensions, behind keys at other positions.
-
-    Args:
-        n_seen: tokens up to the last of the forward.
-        real: `(B, q)` bool, which tokens of the forward are no padding; None: all.
 
     Raises:
         UnsupportedInputError: if there are such tokens.
     """
-    given, rotary = forward.cos_sin, forward.site.rotary
-    if given is None or rotary is None:
-        return
-    batch, n = len(given[0]), forward.n_tokens
-    real = given[0].new_ones(batch, n).bool() if real is None else real.to(given[0].device)
-    last = rotary.find(given[0][:, -1:], given[1][:, -1:], n_seen)
+    rotary, n = site.rotary, forward.n_tokens
+    assert rotary is not None
+    cos, sin = cos_sin
+    real = visible_tokens(mask, n, len(cos))
+    real = cos.new_ones(len(cos), n).bool() if real is None else real.to(cos.device)
+    last = rotary.find(cos[:, -1:], sin[:, -1:], layer.n_seen - n_held + n)
     behind = real.flip(-1).long().cumsum(dim=-1).flip(-1) - 1
-    made = rotary.embeddings(given[0], (last[:, None] - behind).clamp(min=0))
-    is_text = alike(made[0], given[0]) & alike(made[1], given[1]) & (last[:, None] >= 0)
+    made = rotary.embeddings(cos, (last[:, None] - behind).clamp(min=0))
+    is_text = alike(made[0], cos) & alike(made[1], sin) & (last[:, None] >= 0)
     if not bool((is_text | ~real).all()):
         raise UnsupportedInputError(
-            f"an image came to {forward.site.name} behind keys that were rotated to other "
-            "positions, where it has none; put it into the context, or use a press that does not "
-            "rotate keys"
+            f"an image came to {site.name} behind keys that were rotated to other positions, where "
+            "it has none; put it into the context, or use a press that does not rotate keys"
         )
 
 
-def occupied_slots(forward: AttentionForward, n_new: int) -> Tensor | None:
-    """Which slots of the layer of a forward hold tokens of that row, `(B, S)` bool; None: all.
+# ---- what later forwards need --------------------------------------------------------------------
+
+
+def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> ReadingNeeds:
+    """What the forwards to come need to read `layer` of `site`, which `cache` holds already."""
+    needs, first = layer.needs & ReadingNeeds.ATTENTION, mask_layer(cache)
+    if layer.kept.is_padded:
+        needs |= ReadingNeeds.MASK
+    if layer.columns(1) != columns_of(first, 1):
+        # Of those that transformers has, these alone can do without a mask for a single token.
+        unmasked = site.attn_implementation.startswith(("sdpa", "flash"))
+        unmasked = unmasked and not layer.is_always_masked
+        needs |= ReadingNeeds.MASK_OF_MANY if unmasked else ReadingNeeds.MASK
+    if layer.rerotation is not None:
+        keeps_count = layer.kept.is_padded or site.place.keeps_count
+        if keeps_count or model_count(cache) != int(layer.get_seq_length()):
+            needs |= ReadingNeeds.POSITIONS
+    return needs
+
+
+# ---- what a layer holds of a forward's rows ------------------------------------------------------
+
+
+def occupied_slots(mask: Any, layer: PrunedLayer, n_tokens: int, n_held: int) -> Tensor | None:
+    """Which slots of a layer hold tokens of that row, `(B, S)` bool; None: all.
 
     Args:
-        n_new: how many of the forward's tokens the layer holds already: none before it, `q` after.
+        mask: of a forward, of any form.
+        n_tokens: of that forward.
+        n_held: how many of these the layer holds already: none before it, all after it.
     """
-    layer, mask = forward.layer, forward.argument("attention_mask")
-    batch = forward.hidden_states.shape[0]
-    pruned = isinstance(layer, PrunedLayer) and layer.is_pruned
-    n_recent = layer.n_recent if pruned else layer.get_seq_length()
-    if not pruned and n_recent == n_new:
-        return prefill_tokens(mask, n_recent, batch)
-    behind = forward.n_tokens - n_new  # columns of tokens that are not there yet
-    recent = visible_tokens(mask, n_recent + behind, batch)
+    n_recent = layer.n_recent
+    recent = visible_tokens(mask, n_recent + n_tokens - n_held, layer.batch)
     recent = None if recent is None else recent[:, :n_recent]
-    if not pruned:
+    if not layer.is_pruned:
         return None if recent is None or bool(recent.all()) else recent
-    if not layer.kept.padded and recent is None:
+    old = layer.kept.occupied(layer.device)
+    if old is None and recent is None:
         return None
+    if old is None:
+        old = torch.ones(layer.batch, layer.n_old, dtype=torch.bool, device=layer.device)
     if recent is None:
-        recent = torch.ones(batch, n_recent, dtype=torch.bool, device=layer.device)
-    return torch.cat((layer.occupied(), recent.to(layer.device)), dim=-1)
+        recent = torch.ones(layer.batch, n_recent, dtype=torch.bool, device=layer.device)
+    return torch.cat((old, recent.to(layer.device)), dim=-1)
 
 
-def first_position(forward: AttentionForward) -> Tensor:
+def first_position(given: Arguments, layer: PrunedLayer, n_tokens: int) -> Tensor:
     """Position of the first token of a forward that is no padding, `(1 or B,)` int64.
 
     Where positions count padding, that of the first token.
     """
-    ids, n_tokens = forward.position_ids, forward.n_tokens
+    ids = given.get("position_ids")
     if ids is None:
-        seen = forward.layer.get_seq_length()
-        return torch.tensor([seen], device=forward.hidden_states.device)
-    real = visible_tokens(forward.argument("attention_mask"), n_tokens, len(forward.hidden_states))
+        return torch.tensor([int(layer.get_seq_length())], device=layer.device)
+    ids = ids if ids.dim() == 2 else ids[0]
+    mask = _for_full_attention(given.get("attention_mask"))
+    real = visible_tokens(mask, n_tokens, len(ids))
     if real is None:
         return ids[:, 0]
     counted = ids[:, -1] - ids[:, 0] == n_tokens - 1

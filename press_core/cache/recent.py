@@ -1,65 +1,65 @@
-"""States of the latest tokens, kept while decoding for as long as a press may ask for them."""
+"""Tokens that come after heads were left with different numbers of tokens."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+AHEAD = 2
+"""Empty slots ahead of recent tokens: a compiler makes other graphs for lengths of 0 and 1."""
 
 
-@dataclass(frozen=True, eq=False)
-class RecentStates:
-    """Something known of the latest tokens, forward by forward.
-
-    Not one tensor: each step would copy all of it.
+class Recent:
+    """The tokens that came after heads were left with different numbers, the same for all.
 
     Attributes:
-        parts: `(B, ..., q, channels)` for each forward of `q` tokens.
-        n: tokens in all.
+        keys, values: `(N, AHEAD + n, d)`.
+        is_static: class attribute; whether these keep their shape.
     """
 
-    parts: tuple[Tensor, ...] = ()
-    n: int = 0
+    is_static = False
 
-    def followed_by(self, states: Tensor, limit: int | None) -> RecentStates:
-        """The same with those of the next forward, `(B, ..., q, channels)`, of which it has a copy.
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        """Hold `keys` and `values` `(N, n, d)`."""
+        self.keys, self.values = pad(keys, (0, 0, AHEAD, 0)), pad(values, (0, 0, AHEAD, 0))
 
-        Args:
-            limit: of how many tokens before those the states are still needed; None: of all.
-        """
-        over = 0 if limit is None else max(0, self.n - limit)
-        before = self.without_first(over).parts if over else self.parts
-        held = self.n - over
-        copy = states.clone(memory_format=torch.contiguous_format)
-        return RecentStates((*before, copy), held + states.shape[-2])
+    @property
+    def n(self) -> int:
+        """How many there are."""
+        return int(self.keys.shape[1]) - AHEAD
 
-    def without_first(self, n: int) -> RecentStates:
-        """All but the first `n` tokens."""
-        parts, first = self.parts, 0
-        left = n
-        while left and parts[first].shape[-2] <= left:
-            left -= parts[first].shape[-2]
-            first += 1
-        cut = (parts[first][..., left:, :].clone(),) if left else ()
-        return RecentStates((*cut, *parts[first + bool(left) :]), self.n - n)
+    def states(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, `(N, n, d)` each."""
+        return self.keys[:, AHEAD:], self.values[:, AHEAD:]
 
-    def last(self, limit: int) -> Tensor:
-        """Those of the last `limit` tokens, `(B, ..., limit or n, channels)`."""
-        return self.joined()[..., -limit:, :]
+    def seen_of_buffer(self, n_queries: int, n: int, n_held: int) -> Tensor | None:
+        """See `PrunedLayer.seen_of_buffer`."""
+        return None
 
-    def joined(self) -> Tensor:
-        """`(B, ..., n, channels)`."""
-        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts, dim=-2)
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Add states `(N, q, d)`."""
+        # Under autocast a decode step may come in another dtype than the prefill did.
+        self.keys = torch.cat((self.keys, keys.to(self.keys.dtype)), dim=1)
+        self.values = torch.cat((self.values, values.to(self.values.dtype)), dim=1)
 
-    def without_last(self, n: int) -> RecentStates:
-        """All but the last `n` tokens."""
-        kept = self.joined()[..., : max(0, self.n - n), :]
-        return RecentStates((kept,), kept.shape[-2])
+    def drop_last(self, n: int) -> None:
+        self.keys, self.values = self.keys[:, :-n], self.values[:, :-n]
 
-    def of_rows(self, rows: Tensor) -> RecentStates:
-        """The same for some rows of the batch."""
-        return RecentStates(tuple(x[rows.to(x.device)] for x in self.parts), self.n)
+    def clear(self) -> None:
+        """Hold nothing any more."""
+        self.keys, self.values = self.keys[:, :AHEAD].clone(), self.values[:, :AHEAD].clone()
 
+    def select(self, heads: Tensor) -> None:
+        """Hold those of some heads."""
+        self.keys, self.values = self.keys[heads], self.values[heads]
 
-NO_STATES = RecentStates()
+    def count(self, n_seen: int) -> Any:
+        """What the model is to count with, where `n_seen` tokens were seen before these."""
+        return n_seen + self.n
+
+    def mask_columns(self, n_seen: int, n_new: int) -> int:
+        """Columns of the model's mask, where `n_seen` tokens were seen before these."""
+        return n_seen + self.n + n_new

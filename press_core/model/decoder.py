@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,14 +14,14 @@ from press_core.errors import PressError, UnsupportedModelError
 from press_core.model.sites import AttentionSite
 
 
-def decoder_of(model: nn.Module, sites: list[AttentionSite]) -> nn.Module:
-    """The innermost module that takes token ids and runs all of `sites`: the decoder."""
-    parts = sites[0].name.split(".")
+def decoder_of(model: nn.Module, names: Sequence[str]) -> nn.Module:
+    """The innermost module that takes token ids and runs all modules of these names."""
+    parts = names[0].split(".")
     for depth in range(len(parts) - 1, -1, -1):
         name = ".".join(parts[:depth])
         prefix = f"{name}." if name else ""
         module = model.get_submodule(name)
-        runs_all = all(site.name.startswith(prefix) for site in sites)
+        runs_all = all(other.startswith(prefix) for other in names)
         if runs_all and "input_ids" in inspect.signature(type(module).forward).parameters:
             return module
     return model

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import DTensor
 
-from press_core.errors import UnsupportedModelError
-
 
 @dataclass(frozen=True, eq=False)
 class HeadGroup:
@@ -39,58 +37,23 @@ class HeadGroup:
         return x.chunk(self.size, dim=dim)[self.rank].contiguous()
 
     def mean(self, value: float) -> float:
-        """The mean of what the ranks say."""
+        """The mean over the ranks."""
         if self.process_group is None:
             return value
         return float(self.gather(torch.tensor([value], dtype=torch.float64), dim=0).mean())
 
 
-def head_group(model: nn.Module, module: nn.Module, width: int) -> HeadGroup:
-    """The ranks that share the heads of an attention module.
-
-    Args:
-        width: channels of all its KV heads together.
-
-    Raises:
-        UnsupportedModelError: if some heads lie elsewhere and nobody says where.
-    """
-    projection = getattr(module, "k_proj", None)
-    weight = getattr(projection, "weight", None)
-    if not isinstance(weight, Tensor) or getattr(projection, "out_features", None) != width:
-        return HeadGroup()  # fused, and then split by the model itself
-    mesh: Any = getattr(model, "_device_mesh", None)
-    if isinstance(weight, DTensor):
-        local, mesh = weight.to_local().shape[0], mesh or weight.device_mesh
-    else:
-        local = weight.shape[0] if weight.dim() == 2 and mesh is not None else width
-    if local == width:
-        return HeadGroup()
-    group = _group_of(mesh)
-    if isinstance(getattr(module, "sinks", None), Tensor):
-        raise UnsupportedModelError(
-            f"{type(module).__name__} has learned sinks, which presses do not put together from "
-            "several ranks; load the model without tp_plan"
-        )
-    return group
-
-
 def ranks_of(model: nn.Module) -> HeadGroup:
     """The ranks that `model` is spread over, whether or not they share heads."""
     mesh: Any = getattr(model, "_device_mesh", None)
-    return HeadGroup() if mesh is None else _group_of(mesh)
-
-
-def _group_of(mesh: Any) -> HeadGroup:
+    if mesh is None:
+        return HeadGroup()
     mesh = mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh
     return HeadGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
 
 def whole_columns(group: HeadGroup, weight: Tensor, width: int) -> Tensor:
-    """A weight `(D, H * d)` of which each rank holds the columns of its heads.
-
-    Args:
-        width: `H * d`.
-    """
+    """A weight `(D, width)` of which each rank holds the columns of its heads."""
     if isinstance(weight, DTensor):
         return weight.full_tensor()
     return weight if weight.shape[1] == width else group.gather(weight, dim=1)

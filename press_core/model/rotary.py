@@ -9,17 +9,16 @@ cosines and sines.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from press_core.blocks import rows_at_once
 from press_core.errors import UnsupportedModelError
 from press_core.select import upcast
+from press_core.tiles import rows_at_once
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,8 @@ class Rotary:
         return _in_parts(self._rotated, x, cos, sin)
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if not self.n_channels:
+            return x
         rotated, untouched = x[..., : self.n_channels], x[..., self.n_channels :]
         rotated = self.function(rotated, rotated[:, :0], cos, sin)[0]
         return torch.cat((rotated, untouched), dim=-1) if untouched.shape[-1] else rotated
@@ -58,10 +59,9 @@ class Rotary:
         """Undo `rotate`, in float32 or better; scaled embeddings (YaRN) are undone exactly too."""
         cos, sin = upcast(cos), upcast(sin)
         norm = cos.square() + sin.square()
-        return _in_parts(self._upcast_and_rotated, x, cos / norm, -sin / norm)
-
-    def _upcast_and_rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self._rotated(upcast(x), cos, sin)
+        return _in_parts(
+            lambda part, cos, sin: self._rotated(upcast(part), cos, sin), x, cos / norm, -sin / norm
+        )
 
     def rotate_to(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate `x` `(B, H, n, d)` from before RoPE to `positions`, in float32 or better.
@@ -79,9 +79,8 @@ class Rotary:
         """Undo `rotate` of `x` `(B, H, n, d)` by `cos`, `sin` `(1 or B, 1 or H, n, channels)`."""
         if cos.shape[1] == 1:
             return self.unrotate(x, cos[:, 0], sin[:, 0])
-        batch, heads, n, d = x.shape
-        cos, sin = (c.expand(batch, heads, n, -1).flatten(0, 1) for c in (cos, sin))
-        return self.unrotate(x.reshape(batch * heads, 1, n, d), cos, sin).view(batch, heads, n, d)
+        cos, sin = (c.expand(*x.shape[:3], -1).flatten(0, 1) for c in (cos, sin))
+        return self.unrotate(x.flatten(0, 1).unsqueeze(1), cos, sin).view(x.shape)
 
     def find(self, cos: Tensor, sin: Tensor, limit: int) -> Tensor:
         """The position that has these cosines and sines, in all dimensions, `(B,)` int64.
@@ -93,17 +92,14 @@ class Rotary:
         Returns:
             -1 where there is none, as of most tokens of an image.
         """
-        known = self.embeddings(cos, torch.arange(limit, device=cos.device)[None])
-        same = torch.stack([alike(k, given) for k, given in zip(known, (cos, sin), strict=True)])
-        same = same.all(dim=0)
+        known_cos, known_sin = self.embeddings(cos, torch.arange(limit, device=cos.device)[None])
+        same = alike(known_cos, cos) & alike(known_sin, sin)
         return torch.where(same.any(dim=-1), same.long().argmax(dim=-1), -1)
 
     def _each_head(self, function: Callable[..., Tensor], x: Tensor, positions: Tensor) -> Tensor:
-        batch, heads, n, d = x.shape
-        each_head = positions.expand(batch, heads, n).reshape(batch * heads, n)
-        cos, sin = self.embeddings(upcast(x), each_head)
-        rotated = function(upcast(x).reshape(batch * heads, 1, n, d), cos, sin)
-        return rotated.view(batch, heads, n, d)
+        x = upcast(x)
+        cos, sin = self.embeddings(x, positions.expand(x.shape[:3]).flatten(0, 1))
+        return function(x.flatten(0, 1).unsqueeze(1), cos, sin).view(x.shape)
 
     def average(self, like: Tensor, start: Tensor, n_positions: int) -> Tensor:
         """Mean rotation over the positions `start ... start + n_positions - 1`.
@@ -144,10 +140,16 @@ class Rotary:
         return cos, sin
 
     def of_this_layer(self) -> nn.Module:
-        """A copy of `embedding`, to be called without a layer type."""
+        """A copy of `embedding`, to be called without a layer type, and with its attributes."""
         assert self.embedding is not None
         own = copy.deepcopy(self.embedding)
-        return own if self.layer_type is None else _OfOneLayer(own, self.layer_type)
+        if self.layer_type is not None:  # it serves several, each by names of its own
+            vars(own)["forward"] = partial(own.forward, layer_type=self.layer_type)
+            prefix = f"{self.layer_type}_"
+            for name, of_type in {**vars(own), **own._buffers}.items():
+                if name.startswith(prefix):  # such as full_attention_inv_freq
+                    setattr(own, name.removeprefix(prefix), of_type)
+        return own
 
 
 def _in_parts(turn: Callable[..., Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -162,24 +164,6 @@ def _in_parts(turn: Callable[..., Tensor], x: Tensor, cos: Tensor, sin: Tensor) 
         rows = slice(start, start + step)
         turned[:, :, rows] = turn(x[:, :, rows], cos[:, rows], sin[:, rows])
     return turned
-
-
-class _OfOneLayer(nn.Module):
-    """A rotary embedding module that serves several types of layers, as layers of one see it."""
-
-    def __init__(self, embedding: nn.Module, layer_type: str) -> None:
-        super().__init__()
-        self.embedding, self.layer_type = embedding, layer_type
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self.embedding(x, position_ids, layer_type=self.layer_type)
-        return cos, sin
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("embedding", "layer_type"):
-            return super().__getattr__(name)
-        of_type = f"{self.layer_type}_{name}"  # such as full_attention_inv_freq
-        return getattr(self.embedding, of_type if hasattr(self.embedding, of_type) else name)
 
 
 def alike(made: Tensor, given: Tensor) -> Tensor:
@@ -204,44 +188,8 @@ class NoRotation(Rotary):
     """
 
     def __init__(self) -> None:
-        super().__init__(function=_as_it_is, n_channels=0)
+        super().__init__(lambda q, k, *_: (q, k), n_channels=0)
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return x
-
-    def unrotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return upcast(x)
-
-    def rotate_to(self, x: Tensor, positions: Tensor) -> Tensor:
-        return upcast(x)
-
-    def rotate_from(self, x: Tensor, positions: Tensor) -> Tensor:
-        return upcast(x)
-
-    def average(self, like: Tensor, start: Tensor, n_positions: int) -> Tensor:
-        d = like.shape[-1]
-        return torch.eye(d, device=like.device, dtype=like.dtype).expand(len(start), 1, d, d)
-
-
-def _as_it_is(q: Tensor, k: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-    return q, k
-
-
-def is_rotary_embedding(module: nn.Module) -> bool:
-    """Whether `module` makes cosines and sines of positions."""
-    return type(module).__name__.endswith("RotaryEmbedding")
-
-
-def find_rotary_embedding(model: nn.Module, name: str) -> nn.Module | None:
-    """The rotary embedding module nearest to the attention module called `name`."""
-    parts = name.split(".")
-    for depth in range(len(parts), -1, -1):
-        for child in model.get_submodule(".".join(parts[:depth])).children():
-            if is_rotary_embedding(child):
-                return child
-    return None
-
-
-def takes_layer_type(embedding: nn.Module) -> bool:
-    """Whether one rotary embedding module serves layers of several types."""
-    return "layer_type" in inspect.signature(type(embedding).forward).parameters
+    def embeddings(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        nothing = like.new_empty(*positions.shape, 0)
+        return nothing, nothing

@@ -1,16 +1,24 @@
-"""AdaKV (Feng et al., arXiv 2407.11550): heads share one budget by their scores."""
+"""AdaKV (Feng et al., arXiv 2407.11550) and CriticalKV (Feng et al., 2502.03805).
+
+AdaKV shares one budget among the heads of a layer; CriticalKV weights values as the output does.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from press_core.call import AttentionCall
 from press_core.composite import Wrapper
 from press_core.eviction import Eviction
-from press_core.press import Evicts, require
-from press_core.select import best_first
+from press_core.fields import number, share
+from press_core.model.sites import AttentionSite, output_weight
+from press_core.scoring import TokenScorer
+from press_core.select import best_first, upcast
+from press_core.tiles import Scratch, rows_at_once
+from press_core.traits import Evicts
 
 
 @dataclass
@@ -24,39 +32,112 @@ class AdaKV(Wrapper):
         alpha_safeguard: share of its even budget that every head keeps, at least one token.
     """
 
-    alpha_safeguard: float = 0.2
+    alpha_safeguard: float = share(0.2)
 
     evicts = Evicts.PER_HEAD
 
-    def validate(self) -> None:
-        super().validate()
-        fits = 0 <= self.alpha_safeguard <= 1
-        require(self, "alpha_safeguard", fits, "a number in [0, 1]")
-
-    def decide(self, call: AttentionCall) -> Eviction:
-        if self.leaves_whole(call):
+    def compress(self, call: AttentionCall) -> Eviction:
+        n = self.budget(call)
+        if n >= call.length:
             return Eviction.nothing(call)
-        return Eviction.keep_per_head(call, self.choose(call, self.scorer.token_scores(call)))
+        scores = safeguarded(self.scorer.checked_scores(call), n, self.alpha_safeguard)
+        return Eviction.keep_per_head(call, self.choose(call, scores, n))
 
-    def choose(self, call: AttentionCall, scores: Tensor) -> Tensor:
-        """Which tokens each head keeps, `(B, H_kv, S)` bool."""
-        return shared_budget(scores, self.budget(call), self.alpha_safeguard)
+    def choose(self, call: AttentionCall, scores: Tensor, n: int) -> Tensor:
+        """Which tokens each head keeps, `n * H_kv` together: `(B, H_kv, S)` bool.
+
+        Args:
+            scores: `(B, H_kv, S)`, safeguarded.
+        """
+        return shared_budget(scores, n)
 
 
-def safeguarded(scores: Tensor, n: int, alpha_safeguard: float) -> Tensor:
-    """`(B, H_kv, S)` bool: the best tokens of each head, which it keeps in any case."""
-    return best_first(scores, max(1, int(n * alpha_safeguard)))
+def safeguarded(scores: Tensor, n: int, share: float) -> Tensor:
+    """The scores, infinite for the best `share` of the `n` tokens of each head, at least one."""
+    return scores.masked_fill(best_first(scores, max(1, int(n * share))), float("inf"))
 
 
-def shared_budget(scores: Tensor, n: int, alpha_safeguard: float) -> Tensor:
-    """The best `n * H_kv` tokens over all heads, each head's safeguarded ones among them.
+def shared_budget(scores: Tensor, n: int) -> Tensor:
+    """`(B, H_kv, S)` bool: the best `n * H_kv` tokens over all heads, by scores `(B, H_kv, S)`."""
+    return best_first(scores.flatten(1).unsqueeze(1), n * scores.shape[1]).view(scores.shape)
+
+
+@dataclass
+class Critical(Wrapper):
+    """A press that weights scores by what the values become in the layer's output."""
+
+    epsilon: float = number(1e-4, 0)
+    first_stage_ratio: float = share(0.5)
+
+    def check_site(self, site: AttentionSite) -> None:
+        super().check_site(site)
+        output_weight(site)
+
+    def weighted(self, call: AttentionCall, scores: Tensor, n_first: int | Tensor) -> Tensor:
+        """Weighted scores, infinite for the `n_first` best unweighted ones of each head."""
+        first = best_first(scores, n_first)
+        weighted = (scores + self.epsilon) * projected_norms(call, leaving_out=first)
+        return weighted.masked_fill(first, float("inf"))
+
+
+@dataclass
+class CriticalKV(Critical, TokenScorer):
+    """Weights the scores of a press by what the values become in the layer's output (2502.03805).
+
+    Attributes:
+        press: scores tokens.
+        epsilon: added to the scores before they are weighted.
+        first_stage_ratio: share of the budget that goes to the best unweighted scores.
+    """
+
+    @property
+    def independent(self) -> bool:
+        return self.scorer.independent
+
+    def score(self, call: AttentionCall) -> Tensor:
+        n_first = int(self.budget(call) * self.first_stage_ratio)
+        return self.weighted(call, self.scorer.checked_scores(call), n_first)
+
+
+@dataclass
+class CriticalAdaKV(Critical, AdaKV):
+    """AdaKV's head budgets, spent as CriticalKV does (arXiv 2407.11550, 2502.03805).
+
+    Attributes:
+        press: scores tokens.
+        alpha_safeguard: share of its even budget that every head keeps, at least one token.
+        epsilon: added to the scores before they are weighted.
+        first_stage_ratio: share of a head's budget that goes to the best unweighted scores.
+    """
+
+    def choose(self, call: AttentionCall, scores: Tensor, n: int) -> Tensor:
+        budgets = shared_budget(scores, n).sum(dim=-1, keepdim=True)
+        n_first = (budgets * self.first_stage_ratio).int()
+        return best_first(self.weighted(call, scores, n_first), budgets)
+
+
+@torch.no_grad()
+def projected_norms(call: AttentionCall, leaving_out: Tensor) -> Tensor:
+    """L1 norm of each value after the output projection, mean over the group.
+
+    Some tokens at a time: what is projected is `D / d` times as large as the values.
 
     Args:
-        scores: `(B, H_kv, S)`.
+        leaving_out: `(B, H_kv, S)` bool, tokens whose norms nobody asks for.
 
     Returns:
-        `(B, H_kv, S)` bool.
+        `(B, H_kv, S)`, float32; 0 for those.
     """
-    raised = scores.masked_fill(safeguarded(scores, n, alpha_safeguard), float("inf"))
-    together = raised.flatten(1).unsqueeze(1)
-    return best_first(together, n * scores.shape[1]).view(scores.shape)
+    values = call.values
+    weight = output_weight(call.site).to(values.dtype)
+    of_heads = weight.unflatten(1, (values.shape[1], -1, values.shape[-1]))  # (D, H_kv, G, d)
+    n_rows = rows_at_once(values, len(weight))
+    norms, space = upcast(values.new_zeros(values.shape[:3])), Scratch(values)
+    for head in range(values.shape[1]):
+        for part in (~leaving_out[:, head]).nonzero().split(n_rows):
+            rows, tokens = part.unbind(1)
+            asked, projected = values[rows, head, tokens], space.of(len(part), len(weight))
+            for columns in of_heads[:, head].unbind(1):
+                torch.mm(asked, columns.T, out=projected)
+                norms[rows, head, tokens] += projected.abs_().sum(dim=-1, dtype=norms.dtype)
+    return norms.div_(of_heads.shape[2])

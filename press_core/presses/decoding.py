@@ -1,17 +1,23 @@
-"""Pruning while decoding, at intervals."""
+"""Pruning again and again: at intervals while decoding, or turn by turn."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from press_core.budget import Amount, Tokens, n_kept
 from press_core.call import AttentionCall
-from press_core.composite import CompositePress, check_child, takes_scorer
+from press_core.composite import Around, Composition, acts_in_prefill_only, scores_again
 from press_core.eviction import Eviction
-from press_core.press import Evicts, Needs, Phase, Press, TokenScorer, require
+from press_core.fields import count, require, told_amount
+from press_core.press import Press
+from press_core.traits import Evicts, Needs, Phase
+
+READS = Needs.QUERIES | Needs.FORWARD | Needs.HIDDEN_STATES
+"""What a press may read of the forwards that brought the tokens, beside keys and values."""
 
 
 @dataclass
-class AtIntervals(CompositePress):
+class AtIntervals(Composition):
     """Prunes a cache that has grown while decoding, every so many steps.
 
     Attributes:
@@ -20,30 +26,22 @@ class AtIntervals(CompositePress):
     """
 
     base_press: Press
-    compression_interval: int = 512
+    compression_interval: int = count(512, 1)
 
-    evicts = Evicts.NOTHING
+    evicts = Evicts.TOKENS
     phases = Phase.DECODING
 
     def validate(self) -> None:
         super().validate()
-        check_child(self, "base_press", self.base_press)
-        fits, allowed = takes_scorer(self.base_press)
-        fits = fits and Needs.FORWARD not in self.base_press.needs
-        require(self, "base_press", fits, f"{allowed} and can score them again later")
-        require(self, "compression_interval", self.compression_interval >= 1, "1 or more")
-        least = 1 if Needs.QUERIES in self.base_press.needs else 0
-        fits = self._buffer_size >= least
+        require(self, "base_press", *scores_again(self.base_press))
+        fits = Needs.QUERIES not in self.base_press.needs or self.buffered_tokens >= 1
         allowed = "0 or more; 1 or more for a base_press that reads queries"
         require(self, "hidden_states_buffer_size", fits, allowed)
 
     @property
-    def _buffer_size(self) -> int:
-        return int(vars(self)["hidden_states_buffer_size"])  # a field that subclasses have
-
-    @property
-    def buffered_tokens(self) -> int:  # type: ignore[override]
-        return self._buffer_size if self.base_press.reads_forwards else 0
+    def buffered_tokens(self) -> int:
+        size: int = vars(self)["hidden_states_buffer_size"]  # a field that subclasses have
+        return size if self.base_press.needs & READS else 0
 
     def reset(self) -> None:
         """Does nothing: what a run has buffered belongs to its cache, not to the press."""
@@ -51,18 +49,8 @@ class AtIntervals(CompositePress):
     def is_due(self, n_steps: int, n_new: int) -> bool:
         return n_steps >= self.compression_interval
 
-    def target(self, call: AttentionCall) -> int:
-        """How many tokens each KV head keeps."""
-        raise NotImplementedError
-
-    @property
-    def scorer(self) -> TokenScorer:
-        """`base_press`."""
-        assert isinstance(self.base_press, TokenScorer)
-        return self.base_press
-
-    def decide(self, call: AttentionCall) -> Eviction:
-        return self.base_press.evict(call.with_budget(self.target(call)))
+    def compress(self, call: AttentionCall) -> Eviction:
+        return self.base_press.evict(call.with_budget(self.budget(call)))
 
 
 @dataclass
@@ -77,15 +65,139 @@ class Decoding(AtIntervals):
             queries are kept for `base_press`, if it may ask for them.
     """
 
-    target_size: int = 2048
-    hidden_states_buffer_size: int = 256
+    target_size: int = count(2048, 1)
+    hidden_states_buffer_size: int = count(256)
+
+    def with_budget(self, tokens: int) -> Press:
+        return self.changed(target_size=tokens)
+
+    def budget(self, call: AttentionCall) -> int:
+        return min(call.length, self.target_size)
+
+
+@dataclass
+class CompressionRatioDecoding(AtIntervals):
+    """Prunes a cache while decoding, every so many steps, to a share of all tokens so far.
+
+    Attributes:
+        base_press: scores tokens.
+        compression_interval: forwards after the prefill from one pruning to the next.
+        hidden_states_buffer_size: of how many of the last tokens since then the hidden states and
+            queries are kept for `base_press`, if it may ask for them.
+        target_compression_ratio: share of the tokens that a row has seen, those of the context and
+            evicted ones too, that is then gone, in [0, 1); or the `Tokens` that are left.
+    """
+
+    hidden_states_buffer_size: int = count(256)
+    target_compression_ratio: Amount = told_amount(0.5)
+
+    row_by_row = True  # rows of different lengths keep different numbers
+
+    def with_ratio(self, compression_ratio: Amount) -> Press:
+        return self.changed(target_compression_ratio=compression_ratio)
+
+    @property
+    def amount(self) -> Amount:
+        return self.target_compression_ratio
+
+    def budget(self, call: AttentionCall) -> int:
+        assert call.when.seen is not None
+        return min(call.length, n_kept(call.when.seen[0], self.target_compression_ratio))
+
+
+@dataclass
+class EveryTurn(Around):
+    """Bounds the cache of a conversation: every turn is pruned, together with what is left before.
+
+    A turn is a forward of several tokens: the context, and later each question. Once its attention
+    has run, each KV head that holds more than `target_size` tokens keeps the best of them, those
+    of answers among them. What is decoded token by token is left until the next turn.
+
+    Attributes:
+        press: scores tokens, and can score them again later.
+        target_size: tokens that each KV head keeps at most after a turn.
+        hidden_states_buffer_size: of how many of the last tokens before a turn the hidden states
+            and queries are kept for `press`, if it may ask for them.
+    """
+
+    target_size: int = count(2048, 1)
+    hidden_states_buffer_size: int = count(256)
+
+    phases = Phase.PREFILL | Phase.DECODING
+
+    def takes(self, press: Press) -> tuple[bool, str]:
+        return scores_again(press)
+
+    def with_budget(self, tokens: int) -> Press:
+        return self.changed(target_size=tokens)
+
+    def with_ratio(self, compression_ratio: Amount) -> Press:
+        return self.changed(press=self.press.with_ratio(compression_ratio))
+
+    @property
+    def amount(self) -> Amount:
+        return Tokens(self.target_size)
+
+    @property
+    def buffered_tokens(self) -> int:
+        return self.hidden_states_buffer_size if self.press.needs & READS else 0
+
+    def is_due(self, n_steps: int, n_new: int) -> bool:
+        return n_new > 1
+
+    def compress(self, call: AttentionCall) -> Eviction:
+        if call.length <= self.target_size:
+            return Eviction.nothing(call)
+        return self.press.evict(call.with_budget(self.target_size))
+
+
+@dataclass
+class PrefillDecoding(Composition):
+    """Leaves the prefill to one press and what is decoded to another.
+
+    Attributes:
+        prefilling_press: acts after the prefill; None: nothing does.
+        decoding_press: acts while decoding, at intervals; None: nothing is pruned while decoding.
+    """
+
+    prefilling_press: Press | None = None
+    decoding_press: Press | None = None
 
     def validate(self) -> None:
         super().validate()
-        require(self, "target_size", self.target_size >= 1, "1 or more")
+        press = self.prefilling_press
+        if press is not None:
+            fits, allowed = acts_in_prefill_only(press), "a press that acts after the prefill"
+            if self.decoding_press is not None:
+                fits = fits and not press.evicts.needs_attention
+                allowed += " and leaves heads of one length, with all channels, to prune again"
+            require(self, "prefilling_press", fits, allowed)
+        fits = self.decoding_press is None or isinstance(self.decoding_press, AtIntervals)
+        allowed = "a DecodingPress, CAMPress or CompressionRatioDecodingPress"
+        require(self, "decoding_press", fits, allowed)
+
+    def compress(self, call: AttentionCall) -> Eviction:
+        press = self.decoding_press if call.when.decoding else self.prefilling_press
+        return Eviction.nothing(call) if press is None else press.evict(call)
+
+    def with_ratio(self, compression_ratio: Amount) -> Press:
+        if self.prefilling_press is None:
+            return super().with_ratio(compression_ratio)
+        return self.changed(prefilling_press=self.prefilling_press.with_ratio(compression_ratio))
 
     def with_budget(self, tokens: int) -> Press:
-        return replace(self, target_size=tokens)
+        prefilling, decoding = self.prefilling_press, self.decoding_press
+        return self.changed(
+            prefilling_press=prefilling and prefilling.with_budget(tokens),
+            decoding_press=decoding and decoding.with_budget(tokens),
+        )
 
-    def target(self, call: AttentionCall) -> int:
-        return self.target_size
+    @property
+    def asked_ratio(self) -> float:
+        return 0.0 if self.prefilling_press is None else self.prefilling_press.asked_ratio
+
+    def keeps(self, length: int) -> int:
+        return length if self.prefilling_press is None else self.prefilling_press.keeps(length)
+
+    def is_due(self, n_steps: int, n_new: int) -> bool:
+        return self.decoding_press is not None and self.decoding_press.is_due(n_steps, n_new)

@@ -7,14 +7,18 @@ from dataclasses import dataclass
 import torch
 
 from press_core.call import AttentionCall
-from press_core.composite import Wrapper
+from press_core.composite import Around
 from press_core.eviction import Eviction
-from press_core.press import Evicts, Phase, Press, require
-from press_core.select import Amount, trailing
+from press_core.fields import count, limited, require
+from press_core.select import trailing
+from press_core.traits import Evicts, Phase
+
+SCORES = "recent scores"
+THRESHOLD = "a number: tokens that score lower are evicted"
 
 
 @dataclass
-class DMS(Wrapper):
+class DMS(Around):
     """Evicts from each head what scores below a threshold once it leaves the window (2506.05345).
 
     Attributes:
@@ -25,43 +29,36 @@ class DMS(Wrapper):
             when it came.
     """
 
-    threshold: float
-    sliding_window_size: int = 128
+    threshold: float = limited(None, lambda x: x is not None and x == x, THRESHOLD)
+    sliding_window_size: int = count(128, 1)
     decoding: bool = False
 
     evicts = Evicts.PER_HEAD
 
     def validate(self) -> None:
         super().validate()
-        number = self.threshold == self.threshold
-        require(self, "threshold", number, "a number: tokens that score lower are evicted")
         fits = self.scorer.independent or not self.decoding
         allowed = (
             "one that scores each token by itself (KVzapPress, KnormPress, QFilterPress, or a "
             "ScorerPress of your own) with decoding=True, where a token is judged when it comes"
         )
         require(self, "press", fits, allowed)
-        fits = self.sliding_window_size >= 1
-        require(self, "sliding_window_size", fits, "a number of tokens, 1 or more")
 
     @property
-    def phases(self) -> Phase:  # type: ignore[override]
+    def phases(self) -> Phase:
         return Phase.PREFILL | Phase.DECODING if self.decoding else Phase.PREFILL
 
-    @property
-    def asked_ratio(self) -> float:
-        return 0.0  # the threshold decides
+    def keeps(self, length: int) -> int:
+        return 1 if self.is_long_enough(length) else length  # or more: the threshold decides
 
-    def with_ratio(self, compression_ratio: Amount) -> Press:
-        return Press.with_ratio(self, compression_ratio)  # refused: the threshold decides
-
-    def decide(self, call: AttentionCall) -> Eviction:
+    def compress(self, call: AttentionCall) -> Eviction:
         if not self.is_long_enough(call.length):
             return Eviction.nothing(call)
-        scores, window = self.scorer.token_scores(call), self.sliding_window_size
-        if call.recent_scores is None:
+        scores, window = self.scorer.checked_scores(call), self.sliding_window_size
+        if SCORES not in call.carried:
             kept = (scores >= self.threshold) | trailing(call.keys, window)
-            return Eviction.keep_per_head(call, kept, recent_scores=scores[..., -window:])
-        known = torch.cat((call.recent_scores, scores), dim=-1)
+            return Eviction.keep_per_head(call, kept, {SCORES: scores[..., -window:]})
+        known = torch.cat((call.carried[SCORES], scores), dim=-1)
         leaving = max(0, known.shape[-1] - window)
-        return Eviction.late(call, known[..., :leaving] < self.threshold, known[..., leaving:])
+        late = known[..., :leaving] < self.threshold
+        return Eviction.late(call, late, {SCORES: known[..., leaving:]})

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from threading import local
+from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from press_core.attention import mean_attention
-from press_core.cache.storing import n_seen
+from press_core.budget import kept_of_chunks
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import Eviction
-from press_core.model.forward import DecoderForward
-from press_core.model.generation import require_whole
-from press_core.press import Needs, Phase, Press, RatioPress, require
-from press_core.scope import ScopeState
-from press_core.select import kept_of_chunks, protect, top_positions, trailing
+from press_core.fields import count, require
+from press_core.forward import Arguments, Forward
+from press_core.observed import OpenScope
+from press_core.press import RatioPress
+from press_core.select import protect, top_positions, trailing
+from press_core.traits import Needs, Phase
 
 
 @dataclass
@@ -38,26 +37,18 @@ class Finch(RatioPress):
         delimiter_token_id: id of the delimiter; see `update_model_and_tokenizer`.
     """
 
-    chunk_length: int | None = None
+    chunk_length: int | None = count(None, 1)
     normalize_scores: bool = True
     rerotate_keys: bool = True
     delimiter_token_id: int | None = None
 
-    phases = Phase.PREFILL | Phase.DECODER
+    phases = Phase.PREFILL | Phase.BEFORE_DECODER
     row_by_row = True
 
-    def validate(self) -> None:
-        super().validate()
-        fits = self.chunk_length is None or self.chunk_length >= 1
-        require(self, "chunk_length", fits, "None or a number of tokens, 1 or more")
-
     @property
-    def rerotates(self) -> bool:  # type: ignore[override]
-        return self.rerotate_keys and self.compression_ratio != 0
-
-    @property
-    def needs(self) -> Needs:  # type: ignore[override]
-        return Needs.QUERIES | (Needs.ROPE if self.rerotates else Needs.NOTHING)
+    def needs(self) -> Needs:
+        rotates = self.rerotate_keys and self.compression_ratio != 0
+        return Needs.QUERIES | (Needs.ROPE | Needs.NEW_POSITIONS if rotates else Needs.NOTHING)
 
     def update_model_and_tokenizer(
         self, model: Any, tokenizer: Any, delimiter_token: str = "<|finch_sep|>"
@@ -71,34 +62,36 @@ class Finch(RatioPress):
         self.delimiter_token_id = tokenizer.convert_tokens_to_ids(delimiter_token)
         return tokenizer
 
-    def bind(self, model: Any) -> Press:
+    def prepare(self, model: Any) -> None:
         fits = self.delimiter_token_id is not None
         allowed = "a token id; update_model_and_tokenizer(model, tokenizer) chooses one"
         require(self, "delimiter_token_id", fits, allowed)
-        return self
 
-    def before_decoder(self, scope: ScopeState, forward: DecoderForward) -> DecoderForward:
-        """The forward without the delimiter."""
-        require_whole(scope.sites[0], type(self).__name__)
-        ids = forward.token_ids("Finch finds its delimiter among the tokens")
-        forward = DecoderForward(
-            forward.args[1:] if forward.args and forward.args[0] is ids else forward.args,
-            {**forward.kwargs, "input_ids": ids},
-            forward.decoder,
-        )
-        cache, questions = forward.cache, scope.memory(_Questions)
-        if cache is not None and cache.get_seq_length() > 0:
-            return replace(forward, kwargs=_later(dict(forward.kwargs), cache, questions))
-        places = self._places(ids)
-        questions.lengths.now = ids.shape[1] - 1 - places
-        if cache is not None:
-            questions.places[cache] = places
-        return replace(forward, kwargs=_dropped(dict(forward.kwargs), places))
+    def before_decoder(self, scope: OpenScope, forward: Forward) -> Arguments:
+        """The decoder's arguments without the delimiter."""
+        given, cache = forward.given, forward.cache
+        ids, mask = given.get("input_ids"), given.get("attention_mask")
+        if ids is None:
+            raise UnsupportedInputError(
+                "Finch finds its delimiter among the tokens; pass input_ids, not inputs_embeds"
+            )
+        if forward.is_context:
+            places = self._places(ids, mask)
+            forward.notes["questions"] = ids.shape[1] - 1 - places
+            return _without_delimiter(given, places, 0)
+        seen = max(int(getattr(x, "n_seen", 0) or x.get_seq_length()) for x in cache.layers)
+        counted = seen + forward.n_tokens + 1
+        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == counted:
+            # The mask counts the delimiter still; any column that is seen will do for it.
+            return _without_delimiter(given, mask.argmax(dim=-1), seen + 1)
+        return given
 
-    def _places(self, ids: Tensor) -> Tensor:
-        """Where the delimiter is in each row, `(B,)`."""
+    def _places(self, ids: Tensor, mask: Any) -> Tensor:
+        """Where the delimiter is in each row, `(B,)`; padding holds none."""
         assert self.delimiter_token_id is not None
         found = ids.eq(self.delimiter_token_id)
+        if isinstance(mask, Tensor) and mask.shape == ids.shape:
+            found &= mask.bool()
         if bool((found.sum(dim=-1) != 1).any()) or bool(found[:, -1].any()):
             counts = found.sum(dim=-1).tolist()
             raise UnsupportedInputError(
@@ -107,10 +100,11 @@ class Finch(RatioPress):
             )
         return found.int().argmax(dim=-1)
 
-    def decide(self, call: AttentionCall) -> Eviction:
+    def compress(self, call: AttentionCall) -> Eviction:
         if self.ratio_of(call.length) == 0:
             return Eviction.nothing(call)
-        scores = finch_scores(call, _question_length(call), self.normalize_scores)
+        row = call.when.batch_rows[0] if call.when.batch_rows else 0
+        scores = self.scores(call, int(call.notes["questions"][row]))
         kept, step = [], self.chunk_length or call.length
         numbers = kept_of_chunks(call.length, step, self.amount)
         for start, n in zip(range(0, call.length, step), numbers, strict=True):
@@ -118,76 +112,32 @@ class Finch(RatioPress):
         eviction = Eviction.keep(call, torch.cat(kept, dim=-1))
         return eviction.rerotated() if self.rerotate_keys else eviction
 
+    def scores(self, call: AttentionCall, n_question: int) -> Tensor:
+        """Mean attention of the question's `n_question` queries on each key, `(B, H_kv, S)`.
 
-class _Questions:
-    """What a scope knows of the prompts it sees.
-
-    Attributes:
-        lengths: per thread, the lengths of the questions of the batch that is running, `(B,)`.
-        places: by cache, where each row's delimiter was.
-    """
-
-    def __init__(self) -> None:
-        self.lengths = local()
-        self.places: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
+        The question itself is protected.
+        """
+        seen = torch.arange(call.length - n_question, call.length, device=call.keys.device)
+        factors = seen if self.normalize_scores else None
+        votes = mean_attention(call, call.queries(n_question), factors)
+        return protect(votes, trailing(call.keys, n_question))
 
 
-def _question_length(call: AttentionCall) -> int:
-    """How many tokens the question of the row of `call` has."""
-    assert call.scope is not None
-    row = call.batch_rows[0] if call.batch_rows else 0
-    return int(call.scope.memory(_Questions).lengths.now[row])
-
-
-def _later(kwargs: dict[str, Any], cache: Any, questions: _Questions) -> dict[str, Any]:
-    """Arguments of a later forward, whose mask may count the delimiter still."""
-    places, mask = questions.places.get(cache), kwargs.get("attention_mask")
-    q = kwargs["input_ids"].shape[1]
-    seen = max(n_seen(layer) for layer in cache.layers if layer.get_seq_length())
-    if places is None or mask is None or mask.dim() != 2 or mask.shape[1] != seen + q + 1:
-        return kwargs
-    changed = {"attention_mask": _without(mask, places)}
-    if kwargs.get("position_ids") is not None:
-        positions = changed["attention_mask"].cumsum(dim=-1) - 1
-        changed["position_ids"] = positions[:, -q:].clamp(min=0)
-    if kwargs.get("cache_position") is not None:
-        steps = torch.arange(q, device=mask.device)
-        changed["cache_position"] = steps + cache.get_seq_length()
-    return {**kwargs, **changed}
-
-
-def _dropped(kwargs: dict[str, Any], places: Tensor) -> dict[str, Any]:
-    """Arguments of a prefill without the column of each row's delimiter."""
-    changed = {}
-    for name in ("input_ids", "attention_mask", "position_ids"):
-        given = kwargs.get(name)
-        if given is not None and given.dim() == 2:
-            given = given.expand(len(places), -1)
-            after = torch.arange(given.shape[1], device=given.device) > places[:, None]
-            shifted = given - after.to(given) if name == "position_ids" else given
-            changed[name] = _without(shifted, places)
-    if kwargs.get("cache_position") is not None:
-        changed["cache_position"] = kwargs["cache_position"][:-1]
-    return {**kwargs, **changed}
-
-
-def _without(x: Tensor, places: Tensor) -> Tensor:
-    """`x` `(B, n)` without one column per row."""
-    columns = torch.arange(x.shape[1], device=x.device)
-    return x[columns != places[:, None]].view(len(places), -1)
-
-
-def finch_scores(call: AttentionCall, window_size: int, normalize: bool) -> Tensor:
-    """Mean attention of the question's queries on each key before it.
+def _without_delimiter(given: Arguments, places: Tensor, first: int) -> Arguments:
+    """Arguments of a forward without the delimiter, and what comes after it one position earlier.
 
     Args:
-        window_size: tokens of the question.
-        normalize: weight each query by the number of keys that it sees before itself.
-
-    Returns:
-        `(B, H_kv, S)`, float32; the question itself is protected.
+        places: `(B,)`, where the delimiter of each row is.
+        first: where the tokens of this forward begin.
     """
-    before = call.length - window_size
-    seen = torch.arange(before, call.length, device=call.keys.device)
-    votes = mean_attention(call, call.queries(window_size), seen if normalize else None)
-    return protect(votes, trailing(call.keys, window_size))
+    changed, places = {}, places[:, None]
+    for name in ("input_ids", "attention_mask", "position_ids", "cache_position"):
+        value = given.get(name)
+        if value is not None and value.dim() <= 2:
+            start = 0 if name == "attention_mask" else first
+            columns = torch.arange(start, start + value.shape[-1], device=value.device)
+            after = columns > places
+            left = value - after.to(value) if "position" in name else value.expand(after.shape)
+            left = left[columns != places].view(len(places), -1)
+            changed[name] = left[0] if value.dim() == 1 else left
+    return given.replace(**changed)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from press_core.call import AttentionCall
-from press_core.press import RatioScorer
+from press_core.scoring import RatioScorer
 from press_core.select import upcast
+from press_core.traits import Needs
 
 
 @dataclass
@@ -17,9 +18,9 @@ class Knorm(RatioScorer):
     """Keeps the keys of smallest L2 norm (Devoto et al., arXiv 2406.11430)."""
 
     independent = True
-    compares_key_norms = True
+    needs = Needs.KEY_NORMS
 
-    def score_tokens(self, call: AttentionCall) -> Tensor:
+    def score(self, call: AttentionCall) -> Tensor:
         return knorm_scores(call.keys)
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from press_core.call import AttentionCall
-from press_core.press import RatioScorer, require
-from press_core.select import leading, protect, trailing, upcast
+from press_core.fields import count
+from press_core.scoring import RatioScorer
+from press_core.select import leading, protect, upcast, with_ends
 
 
 @dataclass
@@ -25,44 +25,24 @@ class LagKV(RatioScorer):
         cross_scoring: compare scores across blocks, rather than ranks within each.
     """
 
-    n_sink: int = 4
-    lag_size: int = 128
+    n_sink: int = count(4)
+    lag_size: int = count(128, 1)
     cross_scoring: bool = False
 
-    def validate(self) -> None:
-        super().validate()
-        require(self, "n_sink", self.n_sink >= 0, "a number of tokens, 0 or more")
-        require(self, "lag_size", self.lag_size >= 1, "a number of tokens, 1 or more")
-
-    def score_tokens(self, call: AttentionCall) -> Tensor:
-        return lagkv_scores(call.keys, call.values, self)
-
-
-def lagkv_scores(keys: Tensor, values: Tensor, press: LagKV) -> Tensor:
-    """Per-block variation of keys and values, normalised by the range of the next block.
-
-    Args:
-        keys, values: `(B, H_kv, S, d)`.
-
-    Returns:
-        `(B, H_kv, S)`, float32, in [0, 1] before sinks, last block and tail are protected.
-    """
-    length, n_sink, lag = keys.shape[2], press.n_sink, press.lag_size
-    n_blocks = (length - n_sink) // lag
-    if n_blocks < 2:
-        recency = torch.arange(length, device=keys.device, dtype=torch.float32) / length
-        return protect(recency.expand(keys.shape[:3]), leading(keys, n_sink))
-    end = n_sink + n_blocks * lag
-    blocks = (
-        upcast(states[:, :, n_sink:end]).unflatten(2, (n_blocks, lag)) for states in (keys, values)
-    )
-    key_scores, value_scores = (_variation(block) for block in blocks)
-    scores = (key_scores + value_scores) / 2  # (B, H_kv, n_blocks - 1, lag)
-    if not press.cross_scoring:
-        scores = scores.argsort(dim=-1).argsort(dim=-1) / lag
-    n_tail = length - end + lag
-    scores = pad(scores.flatten(2), (n_sink, n_tail))
-    return protect(scores, leading(keys, n_sink) | trailing(keys, n_tail))
+    def score(self, call: AttentionCall) -> Tensor:
+        """How much keys and values of a block vary by the range of the next one, in [0, 1]."""
+        keys, n_sink, lag = call.keys, self.n_sink, self.lag_size
+        n_blocks = (call.length - n_sink) // lag
+        if n_blocks < 2:
+            recency = torch.arange(call.length, device=keys.device, dtype=torch.float32)
+            return protect((recency / call.length).expand(keys.shape[:3]), leading(keys, n_sink))
+        end = n_sink + n_blocks * lag
+        states = (upcast(x[:, :, n_sink:end]) for x in (keys, call.values))
+        of_keys, of_values = (_variation(x.unflatten(2, (n_blocks, lag))) for x in states)
+        scores = (of_keys + of_values) / 2  # (B, H_kv, n_blocks - 1, lag)
+        if not self.cross_scoring:
+            scores = scores.argsort(dim=-1).argsort(dim=-1) / lag
+        return with_ends(scores.flatten(2), n_sink, call.length - end + lag)
 
 
 def _variation(blocks: Tensor) -> Tensor:

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from press_core.call import AttentionCall
-from press_core.press import RatioScorer, require
+from press_core.fields import limited
+from press_core.scoring import RatioScorer
+from press_core.traits import Needs
+
+
+def seed_field() -> Any:
+    """A field for the seed of a generator, or None."""
+    allowed = "None or a whole number in [0, 2**32)"
+    return limited(None, lambda seed: seed is None or 0 <= seed < 2**32, allowed)
 
 
 @dataclass
@@ -21,46 +29,22 @@ class Random(RatioScorer):
             a batch and with both mechanisms. None: from torch's global generator.
     """
 
-    seed: int | None = None
+    seed: int | None = seed_field()
 
-    reads_states = False
+    needs = Needs.POSITIONS_ALONE
     independent = True
 
-    def validate(self) -> None:
-        super().validate()
-        check_seed(self)
-
-    def score_tokens(self, call: AttentionCall) -> Tensor:
-        return random_scores(call.keys, self.seed, call.site.layer_idx)
+    def score(self, call: AttentionCall) -> Tensor:
+        batch, n_kv, length, _ = call.keys.shape
+        generator = layer_generator(self.seed, call.site.layer_idx)
+        scores = torch.rand(1, n_kv, length, generator=generator, dtype=torch.float32)
+        return scores.to(call.keys.device).expand(batch, -1, -1)
 
 
 _LAYERS = 2**16
 """More layers than any model has, so that no two (seed, layer) pairs share a generator's seed."""
 
 
-def check_seed(press: Any) -> None:
-    """Validate the field `seed`."""
-    fits = press.seed is None or 0 <= press.seed < 2**32
-    require(press, "seed", fits, "None or a whole number in [0, 2**32)")
-
-
-def layer_generator(seed: int, layer_idx: int) -> torch.Generator:
-    """The CPU generator of one seed and layer."""
-    return torch.Generator().manual_seed(seed * _LAYERS + layer_idx)
-
-
-def random_scores(keys: Tensor, seed: int | None, layer_idx: int) -> Tensor:
-    """Uniform scores in [0, 1).
-
-    Args:
-        keys: `(B, H_kv, S, d)`.
-
-    Returns:
-        `(B, H_kv, S)`, float32.
-    """
-    batch, n_kv, length, _ = keys.shape
-    generator = None
-    if seed is not None:
-        generator = layer_generator(seed, layer_idx)
-    scores = torch.rand(1, n_kv, length, generator=generator, dtype=torch.float32)
-    return scores.to(keys.device).expand(batch, -1, -1)
+def layer_generator(seed: int | None, layer_idx: int) -> torch.Generator | None:
+    """The CPU generator of one seed and layer; None, for torch's global one, without a seed."""
+    return None if seed is None else torch.Generator().manual_seed(seed * _LAYERS + layer_idx)

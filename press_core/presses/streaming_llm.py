@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from press_core.call import AttentionCall
-from press_core.press import RatioScorer, require
+from press_core.eviction import Eviction
+from press_core.fields import count, require
+from press_core.press import MeasuredPress, Press
+from press_core.scoring import RatioScorer
+from press_core.select import leading, trailing
+from press_core.traits import Needs, Phase
+
+SINKS = "sinks before RoPE"
 
 
 @dataclass
@@ -21,35 +28,83 @@ class StreamingLLM(RatioScorer):
         n_sink: tokens at the start that are always kept.
     """
 
-    n_sink: int = 4
+    n_sink: int = count(4)
 
-    reads_states = False
-    alike_per_head = True
-
-    def validate(self) -> None:
-        super().validate()
-        require(self, "n_sink", self.n_sink >= 0, "a number of tokens, 0 or more")
+    needs = Needs.POSITIONS_ALONE | Needs.SAME_FOR_ALL_HEADS
 
     def is_long_enough(self, length: int) -> bool:
         return length > self.n_sink
 
-    def score_tokens(self, call: AttentionCall) -> Tensor:
-        return streaming_llm_scores(call.keys, self.budget(call), self.n_sink)
+    def score(self, call: AttentionCall) -> Tensor:
+        """1 for the sinks and for the recent tokens that the budget leaves room for, 0 between."""
+        n_sinks = min(self.n_sink, self.budget(call))
+        kept = leading(call.keys, n_sinks) | trailing(call.keys, self.budget(call) - n_sinks)
+        return kept.float().expand(call.keys.shape[:3])
 
 
-def streaming_llm_scores(keys: Tensor, budget: int, n_sink: int) -> Tensor:
-    """1 for the sinks and for the recent tokens that the budget leaves room for, 0 between.
+@dataclass
+class StreamingLLMDecoding(MeasuredPress):
+    """Bounds the cache for endless generation: sinks and a rolling window (arXiv 2309.17453).
 
-    Args:
-        keys: `(B, H_kv, S, d)`.
-        budget: how many tokens are to be kept.
+    Before each forward, a layer longer than `max_capacity` keeps its first `n_sink` and its last
+    `max_capacity - n_sink` tokens. What is generated depends on how a context was brought: in
+    chunks, later ones do not see what was evicted before them.
 
-    Returns:
-        `(B, H_kv, S)`, float32.
+    Attributes:
+        max_capacity: tokens that a layer holds at most when a forward begins.
+        n_sink: first tokens, always kept.
+        rerotate: let tokens have the positions that they have in the cache, as the paper does. Only
+            distances count under RoPE, and those between recent tokens stay: so the sinks are
+            rotated, each time from the keys that they had, and errors do not add up.
     """
-    batch, n_kv, length, _ = keys.shape
-    scores = torch.ones(length, device=keys.device)
-    scores[n_sink : length - max(0, budget - n_sink)] = 0
-    if budget < n_sink:  # room for some of the sinks only: the first ones
-        scores[budget:] = 0
-    return scores.expand(batch, n_kv, -1)
+
+    max_capacity: int = 256
+    n_sink: int = count(4)
+    rerotate: bool = False
+
+    phases = Phase.BEFORE_DECODING
+
+    def validate(self) -> None:
+        super().validate()
+        fits = self.max_capacity > self.n_sink
+        require(self, "max_capacity", fits, f"a number of tokens above n_sink={self.n_sink}")
+
+    def with_budget(self, tokens: int) -> Press:
+        return self.changed(max_capacity=tokens)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs.ROPE if self.rerotate else Needs.NOTHING
+
+    def keeps(self, length: int) -> int:
+        return min(length, self.max_capacity)
+
+    def compress(self, call: AttentionCall) -> Eviction:
+        n, n_sink, keys = self.max_capacity, self.n_sink, call.keys
+        turns, sinks = self.rerotate and n_sink > 0, call.carried.get(SINKS)
+        if turns and sinks is None:  # not known before rows are cut
+            precise = torch.promote_types(keys.dtype, torch.float32)
+            sinks = torch.full_like(keys[:, :, :n_sink], torch.nan, dtype=precise)
+        if call.length <= n:
+            carried = {} if sinks is None else {SINKS: sinks}
+            return replace(Eviction.nothing(call), carried=carried)
+        kept = (leading(keys, n_sink) | trailing(keys, n - n_sink)).nonzero().squeeze(1)
+        eviction = Eviction.keep(call, kept.expand(*keys.shape[:2], -1))
+        return eviction if sinks is None else self.rerotated(eviction, sinks)
+
+    def rerotated(self, eviction: Eviction, sinks: Tensor) -> Eviction:
+        """The eviction with the sinks rotated to where they touch the window.
+
+        Args:
+            sinks: `(B, H_kv, n_sink, d)`, their keys before RoPE; NaN of rows that were never cut.
+        """
+        call, n_sink = eviction.call, self.n_sink
+        rotary, positions = call.site.rotary, call.key_positions()
+        assert rotary is not None
+        fresh = rotary.rotate_from(call.keys[:, :, :n_sink], positions[..., :n_sink].clamp(min=0))
+        sinks = torch.where(sinks.isnan(), fresh, sinks)
+        begin = (positions[..., -1:] + 1 - self.max_capacity).clamp(min=0)
+        places = begin + torch.arange(n_sink, device=sinks.device)
+        rotated = rotary.rotate_to(sinks, places).to(eviction.keys.dtype)
+        keys = torch.cat((rotated, eviction.keys[:, :, n_sink:]), dim=2)
+        return replace(eviction, keys=keys, carried={SINKS: sinks})

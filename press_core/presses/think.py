@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from press_core.call import AttentionCall
 from press_core.eviction import Eviction
-from press_core.press import Evicts, Needs, Press, require
-from press_core.select import upcast
+from press_core.fields import count, limited
+from press_core.press import Press
+from press_core.select import best_first, places, upcast
+from press_core.traits import Evicts, Needs
 
 
 @dataclass
@@ -24,48 +25,38 @@ class ThinK(Press):
             channels. By default dropped channels are set to zero, which saves nothing.
     """
 
-    key_channel_compression_ratio: float = 0.0
-    window_size: int = 32
+    key_channel_compression_ratio: float = limited(0.0, lambda x: 0 <= x < 1, "a number in [0, 1)")
+    window_size: int = count(32, 1)
     free_memory: bool = False
 
     needs = Needs.QUERIES
 
-    def validate(self) -> None:
-        super().validate()
-        ratio = self.key_channel_compression_ratio
-        require(self, "key_channel_compression_ratio", 0 <= ratio < 1, "a number in [0, 1)")
-        require(self, "window_size", self.window_size >= 1, "a number of tokens, 1 or more")
+    @property
+    def asked_ratio(self) -> float:
+        return self.key_channel_compression_ratio / 2  # values keep all channels
 
     @property
     def compression_ratio(self) -> float:
-        """Share of the cache that is dropped; values keep all channels."""
-        return self.key_channel_compression_ratio / 2
+        """Share of the cache that is dropped."""
+        return self.asked_ratio
 
     @property
-    def evicts(self) -> Evicts:  # type: ignore[override]
+    def evicts(self) -> Evicts:
         return Evicts.CHANNELS if self.free_memory else Evicts.NOTHING
 
-    def decide(self, call: AttentionCall) -> Eviction:
-        keys = call.keys
-        n_dropped = int(keys.shape[-1] * self.key_channel_compression_ratio)
-        if n_dropped == 0:
+    def compress(self, call: AttentionCall) -> Eviction:
+        n_channels = call.keys.shape[-1]
+        n_kept = n_channels - int(n_channels * self.key_channel_compression_ratio)
+        if n_kept == n_channels:
             return Eviction.nothing(call)
-        scores = channel_scores(call, self.window_size)
+        kept = best_first(self.channel_scores(call), n_kept)
         if self.free_memory:
-            n_kept = keys.shape[-1] - n_dropped
-            channels = scores.topk(n_kept, sorted=False).indices.sort(dim=-1).values
-            return Eviction.keep_channels(call, channels)
-        dropped = scores.topk(n_dropped, largest=False, sorted=False).indices
-        kept = torch.ones_like(scores, dtype=keys.dtype).scatter_(-1, dropped, 0)
-        return Eviction.from_states(call, keys * kept.unsqueeze(2), call.values)
+            return Eviction.keep_channels(call, places(kept))
+        keys = call.keys * kept.to(call.keys.dtype).unsqueeze(2)
+        return Eviction.from_states(call, keys, call.values)
 
-
-def channel_scores(call: AttentionCall, window_size: int) -> Tensor:
-    """Mean square of the last queries, times the mean square of the keys, per channel.
-
-    Returns:
-        `(B, H_kv, d)`, float32.
-    """
-    queries = upcast(call.queries(window_size)).square().mean(dim=2)  # (B, H, d)
-    per_group = queries.unflatten(1, (call.keys.shape[1], -1)).mean(dim=2)
-    return per_group * upcast(call.keys).square().mean(dim=2)
+    def channel_scores(self, call: AttentionCall) -> Tensor:
+        """Mean square of the last queries, times the mean square of the keys: `(B, H_kv, d)`."""
+        queries = upcast(call.queries(self.window_size)).square().mean(dim=2)  # (B, H, d)
+        per_group = queries.unflatten(1, (call.keys.shape[1], -1)).mean(dim=2)
+        return per_group * upcast(call.keys).square().mean(dim=2)

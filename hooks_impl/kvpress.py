@@ -1,0 +1,321 @@
+"""What lets presses written for kvpress run unchanged: its methods and their arguments."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from press_core import engine
+from press_core.call import AttentionCall
+from press_core.errors import PressError, UnsupportedInputError
+from press_core.eviction import Eviction
+from press_core.model.sites import AttentionSite
+from press_core.observed import Positions
+from press_core.observing import Passed
+from press_core.press import Press, also_needs
+from press_core.scope import ScopeState
+from press_core.traits import Evicts, Needs, Phase
+
+CALL = "attention_call"
+"""Keyword argument under which the methods of a press find what the hooks observed."""
+
+SUPPORTED_MODELS = (PreTrainedModel,)
+"""For programs that ask `isinstance(model, SUPPORTED_MODELS)`, as of kvpress: any model may be.
+
+Whether a press fits the one at hand is found out when it is opened, and said if it does not.
+"""
+
+
+def is_prefilling(cache_position: Tensor, q_len: int) -> bool:
+    """Whether a forward of `q_len` tokens at `cache_position` `(q_len,)` found an empty cache.
+
+    For presses that ask it in a `forward_hook` of their own. `transformers` passes
+    `cache_position` on up to 5.2.
+    """
+    return bool(cache_position[-1] < q_len)
+
+
+class _Heard(threading.local):
+    """What the attention hook of this thread has just been told."""
+
+    now: tuple[ScopeState, Passed] | None = None
+
+
+_heard = _Heard()
+
+_NEVER_CALLED = {
+    "merge": ("MergingPress", "override compress, or `merged` of press_core.presses.merging"),
+    "get_layer_budget": ("PyramidKVPress", "override budget(call)"),
+    "compute_window_attention": ("SnapKVPress", "override score"),
+    "get_query_statistics": ("ExpectedAttentionPress", "override score"),
+}
+"""Methods of kvpress's presses that are functions here: of which press, and what to do instead."""
+
+
+class KvpressWords(Press):
+    """A press whose `compress` and `score` may take the six arguments that kvpress gives them.
+
+    Both can be called with them and with an `AttentionCall`, whichever of the two they are written
+    for: so a wrapper in one style finds a press in the other.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, (press, instead) in _NEVER_CALLED.items():
+            if name in vars(cls) and any(base.__name__ == press for base in cls.__mro__[1:]):
+                raise PressError(f"{cls.__name__}.{name} would never be called here: {instead}")
+        for name, translate in (("compress", _compressed), ("score", _scored)):
+            method = inspect.getattr_static(cls, name, None)
+            if name in vars(cls):  # and may read whatever it is told
+                also_needs(cls, Needs.HIDDEN_STATES)
+            if method is None or hasattr(method, "takes_both"):
+                continue
+            setattr(cls, name, _taking_both(method, translate))
+
+    @property
+    def observed_phases(self) -> Phase:
+        if type(self).forward_hook is KvpressWords.forward_hook:
+            return self.phases
+        return self.phases | Phase.PREFILL | Phase.DECODING
+
+    def forward_hook(
+        self, module: nn.Module, input: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """Called after each forward of an attention module; prunes the layer that it has filled.
+
+        A press may hand on to the `forward_hook` of others, which then prune one after the other.
+        """
+        if _heard.now is None:
+            raise UnsupportedInputError(
+                f"{type(self).__name__}.forward_hook was called by a hook of its own; leave it to "
+                "the scope to install it (call super().__call__, or do not override __call__)"
+            )
+        scope, passed = _heard.now
+        engine.after_attention(scope, self, passed)
+        return output
+
+    def heard(self, scope: ScopeState, passed: Passed) -> Any:
+        """A hook was told of an attention forward."""
+        if type(self).forward_hook is KvpressWords.forward_hook:
+            return engine.after_attention(scope, self, passed)
+        module, given, _heard.now = view_of(passed.site), passed.given, (scope, passed)
+        try:
+            return self.forward_hook(module, given.args, dict(given.kwargs), passed.output)
+        finally:
+            _heard.now = None
+
+
+# ---- the two ways to call a method ---------------------------------------------------------------
+
+
+def _taking_both(method: Callable[..., Any], translate: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that takes an `AttentionCall`, or six arguments as kvpress has them."""
+    parameters = inspect.signature(method).parameters.values()
+    takes_call = len(parameters) == 2 and all(p.kind is not p.VAR_POSITIONAL for p in parameters)
+
+    @wraps(method)
+    def both(press: Any, *args: Any, **kwargs: Any) -> Any:
+        call = args[0] if len(args) == 1 and isinstance(args[0], AttentionCall) else None
+        if takes_call:
+            return method(press, call_of(press, *args, **kwargs) if call is None else call)
+        if call is None:
+            return method(press, *args, **kwargs)
+        return translate(method, press, call)
+
+    both.takes_both = True  # type: ignore[attr-defined]
+    return both
+
+
+def _compressed(method: Callable[..., Any], press: Press, call: AttentionCall) -> Any:
+    module, *others = arguments(call)
+    left = method(press, module, *others)
+    hidden = vars(module).get("_hidden") if isinstance(module, AttentionView) else None
+    if hidden is None:
+        return left
+    if press.evicts is not Evicts.PER_HEAD:
+        raise PressError(
+            f"{type(press).__name__} sets module.masked_key_indices, to evict other tokens of each "
+            "head, and does not say so: declare `evicts = Evicts.PER_HEAD` in the class"
+        )
+    mask = torch.ones(call.keys.shape[:3], dtype=torch.bool, device=call.keys.device)
+    mask[hidden] = False
+    return Eviction.keep_per_head(call, mask)
+
+
+def _scored(method: Callable[..., Any], press: Press, call: AttentionCall) -> Any:
+    scored = [method(press, *given) for given in _arguments_of_keys(call)]
+    if len(scored) == 1:
+        return scored[0]
+    return torch.stack([scores[:, head] for head, scores in enumerate(scored)], dim=1)
+
+
+def arguments(call: AttentionCall) -> tuple[Any, ...]:
+    """What the methods of a press take, for `call`."""
+    states = call.hidden_states, call.keys, call.values, call.attentions
+    return view_of(call.site), *states, {**call.kwargs, CALL: call}
+
+
+def _arguments_of_keys(call: AttentionCall) -> Iterator[tuple[Any, ...]]:
+    """`arguments`, with the hidden states of the keys; once per KV head, where these differ."""
+    module, hidden_states, *others = arguments(call)
+    tokens = call.at.tokens
+    if tokens is None or bool((tokens < 0).any()):  # those of earlier tokens are not known
+        yield module, hidden_states, *others
+        return
+    alike = torch.equal(tokens, tokens[:, :1].expand_as(tokens))
+    for of_head in tokens[:, :1].unbind(1) if alike else tokens.unbind(1):
+        index = of_head.unsqueeze(-1).expand(-1, -1, hidden_states.shape[-1])
+        yield module, hidden_states.gather(1, index), *others
+
+
+def call_of(
+    press: Press,
+    module: nn.Module,
+    hidden_states: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    attentions: Tensor | None = None,
+    kwargs: dict[str, Any] | None = None,
+) -> AttentionCall:
+    """What the hooks observed; or, outside of any scope, what a press was given by hand.
+
+    Raises:
+        UnsupportedInputError: if the press reads what hooks alone observe.
+    """
+    told: dict[str, Any] = kwargs or {}
+    site: Any = UnknownSite(module)
+    call = told.get(CALL)
+    if call is None:
+        if press.needs & (Needs.QUERIES | Needs.ROPE):
+            observed(told)
+        at = Positions(ids=torch.arange(keys.shape[2], device=keys.device)[None])
+        return AttentionCall(site, hidden_states, keys, values, attentions, at=at, kwargs=told)
+    assert isinstance(call, AttentionCall)
+    if keys.shape == call.keys.shape:
+        same = keys is call.keys and values is call.values
+        return call if same else call.replace(keys=keys, values=values)
+    # Some of the keys, and nobody says which.
+    at = Positions(call.at.embeddings, call.at.ids)
+    states: dict[str, Any] = {"hidden_states": hidden_states, "keys": keys, "values": values}
+    return call.replace(**states, attentions=None, query=None, memory={}, at=at)
+
+
+def queries(kwargs: dict[str, Any], last: int | None = None) -> Tensor:
+    """The exact queries after RoPE of the (`last`) tokens, `(B, H, last or S, d)`.
+
+    Args:
+        kwargs: the last argument of `score` or `compress`, of a press with `needs = Needs.QUERIES`.
+    """
+    return observed(kwargs).queries(last)
+
+
+def observed(kwargs: dict[str, Any]) -> AttentionCall:
+    """What the hooks observed of the forward that a method of a press is called for.
+
+    Args:
+        kwargs: the last argument of `score` or `compress`.
+
+    Raises:
+        UnsupportedInputError: if it does not come from an open scope.
+    """
+    call = kwargs.get(CALL)
+    if not isinstance(call, AttentionCall):
+        raise UnsupportedInputError(
+            "no hook has observed this forward; the exact queries are known only while "
+            "`with press(model): ...` is open"
+        )
+    return call
+
+
+# ---- modules -------------------------------------------------------------------------------------
+
+
+class AttentionView:
+    """An attention module that has a `rotary_emb`, whoever else holds the module.
+
+    kvpress gives every attention module that attribute and leaves it there. Here a press is handed
+    a view: what is read, set or called is the module's own, and `rotary_emb` is the view's. It is
+    called as `rotary_emb(x, position_ids)` in any model, and gives the cosines and sines that this
+    layer gets. As some adapt to the positions that they see, it is a copy each time. The view also
+    keeps to itself which keys a press of kvpress masks.
+    """
+
+    _site: AttentionSite
+
+    def __init__(self, site: AttentionSite) -> None:
+        vars(self)["_site"] = site
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # for isinstance
+        return type(self._site.module)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "rotary_emb" and not hasattr(self._site.module, name):
+            return _rotary_embedding(self._site)
+        return getattr(self._site.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "masked_key_indices":
+            vars(self)["_hidden"] = value
+        else:
+            setattr(self._site.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._site.module, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._site.module(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return self._site.module is (other._site.module if type(other) is AttentionView else other)
+
+    def __hash__(self) -> int:
+        return hash(self._site.module)
+
+    def __repr__(self) -> str:
+        return repr(self._site.module)
+
+
+def view_of(site: AttentionSite) -> Any:
+    """The attention module of `site`, as an `AttentionView`.
+
+    In a forward that is being compiled the module itself: no compiler follows a stand-in.
+    """
+    return site.module if torch.compiler.is_compiling() else AttentionView(site)
+
+
+def _rotary_embedding(site: AttentionSite) -> nn.Module:
+    if site.rotary is None or site.rotary.embedding is None:
+        raise AttributeError(
+            f"{site.name} has no rotary_emb, as {type(site.module).__name__} does not rotate its "
+            "keys there; ask hasattr(module, 'rotary_emb') first"
+        )
+    return site.rotary.of_this_layer()
+
+
+class UnknownSite:
+    """In the place of a site where a press is called by hand, outside of any scope."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.name = module, type(module).__name__
+
+    @property
+    def layer_idx(self) -> int:
+        """That of the module."""
+        index = getattr(self.module, "layer_idx", None)
+        if not isinstance(index, int):
+            raise UnsupportedInputError(f"a {self.name} was given; the press needs its layer_idx")
+        return index
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnsupportedInputError(
+            f"a press that was called outside of any scope asks for the {name} of the attention "
+            "module; open it on a model, `with press(model): ...`"
+        )

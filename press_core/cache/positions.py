@@ -1,0 +1,64 @@
+"""To which positions the keys of a layer are rotated, and how many tokens its rows have seen."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from press_core.cache.pruned import PrunedLayer
+from press_core.model.sites import AttentionSite
+
+
+def tokens_seen(layer: PrunedLayer, occupied: Tensor | None) -> tuple[int, ...]:
+    """How many tokens `layer` has seen of each row, padding left out.
+
+    Args:
+        occupied: `(B, S)` bool, which slots hold tokens; None: all.
+    """
+    padding = layer.kept.padding()
+    if padding is None and occupied is None:
+        return (layer.n_seen,) * layer.batch
+    empty = torch.zeros(layer.batch, dtype=torch.int64) if padding is None else padding.cpu()
+    if occupied is not None:
+        since = occupied[:, occupied.shape[1] - layer.n_recent :]
+        empty = empty + (~since).sum(dim=-1).cpu()
+    return tuple((layer.n_seen - empty).tolist())
+
+
+def rotary_positions(
+    layer: PrunedLayer, site: AttentionSite, occupied: Tensor | None, last: Tensor | None
+) -> Tensor | None:
+    """To which position each key of the layer is rotated, `(1 or B, 1 or H_kv, S)` int64.
+
+    Args:
+        occupied: `(B, S)` bool, which slots hold tokens; None: all.
+        last: position of the last token that the layer has seen, `(1 or B,)`.
+
+    Returns:
+        None where a press did not say what it kept, or the model counts images in its own way.
+    """
+    device = layer.device if last is None else last.device
+    empty = None  # padding between turns stands behind what came before
+    if occupied is not None:
+        empty = (~occupied.to(device)).long()
+        empty[:, : layer.kept.n_slots] = 0
+    rerotated = layer.all_rotary_positions()
+    if rerotated is not None:
+        rerotated = rerotated.to(device)
+        return rerotated if empty is None else rerotated - empty.cumsum(dim=-1).unsqueeze(1)
+    if site.rotary is not None and site.rotary.in_3d:
+        return None
+    positions = layer.all_positions()
+    if positions is None or last is None:
+        return None if positions is None else positions.to(device)
+    lag = (layer.n_seen - 1 - last)[:, None]
+    if empty is not None:
+        behind = empty.flip(-1).cumsum(dim=-1).flip(-1) - empty
+        counted = lag < empty.sum(dim=-1, keepdim=True)  # positions go on over padding
+        lag = lag - behind.masked_fill(counted, 0)
+    positions = positions.to(device) - lag.unsqueeze(1)
+    known = layer.kept.rotary
+    if known is None:
+        return positions
+    recent = positions[..., known.shape[-1] :].expand(*known.shape[:2], -1)
+    return torch.cat((known.to(positions), recent), dim=-1)

@@ -1,0 +1,111 @@
+"""Which tokens a layer has seen and which are left: what every kind of pruned layer knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Flag, auto
+
+import torch
+from torch import Tensor
+
+
+class ReadingNeeds(Flag):
+    """What a forward needs to read a pruned layer, and the model does not give it."""
+
+    NOTHING = 0
+    MASK = auto()
+    """A mask of its own."""
+    MASK_OF_MANY = auto()
+    """A mask of its own where several tokens come at once."""
+    POSITIONS = auto()
+    """Positions other than those that the model counts."""
+    ATTENTION = auto()
+    """An attention function of its own."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What is left of the tokens that a layer had seen when it was pruned last.
+
+    Slots of rows that keep fewer tokens are empty on the left.
+
+    Attributes:
+        positions: `(B, H_kv, n)` int32, ascending: position in the sequence of each slot, -1 of an
+            empty one. None: the press did not say.
+        n_slots: `n`.
+        n_seen: tokens that the layer had seen, padding included.
+        rows: slots that each row fills, where the batch was padded or rows keep different numbers,
+            so that the mask that the model builds would hide the wrong keys; None: all of them.
+        real: `(B, n_seen)` bool, which tokens seen were no padding; None: all.
+        rotary: `(B, H_kv, n)` int32: to which position each kept key is rotated, where padding
+            between turns separates that from `positions`; None: padding came first.
+    """
+
+    positions: Tensor | None = None
+    n_slots: int = 0
+    n_seen: int = 0
+    rows: tuple[int, ...] | None = None
+    real: Tensor | None = None
+    rotary: Tensor | None = None
+
+    @property
+    def is_padded(self) -> bool:
+        return self.rows is not None
+
+    def padding(self) -> Tensor | None:
+        """How many of the tokens seen were padding, `(B,)` int64; None: none."""
+        return None if self.real is None else (~self.real).sum(dim=-1)
+
+    def occupied(self, device: torch.device) -> Tensor | None:
+        """`(B, n)` bool: which slots hold a token; None: all."""
+        if self.rows is None:
+            return None
+        slots = torch.arange(self.n_slots, device=device)
+        return slots >= self.n_slots - torch.tensor(self.rows, device=device)[:, None]
+
+    def of_rows(self, rows: Tensor) -> Kept:
+        """The same for some rows of the batch."""
+        return replace(
+            self,
+            positions=rows_of(self.positions, rows),
+            rows=numbers_of(self.rows, rows),
+            real=rows_of(self.real, rows),
+            rotary=rows_of(self.rotary, rows),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Rerotation:
+    """Where the kept keys were rotated to; later tokens continue from there.
+
+    Attributes:
+        positions: `(B, H_kv, n)` int32, of the kept tokens.
+        shift: by how many tokens the layer counts less than it has seen.
+        lag: by how much the positions of each row lag behind that count; None: by nothing.
+    """
+
+    positions: Tensor
+    shift: int = 0
+    lag: tuple[int, ...] | None = None
+
+    def of_rows(self, rows: Tensor) -> Rerotation:
+        """The same for some rows of the batch."""
+        index = rows.to(self.positions.device)
+        return Rerotation(self.positions[index], self.shift, numbers_of(self.lag, rows))
+
+
+def rows_of(x: Tensor | None, rows: Tensor) -> Tensor | None:
+    """Some rows of `x`, if there is one."""
+    return None if x is None else x[rows.to(x.device)]
+
+
+def numbers_of(numbers: Sequence[int] | None, rows: Tensor) -> tuple[int, ...] | None:
+    """Of one number for each row, those of some rows."""
+    return None if numbers is None else tuple([numbers[row] for row in rows.tolist()])
+
+
+def extended(positions: Tensor, recent: Tensor) -> Tensor:
+    """`positions` `(B, H_kv, n)` and after them `recent`, the same for all heads, int64."""
+    batch, heads, _ = positions.shape
+    return torch.cat((positions.long(), recent.expand(batch, heads, -1)), dim=-1)

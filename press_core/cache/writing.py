@@ -1,0 +1,256 @@
+"""The one writer of cache layers: what a press has left of a layer is put in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from press_core.cache.caches import known, mask_layer
+from press_core.cache.channels import ChannelPrunedLayer
+from press_core.cache.memory import Key, Memory
+from press_core.cache.pruned import PrunedLayer
+from press_core.cache.ragged import RaggedLayer
+from press_core.cache.reading import reading_needs
+from press_core.cache.tokens import Kept, Rerotation
+from press_core.errors import UnsupportedInputError
+from press_core.eviction import Eviction
+from press_core.model.sites import AttentionSite
+from press_core.rows import Left
+
+
+def store(cache: Any, site: AttentionSite, left: Left, key: Key) -> PrunedLayer | None:
+    """Let the layer of `site` hold what is left of it.
+
+    Args:
+        key: of the scope that prunes.
+
+    Returns:
+        The layer that does; None if nothing was evicted.
+
+    Raises:
+        UnsupportedCacheError: if it cannot hold that.
+        UnsupportedInputError: if a press did not say what it kept where that matters.
+    """
+    index = site.layer_idx
+    former, stored = known(cache, index), cache.layers[index]
+    if left.any("late_mask"):
+        assert isinstance(former, RaggedLayer)
+        _evict_late(former, left)
+        return former
+    first = mask_layer(cache)
+    # Also a layer left whole has to know its padding, once the mask is made for a pruned one.
+    padded = not former.is_pruned and isinstance(first, PrunedLayer) and first.is_pruned
+    if left.any("head_mask"):
+        layer: PrunedLayer = _ragged(former, left)
+    elif left.is_whole and not padded:
+        _leave_whole(cache, index, former, left.call.memory, key)
+        return None
+    else:
+        layer = _even(former, site, left)
+    layer.memories = _memories(former, left, key)
+    cache.layers[index] = layer
+    layer.is_first = mask_layer(cache) is layer
+    layer.needs |= reading_needs(cache, layer, site)
+    if stored.keys.device != layer.keys.device:
+        layer.offload()
+    return layer
+
+
+def _leave_whole(
+    cache: Any, index: int, former: PrunedLayer, slots: Mapping[str, Tensor], key: Key
+) -> None:
+    """Let a layer be what it is without a press, and hold what that remembers."""
+    former.settle()
+    memory = former.memories.get(key)
+    if slots or memory is not None:
+        former.remember(key, (memory or Memory()).after_pruning(slots, by_this_scope=True))
+    keeps = isinstance(cache.layers[index], PrunedLayer) or former.memories
+    cache.layers[index] = former if keeps else former.storage.layer
+
+
+def _kept(former: PrunedLayer, left: Left) -> Kept:
+    """What is left of the tokens that the layer has seen."""
+    rows = left.rows
+    if rows is None and former.kept.is_padded:
+        rows = left.numbers(lambda eviction: eviction.length)
+    slots = left.slots() if rows is None else left.known_slots()
+    before = former.all_positions() if former.is_pruned else None
+    positions = slots if not former.is_pruned else left.of_slots(before)
+    rotary = None
+    if rows is not None and left.call.when.decoding:
+        rotary = left.of_slots(left.call.at.rotary)
+    return Kept(
+        None if positions is None else positions.to(torch.int32),
+        left.length,
+        former.n_seen,
+        rows,
+        real_tokens(former, left),
+        None if rotary is None else rotary.to(torch.int32),
+    )
+
+
+def real_tokens(former: PrunedLayer, left: Left) -> Tensor | None:
+    """Which of the tokens seen were no padding, `(B, n_seen)` bool; None: all."""
+    padded = [group for group in left.groups if group.slots is not None]
+    if not padded and former.kept.real is None:
+        return None
+    n_seen, n_recent = former.n_seen, former.n_recent
+    batch, device = left.call.keys.shape[0], left.call.keys.device
+    real = torch.ones(batch, n_seen, dtype=torch.bool, device=device)
+    if former.kept.real is not None:
+        real[:, : former.kept.n_seen] = former.kept.real
+    for group in padded:  # of the tokens that came since the last pruning
+        assert group.slots is not None
+        occupied = torch.zeros(former.n_slots, dtype=torch.bool, device=device)
+        occupied[group.slots[group.slots < former.n_slots]] = True
+        real[group.rows, n_seen - n_recent :] = occupied[former.n_slots - n_recent :]
+    return None if bool(real.all()) else real
+
+
+def _even(former: PrunedLayer, site: AttentionSite, left: Left) -> PrunedLayer:
+    """The layer whose heads hold as many tokens each."""
+    kept = _kept(former, left)
+    states = left.joined(lambda e: e.keys), left.joined(lambda e: e.values)
+    if left.any("channels"):
+        channels = left.per_row(lambda e: _required(e.channels))
+        storage = former.storage.of_other_shape("some channels of the keys").holding(*states)
+        layer: PrunedLayer = ChannelPrunedLayer(storage, channels, left.call.keys.shape[-1])
+    else:
+        layer = former.holding(*states)
+    layer.kept, layer.rerotation = kept, _rerotation(former, site, left, kept.is_padded)
+    names = {name for eviction in left.evictions for name in eviction.carried}
+    layer.carried = {n: left.per_row(lambda e, n=n: _carried(e, n)) for n in names}  # type: ignore[misc]
+    return layer
+
+
+def _carried(eviction: Eviction, name: str) -> Tensor:
+    """What is carried on of some rows: as before, where a row got no token to decide about."""
+    found = eviction.carried.get(name, eviction.call.carried.get(name))
+    return eviction.keys.new_zeros(*eviction.keys.shape[:2], 0) if found is None else found
+
+
+def _required(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x
+
+
+def _memories(former: PrunedLayer, left: Left, key: Key) -> dict[Key, Memory]:
+    """What each open scope knows of what is left."""
+    before = {k: memory for k, memory in former.memories.items() if k.is_open or k is key}
+    if left.call.memory:
+        before.setdefault(key, Memory())
+    memories = {}
+    for other, memory in before.items():
+        mine = other is key
+        slots = left.call.memory if mine else memory.of_slots(left.call.length)
+        found = {name: left.of_slots(x, empty=0) for name, x in slots.items()}
+        told = {name: x for name, x in found.items() if x is not None}
+        memories[other] = memory.after_pruning(told, by_this_scope=mine)
+    return memories
+
+
+def _rerotation(
+    former: PrunedLayer, site: AttentionSite, left: Left, is_padded: bool
+) -> Rerotation | None:
+    """To which positions the keys that are left are rotated, if not to those they came with."""
+    before = former.rerotation
+    shift = 0 if before is None else before.shift
+    if not left.any("rotary_positions"):
+        if before is None:
+            return None
+        # Padding between turns has not moved them on.
+        known_positions = _required(left.call.at.rotary)
+        last = known_positions.flatten(1).amax(dim=1)
+        behind = tuple((former.n_seen - shift - 1 - last).tolist())
+        return Rerotation(_required(left.of_slots(known_positions)), shift, behind)
+    following = left.numbers(lambda e: e.next_position or e.length)
+    longest = max(following)
+    n_shorter = former.n_seen - shift - longest
+    lag = [longest - n for n in following]
+
+    def rotated_to(eviction: Eviction) -> Tensor:
+        rotary = eviction.rotary_positions
+        return eviction.known_kept if rotary is None else rotary
+
+    positions = left.joined(rotated_to, -1).to(torch.int32)
+    # The count of tokens seen is what the model counts by: layers that keep their positions go by
+    # it too, and so does its mask of a padded batch, which has columns for all tokens.
+    if is_padded or site.place.keeps_count:
+        return Rerotation(positions, shift, tuple([n + n_shorter for n in lag]))
+    return Rerotation(positions, shift + n_shorter, tuple(lag))
+
+
+# ---- heads of different lengths ------------------------------------------------------------------
+
+
+def _ragged(former: PrunedLayer, left: Left) -> RaggedLayer:
+    """The layer whose heads differ in length."""
+    if left.any("rotary_positions"):
+        raise UnsupportedInputError(
+            "a press rerotates keys and keeps other tokens for each head, which no layer can tell "
+            "later positions for; leave one of the two out"
+        )
+
+    def chosen(eviction: Eviction) -> Tensor:
+        if eviction.head_mask is not None:
+            return eviction.head_mask
+        return torch.ones_like(eviction.keys[..., 0], dtype=torch.bool)
+
+    late = ", and evicts some later" if any(e.carried for e in left.evictions) else ""
+    kept = Kept(n_seen=former.n_seen, real=real_tokens(former, left))
+    before = former.all_positions() if former.is_pruned else None
+    positions = left.slots() if not former.is_pruned else left.of_slots(before)
+    layer = RaggedLayer.of(
+        left.joined(lambda e: e.keys),
+        left.joined(lambda e: e.values),
+        left.joined(chosen),
+        _required(positions).clamp(max=former.n_seen - 1),  # what joins counts as the last token
+        kept,
+        former.storage.of_other_shape(f"other tokens for each head{late}"),
+    )
+    layer.carry(_of_recent(left))
+    return layer
+
+
+def _of_recent(left: Left) -> dict[str, Tensor]:
+    """What is carried on of the last tokens; infinite where a row has fewer: none is padding."""
+    names = {name for eviction in left.evictions for name in eviction.carried}
+    return {n: left.joined(lambda e, n=n: _carried(e, n), float("inf")) for n in names}  # type: ignore[misc]
+
+
+def _evict_late(layer: RaggedLayer, left: Left) -> None:
+    """Evict tokens some time after they came, and the padding of the forward's tokens at once."""
+    padding = torch.zeros(left.call.keys.shape[:3], dtype=torch.bool, device=layer.device)
+    for group in left.groups:
+        if group.slots is not None:
+            padding[group.rows] = True
+            padding[torch.tensor(group.rows)[:, None], :, group.slots.to(layer.device)] = False
+    if bool(padding.any()):
+        layer.evict(padding, _extended(layer, ~padding[:, 0]))
+    layer.carry(_of_recent(left))
+    late = left.joined(_late_of, False)
+    if bool(late.any()):
+        layer.evict(late, _extended(layer, None))
+
+
+def _late_of(eviction: Eviction) -> Tensor:
+    """`(B, H_kv, m)` bool: which of the last `m` tokens of each head to evict."""
+    recent = next(iter({**eviction.call.carried, **eviction.carried}.values()))
+    stays, late = torch.zeros_like(recent, dtype=torch.bool), eviction.late_mask
+    return stays if late is None else torch.cat((late, stays), dim=-1)
+
+
+def _extended(layer: RaggedLayer, new: Tensor | None) -> Tensor | None:
+    """Which of all tokens seen were no padding, where `new` `(B, q)` came last; None: all."""
+    real = layer.kept.real
+    if real is None and new is None:
+        return None
+    whole = torch.ones(layer.batch, layer.n_seen, dtype=torch.bool, device=layer.device)
+    if real is not None:
+        whole[:, : real.shape[1]] = real
+    if new is not None:
+        whole[:, layer.n_seen - new.shape[1] :] = new
+    return whole

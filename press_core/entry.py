@@ -1,0 +1,188 @@
+"""Where a forward enters the decoder and leaves it: what it is, and which scopes take part.
+
+```
+enter(scope, given)        described once: context or new tokens, what layers need to be read
+  engine.after_attention     in every attention module of a forward that the scope acts in
+leave(scope, output)       once all scopes have left: what presses do around the decoder
+```
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from press_core import running
+from press_core.cache.caches import check_prunable, is_empty, known
+from press_core.cache.memory import FIRST, Memory
+from press_core.cache.reading import helped, needs_help, with_counted_columns
+from press_core.engine import prune_before
+from press_core.errors import UnsupportedCacheError
+from press_core.forward import Arguments, Forward, here
+from press_core.model.sites import AttentionSite, Bystander
+from press_core.scope import AROUND, ScopeState
+from press_core.traits import Phase
+
+
+def enter(scope: ScopeState, given: Arguments) -> Arguments:
+    """What to do before a forward of the decoder.
+
+    Returns:
+        The arguments that the decoder is to get.
+
+    Raises:
+        UnsupportedCacheError: if the cache is of a kind that cannot be pruned.
+        UnsupportedInputError: if the input is laid out so that the press cannot judge it.
+    """
+    if here.forward is not None and scope in here.forward.entered:
+        here.forward.fail()  # an interrupt has ended it
+    mine = 0 if torch.compiler.is_compiling() else threading.get_ident()
+    if here.is_apart or not scope.is_open or scope.thread not in (None, mine):
+        return given
+    forward = _joined(scope, given)
+    if mine:  # else it is compiled, and counts nothing
+        forward.frame = forward.frame or _lasting_frame()
+        scope.running[forward] = mine
+        if not scope.is_open:  # another thread has closed it just now, and may not have waited
+            scope.running.pop(forward, None)
+            return given
+        scope.tally.n_forwards += 1
+    if not forward.entered:
+        forward.is_context = is_empty(forward.cache, scope.sites[0].layer_idx)
+    forward.given, here.forward = given, forward
+    forward.entered.append(scope)
+    if Phase.BEFORE_DECODER in scope.traits.phases:
+        forward.given = scope.press.before_decoder(scope, forward)
+    for way in running.ENTERED:
+        way(scope, forward)
+    if forward.is_context:
+        _begin_context(scope, forward)
+    else:
+        _continue(scope, forward)
+    forward.given = with_counted_columns(forward)
+    forward.helps = needs_help(forward)
+    if _is_idle(forward):  # its layers find no description
+        leave(scope, None)
+    return forward.given
+
+
+def _lasting_frame() -> FrameType:
+    """The frame of this thread that lasts as long as the forward that enters."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name not in ("_call_impl", "around_decoder"):
+        frame = frame.f_back
+    assert frame is not None
+    return frame
+
+
+def _joined(scope: ScopeState, given: Arguments) -> Forward:
+    """The forward that an outer scope has entered just now, or a new one."""
+    forward = here.forward
+    if forward is not None and forward.decoder is not scope.decoder:
+        return Forward(scope.decoder, given, outer=forward)
+    return Forward(scope.decoder, given) if forward is None else forward
+
+
+def _is_idle(forward: Forward) -> bool:
+    busy = forward.acting or forward.helps or forward.outer is not None or forward.at_end
+    waits = forward.is_context and any(
+        Phase.AFTER_DECODER in scope.traits.phases for scope in forward.entered
+    )
+    return not busy and not waits and len(forward.entered) == 1
+
+
+def _begin_context(scope: ScopeState, forward: Forward) -> None:
+    cache, press = forward.cache, scope.press
+    scope.tally.n_contexts += 1
+    press.validate()  # fields may have changed since it was opened
+    if press.evicts.needs_attention and getattr(cache, "offloading", False):
+        raise UnsupportedCacheError(
+            f"{type(press).__name__} leaves a cache that attention reads where it lies; use a "
+            "DynamicCache without offloading"
+        )
+    if cache is not None:
+        for site in scope.sites:
+            check_prunable(cache, site.layer_idx)
+    if scope.traits.phases & Phase.IN_PREFILL or forward.n_to_come:
+        forward.acting.append(scope)
+
+
+def _continue(scope: ScopeState, forward: Forward) -> None:
+    """A forward over a filled cache: count it, and find out whether the press has to act."""
+    traits, cache = scope.traits, forward.cache
+    if not isinstance(cache, Cache):
+        return
+    if Phase.BEFORE_DECODING in traits.phases:
+        for site in scope.sites:
+            prune_before(scope, forward, site)
+    if Phase.DECODING not in traits.phases:
+        _note_whole(scope, cache)
+        return
+    first = known(cache, scope.sites[0].layer_idx)
+    memory = first.memories.get(scope.key, Memory()).after_forward()
+    cache.layers[scope.sites[0].layer_idx] = first
+    first.remember(scope.key, memory)
+    scope.remembering.add(first)
+    forward.ticks[scope] = memory.ticks - FIRST, memory.all_ticks - FIRST
+    due = scope.press.is_due(memory.ticks - FIRST, forward.n_tokens)
+    if due or traits.buffered_tokens or traits.remembers:
+        forward.acting.append(scope)
+
+
+def _note_whole(scope: ScopeState, cache: Cache) -> None:
+    tally = scope.tally
+    if tally.n_contexts or torch.compiler.is_compiling() or not scope.traits.phases & AROUND:
+        return
+    layer = known(cache, scope.sites[0].layer_idx)
+    if not layer.is_pruned:
+        tally.longest_whole = max(tally.longest_whole, layer.n_seen)
+
+
+def leave(scope: ScopeState, output: Any, failed: bool = False) -> None:
+    """What to do after a forward of the decoder that returned `output`, or failed."""
+    forward = here.forward
+    if forward is None or scope is not (forward.entered or [None])[0]:
+        return  # it is not the scope's, or outer scopes are still in it
+    here.forward, here.reading, here.query = forward.outer, None, None
+    try:
+        if failed:
+            forward.fail()
+            return
+        for entered in reversed(forward.entered):
+            _note_missed(entered, forward)
+            completed = forward.is_context and not forward.n_to_come
+            if completed and Phase.AFTER_DECODER in entered.traits.phases:
+                entered.press.after_decoder(entered, forward, output)
+    finally:
+        forward.end()
+
+
+def _note_missed(scope: ScopeState, forward: Forward) -> None:
+    told = forward.observed.get(scope)
+    if told and len(told) < len(scope.sites):
+        scope.tally.missed |= set(range(len(scope.sites))) - told
+
+
+# ---- attention modules that read a cache ---------------------------------------------------------
+
+
+def before_attention(site: AttentionSite, given: Arguments) -> Arguments:
+    """The arguments that an attention module is to get, in a forward that reads pruned layers."""
+    forward = here.forward
+    if forward is None or not forward.helps or forward.cache is None:
+        return given
+    return helped(forward, site, given, forward.cache.layers[site.layer_idx])
+
+
+def before_bystander(other: Bystander, given: Arguments) -> Arguments:
+    """The same of a module that presses leave alone, which may read the layer of another."""
+    forward = here.forward
+    if forward is None or not forward.helps or other.owner is None:
+        return given
+    layer = forward.cache.layers[other.owner]  # whose module has run
+    return helped(forward, other.site, given, layer, n_held=forward.n_tokens)

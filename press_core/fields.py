@@ -1,0 +1,108 @@
+"""Fields of presses: what each of them may hold, said where it is declared."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, field, fields
+from numbers import Integral, Real
+from typing import Any
+
+from torch import nn
+
+from press_core.budget import is_amount
+from press_core.errors import HyperparameterError
+
+
+def limited(default: Any, holds: Callable[[Any], bool], allowed: str) -> Any:
+    """A field whose values have to be such that `holds`; in words, they are `allowed`."""
+    return field(default=default, metadata={"holds": holds, "allowed": allowed})
+
+
+def count(default: Any = MISSING, at_least: int = 0, of: str = "a number of tokens, ") -> Any:
+    """A field for a whole number, which may be None where that is the default."""
+    none = "None or " if default is None else ""
+    return limited(
+        default, lambda n: (default is n is None) or n >= at_least, f"{none}{of}{at_least} or more"
+    )
+
+
+def number(default: float, low: float, high: float = float("inf")) -> Any:
+    """A field for a number within limits."""
+    allowed = f"{low:g} or more" if high == float("inf") else f"a number in [{low:g}, {high:g}]"
+    return limited(default, lambda x: low <= x <= high, allowed)
+
+
+def share(default: float) -> Any:
+    """A field for a number in [0, 1]."""
+    return number(default, 0, 1)
+
+
+def odd(default: int) -> Any:
+    """A field for the width of a window that has a middle."""
+    return limited(default, lambda n: n >= 1 and n % 2 == 1, "odd and positive")
+
+
+def told_amount(default: Any = 0.0) -> Any:
+    """A field for a compression ratio, or for the `Tokens` to keep."""
+    return limited(default, is_amount, "a number in [0, 1), or the Tokens to keep")
+
+
+def choice(default: str, allowed: Sequence[str]) -> Any:
+    """A field for one of some words."""
+    return limited(default, lambda x: x in allowed, f"one of {', '.join(allowed)}")
+
+
+def require(press: Any, name: str, holds: bool, allowed: str) -> None:
+    """Raise a `HyperparameterError` about the field `name` of `press` unless `holds`."""
+    if not holds:
+        value = getattr(press, name)
+        shown = f"<a {type(value).__name__}>" if isinstance(value, nn.Module) else None
+        raise HyperparameterError(
+            f"{type(press).__name__}({name}={shown or reprlib.repr(value)}): {name} must be "
+            f"{allowed}"
+        )
+
+
+_PLAIN: dict[str, tuple[type, str]] = {
+    "int": (Integral, "a whole number"),
+    "float": (Real, "a number"),
+    "bool": (bool, "True or False"),
+    "str": (str, "a string"),
+    "None": (type(None), "None"),
+}
+"""By annotation, the type of the values that a field takes, and what to call them."""
+
+
+def check_fields(press: Any) -> None:
+    """Refuse values that the fields of `press` do not take.
+
+    Types are checked of plain fields alone, for others have their press to check them; but no field
+    is a model.
+
+    Raises:
+        HyperparameterError: naming the field, its value and what is allowed.
+    """
+    for declared in fields(press):
+        value, name = getattr(press, declared.name), type(press).__name__
+        if isinstance(value, nn.Module) and value is not declared.default:
+            meant = "a press is made first and opened on the model then"
+            require(press, declared.name, False, f"no model: {meant}, as in {name}(...)(model)")
+        names = _plain_types(declared.type)
+        if names is not None and value is not declared.default:
+            types = tuple(_PLAIN[name][0] for name in names)
+            fits = isinstance(value, types) and (not isinstance(value, bool) or "bool" in names)
+            allowed = " or ".join(_PLAIN[name][1] for name in names)
+            require(press, declared.name, fits, f"{allowed}, not a {type(value).__name__}")
+        if "holds" in declared.metadata:
+            holds, allowed = declared.metadata["holds"], declared.metadata["allowed"]
+            require(press, declared.name, bool(holds(value)), allowed)
+
+
+def _plain_types(annotation: Any) -> list[str] | None:
+    """The names of which `annotation` is the union; None if one of them is not plain."""
+    written = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    if written.startswith("Literal["):
+        return ["str"]
+    names = [name.strip() for name in written.split("|")]
+    return names if all(name in _PLAIN for name in names) else None

@@ -1,0 +1,1 @@
+"""What presses learn of a model beforehand, and the presses that do."""

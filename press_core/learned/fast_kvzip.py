@@ -1,0 +1,393 @@
+"""Fast KVzip (Kim et al., arXiv 2601.17668): gates that learned what KVzip would keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy, linear
+
+from press_core.budget import Tokens
+from press_core.cache.caches import known
+from press_core.cache.positions import tokens_seen
+from press_core.call import AttentionCall
+from press_core.engine import store_left
+from press_core.errors import PressError
+from press_core.eviction import Eviction
+from press_core.fields import count, share
+from press_core.forward import Forward
+from press_core.learned.calibration import (
+    Calibration,
+    CalibrationError,
+    LearnedPress,
+    learned,
+    of_layers,
+    sized,
+)
+from press_core.learned.examples import Examples, Scores, taught
+from press_core.learned.running import Batch
+from press_core.model.sites import AttentionSite
+from press_core.observed import Moment
+from press_core.press import RatioPress
+from press_core.rows import Left, RowGroup
+from press_core.scope import ScopeState
+from press_core.select import best_first, leading, trailing, upcast
+from press_core.tiles import rows_at_once
+from press_core.traits import Evicts, Needs, Phase
+
+GATE, TOKEN = "gate", "token"
+LONG_CONTEXT = 32_000
+"""Tokens from which on the last `window_size` are kept, rather than a share of the context."""
+EPSILON = 1e-6
+"""Added to mean squares."""
+
+
+class Gate(NamedTuple):
+    """The gate of one layer: `r` channels, `t` keys to compare with.
+
+    Attributes:
+        query_weight, query_bias: `(H, r, D)` and `(H, r)`.
+        key_weight: `(H_kv, r, D)`.
+        query_norm, key_norm: `(r,)`.
+        base: `(H_kv, t, r)`.
+        bias: `(H,)`.
+    """
+
+    query_weight: Tensor
+    query_bias: Tensor
+    key_weight: Tensor
+    query_norm: Tensor
+    key_norm: Tensor
+    base: Tensor
+    bias: Tensor
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """How likely each token is to be needed, in [0, 1]: `(B, H_kv, S)`, float32 or better.
+
+        The share of attention that the token's key would get from its own query against the keys of
+        `base`, mean over the queries of a group. Projected in the precision of the hidden states,
+        what follows in float32.
+
+        Args:
+            states: `(B, S, D)`, the input of the attention module.
+        """
+        n_kv, _, rank = self.base.shape
+        query = _project(states, self.query_weight, self.query_bias).unflatten(2, (n_kv, -1))
+        query, key = query.transpose(1, 2), _project(states, self.key_weight).transpose(1, 2)
+        # Not the queries are normalized, but what comes of them, which is less.
+        scale, weight = _inverse_rms(query) / rank**0.5, self.query_norm.to(query)
+        key = key * _inverse_rms(key) * (self.key_norm.to(key) * weight)  # (B, H_kv, S, r)
+        own = (query @ key.unsqueeze(-1) * scale).squeeze(-1)  # (B, H_kv, S, G)
+        # One product for all tokens of a head, which takes a sixth of the time of one for each.
+        others = query.flatten(2, 3) @ (self.base.to(query) * weight).mT
+        others = others.unflatten(2, own.shape[2:]) * scale
+        own = own + self.bias.to(query).view(n_kv, 1, -1)
+        return (own - others.logsumexp(dim=-1)).sigmoid().mean(dim=-1)
+
+
+def _project(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`states` `(B, S, D)` by `weight` `(heads, r, D)`: `(B, S, heads, r)`, float32 or better."""
+    bias = None if bias is None else bias.flatten().to(states)
+    return upcast(linear(states, weight.flatten(0, 1).to(states), bias)).unflatten(
+        -1, weight.shape[:2]
+    )
+
+
+def _inverse_rms(x: Tensor) -> Tensor:
+    return (x.square().mean(dim=-1, keepdim=True) + EPSILON).rsqrt()
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class KVzipGates(Calibration):
+    """The gates of all layers: what a `Gate` has, stacked.
+
+    Attributes:
+        query_weight, query_bias: `(L, H, r, D)` and `(L, H, r)`.
+        key_weight: `(L, H_kv, r, D)`.
+        query_norm, key_norm: `(L, r)`.
+        base: `(L, H_kv, t, r)`.
+        bias: `(L, H)`.
+    """
+
+    kind = "Fast KVzip gates"
+    file_names = ("fast_kvzip_gates.safetensors",)
+
+    query_weight: Tensor = sized("layers heads rank hidden_size")
+    query_bias: Tensor = sized("layers heads rank")
+    key_weight: Tensor = sized("layers kv_heads rank hidden_size")
+    query_norm: Tensor = sized("layers rank")
+    key_norm: Tensor = sized("layers rank")
+    base: Tensor = sized("layers kv_heads n_base rank")
+    bias: Tensor = sized("layers heads")
+
+    def check(self) -> None:
+        super().check()
+        heads, kv_heads = self.bias.shape[1], self.base.shape[1]
+        if heads % kv_heads:
+            raise CalibrationError(f"{heads} heads cannot share {kv_heads} KV heads")
+
+    def of_layer(self, layer_idx: int) -> Gate:
+        """The gate of one layer."""
+        return Gate(**{name: x[layer_idx] for name, x in self.tensors.items()})
+
+    @classmethod
+    def published(cls, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+        projections = {"query_weight": "q_proj.weight", "query_bias": "q_proj.bias"}
+        projections["key_weight"] = "k_proj.weight"
+        norm = of_layers(tensors, "q_norm.weight")
+        return {
+            **{
+                field: of_layers(tensors, name).unflatten(1, (-1, norm.shape[-1]))
+                for field, name in projections.items()
+            },
+            "query_norm": norm,
+            "key_norm": of_layers(tensors, "k_norm.weight"),
+            "base": of_layers(tensors, "k_base").squeeze(2),
+            "bias": of_layers(tensors, "b").flatten(1),
+        }
+
+
+@dataclass
+class FastKVzip(LearnedPress, RatioPress):
+    """Keeps what learned gates take for needed to repeat the context (arXiv 2601.17668).
+
+    A small gate per layer tells from the hidden states alone what KVzip would find out by letting
+    the model repeat its context. The heads of all layers share one budget, so that nothing is
+    evicted before the decoder has run, and outer scopes that prune layer by layer act first; or
+    those of each layer do, which lose tokens as it ends.
+
+    Attributes:
+        compression_ratio: share of the tokens of all heads that is evicted, in [0, 1).
+        layerwise: share one budget over the heads of each layer, rather than of the model.
+        n_sink: first tokens, always kept.
+        window_size: last tokens that are always kept, of contexts of 32,000 tokens or more.
+        window_ratio: share of shorter contexts, at their end, that is always kept.
+        gates: the gates of the model (see `fit`), or a file, a folder or a hub id. None: the file
+            `fast_kvzip_gates.safetensors` beside the model.
+    """
+
+    layerwise: bool = False
+    n_sink: int = count(4)
+    window_size: int = count(4096)
+    window_ratio: float = share(0.02)
+    gates: KVzipGates | str | Path | None = learned(KVzipGates)
+
+    evicts = Evicts.PER_HEAD
+    learns = "gates", KVzipGates, "{press}.fit(model, token_batches)"
+
+    teacher: ClassVar[Callable[..., Any]]
+    """Makes the press whose `scores` are learned, KVzip."""
+
+    @property
+    def needs(self) -> Needs:
+        return Needs.FORWARD if self._acts_at_once else Needs.FORWARD | Needs.MEMORY
+
+    @property
+    def phases(self) -> Phase:
+        return Phase.PREFILL if self.layerwise else Phase.PREFILL | Phase.AFTER_DECODER
+
+    @property
+    def _acts_at_once(self) -> bool:
+        """Whether nothing is left to do when all layers have run."""
+        return self.layerwise or self.amount == 0
+
+    # ---- the formula -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def scores(self, call: AttentionCall) -> Tensor:
+        """What the gate says of each key's token, `(B, H_kv, S)`; protected ones above 1.
+
+        Raises:
+            PressError: if it says nothing of some, as the hidden states are no numbers.
+        """
+        gate = call.prepared(self).of_layer(call.site.layer_idx)
+        n_numbers = len(call.hidden_states) * gate.query_bias.numel()
+        step = rows_at_once(call.hidden_states, n_numbers)
+        parts = [gate(part) for part in call.hidden_states.split(step, dim=1)]
+        scores = call.align_to_keys(torch.cat(parts, dim=-1))
+        if bool(scores.isnan().any()):
+            raise PressError(
+                f"the gate of {call.site.name} says NaN of some tokens, which has no rank among "
+                "numbers: the hidden states are infinite, or too large for the gate"
+            )
+        protected = leading(call.keys, self.n_sink) | trailing(call.keys, self.window(call.length))
+        # The same in all heads and layers: a budget smaller than their number keeps the latest.
+        recency = torch.arange(1, call.length + 1, device=scores.device, dtype=scores.dtype)
+        return torch.where(protected, 1 + recency, scores)
+
+    def window(self, length: int) -> int:
+        """How many tokens at the end of a context of `length` are always kept."""
+        return int(length * self.window_ratio) if length < LONG_CONTEXT else self.window_size
+
+    def choose(self, scores: list[Tensor]) -> list[Tensor]:
+        """Which tokens heads that share a budget keep, `(H_kv, S)` bool for each layer.
+
+        Args:
+            scores: of one row, `(H_kv, S)` for each layer; lengths may differ.
+        """
+        never_empty = [
+            layer.masked_fill(best_first(layer[None], 1)[0], float("inf")) for layer in scores
+        ]
+        # Layers may lie on several devices.
+        together = torch.cat([layer.flatten().to(scores[0].device) for layer in never_empty])
+        chosen = best_first(together.view(1, 1, -1), self._n_kept(scores)).flatten()
+        parts = chosen.split([layer.numel() for layer in scores])
+        pairs = zip(parts, scores, strict=True)
+        return [part.view_as(layer).to(layer.device) for part, layer in pairs]
+
+    def _n_kept(self, scores: list[Tensor]) -> int:
+        """How many tokens are kept of all together, at least one per head."""
+        if isinstance(self.compression_ratio, Tokens):
+            return sum(len(layer) * self.compression_ratio.of(layer.shape[1]) for layer in scores)
+        size = sum(layer.numel() for layer in scores)
+        return max(sum(map(len, scores)), size - int(size * self.compression_ratio))
+
+    # ---- acting ----------------------------------------------------------------------------------
+
+    def compress(self, call: AttentionCall) -> Eviction:
+        if not self.layerwise or self.budget(call) >= call.length:
+            return Eviction.nothing(call)
+        rows = [self.choose([row])[0] for row in self.scores(call)]
+        return Eviction.keep_per_head(call, torch.stack(rows))
+
+    def remember(self, call: AttentionCall) -> Mapping[str, Tensor]:
+        """What the gate says of each token, and that it is one: padding gets zeros of both."""
+        scores = self.scores(call)
+        return {GATE: scores, TOKEN: torch.ones_like(scores)}
+
+    def after_decoder(self, scope: ScopeState, forward: Forward, output: Any) -> None:
+        """Evict from all layers, after the prefill of a context."""
+        cache = forward.cache
+        cache = getattr(output, "past_key_values", None) if cache is None else cache
+        cache = getattr(cache, "self_attention_cache", cache)
+        told = [] if cache is None else [_recall(scope, site, cache) for site in scope.sites]
+        if cache is None or not told or not all(told):
+            return
+        gates, tokens = ([layer[name] for layer in told] for name in (GATE, TOKEN))
+        kept = [torch.zeros_like(layer) for layer in tokens]
+        for row in range(len(kept[0])):
+            mine = [layer[row, 0] for layer in tokens]
+            scores = [layer[row][:, here] for layer, here in zip(gates, mine, strict=True)]
+            for layer, here, chosen in zip(kept, mine, self.choose(scores), strict=True):
+                layer[row, :, here] = chosen
+        is_whole = all(map(torch.equal, kept, tokens))
+        for site, keeps, occupied in zip(scope.sites, kept, tokens, strict=True):
+            layer = known(cache, site.layer_idx)
+            layer.remember(scope.key, None)
+            if is_whole:
+                continue
+            keys, values = layer.states()
+            when = Moment(seen=tokens_seen(layer, occupied[:, 0]))
+            nothing = keys.new_zeros(len(keys), 0, 0)  # nobody asks for the hidden states again
+            call = AttentionCall(site, nothing, keys, values, when=when, scope=scope)
+            eviction = Eviction.keep_per_head(call, site.ranks.own(keeps, keys.shape[1]))
+            group = RowGroup(list(range(len(keys))), None, eviction)
+            store_left(scope, cache, site, Left(call, [group]))
+
+    # ---- learning --------------------------------------------------------------------------------
+
+    @classmethod
+    def fit(
+        cls,
+        model: Any,
+        token_batches: Iterable[Batch],
+        scores: Scores | None = None,
+        *,
+        rank: int = 16,
+        n_base: int = 16,
+        max_tokens: int = 32_768,
+        steps: int = 2_000,
+        seed: int = 0,
+    ) -> KVzipGates:
+        """Learn to tell the scores of KVzip from hidden states.
+
+        The same seed gives the same gates on the same device.
+
+        Args:
+            model: left as it was.
+            token_batches: token ids `(B, S)`, or dicts with `input_ids` and `attention_mask` where
+                rows are padded on the left; those rows are scored one by one.
+            scores: what to learn, in [0, 1]. None: the scores of KVzip, which needs the model's
+                tokenizer; without one, `KVzipPress(prompts=...).scores`.
+            rank: channels of the gate's queries and keys, 16 in the paper.
+            n_base: keys that those of tokens are compared with, 16 in the paper.
+            max_tokens: tokens to learn from, at most; their hidden states are held in memory.
+            steps: of AdamW.
+            seed: of what the gates start from, and of the batches of tokens.
+
+        Returns:
+            The gates, float32: to hand over as `gates`, or to save beside the model.
+
+        Raises:
+            CalibrationError: if there is no token to learn from, or if scores have another shape.
+        """
+        if scores is None:
+            scores = cls.teacher().scores
+        examples = Examples.of(model, token_batches, scores, cls.collector, max_tokens)
+        return fit_gates(examples, rank, n_base, steps, seed)
+
+
+def _recall(scope: ScopeState, site: AttentionSite, cache: Any) -> dict[str, Tensor]:
+    """What the scope remembers of the tokens of a layer, `(B, H_kv, S)` for the heads of all ranks.
+
+    Empty where it remembers nothing.
+    """
+    memory = known(cache, site.layer_idx).memories.get(scope.key)
+    if memory is None or GATE not in memory.slots:
+        return {}
+    found = {name: site.ranks.gather(memory.slots[name]) for name in (GATE, TOKEN)}
+    return {**found, TOKEN: found[TOKEN] > 0}
+
+
+# ---- learning ------------------------------------------------------------------------------------
+
+
+def fit_gates(examples: Examples, rank: int, n_base: int, steps: int, seed: int) -> KVzipGates:
+    """The gates whose outputs come closest to the examples, layer by layer.
+
+    Raises:
+        CalibrationError: if there are none.
+    """
+
+    def learn(states: Tensor, targets: Tensor) -> Gate:
+        """The gate after `steps` steps of AdamW towards `targets`."""
+        states, targets = states.float(), targets.clamp(0, 1)
+        scale = states.square().mean().sqrt().clamp(min=1e-12)  # folded into the weights afterwards
+
+        def loss_of(parameters: Sequence[Tensor], rows: Tensor) -> Tensor:
+            told = Gate(*parameters)(states[rows][None] / scale)[0].mT
+            return binary_cross_entropy(told, targets[rows])
+
+        start = _first_gate(examples.site, rank, n_base, targets, states.shape[1], seed)
+        generator = torch.Generator().manual_seed(seed)
+        gate = Gate(*taught(start, loss_of, len(states), steps, generator))
+        query, key = gate.query_weight / scale, gate.key_weight / scale
+        return gate._replace(query_weight=query, key_weight=key)
+
+    return KVzipGates(*examples.taught(learn))
+
+
+def _first_gate(
+    site: AttentionSite, rank: int, n_base: int, targets: Tensor, width: int, seed: int
+) -> Gate:
+    """A gate at random that says of all tokens about what `targets` say on average."""
+    n_heads, n_kv, generator = site.num_heads, site.num_kv_heads, torch.Generator()
+    generator.manual_seed(seed)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    mean = targets.mean(dim=0).clamp(1e-4, 1 - 1e-4)
+    return Gate(
+        query_weight=drawn(n_heads, rank, width) * width**-0.5,
+        query_bias=torch.zeros(n_heads, rank),
+        key_weight=drawn(n_kv, rank, width) * width**-0.5,
+        query_norm=torch.ones(rank),
+        key_norm=torch.ones(rank),
+        base=0.1 * drawn(n_kv, n_base, rank),
+        bias=(mean.logit() + torch.tensor(n_base).log()).repeat_interleave(n_heads // n_kv),
+    )

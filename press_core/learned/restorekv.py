@@ -1,0 +1,239 @@
+"""RestoreKV (arXiv 2608.01247): a few learned tokens hold what is about to be evicted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from press_core.budget import Tokens
+from press_core.call import AttentionCall
+from press_core.errors import UnsupportedModelError
+from press_core.eviction import Eviction
+from press_core.forward import Forward
+from press_core.learned.adapter import (
+    N_TOKENS,
+    RestoreAdapter,
+    adapted,
+    adapted_layers,
+    first_adapter,
+)
+from press_core.learned.calibration import CalibrationError, LearnedPress, learned
+from press_core.learned.running import Batch, rows_alone
+from press_core.model.decoder import device_of
+from press_core.model.sites import AttentionSite
+from press_core.observed import Moment
+from press_core.probe import attention_sites
+from press_core.replay.kvzip import KVzip, RepeatPrompts
+from press_core.replay.rows import Judged, Row
+from press_core.rows import Left, RowGroup
+from press_core.scope import ScopeState
+
+
+@dataclass
+class RestoreKV(LearnedPress, KVzip):
+    """KVzip, and a few learned tokens that hold what is evicted (arXiv 2608.01247).
+
+    Before KVzip evicts, eight learned embeddings are run after the context. They attend to all of
+    it, with a low-rank adapter (LoRA) added to the linear layers for that one pass. Their keys and
+    values join the cache, and KVzip evicts as many tokens more. The tokens that come later have the
+    positions that they would have without them. Contexts of no more tokens than that are left
+    whole.
+
+    Attributes:
+        compression_ratio: share of the tokens of all heads that is evicted, in [0, 1).
+        layerwise: share one budget over the heads of each layer, rather than of the model.
+        n_sink: first tokens, kept as long as there is room.
+        kvzip_plus_normalization: weight attention as KVzip+ does.
+        chunk_size: tokens to be repeated at a time.
+        prompts: what asks the model to repeat; None: in the words of the tokenizer that lies beside
+            the model.
+        adapter: embeddings and adapter of the model (see `fit`), or a file, a folder or a hub id.
+            None: the file `restorekv.safetensors` beside the model, or what is published for it on
+            the hub.
+    """
+
+    adapter: RestoreAdapter | str | Path | None = learned(RestoreAdapter)
+
+    at_least = 0  # there are those that restore
+    learns = "adapter", RestoreAdapter, "{press}.fit(model, token_batches)"
+
+    def hub_id(self, model_name: str) -> str:
+        suffix = "_plus" if self.kvzip_plus_normalization else ""
+        return f"higokri/RestoreKV-{model_name.split('/')[-1]}{suffix}"
+
+    def prepare(self, model: Any) -> Any:
+        """What asks the model to repeat, and the adapter."""
+        sites = attention_sites(model)
+        if sites[0].ranks.size > 1:
+            raise UnsupportedModelError(
+                f"{type(self).__name__} adds an adapter to whole linear layers, and ranks share "
+                f"those of {sites[0].name} (tensor parallelism); use KVzipPress"
+            )
+        adapter: Any = self.find(model).to(device_of(model))
+        adapted_layers(model, sites, adapter)
+        return KVzip.prepare(self, model), adapter
+
+    def prompts_of(self, row: Row) -> RepeatPrompts:
+        prompts: RepeatPrompts = row.scope.prepared(self)[0]
+        return prompts
+
+    # ---- rows ------------------------------------------------------------------------------------
+
+    def judge(self, row: Row) -> Judged:
+        n, told = len(self.adapter_of(row.scope).embeddings), self.compression_ratio
+        whole_up_to = told.n if isinstance(told, Tokens) else 0
+        if row.length <= max(n, whole_up_to):
+            ones = partial(torch.ones, dtype=torch.bool, device=row.tokens.device)
+            everything = {s.layer_idx: ones(s.num_kv_heads, row.length) for s in row.scope.sites}
+            return Judged(row.slots, everything)
+        chosen = self.choose(self.score_row(row), n_joining=n)
+        return Judged(row.slots, chosen, self.restored(row))
+
+    def adapter_of(self, scope: ScopeState) -> RestoreAdapter:
+        """The adapter for the model of `scope`."""
+        adapter: RestoreAdapter = scope.prepared(self)[1]
+        return adapter
+
+    def restored(self, row: Row) -> dict[int, tuple[Tensor, Tensor]]:
+        """Keys and values of the tokens that restore `row`, `(1, H_kv, n, d)` each, by layer."""
+        scope, adapter = row.scope, self.adapter_of(row.scope)
+        assert scope.model is not None
+        embedding: Any = scope.model.get_input_embeddings()  # type: ignore[operator]
+        with adapted(self, scope.model, scope.sites, adapter):
+            cache = row.alone()
+            row.run(cache, inputs_embeds=adapter.embeddings[None].to(embedding.weight.dtype))
+            layers = {site.layer_idx: cache.layers[site.layer_idx] for site in scope.sites}
+            n = len(adapter.embeddings)
+            return {i: (x.keys[:, :, -n:], x.values[:, :, -n:]) for i, x in layers.items()}
+
+    def after_decoder(self, scope: ScopeState, forward: Forward, output: Any) -> None:
+        wanted = any(x.requires_grad for x in self.adapter_of(scope).tensors.values())
+        with torch.set_grad_enabled(torch.is_grad_enabled() or wanted):
+            super().after_decoder(scope, forward, output)
+
+    def left_of_layer(
+        self, scope: ScopeState, cache: Any, site: AttentionSite, judged: list[Judged]
+    ) -> Left:
+        """What is left of a layer, and behind it the tokens that restore each row."""
+        layer, n = cache.layers[site.layer_idx], len(self.adapter_of(scope).embeddings)
+        keys, values, length = layer.keys, layer.values, layer.keys.shape[2]
+        nothing = [x.new_zeros(1, x.shape[1], n, x.shape[-1]) for x in (keys, values)]
+        joining = [nothing if j.joining is None else j.joining[site.layer_idx] for j in judged]
+        keys = torch.cat((keys, torch.cat([pair[0].to(keys) for pair in joining])), dim=2)
+        values = torch.cat((values, torch.cat([pair[1].to(values) for pair in joining])), dim=2)
+        seen = tuple(length if j.slots is None else len(j.slots) for j in judged)
+        hidden = keys.new_empty(len(keys), length + n, 0)
+        call = AttentionCall(site, hidden, keys, values, when=Moment(seen=seen), scope=scope)
+        groups, behind = [], torch.arange(length, length + n, device=keys.device)
+        for index, (slots, chosen, restoring) in enumerate(judged):
+            slots = None if slots is None else torch.cat((slots, behind))
+            joins = chosen[site.layer_idx].new_full((keys.shape[1], n), restoring is not None)
+            kept = torch.cat((chosen[site.layer_idx], joins), dim=1)
+            part = call.of_rows([index], slots)
+            groups.append(RowGroup([index], slots, Eviction.keep_per_head(part, kept[None])))
+        return Left(call, groups)
+
+    # ---- learning --------------------------------------------------------------------------------
+
+    @classmethod
+    def fit(
+        cls,
+        model: Any,
+        token_batches: Iterable[Batch],
+        *,
+        compression_ratios: tuple[float, ...] = (0.75, 0.9, 0.95),
+        n_following: int = 32,
+        rank: int = 8,
+        learning_rate: float = 5e-3,
+        n_batches: int | None = None,
+        prompts: RepeatPrompts | None = None,
+        seed: int = 0,
+        **fields: Any,
+    ) -> RestoreAdapter:
+        """Learn to answer from what is left as the model answers from all (self-distillation).
+
+        Each row is a context and what follows it. What follows is predicted over the whole context,
+        and over what the press leaves of that, at ratios in turn; the divergence of the second
+        prediction from the first is what is made small. One step per row; the model is left as it
+        was.
+
+        Args:
+            model: as it is, in eval mode.
+            token_batches: token ids `(B, S)`, or dicts with `input_ids` and `attention_mask` where
+                rows are padded on the left.
+            compression_ratios: to learn at, in turn.
+            n_following: tokens at the end of each row that follow its context.
+            rank: of the adapter on the linear layers of the attention modules.
+            learning_rate: of AdamW.
+            n_batches: how many batches there are; the rate then falls to zero along a cosine.
+            prompts: see the press.
+            seed: of the first numbers.
+            fields: others of the press.
+
+        Returns:
+            Embeddings and adapter, float32: to hand over as `adapter`, or to save beside the model.
+
+        Raises:
+            CalibrationError: if there is no row with a context.
+        """
+        with torch.inference_mode(False), torch.enable_grad():
+            started = first_adapter(model, rank, seed)
+            learned_parts = {name: x.requires_grad_() for name, x in started.tensors.items()}
+            press: Any = cls(prompts=prompts, adapter=RestoreAdapter.of(learned_parts), **fields)
+            # Each number is normalised, so that one rate serves embeddings and layers.
+            optimizer = torch.optim.AdamW(
+                learned_parts.values(), lr=learning_rate, weight_decay=0.0
+            )
+            n_rows = 0
+            for done, row in _rows(token_batches, n_batches, n_following + N_TOKENS):
+                optimizer.param_groups[0]["lr"] = learning_rate * (1 + math.cos(math.pi * done)) / 2
+                told = press.with_ratio(compression_ratios[n_rows % len(compression_ratios)])
+                parts = row.to(device_of(model)).split([row.shape[1] - n_following, n_following], 1)
+                optimizer.zero_grad()
+                loss = distillation_loss(model, told, *parts)
+                loss.backward(inputs=[*learned_parts.values()])
+                optimizer.step()
+                n_rows += 1
+            if not n_rows:
+                raise CalibrationError(
+                    f"token_batches holds no row of more than {n_following + N_TOKENS} tokens "
+                    f"(n_following={n_following} and a context)"
+                )
+            return RestoreAdapter.of({name: x.detach() for name, x in learned_parts.items()})
+
+
+def _rows(
+    token_batches: Iterable[Batch], n_batches: int | None, longer_than: int
+) -> Iterator[tuple[float, Tensor]]:
+    """How far through the batches, where their number is known, and rows `(1, S)` long enough."""
+    for index, batch in enumerate(token_batches):
+        for ids in rows_alone([batch]):
+            if ids.shape[1] > longer_than:
+                done = 0.0 if n_batches is None else index / n_batches
+                yield from ((done, row[None].clone()) for row in ids)  # made outside of inference
+
+
+def distillation_loss(model: Any, press: Any, context: Tensor, following: Tensor) -> Tensor:
+    """How far predictions over what `press` leaves of a context diverge from those over all of it.
+
+    Args:
+        context, following: token ids, `(1, S)` and `(1, m)`.
+
+    Returns:
+        The Kullback-Leibler divergence in nats, mean over the tokens of `following`.
+    """
+    with torch.no_grad():
+        cache = model(context, use_cache=True).past_key_values
+        teacher = model(following, past_key_values=cache).logits[0].log_softmax(dim=-1)
+    with press(model):
+        with torch.no_grad():
+            cache = model(context, use_cache=True).past_key_values
+        student = model(following, past_key_values=cache).logits[0].log_softmax(dim=-1)
+    return torch.nn.functional.kl_div(student, teacher, log_target=True, reduction="batchmean")

@@ -1,0 +1,163 @@
+"""Observing an attention module: what it was given and made, as a press is to judge it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from press_core.cache.caches import known
+from press_core.cache.masks import prefill_tokens
+from press_core.cache.memory import Memory, Step
+from press_core.cache.pruned import PrunedLayer
+from press_core.cache.reading import occupied_slots
+from press_core.call import AttentionCall
+from press_core.errors import UnsupportedInputError
+from press_core.eviction import SAY_WHAT_IS_KEPT
+from press_core.forward import Arguments, Forward
+from press_core.model.sites import AttentionSite
+from press_core.observed import Positions, Query
+from press_core.scope import ScopeState
+
+
+@dataclass(frozen=True, eq=False)
+class Passed:
+    """A forward of an attention module that has just ended.
+
+    Attributes:
+        forward: of the decoder, which it is a part of.
+        given: what it was given.
+        output: what it returned.
+        query: its query, if somebody asked for it.
+    """
+
+    forward: Forward
+    site: AttentionSite
+    given: Arguments
+    output: Any
+    query: Query | None
+
+    @cached_property
+    def cache(self) -> Any:
+        """The cache of the decoder's own keys, or None."""
+        cache = self.given.get(self.site.signature.cache_name)
+        return getattr(cache, "self_attention_cache", cache)
+
+    @cached_property
+    def hidden_states(self) -> Tensor:
+        """`(B, q, D)`, its input."""
+        return self.given.get("hidden_states")
+
+    @cached_property
+    def mask(self) -> Any:
+        """Its attention mask, in any form, over what its layer holds."""
+        mask, layer = self.given.get("attention_mask"), known(self.cache, self.site.layer_idx)
+        columns = layer.columns(0)
+        n_empty = columns - layer.n_old - layer.n_recent
+        fits = isinstance(mask, Tensor) and mask.shape[-1] in (columns, columns - layer.n_old)
+        if n_empty <= 0 or not fits:
+            return mask
+        # Of a buffer of fixed length the last slots hold nothing yet.
+        return self.forward.once(lambda: mask[..., :-n_empty], "filled", mask, n_empty)
+
+    @property
+    def cos_sin(self) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines of its tokens' positions, where it is given such."""
+        given = self.given.get("position_embeddings")
+        pair = isinstance(given, tuple) and len(given) == 2
+        return given if pair and given[0].dim() == 3 else None
+
+    @cached_property
+    def position_ids(self) -> Tensor | None:
+        """`(1 or B, q)` int64, the first of their dimensions where there are three; or None."""
+        ids: Tensor | None = self.given.get("position_ids")
+        return ids if ids is None or ids.dim() == 2 else ids[0]
+
+    def occupied(self, layer: PrunedLayer) -> Tensor | None:
+        """Which slots of `layer` hold tokens of that row, `(B, S)` bool; None: all."""
+        batch, n = self.hidden_states.shape[:2]
+        if layer.is_pruned or layer.n_seen != n:
+            return occupied_slots(self.mask, layer, n, n_held=n)
+        # Only its own tokens: it brought a context.
+        return self.forward.once(
+            lambda: prefill_tokens(self.mask, n, batch), "tokens", self.mask, n
+        )
+
+
+def call_of(
+    scope: ScopeState, passed: Passed, keys: Tensor, values: Tensor, **fields: Any
+) -> AttentionCall:
+    """What is known of a forward of an attention module, with other `fields`."""
+    device = passed.hidden_states.device  # an offloaded cache is brought back to the model
+    known_fields: dict[str, Any] = {
+        "hidden_states": passed.hidden_states,
+        "query": passed.query,
+        "at": Positions(passed.cos_sin, passed.position_ids),
+        "kwargs": passed.given.kwargs,
+        "notes": passed.forward.notes,
+        "scope": scope,
+    }
+    return AttentionCall(
+        passed.site, keys=keys.to(device), values=values.to(device), **{**known_fields, **fields}
+    )
+
+
+def context_call(scope: ScopeState, passed: Passed, layer: PrunedLayer) -> AttentionCall:
+    """A forward that brought a context.
+
+    Raises:
+        UnsupportedInputError: if an inner scope pruned the layer and did not say what it kept, so
+            that nobody knows which queries and positions its keys belong to.
+    """
+    if not layer.is_pruned:
+        weights = passed.output[1] if isinstance(passed.output, tuple) else None
+        weights = passed.site.grouped(weights) if isinstance(weights, Tensor) else None
+        return call_of(scope, passed, *layer.states(), attentions=weights)
+    positions, rotary = layer.all_positions(), layer.all_rotary_positions()
+    if positions is None:
+        raise UnsupportedInputError(
+            f"the press of an inner scope pruned {passed.site.name} without saying which tokens it "
+            f"kept; open that scope outermost, or {SAY_WHAT_IS_KEPT}"
+        )
+    tokens = positions.long().to(passed.hidden_states.device)
+    rotary = None if rotary is None else rotary.long()
+    at = Positions(passed.cos_sin, passed.position_ids, tokens, rotary)
+    return call_of(scope, passed, *layer.states(), at=at)
+
+
+def step_of(scope: ScopeState, passed: Passed) -> Step:
+    """What a press may ask about the tokens of a forward later."""
+    states, cos_sin, ids = {}, passed.cos_sin, passed.position_ids
+    if scope.traits.reads_hidden_states:  # which would take more than the cache
+        states["hidden_states"] = passed.hidden_states
+    if passed.query is not None:
+        states["query"] = passed.query.states
+    if cos_sin is not None:
+        states["cos"], states["sin"] = cos_sin
+    if ids is not None:
+        states["position_ids"] = ids.unsqueeze(-1)
+    return Step(passed.hidden_states.shape[1], states)
+
+
+def with_steps(call: AttentionCall, memory: Memory, limit: int | None = None) -> AttentionCall:
+    """The call with what was observed of the last `limit` tokens; None: of all.
+
+    Hidden states that nobody said they read are there in shape alone.
+    """
+    states, n = memory.last(limit), memory.n_known
+    batch, _, width = call.hidden_states.shape
+    hidden_states = states.get("hidden_states")
+    if hidden_states is None:
+        n = n if limit is None else min(n, limit)
+        hidden_states = call.hidden_states.new_empty(batch, n, width, device="meta")
+    query, ids = call.query, states.get("position_ids")
+    if query is not None:
+        query = Query(states["query"], query.is_rotated)
+    at = replace(
+        call.at,
+        embeddings=(states["cos"], states["sin"]) if "cos" in states else None,
+        ids=None if ids is None else ids.squeeze(-1),
+    )
+    return call.replace(hidden_states=hidden_states, query=query, at=at)

@@ -1,0 +1,246 @@
+"""Presses that ask the last queries of the context: the observation window."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d, normalize
+
+from press_core.attention import mean_attention, window_attention
+from press_core.call import AttentionCall
+from press_core.fields import count, limited, number, odd, share
+from press_core.scoring import RatioScorer
+from press_core.select import protect, trailing, upcast, with_ends
+from press_core.tiles import rows_at_once
+from press_core.traits import Needs
+
+
+@dataclass
+class WindowScorer(RatioScorer):
+    """Scores the tokens before the window; those in the window are always kept."""
+
+    window_size: int = count(64, 1)
+    kernel_size: int = odd(5)
+
+    needs = Needs.QUERIES
+
+    def is_long_enough(self, length: int) -> bool:
+        return length > self.window_size
+
+    def score(self, call: AttentionCall) -> Tensor:
+        return with_ends(self.votes(call), last=self.window_size)
+
+    @abstractmethod
+    def votes(self, call: AttentionCall) -> Tensor:
+        """Scores of the tokens before the window, `(B, H_kv, S - w)`, float32."""
+
+    def pooled(self, votes: Tensor) -> Tensor:
+        """The mean over neighbouring keys, `(B, H_kv, m)`."""
+        return avg_pool1d(votes, self.kernel_size, stride=1, padding=self.kernel_size // 2)
+
+
+@dataclass
+class SnapKV(WindowScorer):
+    """Keeps what the last queries of the context attend to (Li et al., arXiv 2404.14469).
+
+    Contexts of at most `window_size` tokens are left whole.
+
+    Attributes:
+        window_size: last tokens, whose queries vote and which are themselves always kept.
+        kernel_size: width of the average pooling over neighbouring keys; odd.
+    """
+
+    def votes(self, call: AttentionCall) -> Tensor:
+        """Mean attention of the window's queries, pooled over neighbours."""
+        attention = mean_attention(call, call.queries(self.window_size))
+        return self.pooled(attention[..., : call.length - self.window_size])
+
+
+@dataclass
+class PyramidKV(SnapKV):
+    """SnapKV with budgets that fall from layer to layer (Cai et al., arXiv 2406.02069).
+
+    Contexts of at most `window_size` tokens are left whole.
+
+    Attributes:
+        window_size: last tokens, whose queries vote and which are themselves always kept.
+        kernel_size: width of the average pooling over neighbouring keys; odd.
+        beta: how steeply budgets fall: the last layer keeps a `beta`-th of the mean.
+    """
+
+    beta: int = count(20, 1)
+
+    def budget(self, call: AttentionCall) -> int:
+        length, ratio, place = call.length, self.ratio_of(call.length), call.site.place
+        if call.budget or ratio == 0 or not self.is_long_enough(length):
+            return super().budget(call)
+        mean = length * (1 - ratio)
+        low = mean / self.beta
+        high = 2 * mean - low
+        if high > length - self.window_size:
+            high = length - self.window_size
+            low = 2 * mean - high
+        if not length >= high >= low >= self.window_size:
+            return max(1, round(mean))
+        return round(high - place.depth * (high - low) / max(1, place.n_sites - 1))
+
+
+@dataclass
+class TOVA(RatioScorer):
+    """Keeps what the last query attends to, over all heads (Oren et al., arXiv 2401.06104)."""
+
+    needs = Needs.QUERIES
+
+    def score(self, call: AttentionCall) -> Tensor:
+        weights = mean_attention(call, call.queries(1)).mean(dim=1, keepdim=True)
+        return protect(weights.expand(-1, call.keys.shape[1], -1), trailing(call.keys, 1))
+
+
+# ---- DropKV --------------------------------------------------------------------------------------
+
+
+@dataclass
+class DropKV(WindowScorer):
+    """Keeps the pairs without which the last outputs would change most (DropKV, MqfNzH3TVH).
+
+    If pair `j` goes and its weight is shared among the others, output `o_i` moves by
+    `p_ij / (1 - p_ij) * (o_i - v_j)`; the score is the sum of the squares of that. Scores of
+    different heads can be compared. Contexts of at most `window_size` tokens are left whole.
+
+    Attributes:
+        window_size: last tokens, whose outputs count and which are themselves always kept.
+        kernel_size: width of the average pooling over neighbouring keys; odd.
+        epsilon: added to `1 - p_ij`.
+    """
+
+    window_size: int = count(32, 1)
+    kernel_size: int = odd(7)
+    epsilon: float = limited(1e-6, lambda x: x > 0, "more than 0")
+
+    def votes(self, call: AttentionCall) -> Tensor:
+        return self.pooled(output_loss(call, self.window_size, self.epsilon))
+
+
+def output_loss(call: AttentionCall, window_size: int, epsilon: float) -> Tensor:
+    """How far the last outputs move without each of the tokens before them.
+
+    Returns:
+        Sum over the window of the squared distances, mean over the group, `(B, H_kv, S - w)`.
+    """
+    weights = window_attention(call, window_size)  # (B, H_kv, G, w, S)
+    values = upcast(call.values).unsqueeze(2)
+    outputs = weights @ values  # (B, H_kv, G, w, d)
+    weights = weights[..., : call.length - window_size]
+    values = values[..., : call.length - window_size, :]
+    odds = (weights / (1 - weights + epsilon)).square()
+    # ‖v - o‖² = ‖v‖² - 2 v·o + ‖o‖², without a tensor of (w, S, d)
+    distances = values.square().sum(dim=-1).unsqueeze(-2) - 2 * outputs @ values.mT
+    distances = (distances + outputs.square().sum(dim=-1, keepdim=True)).clamp(min=0)
+    return (odds * distances).sum(dim=3).mean(dim=2)
+
+
+# ---- R-KV ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class RKV(WindowScorer):
+    """Keeps what the last queries attend to, less what other keys repeat (R-KV, arXiv 2505.24133).
+
+    `mix_lambda * importance - (1 - mix_lambda) * redundancy`. Made for reasoning models, to prune
+    while they decode: `DecodingPress(RKVPress(), compression_interval=128, target_size=1024)`.
+    Contexts of at most `window_size` tokens are left whole.
+
+    Attributes:
+        window_size: last tokens, whose queries vote and which are themselves always kept.
+        kernel_size: width of the max pooling over neighbouring keys; odd.
+        mix_lambda: weight of the importance, in [0, 1].
+        similarity_threshold: cosine from which on a key repeats another.
+        n_retained: how many of the keys that repeat another, the latest, are not blamed for it.
+    """
+
+    window_size: int = count(8, 1)
+    kernel_size: int = odd(7)
+    mix_lambda: float = share(0.1)
+    similarity_threshold: float = number(0.5, -1, 1)
+    n_retained: int = count(1)
+
+    def votes(self, call: AttentionCall) -> Tensor:
+        important = importance(call, self.window_size, self.kernel_size)
+        similar = similarity(call.keys, self.similarity_threshold, self.n_retained)
+        redundant = similar.softmax(dim=-1)[..., : call.length - self.window_size]
+        return self.mix_lambda * important - (1 - self.mix_lambda) * redundant
+
+
+def importance(call: AttentionCall, window_size: int, kernel_size: int) -> Tensor:
+    """Attention of the last queries, the most of each group and of neighbouring keys.
+
+    Returns:
+        Mean over the queries, `(B, H_kv, S - w)`, float32.
+    """
+    before = call.length - window_size
+    weights = window_attention(call, window_size)[..., :before].amax(dim=2)  # (B, H_kv, w, S - w)
+    pooled = max_pool1d(weights.flatten(0, 1), kernel_size, stride=1, padding=kernel_size // 2)
+    return pooled.view_as(weights).mean(dim=2)
+
+
+def similarity(keys: Tensor, threshold: float, n_retained: int, block: int | None = None) -> Tensor:
+    """Mean cosine of each key with all keys, `(B, H_kv, S)` float32.
+
+    Its own and, of each key, those of the `n_retained` latest that are more similar to it than
+    `threshold` count as zero, so that the last mention of something stays.
+
+    All cosines of a key sum to one product with the sum of all keys. Those that count as zero are
+    looked for from the latest on, until each key has its share.
+
+    Args:
+        keys: `(B, H_kv, S, d)`.
+        block: how many keys to compare with as many at a time; None: what suits the device.
+    """
+    directions = normalize(upcast(keys), dim=-1)
+    total = (directions @ directions.sum(dim=2).unsqueeze(-1)).squeeze(-1)
+    total -= directions.square().sum(dim=-1)
+    left = torch.full(keys.shape[:3], n_retained, device=keys.device)
+    step = block or math.isqrt(rows_at_once(keys, keys.shape[0] * keys.shape[1]))
+    starts = range(0, keys.shape[2], step)
+    pairs = ((a, b) for a in reversed(starts) for b in reversed(starts[a // step :]))
+    for rows, columns in ((slice(a, a + step), slice(b, b + step)) for a, b in pairs):
+        if not bool(left[:, :, rows].any() | left[:, :, columns].any()):
+            continue
+        cosines = directions[:, :, rows] @ directions[:, :, columns].mT
+        if rows == columns:
+            cosines.diagonal(dim1=-2, dim2=-1).zero_()
+        similar = cosines > threshold
+        if not bool(similar.any()):
+            continue
+        excused, left[:, :, rows] = _excused(cosines, similar, left[:, :, rows])
+        total[:, :, columns] -= excused
+        if rows != columns:  # each of a pair repeats the other
+            excused, left[:, :, columns] = _excused(cosines.mT, similar.mT, left[:, :, columns])
+            total[:, :, rows] -= excused
+    return total / keys.shape[2]
+
+
+def _excused(cosines: Tensor, similar: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+    """What the latest keys that are similar to others are not blamed for.
+
+    Args:
+        cosines, similar: `(B, H_kv, rows, columns)`, whether columns repeat rows.
+        left: `(B, H_kv, rows)` int64, how many columns may still be excused.
+
+    Returns:
+        The sum of each column's cosines that count as zero, and how many may be excused later.
+    """
+    excused = torch.zeros_like(cosines[:, :, 0])
+    columns = torch.arange(cosines.shape[-1], dtype=torch.int32, device=cosines.device)
+    places = torch.where(similar, columns, -1)
+    while bool((found := (left > 0) & ((last := places.amax(dim=-1)) >= 0)).any()):
+        index = last.clamp(min=0).long()
+        values = cosines.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+        excused.scatter_add_(-1, index, values.masked_fill(~found, 0))
+        places.scatter_(-1, index.unsqueeze(-1), -1)
+        left = left - found.long()
+    return excused, left

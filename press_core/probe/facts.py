@@ -1,0 +1,200 @@
+"""What was seen of an attention module, compared with what presses take for granted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from press_core.cache.caches import has_linear_state, is_growing
+from press_core.model.ranks import HeadGroup, ranks_of
+from press_core.model.sites import AttentionSite, QueryPlace, Signature, Softmax
+from press_core.probe.rotation import rotation_of
+from press_core.probe.watching import Attended, Seen, Watch
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was found out about one attention module; it holds of every model of its kind.
+
+    Attributes:
+        site: the module, as presses are to see it.
+        left_whole: why presses leave its cache alone; empty: they do not.
+        owner, window: see `Bystander`.
+        maker: name of the module that makes its cosines and sines; None: not known.
+    """
+
+    site: AttentionSite
+    left_whole: str = ""
+    owner: int | None = None
+    window: int | None = None
+    maker: str | None = None
+
+    def refused(self, why: str, *needs: str) -> Facts:
+        """The same where `needs` are not met, in which case `why` says more."""
+        refusals = {**self.site.refusals, **dict.fromkeys(needs, why)}
+        return replace(self, site=replace(self.site, refusals=refusals))
+
+    def of(self, find: Callable[[str], nn.Module]) -> Facts:
+        """The same of another model, whose modules `find` gives by name."""
+        rotary = self.site.rotary
+        if rotary is not None and self.maker is not None:
+            rotary = replace(rotary, embedding=find(self.maker))
+        site = replace(self.site, module=find(self.site.name), rotary=rotary)
+        return replace(self, site=site)
+
+
+def judged(seen: Seen, watch: Watch) -> Facts:
+    """What is known of one module.
+
+    Args:
+        watch: what was seen of all modules.
+    """
+    name, cache = f"{type(seen.module).__name__} ({seen.name})", seen.cache
+    site = _site(seen, watch.model)
+    if not hasattr(cache, "layers"):
+        what = "no cache" if cache is None else f"a {type(cache).__name__}, which has no layers"
+        return Facts(site, f"{name} is given {what}")
+    if seen.n_forwards > 1:
+        return Facts(site, f"one {name} serves several layers of the cache")
+    layer = seen.layer
+    window = getattr(layer, "sliding_window", None)
+    if window is not None:
+        why = f"{name} sees a sliding window only, which bounds its cache already"
+        return Facts(site, why, window=window)
+    if layer is None or not is_growing(layer):
+        owner = _owner(seen, cache)
+        why = f"{name} caches in a {type(layer).__name__}, which this project cannot prune"
+        why = why if owner is None else f"{name} reads the cache of another layer"
+        return Facts(site, why, owner=owner)
+    if not seen.attended:
+        return Facts(site, f"{name} calls no attention function that could be seen")
+    lengths = {x.shape[-2] for x in (layer.keys, seen.attended[0].query, seen.attended[0].key)}
+    if len(lengths) > 1:
+        return Facts(site, f"{name} attends over other tokens than it is given")
+    facts = _with_needs(name, seen, layer, Facts(site), watch)
+    if has_linear_state(layer):
+        why = f"{name} shares its layer with a linear state, which a head-wise one has no room for"
+        facts = facts.refused(why, "heads")
+    if any(_owner(other, cache) == site.layer_idx for other in watch.seen if other is not seen):
+        why = f"other layers read what {name} caches, and know one length of it"
+        facts = facts.refused(why, "heads")
+    return facts
+
+
+def _site(seen: Seen, model: nn.Module) -> AttentionSite:
+    """Heads, widths and how its forward is called; no heads where no attention was seen."""
+    sizes, softmax, hands_on, ranks = (0, 0, 0), Softmax(1.0), False, HeadGroup()
+    if seen.attended:
+        call = seen.attended[0]
+        keys = getattr(seen.layer, "keys", None)
+        keys = keys if isinstance(keys, Tensor) and keys.dim() == 4 else call.key
+        ranks = _ranks_that_share(model, keys)
+        sizes = call.query.shape[1] * ranks.size, keys.shape[1] * ranks.size, call.query.shape[-1]
+        scaling, softcap = call.options.get("scaling"), call.options.get("softcap")
+        scaling = call.query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        softmax = Softmax(scaling, None if softcap is None else float(softcap))
+        all_on = seen.extra is not None and all(name in call.options for name in seen.extra)
+        hands_on = all_on and seen.interface is not None
+    signature = Signature(seen.parameters, seen.cache_name, seen.interface, hands_on)
+    return AttentionSite(
+        seen.name, seen.module, seen.layer_idx, *sizes, softmax, signature, ranks=ranks
+    )
+
+
+def _ranks_that_share(model: nn.Module, keys: Tensor) -> HeadGroup:
+    """The ranks that hold different heads, if not each of them holds them all."""
+    group = ranks_of(model)
+    of_ranks = group.gather(keys).chunk(group.size, dim=1)
+    return HeadGroup() if all(torch.equal(of_ranks[0], x) for x in of_ranks[1:]) else group
+
+
+def _owner(seen: Seen, cache: Any) -> int | None:
+    """The layer of `cache` whose keys a module attended over, if it has none of its own."""
+    for index, layer in enumerate(cache.layers if seen.attended else ()):
+        keys = getattr(layer, "keys", None)
+        if isinstance(keys, Tensor) and torch.equal(keys, seen.attended[0].key):
+            return index
+    return None
+
+
+def _with_needs(name: str, seen: Seen, layer: Any, facts: Facts, watch: Watch) -> Facts:
+    """`facts` with the needs that are not met, and where queries are found."""
+    call, keys = seen.attended[0], layer.keys
+    order = order_of_heads(call, keys, layer.values)
+    facts = replace(facts, site=replace(facts.site, head_order=order))
+    if order is None and keys.shape[1] == 1 and call.key.shape[1] > 1:
+        why = (
+            f"what {name} caches is no keys and values of heads, but latents of width "
+            f"{keys.shape[-1]} that both are made of; StreamingLLMPress and RandomPress, which "
+            "read neither, can evict them"
+        )
+        return facts.refused(why, "states", "heads", "rope")
+    if order is None or any(call.masks_heads for call in seen.attended):
+        why = (
+            f"{name} does not attend over the heads of its cache one by one, so that they cannot "
+            "keep tokens of their own; StreamingLLMPress keeps the same of all"
+        )
+        return facts.refused(why, "own tokens", "heads", "rope")
+    if facts.site.sinks is not None and facts.site.ranks.size > 1:
+        why = f"{name} has learned sinks, which presses do not put together from several ranks"
+        facts = facts.refused(f"{why}; load the model without tp_plan", "tokens")
+    norms = keys.float().norm(dim=-1)
+    if norms.std(dim=-1).max() < 1e-2 * norms.mean():
+        why = (
+            f"all keys of {name} have the same norm but for rounding; KeyDiffPress and SnapKVPress "
+            "go by their directions"
+        )
+        facts = facts.refused(why, "key norms")
+    rotary, why = rotation_of(seen, watch)
+    facts = facts.refused(f"{name} {why}", "rope") if why else facts
+    embedding = None if rotary is None else rotary.embedding
+    names = {module: name for name, module in watch.model.named_modules()}
+    site = replace(facts.site, rotary=rotary)
+    place = next(_query_places(seen, site), None)
+    facts = replace(facts, site=replace(site, query_place=place), maker=names.get(embedding))
+    if place is not None:
+        return facts
+    why = (
+        f"a hook cannot tell where {name} computes its query: no output of "
+        f"{', '.join(seen.outputs) or 'its submodules'} becomes what attention receives; use the "
+        "press of the same name from patch_impl, which sees the query itself"
+    )
+    return facts.refused(why, "hooked queries")
+
+
+def order_of_heads(call: Attended, keys: Tensor, values: Tensor) -> tuple[int, ...] | None:
+    """The KV head of each query head, or None if they are not paired one by one."""
+    given = []
+    for key, value in zip(call.key.unbind(1), call.value.unbind(1), strict=True):
+        cached = zip(keys.unbind(1), values.unbind(1), strict=True)
+        same = [torch.equal(key, k) and torch.equal(value, v) for k, v in cached]
+        if not any(same):
+            return None
+        given.append(same.index(True))
+    repeats = call.query.shape[1] // len(given)
+    return tuple(given[head // repeats] for head in range(call.query.shape[1]))
+
+
+def _query_places(seen: Seen, site: AttentionSite) -> Iterator[QueryPlace]:
+    """Where a hook finds the query that attention receives, the latest first."""
+    query, rotary = seen.attended[0].query, site.rotary
+    n_heads, scale = query.shape[1], getattr(seen.module, "scaling", None)
+    factors = dict.fromkeys((1.0, scale)) if isinstance(scale, float) else (1.0,)
+    for child, output in reversed(seen.outputs.items()):
+        for n_blocks in dict.fromkeys((1, n_heads, site.num_kv_heads // site.ranks.size, 0)):
+            for factor in factors:
+                place = QueryPlace(child, n_blocks, factor, is_rotated=True)
+                try:
+                    found = place.query_in(output, n_heads, site.head_dim)
+                except (RuntimeError, ValueError):  # it is of another shape
+                    continue
+                if torch.equal(found, query):
+                    yield place
+                if rotary is None or found.shape != query.shape or seen.embeddings is None:
+                    continue
+                if torch.equal(rotary.rotate(found, *seen.embeddings), query):
+                    yield replace(place, is_rotated=False)

@@ -1,0 +1,132 @@
+"""Trying an eviction: attention has to be the same as where a key is masked in its place."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from press_core.cache.caches import known
+from press_core.cache.tokens import Kept
+from press_core.forward import Arguments, here
+from press_core.model.sites import AttentionSite
+from press_core.probe.aside import run
+from press_core.probe.facts import Facts
+from press_core.probe.rotation import close
+
+EVICTED = 3
+
+
+def with_eviction_tried(
+    model: nn.Module, module: nn.Module, cache: Any, facts: dict[str, Facts]
+) -> dict[str, Facts]:
+    """`facts`, with what depends on the place of a key in the cache refused.
+
+    One token is taken out of the cache, and masked in another: attention has to be the same.
+
+    Args:
+        module: of `model`, that has been run over a few tokens and left `cache`.
+    """
+    pruned = [found.site for found in facts.values() if not found.left_whole]
+    if not pruned or cache is None:
+        return facts
+    indices = {site.layer_idx for site in pruned}
+    beside = [
+        replace(found.site, layer_idx=found.owner)  # the layer of the cache that it reads
+        for found in facts.values()
+        if found.left_whole and found.owner is not None and found.owner in indices
+    ]
+    readers = [*pruned, *beside]
+    masked = _outputs(model, module, copy.deepcopy(cache), readers, hides_one=True)
+    if len(masked) < len(readers):  # somebody calls modules in a way that passes their hooks by
+        return facts
+    try:
+        evicted = _outputs(model, module, _without_one(cache, indices), readers)
+    except RuntimeError:  # shapes that do not fit
+        evicted = {}
+    for site in pruned:
+        expected, found = masked[site.name], evicted.get(site.name)
+        tolerance = 4 * torch.finfo(expected.dtype).eps ** 0.5
+        if found is None or not close(found, expected, tolerance):
+            why = (
+                f"the attention of {site.name} changes with the number of keys that were evicted "
+                "before those which it sees, as where it goes by a key's place in the cache in "
+                "place of its position"
+            )
+            facts = {**facts, site.name: facts[site.name].refused(why, "tokens")}
+    return facts
+
+
+def _without_one(cache: Any, indices: set[int]) -> Any:
+    """A copy of `cache` in which some layers have lost one token."""
+    cache = copy.deepcopy(cache)
+    own = getattr(cache, "self_attention_cache", cache)
+    for index in indices:
+        former = known(own, index)
+        keys, values = former.states()
+        left = [slot for slot in range(keys.shape[2]) if slot != EVICTED]
+        layer = former.holding(keys[:, :, left], values[:, :, left])
+        positions = torch.tensor(left, dtype=torch.int32).expand(*keys.shape[:2], -1)
+        layer.kept = Kept(positions, len(left), len(left) + 1)
+        own.layers[index] = layer
+    return cache
+
+
+def _outputs(
+    model: nn.Module,
+    module: nn.Module,
+    cache: Any,
+    sites: list[AttentionSite],
+    hides_one: bool = False,
+) -> dict[str, Tensor]:
+    """What `sites` return by name when `module` reads `cache`, with one token hidden from them."""
+    outputs: dict[str, Tensor] = {}
+
+    def before(site: AttentionSite, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not here.is_apart:  # another thread's forward
+            return None
+        given = _hiding_one(site, Arguments(args, kwargs, site.signature.parameters))
+        return given.args, given.kwargs
+
+    def after(site: AttentionSite, _: nn.Module, __: Any, output: Any) -> None:
+        if here.is_apart:
+            outputs[site.name] = output[0] if isinstance(output, tuple) else output
+
+    with ExitStack() as stack:
+        for site in sites:
+            if hides_one:
+                hiding = site.module.register_forward_pre_hook(
+                    partial(before, site), with_kwargs=True
+                )
+                stack.callback(hiding.remove)
+            stack.callback(site.module.register_forward_hook(partial(after, site)).remove)
+        run(model, module, cache)
+    return outputs
+
+
+def _hiding_one(site: AttentionSite, given: Arguments) -> Arguments:
+    """The arguments with a mask that hides one of the first tokens."""
+    cache = given.get(site.signature.cache_name)
+    own = getattr(cache, "self_attention_cache", cache)
+    # Who reads the layer of another module finds the new token there already.
+    n_keys = int(own.get_seq_length(site.layer_idx)) + (site.module.layer_idx == site.layer_idx)
+    mask, like = given.get("attention_mask"), given.get("hidden_states")
+    if "attention_mask" not in site.signature.parameters:
+        return given
+    if isinstance(mask, BlockMask):
+        sees = mask.mask_mod
+        hiding = create_block_mask(
+            lambda b, h, q, kv: sees(b, h, q, kv) & (kv != EVICTED),
+            *(None, None, like.shape[1], mask.seq_lengths[1]),
+            device=str(like.device),
+        )
+        return given.replace(attention_mask=hiding)
+    mask = like.new_zeros(1, 1, 1, n_keys) if mask is None else mask.clone()
+    mask[..., EVICTED] = torch.finfo(mask.dtype).min if mask.is_floating_point() else 0
+    return given.replace(attention_mask=mask)

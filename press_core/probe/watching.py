@@ -1,0 +1,211 @@
+"""What attention modules and the functions that they call are given, while a model runs.
+
+Nothing is patched or hooked: the thread is watched by `sys.setprofile`, which hears of every call
+of a Python function, and is put back afterwards.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from press_core.model.rotary import Rotary
+
+
+@dataclass
+class Attended:
+    """What an attention function received: states `(B, H, q, d)`, and all else by name."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    options: dict[str, Any]
+
+    @property
+    def masks_heads(self) -> bool:
+        """Whether its mask hides other tokens from each head."""
+        mask = self.options.get("attention_mask")
+        return isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] > 1
+
+
+@dataclass
+class Seen:
+    """What was seen of one module that has a layer in the cache.
+
+    Attributes:
+        arguments: of its last forward, by name; those in `**kwargs` too.
+        parameters: names of the parameters of that forward, in order.
+        extra: names of what it received in `**kwargs`; None: it takes none.
+        n_forwards: how often it ran.
+        attended: calls of attention functions on its behalf.
+        interface: the registry that it asked for one.
+        rotations: what the functions may be that it gave its cosines and sines.
+        outputs: by name, what its submodules returned, the latest last.
+    """
+
+    name: str
+    module: nn.Module
+    arguments: dict[str, Any] = field(default_factory=dict)
+    parameters: tuple[str, ...] = ()
+    extra: tuple[str, ...] | None = None
+    n_forwards: int = 0
+    attended: list[Attended] = field(default_factory=list)
+    interface: Any = None
+    rotations: list[Rotary] = field(default_factory=list)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def cache_name(self) -> str:
+        """Which argument is a cache; empty: none."""
+        kinds = Cache, EncoderDecoderCache
+        return next((n for n in self.parameters if isinstance(self.arguments.get(n), kinds)), "")
+
+    @property
+    def cache(self) -> Any:
+        """The cache that it was given: of two, that of the decoder's own keys; or None."""
+        cache = self.arguments.get(self.cache_name)
+        return getattr(cache, "self_attention_cache", cache)
+
+    @property
+    def layer_idx(self) -> int:
+        return int(self.module.layer_idx)  # type: ignore[arg-type]
+
+    @property
+    def layer(self) -> Any:
+        """The layer of the cache that it fills, or None."""
+        layers = getattr(self.cache, "layers", ())
+        return layers[self.layer_idx] if self.layer_idx < len(layers) else None
+
+    @property
+    def embeddings(self) -> Any:
+        """Cosines and sines, as it was given them."""
+        return self.arguments.get("position_embeddings")
+
+
+def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules of `model` that have a layer in the cache, by name."""
+    modules = model.named_modules()
+    return [(n, m) for n, m in modules if isinstance(getattr(m, "layer_idx", None), int)]
+
+
+class Watch:
+    """What is seen of the modules of a model that have a `layer_idx`, as a profile function."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.seen = [Seen(name, module) for name, module in layers_of(model)]
+        self.makers: list[tuple[Any, Tensor, dict[str, Any]]] = []
+        """Modules that returned two tensors, the first of them, and what they were given."""
+        self._by_module = {id(seen.module): seen for seen in self.seen}
+        self._children = {
+            id(child): (seen, name)
+            for seen in self.seen
+            for name, child in seen.module.named_children()
+        }
+        self._running: list[tuple[FrameType, Seen]] = []
+
+    def again(self, seen: Seen, **changed: Any) -> Attended:
+        """What an attention function is given if its module runs again with other arguments."""
+        with watched(self.model) as watch:
+            seen.module(**{**seen.arguments, **changed, seen.cache_name: None})
+        (found,) = (other for other in watch.seen if other.module is seen.module)
+        return found.attended[0]
+
+    def __call__(self, frame: FrameType, event: str, returned: Any) -> None:
+        code = frame.f_code
+        if not code.co_argcount:
+            return
+        if event == "call":
+            self._called(frame, frame.f_locals[code.co_varnames[0]])
+        elif event == "return" and code.co_name in ("forward", "_call_impl"):
+            self._returned(frame, frame.f_locals[code.co_varnames[0]], returned)
+
+    def _called(self, frame: FrameType, first: Any) -> None:
+        code, seen = frame.f_code, self._by_module.get(id(first))
+        if seen is not None and code.co_name == "forward":
+            _note_arguments(seen, frame)
+            self._running.append((frame, seen))
+        elif seen is not None and code.co_argcount > 3:
+            query, key, value = (frame.f_locals[name] for name in code.co_varnames[1:4])
+            if all(isinstance(x, Tensor) and x.dim() == 4 for x in (query, key, value)):
+                options = {**frame.f_locals, **frame.f_locals.get("kwargs", {})}
+                seen.attended.append(Attended(query, key, value, options))
+        elif self._running:
+            inside = self._running[-1][1]
+            if code.co_name == "get_interface":
+                inside.interface = first
+            elif isinstance(inside.embeddings, tuple) and len(inside.embeddings) == 2:
+                inside.rotations += _rotations(frame, *inside.embeddings)
+
+    def _returned(self, frame: FrameType, module: Any, returned: Any) -> None:
+        if self._running and self._running[-1][0] is frame:
+            self._running.pop()
+        first = returned[0] if isinstance(returned, tuple) and returned else returned
+        if not isinstance(first, Tensor):
+            return
+        if frame.f_code.co_name == "_call_impl":  # what hooks get: ranks have put it together
+            if id(module) in self._children:
+                seen, name = self._children[id(module)]
+                seen.outputs.pop(name, None)
+                seen.outputs[name] = first
+        elif isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Tensor):
+            self.makers.append((module, first, dict(frame.f_locals)))
+
+
+def _note_arguments(seen: Seen, frame: FrameType) -> None:
+    code = frame.f_code
+    n = code.co_argcount + code.co_kwonlyargcount
+    given, names = dict(frame.f_locals), code.co_varnames[1:n]
+    has_extra = bool(code.co_flags & 0x08)  # takes **kwargs, which come last
+    n_starred = bool(code.co_flags & 0x04)  # takes *args
+    extra = given[code.co_varnames[n + n_starred]] if has_extra else {}
+    seen.arguments = {name: given[name] for name in names} | dict(extra)
+    seen.extra = tuple(extra) if has_extra else None
+    seen.parameters = (*names, *(("kwargs",) if has_extra else ()))
+    seen.n_forwards += 1
+
+
+def _rotations(frame: FrameType, cos: Any, sin: Any) -> list[Rotary]:
+    """What the function that `frame` runs may be, if it is given `cos` and `sin`.
+
+    It takes queries and keys at once or one at a time, `(B, H, S, d)` or `(B, S, H, d)`.
+    """
+    code = frame.f_code
+    function = frame.f_globals.get(code.co_name)
+    given = {name: frame.f_locals[name] for name in code.co_varnames[: code.co_argcount]}
+    angles = [name for angle in (cos, sin) for name, x in given.items() if x is angle]
+    states = [name for name, x in given.items() if isinstance(x, Tensor) and x.dim() == 4]
+    if not callable(function) or len(angles) != 2 or len(states) not in (1, 2):
+        return []
+    settings = {n: x for n, x in given.items() if not isinstance(x, Tensor) and x is not None}
+
+    def rotate(*rotated: Tensor) -> Any:  # query, key, cos, sin
+        others = {**settings, **dict(zip(angles, rotated[2:], strict=True))}
+        if len(states) == 2:
+            return function(**dict(zip(states, rotated[:2], strict=True)), **others)
+        return [function(**{states[0]: x}, **others) for x in rotated[:2]]
+
+    def rotate_tokens_first(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        rotated = rotate(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
+        return [x.transpose(1, 2) for x in rotated]
+
+    n_channels = given[states[0]].shape[-1]
+    return [Rotary(rotate, n_channels), Rotary(rotate_tokens_first, n_channels)]
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[Watch]:
+    """What is seen of `model` in this thread until the block ends."""
+    watch, before = Watch(model), sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        yield watch
+    finally:
+        sys.setprofile(before)

@@ -1,0 +1,1 @@
+"""Presses that run a context again before they judge it."""

@@ -1,0 +1,232 @@
+"""Presses that run a context again before they judge it.
+
+They wait until the decoder has run over a context. Then they run it on from there, row by row and
+over a cache of its own, and see what happens: how much attention each token gets, say. What they
+decide about all layers is stored as the decision of any other press.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from press_core.cache.caches import row_alone
+from press_core.cache.masks import prefill_tokens
+from press_core.call import AttentionCall
+from press_core.engine import store_left
+from press_core.errors import UnsupportedCacheError, UnsupportedInputError
+from press_core.eviction import Eviction
+from press_core.forward import Arguments, Forward
+from press_core.model.sites import AttentionSite, n_layers_of
+from press_core.observed import Moment
+from press_core.press import RatioPress
+from press_core.rows import Left, RowGroup
+from press_core.scope import ScopeState, bound_to
+from press_core.select import places
+from press_core.traits import Evicts, Needs, Phase
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One row of a batch whose context has been run, to be run on from there.
+
+    Attributes:
+        scope: of the press.
+        cache: filled with the batch that the row is of; it stays as it is.
+        index: of the row.
+        tokens: `(S,)` int64, the row without its padding.
+        slots: `(S,)` int64, where those tokens lie in the cache; None: everywhere.
+        next_position: of the token after them.
+    """
+
+    scope: ScopeState
+    cache: Any
+    index: int
+    tokens: Tensor
+    slots: Tensor | None
+    next_position: int
+
+    @property
+    def length(self) -> int:
+        """`S`."""
+        return len(self.tokens)
+
+    def alone(self) -> Any:
+        """A cache of its own, that holds what the batch's holds of the row; without gradients."""
+        with torch.no_grad():
+            return row_alone(self.cache, self.index, self.slots)
+
+    def run(self, cache: Any = None, n_before: int = 0, **inputs: Tensor) -> Any:
+        """Run the decoder over `inputs` `(1, m, ...)`, which come after the context.
+
+        Args:
+            cache: `alone()`, to be run on; None: a fresh one.
+            n_before: how many tokens it holds beyond the context.
+
+        Returns:
+            What the decoder returned.
+        """
+        (given,) = inputs.values()
+        start = self.next_position + n_before
+        positions = start + torch.arange(given.shape[1], device=given.device)
+        cache = self.alone() if cache is None else cache
+        return self.scope.decoder(
+            **inputs, position_ids=positions[None], past_key_values=cache, use_cache=True
+        )
+
+
+class Judged(NamedTuple):
+    """What is left of one row.
+
+    Attributes:
+        slots: `(S,)` int64, where its tokens lie in the cache; None: everywhere.
+        chosen: by layer `(H_kv, S)` bool, which of them each head keeps.
+        joining: by layer keys and values `(1, H_kv, n, d)` that join the cache; None: none do.
+    """
+
+    slots: Tensor | None
+    chosen: dict[int, Tensor]
+    joining: dict[int, tuple[Tensor, Tensor]] | None = None
+
+
+@dataclass
+class ReplayPress(RatioPress):
+    """A press that acts when the decoder has run a context, and runs it on before it decides.
+
+    Rows of a batch are judged one by one, and without their padding.
+    """
+
+    needs = Needs.QUERIES
+    phases = Phase.DECODER
+
+    @abstractmethod
+    def score_row(self, row: Row) -> dict[int, Tensor]:
+        """Scores of the tokens of one row, `(1, H_kv, S)` by layer, the higher the better."""
+
+    @abstractmethod
+    def choose(self, scores: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Which tokens of a row each head keeps, `(H_kv, S)` bool per layer; from its scores."""
+
+    def judge(self, row: Row) -> Judged:
+        """What is left of `row`."""
+        return Judged(row.slots, self.choose(self.score_row(row)))
+
+    def scores(self, model: Any, input_ids: Tensor) -> list[Tensor]:
+        """Scores of all tokens of contexts without padding, `(B, H_kv, S)` for each layer.
+
+        Layers that no press works on get zeros.
+        """
+        scope = bound_to(self, model)
+        press = scope.press
+        assert isinstance(press, ReplayPress)
+        with torch.no_grad():
+            cache = scope.decoder(input_ids=input_ids, use_cache=True).past_key_values
+            rows = [
+                press.score_row(Row(scope, cache, row, ids, None, len(ids)))
+                for row, ids in enumerate(input_ids)
+            ]
+        site, device = scope.sites[0], input_ids.device
+        nothing = torch.zeros(1, site.num_kv_heads, input_ids.shape[1], device=device)
+        layers = range(n_layers_of(site))
+        return [torch.cat([row.get(i, nothing) for row in rows]) for i in layers]
+
+    def watch_attention(self, row: Row, see: Callable[[AttentionCall], None]) -> Any:
+        """The scope in which `see` is shown what each attention module does in this thread."""
+        thread = threading.get_ident()  # others may run the model meanwhile
+        press: Any = self
+        return press.collector(see, decoding=True, thread=thread)(row.scope.model)
+
+    # ---- around the decoder ----------------------------------------------------------------------
+
+    def before_decoder(self, scope: ScopeState, forward: Forward) -> Arguments:
+        """Refuse a context that cannot be run again before it is run."""
+        if self.compression_ratio and forward.is_context:
+            self._real_tokens(forward)
+        return forward.given
+
+    def after_decoder(self, scope: ScopeState, forward: Forward, output: Any) -> None:
+        """Evict after the prefill of a context."""
+        cache = forward.cache
+        cache = getattr(output, "past_key_values", None) if cache is None else cache
+        if cache is None or self.compression_ratio == 0:
+            return
+        for site in scope.sites:
+            layer = cache.layers[site.layer_idx]
+            if type(layer) is not DynamicLayer:
+                raise UnsupportedCacheError(
+                    f"{type(self).__name__} runs a whole context again, and layer "
+                    f"{site.layer_idx} is a {type(layer).__name__}; use it alone, with a "
+                    "DynamicCache"
+                )
+        ids, tokens = forward.given.get("input_ids"), self._real_tokens(forward)
+        following = _next_positions(forward.given.get("position_ids"), ids)
+        judged = []
+        for index in range(len(ids)):
+            slots = None if tokens is None else tokens[index].nonzero().squeeze(1)
+            own = ids[index] if slots is None else ids[index, slots]
+            judged.append(self.judge(Row(scope, cache, index, own, slots, following[index])))
+        for site in scope.sites:
+            store_left(scope, cache, site, self.left_of_layer(scope, cache, site, judged))
+
+    def left_of_layer(
+        self, scope: ScopeState, cache: Any, site: AttentionSite, judged: list[Judged]
+    ) -> Left:
+        """What is left of the layer of `site`, of all rows."""
+        layer = cache.layers[site.layer_idx]
+        keys, values = layer.keys, layer.values
+        seen = tuple(keys.shape[2] if j.slots is None else len(j.slots) for j in judged)
+        nothing = keys.new_empty(keys.shape[0], keys.shape[2], 0)  # of the hidden states
+        call = AttentionCall(site, nothing, keys, values, when=Moment(seen=seen), scope=scope)
+        groups = []
+        for index, (slots, chosen, _) in enumerate(judged):
+            alone = slots is None and len(judged) == 1
+            part = call if alone else call.of_rows([index], slots)
+            own = site.ranks.own(chosen[site.layer_idx], keys.shape[1], dim=0)[None]
+            even = self.evicts is Evicts.TOKENS
+            left = Eviction.keep(part, places(own)) if even else Eviction.keep_per_head(part, own)
+            groups.append(RowGroup([index], slots, left))
+        return Left(call, groups)
+
+    def _real_tokens(self, forward: Forward) -> Tensor | None:
+        """Which tokens of a context are no padding, `(B, S)` bool; None: all.
+
+        Raises:
+            UnsupportedInputError: if there are no token ids, if the mask is none of their shape, or
+                hides other tokens than padding on the left.
+        """
+        ids, mask = forward.given.get("input_ids"), forward.given.get("attention_mask")
+        if ids is None:
+            raise UnsupportedInputError(
+                f"{type(self).__name__} runs the tokens of the context again; pass input_ids, not "
+                "inputs_embeds"
+            )
+        if mask is not None and mask.dim() != 2:
+            raise UnsupportedInputError(
+                f"{type(self).__name__} needs an attention_mask of shape (B, S), "
+                f"got {tuple(mask.shape)}"
+            )
+        return prefill_tokens(mask, ids.shape[1], len(ids))
+
+
+def _next_positions(position_ids: Tensor | None, ids: Tensor) -> list[int]:
+    """The position after the last one of each row of `ids` `(B, S)`."""
+    if position_ids is None:  # the model counts padding too
+        return [ids.shape[1]] * len(ids)
+    return (position_ids[:, -1] + 1).expand(len(ids)).tolist()
+
+
+def in_this_thread(act: Callable[..., Any]) -> Callable[..., Any]:
+    """`act` in the thread that asks for it, and nothing in others that run the model meanwhile."""
+    thread = threading.get_ident()
+
+    def act_here(*args: Any) -> Any:
+        return act(*args) if threading.get_ident() == thread else None
+
+    return act_here

@@ -1,0 +1,168 @@
+"""Rows of a padded batch: each is judged as it would be alone, and they are put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from press_core.call import AttentionCall
+from press_core.errors import UnsupportedInputError
+from press_core.eviction import SAY_WHAT_IS_KEPT, Eviction
+
+
+@dataclass(frozen=True, eq=False)
+class RowGroup:
+    """Rows of a batch whose slots hold tokens in the same places, and what is left of them.
+
+    Attributes:
+        rows: of the batch.
+        slots: `(m,)` int64, those that hold tokens; None: all.
+        eviction: what the press decided about them.
+    """
+
+    rows: list[int]
+    slots: Tensor | None
+    eviction: Eviction
+
+
+def rows_alike(
+    batch: int, occupied: Tensor | None, row_by_row: bool
+) -> list[tuple[list[int], Tensor | None]]:
+    """The rows of a batch that are judged together, and their slots that hold tokens.
+
+    Args:
+        occupied: `(B, S)` bool; None: all slots of all rows.
+        row_by_row: whether each row is judged by itself.
+    """
+    if occupied is None and (not row_by_row or batch == 1):
+        return [(list(range(batch)), None)]
+    if occupied is None:
+        return [([row], None) for row in range(batch)]
+    patterns: dict[Any, list[int]] = {}
+    for row, pattern in enumerate(occupied.cpu().tolist()):
+        patterns.setdefault(row if row_by_row else tuple(pattern), []).append(row)
+    return [(rows, occupied[rows[0]].nonzero().squeeze(1)) for rows in patterns.values()]
+
+
+def parts_of(
+    call: AttentionCall, occupied: Tensor | None, row_by_row: bool
+) -> Iterable[tuple[list[int], Tensor | None, AttentionCall]]:
+    """The calls of rows of different padding, with their rows and slots."""
+    occupied = None if occupied is None else occupied.to(call.keys.device)
+    groups = rows_alike(call.keys.shape[0], occupied, row_by_row)
+    if occupied is None and len(groups) == 1:
+        return [(groups[0][0], None, call)]
+    return ((rows, slots, call.of_rows(rows, slots)) for rows, slots in groups)
+
+
+class Left:
+    """What is left of a batch: the groups put together, the shorter with empty slots on the left.
+
+    Attributes:
+        call: about the whole batch.
+        groups: each with its eviction.
+        evictions: those.
+        length: slots that the longest group keeps.
+        is_whole: whether everything is left as it was.
+    """
+
+    def __init__(self, call: AttentionCall, groups: list[RowGroup]) -> None:
+        self.call, self.groups = call, groups
+        self.evictions = [group.eviction for group in groups]
+        self.length = max([eviction.length for eviction in self.evictions])
+        self.is_whole = all([eviction.is_whole for eviction in self.evictions])
+        rows = [row for group in groups for row in group.rows]
+        self._order = None if len(groups) == 1 else torch.tensor(rows).argsort()
+
+    def any(self, name: str) -> bool:
+        """Whether an eviction has a field of this name."""
+        return any([getattr(eviction, name) is not None for eviction in self.evictions])
+
+    @property
+    def rows(self) -> tuple[int, ...] | None:
+        """Slots that each row fills; None: all rows all of them, and none has lost padding."""
+        lengths = [eviction.length for eviction in self.evictions]
+        slots = [group.slots for group in self.groups if group.slots is not None]
+        if not slots and min(lengths) == self.length:
+            return None
+        return self.numbers(lambda eviction: eviction.length)
+
+    @property
+    def mean_kept(self) -> float:
+        """Slots that a row keeps, on average."""
+        kept = [group.eviction.length * len(group.rows) for group in self.groups]
+        return sum(kept) / self.call.keys.shape[0]
+
+    @property
+    def mean_seen(self) -> float:
+        """Tokens that the layer has seen of a row, padding left out, on average."""
+        assert self.call.when.seen is not None
+        return sum(self.call.when.seen) / len(self.call.when.seen)
+
+    def numbers(self, of_group: Callable[[Eviction], int]) -> tuple[int, ...]:
+        """One number for each row."""
+        found = {row: of_group(g.eviction) for g in self.groups for row in g.rows}
+        return tuple([found[row] for row in range(len(found))])
+
+    def joined(self, of_group: Callable[[Eviction], Tensor], empty: float = 0) -> Tensor:
+        """What `of_group` says of the slots `(b, H_kv, n, ...)` of each, for the batch."""
+        parts = [of_group(eviction) for eviction in self.evictions]
+        longest = max([part.shape[2] for part in parts])
+        return self.together([pad_left(part, longest, empty) for part in parts])
+
+    def per_row(self, of_group: Callable[[Eviction], Tensor]) -> Tensor:
+        """What `of_group` says of the rows `(b, ...)` of each, for the batch."""
+        return self.together([of_group(eviction) for eviction in self.evictions])
+
+    def together(self, parts: list[Tensor]) -> Tensor:
+        """Something of the rows of each group, for the batch."""
+        if self._order is None:
+            return parts[0]
+        return torch.cat(parts)[self._order.to(parts[0].device)]
+
+    def slots(self) -> Tensor | None:
+        """Which of the `S` slots are left, `(B, H_kv, n)` int64, -1: none; None: nobody knows."""
+        if any([eviction.kept is None for eviction in self.evictions]):
+            return None
+        parts = []
+        for group in self.groups:
+            kept = group.eviction.known_kept
+            parts.append(kept if group.slots is None else group.slots[kept])
+        return self.together([pad_left(part, self.length, -1) for part in parts])
+
+    def known_slots(self) -> Tensor:
+        """The same.
+
+        Raises:
+            UnsupportedInputError: if nobody knows.
+        """
+        slots = self.slots()
+        if slots is None:
+            raise UnsupportedInputError(
+                "a padded batch was pruned by a press that does not say which tokens it kept, so "
+                f"that its rows cannot be told from their padding; {SAY_WHAT_IS_KEPT}"
+            )
+        return slots
+
+    def of_slots(self, known: Tensor | None, empty: float = -1) -> Tensor | None:
+        """Of something known of every slot, `(1 or B, 1 or H_kv, S)`, what is left."""
+        slots = self.slots()
+        if known is None or slots is None:
+            return None
+        known = known.to(slots.device).expand(*slots.shape[:2], -1)
+        if self.rows is None:
+            return known.gather(-1, slots)
+        return known.gather(-1, slots.clamp(min=0)).masked_fill(slots < 0, empty)
+
+
+def pad_left(states: Tensor, n: int, value: float) -> Tensor:
+    """`states` `(B, H, m, ...)` with slots holding `value` on the left, `n` in all."""
+    missing = n - states.shape[2]
+    if not missing:
+        return states
+    shape = (*states.shape[:2], missing, *states.shape[3:])
+    return torch.cat((states.new_full(shape, value), states), dim=2)

@@ -1,0 +1,62 @@
+"""Rare ways of running a model, each in a file of its own around the main path.
+
+Each of them is functions in one of these places; a file that is taken out of them can be deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from press_core.call import AttentionCall
+from press_core.errors import UnsupportedInputError
+from press_core.eviction import Eviction
+from press_core.forward import Forward
+from press_core.observing import Passed
+from press_core.press import Press
+from press_core.running import chunks, images, quantized, ranks, refused, sliding, static
+from press_core.running.images import require_causal
+from press_core.scope import ScopeState
+
+ENTERED: tuple[Callable[[ScopeState, Forward], None], ...] = (
+    refused.refuse_vmap,
+    refused.refuse_paged,
+    refused.refuse_early_exit,
+    refused.refuse_draft_tokens,
+    chunks.announce,
+    sliding.let_slide,
+    quantized.stage,
+)
+"""Where a forward enters the decoder."""
+
+OBSERVED: tuple[Callable[[ScopeState, Passed, AttentionCall], AttentionCall | None], ...] = (
+    chunks.wait,
+    images.see_later,
+)
+"""Where a context was observed; None: there is nothing to decide about yet."""
+
+
+def decided(press: Press, call: AttentionCall) -> Eviction:
+    """What the press decides, about the heads of all ranks, for those of this one.
+
+    Raises:
+        UnsupportedInputError: if it reads hidden states that were not kept for it.
+    """
+    try:
+        return ranks.of_own_heads(press.evict(ranks.of_all_heads(call)), call)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        if not (call.hidden_states.is_meta and "meta" in str(error)):
+            raise
+        raise UnsupportedInputError(
+            f"{type(press).__name__} asks for hidden states of {call.site.name} that were not "
+            "kept; the formula that reads them is to declare `needs = Needs.HIDDEN_STATES`"
+        ) from error
+
+
+def remembered(press: Press, call: AttentionCall) -> Mapping[str, Tensor]:
+    """What the press remembers of each token, of the heads of this rank."""
+    return ranks.own_heads(press.remember(ranks.of_all_heads(call)), call)
+
+
+__all__ = ["ENTERED", "OBSERVED", "decided", "remembered", "require_causal", "static"]

@@ -1,0 +1,159 @@
+"""A prefill in chunks: one prefill to the presses that are open.
+
+A forward tells nobody that it is a chunk and no question: two sources are asked, whoever runs a
+prefill by `prefill`, and `generate(prefill_chunk_size=n)`, in whose frames it is written down.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from press_core.cache.caches import known
+from press_core.cache.given import innermost_frame
+from press_core.cache.memory import Memory
+from press_core.cache.positions import rotary_positions
+from press_core.call import AttentionCall
+from press_core.errors import HyperparameterError, UnsupportedInputError
+from press_core.forward import Forward
+from press_core.observing import Passed, step_of, with_steps
+from press_core.running.images import require_causal
+from press_core.scope import ScopeState
+from press_core.traits import Phase
+
+
+class _Announced(threading.local):
+    n_to_come: int | None = None
+
+
+_announced = _Announced()
+_under_way: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""Caches whose prefill is under way, and how many tokens are to come."""
+
+
+def prefill(
+    model: nn.Module,
+    input_ids: Tensor,
+    past_key_values: Any,
+    chunk_size: int,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Bring a context into an empty cache chunk by chunk: one prefill to the presses that are open.
+
+    Most presses prune when the last chunk has come, as if the context had come at once; until then
+    the cache holds all of it, and beside it hidden states (and queries, for a press that reads
+    them) wait. `BlockPress` around a press that scores by keys and values alone prunes after every
+    chunk: its cache never holds more than the budget and a chunk.
+
+    Args:
+        model: called once per chunk.
+        input_ids: `(B, S)`.
+        past_key_values: an empty `DynamicCache`.
+        chunk_size: tokens of a chunk; the last one may be shorter.
+        attention_mask: `(B, S)`, zero where there is padding.
+        kwargs: for every forward.
+
+    Returns:
+        The output of the last forward.
+
+    Raises:
+        HyperparameterError: if `chunk_size` is no number of tokens.
+    """
+    if chunk_size < 1:
+        raise HyperparameterError(f"chunk_size={chunk_size!r}: chunk_size must be 1 or more")
+    output, length = None, input_ids.shape[1]
+    for start in range(0, length, chunk_size):
+        stop = min(start + chunk_size, length)
+        given = dict(kwargs)
+        if attention_mask is not None:
+            given["attention_mask"] = attention_mask[:, :stop]
+            positions = (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
+            given.setdefault("position_ids", positions[:, start:stop])
+        before, _announced.n_to_come = _announced.n_to_come, length - stop
+        try:
+            output = model(input_ids[:, start:stop], past_key_values=past_key_values, **given)
+        finally:
+            _announced.n_to_come = before
+    return output
+
+
+def announce(scope: ScopeState, forward: Forward) -> None:
+    """Find out whether a forward is a chunk, and how much is to come.
+
+    Raises:
+        UnsupportedInputError: if the press takes a context in one forward.
+    """
+    cache = forward.cache
+    if cache is None or torch.compiler.is_compiling():
+        return
+    if not forward.is_context and cache not in _under_way:
+        return
+    forward.n_to_come = _n_to_come(forward)
+    is_chunk = cache in _under_way or forward.n_to_come > 0
+    forward.is_context = True
+    phases = scope.traits.phases
+    at_once = Phase.AFTER_DECODER in phases and Phase.PREFILL not in phases
+    if is_chunk and (at_once or Phase.BEFORE_DECODER in phases):
+        raise UnsupportedInputError(
+            f"{type(scope.press).__name__} takes a context in one forward, and this is a chunk of "
+            "a prefill; leave out prefill_chunk_size"
+        )
+    if forward.n_to_come:
+        _under_way[cache] = forward.n_to_come
+        forward.undo.append(lambda: _under_way.pop(cache, None))  # type: ignore[arg-type]
+    else:
+        forward.at_end.append(lambda: _under_way.pop(cache, None))  # type: ignore[arg-type]
+
+
+def _n_to_come(forward: Forward) -> int:
+    if _announced.n_to_come is not None:
+        return _announced.n_to_come
+    frame = innermost_frame("transformers.generation.utils", ("_prefill",))
+    if frame is None or not any(m is forward.decoder for m in frame.f_locals["self"].modules()):
+        return 0
+    known_there = frame.f_locals
+    chunks, chunk = known_there.get("input_chunks", ()), known_there.get("input_chunk")
+    index = next((i for i, other in enumerate(chunks) if other is chunk), len(chunks))
+    return sum(later.shape[-1] for later in chunks[index + 1 :])
+
+
+def wait(scope: ScopeState, passed: Passed, call: AttentionCall) -> AttentionCall | None:
+    """The call over all of a context once its last chunk has come; None before.
+
+    A press that prunes after every chunk gets each of them. For others the states of the chunks
+    wait, so that they see the context as if it had come at once.
+    """
+    n_to_come = passed.forward.n_to_come
+    layer = known(passed.cache, passed.site.layer_idx)
+    memory = layer.memories.get(scope.key, Memory())
+    if not n_to_come and layer.n_seen == passed.hidden_states.shape[1]:
+        return call
+    require_causal(scope, passed)
+    if Phase.CHUNKS in scope.traits.phases:
+        return _chunk(passed, call)
+    memory = replace(memory, in_prefill=True).with_step(step_of(scope, passed))
+    if not n_to_come:
+        layer.remember(scope.key, None)
+        whole = memory.n_known == layer.n_seen
+        return with_steps(call.replace(attentions=None), memory) if whole else None
+    passed.cache.layers[passed.site.layer_idx] = layer
+    layer.remember(scope.key, memory)
+    scope.remembering.add(layer)
+    return None
+
+
+def _chunk(passed: Passed, call: AttentionCall) -> AttentionCall:
+    """A chunk of a prefill and what is kept of those before it."""
+    layer, ids = known(passed.cache, passed.site.layer_idx), call.at.ids
+    if ids is None:
+        n, device = passed.hidden_states.shape[1], call.keys.device
+        ids = torch.arange(layer.n_seen - n, layer.n_seen, device=device)[None]
+    rotary = rotary_positions(layer, passed.site, passed.occupied(layer), ids[:, -1])
+    at = replace(call.at, ids=ids, tokens=None, rotary=rotary)
+    return call.replace(at=at, when=replace(call.when, n_to_come=passed.forward.n_to_come))

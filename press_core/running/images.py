@@ -1,0 +1,36 @@
+"""Images: their tokens see later ones of the same image."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from press_core.cache.masks import later_tokens
+from press_core.call import AttentionCall
+from press_core.errors import UnsupportedInputError
+from press_core.observing import Passed
+from press_core.scope import ScopeState
+
+
+def _later(scope: ScopeState, passed: Passed) -> Tensor | None:
+    """Which later ones the tokens see, `(B, q, q)` bool, if the press may ask; None: none."""
+    if not scope.traits.reads_queries:
+        return None
+    mask, n = passed.mask, passed.hidden_states.shape[1]
+    return passed.forward.once(lambda: later_tokens(mask, n), "later", mask, n)
+
+
+def see_later(scope: ScopeState, passed: Passed, call: AttentionCall) -> AttentionCall:
+    """The call with what tokens see of later ones."""
+    later = _later(scope, passed)
+    return call if later is None else call.replace(at=replace(call.at, later=later))
+
+
+def require_causal(scope: ScopeState, passed: Passed) -> None:
+    """Refuse tokens that see later ones where the press will judge them together with others."""
+    if _later(scope, passed) is not None:
+        raise UnsupportedInputError(
+            f"{type(scope.press).__name__} reads attention weights, and in {passed.site.name} "
+            "tokens of an image see later ones; let it come with the context, in one forward"
+        )

@@ -1,0 +1,127 @@
+"""Quantized caches: exact keys are judged, and what is left of them is quantized."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer, QuantizedLayer
+
+from press_core.cache.pruned import LAYERS, PrunedLayer
+from press_core.cache.storage import KINDS, OPEN_KINDS, Storage
+from press_core.copies import copied
+from press_core.errors import UnsupportedCacheError
+from press_core.forward import Forward
+from press_core.scope import ScopeState
+from press_core.traits import Evicts, Phase
+
+# Later releases than 5.2 reorder what is quantized when they next dequantize it.
+_REORDERS = hasattr(QuantizedLayer, "_apply_pending_reorder")
+
+
+class QuantizedStorage(Storage):
+    """Of a layer that quantizes groups of states, and keeps the latest as they are."""
+
+    @property
+    def n_slots(self) -> int:
+        return int(self.layer.get_seq_length())
+
+    @property
+    def batch(self) -> int:
+        return len(self.layer.values) if self.layer.values.numel() else len(self.states()[1])
+
+    def states(self) -> tuple[Tensor, Tensor]:
+        def whole(quantized: Any, recent: Tensor) -> Tensor:
+            states = self.layer._dequantize(quantized)
+            pending = getattr(self.layer, "_pending_beam_idx", None)
+            if pending is not None:
+                states = states.index_select(0, pending.to(states.device))
+            return torch.cat((states, recent), dim=-2) if recent.numel() else states
+
+        layer = self.layer
+        keys, values = layer._quantized_keys, layer._quantized_values
+        return whole(keys, layer.keys), whole(values, layer.values)
+
+    def holding(self, keys: Tensor, values: Tensor) -> Storage:
+        storage = self.emptied()
+        storage.layer.update(keys, values)
+        return storage
+
+    def emptied(self) -> Storage:
+        empty: Any = copied(self.layer)
+        empty.keys = empty.values = None
+        empty.is_initialized, empty.cumulative_length = False, 0
+        empty._quantized_keys = empty._quantized_values = None
+        empty._pending_beam_idx = None
+        return QuantizedStorage(empty)
+
+    def of_other_shape(self, left: str) -> Storage:
+        raise UnsupportedCacheError(
+            f"the press keeps {left}, which a {type(self.layer).__name__} cannot store; use a "
+            "DynamicCache"
+        )
+
+    def drop_last(self, n: int) -> None:
+        raise UnsupportedCacheError("a quantized layer cannot give back its latest tokens")
+
+    def select_rows(self, rows: Tensor) -> None:
+        # transformers would select those of the tokens that wait to be quantized, and no others.
+        raise UnsupportedCacheError(
+            "rows of a quantized layer cannot be selected or repeated, nor its beams reordered by "
+            "transformers 5.2; use a DynamicCache, or a newer transformers for beam search"
+        )
+
+    def reorder(self, rows: Tensor) -> None:
+        if not _REORDERS:
+            self.select_rows(rows)
+        self.layer.reorder_cache(rows)
+
+
+class StagingLayer(DynamicLayer):
+    """Stands in for an empty quantized layer during a prefill, so that exact keys are judged."""
+
+    def __init__(self, quantized: QuantizedLayer) -> None:
+        super().__init__()
+        self.quantized = quantized
+
+
+class StagingStorage(Storage):
+    """Of exact states that are to be quantized."""
+
+    def holding(self, keys: Tensor, values: Tensor) -> Storage:
+        return QuantizedStorage(self.layer.quantized).holding(keys, values)
+
+    def of_other_shape(self, left: str) -> Storage:
+        return QuantizedStorage(self.layer.quantized).of_other_shape(left)
+
+    def settled(self) -> Storage:
+        return self.holding(*self.states())
+
+
+KINDS |= {QuantizedLayer: QuantizedStorage, StagingLayer: StagingStorage}
+LAYERS |= {QuantizedStorage: PrunedLayer, StagingStorage: PrunedLayer}
+OPEN_KINDS.append(QuantizedLayer)
+
+
+def stage(scope: ScopeState, forward: Forward) -> None:
+    """Let the layers of an empty quantized cache keep exact states until they are judged."""
+    layers = getattr(forward.cache, "layers", [])
+    if not forward.is_context or not scope.traits.phases & (Phase.IN_PREFILL | Phase.AFTER_DECODER):
+        return
+    for site in scope.sites:
+        layer = layers[site.layer_idx] if site.layer_idx < len(layers) else None
+        if not isinstance(layer, QuantizedLayer):
+            continue
+        if scope.press.evicts.needs_attention:
+            by_channel = scope.press.evicts is Evicts.CHANNELS
+            left = "some channels of the keys" if by_channel else "other tokens for each head"
+            QuantizedStorage(layer).of_other_shape(left)
+        if forward.n_to_come or Phase.AFTER_DECODER in scope.traits.phases:
+            raise UnsupportedCacheError(
+                "a quantized cache gives back no exact keys of earlier chunks or layers, which a "
+                "press would judge; prefill it at once, or use a DynamicCache"
+            )
+        staging = StagingLayer(layer)
+        layers[site.layer_idx] = staging
+        forward.undo.append(lambda i=site.layer_idx, q=layer: layers.__setitem__(i, q))  # type: ignore[misc]

@@ -1,0 +1,65 @@
+"""Tensor parallelism: each rank holds some heads of a layer, and a press is to see them all.
+
+What a press decides about one head may depend on all others (a shared budget, a mean over heads).
+So that every press, whoever wrote it, decides as in one process, the ranks put together what they
+hold of a call, all of them decide the same, and each stores its own heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from press_core.call import AttentionCall
+from press_core.eviction import Eviction
+from press_core.observed import Query
+
+
+def of_all_heads(call: AttentionCall) -> AttentionCall:
+    """The call as one process would have observed it."""
+    group, n_local = call.site.ranks, call.keys.shape[1]
+    if group.process_group is None:
+        return call
+
+    def gathered(x: Tensor | None) -> Any:
+        return x if x is None or x.shape[1] != n_local else group.gather(x)
+
+    query = call.query and Query(group.gather(call.query.states), call.query.is_rotated)
+    weights = None if call.attentions is None else group.gather(call.attentions)
+    tokens, rotary = gathered(call.at.tokens), gathered(call.at.rotary)
+    return replace(
+        call,
+        keys=group.gather(call.keys),
+        values=group.gather(call.values),
+        attentions=weights,
+        query=query,
+        at=replace(call.at, tokens=tokens, rotary=rotary),
+        memory={name: group.gather(x) for name, x in call.memory.items()},
+        carried={name: group.gather(x) for name, x in call.carried.items()},
+    )
+
+
+_DECIDED = "keys", "values", "kept", "rotary_positions", "head_mask", "channels", "late_mask"
+
+
+def of_own_heads(eviction: Eviction, call: AttentionCall) -> Eviction:
+    """What was decided about all heads, for those of this rank, which `call` was observed of."""
+    if call.site.ranks.process_group is None:
+        return eviction
+    if eviction.is_whole and not eviction.carried:
+        return Eviction.nothing(call)
+    own: dict[str, Any] = {
+        name: call.site.ranks.own(decided, call.keys.shape[1])
+        for name in _DECIDED
+        if (decided := getattr(eviction, name)) is not None
+    }
+    return replace(eviction, call=call, carried=own_heads(eviction.carried, call), **own)
+
+
+def own_heads(known: Mapping[str, Tensor], call: AttentionCall) -> dict[str, Tensor]:
+    """Of what is known of all heads, what is known of those of this rank."""
+    n = call.keys.shape[1]
+    return {name: call.site.ranks.own(x, n) for name, x in known.items()}
