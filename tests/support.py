@@ -64,12 +64,6 @@ def left_padded(batch: int, length: int, padding: list[int]) -> tuple[Tensor, Te
     return ids, mask, (mask.cumsum(dim=-1) - 1).clamp(min=0)
 
 
-class Reader:
-    """Stands for an open scope that helps with reading a layer."""
-
-    is_open = True
-
-
 @contextmanager
 def watched() -> Iterator[dict[int, list[tuple[Tensor, Tensor]]]]:
     """Per layer, the query and the keys of each call of sdpa, as the model itself made them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache, MistralConfig, MistralForCausalLM, StaticCache
+from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
 import hooks_impl
 import patch_impl
@@ -13,7 +13,6 @@ from experiments.questions.architectures.decoders import build as build_tiny
 from experiments.questions.architectures.decoders import decoders
 from press_core import (
     HyperparameterError,
-    UnsupportedCacheError,
     UnsupportedModelError,
     kept_lengths,
 )
@@ -71,7 +70,7 @@ def test_a_field_changed_for_the_worse(package):
 @both
 def test_a_model_without_attention(package):
     model = nn.Sequential(nn.Linear(4, 4))
-    with pytest.raises(UnsupportedModelError, match="Sequential has no attention module"):
+    with pytest.raises(UnsupportedModelError, match=r"Sequential .* no attention module"):
         package.KnormPress(0.5).register(model)
     assert not model[0]._forward_hooks
 
@@ -108,19 +107,6 @@ def test_a_query_that_no_hook_can_find():
     assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [20, 20, 20, 20]
     with hooks_impl.KnormPress(0.5)(model):  # needs no queries, so nothing is in the way
         pass
-
-
-@both
-@torch.no_grad()
-def test_static_cache(package):
-    model = build("llama")
-    cache = StaticCache(config=model.config, max_cache_len=64)
-    with (
-        package.KnormPress(0.5)(model),
-        pytest.raises(UnsupportedCacheError, match="StaticLayer"),
-    ):
-        model(token_ids(1, 20), past_key_values=cache)
-    assert cache.get_seq_length() == 0  # refused before the layer was run
 
 
 @both

@@ -1,9 +1,8 @@
-"""A scope that is opened or closed in one thread while another runs the model."""
+"""Scopes begin and end between forwards, whoever opens and closes them, however these end."""
 
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,12 +13,40 @@ from transformers import DynamicCache
 import hooks_impl
 import patch_impl
 from press_core import ScopeError, kept_lengths
-from press_core.model.generation import Part, as_part
+from press_core.forward import here
 from tests.support import build, context_for, example_for, snapshot, token_ids
 
 PACKAGES = [hooks_impl, patch_impl]
 both = pytest.mark.parametrize("package", PACKAGES, ids=["hooks", "patches"])
 N_LAYERS, LENGTH = 3, 40
+WHOLE, HALF = [LENGTH] * N_LAYERS, [LENGTH // 2] * N_LAYERS
+LONG = 20
+"""Seconds after which a thread hangs."""
+
+
+class Started:
+    """A thread that runs a function, and does not keep the tests from ending if it hangs."""
+
+    def __init__(self, function: Any) -> None:
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, args=(function,), daemon=True)
+        self.thread.start()
+
+    def _run(self, function: Any) -> None:
+        try:
+            function()
+        except BaseException as error:
+            self.error = error
+
+    def is_over(self, seconds: float) -> bool:
+        self.thread.join(seconds)
+        return not self.thread.is_alive()
+
+    def end(self) -> None:
+        """Wait for it, and hand on its error."""
+        assert self.is_over(LONG), "it hangs"
+        if self.error is not None:
+            raise self.error
 
 
 class Halt:
@@ -39,126 +66,136 @@ class Halt:
         self.n_calls -= 1
         if self.n_calls == -1:
             self.here.set()
-            assert self.go.wait(20)
+            assert self.go.wait(LONG)
 
 
-def before_ours(module, halt):
+def before_ours(module, hook):
     """In the middle of the hooks: PyTorch has looked up which there are."""
-    return module.register_forward_pre_hook(halt, prepend=True)
+    return module.register_forward_pre_hook(hook, prepend=True)
 
 
-def inside(module, halt):
-    return module.o_proj.register_forward_hook(halt)
+def inside(module, hook):
+    return module.o_proj.register_forward_hook(hook)
 
 
-def after_ours(module, halt):
-    return module.register_forward_hook(halt)
-
-
-def between_ours(module, halt):
+def between_ours(module, hook):
     """In the middle of the hooks: PyTorch has looked up which there are, and ours comes next."""
-    return module.register_forward_hook(halt, prepend=True)
+    return module.register_forward_hook(hook, prepend=True)
 
 
-PLACES = [before_ours, inside, between_ours, after_ours]
+def after_ours(module, hook):
+    return module.register_forward_hook(hook)
+
+
+places = pytest.mark.parametrize("place", [before_ours, inside, between_ours, after_ours])
+layers = pytest.mark.parametrize("index", range(N_LAYERS))
+
+
+@pytest.fixture
+def model():
+    """It is left as it was found."""
+    model = build("llama", num_layers=N_LAYERS)
+    before = snapshot(model)
+    yield model
+    assert snapshot(model) == before
+    assert here.forward is None
+
+
+def half(package):
+    return package.SnapKVPress(0.5, window_size=4)
+
+
+@torch.no_grad()
+def prefilled(model, ids=None, cache=None):
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    model(token_ids(1, LENGTH) if ids is None else ids, past_key_values=cache)
+    return cache
 
 
 @contextmanager
-def running(model, halt, ids=None, cache=None, part=None):
+def running(model, halt, ids=None):
     """A prefill in another thread, held back; it ends with the block, and hands on its error."""
-    cache = DynamicCache(config=model.config) if cache is None else cache
-    part = Part() if part is None else part
+    cache = DynamicCache(config=model.config)
 
-    def prefill():
+    def run():
         halt.thread = threading.get_ident()
-        given = token_ids(1, LENGTH) if ids is None else ids
-        with torch.no_grad(), as_part(part):
-            cache.logits = model(given, past_key_values=cache).logits
+        prefilled(model, ids, cache)
 
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(prefill)
-        try:
-            while not halt.here.wait(0.05):
-                assert not future.done() or future.result() is None
-            yield cache
-        finally:
-            halt.go.set()
-        future.result()
+    thread = Started(run)
+    try:
+        while not halt.here.wait(0.01):
+            assert thread.thread.is_alive(), thread.error
+        yield cache
+    finally:
+        halt.go.set()
+    thread.end()
 
 
 def lengths_of(cache) -> list[int]:
-    return [int(lengths[0, 0]) for lengths in kept_lengths(cache)]
+    return [int(lengths.max()) if lengths.numel() else 0 for lengths in kept_lengths(cache)]
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("index", range(N_LAYERS))
+# ---- by other threads ----------------------------------------------------------------------------
+
+
+@places
+@layers
 @both
-def test_closing(package, index, place):
-    """What is pruned by then stays pruned; then the cache is whole or says that it is not."""
-    model = build("llama", num_layers=N_LAYERS)
-    before, halt = snapshot(model), Halt()
-    scope = package.SnapKVPress(0.5, window_size=4).register(model)
+def test_closing_waits_for_forwards_that_have_begun(package, index, place, model):
+    """They are pruned in all layers; a forward that begins in the meantime is in none."""
+    halt, scope = Halt(), half(package).register(model)
     theirs = place(model.model.layers[index].self_attn, halt)
     with running(model, halt) as cache:
-        scope.remove()
+        closing = Started(scope.remove)
+        assert not closing.is_over(0.02)
+        assert lengths_of(prefilled(model)) == WHOLE
+    closing.end()
     theirs.remove()
-    pruned_here = after_ours if package is hooks_impl else between_ours  # a patch is further inside
-    n_pruned = index + (place in (pruned_here, after_ours))
-    assert lengths_of(cache) == [LENGTH // 2] * n_pruned + [LENGTH] * (N_LAYERS - n_pruned)
-    assert snapshot(model) == before
-    with torch.no_grad():
-        if 0 < n_pruned < N_LAYERS:
-            with pytest.raises(ScopeError, match=r"closed.*in the middle of a forward"):
-                model(token_ids(1, 1), past_key_values=cache)
-        else:
-            model(token_ids(1, 1), past_key_values=cache)
+    assert lengths_of(cache) == HALF
+    assert lengths_of(prefilled(model, token_ids(1, 1), cache)) == [LENGTH // 2 + 1] * N_LAYERS
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("index", range(N_LAYERS))
+@places
+@layers
 @both
-def test_opening(package, index, place):
-    """The forward that had begun is not pruned, in no layer; the next one is."""
-    model = build("llama", num_layers=N_LAYERS)
-    before, halt = snapshot(model), Halt()
+def test_opening_leaves_forwards_that_have_begun_alone(package, index, place, model):
+    """They are pruned in no layer; the next one is, while they still run."""
+    halt = Halt()
     theirs = place(model.model.layers[index].self_attn, halt)
     with running(model, halt) as cache:
-        scope = package.SnapKVPress(0.5, window_size=4).register(model)
+        scope = half(package).register(model)
+        assert lengths_of(prefilled(model)) == HALF
+        scope.remove()  # and nobody waits for them
+        scope.open()
     theirs.remove()
-    assert lengths_of(cache) == [LENGTH] * N_LAYERS
-    later = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(token_ids(1, LENGTH), past_key_values=later)
-    assert lengths_of(later) == [LENGTH // 2] * N_LAYERS
+    assert lengths_of(cache) == WHOLE
     scope.remove()
-    assert snapshot(model) == before
 
 
 @both
-def test_a_forward_that_begins_while_the_scope_is_being_installed(package):
+def test_a_forward_that_begins_while_the_scope_is_being_installed(package, model):
     """It is not pruned: not in layers that have their hook by then, nor in those behind."""
-    model = build("llama", num_layers=N_LAYERS)
-    cache, halt = DynamicCache(config=model.config), Halt()
+    halt = Halt()
     theirs = inside(model.model.layers[1].self_attn, halt)
     with ExitStack() as until_open:
+        caches = []
 
         class Slow(package.KnormPress):
             def install(self, scope):
                 super().install(scope)
-                until_open.enter_context(running(model, halt, cache=cache))
+                caches.append(until_open.enter_context(running(model, halt)))
 
         scope = Slow(0.5).register(model)
     theirs.remove()
     scope.remove()
-    assert lengths_of(cache) == [LENGTH] * N_LAYERS
+    assert lengths_of(caches[0]) == WHOLE
 
 
 @pytest.mark.parametrize("theirs_first", [True, False])
 @both
-def test_handles_of_others_still_work(package, theirs_first):
+def test_handles_of_others_still_work(package, theirs_first, model):
     """Registered before or within the scope, and removed while a forward is in progress."""
-    model = build("llama", num_layers=N_LAYERS)
-    before, halt, calls = snapshot(model), Halt(), []
+    halt, calls = Halt(), []
     module = model.model.layers[1].self_attn
 
     def register():
@@ -168,96 +205,207 @@ def test_handles_of_others_still_work(package, theirs_first):
     scope = package.KnormPress(0.5).register(model)
     handles += [register(), inside(module, halt)]
     with running(model, halt):
-        scope.remove()
-        handles.append(register())
-        for handle in handles:
+        closing = Started(scope.remove)
+        for handle in [*handles, register()]:
             handle.remove()
+    closing.end()
     assert not calls
-    assert snapshot(model) == before
 
 
 @pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
 @pytest.mark.parametrize("opening", [False, True], ids=["closing", "opening"])
 @both
-def test_every_press(package, opening, name):
+def test_every_press(package, opening, name, model):
     """The forward ends without an error, whatever the press was about to do in it."""
-    model = build("llama", num_layers=N_LAYERS)
-    press = example_for(package, name, 0.5, model)
-    before, halt = snapshot(model), Halt()
+    press, halt = example_for(package, name, 0.5, model), Halt()
     theirs = inside(model.model.layers[1].self_attn, halt)
     scope = press(model)
     if not opening:
         scope.open()
     ids = token_ids(1, 80) if opening else context_for(name, 80)  # a delimiter needs its scope
     with running(model, halt, ids):
-        (scope.open if opening else scope.remove)()
+        changing = Started(scope.open if opening else scope.remove)
+        if opening:
+            changing.end()
+    changing.end()
     scope.remove()
     theirs.remove()
-    assert snapshot(model) == before
 
 
-@pytest.mark.parametrize("name", ["KVzipPress", "KVComposePress", "KVgradPress", "RestoreKVPress"])
+REPLAYING = pytest.mark.parametrize(
+    "name", ["KVzipPress", "KVComposePress", "KVgradPress", "RestoreKVPress"]
+)
+
+
+@REPLAYING
 @both
-def test_closing_while_a_context_is_run_again(package, name):
+def test_closing_while_a_context_is_run_again(package, name, model):
     """What the press has begun it ends: all layers are pruned, and the cache can be used."""
-    model, halt = build("llama", num_layers=N_LAYERS), Halt(1)
-    before = snapshot(model)
+    halt = Halt(1)
     theirs = inside(model.model.layers[1].self_attn, halt)
     scope = example_for(package, name, 0.5, model).register(model)
     with running(model, halt, context_for(name, 80)) as cache:
-        scope.remove()
+        closing = Started(scope.remove)
+    closing.end()
     theirs.remove()
-    assert snapshot(model) == before
     assert all(bool((lengths < 80).any()) for lengths in kept_lengths(cache))
 
 
-@pytest.mark.parametrize("index", range(N_LAYERS))
-@both
-def test_closing_between_a_context_and_its_drafts(package, index):
-    """A hook that is taken off cannot join what both gave any more: the cache is refused."""
-    model, halt = build("llama", num_layers=N_LAYERS), Halt(1)
-    theirs = inside(model.model.layers[index].self_attn, halt)
-    scope = package.KnormPress(0.5).register(model)
-    with running(model, halt, part=Part(n_drafts=1)) as cache:
-        scope.remove()
-    theirs.remove()
-    n_pruned = index + 1
-    assert lengths_of(cache) == [20] * n_pruned + [LENGTH] * (N_LAYERS - n_pruned)  # 19, the draft
-    with torch.no_grad(), pytest.raises(ScopeError, match=r"closed.*in the middle of a forward"):
-        model(token_ids(1, 1), past_key_values=cache)
+@pytest.mark.filterwarnings("ignore:.*before this scope opened")
+@pytest.mark.parametrize("packages", [PACKAGES[:1], PACKAGES[1:], PACKAGES], ids=len)
+def test_scopes_come_and_go_while_others_run(packages, model):
+    """No error, no cache that is pruned in part, and no thread that hangs."""
+    done, found = threading.Event(), set()
 
-
-@both
-def test_scopes_come_and_go_while_others_run(package):
-    """No error, and no cache that is pruned in part without saying so."""
-    model = build("llama", num_layers=N_LAYERS)
-    before, done = snapshot(model), threading.Event()
-
-    def come_and_go():
+    def come_and_go(package):
         while not done.is_set():
-            with package.SnapKVPress(0.5, window_size=4)(model):
+            with half(package)(model):
                 done.wait(0.002)
 
     def run():
-        found = set()
-        for _ in range(40):
-            cache = DynamicCache(config=model.config)
-            with torch.no_grad():
-                model(token_ids(1, LENGTH), past_key_values=cache)
-                lengths = lengths_of(cache)
-                if len(set(lengths)) > 1:
-                    assert cache.layers[0].is_torn
-                found.add(tuple(lengths))
-        return found
+        for i in range(40):
+            cache = prefilled(model)
+            (length,) = set(lengths_of(cache))
+            found.add(length)
+            assert lengths_of(prefilled(model, token_ids(1, 1), cache)) == [length + 1] * N_LAYERS
+            if i % 10 == 9:
+                with pytest.raises(IndexError):
+                    prefilled(model, torch.tensor([[10**6]]))
 
-    with ThreadPoolExecutor(4) as pool:
-        changing, *users = [pool.submit(come_and_go), *(pool.submit(run) for _ in range(3))]
-        try:
-            found = set().union(*(user.result() for user in users))
-        finally:
-            done.set()
-        changing.result()
-    n_pruned = [lengths.count(LENGTH // 2) for lengths in found]
-    for lengths, n in zip(found, n_pruned, strict=True):  # the first ones, if any
-        assert lengths == (LENGTH // 2,) * n + (LENGTH,) * (N_LAYERS - n)
-    assert snapshot(model) == before
+    changing = [Started(lambda package=package: come_and_go(package)) for package in packages]
+    users = [Started(run) for _ in range(3)]
+    try:
+        for user in users:
+            user.end()
+    finally:
+        done.set()
+    for thread in changing:
+        thread.end()
+    assert found <= {LENGTH, LENGTH // 2, LENGTH // 4}
+    assert len(found) > 1
+
+
+# ---- from inside of a forward --------------------------------------------------------------------
+
+
+@places
+@layers
+@both
+@pytest.mark.parametrize("closed", [["outer"], ["inner"], ["outer", "inner"]])
+def test_closing_from_inside(package, closed, index, place, model):
+    """The forward is the scope's to its end, and the next one is not."""
+    scopes = {name: half(package).register(model) for name in ("outer", "inner")}
+
+    def close(*_):
+        for name in closed:
+            scopes[name].remove()
+
+    theirs = place(model.model.layers[index].self_attn, close)
+    assert lengths_of(prefilled(model)) == [LENGTH // 4] * N_LAYERS
+    theirs.remove()
+    assert lengths_of(prefilled(model)) == (WHOLE if len(closed) == 2 else HALF)
+    for scope in scopes.values():
+        scope.remove()
+
+
+@REPLAYING
+@both
+def test_closing_from_inside_while_a_context_is_run_again(package, name, model):
+    calls, scope = [], example_for(package, name, 0.5, model).register(model)
+
+    def close(*_):
+        calls.append(1)
+        if len(calls) == 2:
+            scope.remove()
+
+    theirs = inside(model.model.layers[1].self_attn, close)
+    cache = prefilled(model, context_for(name, 80))
+    theirs.remove()
+    assert all(bool((lengths < 80).any()) for lengths in kept_lengths(cache))
+
+
+@both
+def test_two_threads_that_close_a_scope_of_each_other(package, model):
+    """Both are inside of a forward of both scopes, and neither can wait for the other's there."""
+    scopes, meeting = [half(package).register(model) for _ in range(2)], threading.Barrier(2)
+    waiting = list(scopes)
+
+    def close(*_):
+        meeting.wait(LONG)
+        waiting.pop().remove()
+
+    theirs = inside(model.model.layers[1].self_attn, close)
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    threads = [Started(lambda cache=cache: prefilled(model, None, cache)) for cache in caches]
+    for thread in threads:
+        thread.end()
+    theirs.remove()
+    assert [lengths_of(cache) for cache in caches] == [[LENGTH // 4] * N_LAYERS] * 2
+
+
+# ---- forwards that do not end --------------------------------------------------------------------
+
+
+class BrokenError(Exception):
+    pass
+
+
+def breaking(place, model, index, error):
+    def fail(*_):
+        raise error
+
+    return place(model.model.layers[index].self_attn, fail)
+
+
+errors = pytest.mark.parametrize("error", [BrokenError, KeyboardInterrupt, GeneratorExit])
+
+
+@places
+@layers
+@errors
+@both
+def test_a_forward_that_fails(package, error, index, place, model):
+    """Its cache is as it was or says that it is pruned in part; nothing else is touched by it."""
+    scope, cache = half(package).register(model), DynamicCache(config=model.config)
+    theirs = breaking(place, model, index, error)
+    with pytest.raises(error):
+        prefilled(model, None, cache)
+    theirs.remove()
+    assert lengths_of(prefilled(model)) == HALF
+    n_pruned = lengths_of(cache).count(LENGTH // 2)
+    assert n_pruned in (index, index + 1)
+    if n_pruned:
+        with pytest.raises(ScopeError, match="exception ended the forward"):
+            prefilled(model, token_ids(1, 1), cache)
+    scope.remove()
+
+
+@errors
+@pytest.mark.parametrize("elsewhere", [False, True])
+@both
+def test_closing_after_a_forward_that_fails(package, elsewhere, error, model):
+    """Whichever thread closes it waits for nobody, and the cache is refused from then on."""
+    scope, cache = half(package).register(model), DynamicCache(config=model.config)
+    theirs = breaking(inside, model, 1, error)
+    with pytest.raises(error):
+        prefilled(model, None, cache)
+    if elsewhere:
+        Started(scope.remove).end()
+    scope.remove()
+    theirs.remove()
+    with pytest.raises(ScopeError, match="exception ended the forward"):
+        prefilled(model, token_ids(1, 1), cache)
+    assert lengths_of(prefilled(model)) == WHOLE
+
+
+@errors
+@both
+def test_closing_from_inside_of_a_forward_that_fails(package, error, model):
+    scope = half(package).register(model)
+    closing = inside(model.model.layers[0].self_attn, lambda *_: scope.remove())
+    theirs = breaking(inside, model, 1, error)
+    with pytest.raises(error):
+        prefilled(model)
+    theirs.remove()
+    closing.remove()
+    assert lengths_of(prefilled(model)) == WHOLE

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 import hooks_impl
 import patch_impl
 from press_core import Press, attention_sites, kept_lengths
-from press_core.presses.duo_attention import HeadScores
+from press_core.learned.duo_attention import HeadScores
 from tests.support import build, left_padded, token_ids
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
@@ -216,8 +216,8 @@ def test_a_composition_reports_what_was_really_evicted(package: Any, name: str) 
     assert press.compression_ratio == pytest.approx(1 - n_kept / (2 * HEADS * LAYERS * LENGTH))
     assert asked < press.compression_ratio < 1
     assert press.compression_count == 1
-    inner = next(press.children)
-    assert inner.last_scope is None, "what is measured belongs to the press that was opened"
+    inner = next(press.parts)
+    assert inner.last_run is None, "what is measured belongs to the press that was opened"
 
 
 @both
@@ -300,8 +300,8 @@ def test_a_copy_of_a_press_that_has_run_is_a_fresh_press(
     with press(model):
         other = copied(press)
     assert other == press
-    assert other.last_scope is None
+    assert other.last_run is None
     assert other.compression_count == 0
     for one, two in zip(prefill(model, other, ids).layers, cache.layers, strict=True):
         assert torch.equal(one.keys, two.keys)
-    assert press.last_scope is not other.last_scope
+    assert press.last_run is not other.last_run

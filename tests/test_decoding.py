@@ -14,7 +14,7 @@ import hooks_impl
 import patch_impl
 from attention_patch.scope import headwise
 from press_core import Needs, PressError, attention_sites, kept_lengths
-from press_core.model.forward import AttentionForward
+from press_core.forward import Arguments
 from tests.support import build, in_turn, left_padded, token_ids, watched
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
@@ -73,7 +73,7 @@ class Whole:
 
     def _hook(self, site: Any) -> Any:
         def hook(_: Any, args: Any, kwargs: Any) -> Any:
-            hidden = AttentionForward(args, kwargs, site).argument("hidden_states")
+            hidden = Arguments(args, kwargs, site.signature.parameters).get("hidden_states")
             past, n_new = self.cache.layers[site.layer_idx].get_seq_length(), hidden.shape[1]
             shape = hidden.shape[0], site.num_heads, n_new, past + n_new
             mask = torch.ones(shape, dtype=torch.bool).tril(past)
@@ -82,7 +82,9 @@ class Whole:
                 group = site.num_heads // first.shape[1]
                 mask[..., : first.shape[-1]] &= first.repeat_interleave(group, 1).unsqueeze(2)
             added = torch.zeros(shape, dtype=hidden.dtype).masked_fill_(~mask, -1e30)
-            changed = AttentionForward(args, kwargs, site).with_argument("attention_mask", added)
+            changed = Arguments(args, kwargs, site.signature.parameters).replace(
+                attention_mask=added
+            )
             return changed.args, changed.kwargs
 
         return hook
@@ -939,9 +941,8 @@ def test_only_what_a_press_reads_is_kept_for_it(package, wrapped):
             for ids in tokens([24, 1, 1, 1]):
                 model(ids, past_key_values=cache)
             (memory,) = cache.layers[0].memories.values()
-            states = {name: known.joined() for name, known in memory.states.items()}
-            kept[type(base).__name__] = {name for name, x in states.items() if not x.is_meta}
-    where = {"cos_sin", "position_ids"}
+            kept[type(base).__name__] = set(memory.last())
+    where = {"cos", "sin", "position_ids"}
     assert kept["KnormPress"] == set()
     assert kept["SnapKVPress"] == {*where, "query"}
     assert kept["InOwnWords"] == {*where, "hidden_states"}
@@ -949,23 +950,15 @@ def test_only_what_a_press_reads_is_kept_for_it(package, wrapped):
 
 @both
 @torch.no_grad()
-def test_hidden_states_that_nobody_declared_are_refused_by_name(package):
-    class Undeclared(package.SnapKVPress):
-        def score_tokens(self, call: Any) -> Tensor:
-            return super().score_tokens(call) + call.hidden_states[:, -1, 0].view(-1, 1, 1)
-
-    class Declared(Undeclared):
-        needs = Needs.QUERIES | Needs.HIDDEN_STATES
+def test_a_class_of_ones_own_may_read_hidden_states_without_declaring_it(package):
+    class Own(package.SnapKVPress):
+        def score(self, call: Any) -> Tensor:
+            assert not call.hidden_states.is_meta
+            return super().score(call) + call.hidden_states[:, -1, 0].view(-1, 1, 1)
 
     model = make("llama")
-    caches = DynamicCache(config=model.config), DynamicCache(config=model.config)
-    for scorer, cache in zip((Declared, Undeclared), caches, strict=True):
-        with package.DecodingPress(scorer(window_size=4), 2, 20)(model):
-            for ids in tokens([24, 1]):
-                model(ids, past_key_values=cache)
-            if scorer is Undeclared:
-                with pytest.raises(PressError, match=r"not kept; .* `needs = Needs.HIDDEN_STATES`"):
-                    model(token_ids(1, 1), past_key_values=cache)
-            else:
-                model(token_ids(1, 1), past_key_values=cache)
-                assert cache.layers[0].keys.shape[2] == 20
+    cache = DynamicCache(config=model.config)
+    with package.DecodingPress(Own(window_size=4), 2, 20, hidden_states_buffer_size=3)(model):
+        for ids in tokens([24, 1, 1, 1, 1]):
+            model(ids, past_key_values=cache)
+    assert cache.layers[0].keys.shape[2] == 20

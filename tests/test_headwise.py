@@ -30,11 +30,11 @@ from press_core import (
     cache_nbytes,
     kept_lengths,
 )
-from press_core.cache.pruned import ChannelPrunedLayer
-from press_core.calibration import model_sizes
-from press_core.model.forward import AttentionForward
-from press_core.presses.duo_attention import HeadScores
-from press_core.presses.lukv import BudgetCurves
+from press_core.cache.channels import ChannelPrunedLayer
+from press_core.forward import Arguments
+from press_core.learned.calibration import model_sizes
+from press_core.learned.duo_attention import HeadScores
+from press_core.learned.lukv import BudgetCurves
 from tests.support import build, in_turn, left_padded, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -166,7 +166,7 @@ class Whole:
     def _masking(self, site: AttentionSite) -> Any:
         def hook(_: Any, args: Any, kwargs: Any) -> Any:
             assert self.shown is not None
-            hidden = AttentionForward(args, kwargs, site).argument("hidden_states")
+            hidden = Arguments(args, kwargs, site.signature.parameters).get("hidden_states")
             batch, n_new = hidden.shape[:2]
             past = self.cache.layers[site.layer_idx].get_seq_length()
             mask = torch.full((batch, site.num_heads, n_new, past + n_new), -1e30)
@@ -177,8 +177,8 @@ class Whole:
                     mask[row, head, :, [p for p in shown if p < past]] = 0
                     for i in range(n_new):
                         mask[row, head, i, past : past + i + 1] = 0
-            changed = AttentionForward(args, kwargs, site).with_argument(
-                "attention_mask", mask.to(hidden.dtype)
+            changed = Arguments(args, kwargs, site.signature.parameters).replace(
+                attention_mask=mask.to(hidden.dtype)
             )
             return changed.args, changed.kwargs
 

@@ -31,7 +31,7 @@ from experiments.testbed.families import (
 )
 from experiments.testbed.recipes import DELIMITER, fitted_pair, recipe_pair
 from press_core import Needs, Press, UnsupportedModelError
-from press_core.replay import ReplayPress
+from press_core.replay.rows import ReplayPress
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 N_CASES = {"short": 20, "long": 3000}.get(PROFILE, 44)
@@ -311,8 +311,7 @@ def padded_cases(draw, models):
 def ties(press: Press) -> bool:
     """Whether another press has to choose among tokens to which `press` gives equal scores."""
     scores_equally = (hooks_impl.StreamingLLMPress, hooks_impl.LagKVPress)
-    inner = getattr(press, "inner", ())
-    return any(isinstance(p, scores_equally) or ties(p) for p in inner)
+    return any(isinstance(part, scores_equally) or ties(part) for part in press.parts)
 
 
 def row_lengths(inputs: Inputs) -> list[int]:

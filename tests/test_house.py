@@ -15,10 +15,10 @@ import patch_impl
 ROOT = Path(__file__).parent.parent
 
 
-def calls_in(folder: str) -> set[str]:
-    """Names of all functions and methods that the files of a folder call."""
-    names = set()
-    for path in (ROOT / folder).rglob("*.py"):
+def calls_in(path: str) -> set[str]:
+    """Names of all functions and methods that a file, or the files of a folder, call."""
+    names, place = set(), ROOT / path
+    for path in [place] if place.is_file() else place.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 function = node.func
@@ -27,11 +27,11 @@ def calls_in(folder: str) -> set[str]:
 
 
 def test_both_packages_hold_the_same_files():
-    files = [{path.name for path in (ROOT / name).glob("*.py")} for name in PACKAGES]
-    assert files[0] == files[1]
-
-
-PACKAGES = ("hooks_impl", "patch_impl")
+    """But for what makes one of them a drop-in for kvpress."""
+    hooks, patches = (
+        {path.name for path in (ROOT / name).glob("*.py")} for name in ("hooks_impl", "patch_impl")
+    )
+    assert hooks - {"kvpress.py"} == patches
 
 
 def test_patches_register_no_hooks():
@@ -40,8 +40,14 @@ def test_patches_register_no_hooks():
 
 
 def test_hooks_set_no_attributes():
-    assert not calls_in("hooks_impl") & {"setattr", "wrap", "intercept", "__setattr__"}
+    calls = calls_in("hooks_impl/mechanism.py") | calls_in("hooks_impl/presses.py")
+    assert not calls & {"setattr", "wrap", "intercept", "__setattr__"}
     assert {"wrap", "intercept"} <= calls_in("patch_impl")
+
+
+@pytest.mark.parametrize("name", ["hooks_impl", "patch_impl"])
+def test_a_mechanism_stands_in_one_file_of_two_pages(name):
+    assert len((ROOT / name / "mechanism.py").read_text().splitlines()) <= 225
 
 
 def test_formulas_hold_no_module():

@@ -13,13 +13,11 @@ import hooks_impl
 import patch_impl
 from experiments.questions.architectures.decoders import build, decoders
 from experiments.questions.architectures.images import image_inputs, with_image
-from press_core import ScopeError, UnsupportedInputError, UnsupportedModelError
+from press_core import Needs, ScopeError, UnsupportedInputError, UnsupportedModelError, probe
 from press_core.attention import received_attention
-from press_core.blocks import NUMBERS
 from press_core.cache.masks import later_tokens
-from press_core.model import probe
-from press_core.model.probe import verified_sites
-from press_core.press import Needs
+from press_core.probe import attention_sites
+from press_core.tiles import NUMBERS
 from tests.support import token_ids
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
@@ -33,7 +31,7 @@ def tiny(name):
 def in_3d():
     """A model whose images have positions in three dimensions."""
     model = tiny("qwen3_vl")
-    if any("rope" in site.refusals for site in verified_sites(model)):
+    if any("rope" in site.refusals for site in attention_sites(model)):
         pytest.skip("the installed transformers hands on no cosines and sines of this model")
     return model
 
@@ -105,13 +103,13 @@ def test_decoding_presses_may_ask_for_positions_that_come(package):
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "glm4v"])
-def test_a_probe_leaves_what_a_model_has_noted_of_its_images(name, monkeypatch):
+def test_a_probe_leaves_what_a_model_has_noted_of_its_images(name):
     model = tiny(name)
-    monkeypatch.setattr(probe, "_known", probe.weakref.WeakKeyDictionary())
+    probe._known.clear()
     run(model, context(model), DynamicCache())
     noted = model.model.rope_deltas
     assert int(noted) < 0
-    assert not any(site.refusals for site in verified_sites(model))
+    assert not any(site.refusals for site in attention_sites(model))
     assert model.model.rope_deltas is noted
 
 

@@ -701,11 +701,13 @@ def test_compress_outside_of_any_scope(press):
     keys, values = whole.layers[0].keys, whole.layers[0].values
     given = attention, torch.zeros(2, 40, 64), keys, values, None, {}
     left = press.compress(*given)
-    left_keys, left_values = left
     if left.head_mask is None:
+        left_keys, left_values = left
         assert torch.equal(left_keys, cache.layers[0].keys)
         assert torch.equal(left_values, cache.layers[0].values)
     else:
+        with pytest.raises(UnsupportedInputError, match="return the Eviction as it is"):
+            _ = [*left]
         assert torch.equal(left.head_mask.sum(dim=-1), kept_lengths(cache)[0])
     if isinstance(press, ScorerPress):
         assert press.score(*given).shape == keys.shape[:3]

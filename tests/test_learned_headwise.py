@@ -36,10 +36,10 @@ from press_core import (
     kept_lengths,
     prefill,
 )
-from press_core.calibration import Calibration, CalibrationError, model_sizes
-from press_core.presses.fast_kvzip import KVzipGates
-from press_core.presses.lukv import BudgetCurves
-from press_core.select import Tokens
+from press_core.budget import Tokens
+from press_core.learned.calibration import Calibration, CalibrationError, model_sizes
+from press_core.learned.fast_kvzip import KVzipGates
+from press_core.learned.lukv import BudgetCurves
 from tests.support import build, left_padded, snapshot, token_ids
 
 FIELD = {"FastKVzipPress": "gates", "LUKVPress": "curves"}
@@ -333,19 +333,16 @@ def test_a_budget_that_leaves_all_changes_nothing(package: Any) -> None:
 
 
 @both
-def test_drafts_are_refused_where_layers_share_a_budget(package: Any) -> None:
+def test_drafts_are_refused(package: Any) -> None:
     model = build("llama")
     before, ids = snapshot(model), token_ids(1, 12).repeat(1, 3)
     options: dict[str, Any] = {"max_new_tokens": 4, "prompt_lookup_num_tokens": 3}
     with (
         make("FastKVzipPress", package, model)(model),
-        pytest.raises(UnsupportedInputError, match=r"layerwise=False.*leave out prompt_lookup"),
+        pytest.raises(UnsupportedInputError, match=r"FastKVzipPress.*draft tokens.*prefill first"),
     ):
         model.generate(ids, **options)
     assert snapshot(model) == before
-    with make("FastKVzipPress", package, model, layerwise=True)(model):
-        drafted = model.generate(ids, **options)
-        assert torch.equal(drafted, model.generate(ids, max_new_tokens=4))
 
 
 @both
@@ -567,9 +564,9 @@ def test_shipped_curves_keep_more_facts_than_even_budgets(package: Any) -> None:
 
 def test_shipped_gates_predict_scores_of_other_contexts() -> None:
     model, _ = load_model("facts-llama")
-    press: Any = hooks_impl.FastKVzipPress().bind(model)
+    press: Any = hooks_impl.FastKVzipPress().prepare(model)
     (batch,) = fact_batches(1, seed=HELD_OUT_SEED)
-    found = correlations(model, press.gates, batch[:16], scores_of_kvzip(model))
+    found = correlations(model, press, batch[:16], scores_of_kvzip(model))
     assert found.shape == (4, 4)
     assert found.mean() > 0.85
     assert found.min() > 0.75
@@ -580,4 +577,4 @@ def test_the_shipped_curves_are_what_learning_them_again_gives() -> None:
     model, _ = load_model("facts-llama")
     press: Any = hooks_impl.LUKVPress
     again = press.fit(model, fact_batches(), horizon=ASKED)
-    close(again, press().bind(model).curves, atol=1e-3)
+    close(again, press().prepare(model), atol=1e-3)

@@ -40,11 +40,11 @@ from press_core import (
     attention_sites,
     kept_lengths,
 )
-from press_core.calibration import Calibration, CalibrationError, model_sizes
-from press_core.presses.duo_attention import HeadScores, streaming_heads
-from press_core.presses.expected_attention_stats import ExpectedAttentionStats
-from press_core.presses.kvzap import KVzapRegressor
-from press_core.presses.qfilter import QFilters, qfilter_scores
+from press_core.learned.calibration import Calibration, CalibrationError, model_sizes
+from press_core.learned.duo_attention import HeadScores, streaming_heads
+from press_core.learned.expected_attention_stats import ExpectedAttentionStats
+from press_core.learned.kvzap import KVzapRegressor
+from press_core.learned.qfilter import QFilters, qfilter_scores
 from tests.support import build, left_padded, snapshot, token_ids
 
 PRESSES: dict[str, tuple[Any, Any]] = {
@@ -177,7 +177,7 @@ def test_both_have_the_same_fields(name: str) -> None:
 
 def test_no_queries_are_read(name: str) -> None:
     """What was learned replaces them, so the presses work wherever keys can be seen."""
-    assert not any(Needs.QUERIES in press.needs for press in PRESSES[name])
+    assert not any(Needs.QUERIES in press().needs for press in PRESSES[name])
 
 
 # ---- learning ------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def test_filters_tell_how_much_keys_are_looked_at() -> None:
     """On another text, scores go with the mean logit that the queries of a group give a key."""
     model, _ = load_model("facts-llama")
     press = PRESSES["QFilterPress"][0]
-    filters, calls = press().bind(model).filters, list[Any]()
+    filters, calls = press().prepare(model), list[Any]()
     with torch.no_grad(), press.collector(calls.append)(model):
         model(next(fact_batches(1, seed=5))[:4])
     found = []
@@ -308,9 +308,7 @@ def test_one_press_finds_what_belongs_to_each_of_two_models(
         given.save(model.config.name_or_path)
     for model in [*two_models, two_models[0]]:
         assert opens(press, model) == [10, 10]
-        bound = press.bind(model)
-        assert bound is not press
-        assert isinstance(getattr(bound, FIELD[name]), Calibration)
+        assert same(press.prepare(model), random_fields(name, model)[FIELD[name]])
         assert getattr(press, FIELD[name]) is None, "a press is not changed by opening it"
     with press(two_models[0]), press(two_models[1]):
         pass
@@ -359,7 +357,7 @@ def test_a_given_regressor_decides_its_type(mechanism: int, tmp_path: Path) -> N
     assert isinstance(given, KVzapRegressor)
     press = PRESSES["KVzapPress"][mechanism](0.5, regressor=given)
     assert press.model_type == "mlp"
-    assert press.bind(model).model_type == "linear"
+    assert press.prepare(model).model_type == "linear"
     given.save(tmp_path)
     by_type = PRESSES["KVzapPress"][mechanism](0.5, model_type="linear", regressor=tmp_path)
     assert opens(by_type, model) == [10, 10]
@@ -392,11 +390,11 @@ def test_the_shipped_files_are_what_learning_them_again_gives() -> None:
     """With hooks: patches learn the same, bit for bit."""
     model, _ = load_model("facts-llama")
     for name in ("ExpectedAttentionStatsPress", "QFilterPress"):
-        shipped = getattr(PRESSES[name][0]().bind(model), FIELD[name])
+        shipped = PRESSES[name][0]().prepare(model)
         close(learn(name, 0, model, fact_batches()), shipped)
     duo: Any = hooks_impl.DuoAttentionPress
     measured = duo.measure(model, fact_batches(), SINKS, RECENT)
-    close(measured, duo().bind(model).head_scores)
+    close(measured, duo().prepare(model))
 
 
 @pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
@@ -408,14 +406,13 @@ def test_the_shipped_model_comes_with_head_scores(package: Any) -> None:
         model(next(fact_batches(1, seed=5))[:1, :60], past_key_values=cache)
     kept = torch.cat(kept_lengths(cache))  # 4 layers of 4 KV heads
     assert sorted(kept.flatten().tolist()) == [32] * 4 + [60] * 12
-    shipped = press.bind(model).head_scores
+    shipped = press.prepare(model)
     assert torch.equal(kept == 32, streaming_heads(shipped.scores, 0.25))
 
 
 def test_the_shipped_head_scores_tell_which_heads_can_stream() -> None:
     model, _ = load_model("facts-llama")
-    shipped: Any = hooks_impl.DuoAttentionPress().bind(model)
-    scores = shipped.head_scores.scores
+    scores = hooks_impl.DuoAttentionPress().prepare(model).scores
     batch = draw(8, 256, 8, torch.Generator().manual_seed(1))
 
     def right(scores: Tensor, share: float) -> float:
@@ -430,9 +427,9 @@ def test_the_shipped_head_scores_tell_which_heads_can_stream() -> None:
 @pytest.mark.parametrize(("model_type", "mean"), [("linear", 0.85), ("mlp", 0.9)])
 def test_shipped_regressors_predict_scores_of_other_contexts(model_type: Any, mean: float) -> None:
     model, _ = load_model("facts-llama")
-    press: Any = hooks_impl.KVzapPress(model_type=model_type).bind(model)
+    shipped: Any = hooks_impl.KVzapPress(model_type=model_type).prepare(model)
     (batch,) = fact_batches(1, seed=HELD_OUT_SEED)
-    found = correlations(model, press.regressor, batch[:16], scores_of_kvzip(model, plus=True))
+    found = correlations(model, shipped, batch[:16], scores_of_kvzip(model, plus=True))
     assert found.shape == (4, 4)
     assert found.mean() > mean
     assert found.min() > 0.75

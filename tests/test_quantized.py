@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -21,16 +22,15 @@ from press_core import (
     kept_lengths,
     prefill,
 )
-from press_core.cache.pruned import PrunedLayer, is_quantized, storage_of
+from press_core.running.quantized import QuantizedStorage
 from tests.support import build, example_for, left_padded, snapshot, token_ids
 
 pytest.importorskip("optimum.quanto", reason="needs optimum-quanto, a back end of QuantizedCache")
 pytest.importorskip("hqq", reason="needs hqq, a back end of QuantizedCache")
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
-kinds = pytest.mark.parametrize(
-    ("backend", "nbits"), [("quanto", 4), ("quanto", 2), ("hqq", 4), ("hqq", 2)]
-)
+KINDS = [("quanto", 4), ("quanto", 2), ("hqq", 4), ("hqq", 2)]
+kinds = pytest.mark.parametrize(("backend", "nbits"), KINDS)
 LENGTH, RESIDUAL = 40, 6
 # Later releases than 5.2 reorder what is quantized when they next dequantize it.
 REORDERS = hasattr(QuantizedLayer, "_apply_pending_reorder")
@@ -85,22 +85,25 @@ def filled_by_hand(cache: Any, model: Any, press: Any, ids: Tensor) -> tuple[Any
 # Any number of tokens and every kind of input; each evicts as many tokens of every head.
 EVEN = ["SnapKVPress", "KnormPress", "PyramidKVPress", "ObservedAttentionPress", "ThinKPress"]
 EVEN += ["ComposedPress", "KeyRerotationPress", "ChunkKVPress"]
+OPTIONS = [{"backend": backend, "nbits": nbits} for backend, nbits in KINDS]
+AXES = [{"axis_key": k, "axis_value": v, "q_group_size": 8} for k, v in [(0, 0), (-1, -1), (0, -1)]]
 
 
 @both
-@kinds
-@pytest.mark.parametrize("name", EVEN)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*itertools.product(EVEN, OPTIONS), *(("KnormPress", axes) for axes in AXES)],
+)
 @torch.no_grad()
-def test_it_is_what_quantizing_the_pruned_keys_gives(package, backend, nbits, name, model):
+def test_it_is_what_quantizing_the_pruned_keys_gives(package, name, options, model):
     press, ids = example_for(package, name, 0.5, model), token_ids(2, LENGTH)
-    expected, plain = filled_by_hand(quantized(model, backend, nbits), model, press, ids)
-    cache = quantized(model, backend, nbits)
+    expected, plain = filled_by_hand(quantized(model, **options), model, press, ids)
+    cache = quantized(model, **options)
     with press(model):
         logits = model(ids, past_key_values=cache).logits
     assert torch.equal(logits, model(ids).logits)  # the prefill itself sees exact keys
     for layer, by_hand, exact in zip(cache.layers, expected.layers, plain.layers, strict=True):
-        assert is_quantized(layer)
-        assert type(by_hand) is type(storage_of(layer))
+        assert type(layer.storage) is QuantizedStorage
         assert_same_bits(layer, by_hand)
         assert torch.equal(layer.positions, exact.positions)
         assert layer.get_seq_length() == exact.get_seq_length()
@@ -132,20 +135,6 @@ def test_decoding_goes_on_as_from_there(package, backend, nbits, model):
         assert cache.get_seq_length() == seen
         assert kept_lengths(cache)[0].unique().tolist() == [seen - LENGTH // 2]
     assert n_flushed >= 2
-
-
-@both
-@pytest.mark.parametrize("axes", [(0, 0), (-1, -1), (0, -1)])
-@torch.no_grad()
-def test_other_axes_and_groups(package, axes, model):
-    options = {"axis_key": axes[0], "axis_value": axes[1], "q_group_size": 8}
-    press, ids = package.KnormPress(0.5), token_ids(1, LENGTH)
-    expected, _ = filled_by_hand(quantized(model, **options), model, press, ids)
-    cache = quantized(model, **options)
-    with press(model):
-        model(ids, past_key_values=cache)
-    for layer, by_hand in zip(cache.layers, expected.layers, strict=True):
-        assert_same_bits(layer, by_hand)
 
 
 @both
@@ -212,27 +201,8 @@ def test_rows_of_a_padded_batch(package, backend, nbits, model):
     assert logits.isfinite().all()
 
 
-@both
 @kinds
-def test_generate(package, backend, nbits, model):
-    ids = token_ids(2, LENGTH)
-    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    with package.SnapKVPress(0.5, window_size=8)(model):
-        cache = quantized(model, backend, nbits)
-        together = model.generate(ids, past_key_values=cache, **options)
-        assert all(isinstance(layer, PrunedLayer) for layer in cache.layers)
-        by_hand, cache = ids, quantized(model, backend, nbits)
-        with torch.no_grad():
-            logits = model(ids, past_key_values=cache).logits
-            for _ in range(12):
-                new = logits[:, -1:].argmax(dim=-1)
-                by_hand = torch.cat((by_hand, new), dim=1)
-                logits = model(new, past_key_values=cache).logits
-    assert torch.equal(together, by_hand)
-
-
-@kinds
-@pytest.mark.parametrize("name", ["SnapKVPress", "DecodingPress", "StreamingLLMDecodingPress"])
+@pytest.mark.parametrize("name", ["DecodingPress", "StreamingLLMDecodingPress"])
 @torch.no_grad()
 def test_both_mechanisms_leave_the_same_bits(backend, nbits, name, model):
     caches, logits = [], []
@@ -326,62 +296,44 @@ def test_endless_generation_holds_its_capacity(package, backend, nbits, model):
 
 # ---- what cannot be ------------------------------------------------------------------------------
 
-HEADWISE = {
-    "AdaKVPress": "keeps other tokens for each head",
-    "CriticalAdaKVPress": "keeps other tokens for each head",
-    "DMSPress": "keeps other tokens for each head",
-    "DuoAttentionPress": "keeps other tokens for each head",
-    "FastKVzipPress": "keeps other tokens for each head",
-    "KVComposePress": "use it alone, with a",
-    "KVgradPress": "use it alone, with a",
-    "KVzipPress": "use it alone, with a",
-    "LUKVPress": "keeps other tokens for each head",
-    "RestoreKVPress": "use it alone, with a",
-}
+HEADWISE = ["AdaKVPress", "CriticalAdaKVPress", "DMSPress", "DuoAttentionPress", "FastKVzipPress"]
+HEADWISE += ["KVgradPress", "KVzipPress", "LUKVPress", "RestoreKVPress"]
+REFUSED = [*((name, "other tokens for each head") for name in HEADWISE)]
+REFUSED += [("ThinKPress", "some channels"), ("KVComposePress", "no exact keys")]
 
 
 @both
-@pytest.mark.parametrize("backend", ["quanto", "hqq"])
-@pytest.mark.parametrize("name", HEADWISE)
+@pytest.mark.parametrize(("name", "why"), REFUSED)
 @torch.no_grad()
-def test_head_wise_presses_are_refused(package, backend, name, model):
-    press, cache, before = example_for(package, name, 0.5, model), quantized(model, backend), None
-    before = snapshot(model)
-    with (
-        pytest.raises(UnsupportedCacheError, match=f"{HEADWISE[name]}.*DynamicCache"),
-        press(model),
-    ):
+def test_what_cannot_be_stored_is_refused(package, name, why, model):
+    press, cache, before = example_for(package, name, 0.5, model), quantized(model), snapshot(model)
+    if name == "ThinKPress":
+        press.free_memory = True
+    refused = pytest.raises(UnsupportedCacheError, match=f"{why}.*use a DynamicCache")
+    with refused, press(model):
         model(token_ids(1, LENGTH), past_key_values=cache)
     assert snapshot(model) == before
+    assert cache.get_seq_length() == 0
 
 
 @both
+@pytest.mark.parametrize("layer", [0, 1])
 @torch.no_grad()
-def test_fewer_channels_are_refused(package, model):
-    press = package.ThinKPress(0.5, window_size=8, free_memory=True)
-    message = (
-        "keeps some channels of the keys.*QuantoQuantizedLayer cannot store; use a DynamicCache"
-    )
-    with press(model), pytest.raises(UnsupportedCacheError, match=message):
-        model(token_ids(1, LENGTH), past_key_values=quantized(model))
-
-
-@both
-@torch.no_grad()
-def test_a_cache_whose_prefill_has_failed_is_refused(package, model):
-    """It holds exact keys, and would go on to do so."""
-
-    class Faulty(package.KnormPress):
-        def score(self, *_: Any) -> Any:
-            raise ZeroDivisionError
-
-    cache, ids = quantized(model), token_ids(1, LENGTH)
-    with pytest.raises(ZeroDivisionError), Faulty(0.5)(model):
+def test_a_prefill_that_has_failed_leaves_the_cache_empty(package, layer, model):
+    """No exact keys stay in it, and the next prefill quantizes them as ever."""
+    press, ids = package.KnormPress(0.5), token_ids(1, LENGTH)
+    expected, cache = quantized(model), quantized(model)
+    with press(model):
+        model(ids, past_key_values=expected)
+    broken = model.model.layers[layer].mlp.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), press(model):
         model(ids, past_key_values=cache)
-    with pytest.raises(UnsupportedCacheError, match=r"failed.*make a new one"):
-        model(ids[:, :1], past_key_values=cache)
-    with pytest.raises(UnsupportedCacheError, match=r"failed.*make a new one"):
-        cache.reset()
+    broken.remove()
+    assert cache.get_seq_length() == 0
+    with press(model):
+        model(ids, past_key_values=cache)
+    for one, other in zip(cache.layers, expected.layers, strict=True):
+        assert_same_bits(one, other)
 
 
 @both
@@ -463,7 +415,9 @@ def test_a_prefill_in_chunks_is_refused_before_it_is_run(package, backend, nbits
     ids = token_ids(1, LENGTH)
     for run in (
         lambda cache: prefill(model, ids, cache, chunk_size=16),
-        lambda cache: model.generate(ids, past_key_values=cache, prefill_chunk_size=16),
+        lambda cache: model.generate(
+            ids, past_key_values=cache, max_new_tokens=1, prefill_chunk_size=16
+        ),
     ):
         cache = quantized(model, backend, nbits)
         refused = pytest.raises(UnsupportedCacheError, match="no exact keys of earlier chunks")

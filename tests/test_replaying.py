@@ -78,7 +78,7 @@ def pruned_without_gradients(package: Any, mode: str, frozen: bool) -> tuple[Any
     assert logits.grad_fn is None
     assert not logits.requires_grad
     for layer in cache.layers:
-        for states in (layer.keys, layer.values, layer.recent_keys, layer.recent_values):
+        for states in (layer.keys, layer.values, layer.recent.keys, layer.recent.values):
             assert not states.requires_grad
     for parameter in model.parameters():
         assert parameter.requires_grad is not frozen

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import DynamicCache
@@ -24,9 +23,9 @@ from press_core import (
     UnsupportedModelError,
     kept_lengths,
 )
-from press_core.adapter import RestoreAdapter, first_adapter
-from press_core.calibration import CalibrationError
-from press_core.presses.restorekv import distillation_loss
+from press_core.learned.adapter import RestoreAdapter, first_adapter
+from press_core.learned.calibration import CalibrationError
+from press_core.learned.restorekv import distillation_loss
 from tests.support import build, left_padded, snapshot, token_ids
 from tests.test_headwise import Whole, make
 
@@ -358,21 +357,21 @@ def test_the_hub_is_asked_once(tmp_path, monkeypatch):
     """And not at every opening of a press."""
     folder, asked, fetched = tmp_path / "snapshot", [], []
 
-    def snapshot_download(source, allow_patterns, local_files_only):
+    def hf_hub_download(source, name, local_files_only):
+        if name not in RestoreAdapter.published_files or (local_files_only and not fetched):
+            raise OSError("there is none")
         asked.append(local_files_only)
-        if not local_files_only:
-            fetched.append(source)
+        if not fetched:
             folder.mkdir()
             peft_folder(folder, drawn_adapter(build("llama")))
-        elif not fetched:
-            raise LocalEntryNotFoundError("there is none")
-        return str(folder)
+        fetched.append(source)
+        return str(folder / name)
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", hf_hub_download)
     for _ in range(3):
         RestoreAdapter.load("you/yours")
-    assert asked == [True, False, True, True]
-    assert fetched == ["you/yours"]
+    assert asked == [False] * 3 + [True] * 6, "each file once, and then those that are here"
+    assert set(fetched) == {"you/yours"}
 
 
 @pytest.mark.parametrize(

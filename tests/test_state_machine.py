@@ -2,8 +2,8 @@
 
 Each program is drawn by Hypothesis. Every model has a twin that is made alike and on which scopes
 are only ever opened around a single step, innermost last: after every step a model must have done
-what its twin does, and all others nothing. Steps are forwards, contexts in chunks, guesses of which
-some are taken back, second questions.
+what its twin does, and all others nothing. Steps are forwards, contexts in chunks, draft tokens of
+which some are taken back, second questions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -41,8 +41,7 @@ from hooks_impl import PRESSES as HOOK_PRESSES
 from patch_impl import PRESSES as PATCH_PRESSES
 from press_core import Press, PressError, ScopeError, kept_lengths, prefill
 from press_core.cache.ragged import RaggedLayer
-from press_core.model.generation import Part, as_part
-from press_core.presses.duo_attention import HeadScores
+from press_core.learned.duo_attention import HeadScores
 from tests.support import build, token_ids
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
@@ -118,8 +117,8 @@ class Opened:
 
 def own_patches(handle: Any) -> list[Patch]:
     """The patches by which a press prunes, one per attention module; none where hooks do."""
-    watchers = [getattr(ask, "__self__", None) for ask in handle.state.warnings]
-    return [patch for watcher in watchers for patch in getattr(watcher, "patches", [])]
+    found = [getattr(ask, "args", ())[1:] for ask in handle.state.warnings]
+    return [patch for patches in found for patch in patches[0]] if any(found) else []
 
 
 @dataclass(eq=False)
@@ -148,6 +147,7 @@ class CachePair:
     subject: Subject
     cache: DynamicCache
     expected: DynamicCache
+    batch: int
     contents: Any = None
 
 
@@ -192,26 +192,36 @@ class Step:
     """What a model is run over, and how: the same with it and with its twin.
 
     Attributes:
-        ids: `(B, n)`.
+        n: how many tokens come; none: some are taken back alone.
         chunk_size: tokens of each forward, of a prefill in chunks; None: it comes at once.
-        n_drafts: of the last tokens, guesses.
-        n_rejected: of the last tokens, those that are taken back afterwards.
+        n_rejected: how many of the last tokens are taken back afterwards.
     """
 
-    ids: Tensor
+    n: int
     chunk_size: int | None = None
-    n_drafts: int = 0
     n_rejected: int = 0
 
-    def __call__(self, model: nn.Module, cache: DynamicCache) -> Tensor:
-        with as_part(Part(n_drafts=self.n_drafts)) if self.n_drafts else nullcontext():
-            if self.chunk_size is None:
-                logits: Tensor = model(self.ids, past_key_values=cache).logits
-            else:
-                logits = prefill(model, self.ids, cache, self.chunk_size).logits
+    def __call__(self, model: nn.Module, cache: DynamicCache, batch: int = 1) -> Tensor:
+        ids = token_ids(batch, self.n, seed=cache.get_seq_length())
+        logits = torch.empty(0)
+        if self.chunk_size is not None:
+            logits = prefill(model, ids, cache, self.chunk_size).logits
+        elif self.n:
+            logits = model(ids, past_key_values=cache).logits
         if self.n_rejected:
             take_back(cache, self.n_rejected)
         return logits
+
+
+TOKEN = Step(1)
+LATER = {
+    "a token": [TOKEN],
+    "a question": [Step(3)],
+    "a second turn": [Step(6), TOKEN, TOKEN],
+    **{f"drafts, {n} of them rejected": [Step(4, n_rejected=n)] for n in range(4)},
+    **{f"{n} tokens taken back": [Step(0, n_rejected=n)] for n in (1, 2, 5)},
+}
+"""What may follow a context."""
 
 
 def take_back(cache: DynamicCache, n: int) -> None:
@@ -320,71 +330,29 @@ class Programs(RuleBasedStateMachine):
         index=INDICES,
         batch=st.sampled_from([1, 2]),
         chunk_size=st.sampled_from([None, None, 5, 8]),
-        n_tokens=st.sampled_from([0, 1, 1, 3]),
+        later=st.sampled_from(["nothing", "a token", "a question"]),
     )
-    def prefill(self, index: int, batch: int, chunk_size: int | None, n_tokens: int) -> None:
+    def prefill(self, index: int, batch: int, chunk_size: int | None, later: str) -> None:
         """A new cache, and the tokens that follow at once."""
-        both = self._new_cache(index)
-        self._run(both, Step(token_ids(batch, LENGTH), chunk_size))
-        if n_tokens and both in self.caches:
-            self._run(both, Step(token_ids(batch, n_tokens, seed=3)))
+        both = self._new_cache(index, batch)
+        for step in (Step(LENGTH, chunk_size), *LATER.get(later, [])):
+            self._run(both, step)
 
-    @rule(index=INDICES, n_rejected=st.integers(0, 3))
-    def prefill_with_drafts(self, index: int, n_rejected: int) -> None:
-        """As assisted generation begins: the context and three guesses in one forward."""
-        both = self._new_cache(index)
-        self._run(both, Step(token_ids(1, LENGTH + 3), n_drafts=3, n_rejected=n_rejected))
-
-    def _new_cache(self, index: int) -> CachePair:
+    def _new_cache(self, index: int, batch: int) -> CachePair:
         if len(self.caches) == 4:
             self.caches.pop(0)
         subject = self.subjects[index]
         caches = (DynamicCache(config=subject.model.config) for _ in range(2))
-        self.caches.append(CachePair(subject, *caches))
+        self.caches.append(CachePair(subject, *caches, batch))
         return self.caches[-1]
 
     @precondition(lambda self: self.caches)
-    @rule(data=st.data(), n_tokens=st.sampled_from([1, 1, 3]), elsewhere=st.booleans())
-    def decode(self, data: st.DataObject, n_tokens: int, elsewhere: bool) -> None:
+    @rule(data=st.data(), later=st.sampled_from(sorted(LATER)), elsewhere=st.booleans())
+    def go_on(self, data: st.DataObject, later: str, elsewhere: bool) -> None:
+        """In this thread, or in one of its own."""
         both = self._any_cache(data)
-        self._run(both, Step(token_ids(_batch(both.cache), n_tokens, seed=1)), elsewhere)
-
-    @precondition(lambda self: self.caches)
-    @rule(data=st.data(), n_answered=st.integers(0, 2))
-    def next_turn(self, data: st.DataObject, n_answered: int) -> None:
-        """A second question, and the first tokens of its answer."""
-        both = self._any_cache(data)
-        batch = _batch(both.cache)
-        self._run(both, Step(token_ids(batch, 6, seed=4)))
-        for i in range(n_answered):
-            if both in self.caches:
-                self._run(both, Step(token_ids(batch, 1, seed=5 + i)))
-
-    @precondition(lambda self: self.caches)
-    @rule(data=st.data(), n_rejected=st.integers(0, 3))
-    def speculate(self, data: st.DataObject, n_rejected: int) -> None:
-        """A token and three guesses, some of which are taken back."""
-        both = self._any_cache(data)
-        ids = token_ids(_batch(both.cache), 4, seed=6)
-        self._run(both, Step(ids, n_drafts=3, n_rejected=n_rejected))
-
-    @precondition(lambda self: self.caches)
-    @rule(data=st.data(), n=st.sampled_from([1, 2, 5]))
-    def crop(self, data: st.DataObject, n: int) -> None:
-        """Some of the last tokens are taken back, or it is refused as they were pruned over."""
-        both = self._any_cache(data)
-        if both.cache.get_seq_length() <= n:
-            return
-        found, expected = (
-            outcome(lambda cache=cache: take_back(cache, n))
-            for cache in (both.cache, both.expected)
-        )
-        assert same(found, expected), (found, expected)
-        if found is not None:
-            self.caches.remove(both)
-            return
-        both.contents = contents(both.cache)
-        assert same(both.contents, contents(both.expected))
+        for step in LATER[later]:
+            self._run(both, step, elsewhere)
 
     def _any_cache(self, data: st.DataObject) -> CachePair:
         return self.caches[data.draw(st.integers(0, len(self.caches) - 1))]
@@ -397,42 +365,90 @@ class Programs(RuleBasedStateMachine):
 
         def run(both: CachePair) -> Any:
             barrier.wait()
-            return self._actual(both, Step(token_ids(_batch(both.cache), 1, seed=2)))
+            return self._actual(both, TOKEN)
 
         with ThreadPoolExecutor(2) as pool:
             found = dict(zip((first, second), pool.map(run, (first, second)), strict=True))
         for both in (first, second):
-            self._compare(both, found[both], Step(token_ids(_batch(both.expected), 1, seed=2)))
+            self._compare(both, found[both], TOKEN)
 
     @precondition(lambda self: any(s.scopes for s in self.subjects))
-    @rule(data=st.data())
-    def break_off(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), error=st.sampled_from([BrokenError, KeyboardInterrupt]))
+    def break_off(self, data: st.DataObject, error: type[BaseException]) -> None:
         """A forward that fails half way leaves nothing of its own behind."""
         subject = self._opened(data)
-        module = _attention(subject.model, 1)
 
         def explode(*_: Any) -> None:
-            raise BrokenError
+            raise error
 
-        hook = module.register_forward_pre_hook(explode)
+        hook = _attention(subject.model, 1).register_forward_pre_hook(explode)
         try:
-            with pytest.raises((BrokenError, PressError)), torch.inference_mode():
+            with pytest.raises((error, PressError)), torch.inference_mode():
                 subject.model(CONTEXT, past_key_values=DynamicCache(config=subject.model.config))
         finally:
             hook.remove()
 
+    @precondition(lambda self: self.caches)
+    @rule(data=st.data(), name=st.sampled_from(NAMES), side=SIDES, elsewhere=st.booleans())
+    def open_in_a_forward(self, data: st.DataObject, name: str, side: int, elsewhere: bool) -> None:
+        """The forward has nothing to do with the new scope."""
+        both = self._any_cache(data)
+        self._change_in_a_forward(
+            both, lambda: self.open_scope(both.subject.index, name, side, elsewhere)
+        )
+
+    @precondition(lambda self: any(both.subject.scopes for both in self.caches))
+    @rule(data=st.data(), elsewhere=st.booleans())
+    def close_in_a_forward(self, data: st.DataObject, elsewhere: bool) -> None:
+        """The forward is the scope's to its end, and another thread waits for that."""
+        found = [both for both in self.caches if both.subject.scopes]
+        both = found[data.draw(st.integers(0, len(found) - 1))]
+        scopes, threads = both.subject.scopes, []
+        scope = scopes[data.draw(st.integers(0, len(scopes) - 1))]
+
+        def close() -> None:
+            scopes.remove(scope)
+            threads.append(threading.Thread(target=scope.handle.remove, daemon=True))
+            threads[0].start() if elsewhere else scope.handle.remove()
+
+        self._change_in_a_forward(both, close)
+        if elsewhere:
+            threads[0].join(20)
+            assert not threads[0].is_alive()
+
+    def _change_in_a_forward(self, both: CachePair, change: Callable[[], None]) -> None:
+        model, order, changed = both.subject.model, both.subject.order(), []
+
+        def once(*_: Any) -> None:
+            if not changed:
+                changed.append(True)
+                change()
+
+        hook = _attention(model, 1).register_forward_pre_hook(once)
+        try:
+            found = self._actual(both, TOKEN)
+        finally:
+            hook.remove()
+        once()  # of a forward that was refused before
+        self._compare(both, found, TOKEN, order)
+
     def _actual(self, both: CachePair, step: Step) -> Any:
-        return outcome(lambda: step(both.subject.model, both.cache))
+        return outcome(lambda: step(both.subject.model, both.cache, both.batch))
 
     def _run(self, both: CachePair, step: Step, elsewhere: bool = False) -> None:
+        if both not in self.caches or both.cache.get_seq_length() + step.n <= step.n_rejected:
+            return
         self._compare(both, _in_thread(elsewhere, lambda: self._actual(both, step)), step)
 
-    def _compare(self, both: CachePair, found: Any, step: Step) -> None:
+    def _compare(
+        self, both: CachePair, found: Any, step: Step, order: list[str] | None = None
+    ) -> None:
+        """Compare what a step has done with what it does in scopes of presses in this `order`."""
         model = twin(both.subject.index)
         with ExitStack() as scopes:
-            for name in both.subject.order():
+            for name in both.subject.order() if order is None else order:
                 scopes.callback(presses(name).hook.register(model).remove)
-            expected = outcome(lambda: step(model, both.expected))
+            expected = outcome(lambda: step(model, both.expected, both.batch))
         assert same(found, expected), (found, expected)
         if not isinstance(found, Tensor):  # refused half way: nobody goes on with such a cache
             self.caches.remove(both)
@@ -475,10 +491,16 @@ class Programs(RuleBasedStateMachine):
             return
         subject = next(s for s in self.subjects if any(module is m for m in s.model.modules()))
         lost = [[patch.is_lost for patch in own_patches(scope.handle)] for scope in subject.scopes]
-        if any(any(layers) and not all(layers) for layers in lost):
+        acting = [
+            scope.name != "StreamingLLMDecodingPress" for scope in subject.scopes
+        ]  # in layers
+        if any(
+            acts and any(layers) and not all(layers)
+            for acts, layers in zip(acting, lost, strict=True)
+        ):
             cache = DynamicCache(config=subject.model.config)
-            with pytest.raises(ScopeError, match="put back what this scope had patched"):
-                subject.model(CONTEXT, past_key_values=cache)
+            found = outcome(lambda: [Step(n)(subject.model, cache) for n in (LENGTH, 1)])
+            assert issubclass(found[0], PressError)  # of this scope, or of one inside of it
         for scope, layers in zip(subject.scopes, lost, strict=True):
             if any(layers):
                 with pytest.warns(RuntimeWarning, match="put back what this scope had patched"):
@@ -569,10 +591,7 @@ def _attention(model: nn.Module, layer: int) -> nn.Module:
     return found[layer]
 
 
-def _batch(cache: DynamicCache) -> int:
-    return int(kept_lengths(cache)[0].shape[0])
-
-
+@pytest.mark.filterwarnings("ignore:.*before this scope opened")
 @pytest.mark.parametrize("shard", range(N_SHARDS))
 def test_programs(shard, record_property):
     count = [0]

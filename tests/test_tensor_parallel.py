@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
-from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import hooks_impl
 import patch_impl
 from press_core import Press, UnsupportedModelError
-from press_core.model.probe import verified_sites
+from press_core.probe import attention_sites
 from tests.support import build, context_for, example_for, token_ids
 
 PACKAGES = {"hooks": hooks_impl, "patches": patch_impl}
@@ -46,51 +46,38 @@ def family_of(case: str) -> str:
     return case.split(",")[0]
 
 
-def run(model: PreTrainedModel, press: Press, name: str) -> tuple[list[Any], list[float], float]:
-    """Positions kept per layer and KV head, logits of what comes after, and the share evicted."""
-    cache, context = DynamicCache(config=model.config), context_for(name, 48)
+def run(
+    model: PreTrainedModel, press: Press, name: str, padding: list[int]
+) -> tuple[list[Any], list[float], float]:
+    """Positions kept per layer and KV head, logits of what comes after, and the share evicted.
+
+    Args:
+        padding: of each row.
+    """
+    cache, rows = DynamicCache(config=model.config), len(padding)
+    context = context_for(name, 48).repeat(rows, 1)
+    mask = torch.ones(rows, 48 + 3 + 4, dtype=torch.long)
+    for row, n in enumerate(padding):
+        mask[row, :n] = 0
+    given = (context, token_ids(rows, 3, seed=1), *token_ids(rows, 4, seed=2).split(1, dim=1))
+    seen = 0
     with press(model), torch.no_grad():
-        model(context, past_key_values=cache)
-        for ids in (token_ids(1, 3, seed=1), *token_ids(4, 1, seed=2).split(1)):
-            logits = model(ids, past_key_values=cache).logits
-    kept = [positions_in(layer).tolist() for layer in cache.layers]
+        for ids in given:
+            seen += ids.shape[1]
+            logits = model(ids, attention_mask=mask[:, :seen], past_key_values=cache).logits
+    kept = [positions_in(layer, rows) for layer in cache.layers]
     return kept, logits.flatten().tolist(), press.evicted_ratio
 
 
-def positions_in(layer: Any) -> Tensor:
-    """`(H_kv, n)` position of every slot that a layer holds, -1 for what is not there."""
-    if hasattr(layer, "dense"):
-        return layer.dense()[2][0]
-    n_heads, n_slots = layer.values.shape[1:3]
+def positions_in(layer: Any, rows: int) -> list[list[int]]:
+    """By KV head, the position of every slot that it holds of each row, -1 of an empty one."""
+    n_heads, n_slots = (layer.n_heads, 0) if hasattr(layer, "held") else layer.values.shape[1:3]
     known = layer.all_positions() if hasattr(layer, "all_positions") else torch.arange(n_slots)
-    return known.expand(1, n_heads, -1)[0]
+    return known.expand(rows, n_heads, -1).transpose(0, 1).flatten(1).tolist()
 
 
 def heads_only(kept: list[Any]) -> list[Any]:
     return [[[p for p in head if p >= 0] for head in layer] for layer in kept]
-
-
-def run_padded(
-    model: PreTrainedModel, press: Press, name: str
-) -> tuple[list[Any], list[float], float]:
-    """The same of a batch whose second row is padded, kept positions row after row."""
-    cache, ids = DynamicCache(config=model.config), context_for(name, 48).repeat(2, 1)
-    mask = torch.ones_like(ids)
-    mask[1, :PADDING] = 0
-    with press(model), torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=cache)
-        mask = torch.cat((mask, torch.ones(2, 3, dtype=mask.dtype)), dim=1)
-        question = token_ids(2, 3, seed=1)
-        logits = model(question, attention_mask=mask, past_key_values=cache).logits
-    kept = [rows_of(layer) for layer in cache.layers]
-    return kept, logits.flatten().tolist(), press.evicted_ratio
-
-
-def rows_of(layer: Any) -> list[list[list[int]]]:
-    """By KV head, the positions that it holds of each row."""
-    known = layer.dense()[2] if hasattr(layer, "dense") else layer.all_positions()
-    known = known.expand(2, layer.dense()[0].shape[1] if hasattr(layer, "dense") else -1, -1)
-    return known.transpose(0, 1).flatten(1).tolist()
 
 
 def presses_of(case: str, package: Any, model: PreTrainedModel) -> dict[str, Press]:
@@ -102,11 +89,11 @@ def found_with(
     case: str, model: PreTrainedModel, presses: dict[str, dict[str, Press]]
 ) -> dict[str, Any]:
     """By case, press and mechanism what `run` finds, or the error."""
-    measure, found = run_padded if "padded" in case else run, {}
+    padding, found = [0, PADDING] if "padded" in case else [0], {}
     for mechanism, fitted in presses.items():
         for name, press in fitted.items():
             try:
-                found[f"{case} {name} {mechanism}"] = measure(model, press, name)
+                found[f"{case} {name} {mechanism}"] = run(model, press, name, padding)
             except Exception as error:  # told to the test, which fails
                 found[f"{case} {name} {mechanism}"] = repr(error)
     return found
@@ -120,11 +107,11 @@ def rank(index: int, folder: str, port: int) -> None:
     )  # fmt: skip
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=index, world_size=RANKS)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"sinks": refused_for_sinks(index)}
     for case in CASES:
         family = family_of(case)
         model = AutoModelForCausalLM.from_pretrained(Path(folder, family), tp_plan="auto").eval()
-        found[f"{case} ranks"] = verified_sites(model)[0].heads.size
+        found[f"{case} ranks"] = attention_sites(model)[0].ranks.size
         presses = torch.load(Path(folder, f"{case}.pt"), weights_only=False)
         found |= found_with(case, model, presses)
     Path(folder, f"{index}.json").write_text(json.dumps(found))
@@ -190,33 +177,30 @@ def test_ranks_agree_however_the_heads_lie(of_ranks, case, name, mechanism):
     check(of_ranks, case, name, mechanism)
 
 
-class Mesh:
-    """Two ranks, of which this process is the first."""
-
-    mesh_dim_names = ("tp",)
-
-    def __getitem__(self, name: str) -> Mesh:
-        return self
-
-    def get_group(self) -> str:
-        return "both"
-
-    def get_local_rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return RANKS
-
-
-def test_sinks_of_heads_on_other_ranks_are_refused():
+def refused_for_sinks(index: int) -> list[str]:
+    """What each package says of learned sinks whose heads lie on different ranks."""
     model: Any = build("gpt_oss", attn_implementation="eager")
-    model._device_mesh = Mesh()
+    model._device_mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     for layer in model.model.layers:
-        weight = layer.self_attn.k_proj.weight
-        layer.self_attn.k_proj.weight = torch.nn.Parameter(weight[: len(weight) // RANKS])
+        attention = layer.self_attn
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        split = [(module, name) for module in projections for name in ("weight", "bias")]
+        for module, name in [*split, (attention, "sinks")]:
+            part = getattr(module, name).detach().chunk(RANKS)[index]
+            setattr(module, name, torch.nn.Parameter(part))
+        part = attention.o_proj.weight.detach().chunk(RANKS, dim=1)[index]
+        attention.o_proj.weight = torch.nn.Parameter(part)
+    found = []
     for package in PACKAGES.values():
-        with pytest.raises(UnsupportedModelError, match="learned sinks"):
+        with pytest.raises(UnsupportedModelError) as refused:
             package.KnormPress(0.5).register(model)
+        found.append(str(refused.value))
+    return found
+
+
+def test_sinks_of_heads_on_other_ranks_are_refused(of_ranks):
+    for of_rank in of_ranks[1]:
+        assert all("learned sinks" in said for said in of_rank["sinks"])
 
 
 def test_heads_lie_on_the_ranks_as_is_said(of_ranks):

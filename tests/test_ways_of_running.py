@@ -1,4 +1,4 @@
-"""A model is run in many ways: compiled, in chunks, with drafts, over several turns."""
+"""A model is run in many ways: compiled, in chunks, with draft tokens, over several turns."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache
 
 import hooks_impl
 import patch_impl
 from attention_patch import headwise
 from press_core import UnsupportedCacheError, UnsupportedInputError, kept_lengths, prefill
-from press_core.model.generation import Part, as_part
 from tests.support import build, example_for, left_padded, token_ids
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
@@ -24,12 +24,10 @@ def make(implementation="sdpa", family="llama", dtype=torch.float64):
     return build(family, num_layers=2, attn_implementation=implementation, dtype=dtype)
 
 
-def kept_in(cache):
-    """What each layer keeps: positions, or for heads of different lengths their states."""
-    layers = cache.layers
-    return [
-        layer.positions if hasattr(layer, "positions") else layer.dense()[2] for layer in layers
-    ]
+def assert_same_kept(one, other):
+    for layers in zip(one.layers, other.layers, strict=True):
+        positions = [layer.all_positions() for layer in layers]
+        assert torch.equal(*positions)
 
 
 # ---- compiled ------------------------------------------------------------------------------------
@@ -44,50 +42,36 @@ def graphs():
 
 @pytest.mark.parametrize(
     ("package", "through"),
-    [(hooks_impl, "function"), (patch_impl, "model")],  # the next test: models, with hooks too
-    ids=["hooks", "patches"],
+    [(hooks_impl, "function"), (hooks_impl, "model"), (patch_impl, "model")],
+    ids=["function-hooks", "model-hooks", "model-patches"],
 )
 @pytest.mark.usefixtures("graphs")
 @torch.no_grad()
-def test_a_model_compiled_and_called_before_is_pruned(package, through):
+def test_a_compiled_model_is_pruned_by_one_press_after_the_other(package, through):
+    """It was called before, and the first press needs nothing from inside the attention.
+
+    The second reads queries, and leaves heads of different lengths to attend over.
+    """
     model, ids = build("llama", num_layers=1), token_ids(1, LENGTH)
 
     def run(ids, cache):
         return model(ids, past_key_values=cache).logits
 
+    def run_model(ids, cache):
+        return compiled(ids, past_key_values=cache).logits
+
     compiled = torch.compile(model if through == "model" else run, backend="eager")
-    for expected in (LENGTH, LENGTH // 2, LENGTH):
-        cache = DynamicCache(config=model.config)
-        handle = None if expected == LENGTH else package.KnormPress(0.5).register(model)
-        if through == "model":
-            compiled(ids, past_key_values=cache)
-        else:
-            compiled(ids, cache)
-        if handle is not None:
-            handle.remove()
-        assert int(kept_lengths(cache)[0][0, 0]) == expected
-
-
-@both
-@pytest.mark.usefixtures("graphs")
-@torch.no_grad()
-def test_a_compiled_model_is_pruned_by_one_press_after_the_other(package):
-    """The first needs nothing from inside the attention, whose graph then knows no inner hook.
-
-    The second reads queries, and leaves heads of different lengths to attend over.
-    """
-    model, ids = build("llama", num_layers=1), token_ids(1, LENGTH)
-    compiled = torch.compile(model, backend="eager")
-    for name in ("KnormPress", "AdaKVPress"):  # around SnapKVPress
-        press = example_for(package, name, 0.5, model)
+    run_compiled = run_model if through == "model" else compiled
+    for name in (None, "KnormPress", "AdaKVPress", None):  # around SnapKVPress
+        press = None if name is None else example_for(package, name, 0.5, model)
         logits = []
-        for run in (model, compiled):
+        for function in (run, run_compiled):
             cache = DynamicCache(config=model.config)
-            with press(model):
-                run(ids, past_key_values=cache)
-                logits.append(run(ids[:, :1], past_key_values=cache).logits)
+            with nullcontext() if press is None else press(model):
+                function(ids, cache)
+                logits.append(function(ids[:, :1], cache))
             (kept,) = kept_lengths(cache)
-            assert kept.float().mean() == LENGTH // 2 + 1
+            assert kept.float().mean() == (LENGTH if press is None else LENGTH // 2) + 1
             assert (kept.unique().numel() > 1) == (name == "AdaKVPress")
         torch.testing.assert_close(*logits)
 
@@ -108,8 +92,7 @@ def test_a_prefill_in_chunks_is_pruned_as_one(package, name, chunk_size):
     with press(model):
         in_chunks = prefill(model, ids, caches[1], chunk_size).logits[:, -1]
     torch.testing.assert_close(in_chunks, at_once, rtol=0, atol=1e-9)
-    for one, other in zip(*map(kept_in, caches), strict=True):
-        assert torch.equal(one, other)
+    assert_same_kept(*caches)
 
 
 @both
@@ -121,8 +104,7 @@ def test_padded_rows_in_chunks_are_pruned_as_at_once(package):
     with press(model):
         model(ids, attention_mask=mask, position_ids=positions, past_key_values=caches[0])
         prefill(model, ids, caches[1], 25, attention_mask=mask)
-    for one, other in zip(*map(kept_in, caches), strict=True):
-        assert torch.equal(one, other)
+    assert_same_kept(*caches)
 
 
 @both
@@ -155,9 +137,8 @@ def test_two_scopes_in_chunks_act_as_at_once(package):
     with outer(model), inner(model):
         model(ids, past_key_values=caches[0])
         prefill(model, ids, caches[1], 25)
-    for one, other in zip(*map(kept_in, caches), strict=True):
-        assert one.shape[-1] == LENGTH // 4
-        assert torch.equal(one, other)
+    assert [int(kept.max()) for kept in kept_lengths(caches[0])] == [LENGTH // 4] * 2
+    assert_same_kept(*caches)
 
 
 @both
@@ -205,99 +186,101 @@ def test_chunks_are_no_decoding_steps(package):
     assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [20, 20]
 
 
-# ---- drafts --------------------------------------------------------------------------------------
+# ---- draft tokens --------------------------------------------------------------------------------
+
+GENERATE = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": 1}
+
+
+def with_assistance(by, dtype):
+    if by == "lookup":
+        return {"prompt_lookup_num_tokens": 3}
+    return {"assistant_model": build("llama", num_layers=1, dtype=dtype)}
 
 
 @both
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["KnormPress", "SnapKVPress", "AdaKVPress", "PyramidKVPress"])
 @pytest.mark.parametrize("by", ["lookup", "assistant"])
-def test_drafts_are_no_context(package, implementation, name, by):
+def test_draft_tokens_come_behind_a_context_that_was_brought_first(
+    package, implementation, name, by
+):
+    """In one forward with it they are refused, with the advice that is followed here."""
     dtype = torch.float32 if implementation == "eager" else torch.float64
-    model = make(implementation, dtype=dtype)
+    model, cache = make(implementation, dtype=dtype), DynamicCache()
     ids = token_ids(1, LENGTH // 2).repeat(1, 2)  # so that there is something to look up
-    press = example_for(package, name, 0.5, model)
-    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": 1}
-    drafted = {"prompt_lookup_num_tokens": 3}
-    if by == "assistant":
-        drafted = {"assistant_model": build("llama", num_layers=1, dtype=dtype)}
-    caches = [DynamicCache(config=model.config) for _ in range(2)]
-    with press(model):
-        plain = model.generate(ids, past_key_values=caches[0], **options)
-        assisted = model.generate(ids, past_key_values=caches[1], **options, **drafted)
-    assert torch.equal(assisted, plain)
+    rest = ids if transformers.__version__.startswith("5.2.") else ids[:, -1:]
+    plain = {**GENERATE, "attention_mask": torch.ones_like(ids)}
+    assisted = {**plain, **with_assistance(by, dtype)}
+    with example_for(package, name, 0.5, model)(model):
+        with pytest.raises(UnsupportedInputError, match=r"prefill first, .*input_ids\[:, :-1\]"):
+            model.generate(ids, **assisted)
+        with torch.no_grad():
+            model(ids[:, :-1], past_key_values=cache)
+        caches = [cache, copy.deepcopy(cache)]
+        expected = model.generate(ids, past_key_values=caches[0], **plain)[:, LENGTH:]
+        found = model.generate(rest, past_key_values=caches[1], **assisted)[:, rest.shape[1] :]
+    assert torch.equal(found, expected)
     for one, other in zip(*map(kept_lengths, caches), strict=True):
         assert torch.equal(one, other)
 
 
 @both
-@torch.no_grad()
-def test_drafts_behind_a_context_that_is_left_whole(package):
-    model, ids, cache = make(), token_ids(1, LENGTH), DynamicCache()
-    with package.KnormPress(0.0)(model), as_part(Part(n_drafts=3)):
-        logits = model(ids, past_key_values=cache).logits
-    expected = model(ids, past_key_values=DynamicCache()).logits
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-9)
-    assert [int(kept.min()) for kept in kept_lengths(cache)] == [LENGTH] * 2
-
-
-@both
-@torch.no_grad()
-def test_drafts_leave_a_cache_that_can_be_read_once_the_scope_is_closed(package):
-    """No layer is taken for one that a closing scope has left behind."""
-    model, cache, ids = make(), DynamicCache(), token_ids(1, 2, seed=1)
-    with package.KnormPress(0.5)(model):
-        with as_part(Part(n_drafts=3)):
-            model(token_ids(1, 23), past_key_values=cache)
-        expected = model(ids, past_key_values=copy.deepcopy(cache)).logits
-    with package.KnormPress(0.5)(model):
-        assert torch.equal(model(ids, past_key_values=cache).logits, expected)
+def test_draft_tokens_behind_a_context_that_is_left_whole(package):
+    model, ids = make(), token_ids(1, LENGTH // 2).repeat(1, 2)
+    expected = model.generate(ids, **GENERATE)
+    with package.KnormPress(0.0)(model):
+        assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **GENERATE), expected)
 
 
 @both
 @pytest.mark.parametrize("name", ["DecodingPress", "StreamingLLMDecodingPress"])
-def test_drafts_are_refused_by_presses_that_act_while_decoding(package, name):
+def test_draft_tokens_are_refused_by_presses_that_act_while_decoding(package, name):
     model, ids = make(), token_ids(1, LENGTH // 2).repeat(1, 2)
     press = package.StreamingLLMDecodingPress(max_capacity=20)
     if name == "DecodingPress":
         press = package.DecodingPress(package.KnormPress(), compression_interval=2, target_size=20)
-    with press(model), pytest.raises(UnsupportedInputError, match=r"DecodingPress.*assist"):
-        model.generate(ids, prompt_lookup_num_tokens=3, max_new_tokens=8, eos_token_id=1)
+    outer = package.KnormPress(0.0)
+    refused = pytest.raises(UnsupportedInputError, match=r"DecodingPress.*leave the assistance out")
+    with outer(model), press(model), refused:
+        model.generate(ids, prompt_lookup_num_tokens=3, **GENERATE)
 
 
 @both
-@torch.no_grad()
-def test_drafts_are_refused_by_inner_scopes_too(package):
-    model, ids = make(), token_ids(1, LENGTH)
-    inner = package.DecodingPress(package.KnormPress(), compression_interval=1, target_size=20)
-    refused = pytest.raises(UnsupportedInputError, match=r"DecodingPress.*drafts")
-    with package.KnormPress(0.5)(model), inner(model), as_part(Part(n_drafts=3)), refused:
-        model(ids, past_key_values=DynamicCache(config=model.config))
+@pytest.mark.parametrize("name", ["KVzipPress", "KVComposePress"])
+@pytest.mark.parametrize("comes_first", [False, True])
+def test_presses_that_run_a_context_again_refuse_drafts_of_the_first_layers(
+    package, name, comes_first
+):
+    model, ids, cache = make(), token_ids(1, LENGTH), DynamicCache()
+    with example_for(package, name, 0.5, model)(model):
+        if comes_first:
+            with torch.no_grad():
+                model(ids[:, :-1], past_key_values=cache)
+        given = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, **GENERATE}
+        with pytest.raises(UnsupportedInputError, match="leave assistant_early_exit out"):
+            model.generate(ids, assistant_early_exit=1, **given)
 
 
 @both
 @torch.no_grad()
 def test_what_is_cropped_was_never_there(package):
+    """Neither in the cache nor in what the press has observed for its next step."""
     model, context, rest = make(), token_ids(1, LENGTH), token_ids(1, 12, seed=1)
     press = package.DecodingPress(
         package.ExpectedAttentionPress(), compression_interval=6, target_size=20
     )
     logits = []
-    for rejected in (0, 3):
+    for n_rejected in (0, 1):
         cache = DynamicCache(config=model.config)
         with press(model):
             model(context, past_key_values=cache)
             for i in range(12):
-                drafts = token_ids(1, rejected, seed=i + 2)
-                ids = torch.cat((rest[:, i : i + 1], drafts), dim=1)
-                if i % 6 == 5:  # pruned by this forward: what came with it cannot be taken back
-                    ids = ids[:, :1]
-                out = model(ids, past_key_values=cache).logits[:, 0]
-                if ids.shape[1] > 1:
-                    cache.crop(-rejected if crops_a_number(cache) else LENGTH + i + 1)
-            logits.append(out)
+                logits.append(model(rest[:, i : i + 1], past_key_values=cache).logits)
+                if n_rejected and i % 6 < 4:  # what came with the next pruning cannot be cropped
+                    model(token_ids(1, 1, seed=i + 2), past_key_values=cache)
+                    cache.crop(-1 if crops_a_number(cache) else LENGTH + i + 1)
             assert press.compression_count == 2
-    torch.testing.assert_close(*logits, rtol=0, atol=1e-9)
+    torch.testing.assert_close(logits[:12], logits[12:], rtol=0, atol=1e-9)
 
 
 def crops_a_number(cache):
@@ -355,12 +338,9 @@ def test_a_scope_with_nothing_to_do_says_nothing(package, run):
 @pytest.mark.parametrize("name", ["KnormPress", "SnapKVPress", "TOVAPress"])
 @torch.no_grad()
 def test_every_turn_is_pruned_to_the_budget(package, name):
-    model, cache = make(), DynamicCache(config=make().config)
-    inner = package.PRESSES[name](0.5)
-    if name == "SnapKVPress":
-        inner.window_size = 4
-    press = package.EveryTurnPress(inner, target_size=20)
-    held = []
+    model, held = make(), []
+    cache = DynamicCache(config=model.config)
+    press = package.EveryTurnPress(example_for(package, name, 0.5, model), target_size=20)
     with press(model):
         for n in (LENGTH, 1, 1, 12, 1, 5):
             model(token_ids(1, n, seed=n), past_key_values=cache)
@@ -368,18 +348,6 @@ def test_every_turn_is_pruned_to_the_budget(package, name):
     assert held == [20, 21, 22, 20, 21, 20]
     assert press.compression_count == 3
     assert cache.get_seq_length() == LENGTH + 20
-
-
-@torch.no_grad()
-def test_every_turn_is_pruned_alike_by_both():
-    model, caches = make(), [DynamicCache(config=make().config) for _ in range(2)]
-    for package, cache in zip((hooks_impl, patch_impl), caches, strict=True):
-        with package.EveryTurnPress(package.SnapKVPress(window_size=4), target_size=20)(model):
-            for n in (LENGTH, 1, 12):
-                model(token_ids(1, n, seed=n), past_key_values=cache)
-    for one, other in zip(*(cache.layers for cache in caches), strict=True):
-        assert torch.equal(one.keys, other.keys)
-        assert torch.equal(one.positions, other.positions)
 
 
 @both
@@ -494,15 +462,14 @@ def test_a_mask_of_all_tokens_behind_rerotated_keys_outside_of_the_scope(package
     def asked(**arguments):
         return model(question, past_key_values=copy.deepcopy(cache), **arguments).logits[:, -1]
 
-    for other in (headwise(model), package.KnormPress(0.5)(model), nullcontext()):
-        with other, pytest.raises(UnsupportedInputError, match=r"attention_mask\[:, -38:\]"):
-            asked(attention_mask=mask)
+    with pytest.raises(UnsupportedInputError, match=r"attention_mask\[:, -38:\]"):
+        asked(attention_mask=mask)
     assert torch.equal(asked(attention_mask=torch.ones_like(mask)), asked())
     last = mask[:, -38:]
     found = asked(attention_mask=last, position_ids=positions_in(last, QUESTION))
-    with press(model):
-        expected = asked(attention_mask=mask)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    for scope in (press(model), headwise(model), package.KnormPress(0.5)(model)):
+        with scope:  # each helps with reading
+            torch.testing.assert_close(asked(attention_mask=mask), found, rtol=0, atol=1e-10)
 
 
 @both

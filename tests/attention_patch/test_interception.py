@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from attention_patch import intercept, reversible, with_override
+from attention_patch import intercept, with_override
 from tests.support import build
 
 
@@ -85,46 +85,27 @@ def test_an_override_may_answer_itself_or_fail() -> None:
 def test_two_overrides_compose_the_later_around_the_former() -> None:
     registry = Registry()
     patch = intercept(registry)
-    kwargs = with_override(with_override({}, _tagging("former")), _tagging("later"))
-    assert _asked(registry, **kwargs) == "later[former[module(1, 2)]]"
+    former = with_override({"mask": 7}, _tagging("former"))
+    before = dict(former)
+    assert _asked(registry, **with_override(former, _tagging("later"))) == (
+        "later[former[module(1, 2)]]"
+    )
+    assert former == before
     patch.remove()
 
 
-def test_the_given_keyword_arguments_are_not_touched() -> None:
-    given = with_override({"mask": 7}, _tagging("former"))
-    before = dict(given)
-    with_override(given, _tagging("later"))
-    assert given == before
-
-
-def test_an_override_runs_once_under_several_interceptions() -> None:
-    registry = Registry()
-    patches = [intercept(registry) for _ in range(3)]
-    kwargs = with_override({}, _tagging("over"))
-    for patch in patches:
-        assert _asked(registry, **kwargs) == "over[module(1, 2)]"
-        patch.remove()
-
-
-def test_several_interceptions_cost_a_call_what_one_does() -> None:
+def test_several_interceptions_act_once_and_cost_a_call_what_one_does() -> None:
     """Every module of a model asks for its own."""
     registry = Registry()
-    patches = [intercept(registry) for _ in range(3)]
-    for patch in (patches[1], patches[2], patches[0]):
-        heeding = registry.get_interface("attend", None)
-        assert heeding.args == (registry.attend,)
-        patch.remove()
-    assert registry.get_interface("attend", None) == registry.attend
-
-
-def test_a_registry_is_restored() -> None:
-    registry = Registry()
     before = dict(vars(registry))
-    outer, inner = intercept(registry), intercept(registry)
-    outer.remove()
-    inner.remove()
+    patches = [intercept(registry) for _ in range(3)]
+    kwargs = with_override({}, _tagging("over"))
+    for patch in (patches[1], patches[2], patches[0]):
+        assert _asked(registry, **kwargs) == "over[module(1, 2)]"
+        assert registry.get_interface("attend", None).args == (registry.attend,)
+        patch.remove()
+    registry.calls.clear()
     assert vars(registry) == before
-    assert not reversible._wrappers
     assert registry.get_interface("attend", None) == registry.attend
 
 
@@ -154,6 +135,7 @@ def test_an_override_reaches_each_attention_of_its_forward() -> None:
 def test_an_override_changes_its_own_forward_and_no_other() -> None:
     one, other = build("llama"), build("qwen2", attn_implementation="eager")
     expected = [model(IDS).logits for model in (one, other)]
+    before, names = dict(vars(ALL_ATTENTION_FUNCTIONS)), list(ALL_ATTENTION_FUNCTIONS)
 
     def blind(function: Any, module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
         output, weights = function(module, query, *args, **kwargs)
@@ -162,17 +144,9 @@ def test_an_override_changes_its_own_forward_and_no_other() -> None:
     patch = intercept(ALL_ATTENTION_FUNCTIONS)
     blinded = one(IDS, **with_override({}, blind)).logits
     during = [model(IDS).logits for model in (one, other)]
+    assert list(ALL_ATTENTION_FUNCTIONS) == names
     patch.remove()
+    assert (vars(ALL_ATTENTION_FUNCTIONS), list(ALL_ATTENTION_FUNCTIONS)) == (before, names)
     assert not torch.allclose(blinded, expected[0])
     for logits, before in zip(during, expected, strict=True):
         assert torch.equal(logits, before)
-
-
-def test_transformers_registry_is_restored() -> None:
-    before = dict(vars(ALL_ATTENTION_FUNCTIONS))
-    names = list(ALL_ATTENTION_FUNCTIONS)
-    patch = intercept(ALL_ATTENTION_FUNCTIONS)
-    assert list(ALL_ATTENTION_FUNCTIONS) == names
-    patch.remove()
-    assert vars(ALL_ATTENTION_FUNCTIONS) == before
-    assert list(ALL_ATTENTION_FUNCTIONS) == names

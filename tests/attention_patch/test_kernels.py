@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
 
 from attention_patch import kernels
-from attention_patch.kernels import KERNELS, Query, attend, check_backend, choose
+from attention_patch.kernels import KERNELS, Asked, attend, check_backend, choose
 from press_core import (
     AttentionSite,
     HyperparameterError,
@@ -21,8 +20,12 @@ from press_core import (
     UnsupportedInputError,
     attention_sites,
 )
-from press_core.cache import ragged
-from tests.support import Reader, build
+from press_core.cache import layout
+from press_core.cache.masks import causal
+from press_core.cache.tokens import Kept
+from press_core.forward import here
+from press_core.model.sites import Softmax
+from tests.support import build
 
 on_gpu = [
     pytest.mark.gpu,
@@ -33,10 +36,10 @@ N = 60  # tokens of the context
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-@pytest.fixture(autouse=True, params=[-1, ragged.FEW], ids=["blocks of heads", "blocks of rows"])
+@pytest.fixture(autouse=True, params=[-1, layout.FEW], ids=["blocks of heads", "blocks of rows"])
 def _layout(request, monkeypatch):
     """Of layers as small as these each row has one block, unless told otherwise."""
-    monkeypatch.setattr(ragged, "FEW", request.param)
+    monkeypatch.setattr(layout, "FEW", request.param)
 
 
 class Example(NamedTuple):
@@ -76,18 +79,24 @@ def example(
         kept = torch.rand(batch, n_kv, N, generator=generator) < share
         kept[0, 0], kept[0, 0, 7], kept[-1, -1] = False, True, True
     positions = torch.arange(N, device=device).view(1, 1, N)
-    layer = RaggedLayer.of(random(n_kv, N), random(n_kv, N), kept.to(device), positions, N)
-    for n in (n_before, n_queries, 2):
-        layer.allow_update(Reader())
-        layer.update(random(n_kv, n), random(n_kv, n))
-    layer.crop(-2)  # and leaves room behind each head, with something in it
+    known = Kept(n_seen=N)
+    layer = RaggedLayer.of(random(n_kv, N), random(n_kv, N), kept.to(device), positions, known)
+    for n in (n_before, n_queries):
+        update(layer, random(n_kv, n), random(n_kv, n))
     query = random(n_kv * group, n_queries)
     return Example(layer, query, n_queries, n_before + n_queries)
 
 
-def site(**fields: Any) -> AttentionSite:
+def update(layer: RaggedLayer, *new: Tensor) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(here, "reading", layer)
+        layer.update(*new)
+
+
+def site(softcap: float | None = None, family: str = "llama") -> AttentionSite:
     """An attention module that scales by 0.3."""
-    return replace(attention_sites(build("llama"))[0], scaling=0.3, **fields)
+    model = build(family, attn_implementation="eager")
+    return replace(attention_sites(model)[0], softmax=Softmax(0.3, softcap))
 
 
 def run(
@@ -97,7 +106,9 @@ def run(
     of: AttentionSite | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """`(B, H, q, d)`, as an attention module would get it."""
+    """`(B, H, q, d)`, as an attention module would get it; without a `mask` causal."""
+    if mask is None and case.n_queries > 1:
+        mask = causal(case.n_queries, case.n_recent, case.query.device)[None, None]
 
     def untouched(*_: Any, **__: Any) -> Any:
         raise AssertionError("the model's own attention function was called")
@@ -114,7 +125,6 @@ def run(
 
 def slowly(
     case: Example,
-    hidden: Any = lambda row, query, recent: False,
     scaling: float = 0.3,
     softcap: float | None = None,
     sinks: list[float] | None = None,
@@ -123,8 +133,6 @@ def slowly(
     """The same, one query and one key at a time.
 
     Args:
-        hidden: whether a query of a row must not see one of the tokens after the pruning, beyond
-            those that come later than itself.
         seen: `(B, H, q, n)` bool, which tokens of the sequence each query sees.
     """
     batch, n_heads, n_queries, _ = case.query.shape
@@ -140,7 +148,7 @@ def slowly(
         for j in range(len(keys)):
             recent = j - n_old
             own = case.n_recent - n_queries + i
-            if recent > own or (recent >= 0 and hidden(row, i, recent)):
+            if recent > own:
                 continue
             if seen is not None and not seen[row, head, i, places[j]]:
                 continue
@@ -205,125 +213,49 @@ def test_heads_that_keep_nothing_but_one_token_each(backend):
 
 
 @backends
-def test_what_lies_in_spare_room_is_not_read(backend):
+def test_what_lies_in_empty_slots_is_not_read(backend):
     case = example(n_queries=3)
-    expected = run(backend, case)
-    layer = case.layer
+    expected, layer = run(backend, case), case.layer
     empty = layer.slots < 0
     assert empty.any() or layer.blocks.n == 1
     layer.keys[empty], layer.values[empty] = 1e4, 1e4
-    assert layer.recent_keys.shape[1] > layer.n_recent
-    layer.recent_keys[:, layer.n_recent :], layer.recent_values[:, layer.n_recent :] = 1e4, 1e4
     assert torch.equal(run(backend, case), expected)
 
 
 @backends
 def test_after_many_steps(backend):
-    """Heads that have grown and been laid out anew several times."""
     case = example(n_before=0)
-    generator = torch.Generator().manual_seed(3)
     for _ in range(20):
-        new = torch.randn(2, 2, 2, 1, 16, generator=generator)
-        case.layer.allow_update(Reader())
-        case.layer.update(*new)
+        update(case.layer, *torch.randn(2, 2, 2, 1, 16))
     case = case._replace(n_recent=21)
     assert_equal(run(backend, case), slowly(case))
 
 
-# ---- masks of every form -------------------------------------------------------------------------
-
-
-def hidden(row: int, query: int, recent: int) -> bool:
-    """Some tokens after the pruning, another in each row, from some queries only."""
-    return recent == row or (row == 1 and query > 1 and recent == 4)
-
-
-def kept_of_padded() -> Tensor:
-    """Some tokens, and no padding, of which the second row has nine."""
-    kept = torch.rand(2, 2, N, generator=torch.Generator().manual_seed(2)) < 0.5
-    kept[1, :, :9] = False
-    return kept
-
-
-def visible(case: Example) -> Tensor:
-    """`(B, q, n)` bool, as the model has it: of all tokens, evicted ones and padding included."""
-    seen = torch.ones(2, case.n_queries, case.layer.seen, dtype=torch.bool)
-    seen[1, :, :9] = False  # padding, which the layer does not hold
-    for row, i, j in itertools.product(range(2), range(case.n_queries), range(case.n_recent)):
-        if j > case.n_recent - case.n_queries + i or hidden(row, i, j):
-            seen[row, i, case.layer.seen - case.n_recent + j] = False
-    return seen
-
-
-def block_mask(seen: Tensor) -> Any:
-    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return seen[b, q, kv]
-
-    return create_block_mask(mask_mod, *seen.shape[:1], None, *seen.shape[1:], device="cpu")
-
-
-FORMS = {
-    "bool": lambda seen: seen[:, None],
-    "float": lambda seen: torch.zeros(seen.shape).masked_fill(~seen, torch.finfo().min)[:, None],
-    "infinite": lambda seen: torch.zeros(seen.shape).masked_fill(~seen, -math.inf)[:, None],
-    "flex": block_mask,
-}
-
-
-@backends
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("n_queries", [1, 4])
-def test_masks_say_which_of_the_later_tokens_are_seen(backend, form, n_queries):
-    case = example(n_queries=n_queries, n_before=3, kept=kept_of_padded())
-    assert_equal(run(backend, case, FORMS[form](visible(case))), slowly(case, hidden))
+# ---- what is seen --------------------------------------------------------------------------------
 
 
 @backends
 @pytest.mark.parametrize("n_queries", [1, 4])
-def test_masks_of_flash_attention(backend, n_queries):
-    case = example(n_queries=n_queries, kept=kept_of_padded())
-    mask = torch.ones(2, case.layer.seen, dtype=torch.long)
-    mask[1, :9] = 0
-    mask[0, -case.n_recent] = 0
-    expected = slowly(case, lambda row, _, recent: row == 0 and recent == 0)
-    assert_equal(run(backend, case, mask), expected)
-
-
-@backends
-@pytest.mark.parametrize("form", FORMS)
-def test_a_causal_mask_changes_nothing(backend, form):
-    case = example(n_queries=4)
-    causal = torch.ones(2, 4, case.layer.seen, dtype=torch.bool).tril(case.layer.seen - 4)
-    assert torch.equal(run(backend, case, FORMS[form](causal)), run(backend, case))
-
-
-@backends
-def test_one_mask_for_all_rows(backend):
-    case = example(n_queries=3)
-    causal = torch.ones(1, 1, 3, case.layer.seen, dtype=torch.bool).tril(case.layer.seen - 3)
-    assert torch.equal(run(backend, case, causal), run(backend, case))
-
-
-@backends
-@pytest.mark.parametrize("n_queries", [1, 4])
-@pytest.mark.parametrize("form", ["bool", "float"])
-def test_masks_tell_of_the_context_too_and_of_each_head_and_query(backend, form, n_queries):
-    """Holes anywhere: what a head has kept of the context may be hidden from some queries."""
-    case = example(n_queries=n_queries)
+@pytest.mark.parametrize(("rows", "heads"), [(1, 1), (2, 1), (2, 4)])
+@pytest.mark.parametrize("of_all", [True, False], ids=["of all tokens", "of recent ones"])
+def test_masks(backend, of_all, rows, heads, n_queries):
+    """Holes anywhere: what a head has kept may be hidden from some queries."""
+    case = example(n_queries=n_queries, n_before=3)
     generator = torch.Generator().manual_seed(1)
-    seen = torch.rand(2, 4, n_queries, case.layer.seen, generator=generator) < 0.7
-    seen &= torch.ones(n_queries, case.layer.seen, dtype=torch.bool).tril(
-        case.layer.seen - n_queries
-    )
+    n = case.layer.n_seen
+    seen = torch.rand(rows, heads, n_queries, n, generator=generator) < 0.7
+    seen &= causal(n_queries, n, seen.device)
     seen[..., -n_queries:] |= torch.eye(n_queries, dtype=torch.bool)
-    mask = seen if form == "bool" else torch.zeros(seen.shape).masked_fill(~seen, -math.inf)
-    assert_equal(run(backend, case, mask), slowly(case, seen=seen))
+    seen[..., :N] |= not of_all
+    mask = seen if of_all else seen[..., N:]
+    expected = slowly(case, seen=seen.expand(2, 4, -1, -1))
+    assert_equal(run(backend, case, mask), expected)
 
 
 @backends
 def test_a_query_that_sees_nothing_gets_zeros(backend):
     case = example(n_queries=2)
-    seen = torch.ones(2, 1, 2, case.layer.seen, dtype=torch.bool).tril(case.layer.seen - 2)
+    seen = causal(2, case.layer.n_seen, case.query.device).repeat(2, 1, 1, 1)
     expected = run(backend, case)
     seen[1, :, 0] = False
     output = run(backend, case, seen)
@@ -334,10 +266,13 @@ def test_a_query_that_sees_nothing_gets_zeros(backend):
 
 @backends
 def test_long_questions_are_asked_in_parts(backend, monkeypatch):
-    case = example(n_queries=5)
+    case, held = example(n_queries=5), []
     expected = run(backend, case)
+    of_context = kernels._old_logits
+    monkeypatch.setattr(kernels, "_old_logits", lambda *a: held.append(1) or of_context(*a))
     monkeypatch.setattr(kernels, "LOGITS", 2 * 2 * (case.layer.slots.numel() + 4 * case.n_recent))
     torch.testing.assert_close(run(backend, case), expected)
+    assert len(held) > 1
 
 
 @backends
@@ -347,13 +282,12 @@ def test_gradients_are_those_of_dense_attention(backend, softcap):
         torch.randn(2, 2, n, 16, dtype=torch.float64, requires_grad=True) for n in (N, N, 3, 3)
     )
     kept = torch.rand(2, 2, N, generator=torch.Generator().manual_seed(0)) < 0.4
-    layer = RaggedLayer.of(keys, values, kept, torch.arange(N).view(1, 1, -1), N)
-    layer.allow_update(Reader())
-    layer.update(*new)
+    layer = RaggedLayer.of(keys, values, kept, torch.arange(N).view(1, 1, -1), Kept(n_seen=N))
+    update(layer, *new)
     query = torch.randn(2, 4, 1, 16, dtype=torch.float64, requires_grad=True)
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
     leaves = [query, keys, values, *new, sinks]
-    output = run(backend, Example(layer, query, 1, 3), of=site(softcap=softcap), s_aux=sinks)
+    output = run(backend, Example(layer, query, 1, 3), of=site(softcap), s_aux=sinks)
     weight = torch.randn_like(output)
     gradients = torch.autograd.grad((output * weight).sum(), leaves)
 
@@ -377,7 +311,7 @@ def test_gradients_are_those_of_dense_attention(backend, softcap):
 @pytest.mark.parametrize("n_queries", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_soft_capped_logits(n_queries, dtype):
-    case, of = example(n_queries=n_queries, dtype=dtype), site(softcap=1.5)
+    case, of = example(n_queries=n_queries, dtype=dtype), site(1.5)
     for backend in ("blocks", None):
         assert_equal(run(backend, case, of=of), slowly(case, softcap=1.5))
 
@@ -392,9 +326,7 @@ def test_learned_sinks(n_queries, dtype):
 
 
 def test_sinks_of_the_module_where_the_call_brings_none():
-    model = build("gpt_oss", attn_implementation="eager")
-    of = replace(attention_sites(model)[0], scaling=0.3)
-    case = example()
+    of, case = site(family="gpt_oss"), example()
     expected = slowly(case, sinks=of.sinks.tolist())
     assert_equal(run(None, case, of=of), expected)
 
@@ -416,7 +348,7 @@ def test_dropout_is_refused(backend):
 
 def test_the_one_that_is_chosen():
     case = example()
-    assert choose(case.layer, Query(case.query, None, 0.3)) == "blocks"
+    assert choose(case.layer, Asked(case.query, None, 0.3)) == "blocks"
     assert torch.equal(run(None, case), run("blocks", case))
     assert case.layer.attended_by == "blocks"
 
@@ -433,28 +365,15 @@ def test_the_kernel_of_cuda_is_refused_elsewhere():
 
 def test_the_kernel_of_cuda_takes_no_mask_of_the_context():
     case = example()
-    mask = torch.ones(2, 1, 1, case.layer.seen, dtype=torch.bool)
-    mask[1, ..., :3] = False
+    mask = torch.ones(2, 1, 1, case.layer.n_seen, dtype=torch.bool)
+    assert choose(case.layer, Asked(case.query.bfloat16(), mask, 0.3)) == "blocks"
     with pytest.raises(UnsupportedInputError, match="mask for it; use 'blocks'"):
         run("varlen", case, mask)
 
 
-@pytest.mark.parametrize("n_queries", [1, 3])
-@pytest.mark.parametrize("tells_of", ["all", "recent"])
-def test_a_mask_that_hides_nothing_of_the_context_is_not_applied_to_it(
-    n_queries, tells_of, monkeypatch
-):
-    case = example(n_queries=n_queries)
-    told = case.layer.seen if tells_of == "all" else case.n_recent
-    mask = torch.ones(n_queries, told, dtype=torch.bool).tril(told - n_queries)[None, None]
-    expected = run("blocks", case)
-    monkeypatch.setattr(kernels, "_slots_read", None)  # would be called
-    assert torch.equal(run("blocks", case, mask), expected)
-
-
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_softcap_and_sinks_are_no_matter_to_blocks(family):
-    check_backend("blocks", attention_sites(build(family, attn_implementation="eager"))[0])
+    check_backend("blocks", site(family=family))
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------
@@ -469,5 +388,5 @@ def test_on_a_gpu(backend, shape, n_queries, dtype):
         pytest.skip("the variable-length kernel takes 16-bit states only")
     case = example(**{"dim": 64, **shape}, n_queries=n_queries, dtype=dtype, device="cuda")
     assert_equal(run(backend, case), slowly(case))
-    query = Query(case.query, None, 0.3)
+    query = Asked(case.query, None, 0.3)
     assert choose(case.layer, query) == ("varlen" if dtype == torch.bfloat16 else "blocks")

@@ -28,7 +28,7 @@ class Recorded:
     hidden_states: Tensor
     position_embeddings: tuple[Tensor, Tensor] | None
     collected: list[Tensor] = field(default_factory=list)
-    """What `site.query_source` makes of its module's input and output, per call."""
+    """What `site.query_in` makes of the output of `site.query_module`, per call."""
     before_rope: list[Tensor] = field(default_factory=list)
     """What the modeling module's `apply_rotary_pos_emb` was given as query, per call."""
     query: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -59,8 +59,8 @@ def _record(family: str, length: int, dtype: torch.dtype = torch.float32) -> Rec
     def leave(*_: Any) -> None:
         recorded.append(inside.pop())
 
-    def collect(_: Any, args: tuple[Any, ...], output: Tensor) -> None:
-        inside[-1].collected.append(site.query_source.to_heads(args[0], output))
+    def collect(_: Any, __: Any, output: Tensor) -> None:
+        inside[-1].collected.append(site.query_in(output))
 
     def rotary(q: Tensor, *args: Any, **kwargs: Any) -> Any:
         for record in inside:
@@ -79,7 +79,7 @@ def _record(family: str, length: int, dtype: torch.dtype = torch.float32) -> Rec
     handles = [
         site.module.register_forward_pre_hook(enter, with_kwargs=True),
         site.module.register_forward_hook(leave),
-        site.query_source.module.register_forward_hook(collect),
+        site.query_module.register_forward_hook(collect),
     ]
     ALL_ATTENTION_FUNCTIONS["eager"] = attention
     if rotate is not None:

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import patch_impl
-from press_core.presses.cam import RECEIVED, shares_of_next, uniform
-from press_core.select import top_positions
-from tests.press_core.drawn import BATCH, KV_HEADS, drawn_call
+from press_core.observed import Moment
+from press_core.presses.h2o import RECEIVED
+from press_core.presses.merging import uniform
+from tests.press_core.drawn import BATCH, KV_HEADS, drawn, drawn_call
 
 LENGTH, TARGET, STEPS, SEED = 24, 14, 6, 3
 
 
 def due(seed: int = 0):
     """A decoding step on which the press is due, and what keys have received so far."""
-    call = drawn_call(LENGTH, seed)
-    received = torch.rand(
-        BATCH, KV_HEADS, LENGTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
-    return replace(
-        call, memory={RECEIVED: received}, n_steps=STEPS, n_forwards=2 * STEPS, decoding=True
-    )
+    received = drawn(BATCH, KV_HEADS, LENGTH, seed=seed).sigmoid()
+    when = Moment(decoding=True, n_steps=STEPS, n_forwards=2 * STEPS)
+    return drawn_call(LENGTH, seed, memory={RECEIVED: received}, when=when)
 
 
 @pytest.mark.parametrize("merge_budget", [1, 3, 100])
@@ -57,26 +52,7 @@ def test_against_the_slow_reference(merge_budget, seed):
             torch.testing.assert_close(eviction.values[row, head], expected)
 
 
-def test_without_attention_nothing_is_merged():
-    call = due()
-    received = call.memory[RECEIVED].clone()
-    kept = top_positions((-call.keys.norm(dim=-1)).mean(dim=1, keepdim=True), TARGET)
-    held = torch.zeros(BATCH, 1, LENGTH, dtype=torch.bool).scatter_(-1, kept, True)
-    call = replace(call, memory={RECEIVED: received * held})
-    press = patch_impl.CAMPress(patch_impl.KnormPress(), target_size=TARGET, seed=0)
-    values = press.evict(call).values
-    index = kept.expand(-1, KV_HEADS, -1).unsqueeze(-1).expand_as(values)
-    assert torch.equal(values, call.values.gather(2, index))
-
-
 def test_numbers_depend_on_seed_layer_and_forward():
     drawn = [uniform((2, 9), *key) for key in [(0, 0, 1), (1, 0, 1), (0, 1, 1), (0, 0, 2)]]
     assert torch.equal(drawn[0], uniform((2, 9), 0, 0, 1))
     assert all(not torch.equal(drawn[0], other) for other in drawn[1:])
-
-
-def test_shares():
-    kept, evicted = torch.tensor([[[1, 4, 5, 9]]]), torch.tensor([[[0, 3, 7, 10]]])
-    half = 1 / 2
-    expected = [[half, half, 0, 0], [0, half, half, 0], [0, 0, 0, 1], [0, 0, 0, 0]]
-    assert shares_of_next(kept, evicted, 2).tolist() == [[expected]]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from press_core import AttentionCall
-from press_core.presses.cap import Cap
-from tests.press_core.drawn import BATCH, DIM, GROUP, KV_HEADS, drawn_call, rotated
+from press_core.presses.expected_attention import Cap
+from tests.press_core.drawn import BATCH, DIM, GROUP, KV, KV_HEADS, drawn_call, rotated
 
 LENGTH = 23
 
@@ -19,7 +18,7 @@ def slow(call: AttentionCall, press: Cap, row: int, head: int) -> list[float]:
     tokens = range(press.n_sink, call.length)
     total = [0.0] * len(tokens)
     for member in range(GROUP):
-        queries = [call.query[row, head * GROUP + member, t] for t in tokens]
+        queries = [call.query.states[row, head * GROUP + member, t] for t in tokens]
         mean = sum(queries[1:], queries[0]) / len(queries)
         coming = range(call.length, call.length + press.n_future_positions)
         anchor = sum((rotated(mean, p) for p in coming), torch.zeros(DIM).double()) / len(coming)
@@ -49,27 +48,16 @@ def slow(call: AttentionCall, press: Cap, row: int, head: int) -> list[float]:
 )
 def test_against_the_slow_reference(press: Cap) -> None:
     call = drawn_call(LENGTH)
-    scores = press.score_tokens(call)
+    scores = press.score(call)
     assert scores.shape == (BATCH, KV_HEADS, LENGTH)
-    for row in range(BATCH):
-        for head in range(KV_HEADS):
-            expected = torch.tensor(slow(call, press, row, head)).double()
-            # The rotation is averaged in the dtype of the model's own cosines, float32.
-            torch.testing.assert_close(
-                scores[row, head, press.n_sink :], expected, rtol=1e-5, atol=1e-7
-            )
+    for row, head in KV:
+        expected = torch.tensor(slow(call, press, row, head)).double()
+        # The rotation is averaged in the dtype of the model's own cosines, float32.
+        torch.testing.assert_close(
+            scores[row, head, press.n_sink :], expected, rtol=1e-5, atol=1e-7
+        )
 
 
 def test_sinks_score_highest() -> None:
-    scores = Cap(0.5).score_tokens(drawn_call(LENGTH))
+    scores = Cap(0.5).score(drawn_call(LENGTH))
     assert bool((scores[..., :4].amin(-1) > scores[..., 4:].amax(-1)).all())
-
-
-def test_a_repeated_value_is_worth_less_than_one_of_its_own_direction() -> None:
-    call = drawn_call(LENGTH)
-    values: Tensor = torch.zeros_like(call.values)
-    values[..., 0] = 1
-    values[:, :, -1] = torch.eye(DIM)[1].double()
-    call = drawn_call(LENGTH, values=values, keys=torch.ones_like(call.keys))
-    scores = Cap(0.5, n_sink=0).score_tokens(call)
-    assert bool((scores[..., -1:] > scores[..., :-1]).all())

@@ -11,38 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from press_core import AttentionCall, UnsupportedInputError, attention_sites
+from press_core import AttentionCall, UnsupportedInputError
 from press_core.eviction import Eviction
 from press_core.model.rotary import Rotary
-from tests.support import build
+from tests.press_core.drawn import BATCH, HEADS, KV, KV_HEADS, drawn, drawn_call, site
 
-BATCH, KV_HEADS, LENGTH, DIM, WIDTH = 2, 2, 9, 16, 64
-SITE = attention_sites(build("llama", num_layers=1))[0]
+LENGTH = 9
 
 
 def _rotary() -> Rotary:
-    assert SITE.rotary is not None
-    return SITE.rotary
+    rotary = site().rotary
+    assert rotary is not None
+    return rotary
 
 
-def _call(length: int = LENGTH) -> AttentionCall:
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    positions = torch.arange(length)[None]
-    return AttentionCall(
-        site=SITE,
-        hidden_states=draw(BATCH, length, WIDTH),
-        keys=draw(BATCH, KV_HEADS, length, DIM),
-        values=draw(BATCH, KV_HEADS, length, DIM),
-        attentions=draw(BATCH, 4, length, length),
-        position_embeddings=_rotary().embeddings(torch.zeros(1).double(), positions),
-        position_ids=positions,
-        query=draw(BATCH, 4, length, DIM),
-        query_is_rotated=True,
-    )
+def _call() -> AttentionCall:
+    return drawn_call(LENGTH, attentions=drawn(BATCH, HEADS, LENGTH, LENGTH))
 
 
 def _positions(*heads: list[int]) -> Tensor:
@@ -50,25 +34,23 @@ def _positions(*heads: list[int]) -> Tensor:
     return torch.tensor(heads).expand(BATCH, KV_HEADS, -1)
 
 
+ALL, SOME = _positions(list(range(LENGTH))), _positions([0, 3, 8], [1, 2, 6])
+
+
 def _at(states: Tensor, positions: Tensor) -> Tensor:
     """`(B, H_kv, n, d)`, one token after the other."""
-    rows = [
-        torch.stack([states[row, head, p] for p in positions[row, head]])
-        for row in range(BATCH)
-        for head in range(KV_HEADS)
-    ]
+    rows = [torch.stack([states[row, head, p] for p in positions[row, head]]) for row, head in KV]
     return torch.stack(rows).view(BATCH, KV_HEADS, -1, states.shape[-1])
 
 
 def _rerotated(call: AttentionCall, positions: Tensor) -> Tensor:
     """Keys of a fresh prefill rotated from where they are to `0 ... n - 1`, token by token."""
     found = _at(call.keys, positions)
-    for row in range(BATCH):
-        for head in range(KV_HEADS):
-            for slot, position in enumerate(positions[row, head].tolist()):
-                key = found[row : row + 1, head : head + 1, slot : slot + 1]
-                key = _rotary().rotate_from(key, torch.tensor([[[position]]]))
-                found[row, head, slot] = _rotary().rotate_to(key, torch.tensor([[[slot]]]))
+    for row, head in KV:
+        for slot, position in enumerate(positions[row, head].tolist()):
+            key = found[row : row + 1, head : head + 1, slot : slot + 1]
+            key = _rotary().rotate_from(key, torch.tensor([[[position]]]))
+            found[row, head, slot] = _rotary().rotate_to(key, torch.tensor([[[slot]]]))
     return found
 
 
@@ -80,52 +62,54 @@ def test_nothing_leaves_everything() -> None:
     eviction = Eviction.nothing(call)
     keys, values = eviction
     assert (keys is call.keys, values is call.values) == (True, True)
-    assert eviction.is_whole
-    assert eviction.length == LENGTH
-    assert torch.equal(eviction.known_kept, _positions(list(range(LENGTH))))
+    assert (eviction.length, eviction.is_whole) == (LENGTH, True)
+    assert torch.equal(eviction.known_kept, ALL)
 
 
-def test_an_eviction_is_a_value() -> None:
+@pytest.mark.parametrize("field", ["kept", "call.budget", "call.at.tokens", "call.when.decoding"])
+def test_calls_and_evictions_are_values(field: str) -> None:
+    *path, name = field.split(".")
+    value: Any = Eviction.nothing(_call())
+    for part in path:
+        value = getattr(value, part)
     with pytest.raises(FrozenInstanceError):
-        Eviction.nothing(_call()).kept = None  # type: ignore[misc]
+        setattr(value, name, None)
 
 
 def test_keeping_gathers_what_each_head_keeps() -> None:
-    call, positions = _call(), _positions([0, 3, 8], [1, 2, 6])
-    keys, values = eviction = Eviction.keep(call, positions)
-    assert torch.equal(keys, _at(call.keys, positions))
-    assert torch.equal(values, _at(call.values, positions))
-    assert eviction.known_kept is positions
+    call = _call()
+    keys, values = eviction = Eviction.keep(call, SOME)
+    assert torch.equal(keys, _at(call.keys, SOME))
+    assert torch.equal(values, _at(call.values, SOME))
+    assert eviction.known_kept is SOME
     assert (eviction.length, eviction.is_whole) == (3, False)
 
 
 def test_heads_that_differ_keep_their_states_until_they_are_stored() -> None:
     call = _call()
-    mask, scores = torch.rand(BATCH, KV_HEADS, LENGTH) > 0.5, torch.rand(BATCH, KV_HEADS, 2)
-    eviction = Eviction.keep_per_head(call, mask, scores)
+    mask, carried = torch.rand(BATCH, KV_HEADS, LENGTH) > 0.5, {"scores": torch.rand(2, 2, 2)}
+    eviction = Eviction.keep_per_head(call, mask, carried)
     assert eviction.keys is call.keys
-    assert eviction.head_mask is mask
-    assert eviction.recent_scores is scores
-    assert not eviction.is_whole
+    assert (eviction.head_mask is mask, eviction.carried is carried) == (True, True)
+    late = Eviction.late(call, mask[..., :3], carried)
+    assert (late.head_mask, late.carried is carried) == (None, True)
+    assert late.late_mask is not None
+    assert torch.equal(late.late_mask, mask[..., :3])
+    for found in (eviction, late):
+        assert not found.is_whole
+        with pytest.raises(UnsupportedInputError, match="return the Eviction as it is"):
+            _, _ = found
 
 
 def test_channels_are_taken_out_of_the_keys_alone() -> None:
-    call, channels = _call(), _positions([0, 5, 15], [2, 3, 4])
+    call, channels = _call(), _positions([0, 5, 7], [2, 3, 4])
     eviction = Eviction.keep_channels(call, channels)
     for head in range(KV_HEADS):
         wanted = call.keys[:, head][..., channels[0, head]]
         assert torch.equal(eviction.keys[:, head], wanted)
     assert eviction.values is call.values
-    assert torch.equal(eviction.known_kept, _positions(list(range(LENGTH))))
+    assert torch.equal(eviction.known_kept, ALL)
     assert not eviction.is_whole
-
-
-def test_tokens_judged_late_are_said_beside_the_new_ones() -> None:
-    call = _call()
-    mask, scores = torch.ones(BATCH, KV_HEADS, 3).bool(), torch.rand(BATCH, KV_HEADS, 2)
-    eviction = Eviction.late(call, mask, scores)
-    assert (eviction.late_mask is mask, eviction.recent_scores is scores) == (True, True)
-    assert eviction.head_mask is None
 
 
 def test_states_alone_do_not_say_what_was_kept() -> None:
@@ -140,14 +124,9 @@ def test_states_alone_do_not_say_what_was_kept() -> None:
 def test_states_of_all_tokens_are_all_tokens() -> None:
     call = _call()
     eviction = Eviction.of(call, (2 * call.keys, call.values))
-    assert torch.equal(eviction.known_kept, _positions(list(range(LENGTH))))
+    assert torch.equal(eviction.known_kept, ALL)
     assert not eviction.is_whole, "a press may have changed the states"
     assert torch.equal(eviction.next_call().keys, 2 * call.keys)
-
-
-def test_what_is_an_eviction_already_is_taken_as_it_is() -> None:
-    call = _call()
-    eviction = Eviction.nothing(call)
     assert Eviction.of(call, eviction) is eviction
 
 
@@ -155,35 +134,23 @@ def test_what_is_an_eviction_already_is_taken_as_it_is() -> None:
 
 
 def test_the_next_press_sees_what_is_left_and_no_budget_of_another() -> None:
-    call, positions = _call().with_budget(3), _positions([0, 3, 8], [1, 2, 6])
-    after = Eviction.keep(call, positions).next_call()
-    assert torch.equal(after.keys, _at(call.keys, positions))
-    assert torch.equal(after.key_positions(), positions)
+    call = _call().with_budget(3)
+    after = Eviction.keep(call, SOME).next_call()
+    assert torch.equal(after.keys, _at(call.keys, SOME))
+    assert torch.equal(after.key_positions(), SOME)
     assert (after.budget, after.attentions) == (None, None)
     whole = Eviction.nothing(call).next_call()
     assert (whole.budget, whole.attentions) == (None, call.attentions)
 
 
 def test_the_next_press_sees_where_keys_were_rerotated_to() -> None:
-    positions = _positions([0, 3, 8], [1, 2, 6])
-    after = Eviction.keep(_call(), positions).rerotated().next_call()
+    after = Eviction.keep(_call(), SOME).rerotated().next_call()
     assert torch.equal(after.key_positions(), _positions([0, 1, 2]))
-    assert after.tokens is not None
-    assert torch.equal(after.tokens, positions)
+    assert after.at.tokens is not None
+    assert torch.equal(after.at.tokens, SOME)
 
 
 # ---- rerotated -----------------------------------------------------------------------------------
-
-
-def test_rerotated_keys_are_those_of_a_shorter_context() -> None:
-    call, positions = _call(), _positions([0, 3, 8], [1, 2, 6])
-    eviction = Eviction.keep(call, positions).rerotated()
-    torch.testing.assert_close(eviction.keys, _rerotated(call, positions))
-    assert torch.equal(eviction.values, _at(call.values, positions))
-    assert torch.equal(eviction.known_kept, positions)
-    assert eviction.rotary_positions is not None
-    assert torch.equal(eviction.rotary_positions, _positions([0, 1, 2]))
-    assert eviction.next_position == 3
 
 
 def test_rerotating_everything_or_twice_changes_no_key() -> None:
@@ -205,69 +172,32 @@ def _then(first: Eviction, positions: Tensor, rerotate: bool = False) -> Evictio
     return first.then(later.rerotated() if rerotate else later)
 
 
-def test_positions_of_a_later_eviction_count_in_the_first_call() -> None:
+def test_nothing_after_changes_nothing() -> None:
     call = _call()
-    first = Eviction.keep(call, _positions([0, 3, 5, 8], [1, 2, 4, 6]))
-    both = _then(first, _positions([1, 3], [0, 2]))
-    expected = _positions([3, 8], [1, 4])
-    assert both.call is call
-    assert torch.equal(both.known_kept, expected)
-    assert torch.equal(both.keys, _at(call.keys, expected))
-    assert torch.equal(both.values, _at(call.values, expected))
-    assert both.rotary_positions is None
+    nothing, kept = Eviction.nothing(call), Eviction.keep(call, SOME)
+    both = kept.then(Eviction.nothing(kept.next_call()))
+    assert torch.equal(both.known_kept, SOME)
+    assert torch.equal(both.keys, kept.keys)
     assert not both.is_whole
-
-
-def test_nothing_before_or_after_changes_nothing() -> None:
-    call, positions = _call(), _positions([0, 3, 8], [1, 2, 6])
-    nothing, kept = Eviction.nothing(call), Eviction.keep(call, positions)
-    for eviction in (_then(nothing, positions), kept.then(Eviction.nothing(kept.next_call()))):
-        assert torch.equal(eviction.known_kept, positions)
-        assert torch.equal(eviction.keys, kept.keys)
-        assert not eviction.is_whole
     assert nothing.then(Eviction.nothing(nothing.next_call())).is_whole
 
 
-def test_rerotated_positions_follow_what_a_later_press_keeps() -> None:
-    call = _call()
-    first = Eviction.keep(call, _positions([0, 3, 5, 8], [1, 2, 4, 6])).rerotated()
-    both = _then(first, _positions([1, 3], [0, 2]))
-    assert torch.equal(both.known_kept, _positions([3, 8], [1, 4]))
-    assert both.rotary_positions is not None
-    assert torch.equal(both.rotary_positions, _positions([1, 3], [0, 2]))
-    assert both.next_position == 4, "later tokens continue behind what the first had left"
-    assert torch.equal(both.keys, _at(first.keys, _positions([1, 3], [0, 2])))
-
-
-def test_rerotating_after_pruning_starts_from_where_keys_were() -> None:
-    call = _call()
-    both = _then(Eviction.keep(call, _positions([2, 3, 5, 8])), _positions([1, 3]), rerotate=True)
-    expected = _positions([3, 8])
-    assert torch.equal(both.known_kept, expected)
-    torch.testing.assert_close(both.keys, _rerotated(call, expected))
-    assert both.next_position == 2
-
-
 def test_rerotating_all_that_another_press_has_left_rotates_its_keys() -> None:
-    call, positions = _call(), _positions([2, 3, 5, 8], [1, 2, 4, 6])
-    first = Eviction.keep(call, positions)
+    call = _call()
+    first = Eviction.keep(call, SOME)
     both = first.then(Eviction.nothing(first.next_call()).rerotated())
-    torch.testing.assert_close(both.keys, _rerotated(call, positions))
-    assert torch.equal(both.known_kept, positions)
-    assert both.next_position == 4
+    torch.testing.assert_close(both.keys, _rerotated(call, SOME))
+    assert torch.equal(both.known_kept, SOME)
+    assert both.next_position == 3
 
 
 def test_rerotating_a_whole_context_at_other_positions_rotates_its_keys() -> None:
     ids = torch.arange(LENGTH)[None] + 7
-    call = replace(
-        _call(),
-        position_ids=ids,
-        position_embeddings=_rotary().embeddings(torch.zeros(1).double(), ids),
-    )
-    keys = Eviction.nothing(call).rerotated().keys
+    there = _rotary().embeddings(torch.zeros(1).double(), ids)
+    call = drawn_call(LENGTH, position_ids=ids, position_embeddings=there)
     before = _rotary().rotate_from(call.keys, ids[None])
     expected = _rotary().rotate_to(before, torch.arange(LENGTH).view(1, 1, -1))
-    torch.testing.assert_close(keys, expected)
+    torch.testing.assert_close(Eviction.nothing(call).rerotated().keys, expected)
 
 
 def test_what_the_first_did_not_say_the_second_cannot_tell() -> None:
@@ -298,26 +228,34 @@ def _steps(draw: Any) -> list[tuple[Tensor, bool]]:
 @given(_steps())
 def test_evictions_may_be_nested_in_any_way(steps: list[tuple[Tensor, bool]]) -> None:
     """`(a, b), c` is `a, (b, c)`, and both are the positions taken step by step."""
-    first = Eviction.keep(_call(), steps[0][0])
-    first = first.rerotated() if steps[0][1] else first
-    from_left = _then(_then(first, *steps[1]), *steps[2])
-    second = Eviction.keep(first.next_call(), steps[1][0])
-    second = second.rerotated() if steps[1][1] else second
+    call = _call()
+    nothing = Eviction.nothing(call)
+    from_left = _then(_then(_then(nothing, *steps[0]), *steps[1]), *steps[2])
+    first = _then(nothing, *steps[0])
+    second = _then(Eviction.nothing(first.next_call()), *steps[1])
     from_right = first.then(_then(second, *steps[2]))
 
-    kept = steps[0][0].gather(-1, steps[1][0]).gather(-1, steps[2][0])
+    kept, rotary, following = ALL, None, None
+    for positions, rerotate in steps:
+        kept = kept.gather(-1, positions)
+        rotary = None if rotary is None else rotary.gather(-1, positions)
+        if rerotate:
+            following = positions.shape[-1]
+            rotary = _positions(list(range(following)))
     for eviction in (from_left, from_right):
+        assert eviction.call is call
         assert torch.equal(eviction.known_kept, kept)
+        assert torch.equal(eviction.values, _at(call.values, kept))
+        assert eviction.next_position == following
         torch.testing.assert_close(eviction.keys, from_left.keys, atol=1e-9, rtol=1e-9)
-        assert torch.equal(eviction.values, _at(_call().values, kept))
-        assert eviction.next_position == from_left.next_position
-        if from_left.rotary_positions is None:
-            assert eviction.rotary_positions is None
-        else:
-            assert eviction.rotary_positions is not None
-            assert torch.equal(eviction.rotary_positions, from_left.rotary_positions)
-    if steps[2][1]:  # rerotated last: the keys of a context of these tokens alone
-        torch.testing.assert_close(from_left.keys, _rerotated(_call(), kept))
+        assert (eviction.rotary_positions is None) == (rotary is None)
+        if rotary is not None:
+            assert torch.equal(eviction.rotary_positions, rotary)  # type: ignore[arg-type]
+    if rotary is None:
+        assert torch.equal(from_left.keys, _at(call.keys, kept))
+    else:  # as far as they are rerotated, the keys of a context of tokens alone
+        before = _rotary().rotate_from(_at(call.keys, kept), kept)
+        torch.testing.assert_close(from_left.keys, _rotary().rotate_to(before, rotary))
 
 
 def test_heads_that_differ_come_last_and_count_in_the_first_call() -> None:

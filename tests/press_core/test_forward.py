@@ -2,128 +2,89 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from experiments.testbed.families import FAMILIES
-from press_core import AttentionSite, UnsupportedInputError, attention_sites
+from press_core import attention_sites
+from press_core.cache.caches import known
 from press_core.cache.reading import first_position
+from press_core.forward import Arguments, Forward, names_of
 from press_core.model.decoder import decoder_of
-from press_core.model.forward import AttentionForward, DecoderForward
 from tests.support import build
 
-WIDTH = 64
+NAMES = ("hidden_states", "attention_mask", "cache")
 
 
-def _site(family: str) -> AttentionSite:
-    return attention_sites(build(family, num_layers=1))[0]
-
-
-def _parameters(site: AttentionSite) -> list[str]:
-    parameters = inspect.signature(type(site.module).forward).parameters.values()
-    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
-
-
-@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama"])
-def test_an_argument_is_found_however_it_is_passed(family: str) -> None:
-    site = _site(family)
-    names = _parameters(site)
-    values = [object() for _ in names]
-    for n_positional in range(len(names) + 1):
-        args = tuple(values[:n_positional])
-        kwargs = dict(zip(names[n_positional:], values[n_positional:], strict=True))
-        forward = AttentionForward(args, kwargs, site)
-        for name, value in zip(names, values, strict=True):
-            assert forward.argument(name) is value
-    assert AttentionForward((), {}, site).argument("attention_mask") is None
-    assert AttentionForward(tuple(values), {}, site).argument("position_ids_of_nobody") is None
-
-
-@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama"])
-def test_an_argument_is_replaced_where_it_was_passed(family: str) -> None:
-    site = _site(family)
-    names = _parameters(site)
-    values = [object() for _ in names]
-    at, new = names.index("attention_mask"), object()
-
-    def replaced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        forward = AttentionForward(args, kwargs, site)
-        changed = forward.with_argument("attention_mask", new)
-        assert (forward.args, forward.kwargs) == (args, kwargs)
-        assert changed.site is site
-        return changed.args, changed.kwargs
-
-    args, kwargs = replaced(tuple(values), {"other": 1})
-    assert args == (*values[:at], new, *values[at + 1 :])
-    assert kwargs == {"other": 1}
-
-    given = {"attention_mask": values[at], "other": 1}
-    args, kwargs = replaced(tuple(values[:1]), given)
-    assert args == tuple(values[:1])
-    assert kwargs == {"attention_mask": new, "other": 1}
-    assert given["attention_mask"] is values[at]
-
-    assert replaced(tuple(values[:1]), {}) == (tuple(values[:1]), {"attention_mask": new})
+@given(st.integers(0, 3), st.sets(st.sampled_from([*NAMES, "other"])), st.data())
+def test_arguments_are_found_and_replaced_however_they_are_passed(
+    n_positional: int, by_name: set[str], data: st.DataObject
+) -> None:
+    args = NAMES[:n_positional]  # each argument is its own name
+    kwargs = {name: name for name in by_name - set(args)}
+    passed, given_kwargs = {*args, *kwargs}, dict(kwargs)
+    arguments = Arguments(args, kwargs, NAMES)
+    for name in (*NAMES, "other", "nobody"):
+        assert arguments.get(name) == (name if name in passed else None)
+    new = dict.fromkeys(data.draw(st.sets(st.sampled_from([*NAMES, "other"]))), "new")
+    changed = arguments.replace(**new)
+    assert (arguments.args, arguments.kwargs, kwargs) == (args, given_kwargs, given_kwargs)
+    for name in (*NAMES, "other"):
+        assert changed.get(name) == (new.get(name) or arguments.get(name))
+    assert len(changed.args) == n_positional  # nothing is passed twice
+    assert set(changed.kwargs) == (set(kwargs) | set(new)) - set(args)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cache_and_hidden_states_are_found_as_the_model_passes_them(family: str) -> None:
+@torch.no_grad()
+def test_what_models_pass_is_found(family: str) -> None:
+    """Cache and hidden states of an attention module, and the position of its first token."""
     model = build(family, num_layers=1, attn_implementation="eager")
-    site = attention_sites(model)[0]
-    forwards: list[AttentionForward] = []
+    (site,), seen = attention_sites(model), list[Arguments]()
 
-    def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        forwards.append(AttentionForward(args, kwargs, site))
-
-    cache = DynamicCache()
-    with site.module.register_forward_pre_hook(see, with_kwargs=True), torch.no_grad():
-        model(torch.arange(3, 8)[None], past_key_values=cache)
-    (forward,) = forwards
-    assert forward.cache is cache
-    assert forward.layer is cache.layers[site.layer_idx]
-    assert forward.hidden_states.shape == (1, 5, WIDTH)
-    assert forward.n_tokens == 5
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_the_first_position_is_that_of_the_model(family: str) -> None:
-    model = build(family, num_layers=1)
-    site = attention_sites(model)[0]
-    found: list[Any] = []
-
-    def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append(first_position(AttentionForward(args, kwargs, site)).tolist())
+    def see(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(Arguments(args, kwargs, site.signature.parameters))
 
     ids, cache = torch.arange(3, 8)[None], DynamicCache()
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-        with site.module.register_forward_pre_hook(see, with_kwargs=True):
-            model(ids, past_key_values=cache)
-    assert found == [[5]]
+    model(ids, past_key_values=cache)
+    with site.module.register_forward_pre_hook(see, with_kwargs=True):
+        model(ids[:, :3], past_key_values=cache)
+    (given,) = seen
+    assert given.get(site.signature.cache_name) is cache
+    assert given.get("hidden_states").shape == (1, 3, 64)
+    cache.crop(-3)
+    assert first_position(given, known(cache, 0), 3).tolist() == [5]
 
 
 @pytest.mark.parametrize("positional", [True, False])
-def test_a_decoder_is_asked_for_its_token_ids(positional: bool) -> None:
-    model = build("llama", num_layers=1)
-    decoder = decoder_of(model, attention_sites(model))
+def test_a_decoder_is_found_and_its_forward_described(positional: bool) -> None:
+    model: Any = build("llama", num_layers=2)
+    decoder = decoder_of(model, [site.name for site in attention_sites(model)])
     assert decoder is model.model
     ids, cache = torch.arange(3, 8)[None], object()
     args, kwargs = ((ids,), {}) if positional else ((), {"input_ids": ids})
-    forward = DecoderForward(args, {**kwargs, "past_key_values": cache}, decoder)
-    assert forward.token_ids("to be read") is ids
-    assert forward.cache is cache
-    shorter = forward.with_argument("input_ids", ids[:, :2])
-    assert shorter.token_ids("to be read").tolist() == [[3, 4]]
-    assert forward.token_ids("to be read") is ids
+    forward = Forward(decoder, Arguments(args, {**kwargs, "past_key_values": cache},
+                                         names_of(decoder)))  # fmt: skip
+    assert (forward.n_tokens, forward.cache) == (5, cache)
+    forward.given = Arguments((), {"inputs_embeds": torch.zeros(1, 2, 64)}, names_of(decoder))
+    assert (forward.n_tokens, forward.cache) == (2, None)
 
 
-def test_embeddings_in_place_of_token_ids_are_refused() -> None:
-    model = build("llama", num_layers=1)
-    forward = DecoderForward((), {"inputs_embeds": torch.zeros(1, 2, WIDTH)}, model)
-    with pytest.raises(UnsupportedInputError, match=r"to be read; pass input_ids"):
-        forward.token_ids("to be read")
+def test_what_all_layers_need_is_made_once_for_each_key() -> None:
+    forward = Forward(torch.nn.Identity(), Arguments((), {}, ()))
+    made: list[str] = []
+
+    def make(name: str) -> str:
+        made.append(name)
+        return name
+
+    mask, other = torch.zeros(1), torch.zeros(1)
+    for _ in range(2):
+        for name, key in (("a", (mask, 1)), ("b", (mask, 2)), ("c", (other, 1))):
+            assert forward.once(lambda name=name: make(name), *key) == name
+    assert made == ["a", "b", "c"]

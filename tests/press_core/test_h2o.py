@@ -9,8 +9,8 @@ import torch
 
 import patch_impl
 from press_core import Needs, Phase, Tokens
-from press_core.attention import attention_blocks, received_attention
-from tests.press_core.drawn import BATCH, GROUP, KV_HEADS, attention_row, drawn_call
+from press_core.attention import attention_tiles, received_attention
+from tests.press_core.drawn import GROUP, KV, attention_row, drawn_call
 
 LENGTH = 15
 
@@ -18,24 +18,20 @@ LENGTH = 15
 def test_received_attention() -> None:
     call = drawn_call(LENGTH)
     found = received_attention(call)
-    for row in range(BATCH):
-        for head in range(KV_HEADS):
-            expected = [0.0] * LENGTH
-            for member in range(GROUP):
-                for token in range(LENGTH):
-                    weights = attention_row(call, row, head * GROUP + member, token)
-                    for j, weight in enumerate(weights.tolist()):
-                        expected[j] += weight / GROUP
-            assert found[row, head].tolist() == pytest.approx(expected, abs=1e-6)
+    for row, head in KV:
+        expected = torch.zeros(LENGTH).double()
+        for member in range(GROUP):
+            for token in range(LENGTH):
+                weights = attention_row(call, row, head * GROUP + member, token)
+                expected[: token + 1] += weights / GROUP
+        torch.testing.assert_close(found[row, head], expected, atol=1e-6, rtol=0)
 
 
 def test_weights_are_never_there_as_a_whole() -> None:
-    """Rows at a time: the largest block is far smaller than the matrix."""
+    """Rows at a time: the largest tile is far smaller than the matrix."""
     call = drawn_call(3000, batch=1)
-    largest = max(
-        block.weights.numel() for block in attention_blocks(call.site, call.queries(), call.keys)
-    )
-    assert largest < 4 * 3000 * 3000 / 10
+    tiles = attention_tiles(call.site, call.queries(), call.keys)
+    assert max(tile.weights.numel() for tile in tiles) < 4 * 3000 * 3000 / 10
 
 
 @pytest.mark.parametrize(
@@ -48,12 +44,11 @@ def test_recent_and_heavy_share_the_budget(recent_ratio: float, n: int, recent: 
     memory = press.remember(call)
     kept = press.evict(replace(call, memory=memory)).known_kept
     weights = next(iter(memory.values()))
-    for row in range(BATCH):
-        for head in range(KV_HEADS):
-            before = weights[row, head, : LENGTH - recent].tolist()
-            heavy = sorted(range(len(before)), key=lambda j: -before[j])[: n - recent]
-            expected = sorted([*heavy, *range(LENGTH - recent, LENGTH)])
-            assert kept[row, head].tolist() == expected
+    for row, head in KV:
+        before = weights[row, head, : LENGTH - recent].tolist()
+        heavy = sorted(range(len(before)), key=lambda j: -before[j])[: n - recent]
+        expected = sorted([*heavy, *range(LENGTH - recent, LENGTH)])
+        assert kept[row, head].tolist() == expected
 
 
 def test_what_it_has_received_adds_up() -> None:
@@ -65,7 +60,7 @@ def test_what_it_has_received_adds_up() -> None:
         torch.testing.assert_close(again[name], 2 * known)
 
 
-def test_it_acts_in_both_phases_and_reads_queries() -> None:
+def test_it_acts_in_both_phases_and_remembers_what_queries_looked_at() -> None:
     press = patch_impl.H2OPress(0.5)
     assert press.phases == Phase.PREFILL | Phase.DECODING
-    assert press.needs == Needs.QUERIES
+    assert press.needs == Needs.QUERIES | Needs.MEMORY

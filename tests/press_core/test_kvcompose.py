@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 import hooks_impl
-from press_core import HyperparameterError, Tokens, kept_lengths
+from press_core import Tokens, kept_lengths
 from tests.press_core.replayed import float64_llama, read, weights
 from tests.support import build, token_ids
 
@@ -71,7 +71,7 @@ def test_scores_are_what_a_second_reading_pays_to_each_key(task, group, options)
 def test_a_reading_in_parts_is_one_reading(monkeypatch):
     model, ids, press = float64_llama(), token_ids(1, 41), hooks_impl.KVComposePress(0.5)
     whole = press.scores(model, ids)
-    monkeypatch.setattr("press_core.presses.kvcompose.AT_A_TIME", 7)
+    monkeypatch.setattr("press_core.replay.kvcompose.AT_A_TIME", 7)
     for one, other in zip(whole, press.scores(model, ids), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
@@ -159,12 +159,6 @@ def test_a_number_of_tokens_is_the_mean_over_layers():
     assert lengths[0] == max(lengths)
 
 
-@pytest.mark.parametrize("field", ["agg_task", "agg_group", "agg_head"])
-def test_other_aggregations_are_refused(field):
-    with pytest.raises(HyperparameterError, match=f"{field} must be 'max' or 'mean'"):
-        hooks_impl.KVComposePress(0.5, **{field: "median"})
-
-
 # ---- memory --------------------------------------------------------------------------------------
 
 
@@ -184,7 +178,7 @@ class Largest(TorchDispatchMode):
 @torch.no_grad()
 def test_there_is_no_attention_matrix(monkeypatch):
     """Twice the context takes twice the memory, not four times."""
-    monkeypatch.setattr("press_core.presses.kvcompose.AT_A_TIME", 64)
+    monkeypatch.setattr("press_core.replay.kvcompose.AT_A_TIME", 64)
     model, sizes = build("llama", num_layers=1), []
     for length in (512, 1024, 2048):
         with Largest() as largest:

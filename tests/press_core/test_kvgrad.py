@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 import hooks_impl
 import patch_impl
-from press_core.presses.kvzip import RepeatPrompts
+from press_core.replay.kvzip import RepeatPrompts
 from tests.press_core.replayed import float64_llama, read, weights
 from tests.support import token_ids
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -14,10 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from press_core import AttentionCall, attention_sites
-from press_core.calibration import CalibrationError
-from press_core.presses.lukv import (
-    BudgetCurves,
+from press_core.learned.lukv import (
     best_rates,
     concave,
     exact_counts,
@@ -25,14 +21,9 @@ from press_core.presses.lukv import (
     later_worth,
     ranks_protected,
 )
-from tests.support import build
+from tests.press_core.drawn import KV, attention_row, drawn, drawn_call
 
 RATES = st.floats(0, 1)
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 # ---- how many tokens heads keep ------------------------------------------------------------------
@@ -157,53 +148,19 @@ def test_budgets_spend_what_there_is(seed: int, n_protected: int, length: int) -
             assert float(counts.min()) >= min(n_protected, length) - 1e-9
 
 
-def a_call(length: int = 26) -> AttentionCall:
-    model = build("llama", num_heads=4, num_kv_heads=2, head_dim=8)
-    site = attention_sites(model)[0]
-    return AttentionCall(
-        site=site,
-        hidden_states=drawn(2, length, 32),
-        keys=drawn(2, 2, length, 8, seed=1),
-        values=drawn(2, 2, length, 8, seed=2),
-        query=drawn(2, 4, length, 8, seed=3),
-        query_is_rotated=True,
-    )
-
-
 def test_worth_is_later_attention_times_the_norm_of_the_value() -> None:
-    call, n = a_call(), 20
+    call, n = drawn_call(26), 20
     found = later_worth(call, n)
-    for row, head, key in itertools.product(range(2), range(2), range(n)):
-        received = []
+    for row, head in KV:
+        received = torch.zeros(n, dtype=torch.float64)
         for query_head in (2 * head, 2 * head + 1):
             for token in range(n, 26):
-                query = call.query[row, query_head, token]  # type: ignore[index]
-                logits = [
-                    math.fsum((query * call.keys[row, head, j]).tolist()) / math.sqrt(8)
-                    for j in range(token + 1)
-                ]
-                weights = [math.exp(x) for x in logits]
-                received.append(weights[key] / math.fsum(weights))
-        norm = math.sqrt(math.fsum(x * x for x in call.values[row, head, key].tolist()))
-        assert float(found[row, head, key]) == pytest.approx(math.fsum(received) / 12 * norm)
+                received += attention_row(call, row, query_head, token)[:n] / 12
+        expected = received * call.values[row, head, :n].square().sum(dim=-1).sqrt()
+        torch.testing.assert_close(found[row, head], expected, rtol=1e-6, atol=0)
 
 
 def test_protected_tokens_come_first() -> None:
-    scores, call = drawn(1, 2, 9), replace(a_call(9))
-    order = ranks_protected(scores, call.keys, 2, 3).argsort(dim=-1, descending=True, stable=True)
+    scores, keys = drawn(1, 2, 9), drawn(1, 2, 9, 8)
+    order = ranks_protected(scores, keys, 2, 3).argsort(dim=-1, descending=True, stable=True)
     assert order[0, :, :5].tolist() == [[0, 1, 6, 7, 8]] * 2
-
-
-# ---- files ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(99, 2), (98, 2, 2), (99, 0, 2), (99, 2, 2, 1)])
-def test_shapes_that_are_no_curves_are_named(shape: tuple[int, ...]) -> None:
-    with pytest.raises(CalibrationError, match=r"they must be \(99, L, H_kv\)"):
-        BudgetCurves(torch.zeros(shape))
-
-
-@pytest.mark.parametrize("value", [-0.1, 1.1, float("nan")])
-def test_rates_that_are_no_shares_are_refused(value: float) -> None:
-    with pytest.raises(CalibrationError, match="from 0 to 1"):
-        BudgetCurves(torch.full((99, 2, 2), value))

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import patch_impl
 from press_core import AttentionCall, Eviction
-from press_core.blocks import NUMBERS
 from press_core.presses.merging import most_similar
+from press_core.tiles import NUMBERS
 from tests.press_core.drawn import BATCH, KV_HEADS, drawn_call
 
 LENGTH = 24

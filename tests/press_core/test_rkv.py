@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from press_core import AttentionCall
-from press_core.presses.rkv import RKV, importance, similarity
-from tests.press_core.drawn import BATCH, GROUP, KV_HEADS, attention_row, drawn_call
+from press_core.presses.window import RKV, importance, similarity
+from tests.press_core.drawn import GROUP, KV, attention_row, drawn_call
 
 LENGTH = 21
 
@@ -41,10 +41,9 @@ def slow_similarity(keys: torch.Tensor, threshold: float, n_retained: int) -> li
 def test_importance(window: int, kernel: int) -> None:
     call = drawn_call(LENGTH)
     found = importance(call, window, kernel)
-    for row in range(BATCH):
-        for head in range(KV_HEADS):
-            expected = slow_importance(call, row, head, window, kernel)
-            assert found[row, head].tolist() == pytest.approx(expected, abs=1e-7)
+    for row, head in KV:
+        expected = slow_importance(call, row, head, window, kernel)
+        assert found[row, head].tolist() == pytest.approx(expected, abs=1e-7)
 
 
 @pytest.mark.parametrize(("threshold", "n_retained"), [(0.3, 0), (0.3, 1), (0.0, 3), (0.9, 1)])
@@ -52,33 +51,22 @@ def test_importance(window: int, kernel: int) -> None:
 def test_similarity(threshold: float, n_retained: int, block: int) -> None:
     keys = drawn_call(LENGTH).keys
     found = similarity(keys, threshold, n_retained, block)
-    for row in range(BATCH):
-        for head in range(KV_HEADS):
-            expected = slow_similarity(keys[row, head], threshold, n_retained)
-            assert found[row, head].tolist() == pytest.approx(expected, abs=1e-12)
+    for row, head in KV:
+        expected = slow_similarity(keys[row, head], threshold, n_retained)
+        assert found[row, head].tolist() == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("mix", [0.0, 0.1, 1.0])
 def test_both_are_weighed(mix: float) -> None:
     call = drawn_call(LENGTH)
     press = RKV(0.5, window_size=4, mix_lambda=mix)
-    scores = press.score_tokens(call)
-    for row in range(BATCH):
-        for head in range(KV_HEADS):
-            similar = torch.tensor(slow_similarity(call.keys[row, head], 0.5, 1)).double()
-            redundant = similar.exp() / similar.exp().sum()
-            important = slow_importance(call, row, head, 4, 7)
-            expected = [
-                mix * i - (1 - mix) * float(r)
-                for i, r in zip(important, redundant[:-4], strict=True)
-            ]
-            assert scores[row, head, :-4].tolist() == pytest.approx(expected, abs=1e-7)
+    scores = press.score(call)
+    for row, head in KV:
+        similar = torch.tensor(slow_similarity(call.keys[row, head], 0.5, 1)).double()
+        redundant = similar.exp() / similar.exp().sum()
+        important = slow_importance(call, row, head, 4, 7)
+        expected = [
+            mix * i - (1 - mix) * float(r) for i, r in zip(important, redundant[:-4], strict=True)
+        ]
+        assert scores[row, head, :-4].tolist() == pytest.approx(expected, abs=1e-7)
     assert bool((scores[..., -4:].amin(-1) > scores[..., :-4].amax(-1)).all())
-
-
-def test_the_last_of_a_repeated_key_is_not_blamed() -> None:
-    keys = torch.eye(LENGTH).double()
-    keys[[3, 7, 11]] = keys[3].clone()
-    found = similarity(keys[None, None], 0.5, 1)[0, 0]
-    assert {j: round(float(found[j]) * LENGTH) for j in (3, 7, 11)} == {3: 2, 7: 1, 11: 0}
-    assert float(found.sum()) * LENGTH == 3

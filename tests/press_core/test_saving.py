@@ -34,11 +34,11 @@ from press_core import (
     load_cache,
     save_cache,
 )
-from press_core.cache import files, saving
-from press_core.cache.pruned import ScopeMemory
-from press_core.calibration import METADATA
-from press_core.model.identity import identity, name_of
-from press_core.presses.qfilter import QFilters
+from press_core.cache.memory import Key, Memory
+from press_core.files import files, saving
+from press_core.files.identity import identity, name_of
+from press_core.files.tensors import METADATA
+from press_core.learned.qfilter import QFilters
 from tests.support import build, example_for, left_padded, token_ids
 
 
@@ -122,6 +122,8 @@ def test_equal_caches_make_equal_files(name, tmp_path):
 
 def test_other_releases_of_transformers(path):
     versions = header_of(path)["made_with"]
+    rewrite(path, made_with=versions | {"torch": "2.6.0", "hook-or-patch": "0.0.1"})
+    load_cache(path, model_of())  # which compute the same
     rewrite(path, made_with=versions | {"transformers": "5.9.0"})
     refused(
         path, rf"written with transformers 5\.9\.0, and {transformers.__version__}.* any_version"
@@ -131,16 +133,10 @@ def test_other_releases_of_transformers(path):
         assert torch.equal(layer.keys, expected.keys)
 
 
-def test_other_releases_of_torch_and_of_this_project_compute_the_same(path):
-    versions = header_of(path)["made_with"]
-    rewrite(path, made_with=versions | {"torch": "2.6.0", "hook-or-patch": "0.0.1"})
-    load_cache(path, model_of())
-
-
 def test_another_version_of_the_format(path):
-    rewrite(path, version=2)
-    refused(path, "has version 2 of the format; this release reads 1")
-    with pytest.raises(CacheFileError, match="version 2"):
+    rewrite(path, version=1)
+    refused(path, "has version 1 of the format; this release reads 2")
+    with pytest.raises(CacheFileError, match="version 1"):
         about_cache(path)
 
 
@@ -214,9 +210,9 @@ def test_weights_that_are_not_here(path):
 
 
 def test_a_part_of_the_heads(monkeypatch, tmp_path):
-    sites = saving.verified_sites(model_of())
-    shared = [replace(site, heads=replace(site.heads, size=2)) for site in sites]
-    monkeypatch.setattr(saving, "verified_sites", lambda _: shared)
+    sites = saving.attention_sites(model_of())
+    shared = [replace(site, ranks=replace(site.ranks, size=2)) for site in sites]
+    monkeypatch.setattr(saving, "attention_sites", lambda _: shared)
     with pytest.raises(UnsupportedModelError, match="tensor parallelism"):
         save_cache(cache_of(), tmp_path / "cache.safetensors", model_of())
     assert not list(tmp_path.iterdir())
@@ -244,20 +240,20 @@ def test_a_quantized_cache(tmp_path):
     not_saved(cache, tmp_path, "cannot save a QuantizedCache")
     plain = DynamicCache(config=model.config)
     plain.layers = cache.layers
-    not_saved(plain, tmp_path, "cannot save a PrunedLayer: its codes are in a format")
+    not_saved(plain, tmp_path, "cannot save a Quanto.*in the format")
 
 
 def test_caches_in_the_middle_of_something(tmp_path):
     cache = cache_of()
-    cache.layers[1].is_torn = True
+    cache.layers[1].is_unusable = True
     not_saved(cache, tmp_path, "abandoned in the middle of a forward")
     cache = cache_of()
-    cache.layers[0].memories[0] = ScopeMemory(is_prefill=True)
-    not_saved(cache, tmp_path, "its prefill is under way")
+    cache.layers[0].memories[Key()] = Memory(in_prefill=True)
+    not_saved(cache, tmp_path, "whose prefill is under way")
     for name in ("AdaKVPress", "ThinKPress"):
         cache = cache_of(name)
         cache.layers[0].reset()
-        not_saved(cache, tmp_path, "abandoned in the middle of a forward, or reset")
+        not_saved(cache, tmp_path, "abandoned in the middle of a forward, reset")
 
 
 def test_a_layer_that_holds_an_object(tmp_path):
@@ -269,7 +265,7 @@ def test_a_layer_that_holds_an_object(tmp_path):
 def test_what_a_scope_remembers_is_not_kept(tmp_path):
     """Scopes of another process have the same numbers."""
     cache = cache_of()
-    cache.layers[0].memories[0] = ScopeMemory(n_steps=7)
+    cache.layers[0].memories[Key()] = Memory(7)
     loaded = load_cache(save_cache(cache, tmp_path / "a", model_of()), model_of())
     assert not loaded.layers[0].memories
 
@@ -329,7 +325,7 @@ def test_a_file_that_comes_meanwhile(monkeypatch, tmp_path):
         path.write_text("mine")
 
     monkeypatch.setattr(files, "save_file", slow)
-    with pytest.raises(CacheFileError, match="has come meanwhile"):
+    with pytest.raises(CacheFileError, match=r"cannot be written: .*File exists"):
         save_cache(cache_of(), path, model_of())
     assert path.read_text() == "mine"
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
@@ -347,7 +343,7 @@ def test_a_disk_that_is_full_leaves_nothing(monkeypatch, tmp_path):
 
 
 def test_notes_that_are_no_json(tmp_path):
-    with pytest.raises(CacheFileError, match="notes are no JSON"):
+    with pytest.raises(CacheFileError, match="not JSON serializable"):
         save_cache(cache_of(), tmp_path / "a", model_of(), notes={"press": object()})
     assert not list(tmp_path.iterdir())
 
@@ -372,20 +368,9 @@ def test_foreign_files(tmp_path, path):
     save_file({"weight": torch.ones(2)}, foreign)
     refused(foreign, "is no compressed cache: nothing in it says so")
     save_file({}, foreign, {METADATA: json.dumps({"kind": "filters", "version": 1})})
-    refused(foreign, "is no compressed cache: it holds 'filters'")
-    with pytest.raises(PressError, match=r"holds .*, not"):
+    refused(foreign, "is no compressed cache: nothing in it says so")
+    with pytest.raises(PressError, match="of the format; this release reads"):
         QFilters.load(path)
-
-
-def test_room_is_not_made_because_a_file_says_so(tmp_path):
-    """A terabyte of it, say."""
-    path = save_cache(cache_of("AdaKVPress"), tmp_path / "a", model_of())
-    text = json.dumps(header_of(path))
-    assert '["room", 2]' in text or '["room", 1]' in text
-    for room in (1, 2):
-        text = text.replace(f'["room", {room}]', f'["room", {2**39}]')
-    save_file(load_file(path), path, {METADATA: text})
-    assert cache_nbytes(load_cache(path, model_of())) <= cache_nbytes(cache_of("AdaKVPress"))
 
 
 def test_a_window_that_is_not_the_models(tmp_path):

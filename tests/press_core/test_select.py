@@ -9,15 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from press_core.budget import Tokens, kept_of_chunks, n_kept, ratio_of
 from press_core.select import (
-    Tokens,
     best_first,
     gather_tokens,
-    kept_of_chunks,
     leading,
-    n_kept,
     protect,
-    ratio_of,
     top_positions,
     trailing,
     upcast,
@@ -134,17 +131,14 @@ def test_ends_of_a_sequence(n: int, first: str, last: str) -> None:
     assert trailing(keys, n).tolist() == [mark == "x" for mark in last]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_precise_states_are_used_as_they_are(dtype: torch.dtype) -> None:
-    x = torch.randn(3, dtype=dtype)
-    assert upcast(x) is x
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_turned_into_single(dtype: torch.dtype) -> None:
-    x = torch.randn(3).to(dtype)
-    assert upcast(x).dtype == torch.float32
-    assert torch.equal(upcast(x).to(dtype), x)
+def test_states_are_computed_with_in_single_precision_or_better() -> None:
+    for dtype in (torch.float32, torch.float64):
+        x = torch.randn(3, dtype=dtype)
+        assert upcast(x) is x
+    for dtype in (torch.float16, torch.bfloat16):
+        x = torch.randn(3).to(dtype)
+        assert upcast(x).dtype == torch.float32
+        assert torch.equal(upcast(x).to(dtype), x)
 
 
 # ---- amounts -------------------------------------------------------------------------------------

@@ -16,10 +16,9 @@ import hooks_impl
 import patch_impl
 from experiments.framework.timing import threads
 from experiments.questions.architectures.decoders import build, decoders
-from press_core import UnsupportedModelError, kept_lengths, unverified
-from press_core.model import probe
-from press_core.model.probe import verified, verified_sites
+from press_core import UnsupportedModelError, attention_sites, kept_lengths, probe
 from press_core.model.rotary import NoRotation
+from press_core.probe import verified
 from tests.support import snapshot
 
 KNOWN = decoders()
@@ -48,11 +47,10 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_common_decoder_meets_all_needs() -> None:
-    for site in verified_sites(tiny("llama")):
-        assert site.verified
+    for site in attention_sites(tiny("llama")):
         assert not site.refusals
         assert site.head_order == (0, 0, 1, 1)
-        assert site.value_dim == site.head_dim == 16
+        assert site.head_dim == 16
         assert site.query_place is not None
         assert (site.query_place.child, site.query_place.is_rotated) == ("q_proj", False)
         assert site.rotary is not None
@@ -60,35 +58,35 @@ def test_a_common_decoder_meets_all_needs() -> None:
 
 
 def test_a_rotary_module_may_take_layer_types_that_the_configuration_has_not() -> None:
-    for site in verified_sites(tiny("phimoe")):
+    for site in attention_sites(tiny("phimoe")):
         assert not site.refusals
         assert site.rotary is not None
         assert site.rotary.layer_type is None
 
 
 def test_layers_without_positions_are_told_from_those_that_rotate() -> None:
-    rotations = [type(site.rotary) for site in verified_sites(tiny("smollm3"))]
+    rotations = [type(site.rotary) for site in attention_sites(tiny("smollm3"))]
     assert [kind is NoRotation for kind in rotations] == [False, False, False, True]
-    assert all(type(site.rotary) is NoRotation for site in verified_sites(tiny("cohere2")))
+    assert all(type(site.rotary) is NoRotation for site in attention_sites(tiny("cohere2")))
 
 
 def test_a_norm_after_the_rotation_is_where_the_query_is_final() -> None:
-    for site in verified_sites(tiny("nanochat")):
+    for site in attention_sites(tiny("nanochat")):
         assert site.query_place is not None
         assert (site.query_place.child, site.query_place.is_rotated) == ("q_norm", True)
         assert "rope" not in site.refusals  # without weights, it commutes with rotations
-    assert all("rope" in site.refusals for site in verified_sites(tiny("hunyuan_v1_dense")))
+    assert all("rope" in site.refusals for site in attention_sites(tiny("hunyuan_v1_dense")))
 
 
 def test_a_query_that_is_scaled_beforehand_is_scaled_once() -> None:
-    for site in verified_sites(tiny("opt")):
+    for site in attention_sites(tiny("opt")):
         assert site.scaling == 1.0
         assert site.query_place is not None
         assert site.query_place.factor == 0.25
 
 
 def test_heads_are_paired_as_the_model_does() -> None:
-    (site, *_) = verified_sites(tiny("jetmoe"))
+    (site, *_) = attention_sites(tiny("jetmoe"))
     assert site.head_order == (0, 1, 0, 1)
     heads = torch.arange(4).view(1, 4, 1)
     assert site.grouped(heads).flatten().tolist() == [0, 2, 1, 3]
@@ -97,7 +95,7 @@ def test_heads_are_paired_as_the_model_does() -> None:
 
 @pytest.mark.parametrize(("name", "first"), [("paligemma", 1), ("llama", 0)])
 def test_positions_are_counted_from_where_the_model_does(name: str, first: int) -> None:
-    (site, *_) = verified_sites(tiny(name))
+    (site, *_) = attention_sites(tiny(name))
     assert site.rotary is not None
     assert site.rotary.first_position == first
 
@@ -105,7 +103,7 @@ def test_positions_are_counted_from_where_the_model_does(name: str, first: int) 
 @pytest.mark.parametrize("name", ["glm4v", "ernie4_5_vl_moe", "qwen3_vl"])
 def test_positions_in_three_dimensions(name: str) -> None:
     """Cosines and sines at positions of one's own are those that the model makes of them."""
-    (site, *_) = verified_sites(tiny(name))
+    (site, *_) = attention_sites(tiny(name))
     assert "rope" not in site.refusals
     assert site.rotary is not None
     cos, _ = site.rotary.embeddings(torch.zeros(1), torch.arange(7)[None])
@@ -115,7 +113,7 @@ def test_positions_in_three_dimensions(name: str) -> None:
 def test_layers_that_share_a_cache_are_known_with_its_owner() -> None:
     known = verified(tiny("gemma3n_text"))
     assert [site.layer_idx for site in known.sites] == [1, 3]
-    owners = {other.site.layer_idx: other.owner for other in known.left_alone}
+    owners = {other.site.layer_idx: other.owner for other in known.bystanders}
     assert owners[5] == 3
 
 
@@ -133,7 +131,7 @@ def test_layers_that_share_a_cache_are_known_with_its_owner() -> None:
     ],
 )
 def test_what_a_model_does_not_do_is_refused_by_need(name: str, need: str) -> None:
-    assert all(need in site.refusals for site in verified_sites(tiny(name)))
+    assert all(need in site.refusals for site in attention_sites(tiny(name)))
 
 
 # ---- what it leaves ------------------------------------------------------------------------------
@@ -144,7 +142,7 @@ def test_a_probe_leaves_nothing_behind(name: str) -> None:
     model = tiny(name)
     model.train()
     before, random_state = snapshot(model), torch.get_rng_state()
-    verified_sites(model)
+    attention_sites(model)
     assert snapshot(model) == before
     assert torch.equal(torch.get_rng_state(), random_state)
     assert model.training
@@ -159,29 +157,29 @@ def test_a_model_is_run_once_per_class_and_configuration() -> None:
 
     model.model.layers[0].self_attn.q_proj.register_forward_hook(count)
     twin = copy.deepcopy(model)
-    verified_sites(model)
+    attention_sites(model)
     first = calls
     assert first > 0
-    verified_sites(model)
-    verified_sites(twin)
+    attention_sites(model)
+    attention_sites(twin)
     assert calls == first
     twin.config.rope_parameters = {**twin.config.rope_parameters, "rope_theta": 5.0}
-    verified_sites(twin)
+    attention_sites(twin)
     assert calls > first
 
 
 def test_a_changed_attention_is_probed_anew() -> None:
     model = tiny("llama")
-    verified_sites(model)
+    attention_sites(model)
     attention = model.model.layers[0].self_attn
     attention.q_proj = nn.Sequential(attention.q_proj, Halved())
-    (site, *_) = verified_sites(model)
-    assert site.query_source.module is attention.q_proj
+    (site, *_) = attention_sites(model)
+    assert site.query_module is attention.q_proj
     model.config._attn_implementation = "eager"
     model.model.layers[0].self_attn.forward = lambda *_, **__: None
     probe._known.clear()
     with pytest.raises(UnsupportedModelError, match="could not be verified"):
-        verified_sites(model)
+        attention_sites(model)
 
 
 class Halved(nn.Module):
@@ -189,23 +187,15 @@ class Halved(nn.Module):
         return x / 2
 
 
-def test_it_can_be_switched_off() -> None:
-    model = tiny("deepseek_v3")
-    with pytest.raises(UnsupportedModelError, match="latents"):
-        hooks_impl.KnormPress(0.5).register(model)
-    with unverified():
-        hooks_impl.KnormPress(0.5).register(model).remove()
-
-
 def test_open_scopes_take_no_part() -> None:
     """A press that is open already does not prune what the probe of another runs over."""
     model = tiny("llama")
-    with unverified():
-        outer = patch_impl.KnormPress(0.5).register(model)
+    outer = patch_impl.KnormPress(0.5).register(model)
+    probe._known.clear()
     inner = hooks_impl.SnapKVPress(0.25, window_size=4).register(model)
-    assert all(not site.refusals for site in verified_sites(model))
-    assert not outer.state.layers
-    assert not inner.state.layers
+    assert all(not site.refusals for site in attention_sites(model))
+    assert not outer.state.tally.n_forwards
+    assert not inner.state.tally.n_forwards
     inner.remove()
     outer.remove()
 
@@ -213,8 +203,8 @@ def test_open_scopes_take_no_part() -> None:
 def test_a_model_that_is_compiled_is_run_as_it_was_written() -> None:
     model = tiny("llama")
     model.compile(backend="eager")
-    (site, *_) = verified_sites(model)
-    assert site.verified
+    (site, *_) = attention_sites(model)
+    assert not site.refusals
 
 
 def test_a_probe_of_a_small_model_is_quick() -> None:
@@ -224,7 +214,7 @@ def test_a_probe_of_a_small_model_is_quick() -> None:
         probe._known.clear()
         with threads(1):  # others spin while they wait, which counts
             begin = time.process_time()
-            verified_sites(model)
+            attention_sites(model)
             times.append(time.process_time() - begin)
     assert min(times) < 0.1
 

@@ -1,0 +1,265 @@
+"""Later turns against a dense model: no cache, and a mask for each layer, head and query.
+
+The reference reads all tokens at once, and sees of the context what `kept_positions` says that each
+head holds. What a mask of a later turn hides, it hides there. Nothing else of this project takes
+part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+import hooks_impl
+import patch_impl
+from attention_patch import headwise
+from press_core import UnsupportedInputError, kept_positions
+from tests.support import build, context_for, example_for, left_padded, token_ids
+
+both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
+
+CONTEXT, TURNS = 60, (5, 1, 3)
+OTHER_STATES = {
+    *("CAMPress", "KVComposePress", "KeyRerotationPress", "MergingPress"),
+    *("RestoreKVPress", "StreamingLLMDecodingPress", "ThinKPress"),
+}
+"""Presses after which other keys or values are in the cache than the model has computed."""
+JUDGED = [  # FinchPress takes its delimiter out of what the model reads
+    name for name in hooks_impl.PRESSES if name not in {*OTHER_STATES, "FinchPress"}
+]
+
+
+TOLERANCE = {"sdpa": 1e-9, "eager": 1e-4}
+
+
+def dense(model: nn.Module, ids: Tensor, visible: list[Tensor], position_ids: Tensor) -> Tensor:
+    """Logits of a model whose layers see what is `visible`, `(B, H, q, kv)` each."""
+
+    def masked(seen: Tensor, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        least = torch.finfo(torch.float64).min
+        mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, least)
+        return args, {**kwargs, "attention_mask": mask}
+
+    with ExitStack() as stack:
+        for layer, seen in zip(model.model.layers, visible, strict=True):
+            hook = partial(masked, seen)
+            handle = layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
+            stack.callback(handle.remove)
+        return model(ids, position_ids=position_ids, use_cache=False).logits
+
+
+def visible_in(
+    kept: dict[int, list[Tensor]], real: Tensor, later: Tensor, n_heads: int
+) -> list[Tensor]:
+    """Per layer what each query sees, `(B, H, N, N)` bool.
+
+    Args:
+        kept: before which token which positions each head held, per layer.
+        real: which tokens are no padding, `(B, N)` bool.
+        later: what the tokens after the context see of all, `(B, 1 or H, n, N)` bool.
+    """
+    batch, n = real.shape
+    causal = torch.ones(n, n, dtype=torch.bool).tril()
+    seen = (causal & real[:, None, None]).expand(batch, n_heads, n, n).clone()
+    seen[:, :, CONTEXT:] = later
+    per_layer = []
+    for layer in range(len(kept[CONTEXT])):
+        of_layer = seen.clone()
+        for at, (turn, positions) in enumerate(kept.items()):
+            end = [*kept, n][at + 1]
+            of_heads = positions[layer].expand(batch, -1, -1)
+            held = torch.zeros(batch, of_heads.shape[1], turn + 1, dtype=torch.bool)
+            held.scatter_(-1, torch.where(of_heads < 0, turn, of_heads), True)
+            held = held[..., :turn].repeat_interleave(n_heads // held.shape[1], dim=1)
+            of_layer[:, :, turn:end, :turn] &= held.unsqueeze(2)
+        per_layer.append(of_layer)
+    return per_layer
+
+
+# ---- masks of later turns ------------------------------------------------------------------------
+
+Hide = Callable[[Tensor], None]
+"""Takes what later tokens see, `(B, 1 or H, n, N)` bool, and lets them see less."""
+
+
+def whole(seen: Tensor) -> None:
+    pass
+
+
+def of_context(seen: Tensor) -> None:
+    seen[..., 40:50] = False
+
+
+def first_tokens(seen: Tensor) -> None:
+    seen[..., :10] = False
+
+
+def of_question(seen: Tensor) -> None:
+    seen[:1, :, 5:, CONTEXT + 3 : CONTEXT + 5] = False
+
+
+def by_query(seen: Tensor) -> None:
+    drawn = torch.rand(seen.shape, generator=torch.Generator().manual_seed(1)) < 0.3
+    seen &= ~drawn
+    seen |= torch.eye(seen.shape[-1], dtype=torch.bool)[-seen.shape[2] :]
+
+
+MASKS: dict[str, tuple[Hide, int]] = {
+    "whole": (whole, 2),
+    "hides context": (of_context, 2),
+    "hides the first": (first_tokens, 2),
+    "hides a question": (of_question, 2),
+    "causal, 4-d": (whole, 4),
+    "hides context, 4-d": (of_context, 4),
+    "other for each query": (by_query, 4),
+}
+
+
+def in_form(seen: Tensor, dims: int, form: str) -> Tensor:
+    """The mask of a turn as a user gives it, from what its tokens see, `(B, 1 or H, q, n)`."""
+    if dims == 2:
+        return seen[:, 0, -1].long()
+    if form == "eager":
+        return torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    return seen
+
+
+def differs(
+    press: Any,
+    ids: Tensor,
+    padding: list[int],
+    mask: str,
+    form: str = "sdpa",
+    *,
+    heads: int = 1,
+    reading: Callable[[Any], Any] | None = None,
+) -> float:
+    """By how much logits of the turns after a compressed context differ from dense ones.
+
+    Args:
+        reading: what is open in the later turns; None: the scope of the press.
+    """
+    # Eager attention takes its softmax in float32 whatever the model's dtype.
+    dtype = torch.float32 if form == "eager" else torch.float64
+    model = build("llama", attn_implementation=form).to(dtype)
+    hide, dims = MASKS[mask]
+    batch, n = len(padding), CONTEXT + sum(TURNS)
+    real = torch.arange(n) >= torch.tensor(padding)[:, None]
+    positions = (real.cumsum(dim=-1) - 1).clamp(min=0)
+    seen = (torch.ones(n, n, dtype=torch.bool).tril() & real[:, None, None])[:, :, CONTEXT:]
+    seen = seen.expand(batch, heads, -1, -1).clone()
+    hide(seen)
+    cache, logits, at, kept = DynamicCache(config=model.config), [], CONTEXT, {}
+    with ExitStack() as stack:
+        scope = stack.enter_context(press(model))
+        more = {"attention_mask": real[:, :CONTEXT].long()} if any(padding) else {}
+        given = positions[:, :CONTEXT]
+        model(ids[:, :CONTEXT], past_key_values=cache, position_ids=given, **more)
+        if reading is not None:
+            scope.remove()
+            stack.enter_context(reading(model))
+        for length in TURNS:
+            kept[at] = kept_positions(cache)
+            of_turn = seen[:, :, at - CONTEXT : at - CONTEXT + length, : at + length]
+            output = model(
+                ids[:, at : at + length],
+                past_key_values=cache,
+                position_ids=positions[:, at : at + length],
+                attention_mask=in_form(of_turn, dims, form),
+            )
+            logits.append(output.logits)
+            at += length
+    visible = visible_in(kept, real, seen, model.config.num_attention_heads)
+    expected = dense(build("llama").double(), ids, visible, positions)[:, CONTEXT:]
+    return float((torch.cat(logits, dim=1) - expected).abs().max())
+
+
+def ids_for(name: str) -> Tensor:
+    return torch.cat((context_for(name, CONTEXT), token_ids(1, sum(TURNS), seed=1)), dim=1)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", JUDGED)
+@torch.no_grad()
+def test_every_press(name, mask):
+    press = example_for(hooks_impl, name, 0.5, build("llama", dtype=torch.float64))
+    assert differs(press, ids_for(name), [0], mask) < 1e-9
+
+
+HELD: dict[str, Callable[[Any], Any]] = {
+    "even": lambda p: p.SnapKVPress(0.5, window_size=4),
+    "uneven": lambda p: p.PyramidKVPress(0.5, window_size=4),
+    "by head": lambda p: p.AdaKVPress(p.SnapKVPress(0.5, window_size=4)),
+    "by threshold": lambda p: p.DMSPress(p.KnormPress(), -4.0, sliding_window_size=8),
+    "nothing evicted": lambda p: p.KnormPress(0.0),
+}
+"""A press for each way in which layers hold what is left."""
+
+
+@both
+@pytest.mark.parametrize("reading", [None, headwise], ids=["open", "read later"])
+@pytest.mark.parametrize("form", ["sdpa", "eager"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("held", HELD)
+@torch.no_grad()
+def test_every_kind_of_layer_with_padding(package, held, mask, form, reading):
+    ids = left_padded(2, CONTEXT + sum(TURNS), [0, 13])[0]
+    found = differs(HELD[held](package), ids, [0, 13], mask, form, reading=reading)
+    assert found < TOLERANCE[form]
+
+
+@both
+@pytest.mark.parametrize("held", HELD)
+@torch.no_grad()
+def test_masks_that_differ_from_head_to_head(package, held):
+    ids = left_padded(2, CONTEXT + sum(TURNS), [0, 13])[0]
+    found = differs(HELD[held](package), ids, [0, 13], "other for each query", heads=4)
+    assert found < 1e-9
+
+
+@pytest.mark.parametrize("name", sorted(OTHER_STATES))
+@torch.no_grad()
+def test_presses_that_are_left_out_change_states(name):
+    """None is left out that the reference could have judged."""
+    model = build("llama", dtype=torch.float64)
+    press, ids = example_for(hooks_impl, name, 0.5, model), ids_for(name)
+    whole, cache = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    model(ids, past_key_values=whole)
+    with press(model):
+        model(ids[:, :CONTEXT], past_key_values=cache)
+        for token in ids[:, CONTEXT:].split(1, dim=1):
+            model(token, past_key_values=cache)
+    for of_press, of_whole, at in zip(
+        cache.layers, whole.layers, kept_positions(cache), strict=True
+    ):
+        held = getattr(of_press, "states", lambda p=of_press: (p.keys, p.values))()
+        for states, computed in zip(held, (of_whole.keys, of_whole.values), strict=True):
+            index = at.expand(*states.shape[:2], -1).unsqueeze(-1)
+            index = index.clamp(min=0).expand(-1, -1, -1, states.shape[-1])
+            if not torch.allclose(states, computed.gather(2, index), atol=1e-3):
+                return
+    pytest.fail(f"{name} leaves the states that the model computed")
+
+
+# ---- outside of any scope ------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("form", ["sdpa", "eager"])
+@pytest.mark.parametrize("mask", MASKS)
+@torch.no_grad()
+def test_outside_of_any_scope_a_mask_is_honoured_or_refused(package, mask, form):
+    """Nobody knows there which keys the columns of a full mask have become."""
+    press, ids = HELD["even"](package), ids_for("SnapKVPress")
+    refused = mask not in ("whole", "hides a question")
+    with pytest.raises(UnsupportedInputError) if refused else nullcontext():
+        assert (
+            differs(press, ids, [0], mask, form, reading=lambda _: nullcontext()) < TOLERANCE[form]
+        )

@@ -1,0 +1,212 @@
+"""`kept_positions` against the values that the model handed to the cache, token by token.
+
+Every value that a cache holds is one that it was given. Which one says where the token stood: that
+takes no word of what layers know of themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, QuantizedCache, StaticCache
+
+import hooks_impl
+import patch_impl
+from attention_patch import headwise
+from experiments.questions.architectures.decoders import build as build_tiny
+from experiments.questions.architectures.decoders import decoders
+from press_core import (
+    UnsupportedCacheError,
+    kept_lengths,
+    kept_positions,
+    load_cache,
+    prefill,
+    save_cache,
+)
+from press_core.cache.caches import known
+from tests.support import PIPELINE_PRESSES, build, example_for, left_padded
+
+both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
+LENGTH = 56
+IDS = torch.randperm(125, generator=torch.Generator().manual_seed(0)) + 3  # no token comes twice
+CONTEXT, LATER = IDS[None, :LENGTH], IDS[None, LENGTH : LENGTH + 9]
+
+Given = dict[int, list[Tensor]]
+"""By layer, the values that came, in the order in which they did."""
+
+
+def watch(cache: Any) -> Given:
+    """What `cache` is given from now on."""
+    given: Given = {}
+    update = cache.update
+
+    def watched(keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        given.setdefault(layer_idx, []).append(values.clone())
+        return update(keys, values, layer_idx, *args, **kwargs)
+
+    cache.update = watched
+    return given
+
+
+def assert_right(cache: Any, given: Given, exact: bool = True) -> None:
+    """What each head holds is what came at the positions that are said of it."""
+    told, lengths = kept_positions(cache), kept_lengths(cache)
+    assert len(told) == len(lengths) == len(cache.layers)
+    for index, layer in enumerate(cache.layers):
+        came = torch.cat(given[index], dim=2)
+        slides = getattr(layer, "is_sliding", False)
+        held = layer.values if slides else known(cache, index).states()[1]
+        assert told[index].dtype == torch.int64
+        positions = told[index].expand(*held.shape[:2], -1)
+        assert positions.shape == held.shape[:3]
+        assert torch.equal((positions >= 0).sum(dim=-1), lengths[index])
+        for row, head in torch.cartesian_prod(*map(torch.arange, held.shape[:2])).tolist():
+            of_head = positions[row, head][lengths[index][row, head].neg() :]
+            assert bool((of_head.diff() > 0).all())  # and no -1 among them
+            values = held[row, head, held.shape[2] - len(of_head) :]
+            if exact:
+                assert torch.equal(values, came[row, head, of_head])
+            else:
+                assert torch.equal(torch.cdist(values, came[row, head]).argmin(-1), of_head)
+
+
+def n_evicted(cache: Any) -> int:
+    """Positions that some head has lost, over all layers."""
+    seen = int(getattr(cache.layers[0], "n_seen", 0) or cache.get_seq_length())
+    return sum(int((seen - lengths).clamp(min=0).sum()) for lengths in kept_lengths(cache))
+
+
+@torch.no_grad()
+def fill(model: Any, cache: Any, mask: Tensor | None = None, ids: Tensor = CONTEXT) -> None:
+    """A context, three tokens at once and six one by one."""
+    seen = 0
+    for n in (ids.shape[1], 3, *[1] * 6):
+        new = ids if seen == 0 else LATER[:, seen - LENGTH :][:, :n].expand(len(ids), -1)
+        more = {}
+        if mask is not None:
+            if seen:
+                mask = torch.cat((mask, torch.ones_like(new)), dim=1)
+            positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)[:, -n:]
+            more = {"attention_mask": mask, "position_ids": positions}
+        model(new, past_key_values=cache, **more)
+        seen += n
+
+
+@both
+@pytest.mark.parametrize("padding", [[0], [0, 7, 19]], ids=["alone", "padded"])
+@pytest.mark.parametrize("name", [name for name in PIPELINE_PRESSES if name != "none"])
+def test_every_kind_of_layer(package: Any, name: str, padding: list[int]) -> None:
+    model = build("llama")
+    ids, mask, _ = left_padded(len(padding), LENGTH, padding)
+    press = PIPELINE_PRESSES[name](package)
+    if name == "kvzip":  # which asks for a tokenizer, or for prompts in token ids
+        press = example_for(package, "KVzipPress", 0.5, model)
+    cache = DynamicCache(config=model.config)
+    given = watch(cache)
+    with press(model):
+        fill(model, cache, mask if len(padding) > 1 else None, ids)
+    assert_right(cache, given)
+    assert n_evicted(cache) > 0 or name == "channels"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_untouched(family: str) -> None:
+    model = build(family, attn_implementation="eager")
+    cache = DynamicCache(config=model.config)
+    given = watch(cache)
+    fill(model, cache)
+    assert_right(cache, given)
+    for index, positions in enumerate(kept_positions(cache)):
+        first = LENGTH + 9 - (15 if cache.layers[index].is_sliding else LENGTH + 9)
+        assert positions[0, 0].tolist() == list(range(first, LENGTH + 9))
+
+
+@both
+@pytest.mark.parametrize("name", ["snapkv", "adakv"])
+def test_beside_layers_that_slide(package: Any, name: str) -> None:
+    model = build("gemma2", attn_implementation="eager")
+    cache = DynamicCache(config=model.config)
+    given = watch(cache)
+    with PIPELINE_PRESSES[name](package)(model):
+        fill(model, cache)
+    assert_right(cache, given)
+
+
+@both
+@pytest.mark.parametrize("press", ["none", "snapkv", "decoding"])
+def test_quantized(package: Any, press: str) -> None:
+    pytest.importorskip("optimum.quanto", reason="needs optimum-quanto")
+    model = build("llama")
+    cache = QuantizedCache("quanto", model.config, nbits=4, residual_length=6, q_group_size=16)
+    given = watch(cache)
+    with (PIPELINE_PRESSES[press](package) or package.KnormPress(0.0))(model):
+        fill(model, cache)
+    assert_right(cache, given, exact=False)
+
+
+@both
+@pytest.mark.parametrize("press", ["none", "snapkv", "adakv", "decoding"])
+def test_static(package: Any, press: str) -> None:
+    model = build("llama")
+    cache = StaticCache(config=model.config, max_cache_len=80)
+    given = watch(cache)
+    with (PIPELINE_PRESSES[press](package) or package.KnormPress(0.0))(model):
+        fill(model, cache)
+    assert_right(cache, given)
+
+
+@both
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "rerotated", "dms"])
+@torch.no_grad()
+def test_what_caches_do_meanwhile(package: Any, name: str, tmp_path: Any) -> None:
+    """Chunks, tokens taken back, rows selected, a file."""
+    model = build("llama")
+    cache = DynamicCache(config=model.config)
+    given = watch(cache)
+    with PIPELINE_PRESSES[name](package)(model):
+        prefill(model, CONTEXT, cache, chunk_size=20)
+    with headwise(model):
+        model(LATER[:, :5], past_key_values=cache)
+        cache.crop(-2)
+        given = {i: [torch.cat(values, dim=2)[:, :, :-2]] for i, values in given.items()}
+        assert_right(cache, given)
+        cache.batch_repeat_interleave(2)
+        given = {i: [values[0].expand(2, -1, -1, -1)] for i, values in given.items()}
+        assert_right(cache, given)
+    del cache.update  # a cache that is watched is none that can be kept
+    loaded = load_cache(save_cache(cache, tmp_path / "cache.safetensors", model), model)
+    assert_right(loaded, given)
+
+
+@both
+@torch.no_grad()
+def test_an_encoder_decoder_tells_of_its_decoder(package: Any) -> None:
+    model = build_tiny(decoders()["bart (seq2seq)"])
+    with package.SnapKVPress(0.5, window_size=8)(model):
+        cache = model(CONTEXT[:, :12], decoder_input_ids=CONTEXT).past_key_values
+    positions = kept_positions(cache)
+    assert [x.shape[-1] for x in positions] == [LENGTH // 2] * len(cache.self_attention_cache)
+    for told, of_decoder in zip(positions, kept_positions(cache.self_attention_cache), strict=True):
+        assert torch.equal(told, of_decoder)
+
+
+def test_layers_that_hold_nothing() -> None:
+    for cache in (DynamicCache(), DynamicCache(config=build("llama").config)):
+        assert all(x.shape == (1, 1, 0) for x in kept_positions(cache))
+
+
+@torch.no_grad()
+def test_a_press_that_does_not_say_what_it_kept() -> None:
+    class Silent(hooks_impl.BasePress):
+        def compress(self, module, hidden_states, keys, values, attentions, kwargs):
+            return keys[:, :, -9:], values[:, :, -9:]
+
+    model, cache = build("llama"), DynamicCache()
+    with Silent()(model):
+        model(CONTEXT, past_key_values=cache)
+    assert kept_lengths(cache)[0].tolist() == [[9, 9]]
+    with pytest.raises(UnsupportedCacheError, match=r"layer 0 .*Eviction\.keep"):
+        kept_positions(cache)

@@ -1,0 +1,276 @@
+"""Presses as users write them, wrap them and get them wrong: right, or refused with what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import hooks_impl
+import patch_impl
+from attention_patch import headwise
+from press_core import (
+    Evicts,
+    HyperparameterError,
+    PressError,
+    ScopeError,
+    UnsupportedInputError,
+    kept_lengths,
+)
+from tests.support import build, example_for, token_ids
+
+both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
+
+
+def lengths(press: Any, model: Any = None, n: int = 40) -> list[list[int]]:
+    """How many of `n` tokens each head keeps, by layer."""
+    model = build("llama") if model is None else model
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), press(model):
+        model(token_ids(1, n), past_key_values=cache)
+    return [layer[0].tolist() for layer in kept_lengths(cache)]
+
+
+# ---- wrappers ------------------------------------------------------------------------------------
+
+READ_QUERIES = ("ExpectedAttentionPress", "SnapKVPress")
+LEARNED = ("KVzapPress", "QFilterPress", "ExpectedAttentionStatsPress")
+
+
+def wrapper(package: Any, inner: Any, in_field: bool) -> Any:
+    """A press that scores as `inner` does, and holds it in a field or out of anybody's sight."""
+    if package is hooks_impl:
+
+        class Around(package.ScorerPress):
+            def score(self, module, hidden_states, keys, values, attentions, kwargs):
+                given = module, hidden_states, keys, values, attentions, kwargs
+                return inner.score(*given)
+    else:
+
+        class Around(package.ScorerPress):
+            def score(self, call):
+                return inner.score(call)
+
+    press = Around(0.5)
+    if in_field:
+        press.inner = inner
+    return press
+
+
+@both
+@pytest.mark.parametrize("in_field", [True, False])
+@pytest.mark.parametrize("name", [*READ_QUERIES, *LEARNED])
+def test_a_wrapper_that_asks_another_press_for_scores(package, name, in_field):
+    inner = example_for(package, name, 0.5, build("llama"))
+    if name in READ_QUERIES and not in_field:
+        with pytest.raises(UnsupportedInputError, match=r"declares `needs = Needs\.QUERIES`"):
+            lengths(wrapper(package, inner, in_field))
+    else:
+        assert lengths(wrapper(package, inner, in_field)) == [[20, 20]] * 2
+
+
+@both
+def test_queries_that_nobody_declared(package):
+    class Own(package.ScorerPress):
+        def score(self, call: Any) -> Tensor:
+            return call.keys.norm(dim=-1) + call.queries_before_rope().sum()
+
+    with pytest.raises(UnsupportedInputError, match=r"declares `needs = Needs\.QUERIES`"):
+        lengths(Own(0.5))
+
+
+def test_a_forward_hook_that_hands_on_to_other_presses():
+    """As presses are composed in kvpress."""
+
+    class OneAfterTheOther(hooks_impl.BasePress):
+        def __init__(self, *presses: Any) -> None:
+            self.presses = list(presses)
+
+        def forward_hook(self, module: Any, input: Any, kwargs: Any, output: Any) -> Any:
+            for press in self.presses:
+                output = press.forward_hook(module, input, kwargs, output)
+            return output
+
+    parts = hooks_impl.KnormPress(0.5), hooks_impl.StreamingLLMPress(0.5)
+    composed = hooks_impl.ComposedPress([*parts])
+    assert lengths(OneAfterTheOther(*parts)) == lengths(composed) == [[10, 10]] * 2
+
+
+# ---- ways to evict -------------------------------------------------------------------------------
+
+
+class Masking(hooks_impl.BasePress):
+    """Masks keys of each head, as kvpress's notebook on a press of one's own does."""
+
+    def compress(self, module, hidden_states, keys, values, attentions, kwargs):
+        gone = keys.norm(dim=-1).topk(10, dim=-1).indices
+        batch, heads, _ = gone.shape
+        rows = torch.arange(batch).view(-1, 1, 1).expand_as(gone)
+        of_heads = torch.arange(heads).view(1, -1, 1).expand_as(gone)
+        module.masked_key_indices = rows.flatten(), of_heads.flatten(), gone.flatten()
+        return keys, values
+
+
+def test_keys_that_are_masked_are_evicted_or_it_is_refused():
+    model = build("llama")
+    with pytest.raises(PressError, match=r"masked_key_indices.*`evicts = Evicts\.PER_HEAD`"):
+        lengths(Masking(), model)
+
+    class Declared(Masking):
+        evicts = Evicts.PER_HEAD
+
+    assert lengths(Declared(), model) == [[30, 30]] * 2
+    assert not any("masked_key_indices" in vars(module) for module in model.modules())
+
+
+@both
+def test_what_differs_by_head_cannot_be_unpacked_into_keys_and_values(package):
+    class Around(package.BasePress):
+        press = package.AdaKVPress(package.KnormPress(0.5))
+
+        def compress(self, *given: Any) -> Any:
+            keys, values = self.press.compress(*given)
+            return keys, values
+
+    with pytest.raises(UnsupportedInputError, match="return the Eviction as it is"):
+        lengths(Around())
+
+
+NEVER_CALLED = {
+    "MergingPress": "merge",
+    "PyramidKVPress": "get_layer_budget",
+    "SnapKVPress": "compute_window_attention",
+    "ExpectedAttentionPress": "get_query_statistics",
+}
+
+
+@pytest.mark.parametrize("name", NEVER_CALLED)
+def test_methods_of_kvpress_that_would_never_be_called(name):
+    method = NEVER_CALLED[name]
+    with pytest.raises(PressError, match=rf"Own\.{method} would never be called.*override"):
+        type("Own", (hooks_impl.PRESSES[name],), {method: lambda self, *args: None})
+
+
+def test_six_arguments_in_the_terms_of_patches():
+    with pytest.raises(PressError, match=r"def score\(self, call\), with one AttentionCall"):
+
+        class Own(patch_impl.ScorerPress):
+            def score(self, module, hidden_states, keys, values, attentions, kwargs):
+                return keys.norm(dim=-1)
+
+
+def test_outside_of_any_scope_there_may_be_no_kwargs():
+    keys = torch.randn(1, 2, 20, 16)
+    given = build("llama").model.layers[0].self_attn, torch.zeros(1, 20, 64), keys, keys, None, None
+    assert hooks_impl.KnormPress(0.5).compress(*given).keys.shape == (1, 2, 10, 16)
+    with pytest.raises(UnsupportedInputError, match="no hook has observed this forward"):
+        hooks_impl.SnapKVPress(0.5).compress(*given)
+
+
+# ---- classes with a state and a constructor of their own -----------------------------------------
+
+
+@both
+@pytest.mark.parametrize("base", ["ComposedPress", "KVzapPress", "AdaKVPress"])
+def test_what_a_class_has_put_into_a_press_stays_there(package, base):
+    inner = example_for(package, base, 0.5, build("llama"))
+
+    class Own(package.PRESSES[base]):
+        def __init__(self, label: str) -> None:
+            vars(self).update(vars(inner))
+            self.label, self.seen, self.hidden_size = label, [], 0
+
+        def post_init_from_model(self, model: Any) -> None:
+            super().post_init_from_model(model)
+            self.hidden_size = model.config.hidden_size
+
+        def evict(self, call: Any) -> Any:
+            self.seen.append((call.site.layer_idx, self.label, self.hidden_size))
+            return super().evict(call)
+
+    press, model = Own("mine"), build("llama")
+    expected = lengths(inner, model)
+    assert lengths(press, model) == expected
+    assert press.seen == [(0, "mine", 64), (1, "mine", 64)]
+
+
+# ---- fields --------------------------------------------------------------------------------------
+
+
+@both
+def test_fields_are_checked_again_before_each_context(package):
+    model, press = build("llama"), package.KnormPress(0.5)
+    with press(model):
+        press.compression_ratio = 0.25
+        cache = DynamicCache(config=model.config)
+        model(token_ids(1, 40), past_key_values=cache)
+        assert kept_lengths(cache)[0].tolist() == [[30, 30]]
+        press.compression_ratio = 2.0
+        with pytest.raises(HyperparameterError, match=r"compression_ratio=2\.0.*\[0, 1\)"):
+            model(token_ids(1, 40), past_key_values=DynamicCache(config=model.config))
+
+
+@both
+def test_a_composition_that_holds_itself(package):
+    press = package.ComposedPress([package.KnormPress(0.5)])
+    press.presses.append(press)
+    with pytest.raises(HyperparameterError, match="no press that holds this one"):
+        press.register(build("llama"))
+
+
+# ---- keys and ways of running that nobody can judge ----------------------------------------------
+
+
+@both
+def test_keys_without_a_number(package):
+    model = build("llama")
+    press = example_for(package, "CapPress", 0.5, model)
+    model.model.layers[0].self_attn.k_proj.weight.data[0, 0] = float("nan")
+    with pytest.raises(PressError, match=r"CapPress\.score returned NaN"):
+        lengths(press, model)
+
+
+@both
+def test_vmap(package):
+    model = build("llama")
+
+    def last_key(ids: Tensor) -> Tensor:
+        cache = DynamicCache(config=model.config)
+        model(ids[None], past_key_values=cache)
+        return cache.layers[0].keys
+
+    with torch.no_grad(), package.KnormPress(0.5)(model):
+        with pytest.raises(UnsupportedInputError, match="pass a batch"):
+            torch.vmap(last_key)(token_ids(2, 12))
+        whole = torch.vmap(lambda ids: model(ids[None], use_cache=False).logits)
+        assert whole(token_ids(2, 12)).shape[:2] == (2, 1)
+
+
+@both
+def test_a_layer_made_under_inference_mode_is_read_with_gradients(package):
+    model, cache = build("llama"), DynamicCache()
+    with torch.inference_mode(), package.AdaKVPress(package.KnormPress(0.5))(model):
+        model(token_ids(1, 20), past_key_values=cache)
+    with headwise(model):
+        model(token_ids(1, 3), past_key_values=cache).logits.sum().backward()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
+
+
+@both
+@torch.no_grad()
+def test_a_cache_reused_after_an_error_within_attention(package):
+    model, cache = build("llama"), DynamicCache()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("failed")
+
+    with package.KnormPress(0.5)(model):
+        handle = model.model.layers[1].self_attn.o_proj.register_forward_hook(fail)
+        with pytest.raises(RuntimeError, match="failed"):
+            model(token_ids(1, 20), past_key_values=cache)
+        handle.remove()
+        with pytest.raises(ScopeError, match="make a new one"):
+            model(token_ids(1, 3), past_key_values=cache)

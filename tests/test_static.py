@@ -1,0 +1,86 @@
+"""Static caches hold what dynamic ones hold, and a step over either compiles as one graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+import hooks_impl
+from press_core import UnsupportedCacheError, kept_positions
+from tests.support import build, in_turn, left_padded, token_ids
+
+PRESSES = {
+    "keys": lambda p: p.KnormPress(0.5),
+    "queries": lambda p: p.SnapKVPress(0.5, window_size=4),
+    "heads": lambda p: p.AdaKVPress(p.SnapKVPress(0.5, window_size=4)),
+    "layers": lambda p: p.PyramidKVPress(0.5, window_size=4),
+    "rerotated": lambda p: p.KeyRerotationPress(p.KnormPress(0.5)),
+    "decoding": lambda p: p.DecodingPress(p.KnormPress(), compression_interval=3, target_size=10),
+    "turns": lambda p: p.EveryTurnPress(p.KnormPress(), target_size=10),
+    "heavy hitters": lambda p: p.H2OPress(0.5),
+    "streaming": lambda p: p.StreamingLLMDecodingPress(max_capacity=12),
+}
+FORWARDS = 1, 1, 1, 1, 3, 1, 1
+"""New tokens of the forwards after the context."""
+
+
+def run(model, press, cache, padding):
+    """The logits of the forwards after a context, of which one row is padded."""
+    ids, mask, positions = left_padded(2, 20, [padding, 0])
+    logits = []
+    with torch.no_grad(), press(model):
+        model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        for seed, n in enumerate(FORWARDS):
+            mask = torch.cat((mask, torch.ones(2, n, dtype=torch.long)), dim=1)
+            given = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1)[:, -n:]}
+            logits.append(model(token_ids(2, n, seed), past_key_values=cache, **given).logits)
+    return torch.cat(logits, dim=1)
+
+
+@in_turn("name, attention, padding", PRESSES, ["sdpa", "eager"], [0, 6])
+def test_the_same_tokens_and_logits(package, name, attention, padding):
+    model = build("llama", attn_implementation=attention)
+    caches = DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=48)
+    expected, found = (run(model, PRESSES[name](package), c, padding) for c in caches)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    for kept, of_static in zip(*map(kept_positions, caches), strict=True):
+        assert torch.equal(kept, of_static)
+
+
+@in_turn("name, is_static", ["queries", "heads", "layers", "rerotated"], [True, False])
+def test_a_step_compiles_as_one_graph(package, name, is_static):
+    model, ids = build("llama"), token_ids(1, 26)
+    torch.compiler.reset()
+    logits = []
+    with torch.no_grad(), PRESSES[name](package)(model):
+        for step in (model, torch.compile(model, fullgraph=True, backend="eager")):
+            cache = StaticCache(config=model.config, max_cache_len=48)
+            cache = cache if is_static else DynamicCache(config=model.config)
+            model(ids[:, :20], past_key_values=cache)
+            steps = [step(x, past_key_values=cache).logits for x in ids[:, 20:].split(1, dim=1)]
+            logits.append(torch.cat(steps))
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "press",
+    [
+        hooks_impl.ThinKPress(0.5, window_size=4, free_memory=True),
+        hooks_impl.DMSPress(hooks_impl.KnormPress(), -4.0, sliding_window_size=4, decoding=True),
+    ],
+)
+def test_what_a_buffer_cannot_hold_is_refused(press):
+    model = build("llama")
+    cache = StaticCache(config=model.config, max_cache_len=48)
+    with press(model), pytest.raises(UnsupportedCacheError, match=r"static cache.*DynamicCache"):
+        model(token_ids(1, 20), past_key_values=cache)
+
+
+def test_a_full_buffer_is_an_error():
+    model = build("llama")
+    cache = StaticCache(config=model.config, max_cache_len=22)
+    with torch.no_grad(), hooks_impl.KnormPress(0.5)(model):
+        model(token_ids(1, 20), past_key_values=cache)
+        with pytest.raises(UnsupportedCacheError, match="room for 2 tokens"):
+            model(token_ids(1, 3), past_key_values=cache)
