@@ -40,7 +40,7 @@ test-oracle: $(OLDEST)/.installed
 parity: $(OLDEST)/.installed
 	$(ORACLE) --write-parity
 
-# Time inside each press against kvpress: results/oracle-timing.csv.
+# Time inside each press against kvpress, to look at; `make results` measures it too.
 oracle-timing: $(OLDEST)/.installed
 	$(FREELY) $(OLDEST)/bin/python -m tests.oracle.timing
 
@@ -66,9 +66,14 @@ format: $(VENV)/.installed
 	$(RUN) -m ruff format .
 	$(RUN) -m ruff check --fix .
 
-# The committed results, and the README's tables from them.
+# The committed results and all that is written from them, in one run of one commit. What was
+# interrupted goes on; `readme --check` fails where results/ are of more than one run.
 results: $(VENV)/.installed subjects
-	$(FREELY) $(RUN) -m experiments study --full --output results
+	@test -z "$$(git status --porcelain -- . ':!results')" || \
+		{ echo "commit first: results come from one commit"; exit 1; }
+	$(FREELY) $(RUN) -m experiments study --full --overwrite --output results
+	$(ORACLE) --write-parity
+	$(RUN) -m experiments.questions.architectures.document
 	$(RUN) -m experiments readme
 
 clean:

@@ -6,13 +6,11 @@ its command is called, and not before.
 
 from __future__ import annotations
 
-import gc
 import inspect
 import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -47,6 +45,8 @@ def _entries() -> Iterator[tuple[str, _Entry]]:
     for name in (first, *(name for name in EXPERIMENTS if name != first)):
         panel = "Look" if name == first else "Measure"
         yield name, _Entry(panel, EXPERIMENTS[name], f"experiments.questions.{name}")
+    help_ = "Measure one finding of the study again; without a name, list them."
+    yield "claim", _Entry("Measure", help_, "experiments.claim")
     for name, help_ in (
         ("compress", "Compress a text once, to be asked about later with `ask`."),
         ("ask", "Ask about a text that was compressed with `compress`, without reading it again."),
@@ -91,7 +91,7 @@ class FrontDoor(TyperGroup):
 
 
 def _load(name: str) -> Any:
-    module = _imported(COMMANDS[name].module)
+    module = import_module(COMMANDS[name].module)
     if name in EXPERIMENTS and not hasattr(module, "command"):
         from experiments.framework.command import command_of
 
@@ -103,19 +103,6 @@ def _load(name: str) -> Any:
     help_ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
     app.command(name, help=help_)(command)
     return get_command(app)
-
-
-def _imported(name: str) -> ModuleType:
-    """A module, imported without a search for garbage among what comes to stay.
-
-    That search takes a third of the time in which torch and transformers are imported.
-    """
-    gc.disable()
-    try:
-        return import_module(name)
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def _is_users(error: Exception) -> bool:

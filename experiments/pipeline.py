@@ -14,7 +14,7 @@ Both do the same. Importing this module, and nothing else of this project, adds 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import AutoModelForCausalLM, Pipeline
@@ -79,7 +79,7 @@ class KVPressTextGenerationPipeline(Pipeline):
 
     def preprocess(self, item: Any, questions: Any = None) -> dict[str, Any]:
         """One context with its questions, not yet as tokens: a batch of texts pads less."""
-        if not isinstance(item, (str, SavedContext)):
+        if isinstance(item, Mapping):
             return {"contexts": item["context"], "questions": item.get("questions", questions)}
         return {"contexts": item, "questions": questions}
 

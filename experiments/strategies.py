@@ -39,9 +39,10 @@ from experiments.testbed.families import (
     build,
     supported_implementations,
 )
-from experiments.testbed.recipes import DELIMITER, PROMPTS, fitted_pair
-from press_core import Evicts, Needs, Press
-from press_core.replay import ReplayPress
+from experiments.testbed.recipes import DELIMITER, MECHANISMS, PROMPTS, fitted_pair, recipe
+from press_core import Evicts, Needs
+from press_core.replay.rows import ReplayPress
+from press_core.scope import InstalledPress
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_LENGTH = 80
@@ -394,7 +395,9 @@ FIELDS: dict[str, dict[str, SearchStrategy[Any]]] = {
 
 
 def pairs_of(
-    hook: Callable[..., Press], patch: Callable[..., Press], **fields: SearchStrategy[Any]
+    hook: Callable[..., InstalledPress],
+    patch: Callable[..., InstalledPress],
+    **fields: SearchStrategy[Any],
 ) -> SearchStrategy[PressPair]:
     """Pairs of any two press classes, both with the same drawn `fields`."""
     drawn = st.fixed_dictionaries(fields)
@@ -418,12 +421,16 @@ def _fields_of(name: str) -> tuple[str, dict[str, SearchStrategy[Any]]]:
 
 def nestable_pairs() -> SearchStrategy[PressPair]:
     """Pairs of presses that may be opened inside each other, and in any order."""
-    alone = {"ComposedPress", "FinchPress", "KVzapPress", "ExpectedAttentionStatsPress"}
+    alone = {
+        *("ComposedPress", "FinchPress", "KVzapPress", "ExpectedAttentionStatsPress"),
+        *("CAMPress", "CompressionRatioDecodingPress", "DecodingPress", "PrefillDecodingPress"),
+        *("KVComposePress", "PerLayerCompressionPress"),
+    }
     return press_pairs(
         *(
             name
-            for name, press in sorted(hooks_impl.PRESSES.items())
-            if press.evicts is Evicts.TOKENS and name not in alone
+            for name in sorted(hooks_impl.PRESSES)
+            if name not in alone and recipe(MECHANISMS["hook"], name, 0.5).evicts is Evicts.TOKENS
         )
     )
 

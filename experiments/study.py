@@ -170,7 +170,7 @@ def run_plan(
 
     Args:
         experiments: all that there are, in the order of the report.
-        output: folder for the CSV and PNG files, `run.json`, `report.md` and `report.html`; made
+        output: folder for the CSV and SVG files, `run.json`, `report.md` and `report.html`; made
             if absent.
         console: where progress and tracebacks go.
         adding: whether what the folder holds of other experiments stays.
@@ -208,7 +208,13 @@ def run_plan(
         # Plain lines: experiments draw progress bars of their own.
         console.rule(f"{number} of {len(tasks)}: {task.experiment.title}", align="left")
         repeat, options = plan.repeat(task), repr(task.options)
-        started = Entry(commit=begun.commit, repeat=repeat, options=options, note=task.note)
+        started = Entry(
+            commit=_commit(),
+            versions=begun.versions,
+            repeat=repeat,
+            options=options,
+            note=task.note,
+        )
         for entry in _run(task, started, output, console):
             entries[task.name] = entry
             save(tasks[number - 1 :])
@@ -296,6 +302,7 @@ def _still_to_run(
         and entry.error is None
         and entry.options == repr(task.options)
         and entry.commit == environment["commit"]
+        and entry.versions == environment["versions"]
     }
     return finished, [task for task in plan.tasks if task.name not in finished]
 
@@ -428,7 +435,8 @@ def command(
     full: Annotated[
         bool,
         typer.Option(
-            "--full", help="The grids of the committed results, for which it takes an hour or two."
+            "--full",
+            help="The grids of the committed results, for which it takes about half an hour.",
         ),
     ] = False,
     overwrite: Annotated[

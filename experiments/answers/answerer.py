@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from experiments import UserError
 from experiments.answers.compressed import Compressed, Row, compressed, without_change
 from experiments.answers.kept import SavedContext, check_free, keep, opened
-from press_core import Press
 from press_core.presses.finch import Finch
+from press_core.scope import InstalledPress
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class ContextAnswerer:
         contexts: Contexts,
         questions: Questions = None,
         *,
-        press: Press | None = None,
+        press: InstalledPress | None = None,
         budget: int | None = None,
         answer_prefix: str | Sequence[str] = "",
         compress_questions: bool = False,
@@ -125,7 +125,16 @@ class ContextAnswerer:
             PressError: if the press does not fit model or cache, or cannot be told a budget.
         """
         press = _with_budget(press, budget)
-        options = {"max_new_tokens": max_new_tokens, **_greedy_unless(generation), **generation}
+        if max_new_tokens is not None and not (
+            isinstance(max_new_tokens, int) and max_new_tokens >= 1
+        ):
+            raise UserError(f"max_new_tokens is {max_new_tokens!r:.60}; it must be 1 or more")
+        if generation.get("return_dict_in_generate"):
+            raise UserError("answers are texts; leave return_dict_in_generate out")
+        asks = generation.get("generation_config") is not None or generation.get("do_sample")
+        own = {} if asks else GREEDY
+        options = {"max_new_tokens": max_new_tokens, **own, **generation}
+        limit = max_positions or self._trained_length()
         if isinstance(contexts, SavedContext):
             given = {
                 "compress_questions": compress_questions,
@@ -136,30 +145,31 @@ class ContextAnswerer:
                 "template_options": template_options,
                 "save_to": save_to,
             }
-            _refuse_for_saved([name for name, value in given.items() if value not in (None, False)])
-            return self._ask_saved(
-                contexts, questions, press, answer_prefix, max_positions, options
-            )
-        texts = [contexts] if isinstance(contexts, str) else list(contexts)
+            if useless := [name for name, value in given.items() if value not in (None, False)]:
+                raise UserError(
+                    f"{', '.join(useless)} is of no use for a SavedContext, which is compressed "
+                    "already; leave it out"
+                )
+            return self._ask_saved(contexts, questions, press, answer_prefix, limit, options)
+        texts = _texts(contexts)
         asked = questions_of(texts, questions)
         words = {"enable_thinking": enable_thinking, **(template_options or {})}
-        template = self._template(chat_template, words)
-        heads = [self._context_ids(text, template, max_context_length) for text in texts]
-        prompts = self._prompts(heads, asked, answer_prefix, max_positions)
+        heads = self._heads(texts, chat_template, words, max_context_length)
+        prompts = self._prompts(heads, asked, answer_prefix, limit)
         press, delimiter = _with_delimiter(press)
         if compress_questions or delimiter is not None:
             if save_to is not None:
                 raise UserError(_BEFORE_QUESTIONS)
-            return self._together(prompts, press, delimiter, cache, options)
+            return self._together(prompts, press, delimiter, cache, limit, options)
         with self._read(heads, press, cache, save_to, isinstance(contexts, str)) as state:
-            return Answered(self._ask_all(state, prompts, options), state.evicted)
+            return Answered(self._ask_all(state, prompts, limit, options), state.evicted)
 
     def save(
         self,
         contexts: str | Sequence[str],
         path: str | Path,
         *,
-        press: Press | None = None,
+        press: InstalledPress | None = None,
         budget: int | None = None,
         max_context_length: int | None = None,
         chat_template: bool | None = None,
@@ -181,11 +191,10 @@ class ContextAnswerer:
         if isinstance(press, Finch):
             raise UserError(_BEFORE_QUESTIONS)
         press = _with_budget(press, budget)
-        texts = [contexts] if isinstance(contexts, str) else list(contexts)
+        texts = _texts(contexts)
         questions_of(texts, None)
         words = {"enable_thinking": enable_thinking, **(template_options or {})}
-        template = self._template(chat_template, words)
-        heads = [self._context_ids(text, template, max_context_length) for text in texts]
+        heads = self._heads(texts, chat_template, words, max_context_length)
         with self._read(heads, press, None, path, isinstance(contexts, str)):
             return SavedContext(path)
 
@@ -193,7 +202,7 @@ class ContextAnswerer:
     def _read(
         self,
         heads: Sequence[tuple[list[int], str]],
-        press: Press | None,
+        press: InstalledPress | None,
         cache: Any,
         save_to: str | Path | None,
         is_one: bool,
@@ -211,9 +220,9 @@ class ContextAnswerer:
         self,
         saved: SavedContext,
         questions: Questions,
-        press: Press | None,
+        press: InstalledPress | None,
         answer_prefix: str | Sequence[str],
-        max_positions: int | None,
+        limit: int | None,
         options: dict[str, Any],
     ) -> Answered:
         """Answer questions about contexts that were compressed before."""
@@ -223,50 +232,62 @@ class ContextAnswerer:
                 for ids, mask, tail in zip(state.ids, state.mask, tails, strict=True)
             ]
             asked = questions_of([""] * len(heads), questions)
-            prompts = self._prompts(heads, asked, answer_prefix, max_positions)
-            return Answered(self._ask_all(state, prompts, options), state.evicted)
+            prompts = self._prompts(heads, asked, answer_prefix, limit)
+            return Answered(self._ask_all(state, prompts, limit, options), state.evicted)
 
     def _prompts(
         self,
         heads: Sequence[tuple[list[int], str]],
         asked: list[list[str]],
         answer_prefix: str | Sequence[str],
-        max_positions: int | None,
+        limit: int | None,
     ) -> list[list[Prompt]]:
         """The prompts of each question about each context.
 
         Args:
             heads: the tokens of each context, and the text that comes after a question.
         """
-        prefixes: Sequence[str] = (
-            [answer_prefix] * len(heads) if isinstance(answer_prefix, str) else answer_prefix
-        )
+        prefixes = [answer_prefix] * len(heads) if isinstance(answer_prefix, str) else answer_prefix
+        if not isinstance(prefixes, Sequence) or len(prefixes) != len(heads):
+            raise UserError(
+                f"answer_prefix is {answer_prefix!r:.60}; give a text, or a list with one for each "
+                f"of {len(heads)} contexts"
+            )
         prompts = [
             [Prompt(head, self._encode(q), self._encode(tail + prefix)) for q in per_context]
             for (head, tail), per_context, prefix in zip(heads, asked, prefixes, strict=True)
         ]
         for prompt in (prompt for row in prompts for prompt in row):
-            self._check_length(prompt, max_positions)
+            _check_length(prompt, limit)
         return prompts
 
     # ---- text to tokens --------------------------------------------------------------------------
 
-    def _template(
-        self, wanted: bool | None, options: Mapping[str, Any]
-    ) -> Mapping[str, Any] | None:
-        """Options of the chat template, or None if there is none to apply."""
+    def _heads(
+        self,
+        texts: Sequence[str],
+        wanted: bool | None,
+        options: Mapping[str, Any],
+        at_most: int | None,
+    ) -> list[tuple[list[int], str]]:
+        """Tokens of each context, and the text that a chat template puts after the question.
+
+        Args:
+            wanted: whether to apply the template, with `options`; None: where there is one.
+            at_most: tokens of a context.
+        """
         has_one = bool(getattr(self.tokenizer, "chat_template", None))
         if wanted and not has_one:
             raise UserError(
                 "chat_template=True, and the tokenizer has none; set tokenizer.chat_template, or "
                 "leave it to None and put what is to stand around the question into the texts"
             )
-        return options if has_one and wanted is not False else None
+        template = options if has_one and wanted is not False else None
+        return [self._context_ids(text, template, at_most) for text in texts]
 
     def _context_ids(
         self, context: str, template: Mapping[str, Any] | None, at_most: int | None
     ) -> tuple[list[int], str]:
-        """Tokens of a context, and the text that a template puts after the question."""
         tail = ""
         if template is None:
             ids = self._encode(context, add_special_tokens=True)
@@ -303,22 +324,9 @@ class ContextAnswerer:
         ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
-    def _check_length(self, prompt: Prompt, limit: int | None) -> None:
+    def _trained_length(self) -> int | None:
         config = self.model.config.get_text_config(decoder=True)
-        limit = limit or getattr(config, "max_position_embeddings", None)
-        n_asked = len(prompt.question) + len(prompt.tail)
-        if limit is None or len(prompt.context) + n_asked <= limit:
-            return
-        if n_asked >= limit:
-            raise UserError(
-                f"the question takes {n_asked} tokens, more than the {limit} positions of the "
-                "model leave room for with any context; ask a shorter one"
-            )
-        raise UserError(
-            f"context and question take {len(prompt.context)} and {n_asked} tokens, more than the "
-            f"{limit} positions of the model; cut the context with max_context_length="
-            f"{limit - n_asked} or less, or give max_positions if the model can go further"
-        )
+        return getattr(config, "max_position_embeddings", None)
 
     def _pad_id(self, rows: Sequence[Row]) -> int:
         """The token for padding, which nobody sees: any will do."""
@@ -335,23 +343,28 @@ class ContextAnswerer:
     # ---- tokens to answers -----------------------------------------------------------------------
 
     def _ask_all(
-        self, state: Compressed, prompts: list[list[Prompt]], options: dict[str, Any]
+        self,
+        state: Compressed,
+        prompts: list[list[Prompt]],
+        limit: int | None,
+        options: dict[str, Any],
     ) -> list[list[Any]]:
         """Ask the first question of each context, then the second, and so on."""
         answers: list[list[Any]] = [[None] * len(row) for row in prompts]
         for index in range(max(len(row) for row in prompts)):
             asked = {i: row[index] for i, row in enumerate(prompts) if index < len(row)}
             new = {i: prompt.question + prompt.tail for i, prompt in asked.items()}
-            for i, answer in self._ask(state, new, options).items():
+            for i, answer in self._ask(state, new, limit, options).items():
                 answers[i][index] = answer
         return answers
 
     def _together(
         self,
         prompts: list[list[Prompt]],
-        press: Press | None,
+        press: InstalledPress | None,
         delimiter: int | None,
         cache: Any,
+        limit: int | None,
         options: dict[str, Any],
     ) -> Answered:
         """Compress every context with each of its questions, and answer it."""
@@ -366,28 +379,44 @@ class ContextAnswerer:
             own = cache if len(rows) <= step else without_change(cache)
             with compressed(self.model, part, press, self._pad_id(part), own, delimiter) as state:
                 tails = {i: flat[start + i].tail for i in range(len(part))}
-                found = self._ask(state, tails, options)
+                found = self._ask(state, tails, limit, options)
                 answers += [found[i] for i in range(len(part))]
             evicted += state.evicted * len(part)
         remaining = iter(answers)
         return Answered([[next(remaining) for _ in row] for row in prompts], evicted / len(rows))
 
     def _ask(
-        self, state: Compressed, new: Mapping[int, list[int]], options: dict[str, Any]
+        self,
+        state: Compressed,
+        new: Mapping[int, list[int]],
+        limit: int | None,
+        options: dict[str, Any],
     ) -> dict[int, Any]:
         """Answers to new tokens of some rows, those of one length in one batch.
 
         Questions are never padded: a mask with holes is more than presses that act while decoding
-        have to understand.
+        have to understand. Answers end where the model runs out of positions.
         """
+        wanted = options["max_new_tokens"]
 
-        def length(i: int) -> int:
-            return len(new[i])
+        def alike(i: int) -> tuple[int, int]:
+            if limit is None or wanted is None:
+                return len(new[i]), wanted or 0
+            # The last token of an answer is not read, and takes no position.
+            room = limit - state.n_positions(i) - len(new[i]) + 1
+            return len(new[i]), max(1, min(wanted, room))
 
         found: dict[int, Any] = {}
-        for _, group in groupby(sorted(new, key=length), key=length):
+        for (_, n), group in groupby(sorted(new, key=alike), key=alike):
             rows = list(group)
-            tokens = state.generate(rows, [new[i] for i in rows], options)
+            if wanted is not None and n < wanted:
+                logger.warning(
+                    "answers are cut to %d tokens, not %d, which the %d positions of the model "
+                    "have no room for; give max_positions if it can go further",
+                    *(n, wanted, limit),
+                )
+            own = {**options, "max_new_tokens": n or None}
+            tokens = state.generate(rows, [new[i] for i in rows], own)
             found |= dict(zip(rows, map(self._decode, tokens), strict=True))
         return found
 
@@ -406,6 +435,30 @@ class Prompt(NamedTuple):
 
 Contexts = str | Sequence[str] | SavedContext
 Questions = Sequence[str] | Sequence[Sequence[str]] | None
+
+
+def _texts(contexts: Any) -> list[str]:
+    if isinstance(contexts, str):
+        return [contexts]
+    if not isinstance(contexts, Iterable):
+        raise UserError(f"contexts is {contexts!r:.60}; give a text, or a list of texts")
+    return list(contexts)
+
+
+def _check_length(prompt: Prompt, limit: int | None) -> None:
+    n_asked = len(prompt.question) + len(prompt.tail)
+    if limit is None or len(prompt.context) + n_asked <= limit:
+        return
+    if n_asked >= limit:
+        raise UserError(
+            f"the question takes {n_asked} tokens, more than the {limit} positions of the "
+            "model leave room for with any context; ask a shorter one"
+        )
+    raise UserError(
+        f"context and question take {len(prompt.context)} and {n_asked} tokens, more than the "
+        f"{limit} positions of the model; cut the context with max_context_length="
+        f"{limit - n_asked} or less, or give max_positions if the model can go further"
+    )
 
 
 def questions_of(contexts: Sequence[str], questions: Any) -> list[list[str]]:
@@ -432,29 +485,21 @@ def questions_of(contexts: Sequence[str], questions: Any) -> list[list[str]]:
     return per_context
 
 
-def _greedy_unless(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """`GREEDY`, unless arguments of `generate` ask for something else."""
-    asks = generation.get("generation_config") is not None or generation.get("do_sample")
-    return {} if asks else dict(GREEDY)
-
-
-def _refuse_for_saved(given: list[str]) -> None:
-    if given:
+def _with_budget(press: InstalledPress | None, budget: int | None) -> InstalledPress | None:
+    if press is not None and not isinstance(press, InstalledPress):
         raise UserError(
-            f"{', '.join(given)} is of no use for a SavedContext, which is compressed already; "
-            "leave it out"
+            f"press is {press!r:.60}; give a press of hooks_impl or patch_impl, such as "
+            "SnapKVPress(0.5)"
         )
-
-
-def _with_budget(press: Press | None, budget: int | None) -> Press | None:
     if budget is None:
         return press
     if press is None:
         raise UserError(f"budget is {budget}, and there is no press to keep to it; give a press")
-    return press.with_budget(budget)
+    told: Any = press.with_budget(budget)
+    return told
 
 
-def _with_delimiter(press: Press | None) -> tuple[Press | None, int | None]:
+def _with_delimiter(press: InstalledPress | None) -> tuple[InstalledPress | None, int | None]:
     """The press as it is run, and the delimiter that it expects before a question, if any."""
     if not isinstance(press, Finch):
         return press, None

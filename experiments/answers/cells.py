@@ -20,8 +20,9 @@ from experiments.answers.presses import make_press, takes
 from experiments.answers.sample import Sample
 from experiments.answers.settings import Settings
 from experiments.loading import load_model
-from press_core import Press, Tokens
-from press_core.select import Amount
+from press_core import Tokens
+from press_core.budget import Amount
+from press_core.scope import InstalledPress
 
 NO_PRESS, BARE = "no press", "bare"
 
@@ -49,7 +50,7 @@ class Cell(NamedTuple):
         """What the press is told."""
         return self.ratio if self.budget is None else Tokens(self.budget)
 
-    def make(self, seed: int) -> Press | None:
+    def make(self, seed: int) -> InstalledPress | None:
         """The press, or None without one."""
         if self.press == NO_PRESS:
             return None
@@ -215,7 +216,10 @@ def _batches(samples: list[Sample], size: int) -> Iterator[list[list[Sample]]]:
 
 
 def _answered(
-    answerer: ContextAnswerer, batch: list[list[Sample]], press: Press | None, settings: Settings
+    answerer: ContextAnswerer,
+    batch: list[list[Sample]],
+    press: InstalledPress | None,
+    settings: Settings,
 ) -> Answered:
     """Answers to all samples of a batch, in their order."""
     generation = {"max_new_tokens": batch[0][0].max_new_tokens, **settings.generation}

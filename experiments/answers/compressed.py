@@ -15,8 +15,10 @@ from transformers.cache_utils import DynamicLayer
 
 from attention_patch import headwise
 from experiments import UserError
-from press_core import Phase, Press, RaggedLayer, kept_lengths
-from press_core.cache.pruned import ChannelPrunedLayer, PrunedLayer
+from press_core import Phase, RaggedLayer, kept_lengths
+from press_core.cache.channels import ChannelPrunedLayer
+from press_core.cache.pruned import PrunedLayer
+from press_core.scope import InstalledPress
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +53,11 @@ class Compressed:
     def is_all_in_the_cache(self) -> bool:
         """Whether nobody but the cache has to know what was compressed: no open scope, say."""
         memories = [m for x in self.cache.layers for m in getattr(x, "memories", {}).values()]
-        return not any(memory.slots or memory.states for memory in memories)
+        return not any(memory.slots or memory.steps for memory in memories)
+
+    def n_positions(self, row: int) -> int:
+        """How many positions a row takes: of the tokens kept, where keys were turned."""
+        return int(self.mask[row, -int(self.cache.get_seq_length()) :].sum())
 
     def generate(
         self, rows: Sequence[int], new: Sequence[Sequence[int]], options: Mapping[str, Any]
@@ -79,6 +85,7 @@ class Compressed:
         following = ids[:, -1:] if again else torch.tensor(new, device=ids.device)
         mask = torch.cat((mask, torch.ones_like(following)), dim=1)
         arguments = {"attention_mask": mask, "past_key_values": cache, **options}
+        arguments["return_dict_in_generate"] = False  # whatever a configuration says
         if again and not any(_is_rerotated(layer) for layer in cache.layers):
             positions = mask.cumsum(dim=-1) - 1
             positions[:, -1] -= 1
@@ -106,7 +113,7 @@ def _until_end(sequence: list[int], ends: list[int]) -> list[int]:
 def compressed(
     model: PreTrainedModel,
     rows: Sequence[Row],
-    press: Press | None,
+    press: InstalledPress | None,
     pad_id: int,
     cache: Any = None,
     delimiter: int | None = None,
@@ -157,7 +164,7 @@ def compressed(
 
 @contextmanager
 def restored(
-    model: PreTrainedModel, cache: Any, ids: Tensor, mask: Tensor, press: Press | None
+    model: PreTrainedModel, cache: Any, ids: Tensor, mask: Tensor, press: InstalledPress | None
 ) -> Iterator[Compressed]:
     """A batch that was compressed before, with the help that its cache needs.
 
@@ -199,7 +206,7 @@ def _share_evicted(cache: Any, seen: Tensor, width: int = 1) -> float:
     return float(torch.stack(shares).mean()) if shares else 0.0
 
 
-def acts_later(press: Press) -> bool:
+def acts_later(press: InstalledPress) -> bool:
     """Whether `press` has work to do after the context was compressed."""
     return bool(press.phases & (Phase.DECODING | Phase.BEFORE_DECODING))
 
@@ -230,4 +237,5 @@ def _copied_layer(layer: Any) -> Any:
     copied = copy.copy(layer)
     if isinstance(layer, PrunedLayer):
         copied.storage, copied.memories = copy.copy(layer.storage), dict(layer.memories)
+        copied.storage.layer = copy.copy(layer.storage.layer)
     return copied

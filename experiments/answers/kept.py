@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from experiments import UserError
 from experiments.answers.compressed import Compressed, acts_later, restored
-from press_core import Press, SavedCache, about_cache, load_cache, save_cache
-from press_core.cache.files import check_target
+from press_core import SavedCache, about_cache, load_cache, save_cache
+from press_core.files.files import check_target
+from press_core.scope import InstalledPress
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,21 @@ class SavedContext:
             UserError: if it is one, but has not come from a `ContextAnswerer`.
         """
         about = about_cache(self.path)
-        tails, ids = about.notes.get("tails"), about.inputs.get("input_ids")
-        mask, told = about.inputs.get("attention_mask"), about.notes.keys() >= _NOTES
-        texts = isinstance(tails, list) and all(isinstance(tail, str) for tail in tails)
-        if not told or not texts or ids is None or mask is None or ids.shape != mask.shape:
+        notes, inputs = about.notes, about.inputs
+        tails, ids = notes.get("tails"), inputs.get("input_ids")
+        sound = (
+            notes.keys() >= {"tails", "is_one", "acts_later"}
+            and isinstance(tails, list)
+            and all(isinstance(tail, str) for tail in tails)
+            and ids is not None
+            and "attention_mask" in inputs
+            and ids.shape == inputs["attention_mask"].shape
+            and len(tails) == len(ids)
+        )
+        if not sound:
             raise UserError(
                 f"{str(self.path)!r} is a compressed cache, and does not say of which texts; "
                 "read it with press_core.load_cache, or make it with save_to"
-            )
-        if len(about.notes["tails"]) != len(ids):
-            raise UserError(
-                f"{str(self.path)!r} is damaged: it has other numbers of texts and rows"
             )
         return about
 
@@ -57,9 +62,6 @@ class SavedContext:
     def is_one(self) -> bool:
         """Whether one context was given, and no list."""
         return bool(self.about.notes["is_one"])
-
-
-_NOTES = {"tails", "is_one", "acts_later"}
 
 
 def check_free(path: str | Path) -> None:
@@ -72,7 +74,11 @@ def check_free(path: str | Path) -> None:
 
 
 def keep(
-    state: Compressed, path: str | Path, press: Press | None, tails: Sequence[str], is_one: bool
+    state: Compressed,
+    path: str | Path,
+    press: InstalledPress | None,
+    tails: Sequence[str],
+    is_one: bool,
 ) -> None:
     """Write a compressed batch to a new file.
 
@@ -103,7 +109,7 @@ def keep(
 
 @contextmanager
 def opened(
-    saved: SavedContext, model: PreTrainedModel, press: Press | None
+    saved: SavedContext, model: PreTrainedModel, press: InstalledPress | None
 ) -> Iterator[tuple[Compressed, list[str]]]:
     """What `keep` has written, ready to be asked; and the texts that come after a question.
 

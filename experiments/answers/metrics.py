@@ -1,7 +1,7 @@
 """How predictions are scored: from 0 (wrong) to 1 (right), by name.
 
-Each metric takes a prediction, the reference answers and all choices that the task knows (often
-none), as the benchmark that it comes from defines it.
+Each metric takes a prediction and the reference answers, as the benchmark that it comes from
+defines it; `choice` takes all choices that the task knows besides.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _BOXED = r"\boxed{"
 
-Metric = Callable[[str, Sequence[str], Sequence[str]], float]
+Metric = Callable[[str, Sequence[str]], float]
 
 
 # ---- what is contained, chosen or counted --------------------------------------------------------
 
 
-def match_all(prediction: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+def match_all(prediction: str, answers: Sequence[str]) -> float:
     """Share of the references that the prediction contains (RULER), upper and lower case alike."""
     return sum(answer.lower() in prediction.lower() for answer in answers) / len(answers)
 
 
-def match_any(prediction: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+def match_any(prediction: str, answers: Sequence[str]) -> float:
     """Whether the prediction contains one of the references (RULER's question answering)."""
     return float(any(answer.lower() in prediction.lower() for answer in answers))
 
@@ -49,20 +49,20 @@ def choice(prediction: str, answers: Sequence[str], choices: Sequence[str] = ())
     return 1 / len(named) if right in named else 0.0
 
 
-def numbers(prediction: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+def numbers(prediction: str, answers: Sequence[str]) -> float:
     """Share of the numbers in the prediction that are the one asked for (LongBench)."""
     wanted = set(_NUMBER.findall(" ".join(answers)))
     found = _NUMBER.findall(prediction)
     return sum(number in wanted for number in found) / len(found) if found else 0.0
 
 
-def first_number(prediction: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+def first_number(prediction: str, answers: Sequence[str]) -> float:
     """Whether the first number in the prediction is the one asked for (InfiniteBench)."""
     found = _NUMBER.search(prediction)
     return float(found is not None and found.group() in (a.strip() for a in answers))
 
 
-def first_numbers(prediction: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+def first_numbers(prediction: str, answers: Sequence[str]) -> float:
     """Share of the numbers asked for up to the first wrong one (InfiniteBench's math_calc)."""
     found = [int(digits) for digits in re.findall(r"[0-9]+", prediction)]
     right = 0
@@ -73,26 +73,26 @@ def first_numbers(prediction: str, answers: Sequence[str], choices: Sequence[str
     return right / len(answers)
 
 
-def letter(prediction: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+def letter(prediction: str, answers: Sequence[str]) -> float:
     """Whether the first letter from A to D that stands alone is the right one (InfiniteBench)."""
     found = re.search(r"\b[A-D]\b", prediction)
     return float(found is not None and found.group() in answers)
 
 
-def named_letter(prediction: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+def named_letter(prediction: str, answers: Sequence[str]) -> float:
     """Whether "The correct answer is (C)" names the right letter (LongBench-v2)."""
     found = re.search(r"The correct answer is \(?([A-D])\b", prediction.replace("*", ""))
     return float(found is not None and found[1] in answers)
 
 
-def code(prediction: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+def code(prediction: str, answers: Sequence[str]) -> float:
     """Similarity of the first line of code to the reference (LongBench)."""
     lines = prediction.lstrip("\n").split("\n")
     first = next((x for x in lines if not any(mark in x for mark in ("`", "#", "//"))), "")
     return max(SequenceMatcher(None, first, answer).ratio() for answer in answers)
 
 
-def boxed(prediction: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+def boxed(prediction: str, answers: Sequence[str]) -> float:
     r"""Whether the last `\boxed{...}` is the reference, up to ways of writing it (AIME, MATH).
 
     Stricter than a computer algebra system, which would find `1/2` and `0.5` equal.
@@ -146,11 +146,7 @@ def _bare(text: str) -> str:
 
 
 def f1(
-    prediction: str,
-    answers: Sequence[str],
-    choices: Sequence[str] = (),
-    *,
-    words: Callable[[str], list[str]] = english_words,
+    prediction: str, answers: Sequence[str], *, words: Callable[[str], list[str]] = english_words
 ) -> float:
     """Harmonic mean of precision and recall of words (SQuAD, LongBench), of the best reference."""
     found = words(prediction)
@@ -163,12 +159,7 @@ def _overlap(found: list[str], wanted: list[str]) -> float:
 
 
 def rouge(
-    prediction: str,
-    answers: Sequence[str],
-    choices: Sequence[str] = (),
-    *,
-    kind: str = "rougeL",
-    chinese: bool = False,
+    prediction: str, answers: Sequence[str], *, kind: str = "rougeL", chinese: bool = False
 ) -> float:
     """F-measure of ROUGE over words between spaces, of the best reference.
 
@@ -189,9 +180,7 @@ def _rouge_scorer(kind: str, chinese: bool) -> Any:
     return _library("rouge_score.rouge_scorer").RougeScorer([kind], tokenizer=Words())
 
 
-def bleu(
-    prediction: str, answers: Sequence[str], choices: Sequence[str] = (), *, n: int = 4
-) -> float:
+def bleu(prediction: str, answers: Sequence[str], *, n: int = 4) -> float:
     """Precision of n-grams of words with BLEU's penalty of brevity, against all references."""
     nltk = _library("nltk.translate.bleu_score")
     weights = tuple(float(length == n) for length in range(1, n + 1))
@@ -202,7 +191,7 @@ def bleu(
     return float(nltk.sentence_bleu(references, prediction.split(), weights, smooth))
 
 
-def meteor(prediction: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
+def meteor(prediction: str, answers: Sequence[str]) -> float:
     """METEOR by equal words and equal stems, of the best reference; synonyms are not known."""
     nltk = _library("nltk.translate.meteor_score")
     given = {"hypothesis": prediction.split(), "wordnet": _NoSynonyms()}
@@ -260,17 +249,16 @@ METRICS: dict[str, Metric] = {
 
 def score(sample: Sample, prediction: str) -> float | None:
     """How right a prediction is, from 0 to 1, by the metric of its sample; None: nobody knows."""
-    if sample.metric == UNKNOWN:
-        return None
-    return METRICS[sample.metric](_scored(sample, prediction), sample.answers, sample.choices)
+    return None if sample.metric == UNKNOWN else _judged(sample, prediction, sample.metric)
 
 
 def also(sample: Sample, prediction: str) -> dict[str, float]:
     """What the other metrics of a sample say, by their names."""
-    text = _scored(sample, prediction)
-    return {name: METRICS[name](text, sample.answers, sample.choices) for name in sample.also}
+    return {name: _judged(sample, prediction, name) for name in sample.also}
 
 
-def _scored(sample: Sample, prediction: str) -> str:
-    """The part of a prediction that counts."""
-    return prediction.lstrip("\n").split("\n")[0] if sample.one_line else prediction
+def _judged(sample: Sample, prediction: str, name: str) -> float:
+    text = prediction.lstrip("\n").split("\n")[0] if sample.one_line else prediction
+    if name == choice.__name__:
+        return choice(text, sample.answers, sample.choices)
+    return METRICS[name](text, sample.answers)

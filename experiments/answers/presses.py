@@ -17,14 +17,15 @@ from typing import Any, NamedTuple
 
 from experiments import UserError
 from experiments.testbed.recipes import MECHANISMS, Presses
-from press_core import HyperparameterError, Press, Tokens
-from press_core.select import Amount
+from press_core import HyperparameterError, Tokens
+from press_core.budget import Amount
+from press_core.scope import InstalledPress
 
 _NAMES = ("ratio", "budget")
 """What stands in a text for what its press is told."""
 
 
-def make_press(text: str, mechanism: str, amount: Amount | None, seed: int) -> Press:
+def make_press(text: str, mechanism: str, amount: Amount | None, seed: int) -> InstalledPress:
     """The press that `text` describes.
 
     Args:
@@ -40,7 +41,7 @@ def make_press(text: str, mechanism: str, amount: Amount | None, seed: int) -> P
     """
     expression = _parse(text)
     press = _Maker(text, MECHANISMS[mechanism], amount, seed).value(expression)
-    if not isinstance(press, Press):
+    if not isinstance(press, InstalledPress):
         raise UserError(f"{text!r} is no press; write one such as SnapKVPress")
     if amount is None or _names_in(expression):
         return press
@@ -67,10 +68,10 @@ def takes(text: str, mechanism: str, kind: str) -> bool:
     return True
 
 
-def _told(press: Press, amount: Amount) -> Press:
-    if isinstance(amount, Tokens):
-        return press.with_budget(amount.n)
-    return press.with_ratio(amount)
+def _told(press: Any, amount: Amount) -> InstalledPress:
+    told: InstalledPress
+    told = press.with_budget(amount.n) if isinstance(amount, Tokens) else press.with_ratio(amount)
+    return told
 
 
 def _parse(text: str) -> ast.expr:

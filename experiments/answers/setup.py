@@ -47,7 +47,8 @@ def code_digest() -> str:
     digest = hashlib.sha256()
     for part in _CODE:
         path = _ROOT / part
-        for source in [path] if path.is_file() else sorted(path.rglob("*.py")):
+        files = [*path.rglob("*.py"), *path.rglob("published.yaml")]
+        for source in [path] if path.is_file() else sorted(files):
             digest.update(source.relative_to(_ROOT).as_posix().encode() + source.read_bytes())
     return digest.hexdigest()[:16]
 

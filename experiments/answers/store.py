@@ -1,51 +1,68 @@
 """A folder of results: what is finished, and of one set-up.
 
 ```
-sweep.sqlite          the set-up, and every finished cell with its predictions
-setup.json            the set-up, to be read
-results.csv           a row per cell that is finished
+setup.json            the set-up
+cells/KEY.json        a finished cell with its predictions
+results.csv           a row per finished cell
 predictions.csv       a row per question of them all
 ```
 
-A cell is one transaction, so that a process that dies, or a disk that is full, leaves no half of
-one. The database alone is read again; the other files are written from it.
+Every file is written at once or not at all, so that a process that dies, or a disk that is full,
+leaves no half of a cell. The set-up and the cells are read again; tables are made from them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pandas as pd
+from pydantic import BaseModel
 
 from experiments import UserError
 from experiments.answers.cells import Cell
-from experiments.framework.intervals import wilson
+from experiments.framework.intervals import mean_interval
+from experiments.framework.manifest import write_at_once
 
-DATABASE, SETUP = "sweep.sqlite", "setup.json"
+SETUP, CELLS = "setup.json", "cells"
 
-_APPLICATION = 0x486F5061  # tells the database from those of other programs
-_SCHEMA = f"""
-    PRAGMA application_id = {_APPLICATION};
-    CREATE TABLE setup (content TEXT);
-    CREATE TABLE written (file TEXT PRIMARY KEY);
-    CREATE TABLE cells (
-        id INTEGER PRIMARY KEY, key TEXT UNIQUE, dataset TEXT, press TEXT, ratio REAL,
-        budget INTEGER, mechanism TEXT, score REAL, low REAL, high REAL, questions INTEGER,
-        evicted REAL, also TEXT, press_text TEXT, seconds REAL
-    );
-    CREATE TABLE predictions (
-        cell INTEGER REFERENCES cells, sample INTEGER, context TEXT, question TEXT, answers TEXT,
-        prediction TEXT, metric TEXT, score REAL, also TEXT
-    );
-"""
+
+class Prediction(BaseModel):
+    """The answer to one question of a cell."""
+
+    sample: int
+    context: str
+    question: str
+    answers: list[str]
+    prediction: str
+    metric: str
+    score: float | None
+    also: dict[str, float] = {}
+
+
+class Record(BaseModel):
+    """A finished cell."""
+
+    key: str
+    dataset: str
+    press: str
+    ratio: float | None
+    budget: int | None
+    mechanism: str
+    score: float | None
+    low: float | None
+    high: float | None
+    questions: int
+    evicted: float | None = None
+    also: str | None
+    press_text: str
+    seconds: float
+    predictions: list[Prediction]
 
 
 class Store:
@@ -69,48 +86,24 @@ class Store:
             )
         self.folder = folder
         self.tables = [f"{name}.{file_format}" for name in ("results", "predictions")]
-        content = json.dumps(setup, indent=2, ensure_ascii=False, default=str)
-        if not os.path.lexists(folder / DATABASE):
-            self._begin(content)
-        former, written = self._opened()
-        self._check_foreign(self.tables, written)
-        self._check_setup(former, json.loads(content))
-        if not (folder / SETUP).exists():
-            self._write(SETUP, f"{former}\n".encode())
+        content = json.dumps(setup, indent=2, default=str)
+        if os.path.lexists(folder / SETUP):
+            self._check_setup(json.loads(content))
+            return
+        for name in (CELLS, *self.tables):
+            if os.path.lexists(folder / name):
+                raise UserError(
+                    f"{folder} has {name}, which no sweep has written there and which would be "
+                    "lost; give another --output"
+                )
+        self._write(SETUP, f"{content}\n".encode())
 
-    def _begin(self, setup: str) -> None:
-        self._check_foreign([f"{DATABASE}-journal", SETUP, *self.tables], written=())
+    def _check_setup(self, setup: dict[str, Any]) -> None:
+        path = self.folder / SETUP
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot make the folder {self.folder}: {error.strerror}") from error
-        with self._database() as database:
-            database.executescript(f"BEGIN; {_SCHEMA}")
-            database.execute("INSERT INTO setup VALUES (?)", (setup,))
-
-    def _opened(self) -> tuple[Any, list[Any]]:
-        """The set-up of a database that is there, and the names of the files written from it."""
-        path = self.folder / DATABASE
-        if path.is_symlink() or not path.is_file():
-            raise UserError(f"{path} is no file of a sweep; give another --output")
-        with self._database() as database:
-            (application,) = database.execute("PRAGMA application_id").fetchone()
-            if application != _APPLICATION:
-                raise UserError(f"{path} is a database of something else; give another --output")
-            (sound,) = database.execute("PRAGMA quick_check(1)").fetchone()
-            if sound != "ok":
-                raise UserError(f"{path} is damaged ({sound}); give another --output")
-            (setup,) = database.execute("SELECT content FROM setup").fetchone() or ("",)
-            return setup, [name for (name,) in database.execute("SELECT file FROM written")]
-
-    def _check_setup(self, content: Any, setup: dict[str, Any]) -> None:
-        try:
-            former = dict(json.loads(content).items())
-        except (AttributeError, TypeError, ValueError):
-            raise UserError(
-                f"{self.folder / DATABASE} does not say what its results are of; give another "
-                "--output"
-            ) from None
+            former = dict(json.loads(path.read_bytes()).items())
+        except (OSError, AttributeError, ValueError, RecursionError) as error:
+            raise UserError(f"{path} is no file of a sweep; give another --output") from error
         names = sorted((set(former) | set(setup)) - {"made_with"})
         differing = [n for n in names if former.get(n) != setup.get(n)]
         if differing:
@@ -120,39 +113,39 @@ class Store:
                 f"compared: {said}; give another --output"
             )
 
-    def _check_foreign(self, names: Iterable[str], written: Iterable[str]) -> None:
-        """Refuse a folder whose files of these names are not those that a sweep has written."""
-        foreign = [n for n in names if n not in written and os.path.lexists(self.folder / n)]
-        if foreign:
-            raise UserError(
-                f"{self.folder} has a file {foreign[0]} that no sweep has written there, and that "
-                "would be lost; give another --output"
-            )
-
-    @contextmanager
-    def _database(self) -> Iterator[sqlite3.Connection]:
-        """The database within one transaction.
-
-        Raises:
-            UserError: if it cannot be read or written; nothing of the transaction is left then.
-        """
-        path = self.folder / DATABASE
+    def _write(self, name: str, content: bytes) -> None:
+        path = self.folder / name
         try:
-            with closing(sqlite3.connect(path)) as database, database:
-                database.text_factory = lambda text: text.decode(errors="replace")
-                yield database
-        except (sqlite3.Error, ValueError, OverflowError) as error:  # texts that are none, too
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_at_once(path, content)
+        except OSError as error:
             raise UserError(
-                f"cannot use {path}: {error}; what is finished is kept, so see to it (is there "
-                "room, are you allowed to?) and give the same command again, or another --output"
+                f"cannot write {path}: {error.strerror}; what is finished is kept, so see to it "
+                "and give the same command again, or another --output"
             ) from error
 
     # ---- cells -----------------------------------------------------------------------------------
 
+    def _records(self) -> list[Record]:
+        """Every finished cell, by its key.
+
+        Raises:
+            UserError: if one cannot be read.
+        """
+        found = []
+        for path in (self.folder / CELLS).glob("*.json"):
+            try:
+                found.append(Record.model_validate_json(path.read_bytes()))
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    f"{path} is damaged; remove it, and its cell is run again, or give another "
+                    "--output"
+                ) from error
+        return sorted(found, key=lambda record: record.key)
+
     def finished(self) -> set[str]:
         """The keys of all cells that are there."""
-        with self._database() as database:
-            return {key for (key,) in database.execute("SELECT key FROM cells")}
+        return {record.key for record in self._records()}
 
     def save(self, cell: Cell, rows: list[dict[str, Any]], about: Mapping[str, Any]) -> None:
         """Write down a cell that is finished.
@@ -162,41 +155,38 @@ class Store:
             about: what else to keep of it: "evicted", "press_text", "seconds".
 
         Raises:
-            UserError: if it cannot be written; nothing of it is left then.
+            UserError: if it cannot be written, or another sweep has written it meanwhile.
         """
-        record = {**cell._asdict(), **summary_of(rows), **about}
-        with self._database() as database:
-            inserted = _insert(database, "cells", {"key": cell.key, **record})
-            for row in rows:
-                texts = {name: _json(row.get(name)) for name in ("answers", "also")}
-                _insert(database, "predictions", {"cell": inserted, **row, **texts})
+        name = f"{CELLS}/{hashlib.sha256(cell.key.encode()).hexdigest()[:16]}.json"
+        if (self.folder / name).exists():
+            raise UserError(
+                f"another sweep is writing to {self.folder}; wait for it to finish and give the "
+                "same command again, or give another --output"
+            )
+        record = {"key": cell.key, **cell._asdict(), **summary_of(rows), **about}
+        content = json.dumps({**record, "predictions": rows}, ensure_ascii=False)
+        self._write(name, content.encode(errors="replace"))  # halves of a character
 
     # ---- all of them -----------------------------------------------------------------------------
 
     def results(self, cells: Iterable[Cell] = ()) -> pd.DataFrame:
         """A row per finished cell: those of `cells` in their order, then all others."""
         order = {cell.key: place for place, cell in enumerate(cells)}
-        found = self._read("SELECT * FROM cells ORDER BY key")
-        places = [order.get(key, len(order)) for key in found["key"]]
-        found = found.assign(place=places).sort_values("place", kind="stable", ignore_index=True)
-        return found.drop(columns=["id", "key", "place"])
+        records = sorted(self._records(), key=lambda record: order.get(record.key, len(order)))
+        columns = [name for name in Record.model_fields if name not in ("key", "predictions")]
+        return _table((record.model_dump() for record in records), columns)
 
     def predictions(self) -> pd.DataFrame:
         """A row per question of every finished cell, with what the cell is."""
-        found = self._read(
-            "SELECT cells.dataset, cells.press, cells.ratio, cells.budget, cells.mechanism, "
-            "cells.press_text, predictions.* "
-            "FROM predictions JOIN cells ON cells.id = predictions.cell "
-            "ORDER BY cells.key, sample"
+        cell = ("dataset", "press", "ratio", "budget", "mechanism", "press_text")
+        rows = (
+            record.model_dump(include=set(cell))
+            | row.model_dump()
+            | {"answers": _json(row.answers), "also": _json(row.also)}
+            for record in self._records()
+            for row in record.predictions
         )
-        return found.drop(columns="cell")
-
-    def _read(self, query: str) -> pd.DataFrame:
-        with self._database() as database:
-            cursor = database.execute(query)
-            names = [name for name, *_ in cursor.description]
-            found = pd.DataFrame(cursor.fetchall(), columns=names)
-        return found.astype({"budget": "Int64"})  # numbers, though some are missing
+        return _table(rows, (*cell, *Prediction.model_fields))
 
     def write_tables(self, cells: Iterable[Cell] = ()) -> pd.DataFrame:
         """Write the two tables of all cells; returns that of results."""
@@ -208,26 +198,20 @@ class Store:
                 self._write(name, table.to_csv(index=False, lineterminator="\n").encode())
         return results
 
-    def _write(self, name: str, content: bytes) -> None:
-        """Write a file at once or not at all, and note that it is of this sweep."""
-        with self._database() as database:
-            database.execute("INSERT OR IGNORE INTO written VALUES (?)", (name,))
-        path = self.folder / name
-        try:
-            with NamedTemporaryFile(dir=self.folder, delete=False) as part:
-                part.write(content)
-            Path(part.name).replace(path)
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+def _table(rows: Iterable[dict[str, Any]], columns: Iterable[str]) -> pd.DataFrame:
+    table = pd.DataFrame(rows, columns=list(columns))
+    return table.astype({"budget": "Int64"})  # numbers, though some are missing
 
 
 def summary_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Score of a cell with its interval, and what other metrics say on average.
+    """Score of a cell with its interval over contexts, and other metrics on average.
 
     Scores are None where nobody knows the answers.
     """
-    scores = [row["score"] for row in rows if row["score"] is not None]
-    low, high = wilson(round(sum(scores)), len(scores)) if scores else (None, None)
+    known = [row for row in rows if row["score"] is not None]
+    scores = [row["score"] for row in known]
+    low, high = mean_interval(scores, [row["context"] for row in known])
     others = [row["also"] for row in rows if row.get("also")]
     means = {name: sum(row[name] for row in others) / len(others) for name in (others or [{}])[0]}
     return {
@@ -241,9 +225,3 @@ def summary_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _json(value: Any) -> str | None:
     return json.dumps(value, ensure_ascii=False) if value else None
-
-
-def _insert(database: sqlite3.Connection, table: str, row: Mapping[str, Any]) -> int | None:
-    places = ", ".join(f":{name}" for name in row)
-    query = f"INSERT INTO {table} ({', '.join(row)}) VALUES ({places})"
-    return database.execute(query, row).lastrowid

@@ -28,6 +28,7 @@ from experiments.answers.engines import Failure, on_ray, serial
 from experiments.answers.settings import Settings, settings_from
 from experiments.answers.setup import setup_of
 from experiments.answers.store import Store, summary_of
+from experiments.framework.intervals import bracket
 
 Outcome = tuple[Result, float] | Failure
 """What came of a cell and the seconds that it took, or why nothing did."""
@@ -218,8 +219,8 @@ def _results(results: pd.DataFrame) -> Table:
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for row in results.to_dict("records"):
         known = not pd.isna(row["score"])
-        half = 50 * (row["high"] - row["low"]) if known else 0.0
-        score = f"{100 * row['score']:.1f} ±{half:.1f}" if known else "not known"
+        ends = 100 * row["low"], 100 * row["high"]
+        score = f"{100 * row['score']:.1f}{bracket(*ends, '.1f')}" if known else "not known"
         shares = _asked(row["ratio"], row["budget"]), f"{row['evicted']:.0%}"
         table.add_row(row["dataset"], press_words(row["press"]), *shares, row["mechanism"], score)
     return table

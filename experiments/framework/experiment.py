@@ -39,6 +39,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
+from experiments.framework.evidence import Evidence
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
 
@@ -64,6 +65,7 @@ class Finding:
         need: what a reader wants to do, such as "decode a pruned cache", to whom this answers; the
             report's first page lists the needs. Empty: none.
         verdict: what the answer to the need comes to.
+        evidence: what kind it rests on, if another than most findings of its experiment.
 
     Raises:
         ValueError: if `text` is too long, or has not one number in bold.
@@ -73,6 +75,7 @@ class Finding:
     text: str
     need: str = ""
     verdict: Literal["works", "costs", "breaks"] | None = None
+    evidence: Evidence | None = None
 
     def __post_init__(self) -> None:
         words = len(self.text.split())
@@ -81,6 +84,26 @@ class Finding:
         bold = _BOLD.findall(self.text)
         if len(bold) != 1 or len(_NUMBER.findall(bold[0])) != 1:
             raise ValueError(f"a finding has one number in bold: {self.text}")
+
+    @property
+    def number(self) -> float:
+        """The number in bold, as it is written: 67 of "67%"."""
+        (bold,) = _BOLD.findall(self.text)
+        sign = -1 if bold.startswith("-") else 1
+        return sign * float(_NUMBER.findall(bold)[0].replace(",", ""))
+
+
+@dataclass(frozen=True)
+class Claim:
+    """How a finding is measured again in about a minute.
+
+    Attributes:
+        options: of the experiment, on a small grid.
+        within: by how much the number may differ from that of the whole study.
+    """
+
+    options: Any
+    within: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -128,6 +151,8 @@ class Experiment(ABC, Generic[OptionsT]):
             whose fields is a flag: `Annotated[type, typer.Option(help=...)]`, with a default. What
             a flag can repeat is a `tuple[type, ...]`, empty by default where that stands for all.
         quick: options of `make study`, on smaller grids.
+        evidence: what kind its findings rest on, where they do not say.
+        claims: how single findings are measured again in about a minute, by their names.
         left_out: why it has nothing to say of a model of the user's own, if it takes none.
     """
 
@@ -137,6 +162,8 @@ class Experiment(ABC, Generic[OptionsT]):
     method: ClassVar[str]
     full: OptionsT
     quick: OptionsT
+    evidence: ClassVar[Evidence | None] = None
+    claims: ClassVar[dict[str, Claim]] = {}
     left_out: ClassVar[str] = "it runs on small models of its own"
 
     @abstractmethod
@@ -188,7 +215,7 @@ class Experiment(ABC, Generic[OptionsT]):
         return []
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
-        """Figures by name, the stem of the PNG file; the first shows the first finding."""
+        """Figures by name, the stem of the SVG file; the first shows the first finding."""
         return {}
 
     def contrasts(self, tables: Tables) -> list[Contrast]:

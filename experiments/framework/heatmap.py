@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import fill
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -59,14 +60,24 @@ class OutcomeMatrix:
         """As a figure, with a legend; `label` says what it shows."""
         cells = {place: self.looks[outcome] for place, outcome in self.outcomes.items()}
         handles = [
-            Line2D([], [], color=colour, marker="s", markersize=9, linestyle="none", label=outcome)
-            for outcome, (_, colour) in self.looks.items()
+            Line2D(
+                [],
+                [],
+                color=colour,
+                marker="s",
+                markersize=9,
+                linestyle="none",
+                label=f"{mark}  {outcome}",
+            )
+            for outcome, (mark, colour) in self.looks.items()
         ]
-        width, height = 2.4 + 0.4 * len(self.columns), 1.9 + 0.22 * len(self.rows)
+        rows = [fill(row, 28) for row in self.rows]  # as narrow as a phone
+        cells = {(fill(row, 28), column): look for (row, column), look in cells.items()}
+        width, height = 2.2 + 0.22 * len(self.columns), 2.1 + 0.26 * len(self.rows)
         figure, (panel,) = new_figure(width=width, height=height)
         with style():
-            draw_cells(panel, self.rows, self.columns, cells)
-            figure.legend(handles=handles, loc="outside lower center", ncols=2)
+            draw_cells(panel, rows, self.columns, cells)
+            figure.legend(handles=handles, loc="outside lower left", ncols=1)
         figure.set_label(label)
         return figure
 
@@ -87,8 +98,9 @@ def draw_cells(
     for (row, column), (text, colour) in cells.items():
         x, y = columns.index(column), rows.index(row)
         panel.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=colour, linewidth=0))
-        ink = "white" if _is_dark(colour) else CELL_INK
-        panel.text(x, y, text, ha="center", va="center", fontsize=7.5, color=ink)
+        if text:
+            ink = "white" if _is_dark(colour) else CELL_INK
+            panel.text(x, y, text, ha="center", va="center", fontsize=7.5, color=ink)
     panel.set_xlim(-0.5, len(columns) - 0.5)
     panel.set_ylim(len(rows) - 0.5, -0.5)
     panel.set_xticks(range(len(columns)), columns, rotation=50, ha="left", rotation_mode="anchor")

@@ -1,37 +1,70 @@
-"""Intervals of 95% confidence."""
+"""95% intervals: the bias-corrected and accelerated (BCa) bootstrap over independent units.
+
+A unit is a round of timing, in which everything takes its turn, or a context, whatever the number
+of questions about it. Where there is no interval, both of its ends are NaN: with fewer than `LEAST`
+units, and where all units are alike, of which resampling tells nothing.
+"""
 
 from __future__ import annotations
 
-from math import comb
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
+from scipy.stats import DegenerateDataWarning, bootstrap
+
+LEAST = 6
+"""Units without which there is no interval."""
+
+METHOD = "95% bootstrap intervals"
+"""What tables and figures call them, before they say over which units."""
+
+NONE = float("nan"), float("nan")
+
+_RESAMPLES = 5_000
 
 
-def wilson(right: int, total: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's score interval of a share: 95% for the default `z`.
+def median_interval(values: Any) -> tuple[float, float]:
+    """The interval of a median over units, such as the ratios of times of each round."""
+    return _interval(np.median, np.asarray(values, dtype=float))
+
+
+def mean_interval(values: Any, clusters: Any = None) -> tuple[float, float]:
+    """The interval of a mean.
 
     Args:
-        right: successes, `0 <= right <= total`.
-        total: trials, at least 1.
-
-    Returns:
-        Lower and upper end, in [0, 1].
+        values: `(n,)`, such as scores of questions.
+        clusters: which unit each value belongs to, such as the context of its question; None: each
+            value is a unit of its own.
     """
-    share = right / total
-    centre = share + z * z / (2 * total)
-    spread = z * (share * (1 - share) / total + z * z / (4 * total * total)) ** 0.5
-    scale = 1 + z * z / total
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+    if clusters is None:
+        return _interval(np.mean, np.asarray(values, dtype=float))
+    by_unit = pd.Series(np.asarray(values, dtype=float)).groupby(np.asarray(clusters))
+    return _interval(_mean_of_all, by_unit.sum().to_numpy(), by_unit.size().to_numpy())
 
 
-def median_interval(values: np.ndarray[Any, Any]) -> tuple[float, float]:
-    """The interval between two order statistics that holds the median with 95% confidence.
+def _mean_of_all(sums: Any, sizes: Any, axis: int = -1) -> Any:
+    return sums.sum(axis=axis) / sizes.sum(axis=axis)
 
-    With fewer than six values there is none that narrow, and their range is given.
-    """
-    ordered = np.sort(values)
-    n = len(ordered)
-    below = np.cumsum([comb(n, k) / 2**n for k in range(n + 1)])  # P(at most k below the median)
-    skip = int(np.searchsorted(below, 0.025, side="right"))
-    return float(ordered[max(skip - 1, 0)]), float(ordered[min(n - skip, n - 1)])
+
+def _interval(statistic: Callable[..., Any], *units: Any) -> tuple[float, float]:
+    if len(units[0]) < LEAST or all(np.ptp(of_unit) == 0 for of_unit in units):
+        return NONE
+    with warnings.catch_warnings(), np.errstate(invalid="ignore"):
+        warnings.simplefilter("ignore", DegenerateDataWarning)  # then both ends are NaN
+        found = bootstrap(
+            units, statistic, paired=True, vectorized=True, n_resamples=_RESAMPLES, rng=0
+        ).confidence_interval
+    return float(found.low), float(found.high)
+
+
+def bracketed(row: Any, name: str, form: str = ".2f", low: str = "low", high: str = "high") -> str:
+    """A number of a table with its interval, `"0.98 [0.97, 0.99]"`; alone where it has none."""
+    return f"{row[name]:{form}}{bracket(row[low], row[high], form)}"
+
+
+def bracket(low: float, high: float, form: str = ".2f") -> str:
+    """An interval after a blank, `" [0.97, 0.99]"`; empty where there is none."""
+    return "" if np.isnan(low) else f" [{low:{form}}, {high:{form}}]"

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator
+import secrets
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from tempfile import NamedTemporaryFile, TemporaryFile
+from tempfile import TemporaryFile
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -19,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from experiments import UserError
 
 MANIFEST = "run.json"
-REPORTS = ("report.md", "report.html", "overview.png")
+REPORTS = ("report.md", "report.html", "overview.svg")
 """What is written of all experiments together."""
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=100)]
@@ -36,8 +37,9 @@ class Entry(_Read):
         seconds: that it ran.
         error: why it failed, in one line, or None.
         tables: names of its CSV files.
-        figures: what each of its PNG files shows, in words, by name.
+        figures: what each of its SVG files shows, in words, by name.
         commit: of the code that ran it, or None if that is not known.
+        versions: of the libraries that it ran with.
         repeat: the command that runs it again; empty: the experiment's own.
         options: that it ran with, as text.
         note: what a reader has to know besides, a sentence; empty: nothing.
@@ -48,13 +50,14 @@ class Entry(_Read):
     tables: list[Name] = []
     figures: dict[Name, str] = {}
     commit: str | None = None
+    versions: dict[str, str] = {}
     repeat: str = ""
     options: str = ""
     note: str = ""
 
     @property
     def files(self) -> list[str]:
-        return [*(f"{name}.csv" for name in self.tables), *(f"{n}.png" for n in self.figures)]
+        return [*(f"{name}.csv" for name in self.tables), *(f"{n}.svg" for n in self.figures)]
 
 
 class Machine(_Read):
@@ -149,12 +152,47 @@ def _first(error: ValidationError) -> str:
 def write_manifest(manifest: Manifest, folder: Path) -> None:
     """Write the manifest of a study into its `folder`: at once, or not at all."""
     content = json.dumps(manifest.model_dump(), indent=2, ensure_ascii=False)
-    with NamedTemporaryFile(
-        "w", dir=folder, delete=False, encoding="utf-8", prefix=MANIFEST
-    ) as part:
-        part.write(f"{content}\n")
-    Path(part.name).chmod(0o644)
-    Path(part.name).replace(folder / MANIFEST)
+    write_at_once(folder / MANIFEST, f"{content}\n".encode())
+
+
+def write_at_once(path: Path, content: bytes) -> None:
+    """Write a file at once or not at all, with the permissions that the umask says."""
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+# ---- one run -----------------------------------------------------------------------------------
+
+
+def disagreements(folder: Path, manifest: Manifest, options: Mapping[str, str]) -> Iterator[str]:
+    """What keeps the results in `folder` from being those of one run of one commit.
+
+    Args:
+        options: with which each experiment is to run, as text, by name.
+    """
+    if manifest.commit and manifest.commit.endswith("+changes"):
+        yield f"{manifest.commit[:7]} had changes that were not committed"
+    yield from (f"{name} is not finished" for name in manifest.waiting)
+    yield from (f"{name} is missing" for name in options.keys() - manifest.experiments.keys())
+    for name, entry in manifest.experiments.items():
+        if entry.error:
+            yield f"{name} failed"
+        if entry.commit != manifest.commit:
+            yield f"{name} ran at {entry.commit}, the study at {manifest.commit}"
+        if entry.versions != manifest.versions:
+            yield f"{name} ran with other versions than the study"
+        if entry.options != options.get(name):
+            yield f"{name} ran with other options than it has now"
+        if entry.note:
+            yield f"{name} has a note"
+    found = {path.name for path in folder.iterdir() if path.is_file()}
+    written = {file for entry in manifest.experiments.values() for file in entry.files}
+    yield from (f"{name} is missing" for name in sorted(written - found))
+    yield from (f"{name} belongs to no experiment" for name in sorted(found - manifest.files))
 
 
 # ---- whose files ---------------------------------------------------------------------------------
@@ -207,5 +245,5 @@ def _in_the_way(folder: Path, experiments: Collection[str]) -> Iterator[Path]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         stem, extension = os.path.splitext(path.name)
         of_one = any(stem == name or stem.startswith(f"{name}_") for name in experiments)
-        if path.name in (MANIFEST, *REPORTS) or (of_one and extension in (".csv", ".png")):
+        if path.name in (MANIFEST, *REPORTS) or (of_one and extension in (".csv", ".svg")):
             yield path

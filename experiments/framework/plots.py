@@ -6,7 +6,7 @@ with style():
     left.plot(x, y, **press_line("SnapKVPress"))
     percent_axis(left.yaxis)
     legend_outside(figure, left)
-save(figure, Path("figure.png"))
+save(figure, Path("figure.svg"))
 ```
 
 Figures are made without pyplot, so that drawing them leaves no state behind: no figure manager, no
@@ -16,12 +16,14 @@ backend chosen, no setting of matplotlib changed.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import StringIO
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import matplotlib
 import numpy as np
@@ -45,8 +47,6 @@ NO_PRESS = "no press"
 # Typed loosely: matplotlib lists its settings as literals, other ones in every release.
 _STYLE: Any = {
     "figure.facecolor": "white",
-    "figure.dpi": 150,
-    "savefig.dpi": 150,
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib, so that figures agree everywhere
     "font.size": 9,
@@ -224,26 +224,32 @@ def legend_outside(figure: Figure, axes: Axes, handles: Sequence[Artist] | None 
 
 
 def label_lines(panel: Axes, gap: float = 0.06) -> None:
-    """Write the labels of lines where they end, in their colours, instead of a legend.
+    """Write the labels of lines beside their ends, instead of a legend.
 
     Call it last: where the labels go depends on the limits of the axes.
 
     Args:
         gap: least height between two lines of text, in heights of the panel.
     """
-    lines = [line for line in panel.get_lines() if not str(line.get_label()).startswith("_")]
+    lines = [
+        line
+        for line in panel.get_lines()
+        if not str(line.get_label()).startswith("_")
+        and np.isfinite(np.asarray(line.get_ydata(), float)[-1])
+    ]
     bottom, top = panel.get_ylim()
     ends = [(np.asarray(line.get_ydata(), float)[-1] - bottom) / (top - bottom) for line in lines]
     places = _apart(ends, [gap * (str(line.get_label()).count("\n") + 1.3) for line in lines])
-    for line, place in zip(lines, places, strict=True):
+    for line, end, place in zip(lines, ends, places, strict=True):
         right = float(np.asarray(line.get_xdata(), float)[-1])
         panel.annotate(
             str(line.get_label()),
-            (right, place),
+            (right, end),
             xycoords=("data", "axes fraction"),
-            xytext=(6, 0),
-            textcoords="offset points",
-            color=line.get_color(),
+            xytext=(14, place),
+            textcoords=("offset points", "axes fraction"),
+            color=INK,
+            arrowprops={"arrowstyle": "-", "color": line.get_color(), "shrinkA": 0, "shrinkB": 3},
             va="center",
             fontsize=_STYLE["legend.fontsize"],
             annotation_clip=False,
@@ -260,15 +266,23 @@ def _apart(places: Sequence[float], heights: Sequence[float]) -> list[float]:
     return apart
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure to a file, as PNG or whatever its suffix says."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with style():
-        figure.savefig(path)
-
-
 _THEMED = {INK: "var(--ink)", _BLACK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--line)"}
 """Colours that a page sets for its light and its dark mode."""
+
+
+_SCHEMES = (
+    "<style>svg{--ink:#1c1e21;--muted:#5c636b;--line:#dfe3e8;font-family:sans-serif}"
+    "@media(prefers-color-scheme:dark){svg{--ink:#e4e6e9;--muted:#a0a7af;--line:#343a41}}</style>"
+)
+"""What a figure in a file of its own says of these colours."""
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure to an SVG file whose text can be read on light and on dark paper."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn = svg(figure, salt=path.stem)
+    start = drawn.index(">") + 1
+    path.write_text(f"{drawn[:start]}{_SCHEMES}{drawn[start:]}\n", encoding="utf-8")
 
 
 def svg(figure: Figure, salt: str) -> str:
@@ -279,22 +293,38 @@ def svg(figure: Figure, salt: str) -> str:
     The same figure gives the same text.
 
     Args:
-        salt: makes the ids of its parts differ from those of other figures on the page.
+        salt: makes the names of its parts differ from those of other figures on the page.
     """
     drawn = StringIO()
     with style(), matplotlib.rc_context({"svg.hashsalt": salt, "svg.fonttype": "none"}):
         figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
     text = drawn.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    text = re.sub(r' id="\w+_\d+"', "", text)  # the same in every figure, and nothing refers to it
+    # The same ids in every figure, and nothing refers to them.
+    text = re.sub(r' id="(?:\w+_\d+|matplotlib\.\w+)"', "", text)
     text = re.sub("<[^>]+>", _rounded, text)
     text = re.sub(r"\s*\n\s*", " ", text)
-    text = re.sub(r' transform="rotate\(-0 [^"]*"|<g/> ?| font-family: [^;"]*;?', "", text)
+    text = re.sub(r' transform="rotate\(-0 [^"]*"| font-family: [^;"]*;?', "", text)
+    text = re.sub(r"> <", "><", text)
+    nested = 1
+    while nested:  # groups that say nothing, from the inside out
+        text, nested = re.subn(r"<g>((?:(?!</?g\b).)*)</g>", r"\1", text)
     for colour, themed in _THEMED.items():
         text = text.replace(colour, themed)
-    return text
+    return _with_classes(text, f"c{crc32(salt.encode()):08x}")
 
 
 def _rounded(tag: re.Match[str]) -> str:
     """A tag whose coordinates are cut after a hundredth of a point."""
     return re.sub(r"(\.\d\d)\d+", r"\1", tag[0])
+
+
+def _with_classes(text: str, prefix: str) -> str:
+    """The same figure with one rule for all elements that are drawn alike."""
+    styles = Counter(re.findall(r' style="([^"]*)"', text))
+    rules = []
+    for index, (drawn, times) in enumerate(styles.most_common()):
+        if times > 1:
+            text = text.replace(f' style="{drawn}"', f' class="{prefix}-{index}"')
+            rules.append(f".{prefix}-{index}{{{drawn}}}")
+    return text.replace("</style>", f"{''.join(rules)}</style>", 1)

@@ -210,9 +210,9 @@ def _equal(tables: Tables) -> Callable[[Place], bool | None]:
         for place, equal in _values(same.groupby(["press", "ratio"])["same"].min()).items():
             at_ratio.setdefault(place, []).append(bool(equal))
     if (compared := tables.get("equivalence")) is not None:
-        told = compared.dropna(subset=["equal"])
-        for press, equal in told["equal"].astype(bool).groupby(told["press"]).min().items():
-            of_press[str(press)] = [bool(equal)]
+        told = compared[compared["compared"] > 0]
+        for press, differ in told.groupby("press")["differ"].sum().items():
+            of_press[str(press)] = [not differ]
 
     def known(place: Place) -> bool | None:
         outcomes = at_ratio.get(place, []) + of_press.get(place[0], [])

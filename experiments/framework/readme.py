@@ -1,11 +1,9 @@
 """What the README and the pages of `docs/` say of the committed results.
 
-A block of a page between a line `<!-- table: quality -->` and a line `<!-- /table -->` holds what
-the experiment of that name has to say, one of `<!-- table: quality-best overhead-decode -->` single
-findings by their anchors in the report. `verdict` stands for all questions with their answers,
-`needs` for all needs with what was found, `related` for what others say beside it, `quotable` for
-all presses with what was measured of each. Blocks are written by `python -m experiments readme`,
-never by hand.
+A block of a page between a line `<!-- table: quality-best overhead-decode -->` and a line
+`<!-- /table -->` holds findings, by their anchors in the report. `<!-- table: answers -->` holds
+all questions of the study: the findings, one figure, and a link to the tables in the report.
+Blocks are written by `python -m experiments readme`, never by hand.
 """
 
 from __future__ import annotations
@@ -18,14 +16,14 @@ from typing import Annotated
 import typer
 
 from experiments import UserError, load_experiments
-from experiments.framework.experiment import AnyExperiment
-from experiments.framework.quotable import quotable
-from experiments.framework.report import needs, related, verdict
+from experiments.framework.experiment import AnyExperiment, Finding
+from experiments.framework.manifest import disagreements, read_manifest
 from experiments.framework.results import Part, read_parts
-from experiments.framework.tables import markdown_table
 
 PAGES = Path("README.md"), Path("docs")
 """Pages that may hold blocks, and folders of such."""
+
+CITATION = Path("CITATION.cff")
 
 _OPENING = re.compile(r"<!-- table: (\S+(?: \S+)*) -->")
 _CLOSING = "<!-- /table -->"
@@ -41,28 +39,28 @@ def blocks(results: Path, experiments: Sequence[AnyExperiment]) -> dict[str, str
     failed = [part.experiment.name for part in parts if part.error]
     if failed:
         raise UserError(f"{', '.join(failed)} failed in the study in {results}; run it again")
-    contents = {part.experiment.name: part.experiment.markdown(part.tables) for part in parts}
-    whole = {"verdict": verdict(parts), "needs": _needs(parts), "related": _related(parts)}
-    if quoted := quotable(parts):
-        whole["quotable"] = quoted.markdown()
-    return whole | contents | dict(_findings(parts))
+    answers = "\n\n".join(_answer(part, f"../{results.name}") for part in parts)
+    return {"answers": answers, **dict(_findings(parts))}
 
 
-def _needs(parts: Sequence[Part]) -> str:
-    rows = [[need, came_to, text] for need, came_to, text, _ in needs(parts)]
-    return markdown_table(["To ...", "Verdict", "Finding"], rows, left=None)
-
-
-def _related(parts: Sequence[Part]) -> str:
-    rows = [[work, says, here] for _, work, says, here in related(parts)]
-    return markdown_table(["Work", "says", "here"], rows, left=None)
+def _answer(part: Part, folder: str) -> str:
+    """A question with its findings, the first figure, and where the rest is."""
+    experiment = part.experiment
+    figures = [f"![{shows}]({folder}/{name}.svg)" for name, shows in part.figures.items()]
+    findings = [_item(finding) for finding in part.findings]
+    more = f"[Method, tables and figures]({folder}/report.html#{experiment.name})"
+    return "\n\n".join([f"## {experiment.title}", "\n".join(findings), *figures[:1], more])
 
 
 def _findings(parts: Sequence[Part]) -> Iterator[tuple[str, str]]:
     """Each finding, an item of a list, by its anchor in the report."""
     for part in parts:
         for finding in part.findings:
-            yield f"{part.experiment.name}-{finding.name}", f"- {finding.text}"
+            yield f"{part.experiment.name}-{finding.name}", _item(finding)
+
+
+def _item(finding: Finding) -> str:
+    return f"- {finding.text}" + (f" *({finding.evidence.value})*" if finding.evidence else "")
 
 
 def markers(text: str) -> list[str]:
@@ -133,6 +131,26 @@ def pages(paths: Sequence[Path]) -> list[Path]:
     return [page for found in files for page in found if markers(page.read_text(encoding="utf-8"))]
 
 
+def cited(text: str, results: Path) -> str:
+    """A `CITATION.cff` that names the date and the commit of the study in `results`."""
+    run = read_manifest(results)
+    for key, value in (("date-released", run.date[:10]), ("commit", run.commit)):
+        text = re.sub(rf"^( +{key}: ).*", rf"\g<1>{value}", text, flags=re.MULTILINE)
+    return text
+
+
+def _check_one_run(results: Path, experiments: Sequence[AnyExperiment]) -> None:
+    """See that a whole study comes from one run of one commit.
+
+    Raises:
+        UserError: if it does not; a quick study may.
+    """
+    run = read_manifest(results)
+    options = {experiment.name: repr(experiment.full) for experiment in experiments}
+    if not run.quick and (told := list(disagreements(results, run, options))):
+        raise UserError(f"{results} is not from one run: {'; '.join(told)}; run `make results`")
+
+
 def command(
     page: Annotated[
         list[Path] | None,
@@ -143,12 +161,18 @@ def command(
         bool, typer.Option("--check", help="Change nothing; exit 1 if a block is out of date.")
     ] = False,
 ) -> None:
-    """Rewrite the tables of the README and of docs/ from the committed results."""
-    found = pages(page or PAGES)
-    contents = blocks(results, load_experiments()) if found else {}
+    """Rewrite the tables of the README and of docs/, and CITATION.cff, from committed results."""
+    found, experiments = pages(page or PAGES), load_experiments()
+    if check and found:
+        _check_one_run(results, experiments)
+    contents = blocks(results, experiments) if found else {}
+    updates = [(path, *fill(path.read_text(encoding="utf-8"), contents)) for path in found]
+    if page is None and CITATION.exists():
+        old = CITATION.read_text(encoding="utf-8")
+        new = cited(old, results)
+        updates.append((CITATION, new, ["references"] if new != old else []))
     any_stale = False
-    for path in found:
-        new, stale = fill(path.read_text(encoding="utf-8"), contents)
+    for path, new, stale in updates:
         any_stale |= bool(stale)
         if not stale:
             typer.echo(f"{path} is up to date")

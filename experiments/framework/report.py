@@ -19,6 +19,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from experiments import load_experiments
+from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import AnyExperiment
 from experiments.framework.manifest import read_manifest, write_manifest
 from experiments.framework.overview import overview
@@ -32,7 +33,7 @@ QUESTION = (
     "To change what a transformer keeps in its KV cache, must you patch its code, or are hooks "
     "enough, and what does each cost?"
 )
-MAX_ROWS = 50
+MAX_ROWS = 15
 """Rows of a CSV file that the HTML page shows."""
 
 OVERVIEW = "overview"
@@ -47,13 +48,14 @@ def verdict(parts: Iterable[Part]) -> str:
     return markdown_table(["Question", "Answer"], rows, left=None)
 
 
-def needs(parts: Iterable[Part]) -> list[tuple[str, str, str, str]]:
-    """The first page: need, verdict, finding and its anchor, what works first."""
+def needs(parts: Iterable[Part]) -> list[tuple[str, str, str, str, str]]:
+    """The first page: need, verdict, finding, its evidence and anchor, what works first."""
     rows = [
         (
             finding.need,
             finding.verdict or "",
             finding.text,
+            finding.evidence.value if finding.evidence else "",
             f"{part.experiment.name}-{finding.name}",
         )
         for part in parts
@@ -61,6 +63,12 @@ def needs(parts: Iterable[Part]) -> list[tuple[str, str, str, str]]:
         if finding.need
     ]
     return sorted(rows, key=lambda row: ("works", "costs", "breaks", "").index(row[1]))
+
+
+def threats(parts: Iterable[Part]) -> list[Evidence]:
+    """The kinds of evidence that findings rest on, each of which has its threats to validity."""
+    kinds = {finding.evidence for part in parts for finding in part.findings}
+    return [kind for kind in Evidence if kind in kinds]
 
 
 def related(parts: Iterable[Part]) -> list[tuple[str, str, str, str]]:
@@ -123,7 +131,7 @@ def _picture(name: str, figure: Figure, shows: str | None) -> _Picture:
 
 
 def _overview(parts: Iterable[Part], folder: Path) -> list[_Picture]:
-    """The first figure, also written as a PNG file; empty if nothing goes into it."""
+    """The first figure, also written as an SVG file; empty if nothing goes into it."""
     contrasts = [
         contrast
         for part in parts
@@ -133,7 +141,7 @@ def _overview(parts: Iterable[Part], folder: Path) -> list[_Picture]:
     if not contrasts:
         return []
     figure = overview(contrasts)
-    save(figure, folder / f"{OVERVIEW}.png")
+    save(figure, folder / f"{OVERVIEW}.svg")
     return [_picture(OVERVIEW, figure, describe(figure))]
 
 
@@ -165,6 +173,7 @@ def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
         "parts": parts,
         "needs": needs(parts),
         "related": related(parts),
+        "threats": threats(parts),
         "overview": _overview(parts, folder),
         "verdict": verdict(parts),
         "quotable": quotable(parts),
@@ -182,7 +191,7 @@ def command(
         Path, typer.Option("--input", help="Folder of the study.", exists=True, file_okay=False)
     ] = Path("study"),
     redraw: Annotated[
-        bool, typer.Option("--redraw", help="Write the PNG files again too.")
+        bool, typer.Option("--redraw", help="Write the SVG files again too.")
     ] = False,
 ) -> None:
     """Rebuild report.md and report.html from the tables of a study, without running anything."""

@@ -1,4 +1,4 @@
-"""The folder of a study: a CSV file per table, a PNG file per figure, and a manifest.
+"""The folder of a study: a CSV file per table, an SVG file per figure, and a manifest.
 
 The manifest says what belongs to which experiment: see `experiments.framework.manifest`. What the
 tables mean is read off them again each time, so a report can be rebuilt, in better words or a
@@ -8,7 +8,7 @@ better layout, without running anything.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
@@ -43,8 +43,12 @@ class Part:
 
     @property
     def findings(self) -> list[Finding]:
-        """What was found; nothing if the experiment failed."""
-        return [] if self.error else self.experiment.findings(self.tables)
+        """What was found, by what evidence; nothing if the experiment failed."""
+        if self.error:
+            return []
+        of_all = self.experiment.evidence
+        found = self.experiment.findings(self.tables)
+        return [replace(finding, evidence=finding.evidence or of_all) for finding in found]
 
 
 def write_table(table: pd.DataFrame, path: Path) -> None:
@@ -63,7 +67,7 @@ def write_results(tables: Tables, figures: Mapping[str, Figure], folder: Path) -
 def write_figures(figures: Mapping[str, Figure], folder: Path) -> None:
     """Draw figures into a folder that is there, under their names."""
     for name, figure in figures.items():
-        save(figure, folder / f"{name}.png")
+        save(figure, folder / f"{name}.svg")
 
 
 def read_table(path: Path) -> pd.DataFrame:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attention_patch import wrap
-from experiments.mechanisms.press import PatchPress, Score, as_press, call_and_prune
+from experiments.mechanisms.press import Pruner, Score, as_press
 from press_core import attention_sites
 
 
@@ -20,10 +20,10 @@ from press_core import attention_sites
 @contextmanager
 def class_patch(model: PreTrainedModel, compression_ratio: float, score: Score) -> Iterator[None]:
     """A reversible wrapper of the forward of each attention class of the model."""
-    press = PatchPress(compression_ratio, score)
+    pruner = Pruner(model, compression_ratio, score)
 
     def layer(forward: Any, *args: Any, **kwargs: Any) -> Any:
-        return call_and_prune(press, _instance(forward), forward, *args, **kwargs)
+        return pruner.call(_instance(forward), forward, *args, **kwargs)
 
     with ExitStack() as patches:
         for cls in _attention_classes(model):
@@ -48,11 +48,11 @@ def permanent_class_patch(
 
     The negative control: leaving the scope changes nothing. Run it where nothing comes after it.
     """
-    press = PatchPress(compression_ratio, score)
+    pruner = Pruner(model, compression_ratio, score)
 
     def patched(forward: Any) -> Any:
         def new_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return call_and_prune(press, self, partial(forward, self), *args, **kwargs)
+            return pruner.call(self, partial(forward, self), *args, **kwargs)
 
         new_forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
         return new_forward

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attention_patch import wrap
-from experiments.mechanisms.press import PatchPress, Score, as_press, observing, prune_late
+from experiments.mechanisms.press import Pruner, Score, as_press
 from press_core import attention_sites
 
 
@@ -29,11 +29,10 @@ def function_patch(
     evict only when the layer is called again. The mask of that call is made already: it fits one
     new token, and not more.
     """
-    press = PatchPress(compression_ratio, score)
+    pruner = Pruner(model, compression_ratio, score)
 
     def rotate(apply_rotary_pos_emb: Any, *args: Any, **kwargs: Any) -> Any:
-        module, named = _caller(inspect.currentframe())
-        prune_late(*observing(press, module, (), named))
+        pruner.late(*_caller(inspect.currentframe()))
         return apply_rotary_pos_emb(*args, **kwargs)
 
     files = {sys.modules[type(site.module).__module__] for site in attention_sites(model)}

@@ -9,14 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from experiments.mechanisms.press import (
-    PatchPress,
-    Score,
-    as_press,
-    call_and_prune,
-    observing,
-    prune_after,
-)
+from experiments.mechanisms.press import Pruner, Score, as_press
 from press_core import attention_sites
 
 
@@ -24,11 +17,7 @@ from press_core import attention_sites
 @contextmanager
 def plain_hook(model: PreTrainedModel, compression_ratio: float, score: Score) -> Iterator[None]:
     """A closure as forward hook of each attention module."""
-    press = PatchPress(compression_ratio, score)
-
-    def prune(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        prune_after(*observing(press, module, args, kwargs), output)
-
+    prune = Pruner(model, compression_ratio, score).after
     with ExitStack() as hooks:
         for site in attention_sites(model):
             hooks.enter_context(site.module.register_forward_hook(prune, with_kwargs=True))
@@ -39,11 +28,11 @@ def plain_hook(model: PreTrainedModel, compression_ratio: float, score: Score) -
 @contextmanager
 def plain_patch(model: PreTrainedModel, compression_ratio: float, score: Score) -> Iterator[None]:
     """A closure assigned to the forward of each attention module, and the old one put back."""
-    press = PatchPress(compression_ratio, score)
+    pruner = Pruner(model, compression_ratio, score)
 
     def patched(module: nn.Module) -> Any:
         forward = module.forward
-        return lambda *args, **kwargs: call_and_prune(press, module, forward, *args, **kwargs)
+        return lambda *args, **kwargs: pruner.call(module, forward, *args, **kwargs)
 
     former = {site.module: site.module.forward for site in attention_sites(model)}
     try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,14 +15,15 @@ from transformers import PreTrainedModel
 
 import hooks_impl
 import patch_impl
-from press_core import attention_sites
-from press_core.cache.pruned import PrunedLayer
+from press_core.budget import n_kept
+from press_core.cache.caches import known
 from press_core.call import AttentionCall
-from press_core.engine import after_attention, before_attention, prune_before
-from press_core.model.forward import AttentionForward
+from press_core.engine import after_attention, prune_before
+from press_core.forward import Arguments, Forward
+from press_core.observing import Passed
 from press_core.presses.knorm import knorm_scores
-from press_core.scope import ScopeState
-from press_core.select import gather_tokens, n_kept, top_positions
+from press_core.scope import bound_to
+from press_core.select import gather_tokens, top_positions
 
 Score = Callable[[Tensor], Tensor]
 """From keys `(B, H_kv, S, d)` to scores `(B, H_kv, S)`."""
@@ -34,7 +35,7 @@ class HookPress(hooks_impl.KnormPress):
 
     scores: Score = knorm_scores
 
-    def score(
+    def score(  # type: ignore[override]
         self,
         module: nn.Module,
         hidden_states: Tensor,
@@ -69,36 +70,47 @@ def as_press(scope: Callable[..., AbstractContextManager[Any]]) -> Callable[...,
     return press
 
 
-def observing(
-    press: PatchPress, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[ScopeState, AttentionForward]:
-    """A forward of an attention module of whatever model, and what stands for a scope around it."""
-    scope = ScopeState(press, None, attention_sites(module))
-    return scope, AttentionForward(args, kwargs, scope.sites[0])
+class Pruner:
+    """Prunes what attention modules have cached: of the model, and of all others of its class."""
 
+    def __init__(self, model: PreTrainedModel, compression_ratio: float, score: Score) -> None:
+        # Bound, but never opened: what the mechanism finds, it prunes.
+        self.scope = bound_to(PatchPress(compression_ratio, score), model)
 
-def prune_after(scope: ScopeState, forward: AttentionForward, output: Any) -> None:
-    """Prune the layer that a forward has filled."""
-    after_attention(scope, forward, output, None, query_is_rotated=False)
+    def call(self, module: nn.Module, call_next: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call an attention module's forward, `call_next`, and prune the layer it has filled."""
+        output = call_next(*args, **kwargs)
+        self.after(module, args, kwargs, output)
+        return output
 
+    def after(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+    ) -> None:
+        """Prune the layer that a forward has filled."""
+        passed = self._passed(module, args, kwargs, output)
+        n_tokens = passed.forward.n_tokens
+        if passed.cache is not None and self._n_seen(passed) == n_tokens:  # it was a prefill
+            after_attention(self.scope, self.scope.press, passed)
 
-def prune_late(scope: ScopeState, forward: AttentionForward) -> None:
-    """Prune, before a forward, what an earlier one has left whole."""
-    layer = None if forward.cache is None else forward.layer
-    pruned = isinstance(layer, PrunedLayer) and layer.is_pruned
-    if layer is not None and layer.get_seq_length() and not pruned:
-        prune_before(scope, forward)
+    def late(self, module: nn.Module, named: Mapping[str, Any]) -> None:
+        """Prune, before a forward, what an earlier one has left whole."""
+        passed = self._passed(module, (), named, None)
+        if passed.cache is None or not self._n_seen(passed):
+            return
+        if not known(passed.cache, passed.site.layer_idx).is_pruned:
+            prune_before(self.scope, passed.forward, passed.site)
 
+    def _n_seen(self, passed: Passed) -> int:
+        return int(passed.cache.get_seq_length(passed.site.layer_idx))
 
-def call_and_prune(
-    press: PatchPress, module: nn.Module, call_next: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Call an attention module's forward, `call_next`, and prune the layer that it has filled."""
-    scope, forward = observing(press, module, args, kwargs)
-    forward = before_attention(scope, forward) or forward
-    output = call_next(*forward.args, **forward.kwargs)
-    prune_after(scope, forward, output)
-    return output
+    def _passed(
+        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+    ) -> Passed:
+        site = replace(self.scope.sites[0], module=module, layer_idx=module.layer_idx)
+        given = Arguments(args, kwargs, site.signature.parameters)
+        cache, hidden_states = given.get(site.signature.cache_name), given.get("hidden_states")
+        of_decoder = given.replace(past_key_values=cache, inputs_embeds=hidden_states)
+        return Passed(Forward(module, of_decoder), site, given, output, None)
 
 
 def evicting(attend: Any, compression_ratio: float, score: Score) -> Any:

@@ -24,8 +24,8 @@ def registry_patch(
         attend = get_interface(*names, **named)
         return evicting(attend, compression_ratio, score)
 
-    registries = {id(site.interface): site.interface for site in attention_sites(model)}
+    registries = [site.signature.interface for site in attention_sites(model)]
     with ExitStack() as patches:
-        for registry in registries.values():
+        for registry in {id(registry): registry for registry in registries}.values():
             patches.callback(wrap(registry, "get_interface", get_evicting).remove)
         yield

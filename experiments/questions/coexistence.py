@@ -25,6 +25,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl
 import patch_impl
+from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.heatmap import OutcomeMatrix
 from experiments.framework.options import one_of
@@ -36,7 +37,8 @@ from experiments.mechanisms import MECHANISMS, OURS
 from experiments.mechanisms.contain import contained
 from experiments.testbed.families import FAMILIES, HYBRID, build
 from experiments.testbed.response import Response, random_tokens, states_of
-from press_core.select import n_kept, top_positions
+from press_core.budget import n_kept
+from press_core.select import top_positions
 
 RATIO, CONTEXT = 0.5, 24
 BEFORE, INSIDE, AFTER = PHASES = ("before", "inside", "after")
@@ -231,8 +233,8 @@ def cells(
 
 _LOOKS = {
     RIGHT: ("\N{MIDDLE DOT}", "#e3eef4"),
-    ERROR: ("error", "#f3c969"),
-    WRONG: ("wrong", "#D55E00"),
+    ERROR: ("!", "#f3c969"),
+    WRONG: ("x", "#D55E00"),
 }
 
 
@@ -253,6 +255,7 @@ class Coexistence(Experiment[Options]):
         "silently wrong: nothing was raised. Other versions of the libraries may behave "
         "otherwise."
     )
+    evidence = Evidence.REFERENCE
     full = Options()
     quick = Options(
         mechanism=(*OURS, *(f"{name}, AdaKV" for name in OURS)),

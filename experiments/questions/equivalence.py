@@ -8,25 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import product
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import pandas as pd
 import torch
 import typer
-from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from rich.progress import Progress
 from transformers import PreTrainedModel
 
 import hooks_impl
 from experiments import UserError
-from experiments.framework.experiment import Experiment, Finding, Related, Tables
+from experiments.framework.evidence import Evidence
+from experiments.framework.experiment import Claim, Experiment, Finding, Related, Tables
+from experiments.framework.heatmap import draw_cells
 from experiments.framework.options import DTYPES, Device, checked_share, one_of
 from experiments.framework.own_model import OwnModel, Planned
-from experiments.framework.plots import CELL_INK, new_figure, press_label, style
+from experiments.framework.plots import new_figure, press_label, style
 from experiments.framework.tables import ResultTable
 from experiments.framework.timing import threads
 from experiments.framework.works import KVPRESS, SNAPKV
@@ -34,7 +35,8 @@ from experiments.loading import ModelNotFoundError, load_model, short_name
 from experiments.testbed.compare import Inputs, PressPair, compare
 from experiments.testbed.families import FAMILIES, HYBRID, build, supported_implementations
 from experiments.testbed.recipes import DELIMITER, fitted_pair, recipe_pair
-from press_core import Press, PressError
+from press_core import PressError
+from press_core.scope import InstalledPress
 
 PressMaker = Callable[[float], PressPair]
 """From a compression ratio to a press with both mechanisms."""
@@ -81,7 +83,7 @@ class Options:
             help="Data type of the model, such as bfloat16. Repeatable.",
             callback=one_of((*DTYPES, "float64")),
         ),
-    ] = DTYPES
+    ] = ("float32", "bfloat16")
     attn: Annotated[
         tuple[str, ...],
         typer.Option(
@@ -186,8 +188,7 @@ def run_grid(
         progress.update(task, description=f"{subject.name} {dtype} {implementation}")
         model = subject.load(getattr(torch, dtype), implementation)
         for (name, make), ratio, padded in combinations:
-            both = fitted_pair(make(ratio), model)
-            result = _compare(model, both, _inputs(model, length, padded, name))
+            result = _compare(model, make(ratio), _inputs(model, length, padded, name))
             place = (name, ratio, subject.name, dtype, implementation, padded)
             cells.append(Cell(*place, *result))
             progress.advance(task)
@@ -205,10 +206,42 @@ def _compare(
 ) -> tuple[int, bool, str, str]:
     """The last four fields of a `Cell`."""
     try:
-        difference = compare(model, presses.hook, presses.patch, inputs)
+        both = fitted_pair(presses, model)
+        difference = compare(model, both.hook, both.patch, inputs)
     except PressError as refusal:
         return 0, True, "", str(refusal)
     return inputs.n_tokens, difference is None, str(difference or ""), ""
+
+
+def counted(cells: pd.DataFrame) -> pd.DataFrame:
+    """Cells of a grid in one row per press, ratio, model and dtype.
+
+    Returns:
+        Those four; `cells`, how many there are; `compared`, those that were not refused; `differ`,
+        those with a difference; `tokens`, run with each mechanism; the first `difference`, with the
+        cell it was found in, and the `refusal`, empty where there is none.
+    """
+    place = ["press", "ratio", "family", "dtype"]
+    rows = []
+    for key, group in cells.groupby(place, sort=False):
+        different = group[~group["equal"]]
+        rows.append(
+            {
+                **dict(zip(place, key, strict=True)),
+                "cells": len(group),
+                "compared": int((group["tokens"] > 0).sum()),
+                "differ": len(different),
+                "tokens": int(group["tokens"].sum()),
+                "difference": next(map(_first_difference, different.itertuples()), ""),
+                "refusal": next(filter(None, group["refusal"]), ""),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _first_difference(cell: Any) -> str:
+    batch = "padded" if cell.padded else "not padded"
+    return f"{cell.attn_implementation}, {batch}: {cell.difference}"
 
 
 # ---- what was asked for --------------------------------------------------------------------------
@@ -272,7 +305,7 @@ def _press_class(text: str) -> type[Any]:
         found: Any = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f"cannot import {text.strip()!r}: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, Press)):
+    if not (isinstance(found, type) and issubclass(found, InstalledPress)):
         raise UserError(
             f"{text.strip()!r} is no press; derive it from hooks_impl.BasePress or "
             "patch_impl.BasePress"
@@ -293,9 +326,9 @@ _Counts = dict[Any, tuple[int, int]]
 
 
 def _counts(cells: pd.DataFrame, by: str | list[str]) -> _Counts:
-    compared = cells[cells["tokens"] > 0]
-    grouped = compared.groupby(by, sort=False)["equal"]
-    return {group: (int(equal.sum()), len(equal)) for group, equal in grouped}
+    sums = cells[cells["compared"] > 0].groupby(by, sort=False)[["compared", "differ"]].sum()
+    equal = sums["compared"] - sums["differ"]
+    return dict(zip(sums.index, zip(equal, sums["compared"], strict=True), strict=True))
 
 
 _GREY, _RED, _GREEN = "#eeeeee", "#f4b6a0", "#c7e8dc"
@@ -305,23 +338,14 @@ def _figure(cells: pd.DataFrame) -> Figure:
     """A square per press and model; with words in it where there is more to say than "equal"."""
     presses, families = list(cells["press"].unique()), list(cells["family"].unique())
     counts = _counts(cells, ["press", "family"])
-    shades = [[_shade(counts, (press, family)) for family in families] for press in presses]
+    looks = {
+        (press_label(press), family): _look(counts, (press, family))
+        for press, family in product(presses, families)
+    }
     width, height = 1.6 + 0.27 * len(families), 1.2 + 0.18 * len(presses)
-    figure, (axes,) = new_figure(width=max(width, 3.6), height=height)
+    figure, (panel,) = new_figure(width=max(width, 3.6), height=height)
     with style():
-        colours = ListedColormap([_GREY, _RED, _GREEN])
-        axes.pcolormesh(shades, cmap=colours, vmin=0, vmax=2, edgecolors="white", linewidth=1.5)
-        for row, column in product(range(len(presses)), range(len(families))):
-            if shades[row][column] < 2:
-                label = _mark(counts, (presses[row], families[column]))
-                place = column + 0.5, row + 0.5
-                axes.text(*place, label, ha="center", va="center", fontsize=7.5, color=CELL_INK)
-        columns, rows = ([0.5 + i for i in range(len(names))] for names in (families, presses))
-        axes.set_xticks(columns, families, rotation=45, ha="right", rotation_mode="anchor")
-        axes.set_yticks(rows, [press_label(press) for press in presses])
-        axes.invert_yaxis()
-        axes.grid(False)
-        axes.spines[:].set_visible(False)
+        draw_cells(panel, [press_label(press) for press in presses], families, looks)
     figure.set_label(
         "Green: hook and patch leave the same bits in every cell of a press and a model; red: they "
         "differ in as many; grey, with a dash: both refuse"
@@ -329,20 +353,12 @@ def _figure(cells: pd.DataFrame) -> Figure:
     return figure
 
 
-def _mark(counts: _Counts, group: Any) -> str:
-    """How many cells differ; a dash where both refuse."""
+def _look(counts: _Counts, group: Any) -> tuple[str, str]:
+    """How many cells differ, or a dash where both refuse; and the colour of that."""
     if group not in counts:
-        return "\N{EN DASH}"
+        return "\N{EN DASH}", _GREY
     equal, compared = counts[group]
-    return str(compared - equal)
-
-
-def _shade(counts: _Counts, group: Any) -> int:
-    """0: both refuse, 1: some bits differ, 2: none does."""
-    if group not in counts:
-        return 0
-    equal, compared = counts[group]
-    return 2 if equal == compared else 1
+    return ("", _GREEN) if equal == compared else (str(compared - equal), _RED)
 
 
 def _label(counts: _Counts, group: Any) -> str:
@@ -354,8 +370,8 @@ def _grid(cells: pd.DataFrame) -> str:
         f"{_number(cells['press'].nunique(), 'press', 'presses')}; "
         f"{'ratio' if cells['ratio'].nunique() == 1 else 'ratios'} "
         f"{_listed(cells['ratio'])}; {_number(cells['family'].nunique(), 'model', 'models')}; "
-        f"{_listed(cells['dtype'])}; {_listed(cells['attn_implementation'])}; rows of equal "
-        "length, and padded ones"
+        f"{_listed(cells['dtype'])}; every attention implementation asked for that a model has; "
+        "rows of equal length, and padded ones"
     )
 
 
@@ -368,19 +384,16 @@ def _listed(column: pd.Series[Any]) -> str:
 
 
 def _refusals(cells: pd.DataFrame) -> Iterator[str]:
-    refused = cells[cells["tokens"] == 0]
+    refused = cells[cells["compared"] == 0]
     for (press, family), group in refused.groupby(["press", "family"], sort=False):
         yield f"Both refuse {press} on {family}: {group['refusal'].iloc[0]}"
 
 
 def _differences(cells: pd.DataFrame, limit: int) -> Iterator[str]:
-    unequal = cells[~cells["equal"]]
+    unequal = cells[cells["differ"] > 0]
     for cell in unequal.head(limit).itertuples():
-        batch = "padded" if cell.padded else "not padded"
-        yield (
-            f"{cell.press} at ratio {cell.ratio} on {cell.family}, {cell.dtype}, "
-            f"{cell.attn_implementation}, {batch}: {cell.difference}"
-        )
+        place = f"{cell.press} at ratio {cell.ratio} on {cell.family}, {cell.dtype}"
+        yield f"{place}, {cell.difference} ({cell.differ} of {cell.compared} cells differ)"
     if len(unequal) > limit:
         yield f"and {len(unequal) - limit} more"
 
@@ -405,8 +418,12 @@ class Equivalence(Experiment[Options]):
         "random models have the code paths of large ones, but not their numbers; `--model` runs "
         "the same on any model."
     )
+    evidence = Evidence.BITS
     full = Options()
     quick = Options(family=("llama", "gemma3_text", "gpt_neox"), dtype=("bfloat16",))
+    claims: ClassVar = {
+        "bits": Claim(replace(quick, family=("llama",), attn=("sdpa",))),
+    }
 
     def on(self, own: OwnModel) -> Planned[Options]:
         (length,) = own.at_most(Options.length)
@@ -420,17 +437,17 @@ class Equivalence(Experiment[Options]):
         grid = (makers, options.ratio, _subjects(options), options.dtype, options.length)
         # More threads only get in the way of models as small as those of the families.
         with threads(1) if options.model is None else nullcontext():
-            return {"equivalence": run_grid(*grid, progress)}
+            return {"equivalence": counted(run_grid(*grid, progress))}
 
     def findings(self, tables: Tables) -> list[Finding]:
         cells = tables["equivalence"]
-        compared = cells[cells["tokens"] > 0]
-        if compared.empty:
-            text = f"Nothing was compared: both mechanisms refuse all **{len(cells)}** cells."
+        compared, differ = int(cells["compared"].sum()), int(cells["differ"].sum())
+        if not compared:
+            n_cells = cells["cells"].sum()
+            text = f"Nothing was compared: both mechanisms refuse all **{n_cells}** cells."
             return [Finding("bits", text)]
-        differ = int((~cells["equal"]).sum())
         text = (
-            f"Hooks and patches leave different bits in **{differ:,}** of {len(compared):,} "
+            f"Hooks and patches leave different bits in **{differ:,}** of {compared:,} "
             "combinations of press, model, precision, attention and padding."
         )
         need = "get the same cache from either mechanism"
@@ -461,8 +478,8 @@ class Equivalence(Experiment[Options]):
 
     def related(self, tables: Tables) -> list[Related]:
         cells = tables["equivalence"]
-        compared = cells[cells["tokens"] > 0]
-        equal = f"{int(compared['equal'].sum()):,} of {len(compared):,} combinations"
+        compared, differ = int(cells["compared"].sum()), int(cells["differ"].sum())
+        equal = f"{compared - differ:,} of {compared:,} combinations"
         return [
             Related(
                 "bits",
@@ -482,7 +499,7 @@ class Equivalence(Experiment[Options]):
 
     def passed(self, tables: Tables) -> bool:
         cells = tables["equivalence"]
-        return bool(cells["equal"].all() and cells["tokens"].any())
+        return bool(cells["compared"].any() and not cells["differ"].any())
 
 
 EXPERIMENT = Equivalence()

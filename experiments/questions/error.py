@@ -9,9 +9,8 @@ mask on a single head it tells what that head's eviction does by itself.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, NamedTuple
@@ -27,6 +26,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 
 import hooks_impl
 from experiments import UserError
+from experiments.answers.compressed import without_change
+from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.options import (
     AutoDevice,
@@ -41,7 +42,16 @@ from experiments.framework.tables import ResultTable
 from experiments.loading import load_model, short_name
 from experiments.testbed.facts import VOCABULARY, draw
 from experiments.testbed.recipes import press_name, suited_pair
-from press_core import AttentionSite, Press, PressError, RaggedLayer, attention_sites
+from experiments.testbed.variants import Kept, mask_by_hook
+from press_core import (
+    AttentionSite,
+    PressError,
+    UnsupportedCacheError,
+    attention_sites,
+    kept_lengths,
+    kept_positions,
+)
+from press_core.scope import InstalledPress
 
 DRAWN = (
     *("SnapKVPress", "AdaKVPress", "ExpectedAttentionPress", "TOVAPress", "KVzipPress"),
@@ -66,7 +76,7 @@ class Options:
     ratio: Annotated[
         tuple[float, ...],
         several(float, "Share of the tokens to evict, in (0, 1).", checked_positive_share),
-    ] = (0.5, 0.8, 0.9)
+    ] = (0.8,)
     samples: Annotated[int, typer.Option(min=1, help="Contexts, with a question each.")] = 8
     context: Annotated[int, typer.Option(min=32, help="Words in a context.")] = 512
     facts: Annotated[int, typer.Option(min=1, help="Facts in a context.")] = 8
@@ -132,12 +142,12 @@ def read(
     sites: Sequence[AttentionSite],
     cache: Cache,
     question: Tensor,
-    masks: dict[int, Tensor] | None = None,
+    kept: Kept | None = None,
 ) -> Read:
     """Read a question from `cache`, which stays as it is.
 
     Args:
-        masks: by index into `sites`, `(B, H, q, S + q)` bool, what each query may attend to.
+        kept: what heads may see of the context; None: all of it.
     """
     outputs: list[Any] = [None] * len(sites)
     weights: list[Any] = [None] * len(sites)
@@ -147,8 +157,7 @@ def read(
             hooks.callback(_projection(site).register_forward_pre_hook(keep).remove)
             note = partial(_note, weights, index)
             hooks.callback(site.module.register_forward_hook(note).remove)
-            if masks and index in masks:
-                hooks.enter_context(_masked(site, masks[index]))
+        hooks.enter_context(mask_by_hook(model, kept or {}))
         logits = model(input_ids=question, past_key_values=cache).logits
     return Read(logits[:, -1], outputs, weights)
 
@@ -174,49 +183,12 @@ def _projection(site: AttentionSite) -> nn.Module:
     )
 
 
-@contextmanager
-def _masked(site: AttentionSite, visible: Tensor) -> Iterator[None]:
-    """Replace the mask that an attention module is given."""
-    added = torch.zeros(visible.shape, device=visible.device)
-    added.masked_fill_(~visible, torch.finfo(added.dtype).min)
-
-    def replace(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args, {**kwargs, "attention_mask": added}
-
-    handle = site.module.register_forward_pre_hook(replace, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def lent(cache: Cache) -> DynamicCache:
-    """A cache with the layers of `cache`, for a forward to append to: that makes new tensors."""
-    other = copy.copy(cache)
-    other.layers = [copy.copy(layer) for layer in cache.layers]
-    return other
-
-
 @torch.inference_mode()
 def prefilled(model: PreTrainedModel, context: Tensor) -> DynamicCache:
     """The cache of a context."""
     cache = DynamicCache(config=model.config)
     model(input_ids=context, past_key_values=cache, logits_to_keep=1)
     return cache
-
-
-def kept_by(layer: Any, seen: int) -> Tensor | None:
-    """Which tokens each head of a layer keeps, `(B, H_kv, seen)` bool; None: it does not say."""
-    if isinstance(layer, RaggedLayer):
-        positions: Tensor | None = layer.dense()[2]
-    else:
-        positions = getattr(layer, "positions", None)
-    if positions is None:
-        whole = layer.keys.shape[2] == seen
-        return torch.ones_like(layer.keys[..., 0], dtype=torch.bool) if whole else None
-    kept = torch.zeros(*positions.shape[:2], seen + 1, dtype=torch.bool, device=positions.device)
-    places = positions.long().remainder(seen + 1)  # empty slots, at -1, come last
-    return kept.scatter(-1, places, True)[..., :seen]
 
 
 class NothingEvictedError(Exception):
@@ -235,37 +207,36 @@ class Whole(NamedTuple):
 
 
 class Pruned(NamedTuple):
-    """A sample read from a pruned cache, and what its heads kept, by site."""
+    """A sample read from a pruned cache, and what its heads kept; None: a press does not say."""
 
     read: Read
-    kept: list[Tensor | None]
+    kept: Kept | None
 
 
 def pruned(
-    model: PreTrainedModel, sites: Sequence[AttentionSite], press: Press, sample: Sample
+    model: PreTrainedModel, sites: Sequence[AttentionSite], press: InstalledPress, sample: Sample
 ) -> Pruned:
     """Prune a context and read its question, inside the scope."""
     with torch.random.fork_rng(devices=[]), press(model):
         torch.default_generator.manual_seed(0)
-        cache, seen = prefilled(model, sample.context), sample.context.shape[1]
-        kept = [kept_by(cache.layers[site.layer_idx], seen) for site in sites]
+        cache = prefilled(model, sample.context)
+        kept = kept_in(cache, sample.context)
         return Pruned(read(model, sites, cache, sample.question), kept)
 
 
-def visible_to(site: AttentionSite, kept: Tensor, n_new: int, heads: Sequence[int]) -> Tensor:
-    """What the queries of a question see when KV `heads` read what is kept, the others all.
-
-    Returns:
-        `(B, H, q, S + q)` bool.
-    """
-    batch, n_kv, length = kept.shape
-    of_kv = torch.ones_like(kept)
-    of_kv[:, list(heads)] = kept[:, list(heads)]
-    of_query = site.ungrouped(of_kv.repeat_interleave(site.num_heads // n_kv, dim=1))
-    causal = torch.ones(n_new, n_new, dtype=torch.bool, device=kept.device).tril()
-    shape = batch, site.num_heads, n_new
-    context = of_query.unsqueeze(2).expand(*shape, length)
-    return torch.cat((context, causal.expand(*shape, n_new)), dim=-1)
+def kept_in(cache: Cache, context: Tensor) -> Kept | None:
+    """What each head keeps of a context; None: a press did not say."""
+    try:
+        positions = kept_positions(cache)
+    except UnsupportedCacheError:
+        return None
+    seen, kept = context.shape[1], {}
+    for index, (of_layer, lengths) in enumerate(zip(positions, kept_lengths(cache), strict=True)):
+        if lengths.numel():
+            slots = of_layer.expand(*lengths.shape, -1).remainder(seen + 1)
+            room = torch.zeros(*lengths.shape, seen + 1, dtype=torch.bool, device=slots.device)
+            kept[index] = room.scatter(-1, slots, True)[..., :-1]  # where empty slots come last
+    return kept
 
 
 def by_head(site: AttentionSite, of_queries: Tensor) -> Tensor:
@@ -289,7 +260,10 @@ def _equal(one: Pruned, other: Pruned) -> bool:
 
 @torch.inference_mode()
 def rows_of_sample(
-    model: PreTrainedModel, sites: Sequence[AttentionSite], whole: Whole, pair: Sequence[Press]
+    model: PreTrainedModel,
+    sites: Sequence[AttentionSite],
+    whole: Whole,
+    pair: Sequence[InstalledPress],
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """What an eviction does to one sample: a row per layer and head, and one for the logits.
 
@@ -297,19 +271,15 @@ def rows_of_sample(
         NothingEvictedError: if the press keeps all, or does not say what it keeps.
     """
     hook, patch = (pruned(model, sites, press, whole.sample) for press in pair)
-    kept = [heads for heads in hook.kept if heads is not None]
-    if len(kept) < len(sites) or all(bool(heads.all()) for heads in kept):
+    kept = hook.kept
+    if kept is None or all(bool(kept[site.layer_idx].all()) for site in sites):
         raise NothingEvictedError("it evicts no tokens in the prefill, or does not say which")
-    everything = {
-        index: visible_to(site, heads, whole.sample.question.shape[1], range(site.num_kv_heads))
-        for index, (site, heads) in enumerate(zip(sites, kept, strict=True))
-    }
     rows = [
         row
-        for index, heads in enumerate(kept)
-        for row in _rows_of_layer(model, sites, index, whole, heads, everything[index], hook.read)
+        for index in range(len(sites))
+        for row in _rows_of_layer(model, sites, index, whole, kept, hook.read)
     ]
-    masked = read(model, sites, lent(whole.cache), whole.sample.question, everything)
+    masked = read(model, sites, without_change(whole.cache), whole.sample.question, kept)
     return rows, _row_of_logits(whole.read.logits, hook.read.logits, masked.logits) | {
         "equal": _equal(hook, patch)
     }
@@ -320,23 +290,26 @@ def _rows_of_layer(
     sites: Sequence[AttentionSite],
     index: int,
     whole: Whole,
-    kept: Tensor,
-    visible: Tensor,
+    kept: Kept,
     after: Read,
 ) -> Iterator[dict[str, Any]]:
-    """A row per KV head of the site at `index`, whose queries see what is `visible`."""
-    site, n_new, full = sites[index], whole.sample.question.shape[1], whole.read
-    lost = (full.attentions[index] * ~visible)[..., :-n_new].sum(dim=-1)
-    mass = by_head(site, lost)
+    """A row per KV head of the site at `index`."""
+    site, full = sites[index], whole.read
+    heads = kept[site.layer_idx]
+    gone = site.ungrouped((~heads).repeat_interleave(site.num_heads // heads.shape[1], dim=1))
+    lost = full.attentions[index][..., : heads.shape[-1]] * gone.unsqueeze(2)
+    mass = by_head(site, lost.sum(dim=-1))
     together = relative(site, after.outputs[index], full.outputs[index])
     for head in range(site.num_kv_heads):
-        only = {index: visible_to(site, kept, n_new, [head])}
-        alone = read(model, sites, lent(whole.cache), whole.sample.question, only)
+        only = torch.ones_like(heads)
+        only[:, head] = heads[:, head]
+        cache, question = without_change(whole.cache), whole.sample.question
+        alone = read(model, sites, cache, question, {site.layer_idx: only})
         own = relative(site, alone.outputs[index], full.outputs[index])
         yield {
             "layer": site.layer_idx,
             "head": head,
-            "kept": float(kept[:, head].float().mean()),
+            "kept": float(heads[:, head].float().mean()),
             "mass_lost": float(mass[head]),
             "output_error": float(together[head]),
             "alone": float(own[head]),
@@ -414,7 +387,7 @@ def tables_of(
 def _whole(model: PreTrainedModel, sites: Sequence[AttentionSite], sample: Sample) -> Whole:
     sample = Sample(*(ids.to(model.device) for ids in sample))
     cache = prefilled(model, sample.context)
-    return Whole(sample, cache, read(model, sites, lent(cache), sample.question))
+    return Whole(sample, cache, read(model, sites, without_change(cache), sample.question))
 
 
 # ---- reading the tables --------------------------------------------------------------------------
@@ -470,7 +443,7 @@ def _finding_on_mechanisms(logits: pd.DataFrame) -> Finding:
         f"Hooks and patches differ in a bit of attention output or logits in **{other}** of "
         f"{len(logits)} presses and ratios."
     )
-    return Finding("equal", text, verdict="breaks" if other else None)
+    return Finding("equal", text, verdict="breaks" if other else None, evidence=Evidence.BITS)
 
 
 class Error(Experiment[Options]):
@@ -489,6 +462,7 @@ class Error(Experiment[Options]):
         "to give the logits of the pruned cache. In a deeper model more errors add up, and "
         "contexts in which all hangs together spread them over more heads."
     )
+    evidence = Evidence.MODEL
     full = Options()
     quick = Options(
         press=("SnapKVPress", "AdaKVPress", "KnormPress", "StreamingLLMPress"),

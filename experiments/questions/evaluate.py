@@ -21,8 +21,10 @@ from experiments.answers.engines import Failure, serial
 from experiments.answers.settings import STUDIED, Settings
 from experiments.answers.store import summary_of
 from experiments.answers.sweep import command, press_words, shown, timed_cell
+from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.heatmap import draw_cells
+from experiments.framework.intervals import METHOD, bracket
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.plots import new_figure, style
 from experiments.framework.tables import ResultTable
@@ -60,6 +62,7 @@ class Evaluate(Experiment[Settings]):
         "models, or questions that the press may see would change the numbers. What holds for "
         "facts hidden among unrelated words need not hold for a text that hangs together."
     )
+    evidence = Evidence.MODEL
     full = Settings()
     quick = Settings(ratio=(0.0, 0.8), samples=12)
 
@@ -122,12 +125,21 @@ class Evaluate(Experiment[Settings]):
         presses = next(iter(by_amount.values())).index
         note = (
             "Share of right answers through the pipeline, contexts compressed before any question "
-            f"is known, {table['questions'].iloc[0]} questions in each cell (95% interval "
-            f"±{(table['high'] - table['low']).max() / 2:.0%} or better). {_bare(table)}"
+            f"is known, {table['questions'].iloc[0]} questions in each cell, with {METHOD} over "
+            f"contexts (none below six, or where all agree). {_bare(table)}"
         )
         head = ["press", *(f"{task}, {asked} evicted" for asked, task in columns)]
+        low = {asked: _accuracy(table, asked, "low") for asked in by_amount}
+        high = {asked: _accuracy(table, asked, "high") for asked in by_amount}
         rows = [
-            [press_words(press), *(f"{by_amount[a].loc[press, task]:.1%}" for a, task in columns)]
+            [
+                press_words(press),
+                *(
+                    f"{by_amount[asked].loc[press, task]:.1%}"
+                    + bracket(low[asked].loc[press, task], high[asked].loc[press, task], ".0%")
+                    for asked, task in columns
+                ),
+            ]
             for press in presses
         ]
         return [ResultTable(note.strip(), head, rows)]
@@ -137,9 +149,9 @@ class Evaluate(Experiment[Settings]):
         table = tables[self.name]
         colours = matplotlib.colormaps["Blues"]
         with style():
-            height = 1.4 + 0.3 * table["press"].nunique()
             amounts = _amounts(table)
-            figure, axes = new_figure(columns=len(amounts), width=8.6, height=height, sharey=True)
+            height = len(amounts) * (0.9 + 0.26 * table["press"].nunique())
+            figure, axes = new_figure(rows=len(amounts), width=4.9, height=height, sharex=True)
             for panel, asked in zip(axes, amounts, strict=True):
                 scores = _accuracy(table, asked).rename(index=press_words)
                 cells = {
@@ -184,13 +196,13 @@ def _budgets(table: pd.DataFrame) -> pd.Series:
     return table["budget"].astype(float) if "budget" in table else none
 
 
-def _accuracy(table: pd.DataFrame, asked: str) -> pd.DataFrame:
+def _accuracy(table: pd.DataFrame, asked: str, value: str = "score") -> pd.DataFrame:
     """Scores by press (the best on average first) and task, of one mechanism."""
     first = "hook" if (table["mechanism"] == "hook").any() else "patch"
     at = table[(_told(table) == asked) & (table["mechanism"] == first)]
     tasks = _tasks(at)
     wide = at.assign(task=tasks).pivot_table(
-        index="press", columns="task", values="score", sort=False
+        index="press", columns="task", values=value, sort=False, dropna=False
     )
     order = table[table["press"] != NO_PRESS].groupby("press")["score"].mean()
     return wide.loc[order.sort_values(ascending=False, kind="stable").index]
@@ -203,9 +215,9 @@ def _finding_on_agreement(table: pd.DataFrame) -> Finding:
     other = sum(one != two for one, two in both)
     if other:
         text = f"Hook and patch gave other answers in **{other}** of {len(both)} cells."
-        return Finding("agreement", text, verdict="breaks")
+        return Finding("agreement", text, verdict="breaks", evidence=Evidence.BITS)
     text = f"Hook and patch gave the same answers in all of **{len(both)}** cells."
-    return Finding("agreement", text)
+    return Finding("agreement", text, evidence=Evidence.BITS)
 
 
 def _bare(table: pd.DataFrame) -> str:

@@ -14,13 +14,14 @@ import inspect
 import json
 import pstats
 import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import pandas as pd
 import torch
@@ -34,7 +35,8 @@ import hooks_impl
 import patch_impl
 from experiments import UserError
 from experiments.audit import LEFT, OPEN, REACHES, RUNNING, audit, differences, snapshot
-from experiments.framework.experiment import Contrast, Experiment, Finding, Related, Tables
+from experiments.framework.evidence import Evidence
+from experiments.framework.experiment import Claim, Contrast, Experiment, Finding, Related, Tables
 from experiments.framework.heatmap import draw_cells
 from experiments.framework.plots import new_figure, style
 from experiments.framework.tables import ResultTable
@@ -456,8 +458,12 @@ class Intrusiveness(Experiment[Options]):
         "them an error and an interrupt. Other versions of the libraries may touch other entries, "
         "and what C++ hides from Python is not seen."
     )
+    evidence = Evidence.STATE
     full = quick = Options()
     left_out = "what a mechanism touches is the same on every model; `make study` tells"
+    claims: ClassVar = {
+        "left": Claim(Options(environment=(Path(sys.prefix),))),
+    }
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         """Everything about every mechanism, and about the libraries that environments have.

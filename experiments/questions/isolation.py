@@ -10,13 +10,14 @@ is put back from outside before the next.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from threading import Thread
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import pandas as pd
 import torch
@@ -28,7 +29,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl
 import patch_impl
-from experiments.framework.experiment import Contrast, Experiment, Finding, Tables
+from experiments.framework.evidence import Evidence
+from experiments.framework.experiment import Claim, Contrast, Experiment, Finding, Tables
 from experiments.framework.heatmap import OutcomeMatrix
 from experiments.framework.options import one_of
 from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
@@ -246,7 +248,9 @@ def cache_filled_before(mechanism: Mechanism, make: Make) -> list[Seen]:
     """A whole cache that is decoded inside, and further after."""
     model = make(0)
     expected = _decoded_around(model, nullcontext())
-    got = _decoded_around(model, mechanism.press(RATIO)(model))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* evicted nothing", RuntimeWarning)  # as it should
+        got = _decoded_around(model, mechanism.press(RATIO)(model))
     return [Seen(expected[0], got[0], expected[1], got[1])]
 
 
@@ -398,9 +402,9 @@ def try_out(mechanism: Mechanism, situation: str, family: str = "llama") -> dict
 
 _LOOKS = {
     UNTOUCHED: ("\N{MIDDLE DOT}", "#e3eef4"),
-    RECOVERS: ("inside", "#f3c969"),
-    FOR_GOOD: ("stays", "#D55E00"),
-    ERROR: ("error", "#444444"),
+    RECOVERS: ("in", "#f3c969"),
+    FOR_GOOD: ("on", "#D55E00"),
+    ERROR: ("!", "#444444"),
 }
 
 
@@ -420,7 +424,11 @@ class Isolation(Experiment[Options]):
         "hooks and patches are tried in their plainest form; with more code, some could tell "
         "whose call they are in."
     )
+    evidence = Evidence.BITS
     full = quick = Options()
+    claims: ClassVar = {
+        "bystanders": Claim(quick),
+    }
 
     def on(self, own: OwnModel) -> Planned[Options]:
         if own.model_type not in FAMILIES:

@@ -8,9 +8,8 @@ was learned about the model lies beside it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from typing import Annotated, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import pandas as pd
 import torch
@@ -25,9 +24,10 @@ from transformers import PreTrainedModel
 
 import hooks_impl
 from experiments import UserError
-from experiments.framework.experiment import Experiment, Finding, Related, Tables
-from experiments.framework.intervals import wilson
-from experiments.framework.options import Device, Dtype
+from experiments.framework.evidence import Evidence
+from experiments.framework.experiment import Claim, Experiment, Finding, Related, Tables
+from experiments.framework.intervals import METHOD, bracket, mean_interval
+from experiments.framework.options import Device, Dtype, Mechanism
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.plots import (
     CELL_INK,
@@ -50,8 +50,9 @@ from experiments.testbed.asking import (
 )
 from experiments.testbed.facts import draw
 from experiments.testbed.recipes import MECHANISMS, WRAPPED, press_name, recipe
-from press_core import Press, PressError
-from press_core.select import n_kept
+from press_core import PressError
+from press_core.budget import n_kept
+from press_core.scope import InstalledPress
 
 NOT_COMPARED: dict[str, str] = {
     "ComposedPress": "a combination of presses that are compared by themselves",
@@ -74,13 +75,6 @@ NEEDS_QUESTION = ("FinchPress",)
 _PROTOCOLS = {UNSEEN: answer_unseen, SEEN: answer_seen}
 
 
-class Mechanism(str, Enum):
-    """How a press gets at the model."""
-
-    HOOK = "hook"
-    PATCH = "patch"
-
-
 @dataclass(frozen=True)
 class Options:
     """Who answers which questions."""
@@ -95,7 +89,7 @@ class Options:
     ratio: Annotated[
         tuple[float, ...],
         typer.Option(help="Share of the tokens to evict, in [0, 1); repeat it for several."),
-    ] = (0.0, 0.5, 0.8, 0.9)
+    ] = (0.0, 0.8, 0.9)
     samples: Annotated[int, typer.Option(min=1, help="Contexts compressed without a question.")] = (
         Task.samples
     )
@@ -127,7 +121,7 @@ class Condition(NamedTuple):
     mechanism: str
     ratio: float
 
-    def make(self, length: int) -> Press | None:
+    def make(self, length: int) -> InstalledPress | None:
         """The press for contexts of `length` tokens, None where there is none.
 
         Raises:
@@ -195,7 +189,7 @@ def measure(
 
     Returns:
         `quality`: a row per condition and kind of question; shares in [0, 1], `low` and `high` the
-        95% Wilson interval. `quality_agreement`: per press, ratio and kind of question that both
+        interval over contexts. `quality_agreement`: per press, ratio and kind of question that both
         mechanisms answered, how many answers (tokens) are the same.
     """
     batches = {question: task.batches(question) for question in _PROTOCOLS}
@@ -206,12 +200,12 @@ def measure(
         press, answer = condition.make(task.context), _PROTOCOLS[question]
         answers = torch.cat([answer(model, press, batch) for batch in batches[question]])
         truth = torch.cat([b.answer_ids[:, : answers.shape[1]] for b in batches[question]])
-        right, total = int((answers == truth).sum()), truth.numel()
-        low, high = wilson(right, total)
+        right = (answers == truth).double().mean(dim=1)  # of each context
+        low, high = mean_interval(right)
         rows.append(
             condition._asdict()
-            | {"question": question, "accuracy": right / total, "low": low, "high": high}
-            | {"samples": len(truth), "answers": total}
+            | {"question": question, "accuracy": float(right.mean()), "low": low, "high": high}
+            | {"samples": len(truth), "answers": truth.numel()}
             | {"context": task.context, "facts": task.facts, "model": model_name}
         )
         key = condition.press, condition.ratio, question
@@ -271,8 +265,8 @@ def _figure(quality: pd.DataFrame, agreement: pd.DataFrame) -> Figure:
         axes[0].set_yticks([i + 0.5 for i in range(len(names))], map(press_label, names))
         axes[0].set_ylim(len(names), 0)
     figure.set_label(
-        "Right answers in % with half the width of their 95% interval, by press and share of the "
-        "tokens evicted, the question unseen (left) and seen (right) by the press"
+        "Right answers in %, by press and share of the tokens evicted, the question unseen (left) "
+        "and seen (right) by the press"
         + (": framed where hook and patch differ" if _differ(agreement) else "")
     )
     return figure
@@ -292,7 +286,7 @@ def _draw_panel(panel: Axes, quality: pd.DataFrame, names: list[str], ratios: li
     for row in records:
         place = ratios.index(row["ratio"]) + 0.5, names.index(row["press"]) + 0.5
         colour = "white" if row["accuracy"] > 0.6 else CELL_INK
-        text = _text(row["accuracy"], row["low"], row["high"])
+        text = f"{row['accuracy']:.0%}"
         panel.text(*place, text, ha="center", va="center", fontsize=7.5, color=colour)
 
 
@@ -309,7 +303,7 @@ def _by_accuracy(quality: pd.DataFrame) -> list[str]:
 
 
 def _text(accuracy: float, low: float, high: float) -> str:
-    return f"{100 * accuracy:.0f} ±{50 * (high - low):.0f}"
+    return f"{100 * accuracy:.0f}{bracket(100 * low, 100 * high, '.0f')}"
 
 
 def _table(quality: pd.DataFrame) -> ResultTable:
@@ -341,7 +335,8 @@ def _note(quality: pd.DataFrame) -> str:
     first = quality.iloc[0]
     text = (
         f"Right answers in % of `{first['model']}` about contexts of {first['context']} words with "
-        f"{first['facts']} facts, by whether the press saw the question; ± half the 95% interval."
+        f"{first['facts']} facts, by whether the press saw the question, with {METHOD} over "
+        "contexts (none where all contexts agree)."
     )
     bare = quality[quality["press"] == NO_PRESS].set_index("question")["accuracy"]
     if bare.empty:
@@ -380,7 +375,7 @@ def _finding_on_agreement(agreement: pd.DataFrame) -> Finding:
         return Finding("agreement", "**1** mechanism was measured: there is nothing to compare.")
     text = f"Hook and patch gave different answers to **{differ:,}** of {total:,} questions."
     need = "get the same answers from either mechanism"
-    return Finding("agreement", text, need, "breaks" if differ else "works")
+    return Finding("agreement", text, need, "breaks" if differ else "works", Evidence.BITS)
 
 
 def _sentence_on_best(quality: pd.DataFrame) -> Iterator[str]:
@@ -455,8 +450,12 @@ class Quality(Experiment[Options]):
         "one task, in which a fact is two tokens; larger models spread what they know over more "
         "of them."
     )
+    evidence = Evidence.MODEL
     full = Options()
-    quick = Options(ratio=(0.0, 0.8), samples=6, seen_samples=4)
+    quick = Options(ratio=(0.0, 0.8), samples=6, seen_samples=6)
+    claims: ClassVar = {
+        "agreement": Claim(replace(quick, press=("SnapKVPress", "AdaKVPress", "KnormPress"))),
+    }
 
     def on(self, own: OwnModel) -> Planned[Options]:
         raise LeftOutError("its questions are in the words of facts-llama; evaluate asks in plain")

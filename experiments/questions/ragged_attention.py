@@ -1,20 +1,16 @@
 """What does attention over ragged heads cost, against as many bytes in heads of one length?
 
-Three things are timed: the attention function alone; all that a layer does with its cache, which is
-to append a token and to attend; and a whole decode step. Three caches take turns: everything, what
-is left where all heads evict as many tokens, and what is left where they share a budget. The first
-two are plain `DynamicCache`s that the model reads by itself.
+A decode step is timed on three caches, in turn: everything, what is left where all heads evict as
+many tokens, and what is left where they share a budget. The model reads the first two by itself.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib import import_module
-from time import perf_counter
 from typing import Annotated, Any
 
 import numpy as np
@@ -25,20 +21,28 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from rich.progress import Progress
-from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from attention_patch import headwise
-from attention_patch.kernels import attend
 from experiments import UserError
+from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Experiment, Finding, Tables
-from experiments.framework.intervals import median_interval
+from experiments.framework.intervals import METHOD, bracket, median_interval
 from experiments.framework.options import at_least, checked_positive_share, several
 from experiments.framework.plots import MUTED, new_figure, press_colour, style
 from experiments.framework.tables import ResultTable
-from experiments.framework.timing import threads
-from press_core import AttentionSite, RaggedLayer, attention_sites, cache_nbytes
-from press_core.presses.adakv import shared_budget
-from press_core.select import n_kept
+from experiments.framework.timing import in_turn, threads
+from experiments.testbed.decoding import (
+    FULL,
+    UNIFORM,
+    Decoder,
+    Held,
+    full_cache,
+    head_budgets,
+    uniform_cache,
+)
+from experiments.testbed.variants import evicted
+from press_core import cache_nbytes
 
 LAYERS = 4
 """Of the model: enough that the processor does not hold the whole cache in its own."""
@@ -50,9 +54,10 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
 }
 """Families whose attention differs, and what makes all their layers attend to everything."""
 
-FULL, UNIFORM, RAGGED = "full", "uniform", "ragged"
+RAGGED = "ragged"
 LONG, MANY, LARGE = 4096, 32, "4,096 tokens or 32 heads"
-ALONE, LAYER, STEP = "attention", "layer", "step"
+STEP = "step"
+"""What is timed."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ class Effort:
         most_bytes: of the full cache; cases that need more are left out.
     """
 
-    rounds: int = 15
+    rounds: int = 6
     repeats: int = 3
     most_bytes: int = 2**29
 
@@ -108,16 +113,16 @@ def cases(
 def measure(
     asked: Iterable[Case], effort: Effort = Effort(), advance: Callable[[], object] = lambda: None
 ) -> pd.DataFrame:
-    """Times of all cases, one row per case, thing timed and cache it is compared with.
+    """Times of all cases, one row per case and cache that the ragged one is compared with.
 
     Args:
         advance: called after each case.
 
     Returns:
-        The columns of `Case`; `timed`; `against` (the cache that the ragged one is compared with);
-        `time`, the median over rounds of the ratio to it, with `low` and `high`, its 95% interval;
-        `quickest`, the ratio of the quickest runs; `us`, the ragged cache's quickest microseconds
-        per layer, for context; `bytes`, the ragged cache's over those of the full one.
+        The columns of `Case`; `timed`; `against` (what it is compared with); `time`, the median
+        over rounds of the ratio to it, with `low` and `high`, its interval; `quickest`, the
+        ratio of the quickest runs; `us`, the ragged cache's quickest microseconds per layer, for
+        context; `bytes`, the ragged cache's over those of the full one.
     """
     rows: list[dict[str, Any]] = []
     for case in asked:
@@ -131,147 +136,30 @@ def measure(
 
 @torch.inference_mode()
 def _rows(case: Case, effort: Effort) -> Iterator[dict[str, Any]]:
-    bench = _Bench(case)
-    n_bytes = bench.bytes[RAGGED] / bench.bytes[FULL]
-    for timed, run in ((ALONE, bench.alone), (LAYER, bench.layer), (STEP, bench.step)):
-        seconds = _in_turn(bench, {name: run(name) for name in bench.caches}, effort)
-        ragged = seconds[RAGGED]
-        for against in (UNIFORM, FULL):
-            ratios = ragged / seconds[against]
-            low, high = median_interval(ratios)
-            yield (
-                asdict(case)
-                | {"timed": timed, "against": against}
-                | {"time": float(np.median(ratios)), "low": low, "high": high}
-                | {"quickest": float(ragged.min() / seconds[against].min())}
-                | {"us": 1e6 * float(ragged.min()) / LAYERS, "bytes": n_bytes}
-            )
-
-
-def _in_turn(
-    bench: _Bench, runs: dict[str, Callable[[], None]], effort: Effort
-) -> dict[str, np.ndarray[Any, Any]]:
-    """Seconds of each, `(rounds,)`."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(effort.rounds + 1):
-        for name, run in runs.items():
-            with bench.opened(name):
-                times[name].append(min(_seconds(run) for _ in range(effort.repeats)))
-    return {name: np.array(seconds[1:]) for name, seconds in times.items()}
-
-
-def _seconds(run: Callable[[], None]) -> float:
-    start = perf_counter()
-    run()
-    return perf_counter() - start
-
-
-class _Bench:
-    """A model with several layers, so that no layer's cache is left in the processor's own."""
-
-    def __init__(self, case: Case) -> None:
-        torch.manual_seed(0)
-        self.case = case
-        self.model = _model(case)
-        self.sites = attention_sites(self.model)
-        self.caches = self._caches()
-        self.bytes = {name: cache_nbytes(cache) for name, cache in self.caches.items()}
-        one = case.batch, case.kv_heads, 1, case.head_dim
-        self.query = torch.randn(case.batch, case.kv_heads * case.group, 1, case.head_dim)
-        self.new = torch.randn(one), torch.randn(one)
-        self.token = torch.ones(case.batch, 1, dtype=torch.int64)
-
-    def _caches(self) -> dict[str, Cache]:
-        case = self.case
-        full, uniform, ragged = (DynamicCache(config=self.model.config) for _ in range(3))
-        shape = case.batch, case.kv_heads, case.context, case.head_dim
-        n = n_kept(case.context, case.ratio)
-        of_heads = 0.75 + 0.5 * torch.rand(*shape[:2], 1)
-        chosen = shared_budget(torch.rand(shape[:3]) * of_heads, n, alpha_safeguard=0.2)
-        positions = torch.arange(case.context).view(1, 1, -1)
-        for site in self.sites:
-            keys, values = torch.randn(shape), torch.randn(shape)
-            full.update(keys, values, site.layer_idx)
-            uniform.update(keys[:, :, :n].clone(), values[:, :, :n].clone(), site.layer_idx)
-            layer = RaggedLayer.of(keys, values, chosen, positions, case.context)
-            ragged.layers[site.layer_idx] = layer
-        return {FULL: full, UNIFORM: uniform, RAGGED: ragged}
-
-    def opened(self, name: str) -> AbstractContextManager[Any]:
-        """The scope that a cache is decoded in."""
-        return headwise(self.model) if name == RAGGED else nullcontext()
-
-    def alone(self, name: str) -> Callable[[], None]:
-        """The attention function, of all layers."""
-        calls = [
-            self._attention(site, self.caches[name].layers[site.layer_idx]) for site in self.sites
-        ]
-        if name == RAGGED:  # attention comes after the token of the call
-            for site in self.sites:
-                self._append(self.caches[name].layers[site.layer_idx])
-
-        def run() -> None:
-            for call in calls:
-                call()
-
-        return run
-
-    def layer(self, name: str) -> Callable[[], None]:
-        """Appending a token and attending, of all layers."""
-        layers = [self.caches[name].layers[site.layer_idx] for site in self.sites]
-
-        def run() -> None:
-            for site, layer in zip(self.sites, layers, strict=True):
-                with _restored(layer):
-                    self._append(layer)
-                    self._attention(site, layer)()
-
-        return run
-
-    def step(self, name: str) -> Callable[[], None]:
-        """A decode step of the whole model."""
-        cache = self.caches[name]
-
-        def run() -> None:
-            with _restored(*cache.layers):
-                self.model(input_ids=self.token, past_key_values=cache)
-
-        return run
-
-    def _append(self, layer: Any) -> None:
-        if isinstance(layer, RaggedLayer):
-            layer.allow_update(_Open())
-        layer.update(*self.new)
-
-    def _attention(self, site: AttentionSite, layer: Any) -> Callable[[], Any]:
-        module, query = site.module, self.query
-        if isinstance(layer, RaggedLayer):
-            return lambda: attend(site, layer, None, None, module, query, *self.new, None)
-        modeling = import_module(type(module).__module__)
-        own = modeling.eager_attention_forward
-        function = site.interface.get_interface(site.attn_implementation, own)
-        more = {} if site.softcap is None else {"softcap": site.softcap}
-        return lambda: function(
-            module, query, layer.keys, layer.values, None, scaling=site.scaling, **more
+    torch.manual_seed(0)
+    model = _model(case)
+    full = full_cache(model, case.context, case.batch)
+    ragged = evicted(full, head_budgets(full, case.ratio))
+    caches = {
+        FULL: Held(full, nullcontext),
+        UNIFORM: Held(uniform_cache(full, case.ratio), nullcontext),
+        RAGGED: Held(ragged, partial(headwise, model)),
+    }
+    n_bytes = cache_nbytes(ragged) / cache_nbytes(full)
+    decoder = Decoder(model, case.context, case.batch)
+    scopes = {name: partial(decoder.turn, held) for name, held in caches.items()}
+    run = partial(in_turn, scopes, decoder.step, prepare=decoder.restore)
+    seconds = run(rounds=effort.rounds, repeats=effort.repeats)
+    for against in (UNIFORM, FULL):
+        ratios = seconds[RAGGED] / seconds[against]
+        low, high = median_interval(ratios)
+        yield (
+            asdict(case)
+            | {"timed": STEP, "against": against}
+            | {"time": float(np.median(ratios)), "low": low, "high": high}
+            | {"quickest": float(seconds[RAGGED].min() / seconds[against].min())}
+            | {"us": 1e6 * float(seconds[RAGGED].min()) / LAYERS, "bytes": n_bytes}
         )
-
-
-class _Open:
-    """Stands for the scope that lets a layer grow, where none is timed."""
-
-    is_open = True
-
-
-@contextmanager
-def _restored(*layers: Any) -> Iterator[None]:
-    """Takes away what is appended inside."""
-    before = [(layer.keys, layer.values, layer.get_seq_length()) for layer in layers]
-    yield
-    for layer, (keys, values, length) in zip(layers, before, strict=True):
-        if isinstance(layer, RaggedLayer):
-            layer.crop(length - layer.get_seq_length())
-        else:
-            layer.keys, layer.values = keys, values
 
 
 def _model(case: Case) -> PreTrainedModel:
@@ -310,7 +198,7 @@ class Options:
 
     family: Annotated[
         tuple[str, ...], several(str, f"Family: {', '.join(_OF_FAMILY)}.", _checked_family)
-    ] = tuple(_OF_FAMILY)
+    ] = ("llama", "gpt_oss")
     batch: Annotated[tuple[int, ...], several(int, "Rows.", at_least(1))] = (1, 8)
     heads: Annotated[
         tuple[str, ...], several(str, "KV heads x queries of each x channels, such as 8x4x128.")
@@ -318,14 +206,13 @@ class Options:
     context: Annotated[tuple[int, ...], several(int, "Tokens in the cache.", at_least(16))] = (
         1024,
         4096,
-        16384,
     )
     ratio: Annotated[
         tuple[float, ...],
         several(float, "Share of the tokens to evict, in (0, 1).", checked_positive_share),
-    ] = (0.5, 0.8, 0.9)
-    threads: Annotated[tuple[int, ...], several(int, "Threads of torch.", at_least(1))] = (1, 2)
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all take their turn.")] = 5
+    ] = (0.8,)
+    threads: Annotated[tuple[int, ...], several(int, "Threads of torch.", at_least(1))] = (1,)
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all take their turn.")] = 6
 
     @property
     def cases(self) -> list[Case]:
@@ -359,11 +246,11 @@ class RaggedAttention(Experiment[Options]):
     )
     method = (
         "Caches of random numbers take turns in a model of four layers: everything, what is left "
-        "where all heads evict as many tokens, and what is left where they share a budget. Timed "
-        "are the attention function alone, with the appending of a token, and a whole decode step. "
-        "The models are narrow, so that a step is mostly attention; in a wide one it matters less. "
-        "Cases whose whole cache takes more than half a GiB are left out."
+        "where all heads evict as many tokens, and what is left where they share a budget. A step "
+        "is timed on each. The models are narrow, so that a step is mostly attention; in a wide "
+        "one it matters less. Cases whose whole cache takes more than half a GiB are left out."
     )
+    evidence = Evidence.TIME
     full = Options()
     quick = Options(
         family=("llama",),
@@ -390,28 +277,25 @@ class RaggedAttention(Experiment[Options]):
         steps = _steps(tables[self.name])
         large = (steps["context"] >= LONG) | (steps["batch"] * steps["kv_heads"] >= MANY)
         uniform, full = (steps["against"] == against for against in (UNIFORM, FULL))
-        step = "a step over ragged heads takes"
         told = (
-            (
-                "large",
-                large & uniform,
-                f"From {LARGE} on, {step}",
-                "over even ones",
-            ),
-            ("small", ~large & uniform, f"Below {LARGE}, {step}", "over even ones"),
-            (FULL, full, step.capitalize(), "over the full cache"),
+            ("large", large & uniform, f"From {LARGE} on,", "over even ones"),
+            ("small", ~large & uniform, f"Below {LARGE},", "over even ones"),
+            (FULL, full, "In all,", "over the full cache"),
         )
         found = []
         for key, chosen, begins, held in told:
-            times = steps.loc[chosen, "time"]
-            if not times.empty:
-                span = f"{times.min():.2f} to {times.max():.2f}"
-                text = f"{begins} **{times.median():.2f}** times as long as {held} ({span})."
+            cases = steps[chosen]
+            if not cases.empty:
+                quicker = int((cases["high"] < 1).sum())
+                text = (
+                    f"{begins} a step over ragged heads is quicker than one {held} in "
+                    f"**{quicker}** of {len(cases)} cases."
+                )
                 found.append(Finding(key, text))
         return found
 
     def views(self, tables: Tables) -> list[ResultTable]:
-        table = tables[self.name].sort_values("ratio", kind="stable")
+        table = _steps(tables[self.name]).sort_values("ratio", kind="stable")
         keys = [name for name in Case.__dataclass_fields__ if name != "ratio"]
         ratios = table["ratio"].unique()
         rows = []
@@ -419,14 +303,13 @@ class RaggedAttention(Experiment[Options]):
             family, batch, kv_heads, group, head_dim, context, n_threads = case
             heads = f"{kv_heads}x{group}x{head_dim}"
             line = [family, str(batch), heads, f"{context:,}", str(n_threads)]
-            rows.append([*line, *(_cell(own, *column, ratios) for column in _COLUMNS)])
-        columns = [f"{timed} / {against}" for timed, against in _COLUMNS]
+            rows.append([*line, *(_cell(own, against, ratios) for against in (UNIFORM, FULL))])
         note = (
             "Ragged heads over as many bytes in heads of one length (uniform) and over everything "
-            f"(full), with {', '.join(f'{ratio:.0%}' for ratio in ratios)} evicted: medians over "
-            "rounds."
+            f"(full), with {', '.join(f'{ratio:.0%}' for ratio in ratios)} evicted: medians, with "
+            f"{METHOD} over rounds; quicker or slower where that leaves out 1."
         )
-        head = ["family", "batch", "heads", "tokens", "threads", *columns]
+        head = ["family", "batch", "heads", "tokens", "threads", "step / uniform", "step / full"]
         return [ResultTable(note, head, rows, left=3)]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
@@ -443,17 +326,15 @@ class RaggedAttention(Experiment[Options]):
         return {self.name: figure}
 
 
-_COLUMNS = ((ALONE, UNIFORM), (LAYER, UNIFORM), (STEP, UNIFORM), (STEP, FULL))
-
-
-def _cell(own: pd.DataFrame, timed: str, against: str, ratios: Iterable[float]) -> str:
+def _cell(own: pd.DataFrame, against: str, ratios: Iterable[float]) -> str:
     """The times of a case, ratio by ratio."""
-    rows = own[(own["timed"] == timed) & (own["against"] == against)]
-    times = rows.set_index("ratio")["time"].reindex(list(ratios))
-    return " · ".join("-" if pd.isna(time) else f"{time:.2f}" for time in times)
+    cases = own[own["against"] == against].set_index("ratio").reindex(list(ratios))
+    rows = cases[["time", "low", "high"]].itertuples(index=False)
+    return " · ".join("-" if pd.isna(t) else f"{t:.2f}{bracket(*ends)}" for t, *ends in rows)
 
 
 def _steps(table: pd.DataFrame) -> pd.DataFrame:
+    """Of a table that may hold times of parts of a step, too."""
     return table[table["timed"] == STEP]
 
 

@@ -24,14 +24,14 @@ by their quickest tenth, which nothing has interrupted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -46,8 +46,10 @@ from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, PreTrainedModel
 
 from experiments import UserError
-from experiments.framework.experiment import Experiment, Finding, Related, Tables
-from experiments.framework.options import Device, Dtype
+from experiments.framework.evidence import Evidence
+from experiments.framework.experiment import Claim, Experiment, Finding, Related, Tables
+from experiments.framework.intervals import LEAST, METHOD, bracket, mean_interval
+from experiments.framework.options import Device, Dtype, Mechanism
 from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import (
     INK,
@@ -64,10 +66,14 @@ from experiments.loading import load_model, short_name
 from experiments.testbed.recipes import MECHANISMS
 from experiments.testbed.sinks import attention_to_first, heads_figure, heads_table
 from experiments.testbed.stdlib_text import token_stream
-from press_core import Press, cache_nbytes, kept_lengths
+from press_core import cache_nbytes, kept_lengths
+from press_core.scope import InstalledPress
 
 FULL, WINDOW, SINKS, RECOMPUTED = "full cache", "window", "sinks + window", "window, recomputed"
 ORIGINAL, IN_CACHE = "original", "in-cache"
+
+UNTRAINED = 0.95
+"""Share of the loss of a uniform guess from which a model counts as predicting nothing."""
 
 BROKEN = 0.1
 """Nats per token above a recomputed window from which a stream counts as broken: its perplexity is
@@ -97,13 +103,6 @@ STREAMED = (Bound(FULL), Bound(WINDOW), AS_THEY_WERE, HELD)
 COMPARED = Bound(RECOMPUTED, IN_CACHE)
 
 
-class Mechanism(str, Enum):
-    """What installs the presses."""
-
-    HOOK = "hook"
-    PATCH = "patch"
-
-
 @dataclass(frozen=True)
 class Options:
     """What is streamed, and through what."""
@@ -111,7 +110,7 @@ class Options:
     model: Annotated[
         str, typer.Option(help="Shipped model, folder or hub id, such as EleutherAI/pythia-160m.")
     ] = "stdlib-neox-sink"
-    tokens: Annotated[int, typer.Option(min=2, help="Length of the streams.")] = 20_000
+    tokens: Annotated[int, typer.Option(min=2, help="Length of the streams.")] = 12_000
     capacity: Annotated[
         int | None,
         typer.Option(
@@ -157,18 +156,18 @@ class Size:
     capacity: int = 255
     full: int = 1024
     n_sink: int = Options.n_sink
-    stretch: int = 128
+    stretch: int = 64
 
     @property
     def shortest(self) -> int:
-        """Tokens of which bounded caches evict some for two stretches and more."""
-        return self.capacity + 3 * self.stretch
+        """Tokens of which bounded caches evict some for `LEAST` stretches and more."""
+        return self.capacity + (LEAST + 1) * self.stretch
 
-    def press(self, bound: Bound, mechanism: str = "hook") -> Press | None:
+    def press(self, bound: Bound, mechanism: str = "hook") -> InstalledPress | None:
         """What bounds the cache; None for a full one."""
         if bound.cache == FULL:
             return None
-        press: Press = MECHANISMS[mechanism]["StreamingLLMDecodingPress"](
+        press: InstalledPress = MECHANISMS[mechanism]["StreamingLLMDecodingPress"](
             max_capacity=self.capacity,
             n_sink=self.n_sink if bound.cache == SINKS else 0,
             rerotate=bound.positions == IN_CACHE,
@@ -252,7 +251,7 @@ class Stream:
         cache: what is held of them.
     """
 
-    def __init__(self, model: PreTrainedModel, text: Text, press: Press | None) -> None:
+    def __init__(self, model: PreTrainedModel, text: Text, press: InstalledPress | None) -> None:
         self.model, self.press = model, press
         self.ids, self.targets = text.ids.to(model.device), text.targets.to(model.device)
         self.position, self.cache = 0, DynamicCache()
@@ -348,6 +347,7 @@ def stream_text(
     ]
     setting: dict[str, Any] = {"model": model_name, "mechanism": mechanism}
     setting |= {"capacity": size.capacity, "n_sink": size.n_sink}
+    setting["guessing"] = math.log(model.config.get_text_config().vocab_size)
     attention = attention_to_first(model, windows_of(text, size.capacity + 1))
     return {
         "streaming": pd.DataFrame([setting | row for row in rows]),
@@ -397,7 +397,7 @@ def size_for(model: PreTrainedModel, options: Options) -> Size:
         min(trained, 1024) - 1 if options.capacity is None else options.capacity,
         4 * trained if options.full is None else options.full,
         options.n_sink,
-        max(128, options.tokens // 80),
+        max(64, options.tokens // 80),
     )
     if size.tokens < size.shortest:
         raise UserError(
@@ -413,28 +413,44 @@ def size_for(model: PreTrainedModel, options: Options) -> Size:
 # ---- reading the tables --------------------------------------------------------------------------
 
 
-class Mean(NamedTuple):
-    """A mean over stretches, and its standard error."""
+class Above(NamedTuple):
+    """Nats per token above a recomputed window: a mean over stretches, and its interval."""
 
-    value: float
-    error: float
+    mean: float
+    low: float
+    high: float
 
-    def is_more_than(self, threshold: float) -> bool:
-        """Whether it is above `threshold` by three standard errors."""
-        return self.value - 3 * self.error > threshold
+    @property
+    def verdict(self) -> Literal["works", "breaks"] | None:
+        """Whether the whole interval is on one side of `BROKEN`; None if it is on both."""
+        if self.low > BROKEN:
+            return "breaks"
+        return "works" if self.high < BROKEN else None
+
+    @property
+    def told(self) -> str:
+        """The verdict as a verb; empty if nothing is known."""
+        if np.isnan(self.mean):
+            return ""
+        verbs = {"works": "holds", "breaks": "breaks", None: "is undecided"}
+        return verbs[self.verdict]
+
+    @property
+    def bold(self) -> str:
+        """The mean in bold, and its interval."""
+        return f"**{self.mean:+.3f}**{bracket(self.low, self.high, '+.3f')}"
 
     def __str__(self) -> str:
-        return f"{self.value:+.3f} ± {self.error:.3f}"
+        return "" if np.isnan(self.mean) else self.bold.replace("*", "")
 
 
-def _above(streaming: pd.DataFrame, bound: Bound) -> Mean:
+def _above(streaming: pd.DataFrame, bound: Bound) -> Above:
     """By how many nats its loss is above that of a recomputed window, once tokens are evicted."""
     compared = bound, COMPARED
     losses = [_evicting(_of(streaming, of)).set_index("first")["loss"] for of in compared]
     difference = (losses[0] - losses[1]).dropna().to_numpy()
-    if len(difference) < 2:
-        return Mean(float(difference.mean()) if len(difference) else np.nan, np.nan)
-    return Mean(float(difference.mean()), float(difference.std(ddof=1) / len(difference) ** 0.5))
+    mean = float(difference.mean()) if len(difference) else np.nan
+    return Above(mean, *mean_interval(difference))
 
 
 def _of(streaming: pd.DataFrame, bound: Bound) -> pd.DataFrame:
@@ -474,9 +490,9 @@ def _losses_table(streaming: pd.DataFrame) -> ResultTable:
         f"{first['model']}, {streaming['end'].max():,} tokens one by one (full cache: "
         f"{_of(streaming, STREAMED[0])['end'].max():,}); bounded caches hold {first['capacity']} "
         f"tokens, with sinks the first {first['n_sink']} among them. Nats per token before and "
-        "after tokens are evicted, the perplexity after, and by how much each stretch is above a "
-        f"recomputed window, with its standard error; more than {BROKEN} by three of them is "
-        "broken:"
+        "after tokens are evicted, the perplexity after, and by how much it is above a "
+        f"recomputed window, with {METHOD} over stretches; an interval above {BROKEN} is broken, "
+        "one on both sides undecided:"
     )
     head = ["cache", "before", "after", "perplexity", "above recomputed", "verdict"]
     return ResultTable(note, head, [_loss_line(streaming, of) for of in (*STREAMED, COMPARED)])
@@ -502,7 +518,7 @@ def _loss_line(streaming: pd.DataFrame, bound: Bound) -> list[str]:
     if bound == COMPARED:
         return [*line, "", ""]
     above = _above(streaming, bound)
-    return [*line, str(above), _told(above)]
+    return [*line, str(above), above.told]
 
 
 def _cost_line(streaming: pd.DataFrame, bound: Bound) -> list[str]:
@@ -607,35 +623,41 @@ def find_sinks(streaming: pd.DataFrame) -> list[Finding]:
     Nothing if no word of the text is known.
     """
     window, held, kept = (_above(streaming, of) for of in (Bound(WINDOW), HELD, AS_THEY_WERE))
-    if np.isnan(held.value):
+    if np.isnan(held.mean):
         return []
+    if _is_untrained(streaming):
+        loss, guess = _mean_loss(_of(streaming, COMPARED)), streaming["guessing"].iloc[0]
+        untrained = (
+            f"The model predicts the text no better than a uniform guess (**{loss:.2f}** nats per "
+            f"token against {guess:.2f}), so a stream has nothing to lose."
+        )
+        return [Finding("sinks", untrained)]
     n_sink = streaming["n_sink"].iloc[0]
     sinks = (
-        f"A window that keeps its first {n_sink} tokens, with in-cache positions, {_told(held)} "
-        f"over {streaming['end'].max():,} tokens: **{held.value:+.3f}** ± {held.error:.3f} nats "
-        "per token above a recomputed one."
+        f"A window with its first {n_sink} tokens, at in-cache positions, {held.told} over "
+        f"{streaming['end'].max():,} tokens: {held.bold} nats per token above a recomputed one."
     )
     alone = (
-        f"A window alone {_told(window)}: **{window.value:+.3f}** ± {window.error:.3f} nats per "
+        f"A window alone {window.told}: {window.bold} nats per "
         f"token above a recomputed one, where more than {BROKEN} is broken."
     )
     positions = (
-        f"With the same tokens at their original positions the window {_told(kept)}: "
-        f"**{kept.value:+.3f}** ± {kept.error:.3f} nats per token."
+        f"With the same tokens at their original positions the window {kept.told}: "
+        f"{kept.bold} nats per token."
     )
     return [
-        Finding("sinks", sinks, "stream past the trained length", _verdict(held)),
-        Finding("window", alone, "stream without the first tokens", _verdict(window)),
-        Finding("positions", positions, "stream with original positions", _verdict(kept)),
+        Finding("sinks", sinks, "stream past the trained length", held.verdict),
+        Finding("window", alone, "stream without the first tokens", window.verdict),
+        Finding("positions", positions, "stream with original positions", kept.verdict),
     ]
 
 
-def _told(above: Mean) -> str:
-    return "breaks" if above.is_more_than(BROKEN) else "holds"
-
-
-def _verdict(above: Mean) -> Literal["works", "breaks"]:
-    return "breaks" if above.is_more_than(BROKEN) else "works"
+def _is_untrained(streaming: pd.DataFrame) -> bool:
+    """Whether the model predicts next to nothing, so that no cache can make it worse."""
+    if "guessing" not in streaming:  # tables of earlier versions
+        return False
+    loss = _mean_loss(_of(streaming, COMPARED))
+    return bool(loss > UNTRAINED * streaming["guessing"].iloc[0])
 
 
 def find_attention(attention: pd.DataFrame) -> Finding:
@@ -659,11 +681,10 @@ def find_pace(streaming: pd.DataFrame) -> list[Finding]:
         f"long as those of the second in bounded caches, {full:.2f} in a full one."
     )
     growth = f"While they evict, the bytes of bounded caches become **{grown:.2f}** times as many."
+    stays: Literal["works", "breaks"] = "works" if grown < 1.05 else "breaks"
     return [
-        Finding("pace", pace),
-        Finding(
-            "growth", growth, "bound the memory of a stream", "works" if grown < 1.05 else "breaks"
-        ),
+        Finding("pace", pace, evidence=Evidence.TIME),
+        Finding("growth", growth, "bound the memory of a stream", stays, Evidence.BYTES),
     ]
 
 
@@ -681,12 +702,16 @@ class Streaming(Experiment[Options]):
         "keep the first ones too, with original positions or those in the cache. Losses are "
         "compared, stretch by stretch, with a window that is recomputed for the queries and begins "
         f"as the model's texts begin. A cache breaks if it loses more than {BROKEN} nats per token "
-        "(a perplexity about a tenth higher) by three standard errors. What a window loses depends "
+        "(a perplexity about a tenth higher) over the whole interval. What a window loses depends "
         "on what the heads pay the first token: stdlib-neox-sink was taught to pay it, as its card "
         "tells, and a model without a sink loses next to nothing."
     )
+    evidence = Evidence.MODEL
     full = Options()
     quick = Options(tokens=1024)
+    claims: ClassVar = {
+        "growth": Claim(Options(tokens=720), within=0.01),
+    }
 
     def on(self, own: OwnModel) -> Planned[Options]:
         own.opened(("StreamingLLMDecodingPress",))
@@ -703,11 +728,12 @@ class Streaming(Experiment[Options]):
 
         Returns:
             `streaming`: per cache and stretch of the text the columns `model`, `mechanism`,
-            `capacity`, `n_sink`; `cache`, `positions`; `first` and `end`, the positions it covers;
-            `loss`, mean nats per known target; `known`, how many there are; `ms`, median
-            milliseconds per token, `quick_ms`, their tenth percentile, and `quick_ms_alone`, that
-            of tokens that are read without a cache in between; `length`, tokens that the layers
-            hold afterwards, and `bytes`, what that takes (both, and times, are missing where the
+            `capacity`, `n_sink`; `guessing`, nats of a uniform guess; `cache`, `positions`; `first`
+            and `end`, the positions it covers; `loss`, mean nats per known target; `known`, how
+            many there are; `ms`, median milliseconds per token, `quick_ms`, their tenth percentile,
+            and `quick_ms_alone`, that of tokens that are read without a cache in between; `length`,
+            tokens that the layers hold afterwards, and `bytes`, what that takes (both, and times,
+            are missing where the
             window is recomputed).
             `streaming_attention`: see `sinks.attention_to_first`, and the `model`.
         """
@@ -726,7 +752,7 @@ class Streaming(Experiment[Options]):
     def related(self, tables: Tables) -> list[Related]:
         streaming = tables["streaming"]
         losses = [_above(streaming, of) for of in (Bound(WINDOW), HELD, AS_THEY_WERE)]
-        if np.isnan(losses[0].value):
+        if np.isnan(losses[0].mean) or _is_untrained(streaming):
             return []
         window, held, kept = losses
         says = (

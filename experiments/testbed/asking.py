@@ -22,8 +22,8 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from experiments import UserError
 from experiments.testbed.facts import VOCABULARY, FactBatch, draw
-from press_core import Press
 from press_core.presses.finch import Finch
+from press_core.scope import InstalledPress
 
 UNSEEN, SEEN = "unseen", "seen"
 """What a press knows of the question when it evicts."""
@@ -59,7 +59,7 @@ class Task:
 
 
 @torch.inference_mode()
-def answer_unseen(model: PreTrainedModel, press: Press | None, batch: FactBatch) -> Tensor:
+def answer_unseen(model: PreTrainedModel, press: InstalledPress | None, batch: FactBatch) -> Tensor:
     """Answers to all questions about contexts that were compressed before any was known.
 
     Each question has its own copy of the pruned cache, so that none sees another or its answer.
@@ -80,7 +80,7 @@ def answer_unseen(model: PreTrainedModel, press: Press | None, batch: FactBatch)
 
 
 @torch.inference_mode()
-def answer_seen(model: PreTrainedModel, press: Press | None, batch: FactBatch) -> Tensor:
+def answer_seen(model: PreTrainedModel, press: InstalledPress | None, batch: FactBatch) -> Tensor:
     """Answers to the first question about each context, compressed together with it.
 
     Args:
@@ -102,7 +102,7 @@ def answer_seen(model: PreTrainedModel, press: Press | None, batch: FactBatch) -
     return logits[:, -1].argmax(dim=-1, keepdim=True).cpu()
 
 
-def _scope(press: Press | None, model: PreTrainedModel) -> AbstractContextManager[Any]:
+def _scope(press: InstalledPress | None, model: PreTrainedModel) -> AbstractContextManager[Any]:
     return nullcontext() if press is None else press(model)
 
 

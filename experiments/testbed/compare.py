@@ -22,9 +22,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl
 import patch_impl
-from press_core import Press, PressError, RaggedLayer
+from press_core import PressError, RaggedLayer
+from press_core.scope import InstalledPress
 
-Presses = Press | Sequence[Press]
+Presses = InstalledPress | Sequence[InstalledPress]
 """A press, or presses for nested scopes, the outermost first."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -33,8 +34,8 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class PressPair(NamedTuple):
     """The same press with both mechanisms."""
 
-    hook: Press
-    patch: Press
+    hook: InstalledPress
+    patch: InstalledPress
 
 
 def pair(name: str, **fields: Any) -> PressPair:
@@ -124,8 +125,11 @@ class Inputs:
         if self.attention_mask is not None:
             lengths = self.attention_mask.sum(dim=-1)
         place = context.shape[1] - 1 - torch.minimum(torch.tensor(question), lengths - 1)
-        context[torch.arange(len(context)), place.clamp(max=context.shape[1] - 2)] = token_id
-        return replace(self, context=context)
+        at = torch.arange(len(context)), place.clamp(max=context.shape[1] - 2)
+        context[at], mask = token_id, self.attention_mask
+        if mask is not None:
+            mask = mask.index_put(at, torch.tensor(1))
+        return replace(self, context=context, attention_mask=mask)
 
     @property
     def n_tokens(self) -> int:

@@ -27,11 +27,12 @@ import patch_impl
 from experiments import UserError
 from experiments.framework.plots import press_label
 from experiments.testbed.compare import PressPair
-from press_core import HyperparameterError, Needs, Press, PressError
-from press_core.model.sites import attention_sites
+from press_core import HyperparameterError, Needs, PressError
+from press_core.budget import n_kept
 from press_core.presses.finch import Finch
-from press_core.presses.kvzip import KVzip, RepeatPrompts
-from press_core.select import n_kept
+from press_core.probe import attention_sites
+from press_core.replay.kvzip import KVzip, RepeatPrompts
+from press_core.scope import InstalledPress, bound_to
 
 Presses = Mapping[str, type[Any]]
 """The presses of a package by name."""
@@ -64,7 +65,7 @@ def press_name(given: str) -> str:
 # ---- recipes -------------------------------------------------------------------------------------
 
 
-def recipe(presses: Presses, name: str, ratio: float, length: int | None = None) -> Press:
+def recipe(presses: Presses, name: str, ratio: float, length: int | None = None) -> InstalledPress:
     """The press `name` of a package, so that it evicts about `ratio` of `length` tokens.
 
     A DMSPress evicts what a RandomPress scores below `ratio`, a SimLayerKVPress all but
@@ -222,7 +223,7 @@ _AMOUNTS: dict[str, Callable[[_Kitchen, float], dict[str, Any]]] = {
 """Fields that say how much is evicted, of presses that are told more than a ratio."""
 
 
-def told_delimiter(press: Press, token_id: int) -> Press:
+def told_delimiter(press: InstalledPress, token_id: int) -> InstalledPress:
     """`press`; a FinchPress with the token that ends a context."""
     return replace(press, delimiter_token_id=token_id) if isinstance(press, Finch) else press
 
@@ -243,11 +244,9 @@ def suited_pair(name: str, ratio: float, length: int, model: PreTrainedModel) ->
     return fitted_pair(pair, model)
 
 
-def _knows(press: Press, model: PreTrainedModel) -> bool:
+def _knows(press: InstalledPress, model: PreTrainedModel) -> bool:
     try:
-        resolved = press.bind(model)
-        for site in attention_sites(model):
-            resolved.check_site(site)
+        bound_to(press, model)
     except PressError:
         return False
     return True
@@ -262,11 +261,11 @@ def fitted_pair(pair: PressPair, model: PreTrainedModel) -> PressPair:
     return PressPair(*(_fitted(press, model) for press in pair))
 
 
-def _fitted(press: Press, model: PreTrainedModel) -> Press:
+def _fitted(press: InstalledPress, model: PreTrainedModel) -> InstalledPress:
     changed: dict[str, Any] = {}
     for field in fields(press):
         value = getattr(press, field.name)
-        if isinstance(value, Press):
+        if isinstance(value, InstalledPress):
             changed[field.name] = _fitted(value, model)
         elif field.name == "presses":
             changed["presses"] = [_fitted(inner, model) for inner in value]
@@ -278,7 +277,7 @@ def _fitted(press: Press, model: PreTrainedModel) -> Press:
     return replace(press, **changed)
 
 
-def _works_on(press: Press, model: PreTrainedModel) -> bool:
+def _works_on(press: InstalledPress, model: PreTrainedModel) -> bool:
     """Whether `model` has the position embeddings that `press` asks for."""
     needs_rope = Needs.ROPE in press.needs
     return not needs_rope or all(site.rotary is not None for site in attention_sites(model))

@@ -166,9 +166,9 @@ def test_the_worst_condition_counts() -> None:
         columns=COLUMNS,
     )
     table = condensed(rows)
-    assert list(table["worst"]) == ["wrong", "right"]
-    assert table.at[0, "reason"] == "off"
-    assert table.at[0, "eager, default"] == "right"
+    (row,) = table.to_dict("records")
+    assert (row["hook"], row["patch"], row["reason"]) == ("wrong", "right", "off")
+    assert (row["cells"], row["bad"]) == (3, 1)
     assert list(reach(table)["reach"]) == [WRONG]
     assert not EXPERIMENT.passed({"architectures": table})
 

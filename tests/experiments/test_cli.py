@@ -114,7 +114,7 @@ def test_trace_from_the_command_line(tmp_path):
     assert result.exit_code == 0, result.output
     assert "forward hook prunes 12 → 6" in result.output
     assert "wrapper prunes 12 → 6" in result.output
-    assert {path.name for path in tmp_path.iterdir()} == {"trace.csv", "trace.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {"trace.csv", "trace.svg"}
 
 
 @pytest.mark.parametrize(

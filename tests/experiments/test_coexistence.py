@@ -136,7 +136,7 @@ def test_the_verdict_is_that_of_ours(outcomes, verdict):
 def test_the_figure_draws_every_cell():
     found = table(hooks=[RIGHT] * 3, patches=[RIGHT, WRONG, RIGHT])
     figure = EXPERIMENT.figures(found)["coexistence"]
-    assert [text.get_text() for text in figure.axes[0].texts] == ["\N{MIDDLE DOT}", "wrong"]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["\N{MIDDLE DOT}", "x"]
 
 
 def test_command(tmp_path):
@@ -145,7 +145,7 @@ def test_command(tmp_path):
     assert result.exit_code == 0, result.output
     assert "silently wrong in 0 of 3 trials" in " ".join(result.output.split())
     assert len(pd.read_csv(tmp_path / "coexistence.csv")) == 3
-    assert (tmp_path / "coexistence.png").exists()
+    assert (tmp_path / "coexistence.svg").exists()
     result = CliRunner().invoke(app, [*arguments, "PEFT"], env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert "'PEFT' is unknown" in result.output

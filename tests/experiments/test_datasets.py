@@ -466,7 +466,7 @@ def test_every_task_has_a_metric():
     ],
 )
 def test_metrics(metric, prediction, answers, expected):
-    assert METRICS[metric](prediction, answers, ()) == pytest.approx(expected)
+    assert METRICS[metric](prediction, answers) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -479,9 +479,9 @@ def test_metrics_need_their_library(monkeypatch, metric, library):
     metrics._rouge_scorer.cache_clear()
     metrics._jieba.cache_clear()
     with pytest.raises(UserError, match=rf"{library} .*not installed; .*hook-or-patch\[evaluate\]"):
-        METRICS[metric]("a b", ["a b"], ())
+        METRICS[metric]("a b", ["a b"])
 
 
 def test_a_choice_within_the_right_one_is_not_another():
-    assert METRICS["choice"]("animal name", ["animal name"], ["animal name", "animal", "x"]) == 1
-    assert METRICS["choice"]("animal", ["animal name"], ["animal name", "animal"]) == 0
+    assert metrics.choice("animal name", ["animal name"], ["animal name", "animal", "x"]) == 1
+    assert metrics.choice("animal", ["animal name"], ["animal name", "animal"]) == 0

@@ -35,17 +35,17 @@ from experiments.questions.headwise.budgets import (
     differences,
     head_scores,
     held,
-    paired_interval,
     pairs,
 )
-from experiments.questions.headwise.timing import FULL
 from experiments.questions.headwise.trials import OTHER, SAME
-from experiments.questions.headwise.variants import VARIANTS
 from experiments.questions.headwise.views import by_press
 from experiments.testbed.asking import Task
+from experiments.testbed.decoding import FULL
 from experiments.testbed.facts import VOCABULARY, build_tokenizer
-from press_core.presses.duo_attention import HeadScores
-from press_core.select import n_kept
+from experiments.testbed.variants import VARIANTS
+from press_core.budget import n_kept
+from press_core.cache.recent import AHEAD
+from press_core.learned.duo_attention import HeadScores
 from tests.support import build, snapshot
 
 SMALL = Task(context=96, facts=4, samples=3)
@@ -117,7 +117,9 @@ def test_both_presses_of_a_pair_hold_as_many_tokens(facts_llama):
         assert left[UNIFORM].shares.unique().numel() == 1
         assert float(left[HEADWISE].shares.mean()) == pytest.approx(0.3, abs=0.01)
         assert left[HEADWISE].shares.unique().numel() > 1
-        assert left[HEADWISE].bytes == pytest.approx(left[UNIFORM].bytes, rel=0.03)
+        fewer, more = sorted(one.bytes for one in left.values())
+        spare = AHEAD / 97 * held(model, None, contexts).bytes  # where heads differ
+        assert more <= 1.03 * fewer + spare
 
 
 def test_what_is_held_is_weighed_whole(facts_llama):
@@ -198,19 +200,9 @@ def test_every_token_of_an_answer_has_to_be_right(facts_llama, monkeypatch):
 # ---- differences ---------------------------------------------------------------------------------
 
 
-def test_interval_of_paired_differences():
-    values = torch.tensor(np.random.default_rng(0).normal(0.3, 1, 400))
-    mean, low, high, n = paired_interval(values)
-    assert n == 400
-    assert mean == pytest.approx(float(values.mean()))
-    spread = pytest.approx(1.96 * float(values.std()) / 20, rel=1e-4)
-    assert (high - mean, mean - low) == (spread, spread)
-    assert paired_interval(torch.tensor([0.5]))[1:3] == (-float("inf"), float("inf"))
-
-
 def test_differences_are_taken_context_by_context():
     hard, easy = [False] * 4, [True] * 4
-    uniform = torch.tensor([hard, easy, hard, easy])
+    uniform = torch.tensor([hard, easy] * 4)
     headwise_ = uniform.clone()
     headwise_[:, 0] = True  # one more of the hard ones: the same in each pair of contexts
     right = {("a", 0.5, UNIFORM): uniform, ("a", 0.5, HEADWISE): headwise_}
@@ -221,22 +213,23 @@ def test_differences_are_taken_context_by_context():
     assert at["difference"].to_list() == mean["difference"].to_list()  # of a single ratio
     table = at.set_index("pair")
     assert table.loc["a", "difference"] == pytest.approx(0.125)
-    assert table.loc["a", "contexts"] == 4
+    assert table.loc["a", "contexts"] == 8
     # Between contexts accuracy differs by 1, but the difference by 0.25 alone.
-    expected = 1.959964 * torch.tensor([0.25, 0, 0.25, 0]).std().item() / 2
-    assert table.loc["a", "high"] - 0.125 == pytest.approx(expected)
-    assert (table.loc["b", ["difference", "low", "high"]] == 0).all()
+    assert 0 < table.loc["a", "low"] < 0.125 < table.loc["a", "high"] < 0.25
+    assert table.loc["b", "difference"] == 0
+    assert table.loc["b", ["low", "high"]].isna().all()  # of contexts that are all alike
     assert table.loc[ALL, "difference"] == pytest.approx(0.0625)
 
 
 def test_the_mean_over_ratios_is_taken_context_by_context_too():
-    truth = torch.tensor([[True], [False]])
+    truth = torch.tensor([[True], [False]] * 4)
     right = {("a", 0.5, UNIFORM): ~truth, ("a", 0.5, HEADWISE): truth}
     right |= {("a", 0.8, UNIFORM): truth, ("a", 0.8, HEADWISE): ~truth}
     table = differences(right)
-    assert (table.loc[table["ratio"].notna(), "high"] > 0.5).all()
+    assert (table.loc[table["ratio"].notna(), "high"] > 0.4).all()
     # What one ratio gains in each context the other loses.
-    assert (table.loc[table["ratio"].isna(), ["difference", "low", "high"]] == 0).all(axis=None)
+    assert (table.loc[table["ratio"].isna(), "difference"] == 0).all()
+    assert table.loc[table["ratio"].isna(), "high"].isna().all()
 
 
 # ---- tables --------------------------------------------------------------------------------------
@@ -248,11 +241,12 @@ def test_a_row_per_press_and_ratio(tables):
     assert not accuracy.duplicated(["pair", "budgets", "ratio"]).any()
     assert set(accuracy["answers"]) == {12}
     assert set(accuracy["contexts"]) == {3}
-    assert ((accuracy["low"] <= accuracy["accuracy"]) & (accuracy["accuracy"] <= 1)).all()
+    assert accuracy["accuracy"].between(0, 1).all()
+    assert accuracy["low"].isna().all()  # of three contexts
     bare = accuracy[accuracy["press"] == NO_PRESS].iloc[0]
     assert (bare["evicted"], bare["bytes"]) == (0, 1)
     pressed = accuracy[accuracy["press"] != NO_PRESS]
-    assert (pressed["bytes"] <= (1 - pressed["ratio"]) * 1.03).all()
+    assert (pressed["bytes"] <= (1 - pressed["ratio"]) * 1.03 + AHEAD / 97).all()
     assert np.allclose(pressed["evicted"], pressed["ratio"], atol=0.011)
 
 
@@ -264,7 +258,6 @@ def test_differences_are_those_of_the_accuracies(tables):
         pair, ratio = row["pair"], row["ratio"]
         expected = by[pair, HEADWISE, ratio] - by[pair, UNIFORM, ratio]
         assert row["difference"] == pytest.approx(expected)
-        assert row["low"] <= row["difference"] <= row["high"]
 
 
 def test_budgets_of_heads_add_up(tables):
@@ -436,7 +429,7 @@ def test_command_writes_what_it_shows(cli, tmp_path):
     assert "ragged, 50% evicted" in result.output
     written = {path.name for path in tmp_path.iterdir()}
     names = {f"headwise_{name}" for name in ("accuracy", "difference", "budgets", "decoding")}
-    assert written == {f"{name}.{kind}" for name in names for kind in ("csv", "png")}
+    assert written == {f"{name}.{kind}" for name in names for kind in ("csv", "svg")}
     decoding = pd.read_csv(tmp_path / "headwise_decoding.csv")
     assert set(decoding["model"]) == {"tiny"}
     assert set(decoding["context"]) == {64}

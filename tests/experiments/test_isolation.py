@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pandas as pd
 import pytest
 import torch
@@ -29,13 +31,18 @@ from experiments.questions.isolation import (
 from experiments.testbed.response import Response
 from tests.support import build
 
-SHARED = "an instance with the same module"
-
 
 @pytest.fixture(scope="module")
 def table():
     options = Options(mechanism=("hooks", "patches", "plain hook"))
     return EXPERIMENT.measure(options, progress_bar(disable=True))["isolation"]
+
+
+def test_a_press_that_is_to_evict_nothing_does_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        row = try_out(MECHANISMS["hooks"], "a cache filled before")
+    assert row["outcome"] == UNTOUCHED
 
 
 # ---- outcomes ----------------------------------------------------------------------------------
@@ -99,10 +106,9 @@ def test_a_thread_hands_its_error_on():
 
 
 @pytest.mark.parametrize("name", ["hooks", "patches"])
-def test_hooks_and_patches_reach_nobody_but_who_shares_the_module(name, table):
+def test_hooks_and_patches_reach_nobody(name, table):
     own = table[table["mechanism"] == name].set_index("situation")["outcome"]
     assert set(own.index) == set(SITUATIONS)
-    assert own.pop(SHARED) == RECOVERS
     assert set(own) == {UNTOUCHED}, own
 
 
@@ -167,15 +173,16 @@ def test_figure_has_a_cell_per_row(table):
     panel = figure.axes[0]
     assert len(panel.patches) == len(table)
     texts = [text.get_text() for text in panel.texts]
-    assert texts.count("stays") == (table["outcome"] == FOR_GOOD).sum() > 0
-    assert [t.get_text() for t in panel.get_yticklabels()] == list(SITUATIONS)
+    assert texts.count("on") == (table["outcome"] == FOR_GOOD).sum() > 0
+    labels = [label.get_text().replace("\n", " ") for label in panel.get_yticklabels()]
+    assert labels == list(SITUATIONS)
 
 
 def test_summary_counts_and_lists(table):
     text = EXPERIMENT.markdown({"isolation": table})
-    assert f"bits in **{len(SITUATIONS) - 1}** of {len(SITUATIONS)} situations" in text
+    assert f"bits in **{len(SITUATIONS)}** of {len(SITUATIONS)} situations" in text
     assert f"Of {len(SITUATIONS)} situations" in text
-    assert f"hooks {len(SITUATIONS) - 1}, patches {len(SITUATIONS) - 1}, plain hook " in text
+    assert f"hooks {len(SITUATIONS)}, patches {len(SITUATIONS)}, plain hook " in text
     assert "- plain hook, a deep copy made inside: after: layers hold" in text
     assert set(table["outcome"]) <= set(OUTCOMES)
 
@@ -201,7 +208,7 @@ def test_command_writes_what_it_shows(cli, tmp_path):
     assert result.exit_code == 0, result.output
     assert "a deep copy made inside" in result.output
     assert set(pd.read_csv(tmp_path / "isolation.csv")["mechanism"]) == {"patches"}
-    assert (tmp_path / "isolation.png").stat().st_size > 10_000
+    assert (tmp_path / "isolation.svg").stat().st_size > 3_000
 
 
 def test_command_says_which_mechanisms_there_are(cli):

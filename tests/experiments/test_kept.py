@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from transformers import QuantizedCache, pipeline
@@ -82,6 +84,16 @@ def test_the_pipeline(model, tokenizer, tmp_path):
     first = pipe(saved, question=questions[0][0], max_new_tokens=2)
     assert first == {"answer": at_once["answers"][0]}
     assert set(pipe(saved, max_new_tokens=2)) == {"answer"}
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o077])
+def test_a_file_gets_the_permissions_of_the_umask(answerer, tmp_path, umask):
+    former = os.umask(umask)
+    try:
+        answerer.save("river alice tea of", tmp_path / "a", press=hooks_impl.KnormPress(0.5))
+    finally:
+        os.umask(former)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o666 & ~umask
 
 
 def test_what_a_template_puts_after_the_question_is_kept(answerer, tmp_path):

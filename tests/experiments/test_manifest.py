@@ -157,7 +157,7 @@ def test_the_committed_manifest_can_list_every_experiment(tmp_path):
 
 # ---- files of others ---------------------------------------------------------------------------
 
-FOREIGN = ["a.csv", "a_more.png", "report.md", "report.html", "overview.png"]
+FOREIGN = ["a.csv", "a_more.svg", "report.md", "report.html", "overview.svg"]
 
 
 @pytest.mark.parametrize("name", FOREIGN)
@@ -228,7 +228,7 @@ def test_a_manifest_names_nothing_but_files_of_its_experiments(tmp_path, entry):
     folder, victim = tmp_path / "study", tmp_path / "victim"
     run(three([]), folder)
     victim.mkdir()
-    for path in (victim / "data.csv", victim / "data.png", folder / "notes.csv"):
+    for path in (victim / "data.csv", victim / "data.svg", folder / "notes.csv"):
         path.write_text("mine")
     content = json.loads((folder / MANIFEST).read_text())
     content["experiments"]["a"] = entry
@@ -238,7 +238,7 @@ def test_a_manifest_names_nothing_but_files_of_its_experiments(tmp_path, entry):
         run(three(ran), folder)
     assert "\n" not in str(refused.value)
     assert ran == []
-    for path in (victim / "data.csv", victim / "data.png", folder / "notes.csv"):
+    for path in (victim / "data.csv", victim / "data.svg", folder / "notes.csv"):
         assert path.read_text() == "mine"
 
 

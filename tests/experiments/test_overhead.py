@@ -6,7 +6,6 @@ import gc
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -15,7 +14,6 @@ from typer.testing import CliRunner
 from experiments.cli import app
 from experiments.framework import timing
 from experiments.framework.command import progress_bar
-from experiments.framework.intervals import median_interval
 from experiments.framework.timing import in_turn
 from experiments.questions import overhead
 from experiments.questions.overhead import (
@@ -102,7 +100,8 @@ def test_a_slow_mechanism_is_found_slow(clock):
     scopes = {BARE: nullcontext, EMPTY_HOOK: nullcontext, SLOW: lambda: slow}
     times = in_turn(scopes, slow.work, rounds=9)
     rows = overhead.compare(times, "none", "decode").set_index("mechanism")
-    assert rows.loc["slow", ["ratio", "low", "high"]].tolist() == pytest.approx([2, 2, 2])
+    assert rows.loc["slow", "ratio"] == pytest.approx(2)
+    assert rows.loc["slow", ["low", "high"]].isna().all()  # of rounds that are all alike
     assert rows.loc["empty hook", "ratio"] == pytest.approx(1)
     assert rows.loc["slow", "baseline_ms"] == pytest.approx(2)
     assert (rows["rounds"] == 9).all()
@@ -158,15 +157,6 @@ def test_an_error_inside_closes_the_scope_and_starts_the_garbage_collector_again
         in_turn({SLOW: lambda: slow}, fail, rounds=1)
     assert not slow.open
     assert gc.isenabled()
-
-
-@pytest.mark.parametrize(
-    ("n", "low", "high"),  # ranks counted from 0, of the textbook's sign-test interval
-    [(100, 39, 60), (20, 5, 14), (9, 1, 7), (6, 0, 5), (5, 0, 4), (1, 0, 0)],
-)
-def test_interval_of_the_median(n, low, high):
-    values = np.random.default_rng(0).permutation(n)
-    assert median_interval(values) == (low, high)
 
 
 # ---- the empty mechanisms ----------------------------------------------------------------------
@@ -306,7 +296,7 @@ def test_command_writes_what_it_shows(cli, tmp_path):
     assert "tiny decode AdaKV, 50% evicted" in shown
     assert "tiny decode KVzip, 50% evicted" in shown
     assert set(pd.read_csv(tmp_path / "overhead.csv")["model"]) == {"tiny", "empty module"}
-    assert (tmp_path / "overhead.png").stat().st_size > 10_000
+    assert (tmp_path / "overhead.svg").stat().st_size > 3_000
 
 
 @pytest.mark.parametrize(

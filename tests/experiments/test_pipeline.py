@@ -312,6 +312,33 @@ def test_a_context_that_is_cut_is_told_of(answerer, caplog):
 
 
 @both
+@pytest.mark.parametrize("saved", [False, True])
+def test_answers_end_where_the_model_has_no_more_positions(
+    answerer, caplog, tmp_path, package, saved
+):
+    """Each row's own answer: its last token is not read, and takes no position."""
+    contexts = ["river " * 20, "river " * 24, "river " * 24]  # and one token before each
+    press, asked = package.KnormPress(0.5), {"max_positions": 32}
+    if saved:
+        contexts, press = answerer.save(contexts, tmp_path / "a", press=press), None
+
+    def lengths(**options):
+        answers = answerer(contexts, ["? alice"], press=press, **asked, **options)
+        return [len(row[0].split()) for row in answers]
+
+    assert lengths(max_new_tokens=6) == [6, 6, 6]
+    assert not caplog.records
+    assert lengths(max_new_tokens=9, eos_token_id=[]) == [9, 6, 6]
+    assert "answers are cut to 6 tokens, not 9" in caplog.text
+
+
+def test_a_configuration_that_asks_for_more_than_texts(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(model.generation_config, "return_dict_in_generate", True)
+    answerer = ContextAnswerer(model, tokenizer)
+    assert answerer("river alice tea of", ["? alice"], max_new_tokens=1) == ["tea"]
+
+
+@both
 def test_lengths_are_logged(answerer, caplog, package):
     (text,) = facts(1)[1]
     with caplog.at_level("DEBUG", logger="experiments"):
@@ -451,6 +478,12 @@ def test_shorter_rows_need_something_to_be_filled_with(model, answerer):
         ("of " * 2048, ["? a"], {}, "take 2049 and 2 tokens.*max_context_length=2046 or less"),
         ("river", ["? a"], {"max_positions": 3}, "take 2 and 2 tokens, more than the 3 positions"),
         ("river of of", ["? a"], {"max_context_length": 1}, "it must be 2 or more"),
+        (None, ["? a"], {}, "contexts is None"),
+        ("river", ["? a"], {"press": "SnapKVPress"}, "press is 'SnapKVPress'; give a press of"),
+        ("river", ["? a"], {"press": hooks_impl.KnormPress}, "give a press of hooks_impl"),
+        ("river", ["? a"], {"answer_prefix": None}, "answer_prefix is None"),
+        ("river", ["? a"], {"max_new_tokens": 0}, "max_new_tokens is 0; it must be 1 or more"),
+        ("river", ["? a"], {"return_dict_in_generate": True}, "leave return_dict_in_generate out"),
     ],
 )
 def test_bad_input_is_refused_in_words(answerer, contexts, questions, options, words):
@@ -496,6 +529,9 @@ def test_the_pipeline_answers_as_the_class_does(answerer, pipe, package):
         ([], {"question": "? a"}, "there is no context"),
         ([], {}, "there is no context"),
         ([3], {"question": "? a"}, "context 0 is 3"),
+        (None, {"question": "? a"}, "contexts is None"),
+        ("river", {"question": "? a", "press": "SnapKVPress"}, "press is 'SnapKVPress'"),
+        ("river", {"question": "? a", "return_dict_in_generate": True}, "leave return_dict"),
     ],
 )
 def test_the_pipeline_refuses_bad_input(pipe, inputs, options, words):

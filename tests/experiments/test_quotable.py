@@ -100,7 +100,7 @@ def _rows(table):
             "quality_agreement",
             pd.DataFrame({"press": [A], "ratio": [0.5], "answers": [8], "same": [7]}),
         ),
-        ("equivalence", pd.DataFrame({"press": [A, A], "ratio": 0.5, "equal": [True, False]})),
+        ("equivalence", pd.DataFrame({"press": [A, A], "compared": 2, "differ": [0, 1]})),
     ],
 )
 def test_bits_that_differ_anywhere_are_told(name, table):

@@ -19,10 +19,9 @@ def table():
     return ragged_attention.measure(CASES, Effort(rounds=2, repeats=1))
 
 
-def test_every_case_is_timed_in_three_ways_against_two_caches(table):
-    assert len(table) == 3 * 3 * 2
+def test_every_case_is_timed_against_two_caches(table):
+    assert len(table) == 3 * 2
     assert (table["time"] > 0).all()
-    assert (table["low"] <= table["time"]).all()
     assert table["bytes"].between(0.5, 0.75).all()  # half of it, in whole blocks
 
 
@@ -34,7 +33,7 @@ def test_all_combinations():
     options = Options(
         heads=("4x2x64", "8x1x32"), context=(1024, 4096), ratio=(0.5, 0.8), threads=(1, 2)
     )
-    assert len(options.cases) == 3 * 2 * 2 * 2 * 2 * 2
+    assert len(options.cases) == len(options.family) * 2 * 2 * 2 * 2 * 2
     assert options.cases == cases(
         options.family, (1, 8), [(4, 2, 64), (8, 1, 32)], (1024, 4096), (0.5, 0.8), (1, 2)
     )
@@ -44,18 +43,18 @@ def test_all_combinations():
 
 
 def test_what_is_told(table):
-    step = table["timed"] == "step"
     table = table.copy()
-    table.loc[step & (table["against"] == "uniform"), "time"] = [0.9, 1.0, 1.4]
-    table.loc[step & (table["against"] == "full"), "time"] = 0.5
+    table.loc[table["against"] == "uniform", "time"] = [0.9, 1.0, 1.4]
+    table.loc[table["against"] == "full", "time"] = 0.5
+    table = table.assign(low=table["time"] - 0.05, high=table["time"] + 0.05)
     small, full = EXPERIMENT.findings({"ragged_attention": table})
     assert small.text.startswith("Below 4,096 tokens or 32 heads, ")
-    assert "takes **1.00** times as long as over even ones (0.90 to 1.40)" in small.text
-    assert "**0.50** times as long as over the full cache" in full.text
+    assert "over even ones in **1** of 3 cases" in small.text
+    assert "over the full cache in **3** of 3 cases" in full.text
     (view,) = EXPERIMENT.views({"ragged_attention": table})
     assert [row[0] for row in view.rows] == ["llama", "gemma2", "gpt_oss"]
     assert view.rows[0][1:5] == ["2", "2x2x16", "64", "1"]
-    assert [row[-1] for row in view.rows] == ["0.50"] * 3
+    assert [row[-1] for row in view.rows] == ["0.50 [0.45, 0.55]"] * 3
     left, right = EXPERIMENT.figures({"ragged_attention": table})["ragged_attention"].axes
     assert left.get_lines()[1].get_ydata().tolist() == [0.9, 1.0, 1.4]
     assert right.get_lines()[1].get_ydata().tolist() == [0.5] * 3
@@ -70,8 +69,8 @@ def test_command(tmp_path):
     args = ["ragged_attention", *sizes, "--rounds", "1", "--output", str(tmp_path)]
     result = CliRunner().invoke(app, args, env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
-    assert len(pd.read_csv(tmp_path / "ragged_attention.csv")) == 2 * 2 * 3 * 2
-    assert (tmp_path / "ragged_attention.png").stat().st_size > 10_000
+    assert len(pd.read_csv(tmp_path / "ragged_attention.csv")) == 2 * 2 * 2
+    assert (tmp_path / "ragged_attention.svg").stat().st_size > 3_000
     result = CliRunner().invoke(app, [*args, "--family", "mamba"], env={"COLUMNS": "160"})
     assert result.exit_code == 2
     assert "'mamba' is not measured here" in result.output

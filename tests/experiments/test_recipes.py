@@ -19,7 +19,7 @@ from experiments.testbed.recipes import (
     suited_pair,
 )
 from press_core import HyperparameterError, kept_lengths
-from press_core.calibration import Calibration
+from press_core.learned.calibration import Calibration
 from tests.support import build
 
 LENGTH = 512

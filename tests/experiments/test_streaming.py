@@ -264,7 +264,7 @@ def test_losses_are_means_over_stretches(tables, model, text):
 
 
 def made_up(**losses):
-    """A table in which each cache has one loss, and a full cache gets slower.
+    """A table in which each cache has one loss, but for rounding, and a full cache gets slower.
 
     Args:
         losses: of the window, w; of sinks + window, s, and with original positions, o.
@@ -272,36 +272,47 @@ def made_up(**losses):
     named = {Bound(WINDOW): "w", HELD: "s", AS_THEY_WERE: "o"}
     rows = [
         bound._asdict()
-        | {"model": "made up", "capacity": 15, "n_sink": 2, "first": first, "end": first + 10}
+        | {
+            "model": "made up",
+            "guessing": losses.get("guess", 6.0),
+            "capacity": 15,
+            "n_sink": 2,
+            "first": first,
+            "end": first + 10,
+        }
         | {"loss": losses.get(named.get(bound), 2.0) + first / 1000, "known": 10}
         | {"ms": 4.0, "quick_ms": 3 + first * (bound.cache == FULL), "quick_ms_alone": 1.5}
         | {"length": 16, "bytes": 1024}
         for bound in (*STREAMED, COMPARED)
         for first in range(0, 160, 10)
     ]
-    return pd.DataFrame(rows)
+    table = pd.DataFrame(rows)
+    table["loss"] += np.random.default_rng(0).normal(0, 1e-3, len(table))
+    return table
 
 
 def test_the_papers_picture_is_told():
     sinks, alone, positions = streaming.find_sinks(made_up(w=5.0, s=2.05, o=3.0))
-    assert "holds over 160 tokens: **+0.050** ± 0.000 nats per token" in sinks.text
-    assert "A window alone breaks: **+3.000** ± 0.000 nats per token" in alone.text
-    assert "original positions the window breaks: **+1.000** ± 0.000" in positions.text
+    assert "holds over 160 tokens: **+0.0" in sinks.text
+    assert "A window alone breaks: **+" in alone.text
+    assert "original positions the window breaks: **+" in positions.text
     assert [f.verdict for f in (sinks, alone, positions)] == ["works", "breaks", "breaks"]
 
 
 def test_another_picture_is_told_as_it_is():
     sinks, alone, positions = streaming.find_sinks(made_up(s=2.25))
-    assert "breaks over 160 tokens: **+0.250**" in sinks.text
-    assert "A window alone holds: **+0.000**" in alone.text
+    assert "breaks over 160 tokens: **+0.2" in sinks.text
+    assert "A window alone holds: **" in alone.text
     assert [f.verdict for f in (sinks, alone, positions)] == ["breaks", "works", "works"]
 
 
-def test_a_difference_within_its_error_breaks_nothing():
+def test_a_difference_within_its_interval_is_undecided():
     table = made_up()
     noisy = (table["cache"] == WINDOW) & (table["first"] == 100)
     table.loc[noisy, "loss"] += 30
-    assert "A window alone holds: **+2." in streaming.find_sinks(table)[1].text
+    alone = streaming.find_sinks(table)[1]
+    assert "A window alone is undecided: **+2." in alone.text
+    assert alone.verdict is None
 
 
 def test_nothing_is_said_of_losses_that_are_not_known():
@@ -368,9 +379,9 @@ def test_lines_are_labelled_where_they_end(tables):
     assert set(labels) == {line.get_label() for line in drawn(loss)}
     for line in drawn(loss):
         label = labels[line.get_label()]
-        assert label.get_color() == line.get_color()
+        assert label.arrowprops["color"] == line.get_color()
         assert label.xy[0] == line.get_xdata()[-1]
-    heights = sorted(label.xy[1] for label in labels.values())
+    heights = sorted(label.xyann[1] for label in labels.values())
     assert min(np.diff(heights)) > 0.05
 
 
@@ -378,9 +389,11 @@ def test_lines_are_labelled_where_they_end(tables):
 
 
 def test_sizes_follow_the_model(model):
-    assert streaming.size_for(model, Options()) == Size(capacity=1023, full=4 * 4096, stretch=250)
+    assert streaming.size_for(model, Options()) == Size(
+        capacity=1023, full=4 * 4096, stretch=Options.tokens // 80
+    )
     shipped, _ = load_model("stdlib-neox")
-    assert streaming.size_for(shipped, Options()) == Size(stretch=250)
+    assert streaming.size_for(shipped, Options()) == Size(stretch=Options.tokens // 80)
     given = Options(tokens=500, capacity=31, n_sink=1, full=64)
     assert streaming.size_for(shipped, given) == Size(500, 31, 64, 1)
 
@@ -397,22 +410,22 @@ def cli(model, tmp_path_factory):
 
 
 def test_command_writes_what_it_shows(cli, tmp_path):
-    sizes = ["--tokens", "415", "--capacity", "31", "--n-sink", "2", "--full", "200"]
+    sizes = ["--tokens", "495", "--capacity", "31", "--n-sink", "2", "--full", "200"]
     result = cli(*sizes, "--mechanism", "patch", "--output", str(tmp_path))
     assert result.exit_code == 0, result.output
-    assert "tiny, 415 tokens one by one (full cache: 200)" in result.output
+    assert "tiny, 495 tokens one by one (full cache: 200)" in result.output
     table = pd.read_csv(tmp_path / "streaming.csv")
     assert set(table["mechanism"]) == {"patch"}
-    assert table["end"].max() == 415
+    assert table["end"].max() == 495
     assert len(pd.read_csv(tmp_path / "streaming_attention.csv")) == 8  # heads of two layers
-    assert (tmp_path / "streaming.png").stat().st_size > 10_000
+    assert (tmp_path / "streaming.svg").stat().st_size > 3_000
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--tokens", "300"], "300 tokens are too few to see what a cache of 1,023 evicts"),
-        (["--tokens", "450", "--capacity", "31", "--n-sink", "31"], "max_capacity must be"),
+        (["--tokens", "495", "--capacity", "31", "--n-sink", "31"], "max_capacity must be"),
         (["--tokens", "900", "--capacity", "31"], "cannot stream 900 tokens"),
         (["--model", "/no/such/folder"], "/no/such/folder"),
         (["--device", "abacus"], "abacus"),

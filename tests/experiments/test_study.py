@@ -10,6 +10,7 @@ from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
+from unittest.mock import patch
 
 import pandas as pd
 import pytest
@@ -24,6 +25,7 @@ import experiments
 from experiments import UserError
 from experiments.cli import app
 from experiments.framework import plots
+from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Contrast, Experiment, Finding, Related
 from experiments.framework.manifest import MANIFEST
 from experiments.framework.overview import overview
@@ -32,6 +34,8 @@ from experiments.framework.report import MAX_ROWS, related, write_report
 from experiments.framework.results import describe, read_parts, read_table, write_table
 from experiments.framework.tables import ResultTable
 from experiments.study import run_study
+
+COMMIT = "0" * 40
 
 
 def line_figure(tables):
@@ -97,7 +101,8 @@ def study(chosen, folder):
     """Run a study; returns who failed, and what was printed."""
     printed = StringIO()
     console = Console(file=printed, width=200)
-    return run_study(chosen, folder, console, full=True), printed.getvalue()
+    with patch("experiments.study._commit", return_value=COMMIT):
+        return run_study(chosen, folder, console, full=True), printed.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -153,11 +158,11 @@ def page(folder) -> Page:
 
 def test_everything_is_written(folder):
     assert {path.name for path in folder.iterdir()} == {
-        *("one.csv", "one.png", "two.csv", "two.png"),
+        *("one.csv", "one.svg", "two.csv", "two.svg"),
         *("run.json", "report.md", "report.html"),
     }
     assert (folder / "one.csv").read_text() == "x,word\n0.1,a\n2.0,b\n3.5,c\n"
-    assert (folder / "one.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "one.svg").read_bytes().startswith(b"<svg")
 
 
 def test_manifest(folder):
@@ -182,7 +187,7 @@ def test_an_experiment_that_fails_takes_nothing_from_the_others(tmp_path):
     assert failed == ["broken"]
     assert "Traceback" in printed
     assert "no <luck>" in printed
-    assert {"one.csv", "one.png", "two.csv", "two.png"} <= {p.name for p in tmp_path.iterdir()}
+    assert {"one.csv", "one.svg", "two.csv", "two.svg"} <= {p.name for p in tmp_path.iterdir()}
     shown = page(tmp_path)
     assert "RuntimeError: no <luck> [today]" in shown.text
     assert "The mean of two is" in shown.text
@@ -218,7 +223,7 @@ def test_a_second_study_replaces_the_first_and_nothing_else(tmp_path):
     (tmp_path / "README.md").write_text("mine")
     study([TWO], tmp_path)
     assert not (tmp_path / "one.csv").exists()
-    assert not (tmp_path / "one.png").exists()
+    assert not (tmp_path / "one.svg").exists()
     assert (tmp_path / "two.csv").exists()
     assert (tmp_path / "README.md").read_text() == "mine"
     assert "mean of one" not in page(tmp_path).text
@@ -328,7 +333,7 @@ def test_the_markdown_report(folder):
     text = (folder / "report.md").read_text()
     assert "| What about one? | The mean of one is **1.867**. |" in text
     assert "| know one | works | The mean of one is **1.867**. |" in text
-    assert "![A line: x against row](one.png)" in text
+    assert "![A line: x against row](one.svg)" in text
     assert "| x |\n|--:|\n| 3.5 |" in text
     assert "[two.csv](two.csv), 3 rows" in text
 
@@ -416,6 +421,17 @@ def test_every_finding_has_an_anchor(folder):
     assert 'href="#one-mean"' in text
 
 
+def test_findings_say_on_what_evidence_they_rest(tmp_path):
+    assert study([tiny("one", evidence=Evidence.TIME), TWO], tmp_path)[0] == []
+    shown = page(tmp_path)
+    assert shown.text.count(Evidence.TIME.value) == 2  # among the needs, and beside the finding
+    assert Evidence.TIME.threat in shown.text
+    assert Evidence.BITS.threat not in shown.text
+    assert "**1.867**. *(timing on one machine)*" in (tmp_path / "report.md").read_text()
+    assert blocks(tmp_path, [ONE, TWO])["one-mean"].endswith("**1.867**.")
+    assert all(one.evidence for one in experiments.load_experiments())
+
+
 def test_figures_take_the_colours_of_the_page():
     figure, (panel,) = plots.new_figure()
     panel.plot([1, 2], color=plots.INK)
@@ -464,9 +480,9 @@ def test_without_related_work_there_is_no_such_section(folder):
 def test_the_first_figure_sets_hooks_beside_patches(tmp_path):
     bars = {"hooks": 1.0, "patches": 2.5, "something else": 40.0}
     study([tiny("one", contrasts=lambda tables: [Contrast("Costs", bars)])], tmp_path)
-    assert (tmp_path / "overview.png").exists()
+    assert (tmp_path / "overview.svg").exists()
     assert page(tmp_path).images[0].startswith("Hooks and patches side by side")
-    assert "](overview.png)" in (tmp_path / "report.md").read_text()
+    assert "](overview.svg)" in (tmp_path / "report.md").read_text()
     (panel,) = overview([Contrast("Costs", bars)]).axes
     assert [bar.get_width() for bar in panel.patches] == [1.0, 2.5, 40.0]
     assert [label.get_text() for label in panel.texts] == ["1", "2.5", "40"]
@@ -513,7 +529,7 @@ def test_study_exits_with_1_if_an_experiment_fails(registered, tmp_path):
 
 def test_report_can_redraw(registered, tmp_path):
     study([ONE], tmp_path)
-    before = (tmp_path / "one.png").read_bytes()
+    before = (tmp_path / "one.svg").read_bytes()
 
     def relabelled(tables):
         figure = line_figure(tables)
@@ -522,9 +538,9 @@ def test_report_can_redraw(registered, tmp_path):
 
     registered(tiny("one", figures=relabelled))
     runner.invoke(app, ["report", "--input", str(tmp_path)], catch_exceptions=False)
-    assert (tmp_path / "one.png").read_bytes() == before
+    assert (tmp_path / "one.svg").read_bytes() == before
     runner.invoke(app, ["report", "--input", str(tmp_path), "--redraw"], catch_exceptions=False)
-    assert (tmp_path / "one.png").read_bytes() != before
+    assert (tmp_path / "one.svg").read_bytes() != before
     assert page(tmp_path).images[0] == "A better title: x against row"
 
 
@@ -542,12 +558,12 @@ def test_report_refuses_a_folder_that_holds_no_study(registered, folder, tmp_pat
 
 README = """# Title
 
-<!-- table: verdict -->
+<!-- table: answers -->
 <!-- /table -->
 
 Between.
 
-<!-- table: two -->
+<!-- table: two-mean -->
 old
 <!-- /table -->
 End.
@@ -556,26 +572,21 @@ End.
 
 def test_readme_blocks_are_filled_once(folder):
     contents = blocks(folder, [ONE, TWO])
-    assert set(contents) == {"verdict", "needs", "related", "one", "one-mean", "two", "two-mean"}
+    assert set(contents) == {"answers", "one-mean", "two-mean"}
     filled, stale = fill(README, contents)
-    assert stale == ["verdict", "two"]
+    assert stale == ["answers", "two-mean"]
+    answers = contents["answers"]
+    assert answers.startswith(f"## {ONE.title}\n\n- The mean of one is **1.867**.\n")
+    assert f"](../{folder.name}/one.svg)" in answers
+    assert f"](../{folder.name}/report.html#two)" in answers
     assert filled == (
-        "# Title\n\n"
-        "<!-- table: verdict -->\n\n"
-        "| Question | Answer |\n|---|---|\n"
-        "| What about one? | The mean of one is **1.867**. |\n"
-        "| What about two? | The mean of two is **1.867**. |\n\n"
-        "<!-- /table -->\n\n"
-        "Between.\n\n"
-        "<!-- table: two -->\n\n"
-        "The mean of two is **1.867**.\n\nThe last.\n\n| x |\n|--:|\n| 3.5 |\n\nNothing else.\n\n"
-        "<!-- /table -->\n"
-        "End.\n"
+        f"# Title\n\n<!-- table: answers -->\n\n{answers}\n\n<!-- /table -->\n\nBetween.\n\n"
+        "<!-- table: two-mean -->\n\n- The mean of two is **1.867**.\n\n<!-- /table -->\nEnd.\n"
     )
     assert fill(filled, contents) == (filled, [])
 
 
-def test_blocks_of_findings_and_needs(folder):
+def test_blocks_of_findings(folder):
     contents = blocks(folder, [ONE, TWO])
     opening = "<!-- table: two-mean one-mean -->"
     filled, stale = fill(f"{opening}\n<!-- /table -->\n", contents)
@@ -585,7 +596,6 @@ def test_blocks_of_findings_and_needs(folder):
         "- The mean of two is **1.867**.\n- The mean of one is **1.867**.\n\n"
         "<!-- /table -->\n"
     )
-    assert "| know one | works | The mean of one is **1.867**. |" in contents["needs"]
 
 
 def test_readme_command(registered, folder, tmp_path):
@@ -596,7 +606,7 @@ def test_readme_command(registered, folder, tmp_path):
 
     stale = runner.invoke(app, [*options, "--check"])
     assert stale.exit_code == 1
-    assert "verdict, two" in stale.stderr
+    assert "answers, two-mean" in stale.stderr
     assert path.read_text() == README
 
     assert runner.invoke(app, options).exit_code == 0
@@ -606,10 +616,36 @@ def test_readme_command(registered, folder, tmp_path):
     assert runner.invoke(app, options).exit_code == 0
     assert path.read_text() == fresh
 
-    path.write_text(fresh.replace("| 3.5 |", "| 3.6 |"))
+    path.write_text(fresh.replace("two is **1.867**.\n\n<!--", "two is **1.868**.\n\n<!--"))
     stale = runner.invoke(app, [*options, "--check"])
     assert stale.exit_code == 1
-    assert f"{folder} holds: two\n" in stale.stderr
+    assert f"{folder} holds: two-mean\n" in stale.stderr
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"commit": "1" * 40}, "two ran at 1111"),
+        ({"versions": {"torch": "1.0"}}, "two ran with other versions"),
+        ({"options": "Options(last=9)"}, "two ran with other options"),
+        ({"note": "by hand"}, "two has a note"),
+        ({"figures": {}}, "two.svg belongs to no experiment"),
+    ],
+)
+def test_results_of_more_than_one_run_fail_the_check(registered, tmp_path, changed, words):
+    registered(ONE, TWO)
+    study([ONE, TWO], tmp_path / "results")
+    page = tmp_path / "README.md"
+    page.write_text(README)
+    options = ["readme", "--page", str(page), "--results", str(tmp_path / "results")]
+    assert runner.invoke(app, options).exit_code == 0
+    path = tmp_path / "results" / MANIFEST
+    told = json.loads(path.read_text())
+    told["experiments"]["two"] |= changed
+    path.write_text(json.dumps(told))
+    result = runner.invoke(app, [*options, "--check"])
+    assert result.exit_code == 2
+    assert words in result.stderr
 
 
 def test_readme_command_fills_all_pages_of_a_folder(registered, folder, tmp_path, monkeypatch):
@@ -622,8 +658,15 @@ def test_readme_command_fills_all_pages_of_a_folder(registered, folder, tmp_path
     plain.write_text("# Title\n")
     monkeypatch.chdir(tmp_path)
     options = ["readme", "--results", str(folder)]
+    citation = tmp_path / "CITATION.cff"
+    citation.write_text(
+        "commit: kept\nreferences:\n  - type: data\n    date-released: 2001-01-01\n"
+    )
 
     assert runner.invoke(app, options).exit_code == 0
+    date = json.loads((folder / "run.json").read_text())["date"][:10]
+    assert citation.read_text().startswith("commit: kept\n")
+    assert citation.read_text().endswith(f"    date-released: {date}\n")
     assert pages[0].read_text() == pages[1].read_text() != README
     assert plain.read_text() == "# Title\n"
     assert runner.invoke(app, [*options, "--check"]).exit_code == 0
@@ -650,12 +693,12 @@ def test_a_readme_without_tables_needs_no_results(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("<!-- table: three -->\n<!-- /table -->", "no table is called 'three'; there are verdict"),
-        ("\n<!-- table: one -->\n", "line 2: the block opened here lacks its"),
+        ("<!-- table: three -->\n<!-- /table -->", "no table is called 'three'; there are answers"),
+        ("\n<!-- table: one-mean -->\n", "line 2: the block opened here lacks its"),
         ("<!-- /table -->", "line 1: <!-- /table --> closes a block that nothing opens"),
         (
-            "<!-- table: one -->\n<!-- table: two -->\n<!-- /table -->",
-            "line 2: <!-- table: two --> inside the block that line 1 opens",
+            "<!-- table: one-mean -->\n<!-- table: two-mean -->\n<!-- /table -->",
+            "line 2: <!-- table: two-mean --> inside the block that line 1 opens",
         ),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -20,10 +21,8 @@ from experiments.questions.throughput import (
     EXPERIMENT,
     Options,
     Part,
-    arithmetic,
     beside,
     cells,
-    figures,
     fits,
     speed,
 )
@@ -76,9 +75,9 @@ def test_bytes_are_those_of_arithmetic(rows):
 
 def test_the_model_without_a_press_is_the_measure(rows):
     bare, *others = rows
-    assert bare["first"] == bare["speed"] == bare["speed_low"] == 1
+    assert bare["first"] == bare["speed"] == 1
     for row in others:
-        assert row["first_low"] <= row["first"] <= row["first_high"]
+        assert np.isnan(row["first_low"])  # of three rounds
         assert ("speed_over_hook" in row) == (row["mechanism"] == "patch")
         assert row["tokens_per_s"] > 0
 
@@ -116,7 +115,7 @@ def test_a_slow_press_is_found_slow(model, monkeypatch):
 
     handle = model.register_forward_pre_hook(spend, with_kwargs=True)
     opened = {condition: opens(condition) for condition in factors}
-    found = list(speed.speeds(model, opened, 64, 4, speed.Effort(tokens=2, rounds=2)))
+    found = list(speed.speeds(model, opened, 64, 4, speed.Effort(tokens=2, rounds=6)))
     handle.remove()
     bare, hook, patch = found
     assert bare["first_ms"] == pytest.approx(1000)
@@ -242,7 +241,7 @@ def test_a_limit_below_the_weights_is_refused():
         throughput.measure_fits(Options(limit="1KiB"), ["KnormPress"], None)
 
 
-# ---- arithmetic of large models ------------------------------------------------------------------
+# ---- bytes, by arithmetic ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox", "gpt2"])
@@ -251,17 +250,6 @@ def test_an_untouched_cache_is_as_large_as_predicted(family, dtype):
     model = build(family, num_layers=3, dtype=dtype)
     took = cells.answer(model, token_ids(1, 37), cells.scope_of(FULL, model, 37), 1)
     assert took.n_bytes == Shape.of(model).nbytes(37)
-
-
-def test_published_models():
-    """128k tokens of Llama-3.1-8B are 16 GiB, as 128 KiB per token come to."""
-    assert arithmetic.REAL["Llama-3.1-8B"].nbytes(1) == 128 * 2**10
-    table = arithmetic.predicted_models().set_index(["model", "context", "ratio"])["bytes"] / 2**30
-    assert len(table) == 4 * 3 * 3
-    assert table["Llama-3.1-8B", 131072, 0.0] == 16
-    assert table["Llama-3.1-70B", 131072, 0.5] == 20
-    assert table["Llama-3.1-70B", 2**20, 0.8] == pytest.approx(64)
-    assert table["Qwen3-32B", 32768, 0.0] == 8
 
 
 def test_sliding_windows_are_refused():
@@ -348,11 +336,11 @@ def test_findings_are_read_off_the_tables():
     tables = {"throughput": told(), "throughput_first": first_table(), "throughput_fits": FITS}
     found = {finding.name: finding for finding in EXPERIMENT.findings(tables)}
     assert found["speed"].text == (
-        "SnapKV with 80% evicted decodes **1.50** times as many tokens per second as the full "
-        "cache (4,096 tokens, batch 4)."
+        "SnapKV with 80% evicted decodes **1.50** [1.50, 1.50] times as many tokens per second as "
+        "the full cache (4,096 tokens, batch 4)."
     )
-    assert "Patches decode **0.99** times" in found["mechanisms"].text
-    assert "kvpress decodes **0.60** times" in found["kvpress"].text
+    assert "Patches decode at least **0.99** [0.99, 0.99] times" in found["mechanisms"].text
+    assert "kvpress decodes at least **0.60** [0.60, 0.60] times" in found["kvpress"].text
     assert "With **1** of 2 presses the first token comes within 1.10" in found["first"].text
     assert "at most **1.000** times the bytes" in found["bytes"].text
     assert "is 0.84 to **0.84** times" in found["peak"].text
@@ -361,18 +349,18 @@ def test_findings_are_read_off_the_tables():
 
 
 def test_a_press_that_slows_decoding_costs():
-    slow = told(speed_low=0.9)
+    slow, unclear = told(speed_low=0.9, speed_high=0.95), told(speed_low=0.9)
     assert EXPERIMENT.findings({"throughput": slow})[0].verdict == "costs"
+    assert EXPERIMENT.findings({"throughput": unclear})[0].verdict is None
 
 
 def test_tables_have_a_line_per_row():
     tables = {"throughput": told(), "throughput_first": first_table(), "throughput_fits": FITS}
-    views = EXPERIMENT.views(tables | {"throughput_models": arithmetic.predicted_models()})
-    assert [len(view.rows) for view in views] == [8, 2, 4, 12]
+    views = EXPERIMENT.views(tables)
+    assert [len(view.rows) for view in views] == [8, 2, 4]
     assert views[0].rows[0][2:6] == ["no press", "", "9 ms", "100 /s"]
     assert views[1].rows[0][0] == "SnapKV"
     assert views[2].rows[1] == ["longest context", "SnapKV 80%", "2,500", "3,600", "2.50"]
-    assert ["Llama-3.1-70B", "1,048,576", "320.0", "160.0", "64.0"] in views[3].rows
     assert "0.67 to 0.83 of what arithmetic predicts" in EXPERIMENT.remarks(tables)[0]
 
 
@@ -415,7 +403,7 @@ def test_a_large_limit_is_for_a_large_cache(monkeypatch):
 
 def test_figures_show_every_line():
     tables = {"throughput": told(), "throughput_first": first_table(), "throughput_fits": FITS}
-    drawn = EXPERIMENT.figures(tables | {"throughput_models": arithmetic.predicted_models()})
+    drawn = EXPERIMENT.figures(tables)
     (panel,) = drawn["throughput"].axes
     assert [line.get_ydata().tolist() for line in panel.get_lines()] == [
         [v, v] for v in (100, 150, 148, 90)
@@ -429,16 +417,6 @@ def test_figures_show_every_line():
     (panel,) = drawn["throughput_first"].axes
     assert [text.get_text() for text in panel.texts] == ["1.10", "3.00"]
     assert len(drawn["throughput_fits"].axes) == 2
-    dots = [
-        line
-        for line in drawn["throughput_models"].axes[0].get_lines()
-        if len(line.get_xdata()) == 1
-    ]
-    assert len(dots) == 36
-
-
-def test_labels_are_moved_apart():
-    assert figures.spread([5, 1, 5.2], 1) == [5, 1, 6]
 
 
 # ---- options -------------------------------------------------------------------------------------
@@ -492,7 +470,7 @@ def test_command_takes_lists_with_commas(cli, tmp_path):
     assert len(table) == 2 * 2 * (1 + 2 * 2)
     assert set(table["context"]) == {64, 128}
     assert set(table["model"]) == {"tiny"}
-    assert {path.name for path in tmp_path.iterdir()} == {"throughput.csv", "throughput.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {"throughput.csv", "throughput.svg"}
 
 
 def test_every_press_of_the_first_token_part(cli, tmp_path):

@@ -73,14 +73,13 @@ def test_decode_steps(snapkv):
     assert events_of(snapkv, "hook", 1, 0) == [
         "1 hidden state enters",
         "pre-hook leaves the mask",
-        "hook on q_proj collects 1 query",
+        "hook on q_proj collects nothing",
         "attention runs over 41 keys",
         "forward hook leaves 41 keys",
     ]
     assert events_of(snapkv, "patch", 2, 1) == [
         "1 hidden state enters",
         "wrapper enters, leaves the mask",
-        "attention function is intercepted: 1 query seen",
         "attention runs over 42 keys",
         "wrapper leaves 42 keys",
     ]
@@ -199,15 +198,15 @@ def test_heads_of_different_lengths(model, mechanism):
 def test_pruning_before_attention_is_told(model):
     events = of_press(model, "StreamingLLMDecodingPress")
     assert events_of(events, "hook", 1, 0) == [
+        "hook on the decoder prunes 80 → 40",
         "1 hidden state enters",
-        "pre-hook prunes 80 → 40",
         "pre-hook leaves the mask",
         "attention runs over 41 keys",
         "forward hook leaves 41 keys",
     ]
     assert events_of(events, "patch", 1, 0) == [
+        "wrapper of the decoder prunes 80 → 40",
         "1 hidden state enters",
-        "wrapper prunes 80 → 40",
         "wrapper enters, leaves the mask",
         "attention runs over 41 keys",
         "wrapper leaves 41 keys",
@@ -239,20 +238,16 @@ def test_a_delimiter_that_is_taken_out_is_told(model):
             f"{who} the decoder passes 79 of 80 tokens on",
             "79 hidden states enter",
         ]
-        assert events_of(events, mechanism, 1, 0)[0].endswith("passes 1 of 1 token on")
+        assert events_of(events, mechanism, 1, 0)[0] == "1 hidden state enters"
 
 
 def test_running_the_model_again_is_told(model):
     """KVzip lets the model repeat its context, and prunes all layers then."""
     events = of_press(model, "KVzipPress")
     for mechanism, who in (("hook", "hook on"), ("patch", "wrapper of")):
-        assert events_of(events, mechanism, 0, 0)[:2] == [
-            "80 hidden states enter",
-            "attention runs over 80 keys",
-        ]
         # the context in one chunk, behind four tokens that ask for it
         again = f"{who} the decoder runs the model again: 1 forward of 84 tokens"
-        assert events_of(events, mechanism, 0, 1)[2] == again
+        assert events_of(events, mechanism, 0, 1)[-2] == again
         assert sum(e.event == again for e in events) == 1
         ends = [events_of(events, mechanism, 0, layer)[-1] for layer in (0, 1)]
         assert all(end.startswith(f"{who} the decoder prunes 80 → ") for end in ends)
@@ -278,7 +273,7 @@ def test_command(tmp_path):
     assert result.exit_code == 0, result.output
     assert "AdaKV at ratio 0.5" in result.output
     assert set(pd.read_csv(tmp_path / "trace.csv")["press"]) == {"AdaKVPress"}
-    assert (tmp_path / "trace.png").stat().st_size > 10_000
+    assert (tmp_path / "trace.svg").stat().st_size > 3_000
     result = invoke(app, ["trace", "--press", "SnapPress", *options])
     assert result.exit_code == 2
     assert "there is no press 'SnapPress'; there are AdaKV, Block, " in result.output

@@ -11,6 +11,7 @@ from transformers import GPTNeoXForCausalLM, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from experiments.loading import load_model
+from experiments.testbed.asking import answer_unseen
 from experiments.testbed.facts import draw
 from experiments.testbed.training import common, facts, sink, stdlib
 
@@ -35,7 +36,7 @@ def test_a_model_of_facts_is_saved_with_its_tokenizer(trained):
     torch.manual_seed(3)
     assert not torch.equal(model.lm_head.weight, facts.build_model().lm_head.weight)  # it moved
     batch = draw(2, 16, 2, torch.Generator().manual_seed(0))
-    assert facts.predict(model, batch).shape == (2, 2)
+    assert answer_unseen(model, None, batch).shape == (2, 2)
     assert tokenizer("alice").input_ids == load_model("facts-llama")[1]("alice").input_ids
 
 
@@ -61,17 +62,14 @@ def test_the_card_of_stdlib_says_how_it_was_trained_and_measured(tmp_path):
         train_unknown=0.05,
         held_out_unknown=0.06,
     )
-    past = {"the full cache": [3.0, 3.1, 3.2, 3.3, 3.4]}
-    measures = stdlib.Measures(2.0, 4.5, 3.5, past, [0.01, 0.02], "def f(x):")
+    measures = stdlib.Measures(2.0, [0.01, 0.02], "def f(x):")
     model = stdlib.build_model()
     assert isinstance(model, GPTNeoXForCausalLM)
     stdlib.write_card("stdlib", tmp_path, run, stdlib.figures(model, run, measures))
     card = (tmp_path / "README.md").read_text()
     assert "--seed 3 --steps 7`" in card
     assert "10,000 tokens; every 20th module" in card
-    assert "| this model, blocks of 256 tokens | 2.000 | 7.4 |" in card
-    assert "|  | 0-255 | 256-319 | 320-511 | 512-1,023 | 1,024-1,535 |" in card
-    assert "| the full cache | 3.000 | 3.100 | 3.200 | 3.300 | 3.400 |" in card
+    assert "In blocks of 256 tokens: 2.000 nats per token, a perplexity of 7.4." in card
     assert "No layer has made it an attention sink" in card
     assert "```text\ndef f(x):\n```" in card
     assert not re.findall(r"[{}]", card)

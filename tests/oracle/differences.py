@@ -16,26 +16,24 @@ class Difference(NamedTuple):
     Attributes:
         presses: what it is about.
         kvpress: what kvpress does.
-        here: what this repository does instead.
-        why: the reason.
+        here: what this repository does instead, and why where that is not plain.
         test: name of the test that shows it.
     """
 
     presses: str
     kvpress: str
     here: str
-    why: str
     test: str
 
 
 DIFFERENCES: list[Difference] = []
 
 
-def difference(*, presses: str, kvpress: str, here: str, why: str) -> Callable[[Test], Test]:
+def difference(*, presses: str, kvpress: str, here: str) -> Callable[[Test], Test]:
     """Marks a test as the one that shows a difference, and notes the difference."""
 
     def mark(test: Test) -> Test:
-        DIFFERENCES.append(Difference(presses, kvpress, here, why, test.__name__))
+        DIFFERENCES.append(Difference(presses, kvpress, here, test.__name__))
         return test
 
     return mark

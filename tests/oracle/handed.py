@@ -22,18 +22,17 @@ from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
 from press_core import attention_sites
-from press_core.adapter import RestoreAdapter
-from press_core.cache.pruned import states_of
-from press_core.presses import kvzip
-from press_core.presses.cam import uniform
-from press_core.presses.duo_attention import HeadScores
-from press_core.presses.expected_attention_stats import ExpectedAttentionStats
-from press_core.presses.fast_kvzip import KVzipGates
-from press_core.presses.kvzap import KVzapRegressor
-from press_core.presses.leverage_score import sketch
-from press_core.presses.lukv import BudgetCurves
-from press_core.presses.qfilter import QFilters
-from press_core.replay import ReplayPress
+from press_core.learned.adapter import RestoreAdapter
+from press_core.learned.duo_attention import HeadScores
+from press_core.learned.expected_attention_stats import ExpectedAttentionStats
+from press_core.learned.fast_kvzip import KVzipGates
+from press_core.learned.kvzap import KVzapRegressor
+from press_core.learned.lukv import BudgetCurves
+from press_core.learned.qfilter import QFilters
+from press_core.presses.leverage import sketch
+from press_core.presses.merging import uniform
+from press_core.replay import kvzip
+from press_core.replay.rows import ReplayPress
 from tests.oracle.running import Context, token_ids
 
 N_LAYERS, N_HEADS, N_KV, D, WIDTH, HIDDEN = 3, 4, 2, 16, 64, 24
@@ -206,7 +205,8 @@ class ReadAgain(Context):
         super().__call__(model, press, past)
         for layer in past.layers:
             if layer.keys.shape[2] > self.length and layer.get_seq_length() > self.length:
-                layer.keys, layer.values = (x[:, :, : self.length] for x in states_of(layer))
+                layer.keys = layer.keys[:, :, : self.length]
+                layer.values = layer.values[:, :, : self.length]
 
 
 def _adapter() -> RestoreAdapter:

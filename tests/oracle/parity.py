@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 
 import hooks_impl
 import patch_impl
-from tests.oracle.cases import CASES, Case
+from tests.oracle.cases import CASES, LLAMA, Case
 from tests.oracle.differences import DIFFERENCES, NOT_IN_KVPRESS
 from tests.oracle.running import Held, held_after, model_for
 
@@ -86,69 +85,77 @@ def compare(ours: Held, theirs: Held) -> Agreement:
 
 # ---- the document --------------------------------------------------------------------------------
 
-INTRODUCTION = [
-    "# What kvpress keeps, and what is kept here",
-    "Written by `make parity`; `make test-oracle` fails where a run would write something else.",
-    "Every press and wrapper is built the same way from `hooks_impl`, from `patch_impl` and from "
-    "kvpress {kvpress}, and run on the same small random models (3 layers, 4 query and 2 KV heads "
-    "of 16; transformers {transformers}). Both sides have to leave the same tokens in every layer, "
-    "row and KV head, and the same keys of them. What is in the caches is found by comparing "
-    "values, bit for bit, with those that the model made; nothing that a press reports is used.",
-    "{n_presses} of the {n_all} presses here, in {n_combinations} combinations of presses, "
-    "wrappers and their arguments. kvpress has no {without}.",
-    "## Same tokens",
-    "`r` takes the values of the fourth column; the last two count the heads that hold the same.",
-]
+DOCUMENTED = """\
+# Parity with kvpress
 
-SAME = """\
-| press | model | input | r | hooks | patches |
-|---|---|---|---|--:|--:|
-"""
+{n_presses} of the {n_all} presses keep the same tokens as in kvpress {kvpress}, and the same keys,
+in every layer, row and KV head of {n_combinations} combinations of presses, arguments, models and
+inputs. What differs on purpose is [below](#different-on-purpose).
 
-DIFFERENT = """\
+kvpress has no {without}.
+
+Every press is built from `hooks_impl`, from `patch_impl` and from kvpress, and run on the same
+small random models (transformers {transformers}). What a cache holds is found by comparing its
+values, bit for bit, with those that the model made; nothing that a press reports is used. The
+arguments are in [`cases.py`](../tests/oracle/cases.py). `make parity` writes this page, and
+`make test-oracle` fails where a run would write something else.
+
+## Same tokens
+
+*With*: presses inside it, models and precisions other than Llama in float64. The last two columns
+count the KV heads that hold the same.
+
+| press | runs | with | hooks | patches |
+|---|--:|---|--:|--:|
+{same}
+
+{notes}
+
 ## Different on purpose
 
-What kvpress does and what is done here, both shown by the test
-([`test_differences.py`](../tests/oracle/test_differences.py)).
+Each row is shown, on both sides, by a test of
+[`test_differences.py`](../tests/oracle/test_differences.py).
 
-| | kvpress | here | why | test |
-|---|---|---|---|---|
+| | kvpress | here |
+|---|---|---|
+{different}
 """
 
 
 def document() -> str:
     """What `docs/parity.md` should hold."""
     presses = set().union(*(case.presses for case in CASES))
-    facts = {
-        "kvpress": version("kvpress"),
-        "transformers": version("transformers"),
-        "n_presses": len(presses),
-        "n_all": len(hooks_impl.PRESSES),
-        "n_combinations": len({case.name for case in CASES}),
-        "without": ", ".join(f"`{name}` ({what})" for name, what in NOT_IN_KVPRESS.items()),
-    }
-    paragraphs = (textwrap.fill(text.format(**facts), 100) for text in INTRODUCTION)
-    lines = [*(f"{paragraph}\n\n" for paragraph in paragraphs), SAME]
     notes = list(dict.fromkeys(case.note for case in CASES if case.note))
-    lines += [_row(case, notes) + "\n" for case in CASES]
-    lines += ["\n", *(f"{_mark(note, notes)} {note}.\n\n" for note in notes)]
-    lines += [DIFFERENT]
-    lines += [
-        f"| {d.presses} | {d.kvpress} | {d.here} | {d.why} | `{d.test}` |\n" for d in DIFFERENCES
-    ]
-    return "".join(lines)
+    by_press: dict[str, list[Case]] = {}
+    for case in CASES:
+        by_press.setdefault(case.name.partition("(")[0], []).append(case)
+    return DOCUMENTED.format(
+        kvpress=version("kvpress"),
+        transformers=version("transformers"),
+        n_presses=len(presses),
+        n_all=len(hooks_impl.PRESSES),
+        n_combinations=len(CASES),
+        without=", ".join(f"`{name}` ({what})" for name, what in NOT_IN_KVPRESS.items()),
+        same="\n".join(_row(name, cases, notes) for name, cases in by_press.items()),
+        notes="\n".join(f"{number}. {note}." for number, note in enumerate(notes, 1)),
+        different="\n".join(f"| {d.presses} | {d.kvpress} | {d.here} |" for d in DIFFERENCES),
+    )
 
 
-def _row(case: Case, notes: list[str]) -> str:
+def _row(name: str, cases: list[Case], notes: list[str]) -> str:
     counts = []
     for mechanism in MECHANISMS:
-        found = [agreement(case, ratio, mechanism) for ratio in case.ratios]
+        found = [agreement(case, r, mechanism) for case in cases for r in case.ratios]
         counts.append(f"{sum(a.same for a in found):,} of {sum(a.heads for a in found):,}")
-    note = f" {_mark(case.note, notes)}" if case.note else ""
-    ratios = ", ".join(map(str, case.ratios))
-    cells = f"`{case.name}`{note}", str(case.setting), str(case.run), ratios, *counts
-    return f"| {' | '.join(cells)} |"
+    inside = sorted(set().union(*(case.presses for case in cases)) - {name})
+    settings = dict.fromkeys(_setting(case) for case in cases if case.setting != LLAMA)
+    marks = sorted({notes.index(case.note) + 1 for case in cases if case.note})
+    mark = f" [{', '.join(map(str, marks))}]" if marks else ""
+    used = ", ".join([*(press.removesuffix("Press") for press in inside), *settings])
+    runs = str(sum(len(case.ratios) for case in cases))
+    return f"| {' | '.join([f'`{name}`{mark}', runs, used, *counts])} |"
 
 
-def _mark(note: str, notes: list[str]) -> str:
-    return f"[{notes.index(note) + 1}]"
+def _setting(case: Case) -> str:
+    """What differs from Llama in float64."""
+    return str(case.setting).replace(", float64", "").removeprefix("llama, ")

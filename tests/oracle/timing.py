@@ -3,9 +3,10 @@
 What is measured is what a press adds to a model: all hooks that its scope registers, whatever they
 are for, and the end of the scope (where KVzip of kvpress does its work), on a `StandIn` of 2
 layers, 16 query and 4 KV heads of 64, float32. Both sides run in turn, round by round; times are
-the medians per layer, the ratio is the median of the ratios of the rounds. Memory is what is
-allocated at most beyond what was there before, once. Each press and length has a process of its
-own: how long a large temporary takes depends on what was allocated before.
+the medians per layer, the ratio is the median of the ratios of the rounds, `low` and `high` its 95%
+bootstrap interval. Memory is what is allocated at most beyond what was there before, once. Each
+press and length has a process of its own: how long a large temporary takes depends on what was
+allocated before.
 
 kvpress evicts from single heads by a mask that it works in at every later step. So of the presses
 that do, there are two rows: one as of all others, and one with 16 tokens decoded, in which cache
@@ -26,7 +27,6 @@ import statistics
 import sys
 from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 from unittest.mock import patch
@@ -36,25 +36,26 @@ import torch
 from torch import Tensor
 
 import hooks_impl
-from press_core.presses.duo_attention import HeadScores
-from press_core.presses.expected_attention_stats import ExpectedAttentionStats
-from press_core.presses.fast_kvzip import KVzipGates
-from press_core.presses.kvzap import KVzapRegressor
-from press_core.presses.lukv import BudgetCurves
-from press_core.presses.qfilter import QFilters
+from experiments.framework.intervals import LEAST, median_interval
+from press_core.learned.duo_attention import HeadScores
+from press_core.learned.expected_attention_stats import ExpectedAttentionStats
+from press_core.learned.fast_kvzip import KVzipGates
+from press_core.learned.kvzap import KVzapRegressor
+from press_core.learned.lukv import BudgetCurves
+from press_core.learned.qfilter import QFilters
 from tests.oracle import handed
 from tests.oracle.cases import Build
 from tests.oracle.differences import NOT_IN_KVPRESS
 from tests.oracle.stand_in import N_HEADS, N_KV, N_LAYERS, WIDTH, Clock, D, Memory, StandIn
 
-LENGTHS = (2048, 8192)
-ROUNDS, SECONDS = 15, 15.0
-"""Rounds per press and length, and after how much time a press gets no more (but three)."""
+LENGTH = 8192
+"""Tokens of the context."""
+
+ROUNDS, SECONDS = 9, 1.5
+"""Rounds per press, and after how much time a press gets no more (but three)."""
 
 DECODED = 16
 """Tokens decoded with `headwise` presses."""
-
-RESULTS = Path(__file__).parents[2] / "results" / "oracle-timing.csv"
 
 
 def random(*shape: int) -> Tensor:
@@ -213,6 +214,7 @@ class Row:
     """What one press takes per layer, for a context of so many `tokens`, `decoded` ones after it.
 
     Attributes:
+        low, high: the interval of the ratio.
         floor_ms: what half of the scores, and the keys and values there, take to be picked.
         ours_mib, kvpress_mib: allocated at most; with the attention weights, where kvpress cannot
             do without. What is measured here then runs under sdpa, which returns none.
@@ -225,6 +227,8 @@ class Row:
     ours_ms: float
     kvpress_ms: float
     ratio: float
+    low: float
+    high: float
     floor_ms: float
     ours_to_floor: float
     ours_mib: float
@@ -284,7 +288,7 @@ class Comparison:
         floor = []
         began = perf_counter()
         for number in range(-1, ROUNDS):
-            if number >= 3 and perf_counter() - began > SECONDS:
+            if number >= LEAST and perf_counter() - began > SECONDS:
                 break
             for whose in sorted(times, reverse=number % 2 == 0):
                 seconds = self.seconds(whose, decoded)
@@ -297,29 +301,30 @@ class Comparison:
         )
         what = self.name, self.length, decoded, len(ratios)
         ratio = statistics.median(ratios)
-        return Row(*what, ours, theirs, ratio, least, ours / least, *memory.values())
+        ends = median_interval(ratios)
+        return Row(*what, ours, theirs, ratio, *ends, least, ours / least, *memory.values())
 
 
 def compare_all(names: list[str]) -> list[Row]:
-    """Rows of all presses of `names` at all lengths; prints them as they come."""
+    """Rows of all presses of `names`; prints them as they come."""
     rows: list[Row] = []
-    with get_context("spawn").Pool(1, maxtasksperchild=1) as processes:
-        asked = [(name, length) for length in LENGTHS for name in names]
-        for found in processes.imap(_compare, asked):
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["kvpress", "hooks_impl"])
+    with context.Pool(1, maxtasksperchild=1) as processes:
+        for found in processes.imap(_compare, names):
             rows += found
             print(*found, sep="\n", file=sys.stderr, flush=True)
     return rows
 
 
-def _compare(asked: tuple[str, int]) -> list[Row]:
-    """The rows of a press at a length."""
-    name, length = asked
-    stand_ins = {eager: StandIn(length, eager) for eager in {False, TIMED[name].eager}}
+def _compare(name: str) -> list[Row]:
+    """The rows of a press."""
+    stand_ins = {eager: StandIn(LENGTH, eager) for eager in {False, TIMED[name].eager}}
     tokenizer = patch.object(
         handed.AutoTokenizer, "from_pretrained", lambda *_, **__: handed.PromptTokenizer()
     )
     with tokenizer:
-        comparison = Comparison(name, length, stand_ins)
+        comparison = Comparison(name, LENGTH, stand_ins)
         return [
             comparison.row(decoded) for decoded in ((0, DECODED) if TIMED[name].headwise else (0,))
         ]
@@ -348,12 +353,12 @@ def worst(rows: list[Row]) -> str:
 
 
 def write(rows: list[Row]) -> None:
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(vars(rows[0]))
-        for row in rows:
-            values = vars(row).values()
-            writer.writerow(f"{x:.4g}" if isinstance(x, float) else x for x in values)
+    """As CSV to standard output."""
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(vars(rows[0]))
+    for row in rows:
+        values = vars(row).values()
+        writer.writerow(f"{x:.4g}" if isinstance(x, float) else x for x in values)
 
 
 def main(names: list[str]) -> None:
@@ -366,9 +371,8 @@ def main(names: list[str]) -> None:
         file=sys.stderr,
     )
     rows = compare_all(names or list(TIMED))
-    print(summary(rows))
-    if not names:
-        write(rows)
+    print(summary(rows), file=sys.stderr)
+    write(rows)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,12 @@ from __future__ import annotations
 import ast
 import random
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import Field, TypeAdapter
+from pydantic.dataclasses import dataclass
 
 from experiments import UserError
 from experiments.answers.metrics import UNKNOWN
@@ -28,7 +31,6 @@ _QUESTION_ABOUT_CONTEXT: Columns = {
     "question": ("question", "input"),
     "answers": ("answers", "answer", "outputs"),
 }
-_PROBLEM: Columns = {"context": ("problem",), "answers": ("answer",)}
 
 
 @dataclass(frozen=True)
@@ -53,16 +55,16 @@ class Published:
 
     hub: str
     split: str = "test"
-    metrics: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, str] = Field(default_factory=dict)
     length: int = 0
     task_is: str = ""
     config: str = "{}"
     length_is: str = ""
-    required: Columns = field(default_factory=lambda: _QUESTION_ABOUT_CONTEXT)
+    required: Columns = Field(default_factory=lambda: _QUESTION_ABOUT_CONTEXT)
     question: str = ""
     max_new_tokens: int = 64
     one_line: tuple[str, ...] = ()
-    also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    also: Mapping[str, tuple[str, ...]] = Field(default_factory=dict)
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -185,100 +187,10 @@ def _answers(value: Any) -> tuple[str, ...]:
     return tuple(str(answer) for answer in values if answer is not None and str(answer).strip())
 
 
-_RULER = (
-    *("niah_single_1", "niah_single_2", "niah_single_3"),
-    *("niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
-    *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"),
-)
-_LONGBENCH_E = {
-    **dict.fromkeys(("qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "triviaqa"), "f1"),
-    **dict.fromkeys(("gov_report", "multi_news", "samsum"), "rouge_l"),
-    **{"trec": "choice", "passage_count": "numbers", "passage_retrieval_en": "numbers"},
-    **{"lcc": "code", "repobench-p": "code"},
-}
-"""The tasks of LongBench that come with contexts of even lengths too."""
-_LONGBENCH = {
-    **_LONGBENCH_E,
-    **{"narrativeqa": "f1", "musique": "f1", "qmsum": "rouge_l"},
-    **{"multifieldqa_zh": "f1_zh", "dureader": "rouge_l_zh", "vcsum": "rouge_l_zh"},
-    **{"lsht": "choice", "passage_retrieval_zh": "numbers"},
-}
-_ONE_LINE = ("trec", "triviaqa", "samsum", "lsht")
-_INFINITE = {
-    **dict.fromkeys(("passkey", "number_string", "math_find", "code_run"), "first_number"),
-    **dict.fromkeys(("kv_retrieval", "longdialogue_qa_eng"), "match_any"),
-    **dict.fromkeys(("longbook_choice_eng", "code_debug"), "letter"),
-    **{"longbook_qa_eng": "f1", "longbook_sum_eng": "rouge_l"},
-    **{"longbook_qa_chn": "f1_characters", "math_calc": "first_numbers"},
-}
-_LOOGLE_WORDS = ("shortdep_qa", "longdep_qa", "summarization")
-_ZERO_SCROLLS = (
-    *("gov_report", "summ_screen_fd", "qmsum", "squality", "qasper", "narrative_qa", "quality"),
-    *("musique", "space_digest", "book_sum_sort"),
-)
-_ASK_BOXED = "\n\nSolve the problem step by step and put the final answer into \\boxed{}.\n"
+def _read() -> dict[str, Published]:
+    text = Path(__file__).with_name("published.yaml").read_text(encoding="utf-8")
+    return TypeAdapter(dict[str, Published]).validate_python(yaml.safe_load(text))
 
-SETS: dict[str, Published] = {
-    "ruler": Published(
-        "simonjegou/ruler",
-        metrics=dict.fromkeys(_RULER, "match_all") | dict.fromkeys(("qa_1", "qa_2"), "match_any"),
-        length=4096,
-        task_is="column",
-        length_is="data_dir",
-    ),
-    "longbench": Published(
-        "Xnhyacinth/LongBench",
-        metrics=_LONGBENCH,
-        task_is="config",
-        one_line=_ONE_LINE,
-    ),
-    "longbench-e": Published(
-        "Xnhyacinth/LongBench",
-        metrics=_LONGBENCH_E,
-        task_is="config",
-        config="{}_e",
-        one_line=_ONE_LINE,
-    ),
-    "longbench-v2": Published(
-        "Xnhyacinth/LongBench-v2",
-        metrics=dict.fromkeys(("0shot", "cot"), "named_letter"),
-        task_is="config",
-        max_new_tokens=128,
-    ),
-    "loogle": Published(
-        "simonjegou/loogle",
-        metrics=dict.fromkeys(_LOOGLE_WORDS, "rouge_l") | {"shortdep_cloze": "match_all"},
-        task_is="config",
-        also=dict.fromkeys(_LOOGLE_WORDS, ("bleu_1", "bleu_4", "rouge_1", "rouge_2", "meteor")),
-    ),
-    "zero_scrolls": Published(
-        "simonjegou/zero_scrolls",
-        metrics=dict.fromkeys(_ZERO_SCROLLS, UNKNOWN),
-        task_is="column",
-        required={"context": ("context",), "question": ("question", "input")},
-    ),
-    "infinitebench": Published("MaxJeblick/InfiniteBench", metrics=_INFINITE, task_is="config"),
-    "math500": Published(
-        "HuggingFaceH4/MATH-500",
-        metrics={"math": "boxed"},
-        required=_PROBLEM,
-        question=_ASK_BOXED,
-        max_new_tokens=4096,
-    ),
-    "aime24": Published(
-        "HuggingFaceH4/aime_2024",
-        split="train",
-        metrics={"aime": "boxed"},
-        required=_PROBLEM,
-        question=_ASK_BOXED,
-        max_new_tokens=16384,
-    ),
-    "aime25": Published(
-        "math-ai/aime25",
-        metrics={"aime": "boxed"},
-        required=_PROBLEM,
-        question=_ASK_BOXED,
-        max_new_tokens=16384,
-    ),
-}
+
+SETS = _read()
 """Every published set by its name."""

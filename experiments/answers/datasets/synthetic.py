@@ -8,7 +8,7 @@ project's own, so that scores can be compared with each other, not with those pu
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -108,6 +108,14 @@ def _names(rng: random.Random, n: int) -> list[str]:
     return names
 
 
+def _made_up(rng: random.Random, n: int, parts: Sequence[str], length: int) -> list[str]:
+    """`n` different words of `length` parts each."""
+    words: dict[str, None] = {}
+    while len(words) < n:
+        words["".join(rng.choices(parts, k=length))] = None
+    return list(words)
+
+
 def _number(rng: random.Random) -> str:
     return str(rng.randrange(10**6, 10**7))
 
@@ -171,11 +179,7 @@ def _needles(keys: int, values: int, asked: int) -> Callable[[random.Random, int
 
 def _variables(rng: random.Random, amount: int, hops: int = 4) -> Draft:
     """Variable tracking: a number is passed on from variable to variable, between noise."""
-    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-    names: list[str] = []
-    while len(names) < hops + 1:
-        name = "".join(rng.choices(letters, k=5))
-        names += [name] if name not in names else []
+    names = _made_up(rng, hops + 1, "ABCDEFGHIJKLMNOPQRSTUVWXYZ", 5)
     number = str(rng.randrange(10**4, 10**5))
     steps = [f"VAR {names[0]} = {number}."]
     steps += [f"VAR {to} = VAR {of}." for of, to in pairwise(names)]
@@ -205,10 +209,7 @@ def _common_words(rng: random.Random, amount: int, common: int = 10) -> Draft:
 def _frequent_words(rng: random.Random, amount: int, wanted: int = 3) -> Draft:
     """Frequent words: made-up words whose frequencies fall as in Zipf's law (exponent 2)."""
     syllables = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
-    words: list[str] = []
-    while len(words) < 50:
-        word = "".join(rng.choices(syllables, k=3))
-        words += [word] if word not in words else []
+    words = _made_up(rng, 50, syllables, 3)
     # Exact counts rather than draws: the most frequent words are so in every sample.
     total = sum(rank**-2.0 for rank in range(1, len(words) + 1))
     counts = [round(10 * amount * rank**-2.0 / total) for rank in range(1, len(words) + 1)]

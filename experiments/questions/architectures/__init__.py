@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
+import pandas as pd
 import typer
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
+from experiments import UserError
+from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.options import one_of, several
 from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
 from experiments.questions.architectures.cells import MECHANISMS, OUTCOMES, SUBJECTS
 from experiments.questions.architectures.decoders import decoders
-from experiments.questions.architectures.reach import BOTH, NEITHER, figure, reach, reasons
+from experiments.questions.architectures.reach import BOTH, NEITHER, figure, limits, reach
 from experiments.questions.architectures.sweep import condensed, measure
 
 REPRESENTATIVES = (
@@ -39,6 +45,13 @@ class Options:
         tuple[str, ...],
         typer.Option(help="Model type or variant; repeatable.", show_default="all"),
     ] = ()
+    attention: Annotated[
+        tuple[str, ...], several(str, "Attention implementation.", one_of(("eager", "sdpa")))
+    ] = ("eager", "sdpa")
+    oldest: Annotated[
+        bool,
+        typer.Option(help="Sweep with the oldest supported transformers too, where it is."),
+    ] = True
     store: Annotated[
         Path | None,
         typer.Option(help="CSV file for every row as it comes; a run resumes from it."),
@@ -60,32 +73,43 @@ class Architectures(Experiment[Options]):
         "is evicted is masked, by code that shares nothing with the presses. Long contexts and "
         "trained weights are not tried."
     )
+    evidence = Evidence.REFERENCE
     full = Options()
-    quick = Options(type=tuple(name for name in REPRESENTATIVES if name in decoders()))
+    quick = Options(
+        type=tuple(name for name in REPRESENTATIVES if name in decoders()), oldest=False
+    )
 
     def on(self, own: OwnModel) -> Planned[Options]:
         if own.model_type not in decoders():
             raise LeftOutError(f"it builds no small model of the type {own.model_type}")
-        return Planned(Options(type=(own.model_type,)), seconds=5, note=SMALL)
+        return Planned(Options(type=(own.model_type,), oldest=False), seconds=5, note=SMALL)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         """Every press, by both mechanisms, on every decoder, under all conditions.
 
         Returns:
-            `architectures`: columns `type`, `press`, `mechanism`, an outcome for each condition,
-            the `worst` of them and its `reason`.
+            `architectures`: see `condensed`; and `architectures_oldest`, the same under sdpa with
+            the oldest transformers that is supported, where that is installed.
         """
         names = options.type or tuple(decoders())
         task = progress.add_task(self.name, total=len(names))
-        rows = measure(names, options.store, progress=lambda name: progress.advance(task))
-        return {"architectures": condensed(rows)}
+        rows = measure(
+            names,
+            options.store,
+            choose=lambda cell: cell.attention in options.attention,
+            progress=lambda name: progress.advance(task),
+        )
+        tables = {"architectures": condensed(rows)}
+        if options.oldest and _OLDEST.exists():
+            tables["architectures_oldest"] = _with_oldest(options.type)
+        return tables
 
     def findings(self, tables: Tables) -> list[Finding]:
         table = tables["architectures"]
         reached = reach(table)
         some = reached[(reached["reach"] != NEITHER) & (reached["press"] != "nothing evicted")]
         both = some[some["reach"] == BOTH]
-        wrong = int(table["worst"].isin(OUTCOMES[2:6]).sum())
+        wrong = int(table["bad"].sum())
         text = (
             f"Some press is right on **{some['type'].nunique()}** of "
             f"{reached['type'].nunique()} decoders, by hook and patch alike on "
@@ -96,20 +120,45 @@ class Architectures(Experiment[Options]):
 
     def views(self, tables: Tables) -> list[ResultTable]:
         table = tables["architectures"]
-        head = ["press", "mechanism", *(o for o in OUTCOMES if (table["worst"] == o).any())]
+        seen = set(table["hook"]) | set(table["patch"])
+        head = ["press", "mechanism", *(o for o in OUTCOMES if o in seen)]
         rows = []
         for press, mechanism in product(SUBJECTS, MECHANISMS):
-            of_both = (table["press"] == press) & (table["mechanism"] == mechanism)
-            worst = table["worst"][of_both]
+            worst = table.loc[table["press"] == press, mechanism]
             rows.append([press, mechanism, *(int((worst == o).sum()) for o in head[2:])])
         note = "Decoders by the worst outcome of each press, over all conditions."
-        return [ResultTable(note, head, rows, left=2), reasons(table)]
+        return [ResultTable(note, head, rows, left=2), limits(table)]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
         return {"architectures": figure(tables["architectures"])}
 
     def passed(self, tables: Tables) -> bool:
-        return not tables["architectures"]["worst"].isin(OUTCOMES[2:6]).any()
+        return not any(table["bad"].any() for table in tables.values())
+
+
+_ROOT = Path(__file__).parents[3]
+_OLDEST = _ROOT / ".venv-oldest" / "bin" / "python"
+"""Where `make test-oldest` installs the oldest transformers that is supported."""
+
+
+def _with_oldest(types: tuple[str, ...]) -> pd.DataFrame:
+    """The same sweep in the environment with the oldest transformers.
+
+    Raises:
+        UserError: if it fails.
+    """
+    with TemporaryDirectory() as folder:
+        command = [str(_OLDEST), "-m", "experiments", "architectures", "--no-oldest"]
+        command += ["--attention", "sdpa"]
+        command += [part for kind in types for part in ("--type", kind)]
+        done = subprocess.run(
+            [*command, "--output", folder], cwd=_ROOT, capture_output=True, text=True, check=False
+        )
+        found = Path(folder) / "architectures.csv"
+        if not found.exists():
+            reason = (done.stderr.strip() or "no message").splitlines()[-1]
+            raise UserError(f"the sweep with {_OLDEST} failed: {reason}; try --no-oldest")
+        return pd.read_csv(found, keep_default_na=False)
 
 
 EXPERIMENT = Architectures()

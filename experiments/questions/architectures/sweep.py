@@ -24,13 +24,12 @@ from experiments.questions.architectures.cells import (
     cells,
 )
 from experiments.questions.architectures.decoders import Decoder, build, decoders
+from experiments.questions.architectures.reach import why
 
 COLUMNS = ["type", "press", "mechanism", "attention", "cache", "padded", "outcome", "reason"]
-CONDITIONS = [
-    f"{attention}, {what}"
-    for attention in ("eager", "sdpa")
-    for what in ("default", "DynamicCache()", "padded")
-]
+BAD = OUTCOMES[2:6]
+"""Outcomes that neither mechanism may have."""
+
 _BY_WEIGHT = ("not applicable", *OUTCOMES[:2], *reversed(OUTCOMES[2:6]))
 SECONDS = 120
 """A model that takes longer than this is given up."""
@@ -148,21 +147,28 @@ def _row(decoder: Decoder, cell: Cell | None, outcome: str, reason: str) -> tupl
 
 
 def condensed(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row per type, press and mechanism: an outcome for each condition, the worst, and why."""
-    rows = rows.copy()
-    padded = rows["padded"].astype(str) == "True"
-    rows["condition"] = rows["attention"] + ", " + rows["cache"].where(~padded, "padded")
+    """Rows in one per type and press.
+
+    Returns:
+        `type` and `press`; `hook` and `patch`, the worst outcome of each over all conditions;
+        `cells` that ran, and how many of them are `bad`; and the `reason` of the worst outcome,
+        in short.
+    """
     rank = {outcome: n for n, outcome in enumerate(_BY_WEIGHT)}
     found = []
-    for (kind, press, mechanism), group in rows.groupby(["type", "press", "mechanism"], sort=False):
-        worst = group.iloc[int(group["outcome"].map(rank).argmax())]
-        outcomes = dict(zip(group["condition"], group["outcome"], strict=True))
+    for (kind, press), group in rows.groupby(["type", "press"], sort=False):
+        ordered = group.sort_values("outcome", key=lambda column: column.map(rank), kind="stable")
+        worst = ordered.groupby("mechanism")["outcome"].last()
         found.append(
             {
-                **{"type": kind, "press": press, "mechanism": mechanism},
-                **{condition: outcomes.get(condition, "") for condition in CONDITIONS},
-                **{"worst": worst["outcome"], "reason": worst["reason"]},
+                "type": kind,
+                "press": press,
+                "hook": worst.get("hook", worst.iloc[0]),
+                "patch": worst.get("patch", worst.iloc[0]),
+                "cells": int((group["outcome"] != "not applicable").sum()),
+                "bad": int(group["outcome"].isin(BAD).sum()),
+                "reason": why(ordered["reason"].iloc[-1])[:160],
             }
         )
-    columns = ["type", "press", "mechanism", *CONDITIONS, "worst", "reason"]
+    columns = ["type", "press", "hook", "patch", "cells", "bad", "reason"]
     return pd.DataFrame(found, columns=columns)

@@ -4,7 +4,8 @@
 let heads compete, on the same questions: see `experiments.questions.headwise.budgets`.
 
 *Decoding*: a step on the full cache, on a uniformly pruned one, and on one whose heads hold
-different numbers of tokens, read in four ways, all timed in turn: see `variants` and `timing`.
+different numbers of tokens, read in four ways, all timed in turn: see
+`experiments.testbed.variants` and `decoding`.
 
 *Conditions*: what each of the four ways touches, and on which models and with which attention
 implementations it gives the right logits: see `trials`.
@@ -15,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import pandas as pd
 import torch
@@ -25,7 +26,8 @@ from rich.progress import Progress
 from transformers import PreTrainedModel
 
 from experiments import UserError
-from experiments.framework.experiment import Contrast, Experiment, Finding, Related, Tables
+from experiments.framework.evidence import Evidence
+from experiments.framework.experiment import Claim, Contrast, Experiment, Finding, Related, Tables
 from experiments.framework.options import Device, Dtype, checked_positive_share
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
@@ -34,10 +36,10 @@ from experiments.loading import load_model, short_name
 from experiments.questions.headwise.asked import asked
 from experiments.questions.headwise.budgets import ALL, COMPARED, N_PAIRS, UNIFORM, compare
 from experiments.questions.headwise.figures import figures
-from experiments.questions.headwise.timing import FULL, Size, decode_times, random_llama
 from experiments.questions.headwise.trials import MISSING, N_TRIALS, SAME, trials
 from experiments.questions.headwise.views import points, rows_by, verdict, views
 from experiments.testbed.asking import Task
+from experiments.testbed.decoding import FULL, Size, decode_times, random_llama
 from experiments.testbed.facts import draw
 from experiments.testbed.families import FAMILIES as FAMILIES_BUILT
 from experiments.testbed.families import build, supported_implementations
@@ -117,8 +119,13 @@ class Headwise(Experiment[Options]):
         "head-wise one read in four ways, whose logits are checked against float64. A larger "
         "model, whose heads differ more, may gain more, and times on a GPU differ."
     )
+    evidence = Evidence.MODEL
     full = Options()
-    quick = Options(ratio=(0.8,), samples=16, contexts=(1024, 4096), rounds=5, family=("llama",))
+    quick = Options(ratio=(0.8,), samples=16, contexts=(1024, 4096), rounds=6, family=("llama",))
+    claims: ClassVar = {
+        "patching": Claim(Options(part=(Part.CONDITIONS,))),
+        "freeing": Claim(Options(part=(Part.DECODING,), contexts=(4096,), rounds=1), within=0.01),
+    }
 
     def on(self, own: OwnModel) -> Planned[Options]:
         missing = [name for name in COMPARED if name not in own.presses]
@@ -246,10 +253,11 @@ def find_worth(tables: Tables) -> Finding:
     """Whether head-wise budgets helped, and by how much."""
     difference, accuracy = tables["headwise_difference"], tables["headwise_accuracy"]
     overall = difference[difference["ratio"].isna() & (difference["pair"] == ALL)].iloc[0]
-    mean, interval = points(overall).split(" ", 1)
+    mean, _, interval = points(overall).partition(" ")
     text = (
         f"Head-wise budgets {verdict(overall)} on {accuracy['model'].iloc[0]}: **{mean}** points "
-        f"{interval} of right answers against uniform ones of the same scores."
+        f"{f'{interval} ' if interval else ''}of right answers against uniform ones of the same "
+        "scores."
     )
     works: Any = "works" if overall["low"] > 0 else "costs" if overall["high"] < 0 else None
     return Finding("worth", text, "let heads share a budget", works)
@@ -268,7 +276,8 @@ def find_patching(tables: Tables) -> Finding:
         f"{len(tried)} trials."
     )
     need = "decode with different tokens in each head, without a patch"
-    return Finding("patching", text, need, "works" if needless else "breaks")
+    works: Any = "works" if needless else "breaks"
+    return Finding("patching", text, need, works, Evidence.REFERENCE)
 
 
 def _shares(tables: Tables) -> tuple[float, dict[str, float]]:
@@ -291,7 +300,7 @@ def find_freeing(tables: Tables) -> Finding:
         f"{share[_BY_HOOK]:.2f}."
     )
     frees: Any = "works" if share[_RAGGED] < 1 else "breaks"
-    return Finding("freeing", text, "free memory head by head", frees)
+    return Finding("freeing", text, "free memory head by head", frees, Evidence.BYTES)
 
 
 def related(tables: Tables) -> list[Related]:

@@ -14,7 +14,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from experiments import UserError
 from experiments.testbed.asking import UNSEEN, Task, answer_unseen, check_vocabulary
 from experiments.testbed.facts import FactBatch
-from press_core import Press
+from press_core.scope import InstalledPress
 
 
 class Asked:
@@ -32,7 +32,9 @@ class Asked:
         """Token ids of the contexts of a batch, `(rows, S)`, those of one length together."""
         return [batch.context_ids]
 
-    def right(self, model: PreTrainedModel, press: Press | None, batch: FactBatch) -> Tensor:
+    def right(
+        self, model: PreTrainedModel, press: InstalledPress | None, batch: FactBatch
+    ) -> Tensor:
         """Which questions are answered rightly after `press`: `(rows, facts)` bool."""
         return answer_unseen(model, press, batch) == batch.answer_ids
 
@@ -58,7 +60,9 @@ class AskedInWords(Asked):
         return encoded.input_ids
 
     @torch.inference_mode()
-    def right(self, model: PreTrainedModel, press: Press | None, batch: FactBatch) -> Tensor:
+    def right(
+        self, model: PreTrainedModel, press: InstalledPress | None, batch: FactBatch
+    ) -> Tensor:
         rows = []
         for row, context in enumerate(self.contexts(batch)):
             text = batch.text(row)

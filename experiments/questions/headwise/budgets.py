@@ -20,13 +20,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hooks_impl
-from experiments.framework.intervals import wilson
+from experiments.framework.intervals import mean_interval
 from experiments.framework.plots import NO_PRESS
 from experiments.questions.headwise.asked import Asked, prefill_only
-from press_core import Press, attention_sites, cache_nbytes, kept_lengths
-from press_core.calibration import CalibrationError
-from press_core.presses.duo_attention import HeadScores
-from press_core.select import best_first, n_kept
+from press_core import attention_sites, cache_nbytes, kept_lengths
+from press_core.budget import n_kept
+from press_core.learned.calibration import CalibrationError
+from press_core.learned.duo_attention import HeadScores
+from press_core.scope import InstalledPress
+from press_core.select import best_first
 
 UNIFORM, HEADWISE = "uniform", "head-wise"
 ALL = "all"
@@ -49,10 +51,10 @@ class Pair(NamedTuple):
 
     name: str
     uniform_name: str
-    uniform: Callable[[float], Press]
-    headwise: Callable[[float], Press]
+    uniform: Callable[[float], InstalledPress]
+    headwise: Callable[[float], InstalledPress]
 
-    def presses(self, ratio: float) -> dict[str, Press]:
+    def presses(self, ratio: float) -> dict[str, InstalledPress]:
         """Both presses by the kind of their budgets."""
         return {UNIFORM: self.uniform(ratio), HEADWISE: self.headwise(ratio)}
 
@@ -94,7 +96,7 @@ def _snapkv(ratio: float) -> hooks_impl.SnapKVPress:
 class EvenKVzipPress(hooks_impl.KVzipPress):
     """KVzip whose heads keep as many tokens each."""
 
-    def choose(self, scores: dict[int, Tensor]) -> dict[int, Tensor]:
+    def choose(self, scores: dict[int, Tensor], n_joining: int = 0) -> dict[int, Tensor]:
         """Which tokens of a row each head keeps, `(H_kv, S)` bool per layer; from its scores."""
         chosen = {}
         for index, layer in scores.items():
@@ -135,13 +137,12 @@ class Streaming:
 def head_scores(model: PreTrainedModel, task: Asked) -> HeadScores:
     """DuoAttention's scores of the heads: what lies beside the model, or else measured."""
     try:
-        known = hooks_impl.DuoAttentionPress().bind(model)
+        known = hooks_impl.DuoAttentionPress().find(model)
     except CalibrationError:
         contexts = [ids for batch in task.others() for ids in task.contexts(batch)]
         return hooks_impl.DuoAttentionPress.measure(model, contexts, _SINK, task.length // 4)
-    assert isinstance(known, hooks_impl.DuoAttentionPress)
-    assert isinstance(known.head_scores, HeadScores)
-    return known.head_scores
+    assert isinstance(known, HeadScores)
+    return known
 
 
 # ---- measuring -----------------------------------------------------------------------------------
@@ -160,7 +161,7 @@ class Held(NamedTuple):
 
 
 @torch.inference_mode()
-def held(model: PreTrainedModel, press: Press | None, contexts: Sequence[Tensor]) -> Held:
+def held(model: PreTrainedModel, press: InstalledPress | None, contexts: Sequence[Tensor]) -> Held:
     """What is held of contexts after their prefill."""
     shares, n_bytes = [], 0
     for ids in contexts:
@@ -189,9 +190,9 @@ def compare(
 
     Returns:
         `headwise_accuracy`: a row per press and ratio: `pair`, `budgets`, `press`, `ratio`;
-        `accuracy` with its 95% Wilson interval `low`, `high`; `evicted` share of tokens and `bytes`
-        over those of the full cache, as measured on the first contexts; `contexts`, `answers`,
-        `context` (words), `facts`, `model`.
+        `accuracy` with its interval over contexts, `low`, `high`; `evicted` share of tokens and
+        `bytes` over those of the full cache, as measured on the first contexts; `contexts`,
+        `answers`, `context` (words), `facts`, `model`.
         `headwise_difference`: head-wise minus uniform accuracy by `pair` and `ratio`, see
         `differences`.
         `headwise_budgets`: by head-wise `press`, `ratio`, `layer` and `head` the `share` of its
@@ -236,12 +237,12 @@ class _Measured:
         bare = {"pair": NO_PRESS, "budgets": "full", "press": NO_PRESS, "ratio": 0.0}
         self.add(None, bare)
 
-    def add(self, press: Press | None, row: dict[str, Any]) -> Tensor:
+    def add(self, press: InstalledPress | None, row: dict[str, Any]) -> Tensor:
         """Measure a press; gives which questions it answers, `(contexts, facts)` bool."""
         batches = self.task.batches
         right = torch.cat([self.task.right(self.model, press, batch) for batch in batches])
         left, total = held(self.model, press, self.first), right.numel()
-        low, high = wilson(int(right.sum()), total)
+        low, high = mean_interval(right.double().mean(dim=1))
         self.rows.append(
             row
             | {"accuracy": int(right.sum()) / total, "low": low, "high": high}
@@ -269,7 +270,7 @@ def differences(right: dict[tuple[str, float, str], Tensor]) -> pd.DataFrame:
         right: by pair, ratio and kind of budgets: which questions, `(contexts, facts)` bool.
 
     Returns:
-        Columns `pair`, `ratio`, `difference` of the accuracies, `low` and `high` its 95% interval,
+        Columns `pair`, `ratio`, `difference` of the accuracies, `low` and `high` its interval,
         `contexts`. The mean over all pairs is there as the pair `ALL`, the mean over all ratios as
         a row whose `ratio` is missing.
     """
@@ -285,16 +286,7 @@ def differences(right: dict[tuple[str, float, str], Tensor]) -> pd.DataFrame:
                 if pair in (name, ALL) and (ratio == share or isnan(ratio))
             ]
             per_context = torch.stack(chosen).mean(dim=(0, 2))
-            rows.append((pair, ratio, *paired_interval(per_context)))
+            interval = mean_interval(per_context)
+            rows.append((pair, ratio, float(per_context.mean()), *interval, len(per_context)))
     columns = ["pair", "ratio", "difference", "low", "high", "contexts"]
     return pd.DataFrame(rows, columns=columns)
-
-
-def paired_interval(values: Tensor, z: float = 1.959964) -> tuple[float, float, float, int]:
-    """Mean of differences `(n,)`, its 95% interval by the normal approximation, and their number.
-
-    With a single value the interval is unbounded.
-    """
-    n, mean = len(values), float(values.mean())
-    spread = z * float(values.std()) / n**0.5 if n > 1 else float("inf")
-    return mean, mean - spread, mean + spread, n

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
+from experiments.framework.intervals import METHOD
 from experiments.framework.plots import (
     CELL_INK,
     INK,
@@ -23,8 +24,8 @@ from experiments.framework.plots import (
     style,
 )
 from experiments.questions.headwise.budgets import ALL, HEADWISE, UNIFORM
-from experiments.questions.headwise.timing import FULL
-from experiments.questions.headwise.variants import VARIANTS
+from experiments.testbed.decoding import FULL
+from experiments.testbed.variants import VARIANTS
 
 _BUDGETS: dict[str, dict[str, Any]] = {
     UNIFORM: {"color": mechanism_colour("bare"), "marker": "o", "linestyle": (0, (4, 1.5))},
@@ -72,7 +73,8 @@ def accuracy(table: pd.DataFrame) -> Figure:
     figure.legend(handles=shown, loc="outside upper left", ncols=2)
     figure.set_label(
         "Right answers against the bytes that the cache holds, with uniform and with head-wise "
-        "budgets, a panel for each pair of presses; bands are 95% intervals"
+        "budgets, a panel for each pair of presses; "
+        f"bands are {METHOD} over contexts"
     )
     return figure
 
@@ -102,7 +104,8 @@ def difference(table: pd.DataFrame) -> Figure:
     legend_outside(figure, panel)
     figure.set_label(
         "Right answers with head-wise budgets minus those with uniform ones, in percentage points, "
-        "by press and share evicted; bars are 95% intervals over contexts"
+        "by press and share evicted; "
+        f"bars are {METHOD} over contexts"
     )
     return figure
 
@@ -151,8 +154,8 @@ def decoding(table: pd.DataFrame) -> Figure:
         panel.set_title(f"Time, {ratio:.0%} evicted")
         panel.sharey(timed[0])
     timed[0].set_ylabel("step / step on the full cache")
-    # Few rounds give wide intervals, which may leave the figure; no median does.
-    timed[0].set_ylim(0, min(1.05 * table["high"].max(), 1.5 * table["time"].max()))
+    # Few rounds give wide intervals or none; medians are always in the figure.
+    timed[0].set_ylim(0, min(1.5 * table["time"].max(), 1.05 * table["high"].max()))
     _draw_bytes(last, table)
     legend_outside(figure, axes[0], handles=[_handle(name) for name in _LOOKS])
     figure.set_label(

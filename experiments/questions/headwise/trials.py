@@ -20,15 +20,15 @@ from transformers import Cache, PreTrainedModel
 
 import hooks_impl
 from experiments.framework.wording import in_one_line
-from experiments.questions.headwise.variants import (
+from experiments.testbed.compare import Inputs
+from experiments.testbed.variants import (
     VARIANTS,
     Kept,
     Variant,
-    head_mask,
     kept_in,
     overridden,
+    seen_by_heads,
 )
-from experiments.testbed.compare import Inputs
 from press_core import AttentionSite, attention_sites
 
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
@@ -58,18 +58,18 @@ def _dense(
     attention_mask: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    mask = head_mask(site, kept, attention_mask, query[:, 0], key.shape[2], additive=True)
-    group = query.shape[1] // key.shape[1]
+    seen = seen_by_heads(site, kept, attention_mask, query.shape[2], key.shape[2])
+    group, softcap = query.shape[1] // key.shape[1], site.softmax.softcap
     keys, values = (x.double().repeat_interleave(group, dim=1) for x in (key, value))
-    logits = query.double() @ keys.mT * site.scaling
-    if site.softcap is not None:
-        logits = (logits / site.softcap).tanh() * site.softcap
-    logits = logits.masked_fill(mask < 0, float("-inf"))
+    logits = query.double() @ site.ungrouped(keys).mT * site.scaling
+    if softcap is not None:
+        logits = (logits / softcap).tanh() * softcap
+    logits = logits.masked_fill(~seen, float("-inf"))
     if site.sinks is not None:
         sinks = site.sinks.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
         logits = torch.cat((logits, sinks), dim=-1)
     weights = logits.softmax(dim=-1)[..., : key.shape[2]]
-    return (weights @ values).to(query.dtype).transpose(1, 2).contiguous(), None
+    return (weights @ site.ungrouped(values)).to(query.dtype).transpose(1, 2).contiguous(), None
 
 
 # ---- trying --------------------------------------------------------------------------------------
@@ -96,7 +96,11 @@ def reach(model: PreTrainedModel, variant: Variant, kept: Kept) -> Reach:
     def look() -> tuple[list[int], list[Any], list[Any]]:
         hooks = [len(s.module._forward_hooks) + len(s.module._forward_pre_hooks) for s in sites]
         forwards = [vars(site.module).get("forward") for site in sites]
-        return hooks, forwards, [vars(site.interface).get("get_interface") for site in sites]
+        return (
+            hooks,
+            forwards,
+            [vars(site.signature.interface).get("get_interface") for site in sites],
+        )
 
     before = look()
     with variant.open(model, kept):

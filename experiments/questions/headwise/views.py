@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import isnan
 from typing import Any
 
 import pandas as pd
 
 from experiments.framework.experiment import Tables
+from experiments.framework.intervals import METHOD, bracket, bracketed
 from experiments.framework.plots import NO_PRESS
 from experiments.framework.tables import ResultTable
 from experiments.questions.headwise.budgets import ALL
-from experiments.questions.headwise.timing import FULL
 from experiments.questions.headwise.trials import MISSING
-from experiments.questions.headwise.variants import VARIANTS
+from experiments.testbed.decoding import FULL
+from experiments.testbed.variants import VARIANTS
 
 UNDECIDED = "made no difference that could be shown"
 
@@ -33,12 +35,7 @@ def verdict(row: Any) -> str:
 def points(row: Any) -> str:
     """A difference and its interval in percentage points."""
     difference, low, high = (100 * row[name] for name in ("difference", "low", "high"))
-    return f"{difference:+.1f} [{low:+.1f}, {high:+.1f}]"
-
-
-def time(row: Any) -> str:
-    """Times of a step on the full cache, with their interval."""
-    return f"{row['time']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
+    return f"{difference:+.1f}{bracket(low, high, '+.1f')}"
 
 
 def by_press(difference: pd.DataFrame) -> str:
@@ -64,8 +61,8 @@ def _show_difference(difference: pd.DataFrame) -> ResultTable:
         name = "mean of all" if pair == ALL else str(pair)
         rows.append([name, *(points(by[ratio]) for ratio in ratios), points(mean)])
     note = (
-        "Right answers, head-wise minus uniform budgets, in percentage points, with the 95% "
-        "interval of the mean over contexts (differences are taken context by context). "
+        "Right answers, head-wise minus uniform budgets, in percentage points, with "
+        f"{METHOD} over contexts (differences are taken context by context). "
         f"{by_press(difference)}"
     )
     return ResultTable(note, ["head-wise press", *_evicted(ratios), "mean"], rows)
@@ -80,11 +77,12 @@ def _show_accuracy(accuracy: pd.DataFrame) -> ResultTable:
         by, press = rows_by(of_press, "ratio"), of_press.iloc[0]
         cells = [f"{by[ratio]['accuracy']:.1%}, {by[ratio]['bytes']:.3f}" for ratio in ratios]
         rows.append([press["press"], press["budgets"], *cells])
-    widest = (accuracy["high"] - accuracy["low"]).max() / 2
+    widest = (accuracy["high"] - accuracy["low"]).max()
+    within = "" if isnan(widest) else f" ({METHOD} over contexts are at most {widest:.1%} wide)"
     most = (pressed["bytes"] / (1 - pressed["ratio"])).max()
     note = (
-        f"Right answers (±{widest:.1%} or better), and bytes of the cache over those of the full "
-        f"one: {first['contexts']} contexts of {first['context']} words, {first['answers']} "
+        f"Right answers{within}, and bytes of the cache over those of the full one: "
+        f"{first['contexts']} contexts of {first['context']} words, {first['answers']} "
         f"questions unseen by the press; with nothing evicted {bare['accuracy']:.1%} are right. No "
         f"cache holds more than {most:.3f} times the share that it was told to keep."
     )
@@ -99,12 +97,12 @@ def _show_decoding(decoding: pd.DataFrame) -> ResultTable:
         by = rows_by(of_condition, "context")
         held = (of_condition["bytes"] / of_condition["full_bytes"]).max()
         rows.append([f"{name}, {ratio:.0%} evicted", f"{held:.3f}"])
-        rows[-1] += [time(by[context]) for context in contexts]
+        rows[-1] += [bracketed(by[context], "time") for context in contexts]
     first = pressed.iloc[0]
     note = (
         f"A decode step of {first['model']}, in times of one on the full cache: median of "
-        f"{first['rounds']} rounds in which all took turns, with its 95% interval; and bytes of "
-        "the cache over those of the full one:"
+        f"{first['rounds']} rounds in which all took turns, with {METHOD} over rounds; and bytes "
+        "of the cache over those of the full one:"
     )
     head = ["cache", "bytes", *(f"{context:,} tokens" for context in contexts)]
     return ResultTable(note, head, rows)

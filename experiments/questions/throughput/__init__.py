@@ -3,16 +3,16 @@
 *Speed and memory*: a context is read and tokens are decoded, without a press and with each press
 and mechanism, eager and compiled, in turn; see `speed` and `space`. *First token*: every press on
 two random models. *Fits*: the longest context and the largest batch within a limit of memory, by
-bisection, beside what arithmetic says; see `fits`.
+bisection, beside what arithmetic says; see `fits`. *kvpress*: time inside each press; see `beside`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import pandas as pd
 import torch
@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 
 import hooks_impl
 from experiments import UserError
-from experiments.framework.experiment import Experiment, Finding, Related, Tables
+from experiments.framework.evidence import Evidence
+from experiments.framework.experiment import Claim, Experiment, Finding, Related, Tables
 from experiments.framework.options import (
     AutoDevice,
     Dtype,
@@ -38,7 +39,6 @@ from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.tables import ResultTable
 from experiments.loading import short_name
 from experiments.questions.throughput import beside, figures, views
-from experiments.questions.throughput.arithmetic import predicted_models
 from experiments.questions.throughput.cells import (
     Condition,
     Opens,
@@ -61,6 +61,7 @@ class Part(str, Enum):
     SPEED = "speed"
     FIRST_TOKEN = "first-token"
     FITS = "fits"
+    KVPRESS = "kvpress"
 
 
 def _llama(name: str, **shape: int) -> Subject:
@@ -68,11 +69,6 @@ def _llama(name: str, **shape: int) -> Subject:
 
 
 NARROW = _llama("random Llama, width 512", num_layers=4, num_heads=8, num_kv_heads=4, head_dim=64)
-LIKE_REAL = _llama(
-    "random Llama, 8 KV heads of 128", num_layers=1, num_heads=16, num_kv_heads=8, head_dim=128
-)
-"""One layer as wide as those of models of one to two billion parameters."""
-
 DEEP = _llama("random Llama, 16 layers", num_layers=16, num_heads=4, num_kv_heads=2, head_dim=64)
 """Whose cache weighs more than what a layer computes with, as in large models."""
 
@@ -106,14 +102,14 @@ class Options:
         1024,
         4096,
     )
-    batch: Annotated[tuple[int, ...], several(int, "Contexts at a time.", at_least(1))] = (1, 4)
+    batch: Annotated[tuple[int, ...], several(int, "Contexts at a time.", at_least(1))] = (2,)
     ratio: Annotated[
         tuple[float, ...],
         several(float, "Share of the tokens to evict, in (0, 1).", checked_positive_share),
-    ] = (0.5, 0.8)
+    ] = (0.8,)
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode after the first.")] = 16
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all take their turn.")] = 5
-    compiled: Annotated[bool, typer.Option(help="Decode with torch.compile too.")] = True
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all take their turn.")] = 6
+    compiled: Annotated[bool, typer.Option(help="Decode with torch.compile too.")] = False
     memory: Annotated[bool, typer.Option(help="Measure the most memory of each answer too.")] = True
     kvpress: Annotated[
         bool, typer.Option(help="Measure kvpress beside it, where it is installed.")
@@ -124,7 +120,7 @@ class Options:
     ] = ()
     first_context: Annotated[
         int, typer.Option(min=64, help="Tokens of a context of the first-token part.")
-    ] = 4096
+    ] = 2048
     limit: Annotated[
         str | None,
         typer.Option(
@@ -179,6 +175,7 @@ class Throughput(Experiment[Options]):
         "small: in a larger one the cache is a larger share of a step, so that eviction saves "
         "more, and a press a smaller one. Tokens per second of one machine say little; ratios do."
     )
+    evidence = Evidence.TIME
     full = Options()
     quick = Options(
         part=(Part.SPEED, Part.FIRST_TOKEN),
@@ -186,13 +183,16 @@ class Throughput(Experiment[Options]):
         context=(512,),
         batch=(1,),
         ratio=(0.8,),
-        rounds=3,
+        rounds=6,
         tokens=8,
         compiled=False,
         kvpress=False,
         every=("SnapKVPress", "KnormPress"),
         first_context=512,
     )
+    claims: ClassVar = {
+        "bytes": Claim(replace(quick, part=(Part.SPEED,), memory=False), within=0.05),
+    }
 
     def on(self, own: OwnModel) -> Planned[Options]:
         (context,), presses = own.at_most(512), own.opened(Options.press)
@@ -210,14 +210,15 @@ class Throughput(Experiment[Options]):
         Returns:
             `throughput`: per model, context, batch, press, mechanism and ratio: `first` the time to
             the first token and `speed` the tokens per second, each over the model without a press
-            (median over `rounds`, `_low` and `_high` its 95% interval), of other mechanisms than
+            (median over `rounds`, `_low` and `_high` its interval), of other mechanisms than
             hooks also `_over_hook`; `compiled`, tokens per second of the compiled model over those
             of the eager one; `first_ms`, `tokens_per_s`, `compiled_tokens_per_s`; `bytes` that the
             cache holds after the first token, `predicted` ones, and `peak`, bytes beyond the
             model's at most.
             `throughput_first`: the same of every press, with hooks.
             `throughput_fits`: see `fits.fitting_row`.
-            `throughput_models`: see `arithmetic.predicted_models`.
+            `throughput_kvpress`: time and memory inside each press and inside kvpress's, where that
+            is installed; see `tests.oracle.timing.Row`.
         """
         presses = [press_name(name) for name in options.press]
         every = [press_name(name) for name in options.every] or sorted(hooks_impl.PRESSES)
@@ -228,8 +229,9 @@ class Throughput(Experiment[Options]):
             tables["throughput_first"] = measure_first(options, every, progress)
         if Part.FITS in options.parts:
             tables["throughput_fits"] = measure_fits(options, presses, progress)
-        if options.model is None:
-            tables["throughput_models"] = predicted_models()
+        python = beside.python_with_kvpress() if options.kvpress else None
+        if Part.KVPRESS in options.parts and python is not None:
+            tables["throughput_kvpress"] = beside.timed_presses(python)
         return tables
 
     def findings(self, tables: Tables) -> list[Finding]:
@@ -305,23 +307,15 @@ def cannot_compile(device: torch.device) -> str:
 
 
 def measure_first(options: Options, presses: list[str], progress: Progress) -> pd.DataFrame:
-    """The table `throughput_first`: every press that a model suits, with hooks.
-
-    The first model at all ratios, the other, which takes long, at the first of them.
-    """
-    tables = []
-    plans = [
-        (options.subject(NARROW), options.ratio),
-        (options.subject(LIKE_REAL), options.ratio[:1]),
-    ]
-    for subject, ratios in plans[: 1 if options.model else None]:
-        model, effort = subject.load(), Effort(min(options.tokens, 8), min(options.rounds, 3))
-        opened = dict(_suiting(model, conditions(presses, ratios, ["hook"]), options, progress))
-        task = progress.add_task(f"first token, {subject.name}", total=effort.rounds)
-        advance = partial(progress.advance, task)
-        rows = list(speeds(model, opened, options.first_context, 1, effort, advance))
-        tables.append(pd.DataFrame([{"model": subject.name, **row} for row in rows]))
-    return pd.concat(tables, ignore_index=True)
+    """The table `throughput_first`: every press that a model suits, with hooks."""
+    subject = options.subject(NARROW)
+    model, effort = subject.load(), Effort(min(options.tokens, 8), options.rounds)
+    asked = conditions(presses, options.ratio, ["hook"])
+    opened = dict(_suiting(model, asked, options, progress))
+    task = progress.add_task("first token", total=effort.rounds)
+    advance = partial(progress.advance, task)
+    rows = speeds(model, opened, options.first_context, 1, effort, advance)
+    return pd.DataFrame([{"model": subject.name, **row} for row in rows])
 
 
 def _suiting(

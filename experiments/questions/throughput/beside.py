@@ -17,6 +17,7 @@ from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,6 +73,20 @@ def rows_of_kvpress(python: Path, asked: Asked) -> pd.DataFrame:
         reason = (done.stderr.strip() or "no message").splitlines()[-1]
         raise UserError(f"measuring kvpress with {python} failed: {reason}; try --no-kvpress")
     return pd.DataFrame(json.loads(done.stdout))
+
+
+def timed_presses(python: Path) -> pd.DataFrame:
+    """Time and memory inside each press, here and in kvpress: see `tests.oracle.timing`.
+
+    Raises:
+        UserError: if it fails.
+    """
+    command = [str(python), "-m", "tests.oracle.timing"]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise UserError(f"timing kvpress with {python} failed: {reason}; try --no-kvpress")
+    return pd.read_csv(StringIO(done.stdout))
 
 
 def measure(asked: Asked) -> Iterator[dict[str, Any]]:

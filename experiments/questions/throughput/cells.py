@@ -19,8 +19,9 @@ from experiments.loading import load_model
 from experiments.testbed.compare import Inputs
 from experiments.testbed.families import build
 from experiments.testbed.recipes import MECHANISMS, suited_pair, told_delimiter
-from press_core import Press, attention_sites, cache_nbytes
+from press_core import attention_sites, cache_nbytes
 from press_core.presses.think import ThinK
+from press_core.scope import InstalledPress
 
 BARE = "bare"
 
@@ -75,7 +76,7 @@ def conditions(
     return [FULL, *named]
 
 
-def press_of(condition: Condition, model: PreTrainedModel, context: int) -> Press | None:
+def press_of(condition: Condition, model: PreTrainedModel, context: int) -> InstalledPress | None:
     """The press of a condition at its usual settings; a ThinKPress stores what it keeps only."""
     if condition.press == NO_PRESS:
         return None

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from experiments.framework.experiment import Tables
+from experiments.framework.intervals import METHOD
 from experiments.framework.options import size_of
 from experiments.framework.plots import (
     INK,
     MUTED,
     NO_PRESS,
-    legend_outside,
+    label_lines,
     mechanism_colour,
     mechanism_marker,
     new_figure,
-    press_colour,
     press_label,
     style,
 )
-from experiments.questions.throughput.arithmetic import CONTEXTS
 from experiments.questions.throughput.findings import SLOW
 from experiments.questions.throughput.views import fits_of
 
@@ -39,7 +37,6 @@ def figures(tables: Tables) -> dict[str, Figure]:
         "throughput": speed,
         "throughput_first": first_token,
         "throughput_fits": fits,
-        "throughput_models": models,
     }
     return {name: draw(tables[name]) for name, draw in drawing.items() if name in tables}
 
@@ -83,7 +80,6 @@ _LINES = {"patch": "--", "kvpress": ":"}
 
 
 def _draw_speeds(panel: Axes, table: pd.DataFrame) -> None:
-    ends: list[tuple[float, str, str]] = []
     keys = ["press", "ratio", "mechanism"]
     for (press, ratio, mechanism), rows in table.groupby(keys, sort=False):
         colour, marker = mechanism_colour(str(mechanism)), mechanism_marker(str(mechanism))
@@ -92,38 +88,15 @@ def _draw_speeds(panel: Axes, table: pd.DataFrame) -> None:
             "color": colour,
             "marker": marker,
             "linestyle": _LINES.get(str(mechanism), "-"),
+            "label": NO_PRESS if press == NO_PRESS else f"{mechanism}, {ratio:.0%} evicted",
         }
         panel.plot(ordered["context"], ordered["rate"], **look)
-        label = NO_PRESS if press == NO_PRESS else f"{mechanism}, {ratio:.0%} evicted"
-        ends.append((ordered["rate"].iloc[-1], label, colour))
     contexts = sorted(table["context"].unique())
     panel.set_xscale("log", base=2)
     panel.set_xticks(contexts, [f"{context:,}" for context in contexts])
     panel.xaxis.set_minor_locator(NullLocator())
-    top = 1.12 * table["rate"].max()
-    panel.set_ylim(0, top)
-    places = spread([end[0] for end in ends], 0.075 * top)
-    for (y, label, colour), place in zip(ends, places, strict=True):
-        panel.annotate(
-            label,
-            (contexts[-1], y),
-            xytext=(1.03, place / top),
-            textcoords="axes fraction",
-            va="center",
-            fontsize=7.5,
-            color=colour,
-            annotation_clip=False,
-        )
-
-
-def spread(places: Sequence[float], gap: float) -> list[float]:
-    """`places` moved up as little as it takes to be `gap` apart, in their order."""
-    moved: dict[int, float] = {}
-    below = float("-inf")
-    for index in sorted(range(len(places)), key=lambda index: places[index]):
-        below = max(places[index], below + gap)
-        moved[index] = below
-    return [moved[index] for index in range(len(places))]
+    panel.set_ylim(0, 1.12 * table["rate"].max())
+    label_lines(panel, gap=0.06)
 
 
 # ---- first token ---------------------------------------------------------------------------------
@@ -144,6 +117,8 @@ def first_token(table: pd.DataFrame) -> Figure:
             panel.axvline(1, color=MUTED, linewidth=1)
             panel.axvline(SLOW, color=MUTED, linewidth=1, linestyle=":")
             ratio = rows["ratio"].min()
+            ends = {"first_low": rows["first"], "first_high": rows["first"]}  # without an interval
+            rows = rows.fillna(ends)
             for row in rows[rows["ratio"] == ratio].to_dict("records"):
                 y, colour = names.index(row["press"]), mechanism_colour(row["mechanism"])
                 panel.plot(
@@ -164,8 +139,8 @@ def first_token(table: pd.DataFrame) -> Figure:
         axes[0].set_ylim(len(names) - 0.4, -0.6)
     context = pressed["context"].iloc[0]
     figure.set_label(
-        f"Time to the first token of {context:,} tokens with each press over that without, median "
-        f"and 95% interval; dotted: {SLOW:.2f}"
+        f"Time to the first token of {context:,} tokens with each press over that without, medians "
+        f"with {METHOD} over rounds; dotted: {SLOW:.2f}"
     )
     return figure
 
@@ -209,56 +184,3 @@ def fits(table: pd.DataFrame) -> Figure:
 def _labels(rows: pd.DataFrame) -> Iterator[str]:
     for press, ratio in zip(rows["press"], rows["ratio"], strict=True):
         yield NO_PRESS if press == NO_PRESS else f"{press_label(press)}, {ratio:.0%}"
-
-
-# ---- large models --------------------------------------------------------------------------------
-
-
-def models(table: pd.DataFrame) -> Figure:
-    """Bytes of the caches of published models, by arithmetic."""
-    names = list(dict.fromkeys(table["model"]))
-    with style():
-        figure, (panel,) = new_figure(width=8.6, height=1.2 + 0.75 * len(names))
-        for _, rows in table.groupby(["model", "context"], sort=False):
-            model, context = rows[["model", "context"]].iloc[0]
-            y = names.index(model) + 0.22 * (CONTEXTS.index(context) - 1)
-            panel.plot(rows["bytes"] / 2**30, [y] * len(rows), color=_SHADES[context], zorder=1)
-            for _, row in rows.iterrows():
-                look = _RATIO_LOOKS[row["ratio"]]
-                panel.plot(row["bytes"] / 2**30, y, color=_SHADES[context], **look)
-        panel.axvline(80, color=MUTED, linewidth=1, linestyle=":")
-        panel.set_xscale("log", base=2)
-        panel.xaxis.set_major_formatter("{x:,g}")
-        panel.set_yticks(range(len(names)), names)
-        panel.set_ylim(len(names) - 0.5, -0.5)
-        panel.grid(visible=False, axis="y")
-        panel.set_title("Keys and values of one sequence in bfloat16, by arithmetic")
-        panel.set_xlabel("GiB (dotted: a GPU of 80 GiB)")
-        legend_outside(figure, panel, handles=_legend())
-    return figure
-
-
-_SHADES = dict(
-    zip(CONTEXTS, map(press_colour, ("TOVAPress", "SnapKVPress", "KVzipPress")), strict=True)
-)
-_RATIO_LOOKS: dict[float, dict[str, Any]] = {
-    0.0: {"marker": "o"},
-    0.5: {"marker": "D", "markersize": 4},
-    0.8: {"marker": "o", "markerfacecolor": "white"},
-}
-
-
-def _legend() -> list[Line2D]:
-    lines = [
-        Line2D([], [], color=shade, label=f"{_short(context)} tokens")
-        for context, shade in _SHADES.items()
-    ]
-    dots = [
-        Line2D([], [], color=INK, linestyle="none", label=f"{ratio:.0%} evicted", **look)
-        for ratio, look in _RATIO_LOOKS.items()
-    ]
-    return lines + dots
-
-
-def _short(context: int) -> str:
-    return f"{context // 2**20}M" if context >= 2**20 else f"{context // 2**10}k"

@@ -35,7 +35,7 @@ class Effort:
     """
 
     tokens: int = 16
-    rounds: int = 5
+    rounds: int = 6
     compiled_rounds: int = 0
 
 

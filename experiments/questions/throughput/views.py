@@ -7,10 +7,10 @@ from typing import Any
 import pandas as pd
 
 from experiments.framework.experiment import Tables
+from experiments.framework.intervals import METHOD, bracketed
 from experiments.framework.options import size_of
 from experiments.framework.plots import NO_PRESS, press_label
 from experiments.framework.tables import ResultTable
-from experiments.questions.throughput.arithmetic import RATIOS
 from experiments.questions.throughput.fits import CONTEXT
 
 MISSING = "not measured"
@@ -26,9 +26,28 @@ def views(tables: Tables) -> list[ResultTable]:
     ):
         if name in tables:
             shown += [show(rows) for _, rows in tables[name].groupby("model", sort=False)]
-    if "throughput_models" in tables:
-        shown.append(_models(tables["throughput_models"]))
+    if "throughput_kvpress" in tables:
+        shown.append(_inside(tables["throughput_kvpress"]))
     return shown
+
+
+def _inside(table: pd.DataFrame) -> ResultTable:
+    note = (
+        "Time inside each press per layer, and memory that it allocates at most, with 2 layers, 16 "
+        "query and 4 KV heads of 64: medians over rounds, taken in turn with kvpress:"
+    )
+    head = ["press", "tokens", "decoded", "ms", "kvpress, ms", "ratio", "MiB", "kvpress, MiB"]
+    rows = [
+        [
+            press_label(row["press"]),
+            f"{row['tokens']:,}",
+            row["decoded"],
+            *(f"{row[name]:.3g}" for name in ("ours_ms", "kvpress_ms", "ratio")),
+            *(f"{row[name]:.3g}" for name in ("ours_mib", "kvpress_mib")),
+        ]
+        for row in table.sort_values("ratio").to_dict("records")
+    ]
+    return ResultTable(note, head, rows)
 
 
 def remarks(tables: Tables) -> list[str]:
@@ -55,8 +74,8 @@ def remarks(tables: Tables) -> list[str]:
 def _speeds(table: pd.DataFrame) -> ResultTable:
     note = (
         f"{table['model'].iloc[0]}: time to the first token and tokens per second over those "
-        "without a press, with 95% intervals; tokens per second of the compiled model over the "
-        "eager one's; MiB of the cache, and at most beyond the model:"
+        f"without a press, with {METHOD} over rounds; tokens per second of the compiled model over "
+        "the eager one's; MiB of the cache, and at most beyond the model:"
     )
     head = ["tokens", "batch", "press", "by", "first token", "tokens/s", "compiled"]
     rows: list[dict[Any, Any]] = table.to_dict("records")
@@ -88,7 +107,7 @@ def _named(row: dict[Any, Any]) -> str:
 
 
 def _interval(row: dict[Any, Any], name: str) -> str:
-    return f"{row[name]:.2f} [{row[f'{name}_low']:.2f}, {row[f'{name}_high']:.2f}]"
+    return bracketed(row, name, low=f"{name}_low", high=f"{name}_high")
 
 
 def _number(value: Any, form: str) -> str:
@@ -105,7 +124,8 @@ def _firsts(table: pd.DataFrame) -> ResultTable:
     note = (
         f"{table['model'].iloc[0]}, {bare['context']:,} tokens, hooks: time to the first token and "
         f"tokens per second over those without a press ({bare['first_ms']:,.0f} ms, "
-        f"{bare['tokens_per_s']:,.0f} per second), with 95% intervals; soonest first:"
+        f"{bare['tokens_per_s']:,.0f} per second), with {METHOD} over rounds; soonest "
+        "first:"
     )
     head = ["press"]
     for ratio in ratios:
@@ -149,13 +169,3 @@ def fits_of(what: str, other: int) -> str:
     if what == CONTEXT:
         return "Longest context" if other == 1 else f"Longest context, batch {other:,}"
     return f"Largest batch of {other:,} tokens"
-
-
-def _models(table: pd.DataFrame) -> ResultTable:
-    rows = []
-    for _, of in table.groupby(["model", "context"], sort=False):
-        first = of.iloc[0]
-        sizes = [f"{n_bytes / 2**30:,.1f}" for n_bytes in of["bytes"]]
-        rows.append([first["model"], f"{first['context']:,}", *sizes])
-    head = ["model", "tokens", *(f"{ratio:.0%} evicted" for ratio in RATIOS)]
-    return ResultTable("By arithmetic, GiB of the cache in bfloat16:", head, rows)

@@ -24,6 +24,7 @@ from rich.progress import Progress
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.options import Device, Dtype
 from experiments.framework.own_model import OwnModel, Planned
@@ -41,8 +42,8 @@ from experiments.questions.trace.recorder import ELSEWHERE, Event, Recorder, cou
 from experiments.testbed.compare import Inputs, PressPair
 from experiments.testbed.families import FAMILIES, build, supported_implementations
 from experiments.testbed.recipes import DELIMITER, press_name, suited_pair
-from press_core import Press
 from press_core.presses.finch import Finch
+from press_core.scope import InstalledPress
 
 RUNS = 5
 """How often a forward is repeated for the median of its times."""
@@ -107,7 +108,7 @@ def _with_median_time(*runs: Event) -> Event:
 
 @torch.inference_mode()
 def _record(
-    model: PreTrainedModel, mechanism: str, press: Press, prompt: Tensor, decode: int
+    model: PreTrainedModel, mechanism: str, press: InstalledPress, prompt: Tensor, decode: int
 ) -> list[Event]:
     cache, ids = DynamicCache(config=model.config), prompt
     recorder = Recorder(mechanism, model, cache)
@@ -318,6 +319,7 @@ class Trace(Experiment[Options]):
         "medians over five runs and include a few microseconds of recording. Another press acts "
         "at other moments: `--press` traces any of them."
     )
+    evidence = Evidence.EVENTS
     full = quick = Options()
 
     def on(self, own: OwnModel) -> Planned[Options]:

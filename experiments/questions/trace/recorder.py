@@ -21,12 +21,12 @@ from transformers import Cache
 from attention_patch.interception import OVERRIDE, with_override
 from attention_patch.reversible import wrap
 from experiments.framework.plots import press_label
-from press_core import AttentionSite, Press, cache_nbytes, kept_lengths
+from press_core import AttentionSite, cache_nbytes, kept_lengths
+from press_core.forward import Arguments, here, names_of
 from press_core.model.decoder import decoder_of
-from press_core.model.forward import AttentionForward, DecoderForward
-from press_core.model.probe import verified_sites
-from press_core.press import Phase, TokenScorer
-from press_core.presses.finch import Finch
+from press_core.probe import attention_sites
+from press_core.scope import InstalledPress
+from press_core.scoring import TokenScorer
 
 _PRUNES, ELSEWHERE = " prunes ", " of layer "
 """In the text of an event that prunes its layer; of one whose cause lies in another layer."""
@@ -139,18 +139,16 @@ class Recorder:
     def __init__(self, mechanism: str, model: nn.Module, cache: Cache) -> None:
         self.mechanism, self.model, self.cache, self.step = mechanism, model, cache, 0
         self.events: list[Event] = []
-        sites = verified_sites(model)  # before anything is watched: it runs the model itself
-        self._sites, self._body = (
-            {id(site.module): site for site in sites},
-            decoder_of(model, sites),
-        )
+        sites = attention_sites(model)  # before anything is watched: it runs the model itself
+        self._sites = {id(site.module): site for site in sites}
+        self._body = decoder_of(model, [site.name for site in sites])
+        self._names = names_of(self._body)
         self._layers = {site.layer_idx: _Layer() for site in sites}
         self._index = min(self._layers)  # of the layer that was entered last
         self._watch = _Stopwatch()
         self._wrapped: _Wrapped | None = None  # the call of a wrapper in progress
-        self._given_body: tuple[Any, Any] | None = None  # to a wrapper of the decoder
-        self._after_body: ExitStack | None = None  # what a wrapper of the decoder does afterwards
-        self._takes_tokens_out = False  # whether the press changes what the decoder is given
+        self._body_wrapped: _Wrapped | None = None  # the same, of the decoder
+        self._after_body = ExitStack()  # what a wrapper of the decoder does afterwards
         self._attended = False  # whether the attention function itself ran under an override
         self._replayed: list[int] | None = None  # tokens of forwards that the press itself makes
 
@@ -163,9 +161,8 @@ class Recorder:
             )
 
     @contextmanager
-    def recorded(self, press: Press) -> Iterator[None]:
+    def recorded(self, press: InstalledPress) -> Iterator[None]:
         """The scope of `press`, in which all that it does is watched; nothing is left of either."""
-        self._takes_tokens_out = isinstance(press, Finch)
         with ExitStack() as undo:
 
             def watch(owner: Any, name: str, layer: Callable[..., Any]) -> None:
@@ -174,27 +171,27 @@ class Recorder:
             for kind in dict.fromkeys(_kinds(press)):
                 called = "press" if kind is type(press) else press_label(kind.__name__)
                 if issubclass(kind, TokenScorer):
-                    watch(kind, "token_scores", partial(self._score, called))
+                    watch(kind, "checked_scores", partial(self._score, called))
             for site in self._sites.values():
                 enter = partial(self._hidden_states_enter, site)
                 undo.callback(site.module.register_forward_pre_hook(enter, with_kwargs=True).remove)
             # Of the layers around one forward the first is the outermost, the last the innermost.
             if self.mechanism == "patch":
-                if self._takes_tokens_out:
-                    watch(self._body, "forward", self._above_body)
-                elif Phase.DECODER in press.phases:
-                    watch(self._body, "forward", self._above_replays)
-                for site in self._sites.values() if press.is_at_attention else ():
+                watch(self._body, "forward", self._above_body)
+                for site in self._sites.values():
                     watch(site.module, "forward", partial(self._above, site))
             known = {id(hooks): set(hooks) for hooks, _ in self._hooks()}
+            self._replayed = []  # what the press tries out on the model as it opens
             undo.enter_context(press(self.model))
+            self._replayed = None
             for hooks, watcher in self._hooks():
                 for key in hooks.keys() - known[id(hooks)]:
                     hooks[key] = partial(watcher, hooks[key])  # goes with the hook that it watches
             for site in self._sites.values():
                 watch(site.module, "forward", partial(self._beneath, site))
             watch(self._body, "forward", self._beneath_body)
-            for interface in {id(s.interface): s.interface for s in self._sites.values()}.values():
+            interfaces = [site.signature.interface for site in self._sites.values()]
+            for interface in {id(interface): interface for interface in interfaces}.values():
                 watch(interface, "get_interface", self._hand_out)
             yield
 
@@ -213,7 +210,7 @@ class Recorder:
     def _hidden_states_enter(
         self, site: AttentionSite, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        n_hidden = AttentionForward(args, kwargs, site).argument("hidden_states").shape[1]
+        n_hidden = Arguments(args, kwargs, site.signature.parameters).get("hidden_states").shape[1]
         if self._replayed is not None:
             if site.layer_idx == min(self._layers):
                 self._replayed.append(n_hidden)
@@ -276,10 +273,9 @@ class Recorder:
     def _pre_hook(self, site: AttentionSite, hook: Any, module: nn.Module, *given: Any) -> Any:
         if self._replayed is not None:
             return hook(module, *given)
-        held = self._all_held()
         with self._watch.inside(press=True):
             result = hook(module, *given)
-        self._enters("pre-hook", "", site, held, given, result or given)
+        self._enters("pre-hook ", site, given, result or given)
         return result
 
     def _collecting_hook(self, name: str, site: AttentionSite, hook: Any, *args: Any) -> Any:
@@ -287,8 +283,9 @@ class Recorder:
             return hook(*args)
         with self._watch.inside(press=True):
             result = hook(*args)
-        queries = count(self._layers[site.layer_idx].n_hidden, "query", "queries")
-        self.tell(site.layer_idx, f"hook on {name} collects {queries}", press=True)
+        n_queries = self._layers[site.layer_idx].n_hidden
+        collected = "nothing" if here.query is None else count(n_queries, "query", "queries")
+        self.tell(site.layer_idx, f"hook on {name} collects {collected}", press=True)
         return result
 
     def _forward_hook(self, site: AttentionSite, hook: Any, *args: Any) -> Any:
@@ -301,14 +298,16 @@ class Recorder:
         return result
 
     def _body_pre_hook(self, hook: Any, body: nn.Module, *given: Any) -> Any:
+        if self._replayed is not None:
+            return hook(body, *given)
+        held = self._all_held()
         with self._watch.inside(press=True):
             result = hook(body, *given)
-        if self._takes_tokens_out:
-            self._passes_on(given, result or given)
+        self._enters_body(given, result or given, held)
         return result
 
     def _body_hook(self, hook: Any, *args: Any) -> None:
-        if self._replayed is not None or self._takes_tokens_out:
+        if self._replayed is not None:
             hook(*args)
             return
         with self._replaying():
@@ -332,8 +331,7 @@ class Recorder:
         call = self._wrapped
         with self._watch.inside(press=False):
             if call is not None:
-                who, now = _FORWARD["patch"], (args, kwargs)
-                self._enters(who, "enters, ", site, call.held, call.given, now)
+                self._enters("wrapper enters, ", site, call.given, (args, kwargs))
             if OVERRIDE in kwargs:
                 kwargs = with_override(kwargs, partial(self._override_runs, site))
             output = forward(*args, **kwargs)
@@ -342,38 +340,39 @@ class Recorder:
         return output
 
     def _above_body(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        self._given_body = args, kwargs
-        with self._watch.inside(press=True):
-            return forward(*args, **kwargs)
-
-    def _above_replays(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
         if self._replayed is not None:
             return forward(*args, **kwargs)
-        with ExitStack() as self._after_body:
+        self._body_wrapped = _Wrapped((args, kwargs), self._all_held())
+        with self._watch.inside(press=True), ExitStack() as self._after_body:
             return forward(*args, **kwargs)
 
     def _beneath_body(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
         if self._replayed is not None:
             return forward(*args, **kwargs)
-        if self._given_body is not None:
-            self._passes_on(self._given_body, (args, kwargs))
+        call = self._body_wrapped
         with self._watch.inside(press=False):
+            if call is not None:
+                self._enters_body(call.given, (args, kwargs), call.held)
             output = forward(*args, **kwargs)
-        if self._after_body is not None:
+        if call is not None:
             self._after_body.enter_context(self._replaying())
         return output
 
     # What came of it
 
-    def _passes_on(self, given: Any, now: Any) -> None:
-        """Tell how many of the tokens given to the decoder the press lets through."""
+    def _enters_body(self, given: Any, now: Any, held: list[_Held]) -> None:
+        """Tell what the press did before the decoder runs: to its tokens, and to what is cached."""
+        self._index, who = min(self._layers), _BODY[self.mechanism]
+        self._layers = {index: _Layer() for index in self._layers}
         n_given, n_left = (
-            DecoderForward(call[0], call[1], self._body).argument("input_ids").shape[1]
-            for call in (given, now)
+            Arguments(args, kwargs, self._names).get("input_ids").shape[1]
+            for args, kwargs in (given, now)
         )
-        self._index = min(self._layers)
-        event = f"{_BODY[self.mechanism]} passes {n_left} of {count(n_given, 'token')} on"
-        self.tell(self._index, event, press=True)
+        if n_left != n_given:
+            event = f"{who} passes {n_left} of {count(n_given, 'token')} on"
+            self.tell(self._index, event, press=True)
+        for index in self._layers:
+            self._changes(who, index, held)
 
     @contextmanager
     def _replaying(self) -> Iterator[None]:
@@ -388,32 +387,26 @@ class Recorder:
             event = f"{who} runs the model again: {forwards} of {sum(replayed):,} tokens"
             self.tell(self._index, event, press=True)
         for index in self._layers:
-            self._conclude(who, index, held, itself_only=True)
+            self._changes(who, index, held)
 
-    def _enters(
-        self, who: str, enters: str, site: AttentionSite, held: list[_Held], given: Any, now: Any
-    ) -> None:
+    def _enters(self, who: str, site: AttentionSite, given: Any, now: Any) -> None:
         """Tell what the press did before the attention module runs."""
-        forwards = [AttentionForward(a[0], a[1], site) for a in (given, now)]
-        index, masks = site.layer_idx, [f.argument("attention_mask") for f in forwards]
-        if self._changes(who, index, held):
-            self._layers[index].n_before = self._held(index).mean
-        mask = "leaves" if masks[0] is masks[1] else "replaces"
-        self.tell(index, f"{who} {enters}{mask} the mask", press=True)
+        names = site.signature.parameters
+        before, after = (
+            Arguments(args, kwargs, names).get("attention_mask") for args, kwargs in (given, now)
+        )
+        mask = "leaves" if before is after else "replaces"
+        self.tell(site.layer_idx, f"{who}{mask} the mask", press=True)
 
-    def _conclude(self, who: str, index: int, held: list[_Held], itself_only: bool = False) -> None:
-        """Tell what the press did to the cache, which held `held` before.
-
-        Args:
-            itself_only: not what it did to layers other than `index`.
-        """
+    def _conclude(self, who: str, index: int, held: list[_Held]) -> None:
+        """Tell what the press did to the cache, which held `held` before."""
         if not self._changes(who, index, held):
             left = self._held(index)
             keys = f"{left} keys" if left.mean != 1 else "1 key"
             self.tell(index, f"{who} leaves {keys}", press=True, **self._known(index, held))
         for other in self._layers:
             before, after = held[other] if other < len(held) else _NOTHING, self._held(other)
-            if other != index and not itself_only and after.lengths != before.lengths:
+            if other != index and after.lengths != before.lengths:
                 event = f"{who}{ELSEWHERE}{index} changes {before} → {after}"
                 self.tell(other, event, press=True, keys_kept=after.mean)
 
@@ -467,12 +460,12 @@ class _Wrapped:
     held: list[_Held]
 
 
-def _kinds(press: Press) -> Iterator[type[Press]]:
+def _kinds(press: InstalledPress) -> Iterator[type[InstalledPress]]:
     """The class of a press, and of those that it wraps."""
     yield type(press)
     for value in vars(press).values():
         for item in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(item, Press):
+            if isinstance(item, InstalledPress):
                 yield from _kinds(item)
 
 

@@ -16,12 +16,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from experiments.framework.tables import markdown_table
+from experiments.testbed.asking import answer_unseen
 from experiments.testbed.facts import (
     BOS,
     FILLER,
@@ -249,22 +249,6 @@ def save(model: PreTrainedModel, folder: Path) -> None:
     build_tokenizer().save_pretrained(folder)
 
 
-@torch.inference_mode()
-def predict(model: PreTrainedModel, batch: FactBatch) -> Tensor:
-    """The model's answers, ``(batch, facts)`` int64 token ids.
-
-    Every question is asked on its own, directly after the context: none sees another question or
-    its answer.
-    """
-    rows, facts = batch.answer_ids.shape
-    cache = model.base_model(input_ids=batch.context_ids, use_cache=True).past_key_values
-    cache.batch_repeat_interleave(facts)
-    logits = model(
-        input_ids=batch.question_ids.flatten(0, 1), past_key_values=cache, logits_to_keep=1
-    ).logits
-    return logits[:, -1].argmax(-1).view(rows, facts)
-
-
 def evaluate(
     model: PreTrainedModel,
     *,
@@ -316,7 +300,7 @@ def _accuracy(
     for first in range(0, samples, at_once):
         size = min(at_once, samples - first)
         batch = draw(size, context, facts, generator, depths=depths)
-        right += int((predict(model, batch) == batch.answer_ids).sum())
+        right += int((answer_unseen(model, None, batch) == batch.answer_ids).sum())
     model.train(was_training)
     return right / (samples * facts)
 

@@ -35,11 +35,12 @@ from hooks_impl import (
 )
 from hooks_impl.mechanism import Collector
 from press_core import AttentionCall, Needs
-from press_core.adapter import RestoreAdapter
-from press_core.calibration import Calibration, run
-from press_core.examples import Scores
-from press_core.presses.fast_kvzip import KVzipGates
-from press_core.presses.kvzap import SMALLEST_SCORE, KVzapRegressor, kvzap_scores
+from press_core.learned.adapter import RestoreAdapter
+from press_core.learned.calibration import Calibration
+from press_core.learned.examples import Scores
+from press_core.learned.fast_kvzip import KVzipGates
+from press_core.learned.kvzap import SMALLEST_SCORE, KVzapRegressor, kvzap_scores
+from press_core.learned.running import run
 
 CONTEXTS = (64, 128, 256, 512, 1024)
 """Words of a context, in turn."""

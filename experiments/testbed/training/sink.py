@@ -163,7 +163,7 @@ def describe(
     losses = {title: held_out_loss(model, text.held_out) for title, model in models.items()}
     shares = {title: shares_of(model, text.held_out) for title, model in models.items()}
     model = models["this model"]
-    measures = evaluate(model, text.tokenizer, text.train, text.held_out)
+    measures = evaluate(model, text.tokenizer, text.held_out)
     told = {
         "rate": LEARNING_RATE,
         "weight": WEIGHT,

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +27,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from experiments.framework.tables import markdown_table
 from experiments.testbed.sinks import attention_to_first
 from experiments.testbed.stdlib_text import (
     BOS,
@@ -59,12 +57,6 @@ WARM_UP = 1 / 7
 """Share of the steps."""
 WEIGHT_DECAY = 0.1
 
-STREAM = 1_536
-"""Tokens in each of the streams that run past the trained length."""
-STREAMS = 24
-SINKS = 4
-EDGES = (0, 256, 320, 512, 1024, STREAM)
-"""Bounds of the ranges of positions that losses past the trained length are averaged over."""
 PAD_ID, BOS_ID, UNK_ID = (SPECIAL_TOKENS.index(token) for token in (PAD, BOS, UNK))
 IGNORED = -100
 """Label that `cross_entropy` leaves out."""
@@ -116,10 +108,6 @@ class Measures:
     """What was measured on held-out text. Losses are in nats per token, unknown ones left out."""
 
     loss: float
-    unigram: float
-    bigram: float
-    past: dict[str, list[float]]
-    """By how the cache is bounded, the loss in each range of positions between `EDGES`."""
     sink: list[float]
     """By layer, the attention that queries in the second half of a sequence pay to ``<bos>``."""
     sample: str
@@ -208,7 +196,7 @@ def train(
     text = Text.load()
     model, run = fit(text, seed, steps, checkpoints=checkpoints, progress=progress)
     save(model, text.tokenizer, output)
-    measures = evaluate(model, text.tokenizer, text.train, text.held_out)
+    measures = evaluate(model, text.tokenizer, text.held_out)
     write_card("stdlib", output, run, figures(model, run, measures))
 
 
@@ -287,79 +275,16 @@ def held_out_loss(model: PreTrainedModel, stream: Tensor) -> float:
 
 
 def evaluate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    train_stream: Tensor,
-    held_out: Tensor,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, held_out: Tensor
 ) -> Measures:
-    """Measure a model on the held-out stream ``(tokens,)``, n-grams fitted on the other one."""
+    """Measure a model on the held-out stream ``(tokens,)``."""
     model.eval()
     attention = attention_to_first(model, blocks(held_out)[:ROWS])
-    unigram, bigram = ngram_losses(blocks(train_stream), blocks(held_out))
     return Measures(
         loss=held_out_loss(model, held_out),
-        unigram=unigram,
-        bigram=bigram,
-        past=dict(_past_losses(model, held_out)),
         sink=attention.groupby("layer")["share"].mean().tolist(),
         sample=_sample(model, tokenizer),
     )
-
-
-def ngram_losses(train: Tensor, held_out: Tensor) -> tuple[float, float]:
-    """Held-out losses of a unigram and of a bigram model, on blocks ``(rows, LENGTH)`` of tokens.
-
-    The bigram model is Kneser-Ney's, interpolated. Its discount is the one that is best on the
-    held-out blocks themselves, which favours it. Unknown words are no target, as for the model.
-    """
-    flat = (train[:, :-1] * VOCABULARY + train[:, 1:]).flatten()
-    counts = torch.bincount(flat, minlength=VOCABULARY**2).view(VOCABULARY, VOCABULARY).double()
-    counts[:, UNK_ID] = 0
-    known = held_out[:, 1:] != UNK_ID
-    before, after = held_out[:, :-1][known], held_out[:, 1:][known]
-    unigram = -_share(counts.sum(0)).log()[after].mean()
-    follow = _share((counts > 0).sum(0))  # of how many different tokens each is a successor
-    bigrams = []
-    for discount in (0.5, 0.6, 0.7, 0.75, 0.8, 0.9):
-        kept = (counts - discount).clamp(min=0) / counts.sum(1, keepdim=True).clamp(min=1)
-        left = 1 - kept.sum(1, keepdim=True)
-        bigrams.append(float(-(kept + left * follow)[before, after].log().mean()))
-    return float(unigram), min(bigrams)
-
-
-def _share(counts: Tensor) -> Tensor:
-    """Counts as shares of their sum; tokens never counted get a little, for they may occur."""
-    smoothed = counts.double() + 0.1
-    return smoothed / smoothed.sum()
-
-
-def _past_losses(model: PreTrainedModel, stream: Tensor) -> Iterator[tuple[str, list[float]]]:
-    """Losses along streams longer than the trained length, by how the cache is bounded.
-
-    A mask stands for the cache: what a bounded cache has dropped, later queries do not see.
-    Positions stay the original ones.
-    """
-    starts = torch.linspace(0, len(stream) - STREAM, STREAMS).long()
-    tokens = _begin(stream[starts[:, None] + torch.arange(STREAM)])
-    query, key = torch.arange(STREAM)[:, None], torch.arange(STREAM)
-    causal, near = key <= query, query - key < LENGTH
-    yield "the full cache", _losses_by_range(model, tokens, causal)
-    yield f"the last {LENGTH}", _losses_by_range(model, tokens, causal & near)
-    kept = (key < SINKS) | (query - key < LENGTH - SINKS)
-    name = f"the first {SINKS} and the last {LENGTH - SINKS}"
-    yield name, _losses_by_range(model, tokens, causal & kept)
-
-
-@torch.inference_mode()
-def _losses_by_range(model: PreTrainedModel, tokens: Tensor, seen: Tensor) -> list[float]:
-    mask = torch.zeros(seen.shape).masked_fill(~seen, -math.inf)[None, None]
-    losses = []
-    for row in tokens.split(1):
-        logits = model(input_ids=row[:, :-1], attention_mask=mask, use_cache=False).logits
-        loss = cross_entropy(logits[0], _targets(row)[0], ignore_index=IGNORED, reduction="none")
-        losses.append(loss.masked_fill(_targets(row)[0] == IGNORED, math.nan))
-    by_position = torch.stack(losses)
-    return [float(by_position[:, first:last].nanmean()) for first, last in pairwise(EDGES)]
 
 
 def _sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> str:
@@ -371,8 +296,6 @@ def _sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> str:
 
 def figures(model: PreTrainedModel, run: Run, measures: Measures) -> dict[str, Any]:
     """What the model card says of the training and of what was measured."""
-    spans = [f"{first:,}-{last - 1:,}" for first, last in pairwise(EDGES)]
-    past = [[name, *(f"{loss:.3f}" for loss in losses)] for name, losses in measures.past.items()]
     return {
         "config": model.config,
         "parameters": model.num_parameters() / 1e6,
@@ -385,11 +308,6 @@ def figures(model: PreTrainedModel, run: Run, measures: Measures) -> dict[str, A
         "decay": WEIGHT_DECAY,
         "measures": measures,
         "perplexity": math.exp(measures.loss),
-        "unigram_perplexity": math.exp(measures.unigram),
-        "bigram_perplexity": math.exp(measures.bigram),
-        "streams": STREAMS,
-        "stream": STREAM,
-        "past": markdown_table(["", *spans], past, left=None),
         "sink": ", ".join(f"{share:.2%}" for share in measures.sink),
         "even": 1 / (0.75 * LENGTH),
         "verdict": _verdict(measures.sink),

@@ -21,12 +21,14 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from experiments.framework.intervals import median_interval
 from experiments.framework.timing import in_turn
-from experiments.questions.headwise.variants import VARIANTS, Kept
 from experiments.testbed.families import build
+from experiments.testbed.variants import VARIANTS
+from experiments.testbed.variants import Kept as KeptByHeads
 from press_core import RaggedLayer, attention_sites, cache_nbytes
-from press_core.cache.pruned import KeptTokens, PrunedLayer, filled
-from press_core.presses.adakv import shared_budget
-from press_core.select import n_kept
+from press_core.budget import n_kept
+from press_core.cache.caches import known
+from press_core.cache.tokens import Kept
+from press_core.presses.adakv import safeguarded, shared_budget
 
 FULL, UNIFORM = "full", "uniform"
 """The cache without a press, and one from which all heads have evicted as many tokens."""
@@ -71,17 +73,17 @@ def random_llama() -> PreTrainedModel:
 # ---- caches --------------------------------------------------------------------------------------
 
 
-def full_cache(model: PreTrainedModel, context: int) -> DynamicCache:
-    """A cache of `context` random tokens."""
+def full_cache(model: PreTrainedModel, context: int, batch: int = 1) -> DynamicCache:
+    """A cache of `context` random tokens in each row."""
     cache, generator = DynamicCache(config=model.config), torch.Generator().manual_seed(context)
     for site in attention_sites(model):
-        shape = 2, 1, site.num_kv_heads, context, site.head_dim
+        shape = 2, batch, site.num_kv_heads, context, site.head_dim
         states = torch.randn(shape, generator=generator).to(model.device, model.dtype)
         cache.update(states[0].clone(), states[1].clone(), site.layer_idx)
     return cache
 
 
-def head_budgets(cache: Cache, ratio: float) -> Kept:
+def head_budgets(cache: Cache, ratio: float) -> KeptByHeads:
     """What heads keep that share a budget by random scores: as many on average, not each."""
     generator = torch.Generator().manual_seed(0)
     kept = {}
@@ -89,7 +91,8 @@ def head_budgets(cache: Cache, ratio: float) -> Kept:
         shape = layer.keys.shape[:3]
         of_heads = 0.75 + 0.5 * torch.rand(*shape[:2], 1, generator=generator)
         scores = torch.rand(shape, generator=generator) * of_heads
-        chosen = shared_budget(scores, n_kept(shape[-1], ratio), alpha_safeguard=0.2)
+        n = n_kept(shape[-1], ratio)
+        chosen = shared_budget(safeguarded(scores, n, 0.2), n)
         kept[index] = chosen.to(layer.keys.device)
     return kept
 
@@ -97,13 +100,13 @@ def head_budgets(cache: Cache, ratio: float) -> Kept:
 def uniform_cache(full: Cache, ratio: float) -> DynamicCache:
     """What is left of `full` when every head keeps as many tokens."""
     cache = DynamicCache()
-    for layer in full.layers:
+    for index, layer in enumerate(full.layers):
         seen = layer.get_seq_length()
         n = n_kept(seen, ratio)
         positions = torch.arange(n, device=layer.keys.device).expand(*layer.keys.shape[:2], -1)
         keys, values = (states[:, :, :n].clone() for states in (layer.keys, layer.values))
-        pruned = PrunedLayer(filled(layer, keys, values))
-        pruned.kept = KeptTokens(positions.to(torch.int32), n, seen)
+        pruned = known(full, index).holding(keys, values)
+        pruned.kept = Kept(positions.to(torch.int32), n, seen)
         cache.layers.append(pruned)
     return cache
 
@@ -128,9 +131,9 @@ def caches(model: PreTrainedModel, context: int, ratios: tuple[float, ...]) -> d
 class Decoder:
     """Runs one decode step after the other, each time on the cache whose turn it is."""
 
-    def __init__(self, model: PreTrainedModel, context: int) -> None:
+    def __init__(self, model: PreTrainedModel, context: int, batch: int = 1) -> None:
         self.model, self.context = model, context
-        self.token = torch.ones(1, 1, dtype=torch.int64, device=model.device)
+        self.token = torch.ones(batch, 1, dtype=torch.int64, device=model.device)
         self.cache: Any = None
         self.states: list[tuple[Tensor, Tensor]] = []
 
@@ -171,7 +174,7 @@ def decode_times(
 
     Returns:
         Columns `context`, `condition`, `ratio` (evicted); `time` the median of the ratio to the
-        full cache over rounds, `low` and `high` its 95% interval; `ms` and `full_ms` the median
+        full cache over rounds, `low` and `high` its interval; `ms` and `full_ms` the median
         milliseconds, for context; `bytes` and `full_bytes` that the caches hold; `rounds`.
     """
     held, decoder = caches(model, context, size.ratios), Decoder(model, context)

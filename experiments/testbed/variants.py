@@ -31,20 +31,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.functional import pad
 from transformers import Cache, DynamicCache
 
 from attention_patch import headwise, intercept, with_override, wrap
 from press_core import (
     AttentionSite,
-    Press,
     RaggedLayer,
     UnsupportedInputError,
     UnsupportedModelError,
     attention_sites,
 )
-from press_core.cache.masks import mask_for_pruned
-from press_core.model.forward import AttentionForward
+from press_core.cache.masks import causal, columns_seen, in_form
+from press_core.cache.tokens import Kept as Seen
+from press_core.forward import Arguments
+from press_core.scope import InstalledPress
 
 Kept = dict[int, Tensor]
 """By layer of the cache: which tokens of the prefill each head keeps, `(B, H_kv, S)` bool, padding
@@ -77,7 +78,7 @@ class Variant:
 
 
 @torch.no_grad()
-def prefill(model: Any, press: Press, **inputs: Tensor) -> tuple[Cache, Kept]:
+def prefill(model: Any, press: InstalledPress, **inputs: Tensor) -> tuple[Cache, Kept]:
     """The whole cache of a prefill, and what a head-wise `press` keeps of it."""
     with press(model):
         pruned = model(**inputs, use_cache=True).past_key_values
@@ -91,9 +92,9 @@ def kept_in(cache: Cache) -> Kept:
 
 
 def _kept(layer: RaggedLayer) -> Tensor:
-    _, _, positions = layer.dense()
-    kept = torch.zeros(*positions.shape[:2], layer.seen + 1, dtype=torch.bool, device=layer.device)
-    places = positions.long().remainder(layer.seen + 1)  # empty slots, at -1, come last
+    positions, n_seen = layer.all_positions(), layer.n_seen
+    kept = torch.zeros(*positions.shape[:2], n_seen + 1, dtype=torch.bool, device=layer.device)
+    places = positions.remainder(n_seen + 1)  # empty slots, at -1, come last
     return kept.scatter(-1, places, True)[..., :-1]
 
 
@@ -104,7 +105,8 @@ def evicted(full: Cache, kept: Kept) -> DynamicCache:
         if index in kept:
             seen = layer.get_seq_length()
             positions = torch.arange(seen, device=layer.keys.device).view(1, 1, -1)
-            layer = RaggedLayer.of(layer.keys, layer.values, kept[index], positions, seen)
+            known = Seen(n_seen=seen)
+            layer = RaggedLayer.of(layer.keys, layer.values, kept[index], positions, known)
         cache.layers.append(copy(layer))
     return cache
 
@@ -121,7 +123,7 @@ def overridden(
         for site, heads in sites_of(model, kept):
             override, length = make(site, heads), heads.shape[-1]
             forward = partial(_forward, site, length, override)
-            opened.callback(intercept(site.interface).remove)
+            opened.callback(intercept(site.signature.interface).remove)
             opened.callback(wrap(site.module, "forward", forward).remove)
         yield
 
@@ -142,9 +144,10 @@ def fake_keys(model: nn.Module, kept: Kept) -> AbstractContextManager[None]:
     """
 
     def make(site: AttentionSite, heads: Tensor) -> Override:
-        if site.softcap is not None:
+        softcap = site.softmax.softcap
+        if softcap is not None:
             raise UnsupportedModelError(
-                f"{site.name} keeps all logits within ±{site.softcap:g}, so that no key can be "
+                f"{site.name} keeps all logits within ±{softcap:g}, so that no key can be "
                 "overlooked; use a mask or ragged storage"
             )
         return partial(_with_fake_keys, site, (~heads).nonzero(as_tuple=True))
@@ -193,7 +196,7 @@ def sites_of(model: nn.Module, kept: Kept) -> list[tuple[AttentionSite, Tensor]]
 
 def _n_cached(site: AttentionSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Tokens that the layer holds before a forward."""
-    cache = AttentionForward(args, kwargs, site).cache
+    cache = Arguments(args, kwargs, site.signature.parameters).get(site.signature.cache_name)
     return 0 if cache is None else int(cache.get_seq_length(site.layer_idx))
 
 
@@ -211,7 +214,7 @@ def _with_mask(
     attention_mask: Any,
     **kwargs: Any,
 ) -> Any:
-    mask = head_mask(site, kept, attention_mask, query[:, 0], key.shape[2], additive=True)
+    mask = head_mask(site, kept, attention_mask, query[:, 0], key.shape[2])
     return function(module, query, key, value, mask, **kwargs)
 
 
@@ -221,58 +224,41 @@ def _replace_mask(
     n_cached = _n_cached(site, args, kwargs)
     if n_cached < kept.shape[-1]:  # the prefill itself
         return None
-    hidden_states = AttentionForward(args, kwargs, site).argument("hidden_states")
-    mask = AttentionForward(args, kwargs, site).argument("attention_mask")
-    n_keys, additive = n_cached + hidden_states.shape[1], site.attn_implementation == "eager"
-    mask = head_mask(site, kept, mask, hidden_states, n_keys, additive)
-    changed = AttentionForward(args, kwargs, site).with_argument("attention_mask", mask)
+    given = Arguments(args, kwargs, site.signature.parameters)
+    hidden_states, mask = given.get("hidden_states"), given.get("attention_mask")
+    n_keys = n_cached + hidden_states.shape[1]
+    changed = given.replace(attention_mask=head_mask(site, kept, mask, hidden_states, n_keys))
     return changed.args, dict(changed.kwargs)
 
 
-def head_mask(
-    site: AttentionSite, kept: Tensor, mask: Any, like: Tensor, n_keys: int, additive: bool
-) -> Any:
+def head_mask(site: AttentionSite, kept: Tensor, mask: Any, like: Tensor, n_keys: int) -> Any:
     """What the model's own mask shows, without what each head has evicted.
 
     Args:
         kept: `(B, H_kv, S)` bool, of the first `S` keys.
         mask: as the model built it for all heads, in any form.
         like: of the dtype of the states, `(B, q, channels)`.
-        additive: whether to give numbers to be added to the logits, not bools.
 
     Returns:
-        `(B, H, q, n_keys)`, or a `BlockMask` of that shape under flex attention.
+        `(B, H, q, n_keys)` in the form that the attention implementation takes.
 
     Raises:
-        UnsupportedInputError: if the attention implementation takes no mask of that shape.
+        UnsupportedInputError: if it takes no mask of that shape.
     """
-    length, group = kept.shape[-1], site.num_heads // kept.shape[1]
-    form, held = site.attn_implementation, kept.any(dim=1)
-    shared = mask_for_pruned(mask, held, n_keys - length, like, form)
-    if isinstance(shared, BlockMask):
-        return _block_mask(shared, kept, group, (like.shape[1], n_keys))
-    if shared.dim() == 2:
-        raise UnsupportedInputError(
-            f"{form} takes masks of shape (B, S), the same for all heads; decode a head-wise "
-            "compressed cache inside attention_patch.headwise(model)"
-        )
-    visible = shared if shared.dtype == torch.bool else shared >= 0
-    visible = visible.repeat(1, site.num_heads, 1, 1)
-    visible[..., :length] &= kept.repeat_interleave(group, dim=1).unsqueeze(2)
-    if not additive:
-        return visible
-    added = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
-    return added.masked_fill_(~visible, torch.finfo(like.dtype).min)
+    seen = seen_by_heads(site, kept, mask, like.shape[1], n_keys)
+    return in_form(seen, site.attn_implementation, like.dtype, site.num_heads)
 
 
-def _block_mask(shared: BlockMask, kept: Tensor, group: int, shape: tuple[int, int]) -> BlockMask:
-    batch, n_kv, length = kept.shape
-
-    def sees(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        of_head = kept[b, h // group, kv.clamp(max=length - 1)] | (kv >= length)
-        return shared.mask_mod(b, h, q, kv) & of_head
-
-    return create_block_mask(sees, batch, n_kv * group, *shape, device=str(kept.device))
+def seen_by_heads(
+    site: AttentionSite, kept: Tensor, mask: Any, n_queries: int, n_keys: int
+) -> Tensor:
+    """The same as `(B, H, q, n_keys)` bool."""
+    shared = columns_seen(mask, n_queries, n_keys)
+    if shared is None:
+        shared = causal(n_queries, n_keys, kept.device)
+    of_heads = kept.repeat_interleave(site.num_heads // kept.shape[1], dim=1)
+    of_heads = pad(site.ungrouped(of_heads), (0, n_keys - kept.shape[-1]), value=True)
+    return shared & of_heads.unsqueeze(2)
 
 
 # ---- fake keys -----------------------------------------------------------------------------------

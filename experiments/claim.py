@@ -1,0 +1,62 @@
+"""`python -m experiments claim NAME`: one finding of the study, measured again in a minute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from experiments import UserError, load_experiments
+from experiments.framework.command import measured, progress_bar
+from experiments.framework.experiment import AnyExperiment, Finding
+from experiments.framework.results import read_parts
+
+
+def committed(results: Path, experiments: list[AnyExperiment]) -> dict[str, Finding]:
+    """Findings of the study in `results` that can be measured again, by anchor."""
+    return {
+        f"{part.experiment.name}-{finding.name}": finding
+        for part in read_parts(results, experiments)
+        for finding in part.findings
+        if finding.name in part.experiment.claims
+    }
+
+
+def measured_again(experiment: AnyExperiment, name: str) -> Finding:
+    """A finding as it comes out here, on its small grid."""
+    tables = measured(experiment, experiment.claims[name].options, progress_bar())
+    (here,) = (finding for finding in experiment.findings(tables) if finding.name == name)
+    return here
+
+
+def command(
+    name: Annotated[
+        str | None, typer.Argument(help="Of the finding.", show_default="list them")
+    ] = None,
+    results: Annotated[Path, typer.Option(help="Folder of the study.")] = Path("results"),
+) -> None:
+    """Measure one finding of the study again, small, and tell whether it agrees.
+
+    Exits with status 1 if it differs.
+    """
+    experiments = load_experiments()
+    known = committed(results, experiments)
+    if name is None:
+        for anchor, finding in known.items():
+            typer.echo(f"{anchor}: {finding.text.replace('**', '')}")
+        return
+    if name not in known:
+        raise UserError(f"{name!r} cannot be measured again; there are {', '.join(known)}")
+    of, _, finding_name = name.rpartition("-")
+    experiment = next(one for one in experiments if one.name == of)
+    here, there = measured_again(experiment, finding_name), known[name]
+    within = experiment.claims[finding_name].within
+    agrees = abs(here.number - there.number) <= within + 1e-9
+    typer.echo(f"{results}: {there.text.replace('**', '')}")
+    typer.echo(f"here: {here.text.replace('**', '')}")
+    numbers = f"{here.number:g} here, {there.number:g} in {results}"
+    allowed = f"; up to {within:g} apart is agreement" if within else ""
+    typer.echo(f"{name} {'agrees' if agrees else 'differs'}: {numbers}{allowed}")
+    if not agrees:
+        raise typer.Exit(1)
