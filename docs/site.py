@@ -15,7 +15,7 @@ _LEADS_OUT = re.compile(r"(!?\[([^\]]*)\])\(\.\./([^)]+)\)")
 def on_files(files: Any, config: Any) -> Any:
     """Take the committed report and its figures into the site, as `results/...`."""
     for path in sorted(RESULTS.iterdir()):
-        if path.suffix in (".html", ".png"):
+        if path.suffix in (".html", ".svg"):
             name = f"{RESULTS.name}/{path.name}"
             files.append(File.generated(config, name, abs_src_path=str(path)))
     return files
@@ -26,7 +26,7 @@ def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
 
     def on_site(link: re.Match[str]) -> str:
         label, text, path = link.groups()
-        if files.get_file_from_path(path) is not None:
+        if files.get_file_from_path(path.partition("#")[0]) is not None:
             return f"{label}({path})"
         in_table = link.string[: link.start()].rpartition("\n")[2].startswith("|")
         return text if in_table else f"{text} (`{path}`)"  # cells are narrow
