@@ -18,7 +18,7 @@ from press_core.cache.writing import store
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import Eviction
-from press_core.forward import Forward
+from press_core.forward import Forward, Progress
 from press_core.model.sites import AttentionSite
 from press_core.observed import Moment, Positions
 from press_core.observing import Passed, call_of, context_call, step_of, with_steps
@@ -33,7 +33,7 @@ def after_attention(scope: ScopeState, press: Press, passed: Passed) -> None:
     phase = Phase.PREFILL if passed.forward.is_context else Phase.DECODING
     if passed.cache is None or phase not in press.phases:
         return
-    passed.forward.observed.setdefault(scope, set()).add(passed.site.place.depth)
+    passed.forward.progress.setdefault(scope, Progress()).depths.add(passed.site.place.depth)
     observed = observe(scope, press, passed)
     if observed is not None:
         call, occupied = observed
@@ -50,7 +50,7 @@ def store_left(
     if layer is None:
         return
     if forward is not None:
-        forward.pruned.append(layer)
+        forward.at_failure.append(layer.give_up)
     seen, kept = tokens_seen(layer, None), layer.lengths().double().mean()
     scope.tally.record(site.layer_idx, sum(seen) / len(seen), site.ranks.mean(float(kept)))
 
@@ -134,10 +134,10 @@ def _decoding_step(
     """What is known of the last tokens while decoding, or None if the press is not due."""
     running.require_causal(scope, passed)
     traits, occupied = scope.traits, None
-    ticks = passed.forward.ticks[scope]
-    due = press.is_due(ticks[0], passed.hidden_states.shape[1])
+    progress = passed.forward.progress[scope]
+    due = press.is_due(progress.n_steps, passed.hidden_states.shape[1])
     memory = layer.memories.get(scope.key, Memory())
-    when = Moment(True, n_steps=ticks[0], n_forwards=ticks[1])
+    when = Moment(True, n_steps=progress.n_steps, n_forwards=progress.n_forwards)
     if due or traits.remembers:
         occupied = passed.occupied(layer)
     if traits.remembers:

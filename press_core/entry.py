@@ -23,7 +23,7 @@ from press_core.cache.memory import FIRST, Memory
 from press_core.cache.reading import helped, needs_help, with_counted_columns
 from press_core.engine import prune_before
 from press_core.errors import UnsupportedCacheError
-from press_core.forward import Arguments, Forward, here
+from press_core.forward import Arguments, Forward, Progress, here
 from press_core.model.sites import AttentionSite, Bystander
 from press_core.scope import AROUND, ScopeState
 from press_core.traits import Phase
@@ -128,8 +128,9 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
     cache.layers[scope.sites[0].layer_idx] = first
     first.remember(scope.key, memory)
     scope.remembering.add(first)
-    forward.ticks[scope] = memory.ticks - FIRST, memory.all_ticks - FIRST
-    due = scope.press.is_due(memory.ticks - FIRST, forward.n_tokens)
+    progress = Progress(memory.ticks - FIRST, memory.all_ticks - FIRST)
+    forward.progress[scope] = progress
+    due = scope.press.is_due(progress.n_steps, forward.n_tokens)
     if due or traits.buffered_tokens or traits.remembers:
         forward.acting.append(scope)
 
@@ -163,9 +164,9 @@ def leave(scope: ScopeState, output: Any, failed: bool = False) -> None:
 
 
 def _note_missed(scope: ScopeState, forward: Forward) -> None:
-    told = forward.observed.get(scope)
-    if told and len(told) < len(scope.sites):
-        scope.tally.missed |= set(range(len(scope.sites))) - told
+    progress = forward.progress.get(scope)
+    if progress is not None and 0 < len(progress.depths) < len(scope.sites):
+        scope.tally.missed |= set(range(len(scope.sites))) - progress.depths
 
 
 # ---- attention modules that read a cache ---------------------------------------------------------

@@ -59,6 +59,20 @@ def names_of(module: nn.Module) -> tuple[str, ...]:
 
 
 @dataclass(eq=False)
+class Progress:
+    """What a forward is for one of its scopes.
+
+    Attributes:
+        n_steps, n_forwards: while decoding, forwards since the scope pruned last, and all of them.
+        depths: of the attention modules that it has observed.
+    """
+
+    n_steps: int = 0
+    n_forwards: int = 0
+    depths: set[int] = field(default_factory=set)
+
+
+@dataclass(eq=False)
 class Forward:
     """One forward of a decoder in which scopes take part.
 
@@ -69,13 +83,11 @@ class Forward:
         n_to_come: tokens of the same context that later forwards bring, of a prefill in chunks.
         entered: scopes that were open when it began, the outermost first.
         acting: those that act around its attention modules.
-        ticks: by scope, forwards while decoding since it pruned last, and all of them.
-        observed: by scope, depths of the attention modules that it has observed.
-        pruned: cache layers that were put in the place of others in it.
+        progress: by scope, how far that has come.
         outer: the forward of another decoder in which this one runs.
         notes: what was found out once for all layers: masks, positions, what a press has noted.
         helps: whether it reads layers with masks or positions of their own.
-        undo: what to do if an exception ends it.
+        at_failure: what to do if an exception ends it.
         at_end: what to do when it has ended, in whatever way.
         is_over: whether it is known to have ended.
         frame: of the stack of its thread, lasts as long as it does: hooks hear of no interrupt.
@@ -87,13 +99,11 @@ class Forward:
     n_to_come: int = 0
     entered: list[Any] = field(default_factory=list)
     acting: list[Any] = field(default_factory=list)
-    ticks: dict[Any, tuple[int, int]] = field(default_factory=dict)
-    observed: dict[Any, set[int]] = field(default_factory=dict)
-    pruned: list[Any] = field(default_factory=list)
+    progress: dict[Any, Progress] = field(default_factory=dict)
     outer: Forward | None = None
     notes: dict[Any, Any] = field(default_factory=dict)
     helps: bool = False
-    undo: list[Callable[[], None]] = field(default_factory=list)
+    at_failure: list[Callable[[], None]] = field(default_factory=list)
     at_end: list[Callable[[], None]] = field(default_factory=list)
     is_over: bool = False
     frame: FrameType | None = None
@@ -136,9 +146,7 @@ class Forward:
         """Let an exception, or an interrupt, have ended it."""
         if here.forward is self:
             here.forward, here.reading, here.query = self.outer, None, None
-        for layer in self.pruned:
-            layer.is_unusable = True
-        for undo in self.undo:
+        for undo in self.at_failure:
             undo()
         self.end()
 

@@ -18,6 +18,7 @@ from tests.support import build, example_for, left_padded, token_ids
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 LENGTH = 60
+IS_5_2 = transformers.__version__.startswith("5.2.")
 
 
 def make(implementation="sdpa", family="llama", dtype=torch.float64):
@@ -208,7 +209,7 @@ def test_draft_tokens_come_behind_a_context_that_was_brought_first(
     dtype = torch.float32 if implementation == "eager" else torch.float64
     model, cache = make(implementation, dtype=dtype), DynamicCache()
     ids = token_ids(1, LENGTH // 2).repeat(1, 2)  # so that there is something to look up
-    rest = ids if transformers.__version__.startswith("5.2.") else ids[:, -1:]
+    rest = ids if IS_5_2 else ids[:, -1:]
     plain = {**GENERATE, "attention_mask": torch.ones_like(ids)}
     assisted = {**plain, **with_assistance(by, dtype)}
     with example_for(package, name, 0.5, model)(model):
@@ -245,6 +246,7 @@ def test_draft_tokens_are_refused_by_presses_that_act_while_decoding(package, na
         model.generate(ids, prompt_lookup_num_tokens=3, **GENERATE)
 
 
+@pytest.mark.skipif(IS_5_2, reason="assistant_early_exit of transformers 5.2 raises by itself")
 @both
 @pytest.mark.parametrize("name", ["KVzipPress", "KVComposePress"])
 @pytest.mark.parametrize("comes_first", [False, True])

@@ -228,6 +228,10 @@ class PrunedLayer(DynamicLayer):
         self.check_readable(key_states.shape[2])
         return self.storage.update(key_states, value_states, *args, **kwargs)
 
+    def give_up(self) -> None:
+        """Let nobody read it any more: an exception ended the forward that it was pruned in."""
+        self.is_unusable = True
+
     def check_readable(self, n_new: int) -> None:
         """Refuse a forward of `n_new` tokens that has not the help it needs.
 

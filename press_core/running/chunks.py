@@ -106,7 +106,7 @@ def announce(scope: ScopeState, forward: Forward) -> None:
         )
     if forward.n_to_come:
         _under_way[cache] = forward.n_to_come
-        forward.undo.append(lambda: _under_way.pop(cache, None))  # type: ignore[arg-type]
+        forward.at_failure.append(lambda: _under_way.pop(cache, None))  # type: ignore[arg-type]
     else:
         forward.at_end.append(lambda: _under_way.pop(cache, None))  # type: ignore[arg-type]
 

@@ -124,4 +124,4 @@ def stage(scope: ScopeState, forward: Forward) -> None:
             )
         staging = StagingLayer(layer)
         layers[site.layer_idx] = staging
-        forward.undo.append(lambda i=site.layer_idx, q=layer: layers.__setitem__(i, q))  # type: ignore[misc]
+        forward.at_failure.append(lambda i=site.layer_idx, q=layer: layers.__setitem__(i, q))  # type: ignore[misc]
