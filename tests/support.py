@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -22,6 +22,7 @@ from experiments.testbed import families
 from experiments.testbed.families import VOCABULARY
 from experiments.testbed.recipes import DELIMITER, fitted_pair, recipe_pair
 from press_core import Press
+from press_core.forward import Arguments, Forward, here
 from tests.snapshot import snapshot as snapshot
 
 
@@ -95,6 +96,16 @@ def in_turn(names: str, *lists: Iterable[Any]) -> pytest.MarkDecorator:
         label = "-".join([*map(str, entries), said])
         cases.append(pytest.param(package, *entries, id=label))
     return pytest.mark.parametrize(("package", *names.split(", ")), cases)
+
+
+@contextmanager
+def reading(layer: Any) -> Iterator[None]:
+    """Stands for a forward that reads `layer` with all the help it needs."""
+    here.forward, here.reading = Forward(nn.Identity(), Arguments((), {}, ())), layer
+    try:
+        yield
+    finally:
+        here.forward = here.reading = None
 
 
 PIPELINE_PRESSES = {

@@ -28,9 +28,8 @@ from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.masks import causal
 from press_core.cache.storage import Storage
 from press_core.cache.tokens import Kept
-from press_core.forward import here
 from press_core.model.sites import Softmax
-from tests.support import build
+from tests.support import build, reading
 
 DIM, N = 8, 12
 CHANNELS = torch.tensor([[[0, 2, 7], [1, 2, 3]], [[4, 5, 6], [0, 1, 7]]])
@@ -56,8 +55,7 @@ def append(
 ) -> tuple[Tensor, Tensor]:
     batch, heads = layer.keys.shape[:2]
     keys, values = (random(batch, heads, n, DIM, seed=s, dtype=dtype) for s in (seed, -seed))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(here, "reading", layer)
+    with reading(layer):
         layer.update(keys, values)
     return keys, values
 

@@ -23,9 +23,8 @@ from press_core import (
 from press_core.cache import layout
 from press_core.cache.masks import causal
 from press_core.cache.tokens import Kept
-from press_core.forward import here
 from press_core.model.sites import Softmax
-from tests.support import build
+from tests.support import build, reading
 
 on_gpu = [
     pytest.mark.gpu,
@@ -88,8 +87,7 @@ def example(
 
 
 def update(layer: RaggedLayer, *new: Tensor) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(here, "reading", layer)
+    with reading(layer):
         layer.update(*new)
 
 

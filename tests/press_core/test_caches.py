@@ -22,8 +22,7 @@ from press_core.cache.memory import FIRST, Key, Memory, Step
 from press_core.cache.pruned import ReadingNeeds, Rerotation
 from press_core.cache.storage import Storage
 from press_core.cache.tokens import Kept
-from press_core.forward import here
-from tests.support import build
+from tests.support import build, reading
 
 BATCH, HEADS, KEPT, SEEN, DIM = 3, 2, 4, 10, 5
 ROWS = [[-1, -1, 6, 9], [-1, 3, 4, 8], [0, 1, 2, 9]]
@@ -95,7 +94,7 @@ def test_mask_sizes_are_those_of_the_slots_at_the_end_of_the_sequence(query_leng
 @pytest.mark.parametrize("n_tokens", [1, 3])
 @pytest.mark.parametrize("need", [need for need in ReadingNeeds if need])
 def test_a_layer_in_need_of_help_is_not_updated_without_it(
-    need: ReadingNeeds, n_tokens: int, monkeypatch: pytest.MonkeyPatch
+    need: ReadingNeeds, n_tokens: int
 ) -> None:
     layer = pruned(needs=need)
     if need is ReadingNeeds.MASK_OF_MANY and n_tokens == 1:
@@ -103,12 +102,11 @@ def test_a_layer_in_need_of_help_is_not_updated_without_it(
         return
     with pytest.raises(ScopeError, match="keep the scope of the press open"):
         layer.update(*states(n_tokens))
-    monkeypatch.setattr(here, "reading", pruned())  # another layer's help
-    with pytest.raises(ScopeError):
+    with reading(pruned()), pytest.raises(ScopeError):  # another layer's help
         layer.update(*states(n_tokens))
     assert layer.get_seq_length() == SEEN
-    monkeypatch.setattr(here, "reading", layer)
-    layer.update(*states(n_tokens))
+    with reading(layer):
+        layer.update(*states(n_tokens))
     assert layer.get_seq_length() == SEEN + n_tokens
 
 

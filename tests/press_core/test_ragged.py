@@ -22,7 +22,7 @@ from press_core.cache import layout
 from press_core.cache.layout import Blocks
 from press_core.cache.recent import AHEAD
 from press_core.cache.tokens import Kept
-from press_core.forward import here
+from tests.support import reading
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 N_PROGRAMS = {"short": 15, "long": 1000}.get(PROFILE, 60)
@@ -50,8 +50,7 @@ def ragged(kept: list[list[list[int]]], n: int, dim: int = DIM) -> tuple[RaggedL
 
 def update(layer: RaggedLayer, *new: Tensor) -> tuple[Tensor, ...]:
     """Append `new` keys and values, as whoever attends over the layer does."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(here, "reading", layer)
+    with reading(layer):
         return layer.update(*new)
 
 
