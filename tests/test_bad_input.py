@@ -13,6 +13,7 @@ from experiments.questions.architectures.decoders import build as build_tiny
 from experiments.questions.architectures.decoders import decoders
 from press_core import (
     HyperparameterError,
+    UnsupportedInputError,
     UnsupportedModelError,
     kept_lengths,
 )
@@ -149,3 +150,17 @@ def test_queries_that_no_patch_can_see():
     with hooks_impl.TOVAPress(0.5)(model), torch.no_grad():
         model(token_ids(1, 40), past_key_values=cache)
     assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [20, 20]
+
+
+@both
+@torch.no_grad()
+def test_a_bias_on_logits_is_no_padding(package):
+    """A mask in the prefill that changes how much is seen of tokens, and hides none."""
+    model = build("llama", attn_implementation="eager")
+    least = torch.finfo(torch.float32).min
+    mask = torch.full((60, 60), least).triu(1)[None, None]
+    with package.KnormPress(0.5)(model):
+        model(token_ids(1, 60), attention_mask=mask, past_key_values=DynamicCache())
+        mask[..., :30] += mask[..., :30].eq(0) * -0.01
+        with pytest.raises(UnsupportedInputError, match="adds something to the logits"):
+            model(token_ids(1, 60), attention_mask=mask, past_key_values=DynamicCache())

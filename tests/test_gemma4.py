@@ -1,0 +1,79 @@
+"""Gemma-4: layers that read another's cache, and numbers of KV heads that differ by layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import DynamicCache
+
+import hooks_impl
+import patch_impl
+from press_core import UnsupportedModelError, kept_lengths
+from tests.support import token_ids
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(transformers, "Gemma4ForCausalLM"), reason="this transformers has no Gemma-4"
+)
+both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
+LENGTH = 30
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "shared": {"num_kv_shared_layers": 6},
+    "keys are values": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "both": {
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "num_kv_shared_layers": 6,
+    },
+}
+
+
+def build(variant: str, attention: str) -> Any:
+    torch.manual_seed(0)
+    config = transformers.Gemma4TextConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        global_head_dim=16, num_hidden_layers=12, intermediate_size=32, vocab_size=128,
+        vocab_size_per_layer_input=128, hidden_size_per_layer_input=8, sliding_window=8,
+        **{"num_kv_shared_layers": 0, **VARIANTS[variant]},
+    )  # fmt: skip
+    config._attn_implementation = attention
+    return transformers.Gemma4ForCausalLM(config).eval()
+
+
+def decoded(model: Any, press: Any) -> tuple[list[int], Tensor]:
+    """What the full layers hold after four tokens, and the tokens."""
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), press(model):
+        tokens = model.generate(
+            token_ids(1, LENGTH), past_key_values=cache, max_new_tokens=4, do_sample=False
+        )
+    full = [i for i, kind in enumerate(model.config.layer_types) if kind == "full_attention"]
+    lengths = kept_lengths(cache)
+    return [int(lengths[i].max()) for i in full if i < len(lengths) and lengths[i].numel()], tokens
+
+
+@both
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_generate(package, variant, attention):
+    model = build(variant, attention)
+    held, tokens = decoded(model, package.SnapKVPress(0.5, window_size=4))
+    assert set(held) == {LENGTH // 2 + 3}
+    assert len(held) == (2 if variant == "keys are values" else 1)
+    whole, expected = decoded(model, package.SnapKVPress(0.0, window_size=4))
+    assert set(whole) == {LENGTH + 3}
+    bare = model.generate(token_ids(1, LENGTH), max_new_tokens=4, do_sample=False)
+    assert torch.equal(expected, bare)
+    assert tokens.shape == bare.shape
+
+
+@both
+@pytest.mark.parametrize("variant", ["shared", "both"])
+def test_heads_of_a_shared_layer_keep_as_many(package, variant):
+    press = package.AdaKVPress(package.SnapKVPress(0.5, window_size=4))
+    with pytest.raises(UnsupportedModelError, match="other layers read what Gemma4TextAttention"):
+        press.register(build(variant, "sdpa"))
