@@ -149,7 +149,8 @@ class AttentionSite:
     @property
     def attn_implementation(self) -> str:
         """Name of the attention implementation in force: "eager", "sdpa" and so on."""
-        return str(self.module.config._attn_implementation)  # type: ignore[union-attr]
+        config = getattr(self.module, "config", None)  # older modules keep none
+        return str(getattr(config, "_attn_implementation", "eager"))
 
     @property
     def query_module(self) -> nn.Module:
