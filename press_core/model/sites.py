@@ -38,7 +38,8 @@ class Place:
     Attributes:
         depth, n_sites: its place, from 0, and how many there are.
         keeps_count: whether the model goes on to count all tokens, whatever this layer does with
-            its keys: other layers count them too, or images before have positions of their own.
+            its keys: other layers count them too, images before have positions of their own, or it
+            does not count by its cache at all.
     """
 
     depth: int = 0
@@ -149,8 +150,7 @@ class AttentionSite:
     @property
     def attn_implementation(self) -> str:
         """Name of the attention implementation in force: "eager", "sdpa" and so on."""
-        config = getattr(self.module, "config", None)  # older modules keep none
-        return str(getattr(config, "_attn_implementation", "eager"))
+        return str(self.module.config._attn_implementation)  # type: ignore[union-attr]
 
     @property
     def query_module(self) -> nn.Module:

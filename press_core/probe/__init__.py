@@ -81,7 +81,8 @@ def verified(model: nn.Module) -> Verified:
             "was loaded for contexts shorter than its window"
         )
     found = [facts.of(model.get_submodule) for facts in found]
-    sites = [facts.site for facts in found if not facts.left_whole]
+    pruned = [facts for facts in found if not facts.left_whole]
+    sites = [facts.site for facts in pruned]
     if not sites:
         reasons = sorted({facts.left_whole for facts in found})
         raise UnsupportedModelError(
@@ -91,7 +92,8 @@ def verified(model: nn.Module) -> Verified:
     for depth, site in enumerate(sites):
         in_3d = site.rotary is not None and site.rotary.in_3d
         ranks = ranks_of(model) if site.ranks.size > 1 else site.ranks
-        place = Place(depth, len(sites), keeps_count=slides or in_3d)
+        keeps_count = slides or in_3d or not pruned[depth].goes_on
+        place = Place(depth, len(sites), keeps_count)
         sites[depth] = replace(site, place=place, ranks=ranks)
     return Verified(sites, _bystanders(found, sites))
 
@@ -112,12 +114,13 @@ def _kind_of(model: Any) -> str:
     """What two models of one class have in common that need not be probed apart."""
     config = getattr(model, "config", None)
     told = "" if config is None else config.to_json_string(use_diff=False)
-    of_modules = [
-        f"{name}:{type(module)}:{getattr(module.config, '_attn_implementation', '')}:"
-        + " ".join(f"{n}={type(child).__name__}" for n, child in module.named_children())
-        for name, module in layers_of(model)
-        if hasattr(module, "config")
-    ]
+    of_modules = []
+    for name, module in layers_of(model):
+        implementation = getattr(getattr(module, "config", None), "_attn_implementation", "")
+        children = {n: type(child).__name__ for n, child in module.named_children()}
+        options = {n: x for n, x in vars(module).items() if isinstance(x, (bool, int, float, str))}
+        options.pop("training", None)
+        of_modules.append(f"{name}:{type(module)}:{implementation}:{children}:{options}")
     return "\n".join((told, *of_modules))
 
 
@@ -130,7 +133,7 @@ def _probe(model: nn.Module) -> list[Facts] | str:
         with as_if_nothing_happened(model):
             module, watch, cache = _run(getattr(model, "_orig_mod", model))
             step = "what it does with a few tokens is like no other model"
-            attending = [s for s in watch.seen if s.cache_name and (s.attended or s.interface)]
+            attending = [s for s in watch.seen if s.cache_name and s.interface]
             if not attending:
                 return _NO_ATTENTION
             facts = {seen.name: judged(seen, watch) for seen in attending}

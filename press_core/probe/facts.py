@@ -25,6 +25,7 @@ class Facts:
         left_whole: why presses leave its cache alone; empty: they do not.
         owner, window: see `Bystander`.
         maker: name of the module that makes its cosines and sines; None: not known.
+        goes_on: whether the model gives new tokens the positions after those in its cache.
     """
 
     site: AttentionSite
@@ -32,6 +33,7 @@ class Facts:
     owner: int | None = None
     window: int | None = None
     maker: str | None = None
+    goes_on: bool = True
 
     def refused(self, why: str, *needs: str) -> Facts:
         """The same where `needs` are not met, in which case `why` says more."""
@@ -94,9 +96,8 @@ def _site(seen: Seen, model: nn.Module) -> AttentionSite:
         keys = keys if isinstance(keys, Tensor) and keys.dim() == 4 else call.key
         ranks = _ranks_that_share(model, keys)
         sizes = call.query.shape[1] * ranks.size, keys.shape[1] * ranks.size, call.query.shape[-1]
-        scaling, softcap = call.options.get("scaling"), call.options.get("softcap")
-        scaling = call.query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        softmax = Softmax(scaling, None if softcap is None else float(softcap))
+        softcap = call.options.get("softcap")
+        softmax = Softmax(call.scaling, None if softcap is None else float(softcap))
         all_on = seen.extra is not None and all(name in call.options for name in seen.extra)
         hands_on = all_on and seen.interface is not None
     signature = Signature(seen.parameters, seen.cache_name, seen.interface, hands_on)

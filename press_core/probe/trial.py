@@ -15,10 +15,12 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from press_core.cache.caches import known
 from press_core.cache.tokens import Kept
 from press_core.forward import Arguments, here
+from press_core.model.rotary import Rotary
 from press_core.model.sites import AttentionSite
-from press_core.probe.aside import run
+from press_core.probe.aside import N_TOKENS, run
 from press_core.probe.facts import Facts
 from press_core.probe.rotation import close
+from press_core.probe.watching import watched
 
 EVICTED = 3
 
@@ -43,7 +45,11 @@ def with_eviction_tried(
         if found.left_whole and found.owner is not None and found.owner in indices
     ]
     readers = [*pruned, *beside]
-    masked = _outputs(model, module, copy.deepcopy(cache), readers, hides_one=True)
+    with watched(model) as watch:
+        masked = _outputs(model, module, copy.deepcopy(cache), readers, hides_one=True)
+    for seen in watch.seen:
+        if seen.name in facts and not _goes_on(facts[seen.name].site.rotary, seen.embeddings):
+            facts = {**facts, seen.name: replace(facts[seen.name], goes_on=False)}
     if len(masked) < len(readers):  # somebody calls modules in a way that passes their hooks by
         return facts
     try:
@@ -61,6 +67,15 @@ def with_eviction_tried(
             )
             facts = {**facts, site.name: facts[site.name].refused(why, "tokens")}
     return facts
+
+
+def _goes_on(rotary: Rotary | None, embeddings: Any) -> bool:
+    """Whether a token behind the cache has the position after the last one there."""
+    if rotary is None or rotary.embedding is None:
+        return True
+    found = embeddings[0]
+    next_position = torch.tensor([[rotary.first_position + N_TOKENS]], device=found.device)
+    return close(rotary.embeddings(found, next_position)[0], found)
 
 
 def _without_one(cache: Any, indices: set[int]) -> Any:

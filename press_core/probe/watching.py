@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
@@ -21,18 +22,36 @@ from press_core.model.rotary import Rotary
 
 @dataclass
 class Attended:
-    """What an attention function received: states `(B, H, q, d)`, and all else by name."""
+    """What an attention function received: states `(B, H, q, d)`, and all else by name.
+
+    Attributes:
+        weights: what it returned of them, `(B, H, q, S)`, or None.
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
     options: dict[str, Any]
+    weights: Tensor | None = None
 
     @property
     def masks_heads(self) -> bool:
         """Whether its mask hides other tokens from each head."""
         mask = self.options.get("attention_mask")
         return isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] > 1
+
+    @property
+    def scaling(self) -> float:
+        """The factor on the logits: what it was told, or else what its weights show."""
+        told, usual = self.options.get("scaling"), self.query.shape[-1] ** -0.5
+        if told is not None or not isinstance(self.weights, Tensor):
+            return usual if told is None else float(told)
+        keys = self.key.repeat_interleave(self.query.shape[1] // self.key.shape[1], dim=1)
+        products = self.query[:, :, -1:].double() @ keys.double().transpose(-1, -2)
+        products, weights = products - products.mean(-1, keepdim=True), self.weights[:, :, -1:]
+        fitted = (products * weights.double().log()).sum() / products.square().sum()
+        explains = torch.allclose((fitted * products).softmax(-1), weights.double(), atol=1e-5)
+        return float(fitted) if explains and abs(fitted / usual - 1) > 1e-2 else usual
 
 
 @dataclass
@@ -110,6 +129,7 @@ class Watch:
             for name, child in seen.module.named_children()
         }
         self._running: list[tuple[FrameType, Seen]] = []
+        self._attending: dict[FrameType, Attended] = {}
 
     def again(self, seen: Seen, **changed: Any) -> Attended:
         """What an attention function is given if its module runs again with other arguments."""
@@ -124,6 +144,9 @@ class Watch:
             return
         if event == "call":
             self._called(frame, frame.f_locals[code.co_varnames[0]])
+        elif event == "return" and frame in self._attending:
+            weights = returned[1] if isinstance(returned, tuple) and len(returned) == 2 else None
+            self._attending.pop(frame).weights = weights
         elif event == "return" and code.co_name in ("forward", "_call_impl"):
             self._returned(frame, frame.f_locals[code.co_varnames[0]], returned)
 
@@ -137,6 +160,7 @@ class Watch:
             if all(isinstance(x, Tensor) and x.dim() == 4 for x in (query, key, value)):
                 options = {**frame.f_locals, **frame.f_locals.get("kwargs", {})}
                 seen.attended.append(Attended(query, key, value, options))
+                self._attending[frame] = seen.attended[-1]
         elif self._running:
             inside = self._running[-1][1]
             if code.co_name == "get_interface":

@@ -242,3 +242,18 @@ def test_an_encoder_decoder_is_pruned_where_its_decoder_attends_to_itself(packag
         cache = model(context, decoder_input_ids=written).past_key_values
     assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [20] * 4
     assert {layer.keys.shape[2] for layer in cache.cross_attention_cache.layers} == {30}
+
+
+def test_positions_that_do_not_go_on_behind_the_cache_are_known() -> None:
+    model = tiny("llama")
+    assert not any(site.place.keeps_count for site in attention_sites(model))
+    model.__class__ = FromZero
+    assert all(site.place.keeps_count for site in attention_sites(model))
+
+
+class FromZero(transformers.LlamaForCausalLM):
+    """Counts positions as if every forward were the first; Bamba does."""
+
+    def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        kwargs.setdefault("position_ids", torch.arange(input_ids.shape[1])[None])
+        return super().forward(input_ids, **kwargs)
