@@ -77,33 +77,14 @@ class Asked:
         return replace(self, states=self.states[:, :, start:stop], visible=visible)
 
 
-def attend(
-    site: AttentionSite,
-    layer: RaggedLayer,
-    backend: str | None,
-    function: Any,
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Called in place of an attention function whose keys and values lie in `layer`.
+def attend_heads(layer: RaggedLayer, asked: Asked, backend: str | None) -> Tensor:
+    """Attention over a layer whose heads hold different numbers of tokens, `(B, H, q, d)`.
 
     Args:
-        attention_mask: as `press_core.cache.reading.helped` makes it.
-
-    Returns:
-        `(B, q, H, d)`, and no weights.
-
-    Raises:
-        UnsupportedInputError: for dropout, which no kernel has.
+        backend: name of the kernel; None: chosen for this call.
     """
-    asked = ask(site, query, attention_mask, kwargs)
     layer.attended_by = backend or choose(layer, asked)
-    output = site.ungrouped(KERNELS[layer.attended_by](layer, asked))
-    return output.transpose(1, 2).contiguous(), None
+    return KERNELS[layer.attended_by](layer, asked)
 
 
 def ask(
@@ -113,7 +94,7 @@ def ask(
 
     Args:
         query: `(B, H, q, d)`, after RoPE.
-        visible: see `Asked`.
+        visible: see `Asked`; as `press_core.cache.reading.helped` makes it.
         kwargs: the other keyword arguments of the attention function.
 
     Raises:
@@ -315,7 +296,16 @@ def _old_logits(layer: RaggedLayer, query: Asked, states: Tensor, unit: float = 
     """
     products = _products(layer, states, layer.keys.mT)
     old = query.logits(products[0] if len(products) == 1 else torch.cat(products), unit)
-    return _hide_context(old.add_(layer.blocks.hidden), layer, query)
+    old = old.add_(layer.blocks.hidden)
+    if query.visible is None or not query.tells_of_context(layer):
+        return old
+    visible = by_kv_head(query.visible[..., : layer.kept.n_seen], layer.n_heads)
+    rows, kv_heads = layer.blocks.heads // layer.n_heads, layer.blocks.heads % layer.n_heads
+    seen = visible.expand(layer.batch, layer.n_heads, -1, -1, -1)[
+        rows[:, None], kv_heads[:, None], :, :, _slots_read(layer)
+    ]  # (P, c, 1 or G, q)
+    split = old.view(len(old), -1, query.states.shape[2], old.shape[-1])
+    return split.masked_fill_(~seen.permute(0, 2, 3, 1), float("-inf")).view_as(old)
 
 
 def _recent_logits(
@@ -334,21 +324,6 @@ def _recent_logits(
     seen = by_kv_head(query.visible[..., query.visible.shape[-1] - n :], layer.n_heads)
     split = logits.view(layer.batch, layer.n_heads, -1, *seen.shape[3:])
     return split.masked_fill_(~seen, float("-inf")).view_as(logits)
-
-
-def _hide_context(logits: Tensor, layer: RaggedLayer, query: Asked) -> Tensor:
-    """Logits `(P, G * q, c)` of the context, minus infinity for what is not seen."""
-    if not query.tells_of_context(layer):
-        return logits
-    assert query.visible is not None
-    of_context = query.visible[..., : layer.kept.n_seen]
-    visible = by_kv_head(of_context, layer.n_heads)
-    rows, kv_heads = layer.blocks.heads // layer.n_heads, layer.blocks.heads % layer.n_heads
-    seen = visible.expand(layer.batch, layer.n_heads, -1, -1, -1)[
-        rows[:, None], kv_heads[:, None], :, :, _slots_read(layer)
-    ]  # (P, c, 1 or G, q)
-    split = logits.view(len(logits), -1, query.states.shape[2], logits.shape[-1])
-    return split.masked_fill_(~seen.permute(0, 2, 3, 1), float("-inf")).view_as(logits)
 
 
 def _slots_read(layer: RaggedLayer) -> Tensor:

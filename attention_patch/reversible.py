@@ -41,6 +41,9 @@ _lock = RLock()
 class _Wrapper(FunctionWrapper):
     """What stands in the attribute's place while there are layers."""
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # without wrapt's look for an instance
+        return self._self_wrapper(self.__wrapped__, None, args, kwargs)
+
     # Copies meet a wrapper itself only where somebody else has kept it (accelerate keeps the
     # forward that it replaces in the module): they get what lies beneath.
 
@@ -75,15 +78,19 @@ class _Stack:
         first = {patch.layer: patch for patch in patches if patch.shared}
         self.patches = patches
         self.layers = tuple(p.layer for p in patches if not p.shared or p is first[p.layer])
+        self.call = None if isinstance(self.owner, type) else self.around(self.beneath)
+
+    def around(self, call: Layer) -> Layer:
+        """All layers around `call`."""
+        for layer in self.layers:
+            call = partial(layer, call)
+        return call
 
     def run(self, wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Called in place of the attribute, with what it is bound to."""
-        layers = self.layers
-        if not layers:  # somebody else has kept the wrapper
+        if not self.layers:  # somebody else has kept the wrapper
             _unlink_unused(self.owner, self.name)
-        call = wrapped if isinstance(self.owner, type) else self.beneath
-        for layer in layers:
-            call = partial(layer, call)
+        call = self.around(wrapped) if self.call is None else self.call
         return call(*args, **kwargs)
 
     def beneath(self, *args: Any, **kwargs: Any) -> Any:

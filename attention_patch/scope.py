@@ -6,11 +6,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from attention_patch.channels import attend_channels
 from attention_patch.interception import intercept, with_override
-from attention_patch.kernels import attend, check_backend
+from attention_patch.kernels import (
+    Asked,
+    ask,
+    attend_heads,
+    by_kv_head,
+    check_backend,
+    softmax_with_sinks,
+)
 from attention_patch.reversible import wrap
 from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.ragged import RaggedLayer
@@ -20,10 +27,56 @@ from press_core.errors import UnsupportedModelError
 from press_core.forward import Arguments, here, names_of
 from press_core.model.sites import AttentionSite
 from press_core.scope import InstalledPress, Scope, ScopeState
+from press_core.select import upcast
 from press_core.traits import Evicts, Phase
 
-ATTEND: dict[type, Any] = {RaggedLayer: attend, ChannelPrunedLayer: attend_channels}
+
+def attend_channels(layer: ChannelPrunedLayer, asked: Asked, _: str | None) -> Tensor:
+    """Attention over keys that have lost some of their channels, `(B, H, q, d)`.
+
+    Queries are cut to the channels that pruned keys have; the factor on the logits is that of the
+    whole head, so that they are those of keys with zeros in the other channels.
+    """
+    grouped = asked.states.unflatten(1, (layer.channels.shape[1], -1))  # (B, H_kv, G, q, d)
+    index = layer.channels[:, :, None, None].expand(*grouped.shape[:-1], -1)
+    old = grouped.gather(-1, index) @ layer.keys.unsqueeze(2).mT
+    recent = grouped @ layer.recent_keys.unsqueeze(2).mT
+    logits = upcast(torch.cat((old, recent), dim=-1) * asked.scaling)
+    if asked.softcap is not None:
+        logits = torch.tanh(logits / asked.softcap) * asked.softcap
+    if asked.visible is not None:  # of all tokens, or of those that came later
+        visible = by_kv_head(asked.visible, layer.channels.shape[1])
+        logits[..., logits.shape[-1] - visible.shape[-1] :].masked_fill_(~visible, float("-inf"))
+    weights = softmax_with_sinks(logits, asked.sinks)
+    return (weights.to(layer.values.dtype) @ layer.values.unsqueeze(2)).flatten(1, 2)
+
+
+ATTEND: dict[type, Any] = {RaggedLayer: attend_heads, ChannelPrunedLayer: attend_channels}
 """By kind of layer, what attends over it."""
+
+
+def attend(
+    site: AttentionSite,
+    layer: Any,
+    backend: str | None,
+    function: Any,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Called in place of an attention function whose keys and values lie in `layer`.
+
+    Returns:
+        `(B, q, H, d)`, and no weights.
+
+    Raises:
+        UnsupportedInputError: for dropout, which none of them has.
+    """
+    output = ATTEND[type(layer)](layer, ask(site, query, attention_mask, kwargs), backend)
+    return site.ungrouped(output).transpose(1, 2).contiguous(), None
 
 
 def serve(scope: ScopeState, site: AttentionSite, backend: str | None = None) -> None:
@@ -46,12 +99,11 @@ def _forward(
     layer = forward.cache.layers[site.layer_idx]
     if here.reading is layer:  # another scope has seen to it
         return call_next(*args, **kwargs)
-    attend_over = ATTEND.get(type(layer))
-    given = Arguments(args, kwargs, site.signature.parameters)
-    given = helped(forward, site, given, layer, attends=attend_over is not None)
-    if attend_over is None:
+    attends, given = type(layer) in ATTEND, Arguments(args, kwargs, site.signature.parameters)
+    given = helped(forward, site, given, layer, attends=attends)
+    if not attends:
         return call_next(*given.args, **given.kwargs)
-    override = partial(attend_over, site, layer, backend)
+    override = partial(attend, site, layer, backend)
     return call_next(*given.args, **with_override(given.kwargs, override))
 
 

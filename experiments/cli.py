@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -39,36 +39,28 @@ class _Entry(NamedTuple):
     module: str
 
 
-def _entries() -> Iterator[tuple[str, _Entry]]:
-    """Commands in the order in which a newcomer needs them."""
-    first = "trace"
-    for name in (first, *(name for name in EXPERIMENTS if name != first)):
-        panel = "Look" if name == first else "Measure"
-        yield name, _Entry(panel, EXPERIMENTS[name], f"experiments.questions.{name}")
-    help_ = "Measure one finding of the study again; without a name, list them."
-    yield "claim", _Entry("Measure", help_, "experiments.claim")
-    for name, help_ in (
-        ("compress", "Compress a text once, to be asked about later with `ask`."),
-        ("ask", "Ask about a text that was compressed with `compress`, without reading it again."),
-    ):
-        yield name, _Entry("Use", help_, f"experiments.answers.{name}")
-    for name, help_, module in (
-        ("study", "Run all experiments and write tables, figures and the report.", "study"),
-        (
-            "report",
-            "Rebuild report.md and report.html from the tables of a study.",
-            "framework.report",
-        ),
-        (
-            "readme",
-            "Rewrite the tables of README and docs/ from the committed results.",
-            "framework.readme",
-        ),
-    ):
-        yield name, _Entry("Report", help_, f"experiments.{module}")
+def _experiment(name: str, panel: str = "Measure") -> _Entry:
+    return _Entry(panel, EXPERIMENTS[name], f"experiments.questions.{name}")
 
 
-COMMANDS: dict[str, _Entry] = dict(_entries())
+_CLAIM = "Measure one finding of the study again; without a name, list them."
+_COMPRESS = "Compress a text once, to be asked about later with `ask`."
+_ASK = "Ask about a text that was compressed with `compress`, without reading it again."
+_STUDY = "Run all experiments and write tables, figures and the report."
+_REPORT = "Rebuild the figures and the report of a study from its tables."
+_README = "Rewrite the tables of README and docs/ from the committed results."
+
+COMMANDS: dict[str, _Entry] = {
+    "trace": _experiment("trace", "Look"),
+    **{name: _experiment(name) for name in EXPERIMENTS if name != "trace"},
+    "claim": _Entry("Measure", _CLAIM, "experiments.claim"),
+    "compress": _Entry("Use", _COMPRESS, "experiments.answers.compress"),
+    "ask": _Entry("Use", _ASK, "experiments.answers.ask"),
+    "study": _Entry("Report", _STUDY, "experiments.study"),
+    "report": _Entry("Report", _REPORT, "experiments.framework.report"),
+    "readme": _Entry("Report", _README, "experiments.framework.readme"),
+}
+"""Commands in the order in which a newcomer needs them."""
 
 
 class FrontDoor(TyperGroup):
@@ -158,28 +150,22 @@ _Output = Annotated[Path, typer.Option(help="Folder for the trained model.")]
 _Seed = Annotated[int, typer.Option(help="Seed of weights and data.")]
 
 
-@train.command("facts")
-def train_facts(output: _Output, seed: _Seed = 0) -> None:
-    """Train facts-llama, which retrieves facts from a context; about an hour on two cores."""
-    from experiments.testbed.training.facts import train
-
-    train(output, seed=seed)
-
-
-@train.command("stdlib")
-def train_stdlib(output: _Output, seed: _Seed = 0) -> None:
-    """Train stdlib-neox, a GPT-NeoX that writes Python as the standard library does."""
-    from experiments.testbed.training.stdlib import train
-
-    train(output, seed=seed)
+_TRAINED = {
+    "facts": "Train facts-llama, which retrieves facts from a context; about an hour on two cores.",
+    "stdlib": "Train stdlib-neox, a GPT-NeoX that writes Python as the standard library does.",
+    "sink": "Train stdlib-neox-sink: stdlib-neox with an attention sink.",
+}
 
 
-@train.command("sink")
-def train_sink(output: _Output, seed: _Seed = 0) -> None:
-    """Train stdlib-neox-sink: stdlib-neox with an attention sink."""
-    from experiments.testbed.training.sink import train
+def _training(name: str) -> Callable[..., None]:
+    def command(output: _Output, seed: _Seed = 0) -> None:
+        import_module(f"experiments.testbed.training.{name}").train(output, seed=seed)
 
-    train(output, seed=seed)
+    return command
+
+
+for _name, _help in _TRAINED.items():
+    train.command(_name, help=_help)(_training(_name))
 
 
 @train.command("fitted")

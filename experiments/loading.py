@@ -22,6 +22,7 @@ from experiments import UserError
 SHIPPED: tuple[str, ...] = ("facts-llama", "stdlib-neox", "stdlib-neox-sink")
 """Short names of the models that come with the repository."""
 
+_SHIPPED = f"a shipped model ({', '.join(SHIPPED)})"
 _MODELS = Path(__file__).parent / "models"
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
@@ -55,13 +56,13 @@ def load_model(
     """
     given = {"dtype": dtype, "attn_implementation": attn_implementation, **model_kwargs}
     folder = _folder(name)
-    if folder is not None:
-        return _load(str(folder), device, given)
     try:
-        return _load(name, device, given)
+        return _load(name if folder is None else str(folder), device, given)
     except OSError as error:
+        if folder is not None:
+            raise
         raise ModelNotFoundError(
-            f"cannot load a model called {name!r}: it is neither {_shipped()} nor an existing "
+            f"cannot load a model called {name!r}: it is neither {_SHIPPED} nor an existing "
             "folder, and the hub gave no such model (no network, no such id, or no permission); "
             f"the cause was: {_first_sentence(error)}"
         ) from error
@@ -89,7 +90,7 @@ def _folder(name: str) -> Path | None:
         )
     if not _HUB_ID.fullmatch(name):
         raise ModelNotFoundError(
-            f"there is no folder {name!r}; give {_shipped()}, the path of a folder with a "
+            f"there is no folder {name!r}; give {_SHIPPED}, the path of a folder with a "
             "config.json, or a hub id such as owner/model"
         )
     return None
@@ -127,10 +128,6 @@ def _no_progress_bar(wanted: bool) -> Iterator[None]:
     finally:
         if hide:
             logging.enable_progress_bar()
-
-
-def _shipped() -> str:
-    return f"a shipped model ({', '.join(SHIPPED)})"
 
 
 def _first_sentence(error: Exception) -> str:

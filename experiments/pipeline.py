@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM, Pipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from experiments import UserError
-from experiments.answers.answerer import Answered, ContextAnswerer, questions_of
+from experiments.answers.answerer import Answered, ContextAnswerer
 from experiments.answers.kept import SavedContext
+from experiments.answers.prompts import questions_of, texts_of
 
 __all__ = ["TASK", "Answered", "ContextAnswerer", "KVPressTextGenerationPipeline", "SavedContext"]
 
@@ -68,7 +69,8 @@ class KVPressTextGenerationPipeline(Pipeline):
             return super().__call__(inputs, **options)
         asked = [question or ""] if questions is None else questions
         if isinstance(inputs, (list, tuple)):
-            pairs = zip(inputs, questions_of(inputs, asked), strict=True)
+            texts = texts_of(inputs)
+            pairs = zip(texts, questions_of(len(texts), asked), strict=True)
             inputs = [{"context": context, "questions": own} for context, own in pairs]
         return super().__call__(inputs, questions=asked, single=questions is None, **options)
 

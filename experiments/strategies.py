@@ -18,7 +18,7 @@ What is drawn is described by numbers, so that a failing case prints as a few re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -220,178 +220,79 @@ _EVEN = (
     *("KnormPress", "SnapKVPress", "PyramidKVPress", "ChunkKVPress", "BlockPress", "ThinKPress"),
     *("EntropyGatedChunkKVPress", "MergingPress"),
 )
-_WINDOW = {"window_size": st.integers(1, 16), "kernel_size": st.sampled_from([1, 3, 5, 7])}
-_EXPECTED = {
-    "n_future_positions": st.integers(1, 64),
-    "n_sink": st.integers(0, 6),
-    "use_covariance": st.booleans(),
-    "use_vnorm": st.booleans(),
-    "epsilon": st.sampled_from([0.0, 1e-3, 1.0]),
-}
-_RATIO = {"compression_ratio": ratios()}
-_ADAKV = {"press": _scorers(), "alpha_safeguard": st.sampled_from([0.0, 0.2, 0.5, 1.0])}
-_DECODING = {
-    "base_press": _scorers(),
-    "compression_interval": st.integers(1, 3),
-    "hidden_states_buffer_size": st.integers(1, 8),
-}
-_CRITICAL = {
-    "epsilon": st.sampled_from([0.0, 1e-4, 1.0]),
-    "first_stage_ratio": st.sampled_from([0.0, 0.5, 1.0]),
-}
-_REPLAY = {
-    "layerwise": st.booleans(),
-    "n_sink": st.integers(0, 6),
-    "chunk_size": st.integers(8, 64),
-    "prompts": st.just(PROMPTS),
-}
 
-FIELDS: dict[str, dict[str, SearchStrategy[Any]]] = {
-    "AdaKVPress": _ADAKV,
-    "BlockPress": {"press": _scorers(), "block_size": st.integers(1, 24)},
-    "CAMPress": {
-        **_DECODING,
-        "target_size": st.integers(1, 60),
-        "merge_budget": st.integers(1, 40),
-        "seed": st.integers(0, 2**16),
-    },
-    "CURPress": {
-        "num_sinks": st.integers(0, 6),
-        "leverage_type": st.sampled_from(["key", "value", "kv_avg", "kv_product"]),
-        "use_random_leverage": st.booleans(),
-        "use_local_approximation": st.booleans(),
-        "local_window_size": st.integers(1, 20),
-        **_RATIO,
-    },
-    "CapPress": {
-        "tau": st.sampled_from([0.0, 1.0, 5.0, 50.0]),
-        "n_future_positions": st.integers(1, 64),
-        "n_sink": st.integers(0, 6),
-        **_RATIO,
-    },
-    "ChunkKVPress": {"press": _scorers(), "chunk_length": st.integers(1, 24)},
-    "ChunkPress": {"press": _scorers(), "chunk_length": st.integers(1, 40)},
-    "CompactorPress": {
-        "sink_size_start": st.integers(0, 8),
-        "sink_size_end": st.integers(0, 4),
-        "chunk_size": st.integers(1, 40),
-        "sketch_dimension": st.integers(1, 24),
-        "blending": st.sampled_from([None, 0.0, 0.5, 1.0]),
-        **_RATIO,
-    },
-    "ComposedPress": {
-        "presses": st.deferred(lambda: st.lists(press_pairs(*_EVEN), min_size=1, max_size=3))
-    },
-    "CompressionRatioDecodingPress": {**_DECODING, "target_compression_ratio": ratios()},
-    "CriticalAdaKVPress": {**_ADAKV, **_CRITICAL},
+
+def _alike(names: str, drawn: SearchStrategy[Any]) -> dict[str, SearchStrategy[Any]]:
+    return dict.fromkeys(names.split(), drawn)
+
+
+FIELDS: dict[str, SearchStrategy[Any]] = {
+    **_alike("compression_ratio target_compression_ratio", ratios()),
+    **_alike("key_channel_compression_ratio", ratios()),
+    **_alike("head_compression_ratio lazy_threshold", st.floats(0, 1)),
+    **_alike("compression_ratios", st.lists(ratios(), min_size=1, max_size=4)),
+    **_alike("press base_press", _scorers()),
+    **_alike("presses", st.deferred(lambda: st.lists(press_pairs(*_EVEN), min_size=1, max_size=3))),
+    **_alike("prefilling_press", st.deferred(lambda: press_pairs(*_EVEN))),
+    **_alike(
+        "decoding_press",
+        st.deferred(
+            lambda: press_pairs("CAMPress", "CompressionRatioDecodingPress", "DecodingPress")
+        ),
+    ),
+    **_alike("n_sink num_sinks sink window sink_size sink_size_start", st.integers(0, 6)),
+    **_alike("sink_size_end n_initial n_retained", st.integers(0, 4)),
+    **_alike("compression_interval n_last", st.integers(1, 3)),
+    **_alike("hidden_states_buffer_size", st.integers(1, 8)),
+    **_alike("recent_size lag_size", st.integers(1, 12)),
+    **_alike("window_size sliding_window_size local_window_size", st.integers(1, 16)),
+    **_alike("n_recent", st.integers(4, 20)),
+    **_alike("chunk_length block_size sketch_dimension", st.integers(1, 24)),
+    **_alike("beta", st.integers(1, 30)),
+    **_alike("chunk_size merge_budget", st.integers(2, 40)),
+    **_alike("target_size", st.integers(1, 60)),
+    **_alike("max_capacity", st.integers(7, 60)),
+    **_alike("n_future_positions", st.integers(1, 64)),
+    **_alike("seed", st.integers(0, 2**16)),
+    **_alike("keep_token_lower_bound", st.sampled_from([0, 3, 100])),
+    **_alike("kernel_size", st.sampled_from([1, 3, 5, 7])),
+    **_alike("epsilon", st.sampled_from([0.0, 1e-3, 1.0])),
+    **_alike("alpha_safeguard recent_ratio first_stage_ratio", st.sampled_from([0.0, 0.2, 1.0])),
+    **_alike("mix_lambda merge_fraction", st.sampled_from([0.0, 0.01, 0.3, 1.0])),
+    **_alike("similarity_threshold", st.sampled_from([-1.0, 0.0, 0.5, 1.0])),
+    **_alike("window_ratio", st.sampled_from([0.0, 0.02, 0.3])),
+    **_alike("tau", st.sampled_from([0.0, 1.0, 5.0, 50.0])),
+    **_alike("threshold", st.floats(-6, 1)),
+    **_alike("blending", st.sampled_from([None, 0.0, 0.5, 1.0])),
+    **_alike("leverage_type", st.sampled_from(["key", "value", "kv_avg", "kv_product"])),
+    **_alike("agg_task agg_group agg_head", st.sampled_from(["max", "mean"])),
+    **_alike("use_covariance use_vnorm use_random_leverage", st.booleans()),
+    **_alike("use_local_approximation cross_scoring normalize_scores", st.booleans()),
+    **_alike("layerwise structured add_v_norm add_mean_across_heads", st.booleans()),
+    **_alike("kvzip_plus_normalization decoding rerotate", st.booleans()),
+    **_alike("prompts", st.just(PROMPTS)),
+    **_alike("delimiter_token_id", st.just(DELIMITER)),
+}
+"""Hyperparameters by the name of the field, small enough for short contexts.
+
+What a press does not allow is not drawn for it, and fields with other names keep their defaults.
+"""
+
+_OWN_FIELDS: dict[str, dict[str, SearchStrategy[Any]]] = {
     "CriticalKVPress": {
-        "press": st.deferred(lambda: press_pairs("KnormPress", "SnapKVPress", "TOVAPress")),
-        **_CRITICAL,
+        "press": st.deferred(lambda: press_pairs("KnormPress", "SnapKVPress", "TOVAPress"))
     },
     "DMSPress": {
-        "press": st.deferred(lambda: press_pairs("KnormPress", "RandomPress", "KVzapPress")),
-        "threshold": st.floats(-6, 1),
-        "sliding_window_size": st.integers(1, 16),
-        "decoding": st.booleans(),
-    },
-    "DecodingPress": {**_DECODING, "target_size": st.integers(1, 60)},
-    "DropKVPress": {**_WINDOW, **_RATIO},
-    "DuoAttentionPress": {
-        "head_compression_ratio": st.floats(0, 1),
-        "sink_size": st.integers(0, 6),
-        "recent_size": st.integers(1, 12),
+        "press": st.deferred(lambda: press_pairs("KnormPress", "RandomPress", "KVzapPress"))
     },
     "EntropyGatedChunkKVPress": {
-        "press": _scorers(),
         "chunk_length": st.integers(7, 24),
         "low_entropy_chunk_length": st.integers(1, 6),
     },
-    "ExpectedAttentionPress": {**_EXPECTED, **_RATIO},
-    "ExpectedAttentionStatsPress": {**_EXPECTED, "n_sink": st.just(4), **_RATIO},
-    "EveryTurnPress": {"press": _scorers(), "target_size": st.integers(1, 60)},
-    "FastKVzipPress": {
-        "layerwise": st.booleans(),
-        "n_sink": st.integers(0, 6),
-        "window_ratio": st.sampled_from([0.0, 0.02, 0.3]),
-        **_RATIO,
-    },
-    "FinchPress": {
-        "chunk_length": st.one_of(st.none(), st.integers(1, 40)),
-        "normalize_scores": st.booleans(),
-        "delimiter_token_id": st.just(DELIMITER),
-        **_RATIO,
-    },
-    "H2OPress": {"recent_ratio": st.sampled_from([0.0, 0.2, 0.5, 1.0]), **_RATIO},
-    "KVComposePress": {
-        "structured": st.booleans(),
-        **{f"agg_{what}": st.sampled_from(["max", "mean"]) for what in ("task", "group", "head")},
-        "add_v_norm": st.booleans(),
-        "add_mean_across_heads": st.booleans(),
-        "keep_token_lower_bound": st.sampled_from([0, 3, 100]),
-        **_RATIO,
-    },
-    "KVgradPress": {**_REPLAY, **_RATIO},
-    "KVzapPress": {"model_type": st.just("mlp"), **_RATIO},
-    "KVzipPress": {"kvzip_plus_normalization": st.booleans(), **_REPLAY, **_RATIO},
-    "KeyRerotationPress": {"press": _scorers()},
-    "LUKVPress": {
-        "press": _scorers(),
-        "sink": st.integers(0, 6),
-        "window": st.integers(0, 6),
-        **_RATIO,
-    },
-    "LagKVPress": {
-        "n_sink": st.integers(0, 6),
-        "lag_size": st.integers(1, 12),
-        "cross_scoring": st.booleans(),
-        **_RATIO,
-    },
-    "LeverageScorePress": {"sketch_dimension": st.integers(1, 24), **_RATIO},
-    "MergingPress": {
-        "press": _scorers(),
-        "similarity_threshold": st.sampled_from([0.0, 0.5, 1.0]),
-        "merge_fraction": st.sampled_from([0.01, 0.3, 1.0]),
-    },
-    "NonCausalAttnPress": {"chunk_size": st.integers(1, 40), **_RATIO},
-    "PerLayerCompressionPress": {
-        "press": _scorers(),
-        "compression_ratios": st.lists(ratios(), min_size=1, max_size=4),
-    },
-    "PrefillDecodingPress": {
-        "prefilling_press": st.deferred(lambda: press_pairs(*_EVEN)),
-        "decoding_press": st.deferred(
-            lambda: press_pairs("CAMPress", "CompressionRatioDecodingPress", "DecodingPress")
-        ),
-    },
-    "PyramidKVPress": {**_WINDOW, "beta": st.integers(1, 30), **_RATIO},
-    "RKVPress": {
-        **_WINDOW,
-        "mix_lambda": st.sampled_from([0.0, 0.1, 1.0]),
-        "similarity_threshold": st.sampled_from([-1.0, 0.0, 0.5]),
-        "n_retained": st.integers(0, 3),
-        **_RATIO,
-    },
-    "RandomPress": {"seed": st.integers(0, 2**16), **_RATIO},
-    "RestoreKVPress": {"kvzip_plus_normalization": st.booleans(), **_REPLAY, **_RATIO},
-    "SimLayerKVPress": {
-        "lazy_threshold": st.floats(0, 1),
-        "n_last": st.integers(1, 3),
-        "n_recent": st.integers(4, 20),
-        "n_initial": st.integers(0, 4),
-    },
-    "SnapKVPress": {**_WINDOW, **_RATIO},
-    "StreamingLLMDecodingPress": {
-        "max_capacity": st.integers(7, 60),
-        "n_sink": st.integers(0, 6),
-        "rerotate": st.booleans(),
-    },
-    "StreamingLLMPress": {"n_sink": st.integers(0, 8), **_RATIO},
-    "ThinKPress": {
-        "key_channel_compression_ratio": ratios(),
-        "window_size": st.integers(1, 40),
-    },
+    "ExpectedAttentionStatsPress": {"n_sink": st.just(4)},
+    "FinchPress": {"chunk_length": st.none() | st.integers(1, 40)},
 }
-"""Hyperparameters, small enough for short contexts. Presses not named have a ratio alone."""
+"""What a press needs otherwise than `FIELDS` says."""
 
 
 def pairs_of(
@@ -410,13 +311,17 @@ def press_pairs(*names: str) -> SearchStrategy[PressPair]:
     Raises:
         KeyError: if a name is not known.
     """
-    known = [_fields_of(name) for name in names or sorted(hooks_impl.PRESSES)]
-    return st.one_of([st.builds(pair, st.just(name), **fields) for name, fields in known])
+    return st.one_of([_drawn_pairs(name) for name in names or sorted(hooks_impl.PRESSES)])
 
 
-def _fields_of(name: str) -> tuple[str, dict[str, SearchStrategy[Any]]]:
-    hooks_impl.PRESSES[name]
-    return name, FIELDS.get(name, _RATIO)
+def _drawn_pairs(name: str) -> SearchStrategy[PressPair]:
+    known = FIELDS | _OWN_FIELDS.get(name, {})
+    drawn = {
+        field.name: known[field.name].filter(field.metadata.get("holds", lambda value: True))
+        for field in fields(hooks_impl.PRESSES[name])
+        if field.init and field.name in known
+    }
+    return st.builds(pair, st.just(name), **drawn)
 
 
 def nestable_pairs() -> SearchStrategy[PressPair]:

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from attention_patch.scope import check_interface, serve
 from hooks_impl.kvpress import KvpressWords, observed, queries
 from press_core import entry
 from press_core.collecting import Collecting
 from press_core.errors import ScopeError
-from press_core.forward import Arguments, here, names_of
-from press_core.model.sites import AttentionSite
+from press_core.forward import Arguments, Forward, here, names_of
+from press_core.model.sites import AttentionSite, Signature
 from press_core.observed import Query
 from press_core.observing import Passed
 from press_core.press import RatioPress
 from press_core.running.compiled import forget_graphs
-from press_core.running.copies import Hook
+from press_core.running.copies import Hook, LayerHook
 from press_core.scope import InstalledPress, Removable, ScopeState
 from press_core.scoring import TokenScorer
 from press_core.traits import Needs
@@ -55,27 +55,28 @@ class BasePress(KvpressWords, InstalledPress):
         scope.warnings.append(partial(_passed_by, scope))
         forget_graphs(scope.sites)
 
-        def put(register: Callable[..., Removable], function: Any, **options: bool) -> None:
-            scope.install(register(Hook(function), **options))
+        def put(register: Callable[..., Removable], hook: Hook, **options: bool) -> None:
+            scope.install(register(hook, **options))
 
         decoder, enter = scope.decoder, partial(_enter, scope, names_of(scope.decoder))
-        put(decoder.register_forward_pre_hook, enter, with_kwargs=True)
+        put(decoder.register_forward_pre_hook, Hook(enter), with_kwargs=True)
         for site in scope.sites:
             if self.evicts.needs_attention:  # a hook can choose what heads keep, not attend over it
                 serve(scope, site)
             source = site.query_module if scope.traits.reads_queries else None
             if source is not None:
-                put(source.register_forward_hook, partial(_collect, scope, site))
-            before = partial(_before, entry.before_attention, site, site.signature.parameters)
+                collect = LayerHook(partial(_collect, scope, site))
+                put(source.register_forward_hook, collect)
+            before = LayerHook(partial(_before, entry.before_attention, site, site.signature))
             put(site.module.register_forward_pre_hook, before, with_kwargs=True)
             # Prepended, so that of several scopes the inner one acts first.
-            act = partial(_attention, scope, site, source)
+            act = LayerHook(partial(_attention, scope, site, source))
             put(site.module.register_forward_hook, act, with_kwargs=True, prepend=True)
         for other in scope.bystanders:
-            names = other.site.signature.parameters
-            before = partial(_before, entry.before_bystander, other, names)
-            put(other.site.module.register_forward_pre_hook, before, with_kwargs=True)
-        leave = partial(_leave, scope)
+            of, signature = other.site.module, other.site.signature
+            before = LayerHook(partial(_before, entry.before_bystander, other, signature))
+            put(of.register_forward_pre_hook, before, with_kwargs=True)
+        leave = Hook(partial(_leave, scope))
         put(decoder.register_forward_hook, leave, prepend=True, always_call=True)
 
     def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
@@ -124,8 +125,9 @@ def _enter(
     """Called before the decoder's forward."""
     if not kwargs:  # see `Hook`
         return None
-    given = entry.enter(scope, Arguments(args, kwargs[0], names))
-    return given.args, given.kwargs
+    called = Arguments(args, kwargs[0], names)
+    given = entry.enter(scope, called)
+    return None if given is called else (given.args, given.kwargs)
 
 
 def _leave(scope: ScopeState, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -134,44 +136,42 @@ def _leave(scope: ScopeState, _: nn.Module, args: tuple[Any, ...], output: Any) 
 
 
 def _before(
-    prepare: Callable[[Any, Arguments], Arguments],
+    prepare: Callable[[Forward, Any, Arguments], Arguments],
     of: Any,
-    names: tuple[str, ...],
+    signature: Signature,
+    forward: Forward,
     _: nn.Module,
     args: tuple[Any, ...],
     *kwargs: Any,
 ) -> Any:
     """Called before an attention module's forward."""
-    if here.forward is None or not kwargs:
+    if not forward.helps or not kwargs:
         return None
-    given = prepare(of, Arguments(args, kwargs[0], names))
+    given = prepare(forward, of, Arguments(args, kwargs[0], signature.parameters))
     return given.args, given.kwargs
 
 
-def _collect(
-    scope: ScopeState, site: AttentionSite, _: nn.Module, args: tuple[Any, ...], output: Tensor
-) -> None:
+def _collect(scope: ScopeState, site: AttentionSite, forward: Forward, *call: Any) -> None:
     """Called after the module that computes the query.
 
     The query has to wait for the hook of the attention module: for this thread, until the forward
     has ended.
     """
-    forward = here.forward
-    if forward is not None and scope in forward.acting:
-        here.query = site, output
+    if scope in forward.acting:
+        here.query = site, call[-1]
 
 
 def _attention(
     scope: ScopeState,
     site: AttentionSite,
     source: nn.Module | None,
+    forward: Forward,
     _: nn.Module,
     args: tuple[Any, ...],
     *rest: Any,
 ) -> Any:
     """Called after an attention module's forward; prunes the layer that it has filled."""
-    forward = here.forward
-    if forward is None or scope not in forward.acting:
+    if scope not in forward.acting:
         return None
     kwargs, output = rest
     given = Arguments(args, kwargs, site.signature.parameters)
@@ -186,15 +186,16 @@ def _query(site: AttentionSite, source: nn.Module) -> Query:
     Raises:
         ScopeError: if another module makes it than the one with the hook.
     """
-    found: Any = here.query
-    if not found or found[0].module is not site.module or source not in site.module.children():
+    found, place = here.query, site.query_place
+    assert place is not None
+    is_there = getattr(site.module, place.child, None) is source
+    if not found or found[0].module is not site.module or not is_there:
         raise ScopeError(
             f"the module that computes the query of {site.name} was replaced after this scope had "
             "opened (as PEFT does with adapters), and its hook sees another query; open the scope "
             "after such changes, or use the press from patch_impl"
         )
-    assert site.query_place is not None
-    return Query(site.grouped(site.query_in(found[1])), site.query_place.is_rotated)
+    return Query(site.grouped(site.query_in(found[1])), place.is_rotated)
 
 
 def _passed_by(scope: ScopeState) -> str | None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import press_core.presses as formulas
 from hooks_impl.mechanism import BasePress, ScorerPress
 from press_core.learned.duo_attention import DuoAttention
-from press_core.learned.expected_attention_stats import ExpectedAttentionWithStats
 from press_core.learned.fast_kvzip import FastKVzip
 from press_core.learned.kvzap import KVzap
 from press_core.learned.lukv import LUKV
-from press_core.learned.qfilter import QFilter
+from press_core.learned.query_statistics import ExpectedAttentionWithStats, QFilter
 from press_core.learned.restorekv import RestoreKV
 from press_core.replay.kvcompose import KVCompose
-from press_core.replay.kvgrad import KVgrad
-from press_core.replay.kvzip import KVzip
+from press_core.replay.kvzip import KVgrad, KVzip
 
 # ---- Logic of their own --------------------------------------------------------------------------
 

@@ -148,7 +148,10 @@ def _attention(
     forward = here.forward
     if forward is None:
         return call_next(*args, **kwargs)
-    given = entry.before_attention(site, Arguments(args, kwargs, site.signature.parameters))
+    if not forward.helps and scope not in forward.acting:
+        return call_next(*args, **kwargs)
+    given = Arguments(args, kwargs, site.signature.parameters)
+    given = entry.before_attention(forward, site, given)
     if scope not in forward.acting:
         return call_next(*given.args, **given.kwargs)
     states: list[Tensor] = []
@@ -165,10 +168,11 @@ def _attention(
 
 
 def _beside(other: Bystander, call_next: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if here.forward is None:
+    forward = here.forward
+    if forward is None:
         return call_next(*args, **kwargs)
     given = Arguments(args, kwargs, other.site.signature.parameters)
-    given = entry.before_bystander(other, given)
+    given = entry.before_bystander(forward, other, given)
     return call_next(*given.args, **given.kwargs)
 
 

@@ -18,7 +18,7 @@ from press_core.cache.writing import store
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import Eviction
-from press_core.forward import Forward, Progress
+from press_core.forward import Forward
 from press_core.model.sites import AttentionSite
 from press_core.observed import Moment, Positions
 from press_core.observing import Passed, call_of, context_call, step_of, with_steps
@@ -33,7 +33,7 @@ def after_attention(scope: ScopeState, press: Press, passed: Passed) -> None:
     phase = Phase.PREFILL if passed.forward.is_context else Phase.DECODING
     if passed.cache is None or phase not in press.phases:
         return
-    passed.forward.progress.setdefault(scope, Progress()).depths.add(passed.site.place.depth)
+    passed.forward.progress[scope].depths.add(passed.site.place.depth)
     observed = observe(scope, press, passed)
     if observed is not None:
         call, occupied = observed
@@ -147,9 +147,7 @@ def _decoding_step(
     if traits.buffered_tokens:
         memory = memory.with_step(step_of(scope, passed), traits.buffered_tokens)
     if traits.remembers or traits.buffered_tokens:
-        passed.cache.layers[passed.site.layer_idx] = layer
-        layer.remember(scope.key, memory)
-        scope.remembering.add(layer)
+        scope.remember(passed.cache, passed.site.layer_idx, layer, memory)
     if not due:
         return None
     call = call_of(

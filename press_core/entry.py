@@ -20,11 +20,17 @@ from transformers.cache_utils import Cache
 from press_core import running
 from press_core.cache.caches import check_prunable, is_empty, known
 from press_core.cache.memory import FIRST, Memory
-from press_core.cache.reading import helped, needs_help, with_counted_columns
+from press_core.cache.reading import (
+    helped,
+    needs_help,
+    pruned_layers,
+    with_counted_columns,
+)
 from press_core.engine import prune_before
 from press_core.errors import UnsupportedCacheError
 from press_core.forward import Arguments, Forward, Progress, here
 from press_core.model.sites import AttentionSite, Bystander
+from press_core.running import chunks
 from press_core.scope import AROUND, ScopeState
 from press_core.traits import Phase
 
@@ -45,6 +51,9 @@ def enter(scope: ScopeState, given: Arguments) -> Arguments:
     if here.is_apart or not scope.is_open or scope.thread not in (None, mine):
         return given
     forward = _joined(scope, given)
+    if mine and _passes(scope, forward):
+        scope.tally.n_forwards += 1
+        return given
     if mine:  # else it is compiled, and counts nothing
         forward.frame = forward.frame or _lasting_frame()
         scope.running[forward] = mine
@@ -64,11 +73,31 @@ def enter(scope: ScopeState, given: Arguments) -> Arguments:
         _begin_context(scope, forward)
     else:
         _continue(scope, forward)
-    forward.given = with_counted_columns(forward)
-    forward.helps = needs_help(forward)
+    layers = pruned_layers(forward.cache)
+    forward.given = with_counted_columns(forward, layers)
+    forward.helps = needs_help(forward, layers)
     if _is_idle(forward):  # its layers find no description
         leave(scope, None)
     return forward.given
+
+
+def _passes(scope: ScopeState, forward: Forward) -> bool:
+    """Whether the scope need not hear of a forward: most steps that decode behind a context.
+
+    Its press acts on contexts alone, and what the forward reads is read as it lies.
+    """
+    cache, sites = forward.cache, scope.sites
+    if not sites:  # another thread has closed it just now
+        return True
+    if forward.entered or forward.outer or not scope.traits.only_contexts:
+        return False
+    first = sites[0].layer_idx
+    if not isinstance(cache, Cache) or is_empty(cache, first) or chunks.is_under_way(cache):
+        return False
+    _note_whole(scope, cache, first)
+    layers = pruned_layers(cache)
+    counted = with_counted_columns(forward, layers) is forward.given
+    return counted and not needs_help(forward, layers)
 
 
 def _lasting_frame() -> FrameType:
@@ -109,6 +138,7 @@ def _begin_context(scope: ScopeState, forward: Forward) -> None:
         for site in scope.sites:
             check_prunable(cache, site.layer_idx)
     if scope.traits.phases & Phase.IN_PREFILL or forward.n_to_come:
+        forward.progress[scope] = Progress()
         forward.acting.append(scope)
 
 
@@ -121,13 +151,12 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
         for site in scope.sites:
             prune_before(scope, forward, site)
     if Phase.DECODING not in traits.phases:
-        _note_whole(scope, cache)
+        _note_whole(scope, cache, scope.sites[0].layer_idx)
         return
-    first = known(cache, scope.sites[0].layer_idx)
+    index = scope.sites[0].layer_idx
+    first = known(cache, index)
     memory = first.memories.get(scope.key, Memory()).after_forward()
-    cache.layers[scope.sites[0].layer_idx] = first
-    first.remember(scope.key, memory)
-    scope.remembering.add(first)
+    scope.remember(cache, index, first, memory)
     progress = Progress(memory.ticks - FIRST, memory.all_ticks - FIRST)
     forward.progress[scope] = progress
     due = scope.press.is_due(progress.n_steps, forward.n_tokens)
@@ -135,11 +164,11 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
         forward.acting.append(scope)
 
 
-def _note_whole(scope: ScopeState, cache: Cache) -> None:
+def _note_whole(scope: ScopeState, cache: Cache, layer_idx: int) -> None:
     tally = scope.tally
     if tally.n_contexts or torch.compiler.is_compiling() or not scope.traits.phases & AROUND:
         return
-    layer = known(cache, scope.sites[0].layer_idx)
+    layer = known(cache, layer_idx)
     if not layer.is_pruned:
         tally.longest_whole = max(tally.longest_whole, layer.n_seen)
 
@@ -172,18 +201,16 @@ def _note_missed(scope: ScopeState, forward: Forward) -> None:
 # ---- attention modules that read a cache ---------------------------------------------------------
 
 
-def before_attention(site: AttentionSite, given: Arguments) -> Arguments:
+def before_attention(forward: Forward, site: AttentionSite, given: Arguments) -> Arguments:
     """The arguments that an attention module is to get, in a forward that reads pruned layers."""
-    forward = here.forward
-    if forward is None or not forward.helps or forward.cache is None:
+    if not forward.helps or forward.cache is None:
         return given
     return helped(forward, site, given, forward.cache.layers[site.layer_idx])
 
 
-def before_bystander(other: Bystander, given: Arguments) -> Arguments:
+def before_bystander(forward: Forward, other: Bystander, given: Arguments) -> Arguments:
     """The same of a module that presses leave alone, which may read the layer of another."""
-    forward = here.forward
-    if forward is None or not forward.helps or other.owner is None:
+    if not forward.helps or other.owner is None:
         return given
     layer = forward.cache.layers[other.owner]  # whose module has run
     return helped(forward, other.site, given, layer, n_held=forward.n_tokens)

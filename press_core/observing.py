@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -39,19 +38,19 @@ class Passed:
     output: Any
     query: Query | None
 
-    @cached_property
+    @property
     def cache(self) -> Any:
         """The cache of the decoder's own keys, or None."""
         cache = self.given.get(self.site.signature.cache_name)
         return getattr(cache, "self_attention_cache", cache)
 
-    @cached_property
+    @property
     def hidden_states(self) -> Tensor:
         """`(B, q, D)`, its input."""
         given: Tensor | None = self.given.get("hidden_states")
         return self.given.args[0] if given is None else given  # by another name
 
-    @cached_property
+    @property
     def mask(self) -> Any:
         """Its attention mask, in any form, over what its layer holds."""
         mask, layer = self.given.get("attention_mask"), known(self.cache, self.site.layer_idx)
@@ -70,7 +69,7 @@ class Passed:
         pair = isinstance(given, tuple) and len(given) == 2
         return given if pair and given[0].dim() == 3 else None
 
-    @cached_property
+    @property
     def position_ids(self) -> Tensor | None:
         """`(1 or B, q)` int64, the first of their dimensions where there are three; or None."""
         ids: Tensor | None = self.given.get("position_ids")

@@ -91,18 +91,6 @@ class Left:
             return None
         return self.numbers(lambda eviction: eviction.length)
 
-    @property
-    def mean_kept(self) -> float:
-        """Slots that a row keeps, on average."""
-        kept = [group.eviction.length * len(group.rows) for group in self.groups]
-        return sum(kept) / self.call.keys.shape[0]
-
-    @property
-    def mean_seen(self) -> float:
-        """Tokens that the layer has seen of a row, padding left out, on average."""
-        assert self.call.when.seen is not None
-        return sum(self.call.when.seen) / len(self.call.when.seen)
-
     def numbers(self, of_group: Callable[[Eviction], int]) -> tuple[int, ...]:
         """One number for each row."""
         found = {row: of_group(g.eviction) for g in self.groups for row in g.rows}

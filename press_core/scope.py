@@ -44,6 +44,7 @@ class Traits:
     Attributes:
         reads_queries: whether it reads queries of the attention forwards that it is told of.
         remembers: whether it keeps something of each token.
+        only_contexts: whether it acts in forwards that bring a context alone.
     """
 
     needs: Needs
@@ -52,6 +53,7 @@ class Traits:
     reads_queries: bool
     reads_hidden_states: bool
     remembers: bool
+    only_contexts: bool
 
     @classmethod
     def of(cls, press: Press) -> Traits:
@@ -66,6 +68,7 @@ class Traits:
             reads_queries=Needs.QUERIES in needs and bool(phases & AROUND),
             reads_hidden_states=bool(needs & (Needs.FORWARD | Needs.HIDDEN_STATES)),
             remembers=Needs.MEMORY in needs,
+            only_contexts=not phases & ~Phase.ON_CONTEXTS,
         )
 
 
@@ -117,6 +120,12 @@ class ScopeState:
     def is_open(self) -> bool:
         """Whether forwards that begin now are the scope's."""
         return self.key.is_open
+
+    def remember(self, cache: Any, layer_idx: int, layer: Any, memory: Any) -> None:
+        """Keep a `memory` of one layer of `cache`, in the words of pruned layers, while open."""
+        cache.layers[layer_idx] = layer
+        self.remembering.add(layer)
+        layer.memories[self.key] = memory
 
     def install(self, removable: Removable) -> None:
         """Take `removable` off when the scope closes."""

@@ -75,3 +75,4 @@ class Phase(Flag):
     """After every chunk of a prefill in chunks, rather than once all of it is there."""
     DECODER = BEFORE_DECODER | AFTER_DECODER
     IN_PREFILL = PREFILL | CHUNKS
+    ON_CONTEXTS = IN_PREFILL | AFTER_DECODER

@@ -1,11 +1,18 @@
-"""What a second transformers leaves out, what is run first, and when garbage is collected."""
+"""What a second transformers leaves out, what is run first, and what all tests share."""
 
 from __future__ import annotations
 
 import gc
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
+
+import hooks_impl
+import patch_impl
 
 INDEPENDENT = {
     "experiments/test_audit.py": "what is found of what is planted; intrusiveness audits presses",
@@ -82,3 +89,19 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
     gc.enable()
+
+
+@pytest.fixture
+def package(request: pytest.FixtureRequest) -> ModuleType:
+    """Hooks or patches, one for each case: `test_hooks_equal_patches.py` shows them alike.
+
+    Where they could differ a test asks for `tests.support.both`.
+    """
+    return (hooks_impl, patch_impl)[zlib.crc32(request.node.nodeid.encode()) % 2]
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests of whole models ask for gradients where they are about them."""
+    with torch.set_grad_enabled(request.path.parent not in (TESTS, TESTS / "attention_patch")):
+        yield

@@ -6,14 +6,14 @@ import copy
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hooks_impl
@@ -21,9 +21,15 @@ import patch_impl
 from experiments.testbed import families
 from experiments.testbed.families import VOCABULARY
 from experiments.testbed.recipes import DELIMITER, fitted_pair, recipe_pair
-from press_core import Press
+from press_core import Press, kept_lengths, kept_positions
 from press_core.forward import Arguments, Forward, here
 from tests.snapshot import snapshot as snapshot
+
+PACKAGES = (hooks_impl, patch_impl)
+both = pytest.mark.parametrize("package", PACKAGES, ids=["hooks", "patches"])
+"""For what may differ between the mechanisms; other tests take `package` from `conftest.py`."""
+
+GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
 def build(family: str, **options: Any) -> PreTrainedModel:
@@ -65,6 +71,28 @@ def left_padded(batch: int, length: int, padding: list[int]) -> tuple[Tensor, Te
     return ids, mask, (mask.cumsum(dim=-1) - 1).clamp(min=0)
 
 
+def filled(model: PreTrainedModel, press: Press | None, ids: Tensor, **inputs: Any) -> Any:
+    """The cache that a press leaves of one forward; without a press the whole one."""
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), nullcontext() if press is None else press(model):
+        model(ids, past_key_values=cache, **inputs)
+    return cache
+
+
+def held(cache: Any) -> list[list[list[list[int]]]]:
+    """Positions that a cache holds, by layer, row and head, whatever kind its layers are."""
+    told = zip(kept_positions(cache), kept_lengths(cache), strict=True)
+    return [
+        [[[p for p in head if p >= 0] for head in row] for row in positions]
+        for positions in (at.expand(*lengths.shape, -1).tolist() for at, lengths in told)
+    ]
+
+
+def forwards(lengths: list[int], batch: int = 1) -> list[Tensor]:
+    """Ids of forwards of these lengths, `(batch, length)` each."""
+    return list(token_ids(batch, sum(lengths), seed=7).split(lengths, dim=1))
+
+
 @contextmanager
 def watched() -> Iterator[dict[int, list[tuple[Tensor, Tensor]]]]:
     """Per layer, the query and the keys of each call of sdpa, as the model itself made them."""
@@ -88,7 +116,7 @@ def in_turn(names: str, *lists: Iterable[Any]) -> pytest.MarkDecorator:
     For what is built upon presses, or holds of them as both leave the same bits: no case is run
     with both packages, and of several lists each entry meets both.
     """
-    packages = ((hooks_impl, "hooks"), (patch_impl, "patches"))
+    packages = tuple(zip(PACKAGES, ("hooks", "patches"), strict=True))
     cases = []
     for numbered in itertools.product(*map(enumerate, lists)):
         package, said = packages[sum(index for index, _ in numbered) % 2]

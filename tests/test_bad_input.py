@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, fields
+from typing import Any
+
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -17,15 +21,22 @@ from press_core import (
     UnsupportedModelError,
     kept_lengths,
 )
-from tests.support import build, context_for, example_for, snapshot, token_ids
+from tests.support import (
+    PACKAGES,
+    both,
+    build,
+    context_for,
+    example_for,
+    filled,
+    snapshot,
+    token_ids,
+)
 
-PACKAGES = [hooks_impl, patch_impl]
 TOLD_A_RATIO = sorted(
     name
     for name, press in hooks_impl.PRESSES.items()
     if "compression_ratio" in press.__dataclass_fields__
 )
-both = pytest.mark.parametrize("package", PACKAGES, ids=["hooks", "patches"])
 
 
 @both
@@ -38,33 +49,138 @@ def test_ratio_outside_of_its_range(package, ratio, name):
         package.PRESSES[name](compression_ratio=ratio)
 
 
-@both
-@pytest.mark.parametrize(
-    ("name", "field", "value"),
-    [
-        ("StreamingLLMPress", "n_sink", -1),
-        ("SnapKVPress", "window_size", 0),
-        ("SnapKVPress", "kernel_size", 4),
-        ("ExpectedAttentionPress", "n_future_positions", 0),
-        ("ExpectedAttentionPress", "n_sink", -1),
-        ("ExpectedAttentionPress", "epsilon", -1.0),
-        ("LagKVPress", "n_sink", -1),
-        ("LagKVPress", "lag_size", 0),
-    ],
-)
-def test_fields_outside_of_their_range(package, name, field, value):
-    with pytest.raises(HyperparameterError, match=rf"{name}\({field}={value}\)"):
-        package.PRESSES[name](**{field: value})
+WITHIN: dict[str, Any] = {
+    "ada": lambda p: p.AdaKVPress(p.KnormPress(0.5)),
+    "knorm": lambda p: p.KnormPress(),
+    "decoding": lambda p: p.DecodingPress(p.KnormPress()),
+    "dms": lambda p: p.DMSPress(p.KnormPress(), 0.0),
+}
+SCORES = r"scores tokens \(a ScorerPress or CriticalKVPress\)"
+LATER, LAST = "act after the prefill", "must be .* is the last"
+REFUSED = {
+    "StreamingLLMPress(n_sink=-1)": r"StreamingLLMPress\(n_sink=-1\)",
+    "SnapKVPress(window_size=0)": r"SnapKVPress\(window_size=0\)",
+    "SnapKVPress(kernel_size=4)": r"SnapKVPress\(kernel_size=4\)",
+    "SnapKVPress(window_size=2.5)": "window_size must be a whole number, not a float",
+    "SnapKVPress(window_size=True)": "window_size must be a whole number, not a bool",
+    "ExpectedAttentionPress(n_future_positions=0)": r"\(n_future_positions=0\)",
+    "ExpectedAttentionPress(n_sink=-1)": r"ExpectedAttentionPress\(n_sink=-1\)",
+    "ExpectedAttentionPress(epsilon=-1.0)": r"ExpectedAttentionPress\(epsilon=-1.0\)",
+    "LagKVPress(n_sink=-1)": r"LagKVPress\(n_sink=-1\)",
+    "LagKVPress(lag_size=0)": r"LagKVPress\(lag_size=0\)",
+    "KnormPress('0.5')": r"='0.5'\): .* must be a number in",
+    "KnormPress(None)": "must be a number in",
+    "KnormPress([0.5])": "must be a number in",
+    "KnormPress(False)": "must be a number in",
+    "FinchPress(chunk_length='8')": "must be a whole number or None, not a str",
+    "FinchPress(rerotate_keys='no')": "must be True or False, not a str",
+    "CURPress(leverage_type=['key'])": "must be a string, not a list",
+    "RandomPress(seed=1.0)": "seed must be a whole number or None",
+    "PyramidKVPress(beta=0)": "beta must be .*1 or more",
+    "ThinKPress(1.0)": "key_channel_compression_ratio must be",
+    "SimLayerKVPress(1.5)": r"lazy_threshold must be .*\[0, 1\]",
+    "SimLayerKVPress(n_last=8, n_recent=8)": "n_recent must be .*n_last=8",
+    "StreamingLLMDecodingPress(max_capacity=4, n_sink=4)": "max_capacity must be .*above n_sink=4",
+    # in wrappers
+    "AdaKVPress(knorm, 1.5)": r"alpha_safeguard must be .*\[0, 1\]",
+    "CriticalKVPress(knorm, -1.0)": "epsilon must be 0 or more",
+    "CriticalAdaKVPress(knorm, first_stage_ratio=2.0)": r"first_stage_ratio must be .*\[0, 1\]",
+    "ChunkPress(knorm, 0)": "chunk_length must be",
+    "ChunkKVPress(knorm, 0)": "chunk_length must be",
+    "BlockPress(knorm, 0)": "block_size must be",
+    "PerLayerCompressionPress(knorm, [0.5, 1.0])": r"compression_ratios must be numbers in \[0, ",
+    "PerLayerCompressionPress(knorm, ['0.5', '0.5'])": "numbers in",
+    "PerLayerCompressionPress(knorm, 0.5)": "compression_ratios must be",
+    "PerLayerCompressionPress(SimLayerKVPress(), [0.5, 0.5])": "cannot be told a compression ratio",
+    "PerLayerCompressionPress(decoding, [0.5])": "after the prefill",
+    "DMSPress(knorm, None)": "threshold must be a number",
+    "DMSPress(None, '0.5')": "must be a number, not a str",
+    "DMSPress(knorm, float('nan'))": "threshold must be a number",
+    "DMSPress(knorm, 0.0, 0)": "sliding_window_size must be",
+    "DMSPress(SnapKVPress(), 0.0, decoding=True)": "press must be|decoding must be",
+    "DMSPress(ada, 0.0)": SCORES,
+    "DecodingPress(knorm, 0)": "compression_interval must be .*1 or more",
+    "DecodingPress(knorm, 1, 0)": "target_size must be .*1 or more",
+    "DecodingPress(TOVAPress(), hidden_states_buffer_size=0)": "buffer_size must be .*1 or more",
+    "DecodingPress(ada)": f"base_press must be .*{SCORES}",
+    "DecodingPress(decoding)": SCORES,
+    # not with each other
+    "ChunkPress(ada)": SCORES,
+    "ChunkKVPress(ada)": SCORES,
+    "BlockPress(ada)": SCORES,
+    "CriticalKVPress(ada)": SCORES,
+    "AdaKVPress(ada)": SCORES,
+    "ChunkPress(decoding)": SCORES,
+    "KeyRerotationPress(ada)": "as many tokens of each head",
+    "KeyRerotationPress(ThinKPress(0.5))": "as many tokens of each head",
+    "KeyRerotationPress(decoding)": "after the prefill",
+    "KeyRerotationPress(StreamingLLMDecodingPress())": "after the prefill",
+    "ComposedPress([])": "at least one press",
+    "ComposedPress(None)": "presses must be",
+    "ComposedPress(knorm)": "presses must be",
+    "ComposedPress([ada, knorm])": LAST,
+    "ComposedPress([dms, knorm])": LAST,
+    "ComposedPress([ThinKPress(0.5, free_memory=True), knorm])": "must be|is the last",
+    "ComposedPress([knorm, decoding])": LATER,
+    "ComposedPress([StreamingLLMDecodingPress()])": LATER,
+    "ComposedPress([DMSPress(knorm, 0.0, decoding=True)])": LATER,
+    "PrefillDecodingPress(ada, decoding)": "prefilling_press must be .*heads of one length",
+    "PrefillDecodingPress(decoding, None)": "prefilling_press must be .*after the prefill",
+    "PrefillDecodingPress(None, knorm)": "decoding_press must be a DecodingPress",
+    "PrefillDecodingPress(None, StreamingLLMDecodingPress())": "decoding_press must be a Decoding",
+    # no presses
+    "ChunkPress('knorm')": "press must be a press installed by",
+    "AdaKVPress(None)": "press must be a press installed by",
+    "ChunkPress(other)": "a press installed by",
+    "ComposedPress([knorm, other])": "a press installed by",
+    "DecodingPress(other)": "a press installed by",
+    "PrefillDecodingPress(other)": "a press installed by",
+    "PerLayerCompressionPress(other, [0.5])": "a press installed by",
+    "AdaKVPress(other)": "a press installed by",
+    "DMSPress(other, 0.0)": "a press installed by",
+    "KeyRerotationPress(other)": "a press installed by",
+}
 
 
 @both
-def test_a_field_changed_for_the_worse(package):
+@pytest.mark.parametrize("text", REFUSED)
+def test_presses_that_cannot_be_made(package, text):
+    names = {name: make(package) for name, make in WITHIN.items() if name in text}
+    names["other"] = PACKAGES[package is hooks_impl].KnormPress(0.5)
+    with pytest.raises(HyperparameterError, match=REFUSED[text]):
+        eval(text, {**package.PRESSES, **names})
+
+
+MADE_OF_ONE_FIELD = [
+    name
+    for name, press in hooks_impl.PRESSES.items()
+    if sum(f.default is MISSING and f.default_factory is MISSING for f in fields(press)) <= 1
+]
+
+
+@both
+@pytest.mark.parametrize("name", MADE_OF_ONE_FIELD)
+def test_a_model_in_place_of_a_press_made(package, name):
+    """`with KnormPress(model): ...`, for which parentheses are missing."""
+    with pytest.raises(HyperparameterError, match=rf"opened .* as in {name}\(\.\.\.\)\(model\)"):
+        package.PRESSES[name](build("llama"))
+
+
+def test_numbers_of_numpy_are_numbers(package):
+    press = package.SnapKVPress(numpy.float32(0.5), window_size=numpy.int64(4))
+    assert press.window_size == 4
+
+
+@both
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_field_changed_for_the_worse(package, wrapped):
     """Checked again when a scope opens, before anything is installed."""
     model = build("llama")
-    before, press = snapshot(model), package.KnormPress(0.5)
-    press.compression_ratio = 2.0
-    with pytest.raises(HyperparameterError), press(model):
-        pytest.fail("entered")
+    before, inner = snapshot(model), package.KnormPress(0.5)
+    press = package.ChunkPress(package.CriticalKVPress(inner)) if wrapped else inner
+    inner.compression_ratio = 2.0
+    with pytest.raises(HyperparameterError, match=r"compression_ratio=2.0"):
+        press.register(model)
     assert snapshot(model) == before
 
 
@@ -102,9 +218,7 @@ def test_a_query_that_no_hook_can_find():
     with pytest.raises(UnsupportedModelError, match="patch_impl"):
         hooks_impl.SnapKVPress(0.5, window_size=4).register(model)
     assert snapshot(model) == before
-    cache = DynamicCache(config=model.config)
-    with patch_impl.SnapKVPress(0.5, window_size=4)(model), torch.no_grad():
-        model(token_ids(1, 40), past_key_values=cache)
+    cache = filled(model, patch_impl.SnapKVPress(0.5, window_size=4), token_ids(1, 40))
     assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [20, 20, 20, 20]
     with hooks_impl.KnormPress(0.5)(model):  # needs no queries, so nothing is in the way
         pass
@@ -112,28 +226,21 @@ def test_a_query_that_no_hook_can_find():
 
 @both
 @pytest.mark.parametrize("length", [1, 2, 7, 8])
-@torch.no_grad()
 def test_a_window_larger_than_the_context(package, length):
     """Documented: a context too short for the press is left whole."""
     model = build("llama")
-    cache = DynamicCache(config=model.config)
-    with package.SnapKVPress(0.9, window_size=8)(model):
-        model(token_ids(1, length), past_key_values=cache)
+    cache = filled(model, package.SnapKVPress(0.9, window_size=8), token_ids(1, length))
     assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [length] * 2
 
 
-@both
 @pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
-@torch.no_grad()
 def test_never_zero(package, name):
     model = build("llama")
     press = example_for(package, name, 0.999, model)
     for length in (1, 2, 3, 70):
         if length < 10 and name == "FinchPress":
             continue  # no room for a delimiter
-        cache = DynamicCache(config=model.config)
-        with press(model):
-            model(context_for(name, length), past_key_values=cache)
+        cache = filled(model, press, context_for(name, length))
         assert all(int(kept.min()) >= 1 for kept in kept_lengths(cache))
 
 
@@ -146,14 +253,11 @@ def test_queries_that_no_patch_can_see():
     with pytest.raises(UnsupportedModelError, match="hooks_impl"):
         patch_impl.TOVAPress(0.5).register(model)
     assert snapshot(model) == before
-    cache = DynamicCache(config=model.config)
-    with hooks_impl.TOVAPress(0.5)(model), torch.no_grad():
-        model(token_ids(1, 40), past_key_values=cache)
+    cache = filled(model, hooks_impl.TOVAPress(0.5), token_ids(1, 40))
     assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [20, 20]
 
 
 @both
-@torch.no_grad()
 def test_a_bias_on_logits_is_no_padding(package):
     """A mask in the prefill that changes how much is seen of tokens, and hides none."""
     model = build("llama", attn_implementation="eager")

@@ -12,25 +12,16 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-import hooks_impl
 import patch_impl
-from press_core import Press, attention_sites, kept_lengths
+from press_core import attention_sites, kept_lengths
 from press_core.learned.duo_attention import HeadScores
-from tests.support import build, left_padded, token_ids
+from tests.support import both, build, filled, held, left_padded, token_ids
 
-both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 LENGTH, LAYERS, HEADS = 60, 2, 2
 
 
-def make(dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    return build("llama", num_layers=LAYERS, num_kv_heads=HEADS, dtype=dtype)
-
-
-def prefill(model: PreTrainedModel, press: Press, ids: Tensor, **arguments: Any) -> DynamicCache:
-    cache = DynamicCache(config=model.config)
-    with press(model), torch.no_grad():
-        model(ids, past_key_values=cache, **arguments)
-    return cache
+def make() -> PreTrainedModel:
+    return build("llama", num_layers=LAYERS, num_kv_heads=HEADS, dtype=torch.float64)
 
 
 def preferring(package: Any, preference: Callable[[int], list[float]]) -> Any:
@@ -58,10 +49,7 @@ MIDDLE, FIRST_OF_THEM = list(range(9, 51)), list(range(9, 21))
 
 def rerotated(model: PreTrainedModel, ids: Tensor, layer: int, positions: list[int]) -> Tensor:
     """Keys `(B, H_kv, n, d)` of the uncompressed cache, rotated to `0 ... n - 1`."""
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-    keys = cache.layers[layer].keys[:, :, positions]
+    keys = filled(model, None, ids).layers[layer].keys[:, :, positions]
     rotary = attention_sites(model)[layer].rotary
     assert rotary is not None
     before = rotary.rotate_from(keys, torch.tensor(positions).view(1, 1, -1))
@@ -72,49 +60,28 @@ def rerotated(model: PreTrainedModel, ids: Tensor, layer: int, positions: list[i
 
 
 @both
-def test_a_nested_composition_keeps_positions_of_the_whole_context(package: Any) -> None:
+@pytest.mark.parametrize("last", ["composition", "all that is left"])
+def test_a_rerotation_of_what_another_press_has_left(package, last):
+    """It starts from the positions of the whole context, also of all that was left."""
     model, ids = make(), token_ids(2, LENGTH)
-    press = package.ComposedPress(
-        [middle(package)(0.3), package.ComposedPress([early(package)(0.7)])]
-    )
-    for layer in prefill(model, press, ids).layers:
-        assert layer.positions.tolist() == [[FIRST_OF_THEM] * HEADS] * 2
-
-
-@both
-def test_a_rerotation_around_a_nested_composition_starts_from_the_right_positions(
-    package: Any,
-) -> None:
-    model, ids = make(), token_ids(2, LENGTH)
-    inner = package.KeyRerotationPress(package.ComposedPress([early(package)(0.7)]))
-    press = package.ComposedPress([middle(package)(0.3), inner])
-    for index, layer in enumerate(prefill(model, press, ids).layers):
-        assert layer.positions.tolist() == [[FIRST_OF_THEM] * HEADS] * 2
-        torch.testing.assert_close(layer.keys, rerotated(model, ids, index, FIRST_OF_THEM))
-        assert layer.get_seq_length() == len(FIRST_OF_THEM)
-
-
-@both
-def test_a_rerotation_of_all_that_another_press_has_left_rotates_its_keys(package: Any) -> None:
-    model, ids = make(), token_ids(2, LENGTH)
-    last = package.KeyRerotationPress(package.SnapKVPress(0.5, window_size=50))  # 42: too short
-    press = package.ComposedPress([middle(package)(0.3), last])
-    for index, layer in enumerate(prefill(model, press, ids).layers):
-        assert layer.positions.tolist() == [[MIDDLE] * HEADS] * 2
-        torch.testing.assert_close(layer.keys, rerotated(model, ids, index, MIDDLE))
-        assert layer.get_seq_length() == len(MIDDLE)
+    inner = package.ComposedPress([early(package)(0.7)])
+    if last != "composition":
+        inner = package.SnapKVPress(0.5, window_size=50)  # 42 tokens: too short for it
+    press = package.ComposedPress([middle(package)(0.3), package.KeyRerotationPress(inner)])
+    expected = FIRST_OF_THEM if last == "composition" else MIDDLE
+    cache = filled(model, press, ids)
+    assert held(cache) == [[[expected] * HEADS] * 2] * 2
+    for index, layer in enumerate(cache.layers):
+        torch.testing.assert_close(layer.keys, rerotated(model, ids, index, expected))
+        assert layer.get_seq_length() == len(expected)
 
 
 NESTED: dict[str, Callable[[Any], tuple[Any, list[Any]]]] = {
-    "the last": lambda p: (
-        [p.KnormPress(0.3), p.ComposedPress([p.KeyDiffPress(0.5)])],
-        [p.KnormPress(0.3), p.KeyDiffPress(0.5)],
-    ),
     "the first": lambda p: (
         [p.ComposedPress([p.KnormPress(0.3), p.KeyDiffPress(0.2)]), p.SnapKVPress(0.5, 6)],
         [p.KnormPress(0.3), p.KeyDiffPress(0.2), p.SnapKVPress(0.5, 6)],
     ),
-    "snapkv after the last": lambda p: (
+    "the last": lambda p: (
         [p.KnormPress(0.3), p.ComposedPress([p.KeyDiffPress(0.2), p.SnapKVPress(0.5, 6)])],
         [p.KnormPress(0.3), p.KeyDiffPress(0.2), p.SnapKVPress(0.5, 6)],
     ),
@@ -144,24 +111,16 @@ NESTED: dict[str, Callable[[Any], tuple[Any, list[Any]]]] = {
 }
 
 
-@both
-@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("name", NESTED)
-@torch.no_grad()
-def test_a_nested_composition_is_its_presses_one_after_the_other(
-    package: Any, name: str, padded: bool
-) -> None:
+def test_a_nested_composition_is_its_presses_one_after_the_other(package, name):
     model, question = make(), token_ids(2, 3, seed=1)
     ids, mask, positions = left_padded(2, LENGTH, [11, 0])
-    arguments = {"attention_mask": mask, "position_ids": positions} if padded else {}
-    more = torch.cat((mask, torch.ones_like(question)), dim=1)
-    after = {"attention_mask": more} if padded else {}
-    layers, logits = [], []
+    more, layers, logits = torch.cat((mask, torch.ones_like(question)), dim=1), [], []
     for presses in NESTED[name](package):
         cache = DynamicCache(config=model.config)
         with package.ComposedPress(presses)(model):
-            model(ids, past_key_values=cache, **arguments)
-            logits.append(model(question, past_key_values=cache, **after).logits)
+            model(ids, past_key_values=cache, attention_mask=mask, position_ids=positions)
+            logits.append(model(question, past_key_values=cache, attention_mask=more).logits)
         layers.append(cache.layers)
     # Rerotating in between rounds differently from rerotating once.
     close = {"atol": 1e-9, "rtol": 1e-9} if name == "rerotation twice" else {"atol": 0, "rtol": 0}
@@ -173,7 +132,7 @@ def test_a_nested_composition_is_its_presses_one_after_the_other(
     torch.testing.assert_close(*logits, **close)
 
 
-# ---- what they say they evicted ------------------------------------------------------------------
+# ---- what they say they evicted, and are asked to ------------------------------------------------
 
 
 def duo(package: Any) -> Any:
@@ -187,13 +146,10 @@ def lazy(package: Any) -> Any:
 
 MEASURED: dict[str, tuple[Callable[[Any], Any], float]] = {
     "rerotation, simlayer": (lambda p: p.KeyRerotationPress(lazy(p)), 0),
-    "simlayer": (lambda p: p.ComposedPress([lazy(p)]), 0),
-    "knorm, simlayer": (lambda p: p.ComposedPress([p.KnormPress(0.5), lazy(p)]), 0.5),
     "simlayer, nested": (
         lambda p: p.ComposedPress([p.KnormPress(0.5), p.ComposedPress([lazy(p)])]),
         0.5,
     ),
-    "dms": (lambda p: p.DMSPress(p.KeyDiffPress(), threshold=-0.2, sliding_window_size=5), 0),
     "knorm, dms": (
         lambda p: p.ComposedPress(
             [p.KnormPress(0.5), p.DMSPress(p.KeyDiffPress(), 0.0, sliding_window_size=5)]
@@ -201,42 +157,65 @@ MEASURED: dict[str, tuple[Callable[[Any], Any], float]] = {
         0.5,
     ),
     "duo": (lambda p: p.ComposedPress([duo(p)]), 0),
-    "knorm, duo": (lambda p: p.ComposedPress([p.KnormPress(0.5), duo(p)]), 0.5),
 }
 
 
-@both
 @pytest.mark.parametrize("name", MEASURED)
-def test_a_composition_reports_what_was_really_evicted(package: Any, name: str) -> None:
+def test_a_composition_reports_what_was_really_evicted(package, name):
+    """Of padded rows no padding, and in each scope anew."""
     model, (made, asked) = make(), MEASURED[name]
-    press = made(package)
+    press, (ids, mask, positions) = made(package), left_padded(2, LENGTH, [30, 0])
     assert press.compression_ratio == pytest.approx(asked), "before it has run: what is asked"
-    cache = prefill(model, press, token_ids(2, LENGTH))
-    n_kept = sum(int(kept.sum()) for kept in kept_lengths(cache))
-    assert press.compression_ratio == pytest.approx(1 - n_kept / (2 * HEADS * LAYERS * LENGTH))
-    assert asked < press.compression_ratio < 1
-    assert press.compression_count == 1
-    inner = next(press.parts)
-    assert inner.last_run is None, "what is measured belongs to the press that was opened"
+    given = {"attention_mask": mask, "position_ids": positions}
+    for inputs, length in ((given, 45), ({}, LENGTH)):
+        cache = filled(model, press, ids, **inputs)
+        n_kept = sum(int(kept.sum()) for kept in kept_lengths(cache))
+        assert press.compression_ratio == pytest.approx(1 - n_kept / (2 * HEADS * LAYERS * length))
+        assert asked < press.compression_ratio < 1
+        assert press.compression_count == 1
+        assert next(press.parts).last_run is None, "measured of the press that was opened"
+
+
+def test_ratios_of_composed_presses_multiply(package):
+    inner = [package.KnormPress(0.5), package.KnormPress(0.2), package.KnormPress(0.75)]
+    press = package.ComposedPress(inner)
+    assert press.compression_ratio == pytest.approx(1 - 0.5 * 0.8 * 0.25)
+    assert package.ComposedPress([package.ThinKPress(0.5)]).compression_ratio == 0.25
+    cache = filled(make(), press, token_ids(1, LENGTH))
+    assert {int(n) for kept in kept_lengths(cache) for n in kept.flatten()} == {6}
+
+
+RATIOS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
+    name: (
+        lambda p, inner, name=name: p.PRESSES[name](inner),
+        lambda p, name=name: p.PRESSES[name](p.KnormPress(0.36)),
+    )
+    for name in ("AdaKVPress", "CriticalKVPress", "PrefillDecodingPress")
+}
+RATIOS["ComposedPress"] = (
+    lambda p, inner: p.ComposedPress([inner, p.KeyDiffPress(0.5)]),
+    lambda p: p.ComposedPress([p.KnormPress(0.2), p.KeyDiffPress(0.2)]),
+)
+RATIOS["two deep"] = (
+    lambda p, inner: p.ChunkPress(p.CriticalKVPress(inner), chunk_length=25),
+    lambda p: p.ChunkPress(p.CriticalKVPress(p.KnormPress(0.36)), chunk_length=25),
+)
 
 
 @both
-def test_a_composition_reports_no_padding_as_evicted(package: Any) -> None:
-    ids, mask, positions = left_padded(2, LENGTH, [30, 0])
-    press = package.ComposedPress([package.KnormPress(0.5), package.ComposedPress([lazy(package)])])
-    cache = prefill(make(), press, ids, attention_mask=mask, position_ids=positions)
-    n_kept = sum(int(kept.sum()) for kept in kept_lengths(cache))
-    assert press.compression_ratio == pytest.approx(1 - n_kept / (HEADS * LAYERS * (30 + LENGTH)))
-
-
-@both
-def test_each_scope_measures_anew(package: Any) -> None:
-    model = make()
-    press = package.KeyRerotationPress(lazy(package))
-    prefill(model, press, token_ids(1, LENGTH))
-    assert press.compression_ratio > 0.5
-    prefill(model, press, token_ids(1, 8))  # too short for it
-    assert press.compression_ratio == 0
+@pytest.mark.parametrize("name", RATIOS)
+def test_the_ratio_of_a_composition_can_be_set(package, name):
+    """The press itself becomes what is expected, and none that it was made of changes."""
+    inner, ids, (make_press, expected) = package.KnormPress(0.5), token_ids(1, 50), RATIOS[name]
+    press, model = make_press(package, inner), build("llama", num_layers=1)
+    filled(model, press, ids)
+    press.compression_ratio = 0.36
+    assert press.compression_ratio == pytest.approx(0.36)
+    assert inner.compression_ratio == 0.5
+    assert float(kept_lengths(filled(model, press, ids))[0].float().mean()) == 32
+    assert press.asked_ratio == pytest.approx(expected(package).asked_ratio)
+    assert press.with_ratio(0.1).compression_ratio == pytest.approx(0.1)
+    assert press.compression_ratio == pytest.approx(0.36)
 
 
 # ---- taking off, counting, copying ---------------------------------------------------------------
@@ -250,8 +229,7 @@ PRESSES: dict[str, Callable[[Any], Any]] = {
 
 @both
 @pytest.mark.parametrize("name", PRESSES)
-@torch.no_grad()
-def test_remove_takes_off_the_scope_opened_last(package: Any, name: str) -> None:
+def test_remove_takes_off_the_scope_opened_last(package, name):
     models, press, ids = [make(), make()], PRESSES[name](package), token_ids(1, LENGTH)
     press.remove()  # there is none yet
     handles = [press.register(model) for model in models]
@@ -268,40 +246,21 @@ def test_remove_takes_off_the_scope_opened_last(package: Any, name: str) -> None
     press.register(models[0]).remove()
 
 
-@both
-@torch.no_grad()
-def test_compressions_are_counted_in_the_scope_opened_last(package: Any) -> None:
-    model, ids = make(), token_ids(1, LENGTH)
-    press = package.DecodingPress(package.KnormPress(), compression_interval=2, target_size=20)
-    assert press.compression_count == 0
-    cache = DynamicCache(config=model.config)
-    model(ids, past_key_values=cache)
-    with press(model):
-        for n_steps in range(1, 6):
-            model(ids[:, :1], past_key_values=cache)
-            assert press.compression_count == n_steps // 2
-    assert press.compression_count == 2
-    with press(model):
-        assert press.compression_count == 0
-
-
-def pickled(press: Press) -> Any:
+def pickled(press: Any) -> Any:
     return pickle.loads(pickle.dumps(press))
 
 
 @both
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled])
 @pytest.mark.parametrize("name", PRESSES)
-def test_a_copy_of_a_press_that_has_run_is_a_fresh_press(
-    package: Any, name: str, copied: Any
-) -> None:
+def test_a_copy_of_a_press_that_has_run_is_a_fresh_press(package, name, copied):
     model, press, ids = make(), PRESSES[name](package), token_ids(1, LENGTH)
-    cache = prefill(model, press, ids)
+    cache = filled(model, press, ids)
     with press(model):
         other = copied(press)
     assert other == press
     assert other.last_run is None
     assert other.compression_count == 0
-    for one, two in zip(prefill(model, other, ids).layers, cache.layers, strict=True):
+    for one, two in zip(filled(model, other, ids).layers, cache.layers, strict=True):
         assert torch.equal(one.keys, two.keys)
     assert press.last_run is not other.last_run

@@ -18,12 +18,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 import hooks_impl
-import patch_impl
 from attention_patch import headwise
 from press_core import UnsupportedInputError, kept_positions
-from tests.support import build, context_for, example_for, left_padded, token_ids
-
-both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
+from tests.support import both, build, context_for, example_for, left_padded, token_ids
 
 CONTEXT, TURNS = 60, (5, 1, 3)
 OTHER_STATES = {
@@ -187,7 +184,6 @@ def ids_for(name: str) -> Tensor:
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", JUDGED)
-@torch.no_grad()
 def test_every_press(name, mask):
     press = example_for(hooks_impl, name, 0.5, build("llama", dtype=torch.float64))
     assert differs(press, ids_for(name), [0], mask) < 1e-9
@@ -203,21 +199,17 @@ HELD: dict[str, Callable[[Any], Any]] = {
 """A press for each way in which layers hold what is left."""
 
 
-@both
 @pytest.mark.parametrize("reading", [None, headwise], ids=["open", "read later"])
 @pytest.mark.parametrize("form", ["sdpa", "eager"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("held", HELD)
-@torch.no_grad()
 def test_every_kind_of_layer_with_padding(package, held, mask, form, reading):
     ids = left_padded(2, CONTEXT + sum(TURNS), [0, 13])[0]
     found = differs(HELD[held](package), ids, [0, 13], mask, form, reading=reading)
     assert found < TOLERANCE[form]
 
 
-@both
 @pytest.mark.parametrize("held", HELD)
-@torch.no_grad()
 def test_masks_that_differ_from_head_to_head(package, held):
     ids = left_padded(2, CONTEXT + sum(TURNS), [0, 13])[0]
     found = differs(HELD[held](package), ids, [0, 13], "other for each query", heads=4)
@@ -225,7 +217,6 @@ def test_masks_that_differ_from_head_to_head(package, held):
 
 
 @pytest.mark.parametrize("name", sorted(OTHER_STATES))
-@torch.no_grad()
 def test_presses_that_are_left_out_change_states(name):
     """None is left out that the reference could have judged."""
     model = build("llama", dtype=torch.float64)
@@ -254,7 +245,6 @@ def test_presses_that_are_left_out_change_states(name):
 @both
 @pytest.mark.parametrize("form", ["sdpa", "eager"])
 @pytest.mark.parametrize("mask", MASKS)
-@torch.no_grad()
 def test_outside_of_any_scope_a_mask_is_honoured_or_refused(package, mask, form):
     """Nobody knows there which keys the columns of a full mask have become."""
     press, ids = HELD["even"](package), ids_for("SnapKVPress")

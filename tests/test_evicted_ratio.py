@@ -11,11 +11,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import hooks_impl
-import patch_impl
-from press_core import cache_nbytes, kept_lengths
-from tests.support import build, context_for, example_for, left_padded, token_ids
+from press_core import kept_lengths
+from tests.support import both, build, context_for, example_for, filled, left_padded, token_ids
 
-both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 every_press = pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
 
 STEPS = {  # until they prune
@@ -33,7 +31,7 @@ def model():
 def run(model: Any, press: Any, context: Tensor, n_steps: int) -> tuple[float, float]:
     """Share of the tokens that is gone after so many steps, and what the press says."""
     cache = DynamicCache(config=model.config)
-    with torch.no_grad(), press(model):
+    with press(model):
         model(context, past_key_values=cache)
         for seed in range(n_steps):
             model(token_ids(1, 1, seed), past_key_values=cache)
@@ -60,7 +58,7 @@ def test_what_every_press_says_is_what_is_gone(model, package, name):
     context = context_for(name, length + (name == "FinchPress"))  # which takes the delimiter out
     n_steps = STEPS.get(name, EARLIER.get(name, 0))
     cache = DynamicCache(config=model.config)
-    with torch.no_grad(), press(model):
+    with press(model):
         model(context, past_key_values=cache)
         for seed in range(n_steps):
             model(token_ids(1, 1, seed), past_key_values=cache)
@@ -79,7 +77,6 @@ def test_what_every_press_says_is_what_is_gone(model, package, name):
         assert press.evicted_ratio == pytest.approx(0.5, abs=(1 + n_steps) / length)
 
 
-@both
 @every_press
 def test_where_nothing_is_evicted_nothing_is_said_to_be(model, package, name):
     """Contexts of two tokens, and presses that were told to evict half."""
@@ -93,7 +90,6 @@ def test_where_nothing_is_evicted_nothing_is_said_to_be(model, package, name):
         assert press.compression_ratio == said
 
 
-@both
 def test_a_window_longer_than_the_context(model, package):
     press = package.AdaKVPress(package.SnapKVPress(0.5))
     assert press.compression_ratio == 0.5
@@ -103,48 +99,13 @@ def test_a_window_longer_than_the_context(model, package):
     assert press.compression_ratio == 0.5
 
 
-@both
-def test_a_number_of_tokens(model, package):
-    for press in (package.KnormPress(), package.AdaKVPress(package.KnormPress())):
-        gone, said = run(model, press.with_budget(12), ids(60), 0)
-        assert (gone, said) == (pytest.approx(0.8), pytest.approx(0.8))
-
-
-def ids(length: int) -> Tensor:
-    return token_ids(1, length)
-
-
-@both
 @pytest.mark.parametrize("name", ["KnormPress", "AdaKVPress", "ChunkKVPress", "SimLayerKVPress"])
 def test_of_padded_rows_their_own_tokens_count(model, package, name):
     press = evicting(package, name, model)
     context, mask, positions = left_padded(3, 60, [0, 19, 28])
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad(), press(model):
-        given = {"attention_mask": mask, "position_ids": positions}
-        model(context, **given, past_key_values=cache)
+    cache = filled(model, press, context, attention_mask=mask, position_ids=positions)
     kept = torch.stack(kept_lengths(cache)).double().mean(dim=(0, 2))
     seen = mask.sum(dim=1)
     gone = float(1 - kept.sum() / seen.sum())
     assert gone > 0.2
     assert press.evicted_ratio == pytest.approx(gone, abs=1e-6)
-
-
-@both
-@pytest.mark.parametrize("ratio", [0.25, 0.5])
-def test_channels(model, package, ratio):
-    """Of a `ThinKPress` the ratio is that of the cache's bytes, as its keys lose channels."""
-    sizes = []
-    press = package.ThinKPress(ratio, window_size=8, free_memory=True)
-    for each in (None, press):
-        cache = DynamicCache(config=model.config)
-        with torch.no_grad():
-            if each is None:
-                model(ids(60), past_key_values=cache)
-            else:
-                with each(model):
-                    model(ids(60), past_key_values=cache)
-        sizes.append(cache_nbytes(cache))
-    assert press.compression_ratio == ratio / 2
-    assert 1 - sizes[1] / sizes[0] == pytest.approx(ratio / 2)
-    assert press.evicted_ratio == 0

@@ -10,15 +10,12 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache
 
-import hooks_impl
-import patch_impl
 from press_core import UnsupportedModelError, kept_lengths
-from tests.support import token_ids
+from tests.support import both, token_ids
 
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers, "Gemma4ForCausalLM"), reason="this transformers has no Gemma-4"
 )
-both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 LENGTH = 30
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -47,7 +44,7 @@ def build(variant: str, attention: str) -> Any:
 def decoded(model: Any, press: Any) -> tuple[list[int], Tensor]:
     """What the full layers hold after four tokens, and the tokens."""
     cache = DynamicCache(config=model.config)
-    with torch.no_grad(), press(model):
+    with press(model):
         tokens = model.generate(
             token_ids(1, LENGTH), past_key_values=cache, max_new_tokens=4, do_sample=False
         )
@@ -56,7 +53,6 @@ def decoded(model: Any, press: Any) -> tuple[list[int], Tensor]:
     return [int(lengths[i].max()) for i in full if i < len(lengths) and lengths[i].numel()], tokens
 
 
-@both
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_generate(package, variant, attention):

@@ -2,171 +2,323 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 
 import hooks_impl
-import patch_impl
-from press_core import PressError, ScopeError, UnsupportedInputError, cache_nbytes, kept_lengths
-from tests.support import build, example_for, left_padded, token_ids
+from attention_patch import headwise
+from experiments.testbed.recipes import DELIMITER
+from press_core import (
+    ScopeError,
+    UnsupportedCacheError,
+    UnsupportedInputError,
+    cache_nbytes,
+    kept_lengths,
+)
+from tests.support import (
+    GREEDY,
+    both,
+    build,
+    context_for,
+    example_for,
+    filled,
+    forwards,
+    held,
+    left_padded,
+    token_ids,
+)
 
-both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 implementations = pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-LENGTH = 60
-# Told a ratio, of which they evict as much in every layer.
-EVEN = sorted(
-    name
-    for name, press in hooks_impl.PRESSES.items()
-    if issubclass(press, hooks_impl.ScorerPress)
-    and name not in ("PyramidKVPress", "FinchPress", "KVzipPress")
+LENGTH = 48
+PADDING = [0, 13, 30]
+
+# ---- every press, and some of presses ------------------------------------------------------------
+
+EXTRA: dict[str, Callable[[Any], Any]] = {
+    "composed with turned keys": lambda p: p.ComposedPress(
+        [p.KnormPress(0.3), p.KeyRerotationPress(p.KnormPress(0.3)), p.KeyDiffPress(0.3)]
+    ),
+    "composed, then by head": lambda p: p.ComposedPress(
+        [p.KnormPress(0.3), p.AdaKVPress(p.KnormPress(0.5))]
+    ),
+    "rerotated rows of different lengths": lambda p: p.KeyRerotationPress(
+        p.SimLayerKVPress(0.35, n_recent=9, n_initial=2)
+    ),
+    "other ratios of layers": lambda p: p.PerLayerCompressionPress(
+        p.ExpectedAttentionPress(n_future_positions=9), [0.7, 0.3]
+    ),
+    "channels freed": lambda p: p.ThinKPress(0.5, window_size=8, free_memory=True),
+    "streaming, rerotated": lambda p: p.StreamingLLMDecodingPress(16, 3, rerotate=True),
+    "decoding by expected queries": lambda p: p.DecodingPress(
+        p.ExpectedAttentionPress(n_future_positions=8, n_sink=1), 3, 16, 2
+    ),
+    "decoding in groups of tokens": lambda p: p.DecodingPress(
+        p.LagKVPress(lag_size=3, n_sink=2), 3, 16
+    ),
+    "both phases, rerotated": lambda p: p.PrefillDecodingPress(
+        p.KeyRerotationPress(p.SnapKVPress(0.5, window_size=4)),
+        p.DecodingPress(p.ObservedAttentionPress(), 3, 16),
+    ),
+    "dms, for the prefill": lambda p: p.DMSPress(p.KnormPress(), -4.0, sliding_window_size=6),
+}
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "FastKVzipPress, by layers": ("FastKVzipPress", {"layerwise": True}),
+    "KVComposePress, by head": ("KVComposePress", {"structured": False}),
+    "KVzipPress, by layers": ("KVzipPress", {"layerwise": True}),
+}
+KINDS = [*sorted(hooks_impl.PRESSES), *EXTRA, *OPTIONS]
+DECODES = ("Decoding", "H2O", "CAM", "DMSPress", "EveryTurn", "decoding", "phases", "streaming,")
+"""In names of those that act on later tokens."""
+every_kind = pytest.mark.parametrize("name", KINDS)
+prefilling_kinds = pytest.mark.parametrize(
+    "name", [name for name in KINDS if not any(word in name for word in DECODES)]
 )
 
 
-def make(implementation="sdpa", dtype=None, family="llama"):
+def press_of(package: Any, name: str, model: Any) -> Any:
+    if name in EXTRA:
+        return EXTRA[name](package)
+    made_of, fields = OPTIONS.get(name, (name, {}))
+    return replace(example_for(package, made_of, 0.5, model), **fields)
+
+
+def make(implementation: str = "sdpa", dtype: Any = None, family: str = "llama") -> Any:
     """In float64, so that a rounding error decides no top-k; eager's masks overflow there."""
     dtype = dtype or (torch.float32 if implementation == "eager" else torch.float64)
     return build(family, num_layers=2, attn_implementation=implementation, dtype=dtype)
 
 
-def press_of(package):
+def padded_for(name: str) -> tuple[Tensor, Tensor, Tensor]:
+    ids, mask, positions = left_padded(3, LENGTH, PADDING)
+    ids[:, -8] = DELIMITER if name == "FinchPress" else ids[:, -8]
+    return ids, mask, positions
+
+
+@every_kind
+def test_rows_of_a_padded_batch_are_those_of_the_row_alone(package, name):
+    """In what they hold and answer, at once and token by token."""
+    model = make(family=("llama", "gpt_neox")[KINDS.index(name) % 2])
+    press, (ids, mask, positions) = press_of(package, name, model), padded_for(name)
+    turns, together = [ids, *forwards([4, *[1] * 6], batch=3)], []
+    cache = DynamicCache(config=model.config)
+    with press(model):
+        for new in turns:
+            if new is not ids:
+                mask = torch.cat((mask, torch.ones_like(new)), dim=1)
+                positions = positions[:, -1:] + 1 + torch.arange(new.shape[1])
+                positions = positions - int(name == "FinchPress" and new is turns[1])
+            given = {"attention_mask": mask, "position_ids": positions}
+            logits = model(new, past_key_values=cache, **given).logits
+            together.append((logits, held(cache)))
+        for row, n in enumerate(PADDING):
+            alone = DynamicCache(config=model.config)
+            for (logits, of_all), new in zip(together, [ids[:, n:], *turns[1:]], strict=True):
+                expected = model(new[row : row + 1], past_key_values=alone).logits[0]
+                found = logits[row, -len(expected) :]
+                torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+                for layer, single in zip(of_all, held(alone), strict=True):
+                    seen = [[p - n for p in head if p >= n] for head in layer[row]]
+                    assert seen == single[0]
+
+
+@every_kind
+def test_generate_in_a_padded_batch_is_what_forwards_of_each_row_are(package, name):
+    model = make(family="gpt_neox")
+    press, (ids, mask, _) = press_of(package, name, model), padded_for(name)
+    with press(model):
+        batch = model.generate(ids, attention_mask=mask, max_new_tokens=5, **GREEDY)
+        for row, n in enumerate(PADDING):
+            cache, by_hand, new = DynamicCache(config=model.config), [], ids[row : row + 1, n:]
+            for _ in range(5):
+                logits = model(new, past_key_values=cache).logits
+                new = logits[:, -1:].argmax(dim=-1)
+                by_hand.append(int(new))
+            assert batch[row, -5:].tolist() == by_hand
+
+
+@every_kind
+def test_rows_may_be_selected_repeated_and_reordered(package, name):
+    """Between forwards, and the scope goes on as if they had been run so from the start."""
+    model, rows = make(), [2, 0, 0, 2]
+    press = press_of(package, name, model)
+    ids, following = context_for(name, LENGTH).repeat(3, 1), forwards([1] * 7, batch=3)
+    ids[1:, :-8] = token_ids(2, LENGTH - 8, seed=5)
+    cache, reference = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    with press(model):
+        model(ids, past_key_values=cache)
+        model(ids[rows], past_key_values=reference)
+        for step, new in enumerate(following):
+            if step == 2:
+                cache.batch_select_indices(torch.tensor([2, 0]))
+                cache.batch_repeat_interleave(2)
+                cache.reorder_cache(torch.tensor([0, 2, 3, 1]))
+            logits = model(new if step < 2 else new[rows], past_key_values=cache).logits
+            expected = model(new[rows], past_key_values=reference).logits
+            logits = logits if step >= 2 else logits[rows]
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+    assert held(cache) == held(reference)
+
+
+@prefilling_kinds
+def test_many_questions_on_one_compressed_cache(package, name):
+    """After the scope as in it; each is cropped off again, or asked of a copy."""
+    model, cache = make(), DynamicCache(config=make().config)
+    questions = forwards([6, 1, 9])
+    with press_of(package, name, model)(model):
+        model(context_for(name, LENGTH), past_key_values=cache)
+        seen = cache.get_seq_length()
+        expected = [model(ids, past_key_values=copy.deepcopy(cache)).logits for ids in questions]
+    with headwise(model):
+        for ids, logits in zip(questions, expected, strict=True):
+            assert torch.equal(model(ids, past_key_values=cache).logits, logits)
+            cache.crop(-ids.shape[1])
+            assert cache.get_seq_length() == seen
+
+
+@every_kind
+def test_a_cache_that_was_reset_is_as_new_or_refused(package, name):
+    model, cache, found = make(), DynamicCache(config=make().config), []
+    with press_of(package, name, model)(model):
+        for _ in range(2):
+            try:
+                for ids in (context_for(name, LENGTH), *forwards([1] * 4)):
+                    model(ids, past_key_values=cache)
+            except (ScopeError, UnsupportedCacheError):
+                assert found
+                return
+            found.append(held(cache))
+            cache.reset()
+            assert cache.get_seq_length() == 0
+    assert found[0] == found[1]
+
+
+@prefilling_kinds
+def test_bytes_are_those_of_what_is_kept(package, name):
+    """And of a few per cent of room."""
+    model, ids = build("llama"), context_for(name, 400)
+    whole, cache = filled(model, None, token_ids(1, 400)), DynamicCache(config=model.config)
+    with press_of(package, name, model)(model):
+        model(ids, past_key_values=cache)
+    share = float(torch.stack(kept_lengths(cache)).float().mean()) / 400
+    channels = 0.75 if name == "channels freed" else 1
+    assert cache_nbytes(cache) <= share * channels * 1.03 * cache_nbytes(whole)
+
+
+@pytest.mark.parametrize(
+    "name", ["AdaKVPress", "DMSPress", "H2OPress", "channels freed", *list(EXTRA)[-5:-1]]
+)
+def test_beams_score_as_their_sequences_do_alone(package, name):
+    """Whatever beams are reordered: what is remembered of a row follows the row."""
+    model, ids = make(), token_ids(2, 30)
+    press = press_of(package, name, model)
+    asked = {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.0, **GREEDY}
+    asked |= {"return_dict_in_generate": True, "output_scores": True}
+    with press(model):
+        found = model.generate(ids, max_new_tokens=8, **asked)
+    assert found.sequences.shape == (4, 38)
+    for sequence, score in zip(found.sequences, found.sequences_scores, strict=True):
+        cache, total = DynamicCache(config=model.config), 0.0
+        with press(model):
+            logits = model(sequence[None, :30], past_key_values=cache).logits
+            for token in sequence[30:]:
+                total += float(logits[0, -1].log_softmax(dim=-1)[token])
+                logits = model(token.view(1, 1), past_key_values=cache).logits
+        assert total == pytest.approx(float(score), abs=1e-4)
+
+
+def described(press: Any) -> Any:
+    """A press and all presses in it: which objects they are, and all that they hold."""
+    if isinstance(press, (list, tuple)):
+        return [described(item) for item in press]
+    if not dataclasses.is_dataclass(press):
+        return press
+    fields = {name: x for name, x in vars(press).items() if name != "_last_scope"}
+    return id(press), type(press), {name: described(x) for name, x in fields.items()}
+
+
+@every_kind
+def test_a_press_and_those_in_it_are_never_changed(package, name):
+    model = build("llama")
+    press = press_of(package, name, model)
+    before = described(press)
+    for _ in range(2):
+        with press(model):
+            model.generate(context_for(name, LENGTH), max_new_tokens=4, **GREEDY)
+            assert described(press) == before
+    press.compression_ratio  # noqa: B018 - reading it back changes nothing either
+    assert described(press) == before
+
+
+# ---- one press, all ways of going on -------------------------------------------------------------
+
+
+def snapkv(package: Any) -> Any:
     return package.SnapKVPress(0.5, window_size=8)
 
 
 @both
 @implementations
-@torch.no_grad()
 def test_positions_continue(package, implementation):
     """A question after a pruned context is rotated and masked as with explicit position ids."""
     model, question = make(implementation, torch.float32), token_ids(1, 7, seed=1)
     logits = []
     for position_ids in (None, torch.arange(LENGTH, LENGTH + 7)[None]):
-        cache = DynamicCache(config=model.config)
-        with press_of(package)(model):
-            model(token_ids(1, LENGTH), past_key_values=cache)
+        cache = filled(model, snapkv(package), token_ids(1, LENGTH))
         assert cache.get_seq_length() == LENGTH
         assert cache.layers[0].keys.shape[2] == LENGTH // 2
         logits.append(model(question, past_key_values=cache, position_ids=position_ids).logits)
     assert torch.equal(*logits)
 
 
-@both
-@torch.no_grad()
-def test_a_question_at_once_is_the_question_token_by_token(package):
-    model, question = make(), token_ids(1, 7, seed=1)
-    caches = [DynamicCache(config=model.config) for _ in range(2)]
-    for cache in caches:
-        with press_of(package)(model):
-            model(token_ids(1, LENGTH), past_key_values=cache)
-    at_once = model(question, past_key_values=caches[0]).logits
-    one_by_one = [model(question[:, [i]], past_key_values=caches[1]).logits for i in range(7)]
-    torch.testing.assert_close(at_once, torch.cat(one_by_one, dim=1), rtol=0, atol=1e-12)
+@implementations
+def test_generate_inside_the_scope_is_generate_after_it(package, implementation):
+    model, ids = make(implementation), token_ids(1, LENGTH)
+    with snapkv(package)(model):
+        inside = model.generate(ids, max_new_tokens=8, **GREEDY)
+    cache = filled(model, snapkv(package), ids)
+    after = model.generate(inside[:, :-7], past_key_values=cache, max_new_tokens=7, **GREEDY)
+    assert torch.equal(inside, after)
+
+
+@implementations
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt2"])
+def test_generate_in_a_padded_batch_of_other_families(package, implementation, family):
+    model, (ids, mask, _) = make(implementation, family=family), left_padded(3, LENGTH, PADDING)
+    with snapkv(package)(model):
+        batch = model.generate(ids, attention_mask=mask, max_new_tokens=6, **GREEDY)
+        for row, n in enumerate(PADDING):
+            alone = model.generate(ids[row : row + 1, n:], max_new_tokens=6, **GREEDY)
+            assert torch.equal(alone[0, -6:], batch[row, -6:])
 
 
 @both
-@torch.no_grad()
-def test_nothing_evicted_changes_nothing(package):
-    model = make(dtype=torch.float32)
-    plain, pressed = DynamicCache(config=model.config), DynamicCache(config=model.config)
-    model(token_ids(2, LENGTH), past_key_values=plain)
-    with package.SnapKVPress(0.0)(model):
-        model(token_ids(2, LENGTH), past_key_values=pressed)
-    for one, other in zip(plain.layers, pressed.layers, strict=True):
+def test_only_a_prefill_into_a_cache_is_pruned(package):
+    model, ids = make(dtype=torch.float32), token_ids(1, LENGTH)
+    reference, cache = model(ids, use_cache=False).logits, DynamicCache(config=model.config)
+    with snapkv(package)(model):
+        assert torch.equal(model(ids, use_cache=False).logits, reference)
+        model(ids, past_key_values=cache)
+        model(token_ids(1, 20), past_key_values=cache)
+    assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [LENGTH // 2 + 20] * 2
+    plain, whole = (filled(model, p, ids) for p in (None, package.SnapKVPress(0.0)))
+    for one, other in zip(plain.layers, whole.layers, strict=True):
         assert type(one) is type(other)
         assert torch.equal(one.keys, other.keys)
 
 
 @both
-@torch.no_grad()
-def test_a_forward_without_cache_is_left_alone(package):
-    model = make(dtype=torch.float32)
-    reference = model(token_ids(1, LENGTH), use_cache=False).logits
-    with press_of(package)(model):
-        assert torch.equal(model(token_ids(1, LENGTH), use_cache=False).logits, reference)
-
-
-@both
-@torch.no_grad()
-def test_only_a_prefill_is_pruned(package):
-    model, cache = make(), DynamicCache(config=make().config)
-    with press_of(package)(model):
-        model(token_ids(1, LENGTH), past_key_values=cache)
-        model(token_ids(1, 20), past_key_values=cache)
-    assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [LENGTH // 2 + 20] * 2
-
-
-@both
-@implementations
-def test_generate_inside_the_scope_is_generate_after_it(package, implementation):
-    model, ids = make(implementation), token_ids(1, LENGTH)
-    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    with press_of(package)(model):
-        inside = model.generate(ids, **options)
-    cache = DynamicCache(config=model.config)
-    with press_of(package)(model), torch.no_grad():
-        logits = model(ids, past_key_values=cache).logits
-    first = logits[:, -1:].argmax(dim=-1)
-    after = model.generate(
-        torch.cat((ids, first), dim=1), past_key_values=cache, **{**options, "max_new_tokens": 7}
-    )
-    assert torch.equal(inside, after)
-    assert inside.shape == (1, LENGTH + 8)
-
-
-@both
-@implementations
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma3_text"])
-def test_generate_in_a_padded_batch_is_generate_of_each_row(package, implementation, family):
-    model = make(implementation, family=family)
-    padding = [0, 11, 37]
-    ids, mask, _ = left_padded(3, LENGTH, padding)
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    with press_of(package)(model):
-        batch = model.generate(ids, attention_mask=mask, **options)
-        for row, n in enumerate(padding):
-            alone = model.generate(ids[row : row + 1, n:], **options)
-            assert torch.equal(alone[0, -6:], batch[row, -6:])
-
-
-@both
-@implementations
-@pytest.mark.parametrize("name", EVEN)
-@torch.no_grad()
-def test_rows_of_a_padded_batch_are_those_of_the_row_alone(package, implementation, name):
-    model = make(implementation)
-    press = example_for(package, name, 0.6, model)
-    padding, question = [0, 13, 41], token_ids(3, 5, seed=1)
-    ids, mask, positions = left_padded(3, LENGTH, padding)
-    cache = DynamicCache(config=model.config)
-    with press(model):
-        model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
-        longer = torch.cat((mask, mask.new_ones(3, 5)), dim=1)
-        asked = positions[:, -1:] + 1 + torch.arange(5)
-        batch = model(
-            question, attention_mask=longer, position_ids=asked, past_key_values=cache
-        ).logits
-        for row, n in enumerate(padding):
-            alone = DynamicCache(config=model.config)
-            model(ids[row : row + 1, n:], past_key_values=alone)
-            budget = max(1, int((LENGTH - n) * (1 - 0.6)))
-            for layer, single in zip(cache.layers, alone.layers, strict=True):
-                assert single.kept.n_slots == budget
-                kept = layer.positions[row, :, layer.kept.n_slots - budget :] - n
-                assert torch.equal(kept, single.positions[0])
-            logits = model(question[row : row + 1], past_key_values=alone).logits
-            atol = 1e-5 if implementation == "eager" else 1e-10
-            torch.testing.assert_close(batch[row], logits[0], rtol=0, atol=atol)
-    assert kept_lengths(cache)[0][:, 0].tolist() == [24 + 5, 18 + 5, 7 + 5]
-
-
-@both
-@torch.no_grad()
 def test_uneven_rows_need_a_scope(package):
     model = make(dtype=torch.float32)
     ids, mask, _ = left_padded(2, LENGTH, [0, 20])
-    cache = DynamicCache(config=model.config)
-    with press_of(package)(model):
-        model(ids, attention_mask=mask, past_key_values=cache)
+    cache = filled(model, snapkv(package), ids, attention_mask=mask)
     longer = torch.cat((mask, mask.new_ones(2, 1)), dim=1)
     with pytest.raises(ScopeError, match="keep the scope of the press open"):
         model(ids[:, :1], attention_mask=longer, past_key_values=cache)
@@ -175,59 +327,8 @@ def test_uneven_rows_need_a_scope(package):
 
 
 @both
-@torch.no_grad()
 def test_padding_on_the_right_is_refused(package):
-    model = make(dtype=torch.float32)
-    ids, mask = token_ids(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
     mask[1, -5:] = 0
-    with press_of(package)(model), pytest.raises(UnsupportedInputError, match="row 1"):
-        model(ids, attention_mask=mask, past_key_values=DynamicCache(config=model.config))
-
-
-@both
-def test_beams_and_samples(package):
-    model, ids = make(dtype=torch.float32), token_ids(2, LENGTH)
-    common = {"max_new_tokens": 5, "pad_token_id": 0, "eos_token_id": None}
-    with press_of(package)(model):
-        beams = model.generate(ids, num_beams=3, num_return_sequences=2, **common)
-        torch.manual_seed(0)
-        samples = model.generate(ids, do_sample=True, num_return_sequences=2, **common)
-    assert beams.shape == samples.shape == (4, LENGTH + 5)
-
-
-def test_beam_search_of_both_mechanisms_agrees():
-    model, ids = make(), token_ids(2, LENGTH)
-    options = {"max_new_tokens": 6, "num_beams": 3, "pad_token_id": 0, "eos_token_id": None}
-    found = []
-    for package in (hooks_impl, patch_impl):
-        with press_of(package)(model):
-            found.append(model.generate(ids, **options))
-    assert torch.equal(*found)
-
-
-@both
-@torch.no_grad()
-def test_many_questions_on_one_compressed_cache(package):
-    """Cropping takes a question off again, down to the pruned context."""
-    model, question = make(), token_ids(1, 7, seed=1)
-    cache = DynamicCache(config=model.config)
-    with press_of(package)(model):
-        model(token_ids(1, LENGTH), past_key_values=cache)
-    keys = cache.layers[0].keys.clone()
-    first = model(question, past_key_values=cache).logits
-    cache.crop(-7)
-    assert torch.equal(cache.layers[0].keys, keys)
-    assert torch.equal(model(question, past_key_values=cache).logits, first)
-    with pytest.raises(PressError, match="cannot crop 8 tokens"):
-        cache.crop(-8)
-
-
-@both
-@torch.no_grad()
-def test_memory_is_freed(package):
-    model, cache = make(), DynamicCache(config=make().config)
-    full = DynamicCache(config=model.config)
-    model(token_ids(1, LENGTH), past_key_values=full)
-    with press_of(package)(model):
-        model(token_ids(1, LENGTH), past_key_values=cache)
-    assert cache_nbytes(cache) * 2 == cache_nbytes(full)
+    with pytest.raises(UnsupportedInputError, match="row 1"):
+        filled(build("llama"), snapkv(package), token_ids(2, LENGTH), attention_mask=mask)

@@ -10,13 +10,12 @@ from transformers.utils import is_flash_attn_2_available
 import hooks_impl
 import patch_impl
 from experiments.testbed.recipes import DELIMITER
-from tests.support import build, example_for, left_padded, token_ids
+from tests.support import both, build, example_for, left_padded, token_ids
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 
 
 def prefill(package, name, model, ids, **kwargs):
@@ -35,7 +34,6 @@ def assert_same(left, right):
 @pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_attention_2"])
-@torch.no_grad()
 def test_mechanisms_agree_bit_for_bit(name, dtype, implementation):
     if implementation == "flash_attention_2":
         if not is_flash_attn_2_available():
@@ -56,7 +54,6 @@ def test_mechanisms_agree_bit_for_bit(name, dtype, implementation):
 
 @both
 @pytest.mark.parametrize("name", ["KnormPress", "SnapKVPress", "ExpectedAttentionPress"])
-@torch.no_grad()
 def test_an_offloaded_cache_keeps_the_same(package, name):
     model, ids = build("llama", num_layers=4).cuda(), token_ids(2, 200).cuda()
     plain, _ = prefill(package, name, model, ids)
@@ -67,7 +64,6 @@ def test_an_offloaded_cache_keeps_the_same(package, name):
     assert torch.equal(*after)
 
 
-@torch.no_grad()
 def test_random_numbers_are_those_of_the_cpu():
     model, ids = build("llama"), token_ids(1, 100)
     on_cpu, _ = prefill(hooks_impl, "RandomPress", model, ids)

@@ -1,8 +1,8 @@
 """Hooks leave the same bits as patches, over drawn models, inputs, presses and nestings.
 
-The default run compares well over 2,000 drawn cases; `HYPOTHESIS_PROFILE=short` runs half of
-them, `HYPOTHESIS_PROFILE=long` seventy times as many, with new seeds each time. Each test says how
-many cases it ran (and writes it into a JUnit report as the property `cases`).
+The default run compares well over 1,000 drawn cases; `HYPOTHESIS_PROFILE=short` runs half of
+them, `HYPOTHESIS_PROFILE=long` a hundred times as many, with new seeds each time. Each test says
+how many cases it ran (and writes it into a JUnit report as the property `cases`).
 """
 
 from __future__ import annotations
@@ -34,16 +34,9 @@ from press_core import Needs, Press, UnsupportedModelError
 from press_core.replay.rows import ReplayPress
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
-N_CASES = {"short": 20, "long": 3000}.get(PROFILE, 44)
+N_CASES = {"short": 12, "long": 3000}.get(PROFILE, 28)
 PRESSES = sorted(hooks_impl.PRESSES)
 QUERY_PRESSES = [name for name in PRESSES if Needs.QUERIES in recipe_pair(name, 0.5).hook.needs]
-# Told a ratio and nothing else; 0 changes nothing.
-SIMPLE = [
-    name
-    for name in PRESSES
-    if "compression_ratio" in hooks_impl.PRESSES[name].__dataclass_fields__
-    and name not in ("FinchPress", "KVgradPress", "KVzipPress", "RestoreKVPress")
-]
 REPLAYING = [name for name in PRESSES if issubclass(hooks_impl.PRESSES[name], ReplayPress)]
 
 
@@ -227,20 +220,13 @@ def assert_same_of(model: ModelSpec, name: str, presses: PressPair, lengths: lis
 @pytest.mark.parametrize("family", FAMILIES)
 def test_as_many_tokens_as_heads(family):
     """The shape of the collected query does not tell heads from tokens then."""
-    for implementation in ("eager", "sdpa"):
-        if implementation not in supported_implementations(family):
-            continue
-        for heads in (Heads(4, 4, 16), Heads(4, 2, 16), Heads(4, 1, 16)):
+    for heads in (Heads(4, 4, 16), Heads(4, 2, 16), Heads(4, 1, 16)):
+        for implementation in set(supported_implementations(family)) & {"eager", "sdpa"}:
             model = spec(family, heads, implementation)
-            assert_same_of(model, "SnapKVPress", small("SnapKVPress", 0.5, model), AS_MANY)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_press_with_as_many_tokens_as_heads(family):
-    """The query is collected for the model at hand, whatever a press then does with it."""
-    model = spec(family, Heads(4, 2, 16))
-    for name in presses_for(family, QUERY_PRESSES):
-        assert_same_of(model, name, small(name, 0.5, model), AS_MANY[2:])
+            names = ["SnapKVPress"] if heads.num_kv_heads != 2 else QUERY_PRESSES
+            for name in presses_for(family, names):
+                lengths = AS_MANY if name == "SnapKVPress" else AS_MANY[2:]
+                assert_same_of(model, name, small(name, 0.5, model), lengths)
 
 
 # Plain, rotated in part, without rotation, with sliding layers, with sinks.
@@ -258,25 +244,6 @@ def test_a_single_token_stays(family, lengths):
             inputs = Inputs.random(strategies.VOCABULARY, lengths)
             for layer in run(model.build(), presses.hook, inputs).pruned:
                 assert layer.keys.shape[2] == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "length"),
-    [
-        ("SnapKVPress", {"window_size": 16}, 16),
-        ("StreamingLLMPress", {"n_sink": 8}, 8),
-        ("ExpectedAttentionPress", {"n_sink": 8}, 8),
-    ],
-)
-@pytest.mark.parametrize("lengths", ["alone", "beside a longer row"])
-def test_contexts_too_short_are_left_whole(name, fields, length, lengths):
-    model = spec("llama")
-    presses = pair(name, compression_ratio=0.75, **fields)
-    rows = (length,) if lengths == "alone" else (40, length)
-    inputs = Inputs.random(strategies.VOCABULARY, rows)
-    assert_same(Case(model, (presses,), inputs))
-    layer = run(model.build(), presses.patch, inputs).pruned[0]
-    assert len(kept(layer, row=len(rows) - 1, padding=max(rows) - length)[0]) == length
 
 
 @pytest.mark.parametrize("family", sorted(NO_ROPE))

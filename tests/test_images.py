@@ -9,8 +9,6 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-import hooks_impl
-import patch_impl
 from experiments.questions.architectures.decoders import build, decoders
 from experiments.questions.architectures.images import image_inputs, with_image
 from press_core import Needs, ScopeError, UnsupportedInputError, UnsupportedModelError, probe
@@ -18,9 +16,8 @@ from press_core.attention import received_attention
 from press_core.cache.masks import later_tokens
 from press_core.probe import attention_sites
 from press_core.tiles import NUMBERS
-from tests.support import token_ids
+from tests.support import both, token_ids
 
-both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 N = 24
 
 
@@ -45,7 +42,6 @@ def run(model, ids, cache):
         return model(input_ids=ids, past_key_values=cache, **image_inputs(model, ids)).logits
 
 
-@both
 def test_keys_of_images_move_to_their_places_and_text_goes_on_there(package):
     """Hooks and patches alike, in the same scope; without one nobody may read such a cache."""
     model, cache = in_3d(), DynamicCache()
@@ -91,7 +87,6 @@ def test_presses_that_move_keys_of_earlier_forwards_are_refused(package):
     package.StreamingLLMDecodingPress(16).register(model).remove()
 
 
-@both
 def test_decoding_presses_may_ask_for_positions_that_come(package):
     model, cache = in_3d(), DynamicCache()
     base = package.ExpectedAttentionPress(n_sink=2, n_future_positions=4)
@@ -113,7 +108,6 @@ def test_a_probe_leaves_what_a_model_has_noted_of_its_images(name):
     assert model.model.rope_deltas is noted
 
 
-@both
 @pytest.mark.parametrize("name", ["qwen3_vl", "llava"])
 def test_generate_with_an_image(package, name):
     model = tiny(name)
@@ -132,7 +126,6 @@ def test_generate_with_an_image(package, name):
 # ---- tokens that see later ones ------------------------------------------------------------------
 
 
-@both
 @pytest.mark.parametrize("name", ["paligemma", "gemma3"])
 @pytest.mark.parametrize("block", [1, 5, 100])
 def test_attention_of_images_is_that_of_the_model(package, name, block, monkeypatch):
@@ -171,5 +164,5 @@ def test_an_image_in_a_later_turn_is_refused_where_weights_are_read(package):
     with press(model):
         run(model, 5 + torch.arange(N)[None], cache)
         mask = torch.zeros(1, 1, N, cache.layers[0].keys.shape[2] + N)  # each sees all
-        with torch.no_grad(), pytest.raises(UnsupportedInputError, match="see later ones"):
+        with pytest.raises(UnsupportedInputError, match="see later ones"):
             model(token_ids(1, N) % 90, attention_mask=mask, past_key_values=cache)

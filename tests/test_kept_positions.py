@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
 import hooks_impl
-import patch_impl
 from attention_patch import headwise
 from experiments.questions.architectures.decoders import build as build_tiny
 from experiments.questions.architectures.decoders import decoders
@@ -29,7 +28,6 @@ from press_core import (
 from press_core.cache.caches import known
 from tests.support import PIPELINE_PRESSES, build, example_for, left_padded
 
-both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 LENGTH = 56
 IDS = torch.randperm(125, generator=torch.Generator().manual_seed(0)) + 3  # no token comes twice
 CONTEXT, LATER = IDS[None, :LENGTH], IDS[None, LENGTH : LENGTH + 9]
@@ -79,7 +77,6 @@ def n_evicted(cache: Any) -> int:
     return sum(int((seen - lengths).clamp(min=0).sum()) for lengths in kept_lengths(cache))
 
 
-@torch.no_grad()
 def fill(model: Any, cache: Any, mask: Tensor | None = None, ids: Tensor = CONTEXT) -> None:
     """A context, three tokens at once and six one by one."""
     seen = 0
@@ -95,7 +92,6 @@ def fill(model: Any, cache: Any, mask: Tensor | None = None, ids: Tensor = CONTE
         seen += n
 
 
-@both
 @pytest.mark.parametrize("padding", [[0], [0, 7, 19]], ids=["alone", "padded"])
 @pytest.mark.parametrize("name", [name for name in PIPELINE_PRESSES if name != "none"])
 def test_every_kind_of_layer(package: Any, name: str, padding: list[int]) -> None:
@@ -124,7 +120,6 @@ def test_untouched(family: str) -> None:
         assert positions[0, 0].tolist() == list(range(first, LENGTH + 9))
 
 
-@both
 @pytest.mark.parametrize("name", ["snapkv", "adakv"])
 def test_beside_layers_that_slide(package: Any, name: str) -> None:
     model = build("gemma2", attn_implementation="eager")
@@ -135,7 +130,6 @@ def test_beside_layers_that_slide(package: Any, name: str) -> None:
     assert_right(cache, given)
 
 
-@both
 @pytest.mark.parametrize("press", ["none", "snapkv", "decoding"])
 def test_quantized(package: Any, press: str) -> None:
     pytest.importorskip("optimum.quanto", reason="needs optimum-quanto")
@@ -147,7 +141,6 @@ def test_quantized(package: Any, press: str) -> None:
     assert_right(cache, given, exact=False)
 
 
-@both
 @pytest.mark.parametrize("press", ["none", "snapkv", "adakv", "decoding"])
 def test_static(package: Any, press: str) -> None:
     model = build("llama")
@@ -158,9 +151,7 @@ def test_static(package: Any, press: str) -> None:
     assert_right(cache, given)
 
 
-@both
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "rerotated", "dms"])
-@torch.no_grad()
 def test_what_caches_do_meanwhile(package: Any, name: str, tmp_path: Any) -> None:
     """Chunks, tokens taken back, rows selected, a file."""
     model = build("llama")
@@ -181,8 +172,6 @@ def test_what_caches_do_meanwhile(package: Any, name: str, tmp_path: Any) -> Non
     assert_right(loaded, given)
 
 
-@both
-@torch.no_grad()
 def test_an_encoder_decoder_tells_of_its_decoder(package: Any) -> None:
     model = build_tiny(decoders()["bart (seq2seq)"])
     with package.SnapKVPress(0.5, window_size=8)(model):
@@ -198,7 +187,6 @@ def test_layers_that_hold_nothing() -> None:
         assert all(x.shape == (1, 1, 0) for x in kept_positions(cache))
 
 
-@torch.no_grad()
 def test_a_press_that_does_not_say_what_it_kept() -> None:
     class Silent(hooks_impl.BasePress):
         def compress(self, module, hidden_states, keys, values, attentions, kwargs):

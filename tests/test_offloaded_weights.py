@@ -8,12 +8,10 @@ from accelerate import cpu_offload
 from transformers import DynamicCache
 
 import hooks_impl
-import patch_impl
 from press_core import UnsupportedModelError, kept_lengths, probe
 from press_core.probe import attention_sites
 from tests.support import build, context_for, example_for, token_ids
 
-PACKAGES = {"hooks": hooks_impl, "patches": patch_impl}
 READ_WEIGHTS = ("CriticalKVPress", "CriticalAdaKVPress", "KVgradPress")
 """Presses that read weights of an attention module, and refuse what is not there."""
 
@@ -27,7 +25,6 @@ def offloaded():
     return model
 
 
-@torch.no_grad()
 def run(model, press, name):
     cache = DynamicCache(config=model.config)
     with press(model):
@@ -40,11 +37,10 @@ def test_a_probe_verifies_them():
     assert all(not site.refusals for site in attention_sites(offloaded()))
 
 
-@pytest.mark.parametrize("mechanism", PACKAGES)
 @pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
-def test_presses_do_the_same_there(name, mechanism):
+def test_presses_do_the_same_there(package, name):
     whole = build("llama")
-    press = example_for(PACKAGES[mechanism], name, 0.5, whole)
+    press = example_for(package, name, 0.5, whole)
     expected = run(whole, press, name)
     if name in READ_WEIGHTS:
         with pytest.raises(UnsupportedModelError, match="offloaded between forwards"):

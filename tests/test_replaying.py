@@ -12,21 +12,17 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-import hooks_impl
-import patch_impl
 from experiments.testbed.recipes import PROMPTS
 from press_core import (
     RaggedLayer,
     UnsupportedInputError,
     UnsupportedModelError,
     attention_sites,
-    cache_nbytes,
-    kept_lengths,
 )
-from tests.support import build, left_padded, snapshot, token_ids
-from tests.test_headwise import Whole, make, tolerance
+from tests.slow import Whole
+from tests.support import both, build, snapshot, token_ids
+from tests.test_headwise import make, tolerance
 
-both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 LENGTH = 40
 MODES = {
     "no_grad": torch.no_grad,
@@ -55,6 +51,7 @@ def with_graph() -> set[int]:
     return {id(x) for x in gc.get_objects() if isinstance(x, Tensor) and x.grad_fn is not None}
 
 
+@torch.enable_grad()
 @both
 def test_no_gradient_is_left_behind(package):
     graphs = with_graph()  # to look through all objects takes longer than all that follows
@@ -102,6 +99,7 @@ def test_the_same_is_kept_whatever_the_caller_does_with_gradients(package):
     assert all(other == found[0] for other in found)
 
 
+@torch.enable_grad()
 @both
 def test_gradients_of_the_caller_are_what_they_were(package):
     """The replay goes back through itself alone."""
@@ -150,7 +148,6 @@ def test_gradient_checkpointing_is_refused_by_name(package):
 
 
 @both
-@torch.no_grad()
 def test_gradients_beyond_the_range_of_the_dtype_are_told(package):
     model = build("llama", dtype=torch.float16)
     with kvgrad(package)(model):
@@ -209,49 +206,7 @@ def test_threads_beside_a_replay_are_let_be(package, name):
     assert torch.equal(model(ids).logits, plain)
 
 
-@both
-@every
-@torch.no_grad()
-def test_memory_is_freed(package, name):
-    model, caches = build("llama"), []
-    for press in (None, ALL[name](package)):
-        cache = DynamicCache(config=model.config)
-        scope = None if press is None else press.register(model)
-        model(token_ids(1, 400), past_key_values=cache)
-        if scope is not None:
-            scope.remove()
-        caches.append(cache_nbytes(cache))
-    assert caches[1] == pytest.approx(caches[0] / 2, rel=0.03)
-
-
-@both
-@every
-@torch.no_grad()
-def test_a_padded_row_is_judged_as_alone(package, name):
-    model = build("llama", num_layers=3, dtype=torch.float64)
-    ids, mask, positions = left_padded(3, LENGTH, [0, 11, 17])
-    together = DynamicCache(config=model.config)
-    press = ALL[name](package)
-    with press(model):
-        model(ids, attention_mask=mask, position_ids=positions, past_key_values=together)
-        for row, n in enumerate([0, 11, 17]):
-            alone = DynamicCache(config=model.config)
-            model(ids[row : row + 1, n:], past_key_values=alone)
-            lengths = zip(kept_lengths(together), kept_lengths(alone), strict=True)
-            for in_batch, by_itself in lengths:
-                assert in_batch[row].tolist() == by_itself[0].tolist()
-            for one, other in zip(together.layers, alone.layers, strict=True):
-                mine, own = (
-                    layer.dense()[2] if isinstance(layer, RaggedLayer) else layer.positions
-                    for layer in (one, other)
-                )
-                for head, expected in zip(mine[row].tolist(), own[0].tolist(), strict=True):
-                    assert [p - n for p in head if p >= 0] == [p for p in expected if p >= 0]
-
-
-@both
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma2"])
-@torch.no_grad()
 def test_layers_of_composite_tokens_are_decoded(package, family):
     """As by a model that has everything and is shown what they keep (by heads: test_headwise)."""
     model, whole = make(family), Whole(make(family))
@@ -274,9 +229,7 @@ def test_layers_of_composite_tokens_are_decoded(package, family):
     assert sum(lengths) == pytest.approx(0.4 * LENGTH * len(lengths), abs=1)
 
 
-@both
 @every
-@torch.no_grad()
 def test_embeddings_cannot_be_run_again(package, name):
     model = build("llama")
     states = model.get_input_embeddings()(token_ids(1, LENGTH))

@@ -19,17 +19,15 @@ from experiments.testbed.recipes import PROMPTS
 from press_core import (
     HyperparameterError,
     RaggedLayer,
-    Tokens,
     UnsupportedModelError,
     kept_lengths,
 )
-from press_core.learned.adapter import RestoreAdapter, first_adapter
 from press_core.learned.calibration import CalibrationError
-from press_core.learned.restorekv import distillation_loss
-from tests.support import build, left_padded, snapshot, token_ids
-from tests.test_headwise import Whole, make
+from press_core.learned.restorekv import RestoreAdapter, distillation_loss, first_adapter
+from tests.slow import Whole
+from tests.support import both, build, filled, left_padded, snapshot, token_ids
+from tests.test_headwise import make
 
-both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 LENGTH = 60
 
 
@@ -46,13 +44,6 @@ def restoring(package: Any, model: Any, ratio: Any = 0.5, **fields: Any) -> Any:
     return package.RestoreKVPress(ratio, chunk_size=16, prompts=PROMPTS, **fields)
 
 
-def run(model: Any, press: Any, ids: Tensor, **inputs: Tensor) -> DynamicCache:
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad(), press(model):
-        model(ids, past_key_values=cache, **inputs)
-    return cache
-
-
 # ---- what joins ----------------------------------------------------------------------------------
 
 
@@ -65,12 +56,11 @@ def merged(model: Any, adapter: RestoreAdapter) -> Any:
     return other
 
 
-@both
 def test_what_joins_is_made_by_a_model_with_the_adapter_in_its_weights(package):
     """Over the keys and values of the model without."""
     model, ids = build("llama", dtype=torch.float64), token_ids(1, LENGTH)
     adapter = drawn_adapter(model)
-    cache = run(model, restoring(package, model, adapter=adapter), ids)
+    cache = filled(model, restoring(package, model, adapter=adapter), ids)
     expected = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids, past_key_values=expected)
@@ -83,9 +73,7 @@ def test_what_joins_is_made_by_a_model_with_the_adapter_in_its_weights(package):
             torch.testing.assert_close(values[-8:], whole.values[0, head, -8:], rtol=0, atol=1e-6)
 
 
-@both
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@torch.no_grad()
 def test_later_tokens_see_what_is_left_and_what_joined(package, implementation):
     """As in a model with a plain cache of both, of which each head is shown what it keeps."""
     options = {"attn_implementation": implementation, "dtype": torch.float32}
@@ -113,37 +101,34 @@ def test_later_tokens_see_what_is_left_and_what_joined(package, implementation):
     torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
 
 
-@both
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.8])
 def test_as_many_tokens_more_go(package, ratio):
     """Those of the context that stay are what KVzip keeps at `r + 8 / S`."""
     model, ids = build("llama"), token_ids(1, LENGTH)
-    cache = run(model, restoring(package, model, ratio), ids)
+    cache = filled(model, restoring(package, model, ratio), ids)
     plain = package.KVzipPress(ratio + 8 / LENGTH, chunk_size=16, prompts=PROMPTS)
     assert sum(int(x.sum()) for x in kept_lengths(cache)) == round(4 * LENGTH * (1 - ratio))
-    for layer, other in zip(cache.layers, run(model, plain, ids).layers, strict=True):
+    for layer, other in zip(cache.layers, filled(model, plain, ids).layers, strict=True):
         for mine, own in zip(layer.dense()[2][0], other.dense()[2][0], strict=True):
             context = [p for p in mine.tolist() if p >= 0][:-8]
             assert context == [p for p in own.tolist() if p >= 0]
 
 
-@both
 def test_ratios_that_leave_no_room_leave_what_restores(package):
     model = build("llama")
     for length, ratio in ((20, 0.9), (LENGTH, 0.99)):
-        cache = run(model, restoring(package, model, ratio), token_ids(1, length))
+        cache = filled(model, restoring(package, model, ratio), token_ids(1, length))
         assert {int(n) for x in kept_lengths(cache) for n in x.flatten()} == {8}
-    cache = run(model, restoring(package, model, 0.9), token_ids(1, 8))  # no more than restore
+    cache = filled(model, restoring(package, model, 0.9), token_ids(1, 8))  # no more than restore
     assert {int(n) for x in kept_lengths(cache) for n in x.flatten()} == {8}
     assert cache.layers[0].dense()[2][0, 0].tolist() == list(range(8))
 
 
-@both
 def test_positions_go_on_as_if_nothing_had_joined(package):
     model = build("llama")
     press, cache = restoring(package, model), DynamicCache(config=model.config)
     ids = token_ids(1, LENGTH + 4)
-    with torch.no_grad(), press(model):
+    with press(model):
         model(ids[:, :LENGTH], past_key_values=cache)
         assert cache.get_seq_length() == LENGTH
         told = model(
@@ -153,37 +138,6 @@ def test_positions_go_on_as_if_nothing_had_joined(package):
         ).logits
         cache.crop(-4)
         assert torch.equal(model(ids[:, LENGTH:], past_key_values=cache).logits, told)
-
-
-@both
-def test_rows_of_a_batch_are_restored_as_alone(package):
-    model = build("llama", dtype=torch.float64)
-    padding = [0, 11, LENGTH - 5]  # the last row is left whole
-    ids, mask, positions = left_padded(3, LENGTH, padding)
-    press, question = restoring(package, model), token_ids(3, 4, seed=1)
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad(), press(model):
-        model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
-        mask = torch.cat((mask, torch.ones_like(question)), dim=1)
-        after = positions[:, -1:] + 1 + torch.arange(4)
-        lengths = kept_lengths(cache)
-        logits = model(question, attention_mask=mask, position_ids=after, past_key_values=cache)
-        for row, n in enumerate(padding):
-            alone = DynamicCache(config=model.config)
-            model(ids[row : row + 1, n:], past_key_values=alone)
-            for in_batch, by_itself in zip(lengths, kept_lengths(alone), strict=True):
-                assert in_batch[row].tolist() == by_itself[0].tolist()
-            own = model(question[row : row + 1], past_key_values=alone).logits[0]
-            torch.testing.assert_close(logits.logits[row], own, rtol=0, atol=1e-10)
-
-
-@both
-def test_a_number_of_tokens_counts_those_that_restore(package):
-    model = build("llama")
-    cache = run(model, restoring(package, model, Tokens(20)), token_ids(1, LENGTH))
-    assert sum(int(x.sum()) for x in kept_lengths(cache)) == 4 * 20
-    cache = run(model, restoring(package, model, Tokens(20)), token_ids(1, 20))
-    assert {int(n) for x in kept_lengths(cache) for n in x.flatten()} == {20}
 
 
 # ---- what is touched -----------------------------------------------------------------------------
@@ -216,7 +170,7 @@ def test_adapters_of_peft_go_on(package):
     with torch.no_grad():
         expected = model(ids).logits
     active = model.active_adapters()
-    cache = run(model, restoring(package, model, adapter=adapter), ids)
+    cache = filled(model, restoring(package, model, adapter=adapter), ids)
     assert isinstance(cache.layers[0], RaggedLayer)
     assert model.active_adapters() == active == ["own"]
     with torch.no_grad():
@@ -239,7 +193,7 @@ def test_other_threads_run_without_the_adapter(package):
     other.start()
     try:
         for _ in range(5):
-            run(model, press, ids)
+            filled(model, press, ids)
     finally:
         done.set()
         other.join()
@@ -325,8 +279,8 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
         loaded = RestoreAdapter.load(source)
         assert all(torch.equal(x, loaded.tensors[name]) for name, x in adapter.tensors.items())
     ids = token_ids(1, LENGTH)
-    one = run(model, restoring(hooks_impl, model, adapter=adapter), ids)
-    other = run(model, restoring(hooks_impl, model, adapter=tmp_path), ids)
+    one = filled(model, restoring(hooks_impl, model, adapter=adapter), ids)
+    other = filled(model, restoring(hooks_impl, model, adapter=tmp_path), ids)
     assert torch.equal(one.layers[1].keys, other.layers[1].keys)
 
 
@@ -346,9 +300,9 @@ def peft_folder(folder: Path, adapter: RestoreAdapter, **config: Any) -> Path:
 def test_a_folder_of_peft_is_read(tmp_path):
     model, ids = build("llama"), token_ids(1, LENGTH)
     adapter = drawn_adapter(model)
-    own = run(model, restoring(hooks_impl, model, adapter=adapter), ids)
+    own = filled(model, restoring(hooks_impl, model, adapter=adapter), ids)
     folder = peft_folder(tmp_path, adapter)
-    published = run(model, restoring(hooks_impl, model, adapter=folder), ids)
+    published = filled(model, restoring(hooks_impl, model, adapter=folder), ids)
     for one, other in zip(own.layers, published.layers, strict=True):
         torch.testing.assert_close(one.keys, other.keys, rtol=0, atol=1e-6)
 
@@ -404,7 +358,7 @@ def test_an_adapter_of_another_model_is_refused(package, other):
 def test_fields_are_checked():
     with pytest.raises(HyperparameterError, match="adapter must be RestoreAdapter, a path"):
         hooks_impl.RestoreKVPress(0.5, adapter=3)
-    with pytest.raises(CalibrationError, match="they must be"):
+    with pytest.raises(CalibrationError, match=r"must (be|have)"):
         RestoreAdapter(torch.zeros(3), {}, {})
-    with pytest.raises(CalibrationError, match="each layer needs both"):
+    with pytest.raises(CalibrationError, match=r"must have|needs both"):
         RestoreAdapter(torch.zeros(3, 4), {"a": torch.zeros(1, 4)}, {})

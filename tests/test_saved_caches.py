@@ -33,10 +33,8 @@ from press_core import (
 )
 from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.pruned import ReadingNeeds
-from tests.support import build, context_for, example_for, left_padded, token_ids
+from tests.support import PACKAGES, build, context_for, example_for, filled, left_padded, token_ids
 
-PACKAGES = [hooks_impl, patch_impl]
-both = pytest.mark.parametrize("package", PACKAGES, ids=["hooks", "patches"])
 QUESTION = token_ids(1, 5, seed=3)
 
 
@@ -48,7 +46,7 @@ def answers(model: Any, cache: Any, helper: Any, rows: int = 1, **arguments: Any
     """
     cache = copy.deepcopy(cache)
     logits, seen, mask = [], 0, arguments.get("attention_mask")
-    with torch.no_grad(), helper:
+    with helper:
         for n in (3, 1, 1):
             ids = QUESTION[:, seen : seen + n].expand(rows, -1)
             more = {}
@@ -102,13 +100,6 @@ def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
         assert torch.equal(logits, expected)
 
 
-def compressed(model: Any, press: Any, ids: Tensor, **arguments: Any) -> Any:
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad(), press(model):
-        model(ids, past_key_values=cache, **arguments)
-    return cache
-
-
 # ---- every press ---------------------------------------------------------------------------------
 
 
@@ -125,7 +116,7 @@ def test_every_press(name, dtype, tmp_path):
     files = []
     for package in PACKAGES:
         press = example_for(package, name, 0.5, model)
-        cache = compressed(model, press, context_for(name, 48))
+        cache = filled(model, press, context_for(name, 48))
         path = save_cache(cache, tmp_path / f"{package.__name__}.safetensors", model)
         loaded = load_cache(path, model)
         assert_kept(cache, loaded)
@@ -138,32 +129,9 @@ def test_every_press(name, dtype, tmp_path):
     assert files[0] == files[1]
 
 
-@pytest.mark.parametrize("name", ["SnapKVPress", "AdaKVPress", "KeyRerotationPress"])
-@both
-def test_generate(package, name, tmp_path):
-    model = build("llama")
-    context = token_ids(1, 40)
-    cache = compressed(model, example_for(package, name, 0.5, model), context)
-    path = save_cache(cache, tmp_path / "cache.safetensors", model, input_ids=context)
-    given = about_cache(path).inputs["input_ids"]
-    assert torch.equal(given, context)
-    rerotated = name == "KeyRerotationPress"  # goes on from the tokens that it has kept
-    ids = torch.cat((given[:, -20:] if rerotated else given, QUESTION), dim=1)
-    found = []
-    with headwise(model):
-        for held in (copy.deepcopy(cache), load_cache(path, model)):
-            output = model.generate(
-                ids, attention_mask=torch.ones_like(ids), past_key_values=held, max_new_tokens=6,
-                do_sample=False, return_dict_in_generate=True, output_logits=True,
-            )  # fmt: skip
-            found.append([output.sequences, *output.logits])
-    assert_same(*found)
-
-
 # ---- every kind of layer -------------------------------------------------------------------------
 
 
-@both
 @pytest.mark.parametrize(
     ("name", "fields", "kind", "has"),
     [
@@ -184,7 +152,7 @@ def test_rows_of_different_lengths_that_were_decoded(package, name, fields, kind
     for field, value in fields.items():
         setattr(press, field, value)
     cache = DynamicCache(config=model.config)
-    with torch.no_grad(), press(model):
+    with press(model):
         model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
         for token in QUESTION[0, 2:4]:
             mask = torch.cat((mask, torch.ones(3, 1, dtype=torch.int64)), dim=1)
@@ -202,13 +170,12 @@ def test_rows_of_different_lengths_that_were_decoded(package, name, fields, kind
         assert_same(answers(model, loaded, helper, **arguments), expected)
 
 
-@both
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gpt_oss", "gpt2"])
 def test_sliding_layers_and_caches_without_a_configuration(package, family, tmp_path):
     model = build(family, attn_implementation="eager")
     caches = [DynamicCache(config=model.config), DynamicCache()]
     for i, cache in enumerate(caches):
-        with torch.no_grad(), package.KnormPress(0.5)(model):
+        with package.KnormPress(0.5)(model):
             model(token_ids(1, 40), past_key_values=cache)
         path = save_cache(cache, tmp_path / f"{i}.safetensors", model)
         loaded = load_cache(path, model)
@@ -241,7 +208,7 @@ def test_layers_that_presses_leave_alone(name, tmp_path):
 def test_an_encoder_decoder(tmp_path):
     model = build_tiny(decoders()["bart (seq2seq)"])
     context, ids = token_ids(1, 12), token_ids(1, 40, seed=1)
-    with torch.no_grad(), patch_impl.KnormPress(0.5)(model):
+    with patch_impl.KnormPress(0.5)(model):
         output = model(input_ids=context, decoder_input_ids=ids, use_cache=True)
     cache = output.past_key_values
     assert type(cache) is EncoderDecoderCache
@@ -265,7 +232,7 @@ def test_where_it_is_put(tmp_path):
     for name in ("KeyRerotationPress", "AdaKVPress"):
         press = example_for(hooks_impl, name, 0.5, model)
         path = tmp_path / f"{name}.safetensors"
-        save_cache(compressed(model, press, token_ids(1, 40)), path, model)
+        save_cache(filled(model, press, token_ids(1, 40)), path, model)
         for layer in load_cache(path, model, device="meta").layers:
             assert layer.device == torch.device("meta")
             assert layer.keys.device == layer.values.device == torch.device("meta")
@@ -278,9 +245,9 @@ def test_another_attention_implementation(tmp_path):
     press = example_for(hooks_impl, "PyramidKVPress", 0.5, build("llama"))
     path = tmp_path / "cache.safetensors"
     sdpa, eager = build("llama"), build("llama", attn_implementation="eager")
-    cache = compressed(sdpa, press, token_ids(1, 40))
+    cache = filled(sdpa, press, token_ids(1, 40))
     save_cache(cache, path, sdpa)
-    made_there = compressed(eager, press, token_ids(1, 40))
+    made_there = filled(eager, press, token_ids(1, 40))
     found = list(map(needs, load_cache(path, eager).layers))
     assert found == list(map(needs, made_there.layers))
     assert found != list(map(needs, cache.layers))
@@ -289,7 +256,7 @@ def test_another_attention_implementation(tmp_path):
 def test_a_loaded_cache_is_its_own(tmp_path):
     """It outlives its file, and does not change it."""
     model = build("llama")
-    cache = compressed(model, hooks_impl.KnormPress(0.5), token_ids(1, 40))
+    cache = filled(model, hooks_impl.KnormPress(0.5), token_ids(1, 40))
     path = save_cache(cache, tmp_path / "cache.safetensors", model)
     content, expected = path.read_bytes(), answers(model, cache, headwise(model))
     loaded, other = load_cache(path, model), load_cache(path, model)
@@ -310,7 +277,7 @@ from press_core import about_cache, load_cache
 model, tokenizer = load_model("facts-llama")
 question = tokenizer("? alice ? hector", add_special_tokens=False, return_tensors="pt").input_ids
 for path in sys.argv[1:]:
-    with torch.no_grad(), headwise(model):
+    with headwise(model):
         cache = load_cache(path, model)
         logits = model(question, past_key_values=cache).logits[0]
         ids = torch.cat((about_cache(path).inputs["input_ids"], question), dim=1)
@@ -329,7 +296,7 @@ def test_a_fresh_process(tmp_path):
     question = tokenizer("? alice ? hector", add_special_tokens=False, return_tensors="pt")
     paths, caches = [], []
     for name in ("SnapKVPress", "AdaKVPress"):
-        caches.append(compressed(model, example_for(hooks_impl, name, 0.5, model), ids))
+        caches.append(filled(model, example_for(hooks_impl, name, 0.5, model), ids))
         path = tmp_path / f"{name}.safetensors"
         paths.append(str(save_cache(caches[-1], path, model, input_ids=ids)))
     script = tmp_path / "fresh.py"
@@ -342,7 +309,7 @@ def test_a_fresh_process(tmp_path):
     assert done.returncode == 0, done.stderr
     for path, cache in zip(paths, caches, strict=True):
         found = torch.load(path + ".pt")
-        with torch.no_grad(), headwise(model):
+        with headwise(model):
             logits = model(question.input_ids, past_key_values=copy.deepcopy(cache)).logits[0]
             output = model.generate(
                 torch.cat((ids, question.input_ids), dim=1), past_key_values=cache,

@@ -14,8 +14,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -23,242 +21,50 @@ import torch
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
-    invariant,
     precondition,
     rule,
     run_state_machine_as_test,
 )
-from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from torch import Tensor
+from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from attention_patch import Patch
-from experiments.testbed.compare import PressPair, pair
-from experiments.testbed.recipes import recipe
-from hooks_impl import PRESSES as HOOK_PRESSES
-from patch_impl import PRESSES as PATCH_PRESSES
-from press_core import Press, PressError, ScopeError, kept_lengths, prefill
-from press_core.cache.ragged import RaggedLayer
-from press_core.learned.duo_attention import HeadScores
-from tests.support import build, token_ids
+from press_core import Press, PressError, ScopeError, kept_lengths
+from tests.twins import (
+    CONTEXT,
+    FAMILIES,
+    LATER,
+    LENGTH,
+    NAMES,
+    TOKEN,
+    BrokenError,
+    CachePair,
+    Opened,
+    Step,
+    Subject,
+    Twins,
+    attention_of,
+    contents,
+    expected_answer,
+    in_thread,
+    outcome,
+    own_patches,
+    presses,
+    same,
+    twin,
+)
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 N_PROGRAMS = {"short": 80, "long": 20_000}.get(PROFILE, 120)
 N_SHARDS, MAX_STEPS = 4, 40
 
-NAMES = (
-    *("KnormPress", "SnapKVPress", "ExpectedAttentionPress", "StreamingLLMPress", "PyramidKVPress"),
-    *("AdaKVPress", "KeyRerotationPress", "ThinKPress", "DuoAttentionPress", "ComposedPress"),
-    *("DecodingPress", "StreamingLLMDecodingPress", "ObservedAttentionPress", "EveryTurnPress"),
-)
-LENGTH, CONTEXT = 12, token_ids(1, 12)
-FAMILIES = ("llama", "llama", "gpt_neox")
 INDICES = st.sampled_from([0, 0, 1, 2])
 SIDES = st.integers(0, 1)
 
 
-class BrokenError(RuntimeError):
-    """Raised on purpose inside a model."""
-
-
-@lru_cache
-def presses(name: str) -> PressPair:
-    """A pair of presses that leave half of the context; the same objects in every program."""
-    if name == "SnapKVPress":
-        return pair(name, compression_ratio=0.5, window_size=3)
-    if name == "DuoAttentionPress":
-        head_scores = HeadScores(torch.tensor([[0.1, 0.9], [0.8, 0.2]]))
-        return pair(
-            name, head_compression_ratio=0.5, sink_size=1, recent_size=3, head_scores=head_scores
-        )
-    if name == "DecodingPress":  # at each step: a twin's scopes are too short to count steps
-        base = pair("KnormPress")
-        return pair(name, base_press=base, compression_interval=1, target_size=7)
-    if name == "EveryTurnPress":
-        return pair(name, press=pair("KnormPress"), target_size=9)
-    if name == "StreamingLLMDecodingPress":
-        return pair(name, max_capacity=8)
-    return PressPair(*(recipe(p, name, 0.5) for p in (HOOK_PRESSES, PATCH_PRESSES)))
-
-
-def made(index: int) -> PreTrainedModel:
-    """The model `index`, and any number of twins of it."""
-    return build(FAMILIES[index], num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, seed=index)
-
-
-@lru_cache
-def twin(index: int) -> PreTrainedModel:
-    return made(index)
-
-
-@torch.inference_mode()
-def answer(model: nn.Module) -> Tensor:
-    """Logits without a cache, which no press has a say in."""
-    logits: Tensor = model(CONTEXT, use_cache=False).logits
-    return logits
-
-
-@lru_cache
-def expected_answer(index: int) -> Tensor:
-    return answer(made(index))
-
-
-@dataclass(eq=False)
-class Opened:
-    """A scope that is open."""
-
-    name: str
-    side: int
-    """Of a PressPair: 0 hooks, 1 patches."""
-    handle: Any
-
-
-def own_patches(handle: Any) -> list[Patch]:
-    """The patches by which a press prunes, one per attention module; none where hooks do."""
-    found = [getattr(ask, "args", ())[1:] for ask in handle.state.warnings]
-    return [patch for patches in found for patch in patches[0]] if any(found) else []
-
-
-@dataclass(eq=False)
-class Subject:
-    """A model, and what is known of it."""
-
-    index: int
-    model: PreTrainedModel
-    scopes: list[Opened] = field(default_factory=list)
-    foreign: bool = False
-    """Whether somebody else has ever changed an attribute of it."""
-    fingerprint: Any = None
-
-    def order(self) -> list[str]:
-        """Names of the open presses, the one that acts last first.
-
-        A forward hook sees what a patched forward has left, whichever was opened first.
-        """
-        return [scope.name for side in (0, 1) for scope in self.scopes if scope.side == side]
-
-
-@dataclass(eq=False)
-class CachePair:
-    """A cache that a model fills, and the one that its twin fills with the same."""
-
-    subject: Subject
-    cache: DynamicCache
-    expected: DynamicCache
-    batch: int
-    contents: Any = None
-
-
-def contents(cache: DynamicCache) -> list[Any]:
-    """All that a cache says of itself."""
-    said: list[Any] = [(type(layer).__name__, layer.get_seq_length()) for layer in cache.layers]
-    said += [lengths.clone() for lengths in kept_lengths(cache)]
-    for layer in cache.layers:
-        if isinstance(layer, RaggedLayer):
-            said += [states.clone() for states in layer.dense()]
-        elif layer.is_initialized:
-            said += [layer.keys.clone(), layer.values.clone()]
-    return said
-
-
-def same(left: Any, right: Any) -> bool:
-    if isinstance(left, Tensor):
-        return isinstance(right, Tensor) and torch.equal(left, right)
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(same, left, right))
-    return bool(left == right)
-
-
-def fingerprint(model: nn.Module) -> list[Any]:
-    """Every instance attribute and hook of a model, by identity."""
-    found: list[Any] = []
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            inside = [id(x) for x in value.values()] if isinstance(value, dict) else id(value)
-            found.append((name, key, inside))
-    return found
-
-
-def registry() -> list[Any]:
-    found = [(name, id(value)) for name, value in vars(ALL_ATTENTION_FUNCTIONS).items()]
-    found += [(name, id(value)) for name, value in vars(type(ALL_ATTENTION_FUNCTIONS)).items()]
-    return found + [(name, id(ALL_ATTENTION_FUNCTIONS[name])) for name in ("sdpa",)]
-
-
-@dataclass(frozen=True)
-class Step:
-    """What a model is run over, and how: the same with it and with its twin.
-
-    Attributes:
-        n: how many tokens come; none: some are taken back alone.
-        chunk_size: tokens of each forward, of a prefill in chunks; None: it comes at once.
-        n_rejected: how many of the last tokens are taken back afterwards.
-    """
-
-    n: int
-    chunk_size: int | None = None
-    n_rejected: int = 0
-
-    def __call__(self, model: nn.Module, cache: DynamicCache, batch: int = 1) -> Tensor:
-        ids = token_ids(batch, self.n, seed=cache.get_seq_length())
-        logits = torch.empty(0)
-        if self.chunk_size is not None:
-            logits = prefill(model, ids, cache, self.chunk_size).logits
-        elif self.n:
-            logits = model(ids, past_key_values=cache).logits
-        if self.n_rejected:
-            take_back(cache, self.n_rejected)
-        return logits
-
-
-TOKEN = Step(1)
-LATER = {
-    "a token": [TOKEN],
-    "a question": [Step(3)],
-    "a second turn": [Step(6), TOKEN, TOKEN],
-    **{f"drafts, {n} of them rejected": [Step(4, n_rejected=n)] for n in range(4)},
-    **{f"{n} tokens taken back": [Step(0, n_rejected=n)] for n in (1, 2, 5)},
-}
-"""What may follow a context."""
-
-
-def take_back(cache: DynamicCache, n: int) -> None:
-    """Crop the last `n` tokens, of which transformers 5.2 wants to know how many stay."""
-    tells_length = "tokens_to_remove" not in type(cache).crop.__code__.co_varnames
-    cache.crop(cache.get_seq_length() - n if tells_length else -n)
-
-
-@torch.inference_mode()
-def outcome(run: Callable[[], Any]) -> Any:
-    """What it returns (logits, of a forward), or which error."""
-    try:
-        return run()
-    except PressError as error:
-        return type(error), str(error).replace(" of hooks_impl", "").replace(" of patch_impl", "")
-
-
-class Programs(RuleBasedStateMachine):
+class Programs(Twins):
     """Models, scopes, caches, threads and other patchers."""
-
-    @classmethod
-    def counted(cls, count: list[int]) -> type[Programs]:
-        return type("Programs", (cls,), {"count": count})
-
-    count: list[int]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count[0] += 1
-        self.subjects = [Subject(index, made(index)) for index in range(len(FAMILIES))]
-        for subject in self.subjects:
-            subject.fingerprint = fingerprint(subject.model)
-        self.caches: list[CachePair] = []
-        self.wrapped: dict[nn.Module, tuple[Any, list[int], Any]] = {}
-        self.undo_registry: Callable[[], None] | None = None
-        self.registry = registry()
-        self.fields = {name: repr(presses(name)) for name in NAMES}
 
     # ---- scopes ----
 
@@ -277,7 +83,7 @@ class Programs(RuleBasedStateMachine):
             return
         press: Press = presses(name)[side]
         try:
-            handle = _in_thread(elsewhere, lambda: press.register(subject.model))
+            handle = in_thread(elsewhere, lambda: press.register(subject.model))
         except PressError:
             assert self._may_refuse(subject, name, side)
             return
@@ -296,7 +102,7 @@ class Programs(RuleBasedStateMachine):
         subject = self._opened(data)
         scope = subject.scopes[data.draw(st.integers(0, len(subject.scopes) - 1))]
         subject.scopes.remove(scope)
-        _in_thread(elsewhere, scope.handle.remove)
+        in_thread(elsewhere, scope.handle.remove)
         scope.handle.remove()
 
     @rule(index=INDICES, side=SIDES)
@@ -381,7 +187,7 @@ class Programs(RuleBasedStateMachine):
         def explode(*_: Any) -> None:
             raise error
 
-        hook = _attention(subject.model, 1).register_forward_pre_hook(explode)
+        hook = attention_of(subject.model, 1).register_forward_pre_hook(explode)
         try:
             with pytest.raises((error, PressError)), torch.inference_mode():
                 subject.model(CONTEXT, past_key_values=DynamicCache(config=subject.model.config))
@@ -424,7 +230,7 @@ class Programs(RuleBasedStateMachine):
                 changed.append(True)
                 change()
 
-        hook = _attention(model, 1).register_forward_pre_hook(once)
+        hook = attention_of(model, 1).register_forward_pre_hook(once)
         try:
             found = self._actual(both, TOKEN)
         finally:
@@ -438,7 +244,7 @@ class Programs(RuleBasedStateMachine):
     def _run(self, both: CachePair, step: Step, elsewhere: bool = False) -> None:
         if both not in self.caches or both.cache.get_seq_length() + step.n <= step.n_rejected:
             return
-        self._compare(both, _in_thread(elsewhere, lambda: self._actual(both, step)), step)
+        self._compare(both, in_thread(elsewhere, lambda: self._actual(both, step)), step)
 
     def _compare(
         self, both: CachePair, found: Any, step: Step, order: list[str] | None = None
@@ -462,7 +268,7 @@ class Programs(RuleBasedStateMachine):
     def wrap_forward(self, index: int, layer: int) -> None:
         """As accelerate does: an instance attribute, which remembers what it replaced."""
         subject = self.subjects[index]
-        module = _attention(subject.model, layer)
+        module = attention_of(subject.model, layer)
         if module in self.wrapped:
             return
         subject.foreign = True
@@ -535,60 +341,6 @@ class Programs(RuleBasedStateMachine):
             logits = clone(CONTEXT, past_key_values=cache).logits
         assert torch.equal(logits, expected_answer(index))
         assert all(int(kept.min()) == LENGTH for kept in kept_lengths(cache))
-
-    # ---- what always holds ----
-
-    @invariant()
-    def models_answer_as_untouched(self) -> None:
-        for subject in self.subjects:
-            before = {m: calls[0] for m, (_, calls, _) in self.wrapped.items()}
-            assert torch.equal(answer(subject.model), expected_answer(subject.index))
-            for module, (_, calls, _) in self.wrapped.items():
-                own = any(module is m for m in subject.model.modules())
-                assert calls[0] == before[module] + own  # nobody's wrapper was lost
-
-    @invariant()
-    def nothing_is_left(self) -> None:
-        for subject in self.subjects:
-            if not subject.scopes and not subject.foreign:
-                assert fingerprint(subject.model) == subject.fingerprint
-        if self.undo_registry is None and not any(s.scopes for s in self.subjects):
-            assert registry() == self.registry
-
-    @invariant()
-    def caches_change_only_when_they_are_used(self) -> None:
-        for both in self.caches:
-            assert same(contents(both.cache), both.contents)
-
-    @invariant()
-    def presses_hold_no_state(self) -> None:
-        assert {name: repr(presses(name)) for name in NAMES} == self.fields
-
-    def teardown(self) -> None:
-        for subject in self.subjects:
-            while subject.scopes:
-                subject.scopes.pop(0).handle.remove()
-        if self.undo_registry is not None:
-            self.undo_registry()
-        self.undo_registry = None
-        for module, (former, *_) in self.wrapped.items():
-            module.forward = former
-        self.wrapped = {}
-        self.nothing_is_left()
-        self.models_answer_as_untouched()
-
-
-def _in_thread(elsewhere: bool, run: Callable[[], Any]) -> Any:
-    """What `run` returns or raises, called here or in a thread of its own."""
-    if not elsewhere:
-        return run()
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(run).result()
-
-
-def _attention(model: nn.Module, layer: int) -> nn.Module:
-    found = [m for name, m in model.named_modules() if name.endswith(("self_attn", "attention"))]
-    return found[layer]
 
 
 @pytest.mark.filterwarnings("ignore:.*before this scope opened")

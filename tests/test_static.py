@@ -29,7 +29,7 @@ def run(model, press, cache, padding):
     """The logits of the forwards after a context, of which one row is padded."""
     ids, mask, positions = left_padded(2, 20, [padding, 0])
     logits = []
-    with torch.no_grad(), press(model):
+    with press(model):
         model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
         for seed, n in enumerate(FORWARDS):
             mask = torch.cat((mask, torch.ones(2, n, dtype=torch.long)), dim=1)
@@ -53,7 +53,7 @@ def test_a_step_compiles_as_one_graph(package, name, is_static):
     model, ids = build("llama"), token_ids(1, 26)
     torch.compiler.reset()
     logits = []
-    with torch.no_grad(), PRESSES[name](package)(model):
+    with PRESSES[name](package)(model):
         for step in (model, torch.compile(model, fullgraph=True, backend="eager")):
             cache = StaticCache(config=model.config, max_cache_len=48)
             cache = cache if is_static else DynamicCache(config=model.config)
@@ -80,7 +80,7 @@ def test_what_a_buffer_cannot_hold_is_refused(press):
 def test_a_full_buffer_is_an_error():
     model = build("llama")
     cache = StaticCache(config=model.config, max_cache_len=22)
-    with torch.no_grad(), hooks_impl.KnormPress(0.5)(model):
+    with hooks_impl.KnormPress(0.5)(model):
         model(token_ids(1, 20), past_key_values=cache)
         with pytest.raises(UnsupportedCacheError, match="room for 2 tokens"):
             model(token_ids(1, 3), past_key_values=cache)

@@ -14,21 +14,14 @@ import hooks_impl
 import patch_impl
 from attention_patch import headwise
 from press_core import UnsupportedCacheError, UnsupportedInputError, kept_lengths, prefill
-from tests.support import build, example_for, left_padded, token_ids
+from tests.support import GREEDY, both, build, example_for, filled, held, left_padded, token_ids
 
-both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 LENGTH = 60
 IS_5_2 = transformers.__version__.startswith("5.2.")
 
 
 def make(implementation="sdpa", family="llama", dtype=torch.float64):
     return build(family, num_layers=2, attn_implementation=implementation, dtype=dtype)
-
-
-def assert_same_kept(one, other):
-    for layers in zip(one.layers, other.layers, strict=True):
-        positions = [layer.all_positions() for layer in layers]
-        assert torch.equal(*positions)
 
 
 # ---- compiled ------------------------------------------------------------------------------------
@@ -47,7 +40,6 @@ def graphs():
     ids=["function-hooks", "model-hooks", "model-patches"],
 )
 @pytest.mark.usefixtures("graphs")
-@torch.no_grad()
 def test_a_compiled_model_is_pruned_by_one_press_after_the_other(package, through):
     """It was called before, and the first press needs nothing from inside the attention.
 
@@ -80,57 +72,36 @@ def test_a_compiled_model_is_pruned_by_one_press_after_the_other(package, throug
 # ---- in chunks -----------------------------------------------------------------------------------
 
 
-@both
+@pytest.mark.parametrize("padding", [0, 12])
 @pytest.mark.parametrize("name", ["KnormPress", "SnapKVPress", "KVzapPress", "AdaKVPress"])
 @pytest.mark.parametrize("chunk_size", [7, 25])
-@torch.no_grad()
-def test_a_prefill_in_chunks_is_pruned_as_one(package, name, chunk_size):
-    model, ids = make(), token_ids(1, LENGTH)
-    press = example_for(package, name, 0.5, model)
-    caches = [DynamicCache(config=model.config) for _ in range(2)]
+def test_a_prefill_in_chunks_is_pruned_as_one(package, name, chunk_size, padding):
+    model, press = make(), example_for(package, name, 0.5, make())
+    ids, mask, positions = left_padded(2, LENGTH, [0, padding])
+    cache, given = DynamicCache(config=model.config), {"attention_mask": mask} if padding else {}
+    at_once = filled(model, press, ids, position_ids=positions, **given)
     with press(model):
-        at_once = model(ids, past_key_values=caches[0]).logits[:, -1]
-    with press(model):
-        in_chunks = prefill(model, ids, caches[1], chunk_size).logits[:, -1]
-    torch.testing.assert_close(in_chunks, at_once, rtol=0, atol=1e-9)
-    assert_same_kept(*caches)
+        logits = prefill(model, ids, cache, chunk_size, **given).logits[:, -1]
+    expected = model(ids, position_ids=positions, **given).logits[:, -1]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-9)
+    assert held(cache) == held(at_once)
 
 
-@both
-@torch.no_grad()
-def test_padded_rows_in_chunks_are_pruned_as_at_once(package):
-    model, press = make(), package.SnapKVPress(0.5, window_size=8)
-    ids, mask, positions = left_padded(2, LENGTH, [0, 12])
-    caches = [DynamicCache(config=model.config) for _ in range(2)]
-    with press(model):
-        model(ids, attention_mask=mask, position_ids=positions, past_key_values=caches[0])
-        prefill(model, ids, caches[1], 25, attention_mask=mask)
-    assert_same_kept(*caches)
-
-
-@both
 @pytest.mark.parametrize("chunk_size", [16, 25])
 def test_generate_in_chunks_is_generate(package, chunk_size):
-    model, ids = make(), token_ids(1, LENGTH)
-    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    with package.SnapKVPress(0.5, window_size=8)(model):
+    model, ids, press = make(), token_ids(1, LENGTH), package.SnapKVPress(0.5, window_size=8)
+    options, cache = {"max_new_tokens": 8, **GREEDY}, DynamicCache(config=model.config)
+    chunks = {"prefill_chunk_size": chunk_size}
+    with press(model):
         at_once = model.generate(ids, **options)
-    caches = DynamicCache(config=model.config)
-    with package.SnapKVPress(0.5, window_size=8)(model):
-        in_chunks = model.generate(
-            ids, past_key_values=caches, prefill_chunk_size=chunk_size, **options
-        )
-    alone = model.generate(
-        ids, past_key_values=DynamicCache(), prefill_chunk_size=chunk_size, **options
-    )
+        in_chunks = model.generate(ids, past_key_values=cache, **chunks, **options)
+    alone = model.generate(ids, past_key_values=DynamicCache(), **chunks, **options)
     # transformers 5.2 gives later chunks the positions of the first, with or without a press.
     if torch.equal(alone, model.generate(ids, **options)):
         assert torch.equal(in_chunks, at_once)
-    assert [int(kept[0, 0]) for kept in kept_lengths(caches)] == [LENGTH // 2 + 7] * 2
+    assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [LENGTH // 2 + 7] * 2
 
 
-@both
-@torch.no_grad()
 def test_two_scopes_in_chunks_act_as_at_once(package):
     model, ids = make(), token_ids(1, LENGTH)
     caches = [DynamicCache(config=model.config) for _ in range(2)]
@@ -139,11 +110,9 @@ def test_two_scopes_in_chunks_act_as_at_once(package):
         model(ids, past_key_values=caches[0])
         prefill(model, ids, caches[1], 25)
     assert [int(kept.max()) for kept in kept_lengths(caches[0])] == [LENGTH // 4] * 2
-    assert_same_kept(*caches)
+    assert held(caches[0]) == held(caches[1])
 
 
-@both
-@torch.no_grad()
 def test_a_press_that_replays_its_context_takes_it_in_one_forward(package):
     model, cache = make(), DynamicCache()
     press = example_for(package, "KVzipPress", 0.5, model)
@@ -152,8 +121,6 @@ def test_a_press_that_replays_its_context_takes_it_in_one_forward(package):
     assert cache.get_seq_length() == 0
 
 
-@both
-@torch.no_grad()
 def test_block_by_block_holds_the_budget_and_a_chunk(package):
     model, ids, longest = make(), token_ids(1, LENGTH), []
     cache = DynamicCache(config=model.config)
@@ -167,14 +134,10 @@ def test_block_by_block_holds_the_budget_and_a_chunk(package):
         assert max(longest) == LENGTH // 4
         model(token_ids(1, 3, seed=1), past_key_values=cache)  # a question is no chunk
     assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [LENGTH // 4 + 3] * 2
-    whole = DynamicCache(config=model.config)
-    with press(model):
-        model(ids, past_key_values=whole)
+    whole = filled(model, press, ids)
     assert torch.equal(cache.layers[0].positions, whole.layers[0].positions)
 
 
-@both
-@torch.no_grad()
 def test_chunks_are_no_decoding_steps(package):
     model, cache = make(), DynamicCache(config=make().config)
     press = package.DecodingPress(package.KnormPress(), compression_interval=2, target_size=20)
@@ -199,9 +162,8 @@ def with_assistance(by, dtype):
 
 
 @both
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["KnormPress", "SnapKVPress", "AdaKVPress", "PyramidKVPress"])
-@pytest.mark.parametrize("by", ["lookup", "assistant"])
+@pytest.mark.parametrize(("implementation", "by"), [("sdpa", "lookup"), ("eager", "assistant")])
+@pytest.mark.parametrize("name", ["SnapKVPress", "AdaKVPress", "PyramidKVPress"])
 def test_draft_tokens_come_behind_a_context_that_was_brought_first(
     package, implementation, name, by
 ):
@@ -263,8 +225,6 @@ def test_presses_that_run_a_context_again_refuse_drafts_of_the_first_layers(
             model.generate(ids, assistant_early_exit=1, **given)
 
 
-@both
-@torch.no_grad()
 def test_what_is_cropped_was_never_there(package):
     """Neither in the cache nor in what the press has observed for its next step."""
     model, context, rest = make(), token_ids(1, LENGTH), token_ids(1, 12, seed=1)
@@ -290,7 +250,6 @@ def crops_a_number(cache):
 
 
 @both
-@torch.no_grad()
 def test_continuous_batching_is_refused(package):
     """It hands its own cache down as `cache`; what is raised stays in its thread."""
     model = make()
@@ -302,7 +261,6 @@ def test_continuous_batching_is_refused(package):
 
 
 @both
-@torch.no_grad()
 def test_a_scope_that_came_after_the_context_says_so(package):
     model, cache = make(), DynamicCache(config=make().config)
     model(token_ids(1, LENGTH), past_key_values=cache)
@@ -315,7 +273,6 @@ def test_a_scope_that_came_after_the_context_says_so(package):
 @both
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("run", ["nothing", "short", "no ratio", "no cache", "read again"])
-@torch.no_grad()
 def test_a_scope_with_nothing_to_do_says_nothing(package, run):
     model, cache = make(), DynamicCache(config=make().config)
     press = package.SnapKVPress(0.0 if run == "no ratio" else 0.5, window_size=8)
@@ -336,24 +293,6 @@ def test_a_scope_with_nothing_to_do_says_nothing(package, run):
 # ---- turns ---------------------------------------------------------------------------------------
 
 
-@both
-@pytest.mark.parametrize("name", ["KnormPress", "SnapKVPress", "TOVAPress"])
-@torch.no_grad()
-def test_every_turn_is_pruned_to_the_budget(package, name):
-    model, held = make(), []
-    cache = DynamicCache(config=model.config)
-    press = package.EveryTurnPress(example_for(package, name, 0.5, model), target_size=20)
-    with press(model):
-        for n in (LENGTH, 1, 1, 12, 1, 5):
-            model(token_ids(1, n, seed=n), past_key_values=cache)
-            held.append(int(kept_lengths(cache)[0].max()))
-    assert held == [20, 21, 22, 20, 21, 20]
-    assert press.compression_count == 3
-    assert cache.get_seq_length() == LENGTH + 20
-
-
-@both
-@torch.no_grad()
 def test_a_turn_keeps_the_best_of_all_that_is_there(package):
     model, cache = make(), DynamicCache(config=make().config)
     with package.EveryTurnPress(package.KnormPress(), target_size=20)(model):
@@ -365,101 +304,37 @@ def test_a_turn_keeps_the_best_of_all_that_is_there(package):
         model(token_ids(1, 12, seed=1), past_key_values=cache)
         handle.remove()
     new = keys[0].unflatten(-1, (-1, cache.layers[0].keys.shape[-1])).transpose(1, 2)
-    norms = model_norms(model, LENGTH)[0, 0][before].tolist() + new[0, 0].norm(dim=-1).tolist()
+    old = filled(model, None, token_ids(1, LENGTH)).layers[0].keys[:, :, before]
+    norms = torch.cat((old, new), dim=2)[0, 0].norm(dim=-1).tolist()  # RoPE leaves them as they are
     held = before + list(range(LENGTH, LENGTH + 12))
     best = sorted(sorted(range(len(held)), key=norms.__getitem__)[:20])
     assert cache.layers[0].positions[0, 0].tolist() == [held[i] for i in best]
-
-
-def model_norms(model, length):
-    """Norms of the first layer's keys, `(B, H_kv, S)`, which RoPE leaves as they are."""
-    cache = DynamicCache(config=model.config)
-    model(token_ids(1, length), past_key_values=cache)
-    return cache.layers[0].keys.norm(dim=-1)
 
 
 # ---- uneven questions of a second turn, with a mask of all tokens --------------------------------
 
 QUESTION, UNEVEN = 8, [3, 0]  # and the padding in it
 
-AFTER_CONTEXT = {
-    "SnapKV": lambda of: of.SnapKVPress(0.5, window_size=8),
-    "AdaKV": lambda of: of.AdaKVPress(of.SnapKVPress(0.5, window_size=8)),
-    "ThinK": lambda of: of.ThinKPress(0.5, window_size=8),
-    "Decoding": lambda of: of.DecodingPress(of.KnormPress(), 2, 40),
-    "StreamingLLMDecoding": lambda of: of.StreamingLLMDecodingPress(30, 4, rerotate=True),
-    "KeyRerotation": lambda of: of.KeyRerotationPress(of.KnormPress(0.5)),
-    "Finch": lambda of: of.FinchPress(0.5, delimiter_token_id=DELIMITER),
-}
-DELIMITER = 3
+
+def rerotated(package):
+    return package.KeyRerotationPress(package.KnormPress(0.5))
 
 
 def of_questions():
-    """Contexts `(2, LENGTH)` with a delimiter, questions, and the mask and positions of all."""
-    context = token_ids(2, LENGTH)
-    context[context == DELIMITER] += 1
-    context[:, LENGTH - 10] = DELIMITER
-    question = token_ids(2, QUESTION, seed=1)
-    question[question == DELIMITER] += 1
+    """Contexts `(2, LENGTH)`, questions, and the mask of all."""
     mask = torch.ones(2, LENGTH + QUESTION, dtype=torch.long)
-    for row, n in enumerate(UNEVEN):
-        mask[row, LENGTH : LENGTH + n] = 0
-    return context, question, mask
+    mask[0, LENGTH : LENGTH + UNEVEN[0]] = 0
+    return token_ids(2, LENGTH), token_ids(2, QUESTION, seed=1), mask
 
 
 def positions_in(mask, n):
     return (mask.cumsum(dim=-1) - 1).clamp(min=0)[:, -n:]
 
 
-def pruned_by(press, model, context):
-    cache = DynamicCache(config=model.config)
-    with press(model):
-        model(context, past_key_values=cache)
-    return cache
-
-
-def last_logits(model, press, contexts, steps):
-    """Logits behind each later forward, in the scope."""
-    cache, found = DynamicCache(config=model.config), []
-    with press(model):
-        model(contexts, past_key_values=cache)
-        for arguments in steps:
-            found.append(model(past_key_values=cache, **arguments).logits[:, -1])
-    return torch.stack(found, dim=1)
-
-
-@both
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", AFTER_CONTEXT)
-@torch.no_grad()
-def test_uneven_questions_with_a_mask_of_all_tokens(package, implementation, name):
-    model, press = make(implementation), AFTER_CONTEXT[name](package)
-    context, question, mask = of_questions()
-    new = token_ids(2, 3, seed=2)
-    steps = [{"input_ids": question, "attention_mask": mask}]
-    for i in range(3):
-        mask = torch.cat((mask, mask.new_ones(2, 1)), dim=1)
-        steps.append({"input_ids": new[:, i : i + 1], "attention_mask": mask})
-    if name != "KeyRerotation":  # it counts by itself
-        gone = int(name == "Finch")
-        for step in steps:
-            n = step["input_ids"].shape[1]
-            step["position_ids"] = positions_in(step["attention_mask"], n) - gone
-    batch = last_logits(model, press, context, steps)
-    for row, n in enumerate(UNEVEN):
-        alone = [{"input_ids": question[row : row + 1, n:]}]
-        alone += [{"input_ids": new[row : row + 1, i : i + 1]} for i in range(3)]
-        expected = last_logits(model, press, context[row : row + 1], alone)[0]
-        atol = 1e-5 if implementation == "eager" else 1e-10
-        torch.testing.assert_close(batch[row], expected, rtol=0, atol=atol)
-
-
-@both
-@torch.no_grad()
 def test_a_mask_of_all_tokens_behind_rerotated_keys_outside_of_the_scope(package):
-    model, press = make(), AFTER_CONTEXT["KeyRerotation"](package)
+    model, press = make(), rerotated(package)
     context, question, mask = of_questions()
-    cache = pruned_by(press, model, context)
+    cache = filled(model, press, context)
 
     def asked(**arguments):
         return model(question, past_key_values=copy.deepcopy(cache), **arguments).logits[:, -1]
@@ -475,26 +350,24 @@ def test_a_mask_of_all_tokens_behind_rerotated_keys_outside_of_the_scope(package
 
 
 @both
-@torch.no_grad()
 def test_a_mask_that_hides_rerotated_tokens_is_refused(package):
-    model, press = make(), AFTER_CONTEXT["KeyRerotation"](package)
+    model, press = make(), rerotated(package)
     context, question, mask = of_questions()
     mask[0, 5] = 0
-    steps = [{"input_ids": question, "attention_mask": mask}]
-    with pytest.raises(UnsupportedInputError, match="hides some of the 60 tokens"):
-        last_logits(model, press, context, steps)
+    cache = filled(model, press, context)
+    hidden = pytest.raises(UnsupportedInputError, match="hides some of the 60 tokens")
+    with press(model), hidden:
+        model(question, attention_mask=mask, past_key_values=cache)
 
 
-@both
 @pytest.mark.parametrize("inside", [True, False])
-@torch.no_grad()
 def test_generate_goes_on_from_rerotated_keys(package, inside):
     """Of all tokens it would take the last of the context for new ones."""
-    model, press = make(), AFTER_CONTEXT["KeyRerotation"](package)
+    model, press = make(), rerotated(package)
     context, question, mask = of_questions()
     ids = torch.cat((context, question), dim=1)
-    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    cache = pruned_by(press, model, context)
+    options = {"max_new_tokens": 4, **GREEDY}
+    cache = filled(model, press, context)
     with press(model) if inside else nullcontext():
         with pytest.raises(UnsupportedInputError, match="all tokens but the first 30"):
             model.generate(

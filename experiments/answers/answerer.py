@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
@@ -14,7 +14,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from experiments import UserError
 from experiments.answers.compressed import Compressed, Row, compressed, without_change
-from experiments.answers.kept import SavedContext, check_free, keep, opened
+from experiments.answers.kept import SavedContext, check_free, keep
+from experiments.answers.prompts import (
+    Head,
+    Prompt,
+    Questions,
+    check_length,
+    generation_of,
+    questions_of,
+    texts_of,
+    with_budget,
+)
 from press_core.presses.finch import Finch
 from press_core.scope import InstalledPress
 
@@ -23,16 +33,9 @@ logger = logging.getLogger(__name__)
 DELIMITER = 2**31 - 1
 """Token id between context and question for Finch, which takes it out again: in no vocabulary."""
 
-GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-"""What `generate` is told unless somebody asks for something else, whatever the model's own
-`generation_config` says."""
-
-_BEFORE_QUESTIONS = (
-    "what is saved is compressed before a question is known; leave compress_questions and "
-    "FinchPress out"
-)
-
 _MARK = "\x00question\x00"  # where a chat template is cut
+
+Contexts = str | Sequence[str] | SavedContext
 
 
 class Answered(NamedTuple):
@@ -124,44 +127,20 @@ class ContextAnswerer:
             UserError: saying what is wrong with the texts, the cache or the tokenizer.
             PressError: if the press does not fit model or cache, or cannot be told a budget.
         """
-        press = _with_budget(press, budget)
-        if max_new_tokens is not None and not (
-            isinstance(max_new_tokens, int) and max_new_tokens >= 1
-        ):
-            raise UserError(f"max_new_tokens is {max_new_tokens!r:.60}; it must be 1 or more")
-        if generation.get("return_dict_in_generate"):
-            raise UserError("answers are texts; leave return_dict_in_generate out")
-        asks = generation.get("generation_config") is not None or generation.get("do_sample")
-        own = {} if asks else GREEDY
-        options = {"max_new_tokens": max_new_tokens, **own, **generation}
+        press = with_budget(press, budget)
+        options = generation_of(max_new_tokens, generation)
         limit = max_positions or self._trained_length()
+        reading = max_context_length, chat_template, enable_thinking, template_options
+        together = compress_questions or isinstance(press, Finch)
+        heads = self._heads(contexts, *reading, cache=cache, save_to=save_to, together=together)
+        prompts = self._prompts(heads, questions, answer_prefix, limit)
         if isinstance(contexts, SavedContext):
-            given = {
-                "compress_questions": compress_questions,
-                "cache": cache,
-                "max_context_length": max_context_length,
-                "chat_template": chat_template,
-                "enable_thinking": enable_thinking,
-                "template_options": template_options,
-                "save_to": save_to,
-            }
-            if useless := [name for name, value in given.items() if value not in (None, False)]:
-                raise UserError(
-                    f"{', '.join(useless)} is of no use for a SavedContext, which is compressed "
-                    "already; leave it out"
-                )
-            return self._ask_saved(contexts, questions, press, answer_prefix, limit, options)
-        texts = _texts(contexts)
-        asked = questions_of(texts, questions)
-        words = {"enable_thinking": enable_thinking, **(template_options or {})}
-        heads = self._heads(texts, chat_template, words, max_context_length)
-        prompts = self._prompts(heads, asked, answer_prefix, limit)
-        press, delimiter = _with_delimiter(press)
-        if compress_questions or delimiter is not None:
-            if save_to is not None:
-                raise UserError(_BEFORE_QUESTIONS)
-            return self._together(prompts, press, delimiter, cache, limit, options)
-        with self._read(heads, press, cache, save_to, isinstance(contexts, str)) as state:
+            opened = contexts.opened(self.model, press)
+        elif together:
+            return self._together(prompts, press, cache, limit, options)
+        else:
+            opened = self._read(heads, press, cache, save_to, isinstance(contexts, str))
+        with opened as state:
             return Answered(self._ask_all(state, prompts, limit, options), state.evicted)
 
     def save(
@@ -171,37 +150,31 @@ class ContextAnswerer:
         *,
         press: InstalledPress | None = None,
         budget: int | None = None,
-        max_context_length: int | None = None,
-        chat_template: bool | None = None,
-        enable_thinking: bool = False,
-        template_options: Mapping[str, Any] | None = None,
+        **reading: Any,
     ) -> SavedContext:
         """Compress contexts and keep them in a new file, to be asked later.
 
         Args:
             contexts: one, or several that are asked as one batch.
             path: of the file; no file is ever written over.
-            press, budget, max_context_length, chat_template, enable_thinking, template_options: as
-                for `answered`.
+            press, budget: as for `answered`.
+            reading: max_context_length, chat_template, enable_thinking, template_options, as for
+                `answered`.
 
         Raises:
             UserError: saying what is wrong with the texts, the press or the tokenizer.
             PressError: if the press does not fit the model, or its cache cannot be kept.
         """
-        if isinstance(press, Finch):
-            raise UserError(_BEFORE_QUESTIONS)
-        press = _with_budget(press, budget)
-        texts = _texts(contexts)
-        questions_of(texts, None)
-        words = {"enable_thinking": enable_thinking, **(template_options or {})}
-        heads = self._heads(texts, chat_template, words, max_context_length)
+        together = isinstance(press, Finch)
+        heads = self._heads(contexts, **reading, save_to=path, together=together)
+        press = with_budget(press, budget)
         with self._read(heads, press, None, path, isinstance(contexts, str)):
             return SavedContext(path)
 
     @contextmanager
     def _read(
         self,
-        heads: Sequence[tuple[list[int], str]],
+        heads: Sequence[Head],
         press: InstalledPress | None,
         cache: Any,
         save_to: str | Path | None,
@@ -216,37 +189,15 @@ class ContextAnswerer:
                 keep(state, save_to, press, [tail for _, tail in heads], is_one)
             yield state
 
-    def _ask_saved(
-        self,
-        saved: SavedContext,
-        questions: Questions,
-        press: InstalledPress | None,
-        answer_prefix: str | Sequence[str],
-        limit: int | None,
-        options: dict[str, Any],
-    ) -> Answered:
-        """Answer questions about contexts that were compressed before."""
-        with opened(saved, self.model, press) as (state, tails):
-            heads = [
-                (ids[mask.bool()].tolist(), tail)
-                for ids, mask, tail in zip(state.ids, state.mask, tails, strict=True)
-            ]
-            asked = questions_of([""] * len(heads), questions)
-            prompts = self._prompts(heads, asked, answer_prefix, limit)
-            return Answered(self._ask_all(state, prompts, limit, options), state.evicted)
-
     def _prompts(
         self,
-        heads: Sequence[tuple[list[int], str]],
-        asked: list[list[str]],
+        heads: Sequence[Head],
+        questions: Questions,
         answer_prefix: str | Sequence[str],
         limit: int | None,
     ) -> list[list[Prompt]]:
-        """The prompts of each question about each context.
-
-        Args:
-            heads: the tokens of each context, and the text that comes after a question.
-        """
+        """The prompts of each question about each context."""
+        asked = questions_of(len(heads), questions)
         prefixes = [answer_prefix] * len(heads) if isinstance(answer_prefix, str) else answer_prefix
         if not isinstance(prefixes, Sequence) or len(prefixes) != len(heads):
             raise UserError(
@@ -258,36 +209,54 @@ class ContextAnswerer:
             for (head, tail), per_context, prefix in zip(heads, asked, prefixes, strict=True)
         ]
         for prompt in (prompt for row in prompts for prompt in row):
-            _check_length(prompt, limit)
+            check_length(prompt, limit)
         return prompts
 
     # ---- text to tokens --------------------------------------------------------------------------
 
     def _heads(
         self,
-        texts: Sequence[str],
-        wanted: bool | None,
-        options: Mapping[str, Any],
-        at_most: int | None,
-    ) -> list[tuple[list[int], str]]:
-        """Tokens of each context, and the text that a chat template puts after the question.
+        contexts: Any,
+        max_context_length: int | None = None,
+        chat_template: bool | None = None,
+        enable_thinking: bool = False,
+        template_options: Mapping[str, Any] | None = None,
+        cache: Any = None,
+        save_to: str | Path | None = None,
+        together: bool = False,
+    ) -> list[Head]:
+        """Tokens of each context, and the text that comes after a question; see `answered`.
 
         Args:
-            wanted: whether to apply the template, with `options`; None: where there is one.
-            at_most: tokens of a context.
+            cache, save_to: refused where they make no sense.
+            together: whether contexts are compressed with their questions.
         """
+        if isinstance(contexts, SavedContext):
+            given = {
+                **{"max_context_length": max_context_length, "chat_template": chat_template},
+                **{"enable_thinking": enable_thinking, "template_options": template_options},
+                **{"cache": cache, "save_to": save_to, "compress_questions": together},
+            }
+            return contexts.heads_unless(given)
+        if save_to is not None and together:
+            raise UserError(
+                "what is saved is compressed before a question is known; leave compress_questions "
+                "and FinchPress out"
+            )
+        texts = texts_of(contexts)
         has_one = bool(getattr(self.tokenizer, "chat_template", None))
-        if wanted and not has_one:
+        if chat_template and not has_one:
             raise UserError(
                 "chat_template=True, and the tokenizer has none; set tokenizer.chat_template, or "
                 "leave it to None and put what is to stand around the question into the texts"
             )
-        template = options if has_one and wanted is not False else None
-        return [self._context_ids(text, template, at_most) for text in texts]
+        words = {"enable_thinking": enable_thinking, **(template_options or {})}
+        template = words if has_one and chat_template is not False else None
+        return [self._context_ids(text, template, max_context_length) for text in texts]
 
     def _context_ids(
         self, context: str, template: Mapping[str, Any] | None, at_most: int | None
-    ) -> tuple[list[int], str]:
+    ) -> Head:
         tail = ""
         if template is None:
             ids = self._encode(context, add_special_tokens=True)
@@ -311,8 +280,7 @@ class ContextAnswerer:
 
     def _start_id(self) -> int:
         """What a context of no tokens is replaced by, for a model reads at least one."""
-        known = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
-        for index in known:
+        for index in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
             if index is not None:
                 return int(index)
         raise UserError(
@@ -362,12 +330,15 @@ class ContextAnswerer:
         self,
         prompts: list[list[Prompt]],
         press: InstalledPress | None,
-        delimiter: int | None,
         cache: Any,
         limit: int | None,
         options: dict[str, Any],
     ) -> Answered:
         """Compress every context with each of its questions, and answer it."""
+        delimiter = None
+        if isinstance(press, Finch):
+            delimiter = DELIMITER if press.delimiter_token_id is None else press.delimiter_token_id
+            press = replace(press, delimiter_token_id=delimiter)
         flat = [prompt for row in prompts for prompt in row]
         rows = [Row(p.context + p.question, len(p.context)) for p in flat]
         answers: list[Any] = []
@@ -423,86 +394,3 @@ class ContextAnswerer:
     def _decode(self, sequences: list[list[int]]) -> Any:
         texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in sequences]
         return texts if len(texts) > 1 else texts[0]
-
-
-class Prompt(NamedTuple):
-    """Token ids of context, question and what follows it."""
-
-    context: list[int]
-    question: list[int]
-    tail: list[int]
-
-
-Contexts = str | Sequence[str] | SavedContext
-Questions = Sequence[str] | Sequence[Sequence[str]] | None
-
-
-def _texts(contexts: Any) -> list[str]:
-    if isinstance(contexts, str):
-        return [contexts]
-    if not isinstance(contexts, Iterable):
-        raise UserError(f"contexts is {contexts!r:.60}; give a text, or a list of texts")
-    return list(contexts)
-
-
-def _check_length(prompt: Prompt, limit: int | None) -> None:
-    n_asked = len(prompt.question) + len(prompt.tail)
-    if limit is None or len(prompt.context) + n_asked <= limit:
-        return
-    if n_asked >= limit:
-        raise UserError(
-            f"the question takes {n_asked} tokens, more than the {limit} positions of the "
-            "model leave room for with any context; ask a shorter one"
-        )
-    raise UserError(
-        f"context and question take {len(prompt.context)} and {n_asked} tokens, more than the "
-        f"{limit} positions of the model; cut the context with max_context_length="
-        f"{limit - n_asked} or less, or give max_positions if the model can go further"
-    )
-
-
-def questions_of(contexts: Sequence[str], questions: Any) -> list[list[str]]:
-    """The questions about each context, all checked; an empty one where there are none."""
-    if not contexts:
-        raise UserError("there is no context; give at least one")
-    for place, context in enumerate(contexts):
-        if not isinstance(context, str):
-            raise UserError(f"context {place} is {context!r:.60}; a context is a text")
-    if questions is None:
-        questions = [""]
-    if isinstance(questions, str) or not isinstance(questions, Sequence) or not questions:
-        raise UserError(f"questions is {questions!r:.60}; give a list of at least one question")
-    nested = isinstance(questions[0], (list, tuple))
-    per_context = [list(q) for q in questions] if nested else [list(questions)] * len(contexts)
-    if len(per_context) != len(contexts):
-        raise UserError(
-            f"there are questions for {len(per_context)} contexts, and {len(contexts)} contexts; "
-            "give a list of questions for each, or one list of texts for all"
-        )
-    wrong = [q for row in per_context for q in row or [None] if not isinstance(q, str)]
-    if wrong:
-        raise UserError(f"a question is {wrong[0]!r:.60}; each context needs a list of texts")
-    return per_context
-
-
-def _with_budget(press: InstalledPress | None, budget: int | None) -> InstalledPress | None:
-    if press is not None and not isinstance(press, InstalledPress):
-        raise UserError(
-            f"press is {press!r:.60}; give a press of hooks_impl or patch_impl, such as "
-            "SnapKVPress(0.5)"
-        )
-    if budget is None:
-        return press
-    if press is None:
-        raise UserError(f"budget is {budget}, and there is no press to keep to it; give a press")
-    told: Any = press.with_budget(budget)
-    return told
-
-
-def _with_delimiter(press: InstalledPress | None) -> tuple[InstalledPress | None, int | None]:
-    """The press as it is run, and the delimiter that it expects before a question, if any."""
-    if not isinstance(press, Finch):
-        return press, None
-    if press.delimiter_token_id is None:
-        press = replace(press, delimiter_token_id=DELIMITER)
-    return press, press.delimiter_token_id

@@ -1,4 +1,4 @@
-"""Cells of a sweep: one press at one ratio with one mechanism on one task."""
+"""Cells of a sweep: one press at one ratio with one mechanism on one task, and what came of it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import json
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import groupby
+from time import perf_counter
 from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
+from pydantic import BaseModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from experiments import UserError
@@ -19,9 +22,9 @@ from experiments.answers.metrics import also, score
 from experiments.answers.presses import make_press, takes
 from experiments.answers.sample import Sample
 from experiments.answers.settings import Settings
+from experiments.framework.intervals import mean_interval
 from experiments.loading import load_model
 from press_core import Tokens
-from press_core.budget import Amount
 from press_core.scope import InstalledPress
 
 NO_PRESS, BARE = "no press", "bare"
@@ -45,16 +48,12 @@ class Cell(NamedTuple):
     mechanism: str
     budget: int | None = None
 
-    @property
-    def amount(self) -> Amount | None:
-        """What the press is told."""
-        return self.ratio if self.budget is None else Tokens(self.budget)
-
     def make(self, seed: int) -> InstalledPress | None:
         """The press, or None without one."""
         if self.press == NO_PRESS:
             return None
-        return make_press(self.press, self.mechanism, self.amount, seed)
+        amount = self.ratio if self.budget is None else Tokens(self.budget)
+        return make_press(self.press, self.mechanism, amount, seed)
 
     @property
     def key(self) -> str:
@@ -62,17 +61,61 @@ class Cell(NamedTuple):
         return json.dumps(self)
 
 
-class Result(NamedTuple):
-    """What came of a cell.
+class Prediction(BaseModel):
+    """The answer to one question of a cell.
 
     Attributes:
-        rows: one per question: which it is, a digest of its context, references, prediction, score
-            (None where nobody knows it) and what other metrics say.
-        evicted: share of the tokens that was really evicted, on average over contexts.
+        sample: which question it is.
+        context: a digest of it.
+        score: None where nobody knows it.
+        also: what other metrics say.
     """
 
-    rows: list[dict[str, Any]]
+    sample: int
+    context: str
+    question: str
+    answers: list[str]
+    prediction: str
+    metric: str
+    score: float | None
+    also: dict[str, float] = {}
+
+
+class Result(BaseModel):
+    """A finished cell.
+
+    Attributes:
+        press_text: the press with all its fields.
+        evicted: share of the tokens that was really evicted, on average over contexts.
+        seconds: that it took, loading included.
+    """
+
+    cell: Cell
+    press_text: str
     evicted: float
+    seconds: float
+    predictions: list[Prediction]
+
+    def summary(self) -> dict[str, Any]:
+        """A row of a table: the score with its interval over contexts, other metrics on average.
+
+        Scores are None where nobody knows the answers.
+        """
+        scores = [each.score for each in self.predictions if each.score is not None]
+        contexts = [each.context for each in self.predictions if each.score is not None]
+        low, high = mean_interval(scores, contexts)
+        others = pd.DataFrame([each.also for each in self.predictions]).mean().to_dict()
+        return {
+            **self.cell._asdict(),
+            "score": sum(scores) / len(scores) if scores else None,
+            "low": low,
+            "high": high,
+            "questions": len(self.predictions),
+            "evicted": self.evicted,
+            "also": json.dumps(others) if others else None,
+            "press_text": self.press_text,
+            "seconds": self.seconds,
+        }
 
 
 def plan(settings: Settings) -> list[Cell]:
@@ -82,9 +125,8 @@ def plan(settings: Settings) -> list[Cell]:
         UserError: if a dataset or a press is not there.
         HyperparameterError: if a field of a press is out of range.
     """
-    tasks = [task for dataset in settings.dataset for task in expand(dataset)]
     cells = []
-    for task in tasks:
+    for task in [task for dataset in settings.dataset for task in expand(dataset)]:
         if 0 in settings.ratio:
             cells.append(Cell(task, NO_PRESS, 0.0, BARE))
         for press in settings.press:
@@ -128,43 +170,37 @@ def run_cell(settings: Settings, cell: Cell) -> Result:
     What is drawn at random is drawn from the seed of the settings, so that a cell gives the same
     answers in whatever process and after whatever other cells it runs.
     """
+    start = perf_counter()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     model, tokenizer = _model(settings)
-    samples = _samples(cell.dataset, settings)
-    answerer, press = ContextAnswerer(model, tokenizer), cell.make(settings.seed)
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    samples, press = _samples(cell.dataset, settings), cell.make(settings.seed)
+    answerer = ContextAnswerer(model, tokenizer)
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(settings.seed)
         batches = list(_batches(samples, settings.batch_size))
         answered = [_answered(answerer, batch, press, settings) for batch in batches]
-    predictions = [text for batch in answered for row in batch.answers for text in row]
-    n_contexts = sum(len(batch) for batch in batches)
+    texts = [text for batch in answered for row in batch.answers for text in row]
     evicted = sum(a.evicted * len(b) for a, b in zip(answered, batches, strict=True))
-    rows = [
-        _row(number, sample, prediction)
-        for number, (sample, prediction) in enumerate(zip(samples, predictions, strict=True))
-    ]
-    return Result(rows, evicted / n_contexts)
-
-
-def _row(number: int, sample: Sample, prediction: str) -> dict[str, Any]:
-    return {
-        "sample": number,
-        "context": hashlib.sha256(sample.context.encode()).hexdigest()[:12],
-        "question": sample.question,
-        "answers": list(sample.answers),
-        "prediction": prediction,
-        "metric": sample.metric,
-        "score": score(sample, prediction),
-        "also": also(sample, prediction),
-    }
-
-
-def press_text(settings: Settings, cell: Cell) -> str:
-    """The press of a cell with all its fields."""
-    press = cell.make(settings.seed)
-    return NO_PRESS if press is None else repr(press)
+    return Result(
+        cell=cell,
+        press_text=NO_PRESS if press is None else repr(press),
+        evicted=evicted / sum(len(batch) for batch in batches),
+        seconds=round(perf_counter() - start, 2),
+        predictions=[
+            Prediction(
+                sample=number,
+                context=hashlib.sha256(sample.context.encode()).hexdigest()[:12],
+                question=sample.question,
+                answers=list(sample.answers),
+                prediction=text,
+                metric=sample.metric,
+                score=score(sample, text),
+                also=also(sample, text),
+            )
+            for number, (sample, text) in enumerate(zip(samples, texts, strict=True))
+        ],
+    )
 
 
 # Kept in the process for the next cell.
@@ -191,25 +227,12 @@ def _model(settings: Settings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
 
 @lru_cache(maxsize=4)
 def _samples(dataset: str, settings: Settings) -> list[Sample]:
-    return load(
-        dataset,
-        settings.samples,
-        settings.seed,
-        _model(settings)[1],
-        settings.model,
-        settings.data,
-        fraction=settings.fraction,
-        depths=settings.needle_depth,
-    )
+    return load(dataset, settings, _model(settings)[1])
 
 
 def _batches(samples: list[Sample], size: int) -> Iterator[list[list[Sample]]]:
     """Contexts, each with its samples, `size` or fewer at a time that are answered alike."""
-
-    def length(group: list[Sample]) -> int:
-        return group[0].max_new_tokens
-
-    for _, same in groupby(contexts_of(samples), key=length):
+    for _, same in groupby(contexts_of(samples), key=lambda group: group[0].max_new_tokens):
         groups = list(same)
         for start in range(0, len(groups), size):
             yield groups[start : start + size]

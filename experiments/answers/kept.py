@@ -6,10 +6,11 @@ the text that a chat template puts after it, and whether the press has work to d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -63,6 +64,47 @@ class SavedContext:
         """Whether one context was given, and no list."""
         return bool(self.about.notes["is_one"])
 
+    def heads_unless(self, given: Mapping[str, Any]) -> list[tuple[list[int], str]]:
+        """Token ids of each context, and the text that comes after a question.
+
+        Raises:
+            UserError: if anything is given that says how a context is to be compressed.
+        """
+        if useless := [name for name, value in given.items() if value not in (None, False)]:
+            raise UserError(
+                f"{', '.join(useless)} is of no use for a SavedContext, which is compressed "
+                "already; leave it out"
+            )
+        about = self.about
+        rows = zip(*(about.inputs[name] for name in ("input_ids", "attention_mask")), strict=True)
+        tails = about.notes["tails"]
+        return [(i[m.bool()].tolist(), tail) for (i, m), tail in zip(rows, tails, strict=True)]
+
+    @contextmanager
+    def opened(self, model: PreTrainedModel, press: InstalledPress | None) -> Iterator[Compressed]:
+        """What `keep` has written, ready to be asked.
+
+        Raises:
+            UserError: if a press is missing, or given in vain.
+            PressError: if the file is not what it should be.
+        """
+        about = self.about
+        later = bool(about.notes["acts_later"])
+        if later and (press is None or not acts_later(press)):
+            raise UserError(
+                f"{str(self.path)!r} was compressed by {about.press}, which goes on while "
+                "decoding; give that press again"
+            )
+        if press is not None and not later:
+            raise UserError(
+                f"{str(self.path)!r} is compressed already (by {about.press}); leave the press out"
+            )
+        cache = load_cache(self.path, model)
+        device = torch.device("cpu") if model.device.type == "meta" else model.device
+        ids, mask = (about.inputs[name].to(device) for name in ("input_ids", "attention_mask"))
+        with restored(model, cache, ids, mask, press) as state:
+            yield state
+
 
 def check_free(path: str | Path) -> None:
     """Refuse to write over a file, before there is anything to write.
@@ -105,31 +147,3 @@ def keep(
         attention_mask=state.mask,
         notes=notes,
     )
-
-
-@contextmanager
-def opened(
-    saved: SavedContext, model: PreTrainedModel, press: InstalledPress | None
-) -> Iterator[tuple[Compressed, list[str]]]:
-    """What `keep` has written, ready to be asked; and the texts that come after a question.
-
-    Raises:
-        UserError: if a press is missing, or given in vain.
-        PressError: if the file is not what it should be.
-    """
-    about = saved.about
-    later = bool(about.notes["acts_later"])
-    if later and (press is None or not acts_later(press)):
-        raise UserError(
-            f"{str(saved.path)!r} was compressed by {about.press}, which goes on while decoding; "
-            "give that press again"
-        )
-    if press is not None and not later:
-        raise UserError(
-            f"{str(saved.path)!r} is compressed already (by {about.press}); leave the press out"
-        )
-    cache = load_cache(saved.path, model)
-    device = torch.device("cpu") if model.device.type == "meta" else model.device
-    ids, mask = (about.inputs[name].to(device) for name in ("input_ids", "attention_mask"))
-    with restored(model, cache, ids, mask, press) as state:
-        yield state, about.notes["tails"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 import yaml
@@ -63,23 +63,26 @@ def _listed(value: Any) -> Any:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
-_SEVERAL = BeforeValidator(_listed)
+ValueT = TypeVar("ValueT")
+Several = Annotated[tuple[ValueT, ...], BeforeValidator(_listed)]
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, lt=1)]
 _AT_LEAST_ONE = Field(min_length=1)
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
-class Settings:
-    """A sweep: every press at every ratio and budget with every mechanism on every dataset.
+_STRICT = ConfigDict(extra="forbid", strict=True)
 
-    By default it is that of the study: the tasks that the shipped model can answer. Attributes are
-    what their flags say. `generation` holds arguments of `model.generate`, `model_kwargs` those of
-    `from_pretrained`; these two have no flags.
+
+@dataclass(frozen=True, config=_STRICT)
+class Grid:
+    """What is asked: every press at every ratio and budget with every mechanism on every dataset.
+
+    By default it is the grid of the study: the tasks that the shipped model can answer.
     """
 
     model: Annotated[str, typer.Option(help="Shipped model, folder or hub id.")] = "facts-llama"
     press: Annotated[
-        tuple[str, ...],
-        _SEVERAL,
+        Several[str],
         _AT_LEAST_ONE,
         typer.Option(
             help="Press as text, such as AdaKVPress(SnapKVPress(window_size=32)); repeat it for "
@@ -87,8 +90,7 @@ class Settings:
         ),
     ] = STUDIED
     ratio: Annotated[
-        tuple[Annotated[float, Field(ge=0, lt=1)], ...],
-        _SEVERAL,
+        Several[Share],
         _AT_LEAST_ONE,
         typer.Option(
             help="Share of the tokens to evict; 0: no press. Repeat it for several. With a budget "
@@ -96,42 +98,46 @@ class Settings:
         ),
     ] = (0.0, 0.5, 0.8)
     budget: Annotated[
-        tuple[Annotated[int, Field(ge=1)], ...],
-        _SEVERAL,
+        Several[Count],
         typer.Option(
             help="Tokens of a context to keep, beside or in place of ratios; repeat it for several."
         ),
     ] = ()
     mechanism: Annotated[
-        tuple[Literal["hook", "patch"], ...],
-        _SEVERAL,
-        _AT_LEAST_ONE,
-        typer.Option(help="hook or patch."),
+        Several[Literal["hook", "patch"]], _AT_LEAST_ONE, typer.Option(help="hook or patch.")
     ] = ("hook", "patch")
     dataset: Annotated[
-        tuple[str, ...],
-        _SEVERAL,
+        Several[str],
         _AT_LEAST_ONE,
         typer.Option(
             help="NAME, NAME/TASK, NAME@LENGTH or NAME/TASK@LENGTH; repeat it for several. NAME is "
             f"one of {', '.join(SOURCES)}."
         ),
     ] = ("facts",)
-    samples: Annotated[int, Field(ge=1), typer.Option(help="Questions per task.")] = 48
+    samples: Annotated[Count, typer.Option(help="Questions per task.")] = 48
     fraction: Annotated[
         Annotated[float, Field(gt=0, le=1)] | None,
         typer.Option(help="Share of the questions of published datasets, in place of --samples."),
     ] = None
     needle_depth: Annotated[
-        tuple[Annotated[float, Field(ge=0, le=1)], ...],
-        _SEVERAL,
+        Several[Annotated[float, Field(ge=0, le=1)]],
         typer.Option(
             help="Depth of the needle, from 0 (start) to 1 (end), a question each; repeat it for "
             "several. By default evenly spread ones."
         ),
     ] = ()
     seed: Annotated[int, Field(ge=0), typer.Option(help="Of all that is drawn.")] = 0
-    batch_size: Annotated[int, Field(ge=1), typer.Option(help="Contexts per forward.")] = 8
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Settings(Grid):
+    """A sweep: a grid, and how it is run. Attributes are what their flags say.
+
+    `generation` holds arguments of `model.generate`, `model_kwargs` those of `from_pretrained`;
+    these two have no flags.
+    """
+
+    batch_size: Annotated[Count, typer.Option(help="Contexts per forward.")] = 8
     compress_questions: Annotated[
         bool, typer.Option(help="Compress context and question together.")
     ] = False
@@ -140,7 +146,7 @@ class Settings:
         typer.Option(help="Cut the middle out of contexts of more tokens."),
     ] = None
     max_new_tokens: Annotated[
-        Annotated[int, Field(ge=1)] | None,
+        Count | None,
         typer.Option(help="Tokens of an answer, in place of the number that its task allows."),
     ] = None
     dtype: Annotated[
@@ -151,8 +157,7 @@ class Settings:
         str, typer.Option(help="cpu, cuda, or auto to spread the model over devices.")
     ] = "cpu"
     threads: Annotated[
-        Annotated[int, Field(ge=1)] | None,
-        typer.Option(help="CPU threads of torch, and CPUs of a Ray worker."),
+        Count | None, typer.Option(help="CPU threads of torch, and CPUs of a Ray worker.")
     ] = None
     data: Annotated[
         str | None, typer.Option(help="Folder with local copies of published datasets.")

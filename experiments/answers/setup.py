@@ -12,16 +12,18 @@ from transformers import AutoConfig
 
 import experiments
 from experiments.answers.settings import SWEPT, Settings
+from experiments.framework.environment import environment_info
 from experiments.loading import SHIPPED
-from experiments.study import environment_info
 
 _ROOT = Path(experiments.__file__).resolve().parents[1]
 _CODE = (
     *("press_core", "hooks_impl", "patch_impl", "attention_patch"),
     *("experiments/answers", "experiments/loading.py", "experiments/testbed/facts.py"),
+    "experiments/testbed/facts.yaml",
 )
 """What of this project the results hang on."""
 
+_NAMES = ("*.py", "published.yaml")
 _WEIGHTS = ("*.safetensors", "*.bin", "config.json", "tokenizer*.json")
 _ENDS = 2**20  # bytes of a file, at its start and its end, that tell it from another
 
@@ -44,25 +46,27 @@ def setup_of(settings: Settings) -> dict[str, Any]:
 
 def code_digest() -> str:
     """A digest of the sources that results hang on, whatever a commit says of them."""
-    digest = hashlib.sha256()
-    for part in _CODE:
-        path = _ROOT / part
-        files = [*path.rglob("*.py"), *path.rglob("published.yaml")]
-        for source in [path] if path.is_file() else sorted(files):
-            digest.update(source.relative_to(_ROOT).as_posix().encode() + source.read_bytes())
-    return digest.hexdigest()[:16]
+    parts = [_ROOT / part for part in _CODE]
+    inside = [path for part in parts for name in _NAMES for path in part.rglob(name)]
+    return _digest([*(part for part in parts if part.is_file()), *inside], _ROOT)
 
 
 def model_fingerprint(name: str) -> str:
-    """The commit of a model of the hub; of a folder a digest of its files, large ones in part."""
+    """The commit of a model of the hub; of a folder a digest of its files."""
     folder = Path(__file__).parents[1] / "models" / name if name in SHIPPED else Path(name)
     if not folder.is_dir():
         return str(getattr(AutoConfig.from_pretrained(name), "_commit_hash", None))
+    return _digest([path for pattern in _WEIGHTS for path in folder.glob(pattern)], folder)
+
+
+def _digest(files: list[Path], root: Path) -> str:
+    """Of names, sizes and contents of files below a folder, of large ones both ends."""
     digest = hashlib.sha256()
-    for path in sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern)):
-        digest.update(f"{path.name} {path.stat().st_size}".encode())
+    for path in sorted(files):
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(root).as_posix()} {size}".encode())
         with path.open("rb") as file:
             digest.update(file.read(_ENDS))
-            file.seek(max(0, path.stat().st_size - _ENDS))
+            file.seek(max(0, size - _ENDS))
             digest.update(file.read(_ENDS))
     return digest.hexdigest()[:16]

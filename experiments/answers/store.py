@@ -17,86 +17,50 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from pydantic import BaseModel
 
 from experiments import UserError
-from experiments.answers.cells import Cell
-from experiments.framework.intervals import mean_interval
+from experiments.answers.cells import Cell, Prediction, Result
 from experiments.framework.manifest import write_at_once
 
-SETUP, CELLS = "setup.json", "cells"
+SETUP, CELLS, RESULTS, PREDICTIONS = "setup.json", "cells", "results.csv", "predictions.csv"
 
-
-class Prediction(BaseModel):
-    """The answer to one question of a cell."""
-
-    sample: int
-    context: str
-    question: str
-    answers: list[str]
-    prediction: str
-    metric: str
-    score: float | None
-    also: dict[str, float] = {}
-
-
-class Record(BaseModel):
-    """A finished cell."""
-
-    key: str
-    dataset: str
-    press: str
-    ratio: float | None
-    budget: int | None
-    mechanism: str
-    score: float | None
-    low: float | None
-    high: float | None
-    questions: int
-    evicted: float | None = None
-    also: str | None
-    press_text: str
-    seconds: float
-    predictions: list[Prediction]
+OF_A_CELL = ("dataset", "press", "ratio", "budget", "mechanism")
+OF_RESULTS = (
+    *OF_A_CELL,
+    *("score", "low", "high", "questions", "evicted", "also", "press_text", "seconds"),
+)
+"""Columns of `results.csv`."""
 
 
 class Store:
     """The results in one folder, which is made if it is not there."""
 
-    def __init__(self, folder: Path, setup: Mapping[str, Any], file_format: str = "csv") -> None:
+    def __init__(self, folder: Path, setup: Mapping[str, Any]) -> None:
         """Open or begin a folder.
 
         Args:
             setup: what all its cells have in common; "made_with" may differ.
-            file_format: of new tables, "csv" or "parquet".
 
         Raises:
             UserError: if the folder holds results of another set-up or files of somebody else that
-                would have to give way, if it cannot be written, or the format cannot be had.
+                would have to give way, or if it cannot be written.
         """
-        if file_format == "parquet" and find_spec("pyarrow") is None:
-            raise UserError(
-                "parquet needs pyarrow, which is not installed; write csv, or "
-                'pip install "hook-or-patch[evaluate]"'
-            )
         self.folder = folder
-        self.tables = [f"{name}.{file_format}" for name in ("results", "predictions")]
         content = json.dumps(setup, indent=2, default=str)
         if os.path.lexists(folder / SETUP):
             self._check_setup(json.loads(content))
             return
-        for name in (CELLS, *self.tables):
+        for name in (CELLS, RESULTS, PREDICTIONS):
             if os.path.lexists(folder / name):
                 raise UserError(
                     f"{folder} has {name}, which no sweep has written there and which would be "
                     "lost; give another --output"
                 )
-        self._write(SETUP, f"{content}\n".encode())
+        self._write(SETUP, f"{content}\n")
 
     def _check_setup(self, setup: dict[str, Any]) -> None:
         path = self.folder / SETUP
@@ -113,21 +77,19 @@ class Store:
                 f"compared: {said}; give another --output"
             )
 
-    def _write(self, name: str, content: bytes) -> None:
+    def _write(self, name: str, text: str) -> None:
         path = self.folder / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_at_once(path, content)
+            write_at_once(path, text.encode(errors="replace"))  # halves of a character
         except OSError as error:
             raise UserError(
                 f"cannot write {path}: {error.strerror}; what is finished is kept, so see to it "
                 "and give the same command again, or another --output"
             ) from error
 
-    # ---- cells -----------------------------------------------------------------------------------
-
-    def _records(self) -> list[Record]:
-        """Every finished cell, by its key.
+    def finished(self) -> dict[Cell, Result]:
+        """Every finished cell, in the order of their keys.
 
         Raises:
             UserError: if one cannot be read.
@@ -135,92 +97,54 @@ class Store:
         found = []
         for path in (self.folder / CELLS).glob("*.json"):
             try:
-                found.append(Record.model_validate_json(path.read_bytes()))
+                found.append(Result.model_validate_json(path.read_bytes()))
             except (OSError, ValueError) as error:
                 raise UserError(
                     f"{path} is damaged; remove it, and its cell is run again, or give another "
                     "--output"
                 ) from error
-        return sorted(found, key=lambda record: record.key)
+        return {result.cell: result for result in sorted(found, key=lambda each: each.cell.key)}
 
-    def finished(self) -> set[str]:
-        """The keys of all cells that are there."""
-        return {record.key for record in self._records()}
-
-    def save(self, cell: Cell, rows: list[dict[str, Any]], about: Mapping[str, Any]) -> None:
+    def save(self, result: Result) -> None:
         """Write down a cell that is finished.
-
-        Args:
-            rows: of `run_cell`.
-            about: what else to keep of it: "evicted", "press_text", "seconds".
 
         Raises:
             UserError: if it cannot be written, or another sweep has written it meanwhile.
         """
-        name = f"{CELLS}/{hashlib.sha256(cell.key.encode()).hexdigest()[:16]}.json"
+        name = f"{CELLS}/{hashlib.sha256(result.cell.key.encode()).hexdigest()[:16]}.json"
         if (self.folder / name).exists():
             raise UserError(
                 f"another sweep is writing to {self.folder}; wait for it to finish and give the "
                 "same command again, or give another --output"
             )
-        record = {"key": cell.key, **cell._asdict(), **summary_of(rows), **about}
-        content = json.dumps({**record, "predictions": rows}, ensure_ascii=False)
-        self._write(name, content.encode(errors="replace"))  # halves of a character
-
-    # ---- all of them -----------------------------------------------------------------------------
-
-    def results(self, cells: Iterable[Cell] = ()) -> pd.DataFrame:
-        """A row per finished cell: those of `cells` in their order, then all others."""
-        order = {cell.key: place for place, cell in enumerate(cells)}
-        records = sorted(self._records(), key=lambda record: order.get(record.key, len(order)))
-        columns = [name for name in Record.model_fields if name not in ("key", "predictions")]
-        return _table((record.model_dump() for record in records), columns)
-
-    def predictions(self) -> pd.DataFrame:
-        """A row per question of every finished cell, with what the cell is."""
-        cell = ("dataset", "press", "ratio", "budget", "mechanism", "press_text")
-        rows = (
-            record.model_dump(include=set(cell))
-            | row.model_dump()
-            | {"answers": _json(row.answers), "also": _json(row.also)}
-            for record in self._records()
-            for row in record.predictions
-        )
-        return _table(rows, (*cell, *Prediction.model_fields))
+        self._write(name, json.dumps(result.model_dump(), ensure_ascii=False))
 
     def write_tables(self, cells: Iterable[Cell] = ()) -> pd.DataFrame:
-        """Write the two tables of all cells; returns that of results."""
-        results = self.results(cells)
-        for name, table in zip(self.tables, (results, self.predictions()), strict=True):
-            if name.endswith(".parquet"):
-                self._write(name, table.to_parquet(index=False))
-            else:
-                self._write(name, table.to_csv(index=False, lineterminator="\n").encode())
+        """Write the two tables of all cells.
+
+        Returns:
+            A row per finished cell: those of `cells` in their order, then all others.
+        """
+        finished = self.finished()
+        order = dict.fromkeys([*(cell for cell in cells if cell in finished), *finished])
+        results = _table((finished[cell].summary() for cell in order), OF_RESULTS)
+        predictions = _table(
+            (
+                {**result.cell._asdict(), "press_text": result.press_text, **each.model_dump()}
+                | {"answers": _json(each.answers), "also": _json(each.also)}
+                for result in finished.values()
+                for each in result.predictions
+            ),
+            (*OF_A_CELL, "press_text", *Prediction.model_fields),
+        )
+        self._write(RESULTS, results.to_csv(index=False, lineterminator="\n"))
+        self._write(PREDICTIONS, predictions.to_csv(index=False, lineterminator="\n"))
         return results
 
 
 def _table(rows: Iterable[dict[str, Any]], columns: Iterable[str]) -> pd.DataFrame:
     table = pd.DataFrame(rows, columns=list(columns))
     return table.astype({"budget": "Int64"})  # numbers, though some are missing
-
-
-def summary_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Score of a cell with its interval over contexts, and other metrics on average.
-
-    Scores are None where nobody knows the answers.
-    """
-    known = [row for row in rows if row["score"] is not None]
-    scores = [row["score"] for row in known]
-    low, high = mean_interval(scores, [row["context"] for row in known])
-    others = [row["also"] for row in rows if row.get("also")]
-    means = {name: sum(row[name] for row in others) / len(others) for name in (others or [{}])[0]}
-    return {
-        "score": sum(scores) / len(scores) if scores else None,
-        "low": low,
-        "high": high,
-        "questions": len(rows),
-        "also": _json(means),
-    }
 
 
 def _json(value: Any) -> str | None:

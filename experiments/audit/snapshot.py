@@ -183,6 +183,13 @@ def _is_shared(module_name: str) -> bool:
     )
 
 
+def _vars(reach: str, kind: str, owner: str, of: Any, but: Any = (), depth: int = 1) -> Entries:
+    """The attributes of a class, a Python module or an object."""
+    for name, value in list(vars(of).items()):
+        if name not in but:
+            yield from _nested(Place(reach, kind, owner, name), value, depth)
+
+
 def _classes(model: nn.Module) -> Entries:
     classes = dict.fromkeys(cls for m in model.modules() for cls in type(m).__mro__[:-1])
     for cls in classes:
@@ -190,29 +197,33 @@ def _classes(model: nn.Module) -> Entries:
 
 
 def _class(cls: type, reach: str) -> Entries:
-    owner = f"{cls.__module__}.{cls.__qualname__}"
-    for name, value in list(vars(cls).items()):
-        # The one is recorded as a registry, the other Python notes on a class when it copies one.
-        if name in ("_global_mapping", "__slotnames__"):
-            continue
-        yield from _nested(Place(reach, "class attribute", owner, name), value, depth=1)
+    # The one is recorded as a registry, the other Python notes on a class when it copies one.
+    but = ("_global_mapping", "__slotnames__")
+    yield from _vars(reach, "class attribute", f"{cls.__module__}.{cls.__qualname__}", cls, but)
 
 
 def _file(name: str, reach: str) -> Entries:
     """The globals of a Python module, and the classes that it defines."""
     yield from _globals(name, reach)
-    for value in list(vars(sys.modules[name]).values()) if name in sys.modules else ():
+    for value in _held(name):
         if isinstance(value, type) and value.__module__ == name:
             yield from _class(value, reach)
 
 
+def _held(name: str) -> list[Any]:
+    return list(vars(sys.modules[name]).values()) if name in sys.modules else []
+
+
 def _globals(name: str, reach: str) -> Entries:
-    for key, value in list(vars(sys.modules[name]).items()) if name in sys.modules else ():
-        if key in _NOT_OWN:
-            continue
-        if isinstance(value, ModuleType) and sys.modules.get(f"{name}.{key}") is value:
-            continue  # an import leaves the submodule in its parent: counted as imported
-        yield from _nested(Place(reach, "module global", name, key), value, depth=1)
+    if name in sys.modules:
+        home = vars(sys.modules[name])
+        # An import leaves the submodule in its parent: counted as imported.
+        below = {
+            key
+            for key, value in home.items()
+            if isinstance(value, ModuleType) and sys.modules.get(f"{name}.{key}") is value
+        }
+        yield from _vars(reach, "module global", name, sys.modules[name], {*_NOT_OWN, *below})
 
 
 # ---- this thread, this process -----------------------------------------------------------------
@@ -243,15 +254,11 @@ def _registries(names: list[str]) -> Entries:
     for cls, kind in kinds.items():
         place = Place(PROCESS, kind, cls.__name__, "_global_mapping")
         yield from _nested(place, cls._global_mapping)
-    seen = set()
-    for name in names:
-        for value in list(vars(sys.modules[name]).values()) if name in sys.modules else ():
-            if isinstance(value, GeneralInterface) and id(value) not in seen:
-                seen.add(id(value))
-                kind = kinds.get(type(value), "registry")
-                owner = f"{type(value).__name__} of {name}"
-                for key, entry in list(vars(value).items()):
-                    yield from _nested(Place(PROCESS, kind, owner, key), entry)
+    homes = {id(value): (name, value) for name in reversed(names) for value in _held(name)}
+    for name, value in homes.values():
+        if isinstance(value, GeneralInterface):
+            owner = f"{type(value).__name__} of {name}"
+            yield from _vars(PROCESS, kinds.get(type(value), "registry"), owner, value, depth=3)
 
 
 # ---- this call ---------------------------------------------------------------------------------

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -31,12 +31,7 @@ _Output = Annotated[
 def command_of(experiment: AnyExperiment) -> Callable[..., None]:
     """The command of an experiment: a function with its options as parameters, for typer."""
 
-    def command(output: Path | None, **flags: Any) -> None:
-        given = {name: tuple(v) if isinstance(v, list) else v for name, v in flags.items()}
-        # None is what typer gives for a list without a value.
-        options = type(experiment.full)(
-            **{name: _of_none(experiment, name) if v is None else v for name, v in given.items()}
-        )
+    def run(options: Any, output: Path | None) -> None:
         if output is not None:
             check_writable(output)
         tables = measured(experiment, options, progress_bar())
@@ -46,10 +41,38 @@ def command_of(experiment: AnyExperiment) -> Callable[..., None]:
         if not experiment.passed(tables):
             raise typer.Exit(1)
 
-    parameters = [*_flags(experiment), _parameter("output", _Output, None)]
+    return with_flags(run, experiment.full, type(experiment).__doc__, output=_Output)
+
+
+def with_flags(
+    run: Callable[..., None], defaults: Any, help: str | None, **more: Any
+) -> Callable[..., None]:
+    """A command that calls `run` with its flags as one record.
+
+    Args:
+        defaults: a frozen dataclass, each of whose fields is a flag: see `Experiment.full`.
+        more: annotations of flags that `run` is given by name; None where they are absent.
+    """
+    hints, parameters = get_type_hints(type(defaults), include_extras=True), []
+    for field in fields(defaults):
+        kind, option = get_args(hints[field.name])
+        default = getattr(defaults, field.name)
+        if isinstance(default, tuple):
+            default = list(default) or None
+            kind = list[get_args(kind)[0]] if default else list[get_args(kind)[0]] | None  # type: ignore[misc]
+        parameters.append(_parameter(field.name, Annotated[kind, option], default))
+    parameters += [_parameter(name, annotation, None) for name, annotation in more.items()]
+
+    def command(**flags: Any) -> None:
+        others = {name: flags.pop(name) for name in more}
+        for name, value in flags.items():
+            if isinstance(getattr(defaults, name), tuple):
+                flags[name] = tuple(value or ())  # typer gives None for a list without a value
+        run(replace(defaults, **flags), **others)
+
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {flag.name: flag.annotation for flag in parameters}
-    command.__doc__ = type(experiment).__doc__
+    command.__doc__ = help
     return command
 
 
@@ -79,23 +102,6 @@ def show(experiment: AnyExperiment, tables: Tables, console: Console) -> None:
     console.print(Markdown("\n\n".join(paragraphs)))
 
 
-def _flags(experiment: AnyExperiment) -> list[inspect.Parameter]:
-    hints = get_type_hints(type(experiment.full), include_extras=True)
-    flags = []
-    for field in fields(experiment.full):
-        kind, option = get_args(hints[field.name])
-        default = getattr(experiment.full, field.name)
-        if get_origin(kind) is tuple:
-            kind, default = list[get_args(kind)[0]], list(default) or None  # type: ignore[misc]
-            kind = kind if default else kind | None
-        flags.append(_parameter(field.name, Annotated[kind, option], default))
-    return flags
-
-
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, kind, default=default, annotation=annotation)
-
-
-def _of_none(experiment: AnyExperiment, name: str) -> Any:
-    return () if isinstance(getattr(experiment.full, name), tuple) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import fill
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -21,15 +22,12 @@ class OutcomeMatrix:
     """What came of each mechanism (columns) in each of several cases (rows).
 
     Attributes:
-        rows, columns: labels, in order.
-        outcomes: by row and column; others stay empty.
+        outcomes: by row and column; None: not run.
         looks: by outcome, from the best to the worst, what a cell of the figure says and its
             colour (`"#rrggbb"`). The table leaves the best blank.
     """
 
-    rows: Sequence[str]
-    columns: Sequence[str]
-    outcomes: Mapping[tuple[str, str], str]
+    outcomes: pd.DataFrame
     looks: Mapping[str, tuple[str, str]]
 
     @classmethod
@@ -37,46 +35,30 @@ class OutcomeMatrix:
         cls, table: pd.DataFrame, row: str, looks: Mapping[str, tuple[str, str]]
     ) -> OutcomeMatrix:
         """From a column `mechanism`, a column `row` and the worst in a column `outcome`."""
-        outcomes: dict[tuple[str, str], str] = {}
-        ranks = list(looks)
-        places = zip(table[row], table["mechanism"], table["outcome"], strict=True)
-        for case, mechanism, outcome in places:
-            so_far = outcomes.get((case, mechanism), outcome)
-            outcomes[case, mechanism] = max(so_far, outcome, key=ranks.index)
-        return cls(list(table[row].unique()), list(table["mechanism"].unique()), outcomes, looks)
+        ranked = table.assign(rank=table["outcome"].map(list(looks).index))
+        worst = ranked.sort_values("rank").drop_duplicates([row, "mechanism"], keep="last")
+        outcomes = worst.pivot(index=row, columns="mechanism", values="outcome")
+        ordered = outcomes.reindex(index=table[row].unique(), columns=table["mechanism"].unique())
+        return cls(ordered, looks)
 
     def table(self, note: str) -> ResultTable:
         """As a table of words."""
-        best = next(iter(self.looks))
-
-        def word(row: str, column: str) -> str:
-            outcome = self.outcomes.get((row, column), "not run")
-            return "" if outcome == best else outcome
-
-        rows = [[row, *(word(row, column) for column in self.columns)] for row in self.rows]
-        return ResultTable(note, ["", *self.columns], rows, left=None)
+        words = self.outcomes.fillna("not run").replace(next(iter(self.looks)), "")
+        rows = words.reset_index().to_numpy().tolist()
+        return ResultTable(note, ["", *words.columns], rows, left=None)
 
     def figure(self, label: str) -> Figure:
         """As a figure, with a legend; `label` says what it shows."""
-        cells = {place: self.looks[outcome] for place, outcome in self.outcomes.items()}
         handles = [
-            Line2D(
-                [],
-                [],
-                color=colour,
-                marker="s",
-                markersize=9,
-                linestyle="none",
-                label=f"{mark}  {outcome}",
-            )
+            Line2D([], [], color=colour, marker="s", ms=9, ls="none", label=f"{mark}  {outcome}")
             for outcome, (mark, colour) in self.looks.items()
         ]
-        rows = [fill(row, 28) for row in self.rows]  # as narrow as a phone
-        cells = {(fill(row, 28), column): look for (row, column), look in cells.items()}
-        width, height = 2.2 + 0.22 * len(self.columns), 2.1 + 0.26 * len(self.rows)
-        figure, (panel,) = new_figure(width=width, height=height)
+        shown = self.outcomes.rename(index=lambda row: fill(row, 28))  # as narrow as a phone
+        cells: Any = shown.stack().dropna().map(self.looks.get).to_dict()
+        n_rows, n_columns = shown.shape
+        figure, (panel,) = new_figure(width=2.2 + 0.22 * n_columns, height=2.1 + 0.26 * n_rows)
         with style():
-            draw_cells(panel, rows, self.columns, cells)
+            draw_cells(panel, list(shown.index), list(shown.columns), cells)
             figure.legend(handles=handles, loc="outside lower left", ncols=1)
         figure.set_label(label)
         return figure

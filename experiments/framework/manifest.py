@@ -7,7 +7,6 @@ a manifest leads out of its folder.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -15,7 +14,14 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from experiments import UserError
 
@@ -91,6 +97,12 @@ class Manifest(_Read):
     waiting: list[Name] = []
     experiments: dict[Name, Entry]
 
+    @model_validator(mode="after")
+    def _check_names(self) -> Manifest:
+        for name, entry in self.experiments.items():
+            check_names(name, [*entry.tables, *entry.figures])
+        return self
+
     @property
     def files(self) -> set[str]:
         """Names of all files that the study has written."""
@@ -120,25 +132,16 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        manifest = Manifest.model_validate(json.loads(path.read_text(encoding="utf-8")))
-        for name, entry in manifest.experiments.items():
-            check_names(name, [*entry.tables, *entry.figures])
+        return Manifest.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         raise UserError(
             f"there is no {MANIFEST} in {folder}, so it holds no study; make one with "
             f"`python -m experiments study --output {folder}`"
         ) from None
-    except ValidationError as error:
-        raise UserError(f"{path} is no manifest of a study: {_first(error)}") from None
-    except RecursionError:
-        raise UserError(f"{path} is no manifest of a study: it nests too deeply") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
-    except ValueError as error:  # bytes that are no text, numbers too long, names of no experiment
-        raise UserError(f"{path} is no manifest of a study: {error}") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    return manifest
+    except ValidationError as error:
+        raise UserError(f"{path} is no manifest of a study: {_first(error)}") from None
 
 
 def _first(error: ValidationError) -> str:
@@ -151,8 +154,7 @@ def _first(error: ValidationError) -> str:
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:
     """Write the manifest of a study into its `folder`: at once, or not at all."""
-    content = json.dumps(manifest.model_dump(), indent=2, ensure_ascii=False)
-    write_at_once(folder / MANIFEST, f"{content}\n".encode())
+    write_at_once(folder / MANIFEST, f"{manifest.model_dump_json(indent=2)}\n".encode())
 
 
 def write_at_once(path: Path, content: bytes) -> None:
@@ -211,7 +213,9 @@ def check_output(
     Raises:
         UserError: if they cannot, or would replace a file of somebody else.
     """
-    for path in _in_the_way(folder, experiments):
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if not _is_of_study(path.name, experiments):
+            continue
         if path.is_symlink() or not path.is_file():
             raise UserError(
                 f"{path} is no plain file, so no study writes it; give another --output"
@@ -240,10 +244,7 @@ def check_writable(folder: Path) -> None:
         ) from None
 
 
-def _in_the_way(folder: Path, experiments: Collection[str]) -> Iterator[Path]:
-    """Files whose names are those of a study's, whoever wrote them."""
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        stem, extension = os.path.splitext(path.name)
-        of_one = any(stem == name or stem.startswith(f"{name}_") for name in experiments)
-        if path.name in (MANIFEST, *REPORTS) or (of_one and extension in (".csv", ".svg")):
-            yield path
+def _is_of_study(name: str, experiments: Collection[str]) -> bool:
+    stem, extension = os.path.splitext(name)
+    of_one = any(stem == each or stem.startswith(f"{each}_") for each in experiments)
+    return name in (MANIFEST, *REPORTS) or (of_one and extension in (".csv", ".svg"))

@@ -30,32 +30,35 @@ def _each(values: Values) -> Collection[Any]:
     return values if isinstance(values, list) else (values,)
 
 
-def checked_share(values: Values) -> Values:
-    """Check shares of tokens in [0, 1)."""
-    for value in _each(values):
-        if not 0 <= value < 1:
-            raise typer.BadParameter(f"{value} is not in [0, 1); 0.75 evicts three quarters")
-    return values
+def checking(holds: Callable[[Any], bool], wrong: str) -> Check:
+    """A check that every value is such that `holds`; what else is said of it has `{}` for it."""
+
+    def check(values: Values) -> Values:
+        for value in _each(values):
+            if not holds(value):
+                raise typer.BadParameter(wrong.format(value))
+        return values
+
+    return check
 
 
-def checked_positive_share(values: Values) -> Values:
-    """Check shares of tokens in (0, 1), where evicting nothing makes no sense."""
-    for value in _each(values):
-        if not 0 < value < 1:
-            raise typer.BadParameter(f"{value} is not above 0 and below 1")
-    return values
+checked_share = checking(lambda n: 0 <= n < 1, "{} is not in [0, 1); 0.75 evicts three quarters")
+"""Check shares of tokens in [0, 1)."""
+
+checked_positive_share = checking(lambda n: 0 < n < 1, "{} is not above 0 and below 1")
+"""Check shares of tokens in (0, 1), where evicting nothing makes no sense."""
 
 
 def one_of(known: Collection[str]) -> Check:
     """Check names."""
+    return checking(
+        lambda name: name in known, f"{{!r}} is unknown; choose from {', '.join(known)}"
+    )
 
-    def check(values: Values) -> Values:
-        for value in _each(values):
-            if value not in known:
-                raise typer.BadParameter(f"{value!r} is unknown; choose from {', '.join(known)}")
-        return values
 
-    return check
+def at_least(least: int) -> Check:
+    """Check whole numbers."""
+    return checking(lambda n: n >= least, f"{{}} is less than {least}")
 
 
 def _checked_device(name: str) -> str:
@@ -124,18 +127,6 @@ def several(kind: Callable[[str], Any], help: str, check: Check | None = None, *
 
     note = f"{help} Repeatable, or with commas."
     return typer.Option(help=note, parser=split, callback=gathered, **more)
-
-
-def at_least(least: int) -> Check:
-    """Check whole numbers."""
-
-    def check(values: Values) -> Values:
-        for value in _each(values):
-            if value < least:
-                raise typer.BadParameter(f"{value} is less than {least}")
-        return values
-
-    return check
 
 
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}

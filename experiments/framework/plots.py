@@ -3,9 +3,7 @@
 ```python
 with style():
     figure, (left, right) = new_figure(columns=2)
-    left.plot(x, y, **press_line("SnapKVPress"))
-    percent_axis(left.yaxis)
-    legend_outside(figure, left)
+    left.plot(x, y, color=press_colour("SnapKVPress"))
 save(figure, Path("figure.svg"))
 ```
 
@@ -16,26 +14,22 @@ backend chosen, no setting of matplotlib changed.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import StringIO
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import matplotlib
 import numpy as np
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 
-from hooks_impl import PRESSES
-
-INK, MUTED, GRID = "#222222", "#6b6b6b", "#e4e4e4"
+_STYLE: Any = matplotlib.rc_params_from_file(
+    Path(__file__).with_name("study.mplstyle"), use_default_template=False
+)
+INK, MUTED, GRID = (_STYLE[name] for name in ("text.color", "axes.edgecolor", "grid.color"))
 """Colours of text, of what should stay in the background, and of grid lines; see `svg`."""
 
 CELL_INK = "#1a1a1a"
@@ -44,75 +38,17 @@ CELL_INK = "#1a1a1a"
 NO_PRESS = "no press"
 """What tables call the model without a press."""
 
-# Typed loosely: matplotlib lists its settings as literals, other ones in every release.
-_STYLE: Any = {
-    "figure.facecolor": "white",
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib, so that figures agree everywhere
-    "font.size": 9,
-    "text.color": INK,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.labelsize": 9,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": MUTED,
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "xtick.labelsize": 8.5,
-    "ytick.labelsize": 8.5,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    "lines.linewidth": 1.8,
-    "lines.markersize": 4.5,
-}
-
 # The palette of Okabe and Ito, told apart with any colour vision; its yellow is darkened, as it
 # would vanish on white.
 _BLACK, _ORANGE, _SKY, _GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 _GOLD, _BLUE, _VERMILLION, _PURPLE, _GREY = "#A58B00", "#0072B2", "#D55E00", "#CC79A7", "#8C8C8C"
 
-_COLOURS = (_GREY, _BLUE, _VERMILLION, _GREEN, _ORANGE, _PURPLE, _SKY, _GOLD, _BLACK)
-
-_Dashes = tuple[float, ...]
-_SOLID: _Dashes = ()
-_DASHED: _Dashes = (4, 1.5)
-_DOTTED: _Dashes = (1, 1.2)
-_MIXED: _Dashes = (5, 1.2, 1, 1.2)
-_TWO_DOTS: _Dashes = (5, 1.2, 1, 1.2, 1, 1.2)
-_LONG: _Dashes = (9, 2)
-_LINES = (_SOLID, _DASHED, _DOTTED, _MIXED, _LONG, _TWO_DOTS)
-
-_Look = tuple[str, _Dashes]
-_CHOSEN: dict[str, _Look] = {
-    "RandomPress": (_GREY, _DOTTED),
-    "StreamingLLMPress": (_GREY, _SOLID),
-    "ObservedAttentionPress": (_GREEN, _SOLID),
-    "SnapKVPress": (_BLUE, _SOLID),
-    "PyramidKVPress": (_BLUE, _DASHED),
-    "TOVAPress": (_SKY, _SOLID),
-    "ExpectedAttentionPress": (_PURPLE, _SOLID),
-    "KnormPress": (_ORANGE, _SOLID),
-    "KeyDiffPress": (_VERMILLION, _SOLID),
-    "KVzipPress": (_BLACK, _SOLID),
-    "DuoAttentionPress": (_BLACK, _DASHED),
-    "AdaKVPress": (_SKY, _DASHED),
-    "CriticalKVPress": (_GREEN, _DOTTED),
-    "CriticalAdaKVPress": (_SKY, _DOTTED),
-    "ThinKPress": (_PURPLE, _MIXED),
+_PRESSES = {
+    "ExpectedAttentionPress": _PURPLE,
+    "KnormPress": _ORANGE,
+    "ObservedAttentionPress": _GREEN,
 }
-"""Looks of the presses that are drawn most, like ones alike; the others get what is left."""
+"""Colours of the presses that are drawn beside others; the rest are golden."""
 
 _MECHANISMS: dict[str, tuple[str, str]] = {
     "bare": (_GREY, "D"),
@@ -161,31 +97,12 @@ def new_figure(
 
 def press_colour(name: str) -> str:
     """The colour of a press, the same in every figure: `"#rrggbb"`."""
-    return _press_look(name)[0]
-
-
-def press_line(name: str) -> dict[str, Any]:
-    """Keyword arguments of `Axes.plot` for the line of a press: colour, dashes and label.
-
-    Presses that share a colour differ in their dashes.
-    """
-    colour, dashes = _press_look(name)
-    # Dashed above solid: where two lines coincide both can be seen.
-    line: dict[str, Any] = {"color": colour, "label": press_label(name), "zorder": 2}
-    return line | ({"dashes": dashes, "zorder": 2.5} if dashes else {})
+    return _PRESSES.get(name, _GOLD)
 
 
 def press_label(name: str) -> str:
     """What figures and tables call a press: `"SnapKVPress"` is `"SnapKV"`."""
     return name.removesuffix("Press")
-
-
-def _press_look(name: str) -> _Look:
-    if name in _CHOSEN:
-        return _CHOSEN[name]
-    left = [look for look in product(_COLOURS, _LINES) if look not in _CHOSEN.values()]
-    others = sorted(set(PRESSES) - set(_CHOSEN))
-    return left[others.index(name) % len(left) if name in others else -1]
 
 
 def mechanism_colour(name: str) -> str:
@@ -204,23 +121,6 @@ def mechanism_marker(name: str) -> str:
         KeyError: if there is no such mechanism.
     """
     return _MECHANISMS[name][1]
-
-
-def percent_axis(axis: Axis) -> None:
-    """Label an axis of shares in [0, 1] in per cent."""
-    axis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
-
-
-def legend_outside(figure: Figure, axes: Axes, handles: Sequence[Artist] | None = None) -> None:
-    """Put a legend to the right of all panels.
-
-    Args:
-        axes: the panel whose labelled artists are listed.
-        handles: what to list instead, by its labels.
-    """
-    shown = axes.get_legend_handles_labels()[0] if handles is None else list(handles)
-    with style():
-        figure.legend(handles=shown, loc="outside right center", alignment="left", handlelength=2.6)
 
 
 def label_lines(panel: Axes, gap: float = 0.06) -> None:
@@ -302,29 +202,11 @@ def svg(figure: Figure, salt: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     # The same ids in every figure, and nothing refers to them.
     text = re.sub(r' id="(?:\w+_\d+|matplotlib\.\w+)"', "", text)
-    text = re.sub("<[^>]+>", _rounded, text)
+    # Coordinates are cut after a hundredth of a point; words are not.
+    text = re.sub("<[^>]+>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]), text)
     text = re.sub(r"\s*\n\s*", " ", text)
     text = re.sub(r' transform="rotate\(-0 [^"]*"| font-family: [^;"]*;?', "", text)
     text = re.sub(r"> <", "><", text)
-    nested = 1
-    while nested:  # groups that say nothing, from the inside out
-        text, nested = re.subn(r"<g>((?:(?!</?g\b).)*)</g>", r"\1", text)
     for colour, themed in _THEMED.items():
         text = text.replace(colour, themed)
-    return _with_classes(text, f"c{crc32(salt.encode()):08x}")
-
-
-def _rounded(tag: re.Match[str]) -> str:
-    """A tag whose coordinates are cut after a hundredth of a point."""
-    return re.sub(r"(\.\d\d)\d+", r"\1", tag[0])
-
-
-def _with_classes(text: str, prefix: str) -> str:
-    """The same figure with one rule for all elements that are drawn alike."""
-    styles = Counter(re.findall(r' style="([^"]*)"', text))
-    rules = []
-    for index, (drawn, times) in enumerate(styles.most_common()):
-        if times > 1:
-            text = text.replace(f' style="{drawn}"', f' class="{prefix}-{index}"')
-            rules.append(f".{prefix}-{index}{{{drawn}}}")
-    return text.replace("</style>", f"{''.join(rules)}</style>", 1)
+    return text

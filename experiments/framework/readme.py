@@ -9,7 +9,7 @@ Blocks are written by `python -m experiments readme`, never by hand.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -39,52 +39,21 @@ def blocks(results: Path, experiments: Sequence[AnyExperiment]) -> dict[str, str
     failed = [part.experiment.name for part in parts if part.error]
     if failed:
         raise UserError(f"{', '.join(failed)} failed in the study in {results}; run it again")
-    answers = "\n\n".join(_answer(part, f"../{results.name}") for part in parts)
-    return {"answers": answers, **dict(_findings(parts))}
+    items = {part.anchor(each.name): _item(each) for part in parts for each in part.findings}
+    answers = [_answer(part, f"../{results.name}") for part in parts]
+    return {"answers": "\n\n".join(answers), **items}
 
 
 def _answer(part: Part, folder: str) -> str:
     """A question with its findings, the first figure, and where the rest is."""
-    experiment = part.experiment
-    figures = [f"![{shows}]({folder}/{name}.svg)" for name, shows in part.figures.items()]
-    findings = [_item(finding) for finding in part.findings]
-    more = f"[Method, tables and figures]({folder}/report.html#{experiment.name})"
-    return "\n\n".join([f"## {experiment.title}", "\n".join(findings), *figures[:1], more])
-
-
-def _findings(parts: Sequence[Part]) -> Iterator[tuple[str, str]]:
-    """Each finding, an item of a list, by its anchor in the report."""
-    for part in parts:
-        for finding in part.findings:
-            yield f"{part.experiment.name}-{finding.name}", _item(finding)
+    shown = [f"![{shows}]({folder}/{name}.svg)" for name, shows in part.entry.figures.items()]
+    findings = "\n".join(_item(finding) for finding in part.findings)
+    more = f"[Method, tables and figures]({folder}/report.html#{part.experiment.name})"
+    return "\n\n".join([f"## {part.experiment.title}", findings, *shown[:1], more])
 
 
 def _item(finding: Finding) -> str:
     return f"- {finding.text}" + (f" *({finding.evidence.value})*" if finding.evidence else "")
-
-
-def markers(text: str) -> list[str]:
-    """Names of what the blocks of a page show, in order.
-
-    Raises:
-        UserError: if a block is not closed, or closed without having been opened.
-    """
-    names: list[str] = []
-    opened: int | None = None
-    for number, line in enumerate(text.splitlines(), 1):
-        opening = _OPENING.fullmatch(line.strip())
-        if opening and opened is not None:
-            raise UserError(f"line {number}: {line} inside the block that line {opened} opens")
-        if opening:
-            names += opening[1].split()
-            opened = number
-        elif line.strip() == _CLOSING:
-            if opened is None:
-                raise UserError(f"line {number}: {_CLOSING} closes a block that nothing opens")
-            opened = None
-    if opened is not None:
-        raise UserError(f"line {opened}: the block opened here lacks its {_CLOSING}")
-    return names
 
 
 def fill(text: str, contents: Mapping[str, str]) -> tuple[str, list[str]]:
@@ -96,26 +65,31 @@ def fill(text: str, contents: Mapping[str, str]) -> tuple[str, list[str]]:
     Raises:
         UserError: if the markers do not match, or name something that there is not.
     """
-    unknown = [name for name in markers(text) if name not in contents]
-    if unknown:
-        raise UserError(f"no table is called {unknown[0]!r}; there are {', '.join(contents)}")
+    filled: list[str] = []
     stale: list[str] = []
-
-    def renewed(block: re.Match[str]) -> str:
-        names = block["names"].split()
-        shown = "\n".join(contents[name].strip() for name in names)
-        content = f"{block['opening']}\n\n{shown}\n\n{_CLOSING}"
-        if content != block[0]:
-            stale.extend(names)
-        return content
-
-    return _BLOCK.sub(renewed, text), stale
-
-
-_BLOCK = re.compile(
-    rf"^(?P<opening>[ \t]*<!-- table: (?P<names>\S+(?: \S+)*) -->)[ \t]*\n.*?^[ \t]*{_CLOSING}",
-    re.DOTALL | re.MULTILINE,
-)
+    names: list[str] = []
+    opened, start = 0, 0  # the line that opens the block, and where it is in `filled`
+    for number, line in enumerate(text.split("\n"), 1):
+        opening, closes = _OPENING.fullmatch(line.strip()), line.strip() == _CLOSING
+        if opening and opened:
+            raise UserError(f"line {number}: {line} inside the block that line {opened} opens")
+        if closes and not opened:
+            raise UserError(f"line {number}: {_CLOSING} closes a block that nothing opens")
+        if opening:
+            names, opened, start = opening[1].split(), number, len(filled) + 1
+            if unknown := [name for name in names if name not in contents]:
+                known = ", ".join(contents)
+                raise UserError(f"no table is called {unknown[0]!r}; there are {known}")
+        if closes:
+            shown = "\n".join(contents[name].strip() for name in names)
+            if filled[start:] != (due := ["", *shown.split("\n"), ""]):
+                stale += names
+            filled[start:] = due
+            opened = 0
+        filled.append(line)
+    if opened:
+        raise UserError(f"line {opened}: the block opened here lacks its {_CLOSING}")
+    return "\n".join(filled), stale
 
 
 def pages(paths: Sequence[Path]) -> list[Path]:
@@ -128,7 +102,13 @@ def pages(paths: Sequence[Path]) -> list[Path]:
     if missing:
         raise UserError(f"there is no {missing[0]}; run this where the README is, or give --page")
     files = (sorted(path.rglob("*.md")) if path.is_dir() else [path] for path in paths)
-    return [page for found in files for page in found if markers(page.read_text(encoding="utf-8"))]
+    marks = ("<!-- table: ", _CLOSING)
+    return [
+        page
+        for found in files
+        for page in found
+        if any(mark in page.read_text(encoding="utf-8") for mark in marks)
+    ]
 
 
 def cited(text: str, results: Path) -> str:

@@ -20,13 +20,12 @@ from matplotlib.figure import Figure
 
 from experiments import load_experiments
 from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import AnyExperiment
+from experiments.framework.experiment import AnyExperiment, Finding, Related
 from experiments.framework.manifest import read_manifest, write_manifest
 from experiments.framework.overview import overview
-from experiments.framework.plots import save, svg
+from experiments.framework.plots import svg
 from experiments.framework.quotable import quotable
-from experiments.framework.results import Part, describe, draw, read_parts
-from experiments.framework.tables import markdown_table
+from experiments.framework.results import Part, describe, drawn, read_parts, write_figures
 from experiments.loading import short_name
 
 QUESTION = (
@@ -42,27 +41,10 @@ OVERVIEW = "overview"
 _MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")
 
 
-def verdict(parts: Iterable[Part]) -> str:
-    """Every question with its answer, as a Markdown table."""
-    rows = [[part.experiment.question, _answer(part)] for part in parts]
-    return markdown_table(["Question", "Answer"], rows, left=None)
-
-
-def needs(parts: Iterable[Part]) -> list[tuple[str, str, str, str, str]]:
-    """The first page: need, verdict, finding, its evidence and anchor, what works first."""
-    rows = [
-        (
-            finding.need,
-            finding.verdict or "",
-            finding.text,
-            finding.evidence.value if finding.evidence else "",
-            f"{part.experiment.name}-{finding.name}",
-        )
-        for part in parts
-        for finding in part.findings
-        if finding.need
-    ]
-    return sorted(rows, key=lambda row: ("works", "costs", "breaks", "").index(row[1]))
+def needs(parts: Iterable[Part]) -> list[tuple[Part, Finding]]:
+    """The findings of the first page, what works first."""
+    found = [(part, finding) for part in parts for finding in part.findings if finding.need]
+    return sorted(found, key=lambda one: ("works", "costs", "breaks", None).index(one[1].verdict))
 
 
 def threats(parts: Iterable[Part]) -> list[Evidence]:
@@ -71,20 +53,14 @@ def threats(parts: Iterable[Part]) -> list[Evidence]:
     return [kind for kind in Evidence if kind in kinds]
 
 
-def related(parts: Iterable[Part]) -> list[tuple[str, str, str, str]]:
-    """Related work: the anchor of the finding, whose work, what they say, and what is so here."""
+def related(parts: Iterable[Part]) -> list[tuple[str, Related]]:
+    """Related work, each with the anchor of the finding that stands beside it."""
     return [
-        (f"{part.experiment.name}-{line.finding}", line.work, line.says, line.here)
+        (part.anchor(line.finding), line)
         for part in parts
         if not part.error
         for line in part.experiment.related(part.tables)
     ]
-
-
-def _answer(part: Part) -> str:
-    if part.error:
-        return "(The experiment failed.)"
-    return part.findings[0].text if part.findings else ""
 
 
 def _cell(value: Any) -> str:
@@ -120,29 +96,24 @@ class _Picture(NamedTuple):
     width: int
 
 
-def _pictures(part: Part) -> list[_Picture]:
-    figures = part.experiment.figures(part.tables)
-    return [_picture(name, figure, part.figures.get(name)) for name, figure in figures.items()]
-
-
-def _picture(name: str, figure: Figure, shows: str | None) -> _Picture:
+def _picture(name: str, figure: Figure) -> _Picture:
     drawn = Markup(svg(figure, salt=name))
-    return _Picture(drawn, shows or name, round(96 * figure.get_figwidth()))
+    return _Picture(drawn, describe(figure) or name, round(96 * figure.get_figwidth()))
+
+
+def _pictures(part: Part) -> list[_Picture]:
+    return [_picture(*each) for each in part.experiment.figures(part.tables).items()]
 
 
 def _overview(parts: Iterable[Part], folder: Path) -> list[_Picture]:
     """The first figure, also written as an SVG file; empty if nothing goes into it."""
-    contrasts = [
-        contrast
-        for part in parts
-        if not part.error
-        for contrast in part.experiment.contrasts(part.tables)
-    ]
+    done = [part for part in parts if not part.error]
+    contrasts = [each for part in done for each in part.experiment.contrasts(part.tables)]
     if not contrasts:
         return []
     figure = overview(contrasts)
-    save(figure, folder / f"{OVERVIEW}.svg")
-    return [_picture(OVERVIEW, figure, describe(figure))]
+    write_figures({OVERVIEW: figure}, folder)
+    return [_picture(OVERVIEW, figure)]
 
 
 def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
@@ -175,7 +146,6 @@ def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
         "related": related(parts),
         "threats": threats(parts),
         "overview": _overview(parts, folder),
-        "verdict": verdict(parts),
         "quotable": quotable(parts),
         "pictures": _pictures,
         "max_rows": MAX_ROWS,
@@ -190,20 +160,16 @@ def command(
     folder: Annotated[
         Path, typer.Option("--input", help="Folder of the study.", exists=True, file_okay=False)
     ] = Path("study"),
-    redraw: Annotated[
-        bool, typer.Option("--redraw", help="Write the SVG files again too.")
-    ] = False,
 ) -> None:
-    """Rebuild report.md and report.html from the tables of a study, without running anything."""
-    experiments = load_experiments()
-    if redraw:
-        manifest = read_manifest(folder)
-        entries = dict(manifest.experiments)
-        for part in read_parts(folder, experiments):
-            if not part.error:
-                name = part.experiment.name
-                shown = draw(part.experiment, part.tables, folder)
-                entries[name] = entries[name].model_copy(update={"figures": shown})
-        write_manifest(manifest.model_copy(update={"experiments": entries}), folder)
+    """Rebuild the figures and the report of a study from its tables, without running anything."""
+    experiments, manifest = load_experiments(), read_manifest(folder)
+    entries = dict(manifest.experiments)
+    for part in read_parts(folder, experiments):
+        if not part.error:
+            name = part.experiment.name
+            figures, shown = drawn(part.experiment, part.tables)
+            write_figures(figures, folder)
+            entries[name] = entries[name].model_copy(update={"figures": shown})
+    write_manifest(manifest.model_copy(update={"experiments": entries}), folder)
     write_report(folder, experiments)
     typer.echo(f"wrote {folder / 'report.md'} and {folder / 'report.html'}")

@@ -16,30 +16,22 @@ from matplotlib.figure import Figure
 
 from experiments import UserError
 from experiments.framework.experiment import AnyExperiment, Finding, Tables
-from experiments.framework.manifest import check_names, read_manifest
+from experiments.framework.manifest import Entry, check_names, read_manifest
 from experiments.framework.plots import save
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a study's folder holds of one experiment.
-
-    Attributes:
-        tables: by name, as read from the CSV files.
-        figures: what each shows, in words, by name.
-        seconds: that it ran.
-        repeat: the command that runs it again.
-        error: why it failed, in one line, or None.
-        note: what a reader has to know besides; empty: nothing.
-    """
+    """What a study's folder holds of one experiment: tables by name, and what is noted of it."""
 
     experiment: AnyExperiment
     tables: Tables
-    figures: dict[str, str]
-    seconds: float
-    repeat: str
-    error: str | None
-    note: str = ""
+    entry: Entry
+
+    @property
+    def error(self) -> str | None:
+        """Why it failed, in one line."""
+        return self.entry.error
 
     @property
     def findings(self) -> list[Finding]:
@@ -49,6 +41,10 @@ class Part:
         of_all = self.experiment.evidence
         found = self.experiment.findings(self.tables)
         return [replace(finding, evidence=finding.evidence or of_all) for finding in found]
+
+    def anchor(self, finding: str) -> str:
+        """Where the finding of that name stands in the report."""
+        return f"{self.experiment.name}-{finding}"
 
 
 def write_table(table: pd.DataFrame, path: Path) -> None:
@@ -86,12 +82,15 @@ def read_table(path: Path) -> pd.DataFrame:
         raise UserError(f"{path} is no table: {error}") from None
 
 
-def draw(experiment: AnyExperiment, tables: Tables, folder: Path) -> dict[str, str]:
-    """Draw the figures of an experiment into `folder`; returns what each shows, by name."""
+def drawn(experiment: AnyExperiment, tables: Tables) -> tuple[dict[str, Figure], dict[str, str]]:
+    """The figures of an experiment, and what each shows in words, both by name.
+
+    Raises:
+        ValueError: if one is not called as the experiment is.
+    """
     figures = experiment.figures(tables)
     check_names(experiment.name, figures)
-    write_figures(figures, folder)
-    return {name: describe(figure) for name, figure in figures.items()}
+    return figures, {name: describe(figure) for name, figure in figures.items()}
 
 
 def describe(figure: Figure) -> str:
@@ -128,25 +127,13 @@ def read_parts(folder: Path, experiments: Sequence[AnyExperiment]) -> list[Part]
         paths = {table: folder / f"{table}.csv" for table in entry.tables}
         if entry.error:  # perhaps before all of them were written
             paths = {table: path for table, path in paths.items() if path.exists()}
-        part = Part(
-            experiment=known[name],
-            tables={table: read_table(path) for table, path in paths.items()},
-            figures=entry.figures,
-            seconds=entry.seconds,
-            repeat=entry.repeat or f"python -m experiments {name}",
-            error=entry.error,
-            note=entry.note,
-        )
-        _check_tables(part, folder)
+        tables = {table: read_table(path) for table, path in paths.items()}
+        part = Part(known[name], tables, entry)
+        try:
+            _ = part.findings
+        except LookupError as error:
+            raise UserError(
+                f"{folder} has no table or column {error} of {name!r}; run the study again"
+            ) from error
         parts.append(part)
     return parts
-
-
-def _check_tables(part: Part, folder: Path) -> None:
-    try:
-        _ = part.findings
-    except LookupError as error:
-        raise UserError(
-            f"{folder} has no table or column {error} of {part.experiment.name!r}; run the study "
-            "again"
-        ) from error

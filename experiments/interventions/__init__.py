@@ -12,40 +12,14 @@ with COMPANIONS["PEFT LoRA"].scope(model) as run:
 has, each in a process of its own, and prints JSON.
 """
 
-from experiments.interventions import (
-    of_accelerate,
-    of_kvpress,
-    of_liger,
-    of_nnsight,
-    of_peft,
-    of_quanto,
-    of_torch,
-    of_transformer_lens,
-)
+from contextlib import nullcontext
+
+from experiments.interventions import libraries, of_torch
 from experiments.interventions.intervention import Intervention, Library
+from experiments.interventions.libraries import LIBRARIES
 
-LIBRARIES = (
-    Library("kvpress", "kvpress", of_kvpress.INTERVENTIONS),
-    Library("accelerate", "accelerate", of_accelerate.INTERVENTIONS),
-    Library("peft", "peft", of_peft.INTERVENTIONS),
-    Library("liger-kernel", "liger_kernel.transformers", of_liger.INTERVENTIONS),
-    Library("transformer-lens", "transformer_lens", of_transformer_lens.INTERVENTIONS),
-    Library("nnsight", "nnsight", of_nnsight.INTERVENTIONS),
-)
-"""What is audited."""
-
-NOTHING = of_torch.NOTHING
-COMPANIONS: dict[str, Intervention] = {
-    done.companion: done
-    for done in (
-        NOTHING,
-        *of_accelerate.INTERVENTIONS,
-        *of_peft.INTERVENTIONS,
-        *of_quanto.INTERVENTIONS,
-        *of_torch.INTERVENTIONS,
-    )
-    if done.companion
-}
-"""What presses are tried beside, by name; the first is nothing."""
+NOTHING = "nothing else"
+COMPANIONS = {NOTHING: Intervention(nullcontext), **libraries.COMPANIONS, **of_torch.COMPANIONS}
+"""What presses are tried beside, by name."""
 
 __all__ = ["COMPANIONS", "LIBRARIES", "NOTHING", "Intervention", "Library"]

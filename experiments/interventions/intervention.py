@@ -7,26 +7,22 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+Scope = Callable[[Any], AbstractContextManager[Any]]
+"""From a model to a context manager that yields what to run in its place."""
+
 
 @dataclass(frozen=True)
 class Intervention:
     """Something that a library does to a model, and undoes in the way that it offers.
 
     Attributes:
-        scope: from a model to a context manager that yields what to run in its place.
-        subject: what an audit of the library calls it; empty: it is not audited.
-        companion: what presses tried beside it call it; empty: none is.
-        runs: whether the model can be run meanwhile, on a CPU.
         tolerance: largest difference of logits, as a share of the largest, that its own arithmetic
             may make where it is not repeated exactly.
         answers: whether calling it gives an answer in place of a model's output, without a cache.
         is_slow: whether a single call takes seconds.
     """
 
-    scope: Callable[[Any], AbstractContextManager[Any]]
-    subject: str = ""
-    companion: str = ""
-    runs: bool = True
+    scope: Scope
     tolerance: float = 1e-5
     answers: bool = False
     is_slow: bool = False
@@ -39,14 +35,11 @@ class Library:
     Attributes:
         distribution: its name on PyPI.
         module: what is imported.
-        interventions: all that is described of it.
+        subjects: what is audited beside the import, by name.
+        runs: whether the model can be run meanwhile, on a CPU.
     """
 
     distribution: str
     module: str
-    interventions: tuple[Intervention, ...]
-
-    @property
-    def subjects(self) -> dict[str, Intervention]:
-        """What is audited beside the import, by name."""
-        return {done.subject: done for done in self.interventions if done.subject}
+    subjects: dict[str, Scope]
+    runs: bool = True

@@ -18,12 +18,6 @@ Runs = Callable[..., Any]
 """Called as the model is."""
 
 
-@contextmanager
-def nothing(model: PreTrainedModel) -> Iterator[Runs]:
-    """The model as it is."""
-    yield model
-
-
 class _Wrapped(nn.Module):
     """In the place of a module, as FSDP puts one: runs it, and answers for its attributes."""
 
@@ -134,18 +128,16 @@ def compiled(model: PreTrainedModel) -> Iterator[Runs]:
         torch._dynamo.reset()
 
 
-NOTHING = Intervention(nothing, companion="nothing else")
-INTERVENTIONS = (
-    Intervention(wrapped_layers, companion="wrapped layers, as FSDP does"),
-    Intervention(replica, companion="replicas, as DataParallel makes"),
-    Intervention(functional, companion="torch.func.functional_call"),
-    Intervention(
-        partial(called_inside, partial(torch.autocast, "cpu", torch.bfloat16)),
-        companion="autocast to bfloat16",
-        tolerance=0.05,
+COMPANIONS = {
+    "wrapped layers, as FSDP does": Intervention(wrapped_layers),
+    "replicas, as DataParallel makes": Intervention(replica),
+    "torch.func.functional_call": Intervention(functional),
+    "autocast to bfloat16": Intervention(
+        partial(called_inside, partial(torch.autocast, "cpu", torch.bfloat16)), tolerance=0.05
     ),
-    Intervention(partial(called_inside, torch.inference_mode), companion="inference mode"),
-    Intervention(gradients, companion="checkpointing and backward", answers=True),
-    Intervention(exported, companion="torch.export", answers=True),
-    Intervention(compiled, companion="torch.compile", is_slow=True),
-)
+    "inference mode": Intervention(partial(called_inside, torch.inference_mode)),
+    "checkpointing and backward": Intervention(gradients, answers=True),
+    "torch.export": Intervention(exported, answers=True),
+    "torch.compile": Intervention(compiled, is_slow=True),
+}
+"""What presses are tried beside."""

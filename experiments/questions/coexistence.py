@@ -8,34 +8,24 @@ press, and, once the scope is closed, against those of the companion alone.
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import pandas as pd
 import torch
-import typer
-from matplotlib.figure import Figure
-from rich.progress import Progress
 from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl
 import patch_impl
 from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Experiment, Finding, Tables
-from experiments.framework.heatmap import OutcomeMatrix
-from experiments.framework.options import one_of
-from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
+from experiments.framework.experiment import Finding, Tables
 from experiments.framework.tables import ResultTable
-from experiments.framework.wording import in_one_line
 from experiments.interventions import COMPANIONS, NOTHING, Intervention
 from experiments.mechanisms import MECHANISMS, OURS
-from experiments.mechanisms.contain import contained
-from experiments.testbed.families import FAMILIES, HYBRID, build
+from experiments.mechanisms.scenarios import Family, Moment, Scenarios, some_of, wrongs
+from experiments.testbed.families import HYBRID, build
 from experiments.testbed.response import Response, random_tokens, states_of
 from press_core.budget import n_kept
 from press_core.select import top_positions
@@ -79,21 +69,18 @@ def _evict_by_hand(cache: DynamicCache) -> None:
 # ---- mechanisms ----------------------------------------------------------------------------------
 
 
-def _presses(name: str) -> dict[str, Callable[[], Any]]:
-    """A mechanism of this project with presses that read keys, queries, and keep heads apart."""
-    package = {"hooks": hooks_impl, "patches": patch_impl}[name]
-    return {
-        name: partial(MECHANISMS[name].press, RATIO),
-        f"{name}, SnapKV": lambda: package.SnapKVPress(RATIO, window_size=4),
-        f"{name}, AdaKV": lambda: package.AdaKVPress(package.KnormPress(RATIO)),
-    }
+_PACKAGES = {"hooks": hooks_impl, "patches": patch_impl}
+_PRESSES: dict[str, Callable[[str], Any]] = {
+    "": lambda name: MECHANISMS[name](RATIO),
+    ", SnapKV": lambda name: _PACKAGES[name].SnapKVPress(RATIO, window_size=4),
+    ", AdaKV": lambda name: _PACKAGES[name].AdaKVPress(_PACKAGES[name].KnormPress(RATIO)),
+}
+"""Presses of this project that read keys, queries, and keep heads apart."""
 
-
-_HOOKS, _PATCHES = _presses("hooks"), _presses("patches")
-MINE = tuple(name for pair in zip(_HOOKS, _PATCHES, strict=True) for name in pair)
+MINE = tuple(name + press for press in _PRESSES for name in OURS)
 TRIED: dict[str, Callable[[], Any]] = {
-    **{name: (_HOOKS | _PATCHES)[name] for name in MINE},
-    **{name: partial(mechanism.press, RATIO) for name, mechanism in MECHANISMS.items()},
+    **{name + press: partial(make, name) for press, make in _PRESSES.items() for name in OURS},
+    **{name: partial(press, RATIO) for name, press in MECHANISMS.items() if name not in OURS},
 }
 """What makes the press that is tried, by name: ours, and the other mechanisms."""
 
@@ -102,25 +89,9 @@ TRIED: dict[str, Callable[[], Any]] = {
 class Options:
     """What to try."""
 
-    mechanism: Annotated[
-        tuple[str, ...],
-        typer.Option(
-            help=f"Repeatable; one of: {'; '.join(TRIED)}.",
-            show_default="all",
-            callback=one_of(TRIED),
-        ),
-    ] = ()
-    companion: Annotated[
-        tuple[str, ...],
-        typer.Option(
-            help=f"Repeatable; one of: {'; '.join(COMPANIONS)}.",
-            show_default="all",
-            callback=one_of(COMPANIONS),
-        ),
-    ] = ()
-    family: Annotated[
-        str, typer.Option(help="Architecture of the model.", callback=one_of(FAMILIES))
-    ] = "llama"
+    mechanism: Annotated[tuple[str, ...], some_of(TRIED)] = ()
+    companion: Annotated[tuple[str, ...], some_of(COMPANIONS)] = ()
+    family: Family = "llama"
 
 
 def small(family: str) -> PreTrainedModel:
@@ -128,117 +99,79 @@ def small(family: str) -> PreTrainedModel:
 
 
 @lru_cache
-def pressed(mechanism: str, companion: Intervention, family: str) -> Response:
+def pressed(mechanism: str, companion: str, family: str) -> Response:
     """What is right while the press is open.
 
     For keys of least norm, the companion's own cache is cut by hand. What SnapKV and AdaKV keep,
     and what a model keeps some of whose layers have a window, is taken from the other mechanism,
     opened on a model that the companion has finished with. What has no cache is as without a press.
     """
-    if companion.answers:
+    beside = COMPANIONS[companion]
+    if beside.answers:
         return alone(companion, family)
-    with companion.scope(model := small(family)) as run:
+    with beside.scope(model := small(family)) as run:
         if "," not in mechanism and family not in HYBRID:
-            return ask(run, companion, by_hand=True)
+            return ask(run, beside, by_hand=True)
         package, comma, name = mechanism.partition(", ")
         other = "patches" if package == "hooks" else "hooks"
         with TRIED[f"{other}{comma}{name}"]()(model):
-            return ask(run, companion)
+            return ask(run, beside)
 
 
 @lru_cache
-def alone(companion: Intervention, family: str) -> Response:
+def alone(companion: str, family: str) -> Response:
     """What is right while no press is open."""
-    with companion.scope(small(family)) as run:
-        return ask(run, companion)
+    with COMPANIONS[companion].scope(small(family)) as run:
+        return ask(run, COMPANIONS[companion])
 
 
 # ---- the matrix ----------------------------------------------------------------------------------
 
 
-def try_out(
-    mechanism: str, companion: Intervention, phase: str, family: str = "llama"
-) -> dict[str, Any]:
-    """One cell of the matrix, as a row."""
-    outcome, detail = RIGHT, ""
-    with contained(small(family)), _quiet():
-        try:
-            for when, run, beside, is_open in _moments(mechanism, companion, phase, small(family)):
-                right = pressed(mechanism, beside, family) if is_open else alone(beside, family)
-                difference = right.difference(ask(run, beside), beside.tolerance)
-                if difference and outcome == RIGHT:
-                    outcome, detail = WRONG, f"{when}: {difference}"
-        except Exception as error:  # whatever comes is the result
-            if outcome == RIGHT:
-                outcome, detail = ERROR, in_one_line(error)
+def try_out(mechanism: str, companion: str, phase: str, family: str = "llama") -> dict[str, str]:
+    """One cell of the matrix, as a row: what is not right first is what counts."""
+    found = wrongs(_moments(mechanism, companion, phase, family), small(family))
     return {
         "mechanism": mechanism,
-        "companion": companion.companion,
+        "companion": companion,
         "phase": phase,
-        "outcome": outcome,
-        "detail": detail,
+        "outcome": RIGHT if not found else ERROR if found[0].is_error else WRONG,
+        "detail": found[0].detail if found else "",
     }
 
 
-def _moments(
-    mechanism: str, companion: Intervention, phase: str, model: PreTrainedModel
-) -> Iterator[tuple[str, Callable[..., Any], Intervention, bool]]:
-    """When to look: what to run then, beside which companion, and whether the scope is open."""
-    scope, plain = TRIED[mechanism]()(model), NOTHING
+def _moments(mechanism: str, companion: str, phase: str, family: str) -> Iterator[Moment]:
+    """The model, or what the companion gives in its place, inside of the scope and after it."""
+    model = small(family)
+    scope, begun = TRIED[mechanism]()(model), COMPANIONS[companion].scope
+
+    def moment(when: str, run: Callable[..., Any] = model, beside: str = NOTHING) -> Moment:
+        is_open, done = when.startswith("inside"), COMPANIONS[beside]
+        right = pressed(mechanism, beside, family) if is_open else alone(beside, family)
+        return Moment(when, right, partial(ask, run, done), done.tolerance)
+
     if phase == BEFORE:
-        with companion.scope(model) as run:
+        with begun(model) as run:
             with scope:
-                yield "inside", run, companion, True
-            yield "after the scope", run, companion, False
+                yield moment("inside", run, companion)
+            yield moment("after the scope", run, companion)
     elif phase == INSIDE:
         with scope:
-            with companion.scope(model) as run:
-                yield "inside", run, companion, True
-            yield "inside, alone again", model, plain, True
-        yield "after the scope", model, plain, False
+            with begun(model) as run:
+                yield moment("inside", run, companion)
+            yield moment("inside, alone again")
+        yield moment("after the scope")
     else:
         with scope:
-            yield "inside, alone", model, plain, True
-        with companion.scope(model) as run:
-            yield "after the scope", run, companion, False
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warnings of libraries that notice each other."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def cells(
-    mechanisms: Iterable[str], companions: Iterable[str]
-) -> list[tuple[str, Intervention, str]]:
-    """What is tried out: slow companions by our own mechanisms alone, and not after the scope."""
-    return [
-        (mechanism, COMPANIONS[companion], phase)
-        for mechanism in mechanisms
-        for companion in companions
-        for phase in PHASES
-        if not COMPANIONS[companion].is_slow or (mechanism in MINE and phase != AFTER)
-    ]
+            yield moment("inside, alone")
+        with begun(model) as run:
+            yield moment("after the scope", run, companion)
 
 
 # ---- reading the table ---------------------------------------------------------------------------
 
 
-_LOOKS = {
-    RIGHT: ("\N{MIDDLE DOT}", "#e3eef4"),
-    ERROR: ("!", "#f3c969"),
-    WRONG: ("x", "#D55E00"),
-}
-
-
-class Coexistence(Experiment[Options]):
+class Coexistence(Scenarios[Options]):
     """Try each mechanism beside accelerate, PEFT, torch.compile and others."""
 
     name = "coexistence"
@@ -262,23 +195,28 @@ class Coexistence(Experiment[Options]):
         companion=tuple(n for n, done in COMPANIONS.items() if not done.is_slow),
     )
 
-    def on(self, own: OwnModel) -> Planned[Options]:
-        if own.model_type not in FAMILIES:
-            raise LeftOutError(f"it builds no small model of the type {own.model_type}")
-        return Planned(replace(self.quick, family=own.model_type), seconds=20, note=SMALL)
+    case = "companion"
+    try_out = staticmethod(try_out)
+    looks: ClassVar = {
+        RIGHT: ("\N{MIDDLE DOT}", "#e3eef4"),
+        ERROR: ("!", "#f3c969"),
+        WRONG: ("x", "#D55E00"),
+    }
+    shows = (
+        "What comes of each mechanism (columns) beside what else is done to models (rows): "
+        "the worst of before, inside and after the scope"
+    )
+    seconds = 20
 
-    def measure(self, options: Options, progress: Progress) -> Tables:
-        """Every mechanism beside every companion, in every phase.
-
-        Returns:
-            `coexistence`: columns `mechanism`, `companion`, `phase` (one of `PHASES`), `outcome`
-            (one of `OUTCOMES`) and a `detail` of what is not right.
-        """
-        chosen = cells(options.mechanism or TRIED, options.companion or COMPANIONS)
-        rows = [
-            try_out(*cell, options.family) for cell in progress.track(chosen, description=self.name)
+    def cells(self, options: Options) -> list[tuple[str, ...]]:
+        """Slow companions are tried by our own mechanisms alone, and not after the scope."""
+        return [
+            (mechanism, companion, phase)
+            for mechanism in options.mechanism or TRIED
+            for companion in options.companion or COMPANIONS
+            for phase in PHASES
+            if not COMPANIONS[companion].is_slow or (mechanism in MINE and phase != AFTER)
         ]
-        return {"coexistence": pd.DataFrame(rows)}
 
     def findings(self, tables: Tables) -> list[Finding]:
         table = tables["coexistence"]
@@ -286,32 +224,18 @@ class Coexistence(Experiment[Options]):
         return [_finding(name, part) for name, part in parts.items() if len(part)]
 
     def views(self, tables: Tables) -> list[ResultTable]:
-        table = tables["coexistence"]
-        note = "The worst of before, inside and after the scope."
-        return [OutcomeMatrix.of(table, "companion", _LOOKS).table(note)]
+        return [self.matrix(tables).table("The worst of before, inside and after the scope.")]
 
     def remarks(self, tables: Tables) -> list[str]:
-        table, said = tables["coexistence"], []
-        alone = table[(table["companion"] == NOTHING.companion) & (table["outcome"] == WRONG)]
-        if len(alone):
-            late = ", ".join(alone["mechanism"].unique())
-            said = [f"Wrong by themselves, beside nothing else: {late}."]
-        own = table[_is_own(table) & (table["outcome"] != RIGHT)]
-        details = [
+        """What is wrong beside nothing else, and what is not right with our own."""
+        table = tables["coexistence"]
+        by_itself = (table["companion"] == NOTHING) & (table["outcome"] == WRONG)
+        noted = table[by_itself | (_is_own(table) & (table["outcome"] != RIGHT))]
+        lines = [
             f"- {row.mechanism}, {row.companion}, {row.phase} the scope: {row.detail}"
-            for row in own.itertuples()
+            for row in noted.itertuples()
         ]
-        if details:
-            said += ["What is not right with this project's own:", "\n".join(details)]
-        return said
-
-    def figures(self, tables: Tables) -> dict[str, Figure]:
-        label = (
-            "What comes of each mechanism (columns) beside what else is done to models (rows): "
-            "the worst of before, inside and after the scope"
-        )
-        matrix = OutcomeMatrix.of(tables["coexistence"], "companion", _LOOKS)
-        return {"coexistence": matrix.figure(label)}
+        return ["\n".join(lines)] if lines else []
 
 
 def _is_own(table: pd.DataFrame) -> pd.Series[bool]:

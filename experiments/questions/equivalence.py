@@ -6,12 +6,13 @@ and at the end, and the logits of every forward, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from importlib import import_module
+from functools import partial
 from itertools import product
-from typing import Annotated, Any, ClassVar, NamedTuple
+from pkgutil import resolve_name
+from typing import Annotated, Any, ClassVar
 
 import pandas as pd
 import torch
@@ -97,102 +98,66 @@ class Options:
 # ---- the grid ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Subject:
-    """Something to run presses on: a family's small model, or a model of the user's own.
+def variants(options: Options) -> list[tuple[str, str, str]]:
+    """What to compare on: a family or the user's model, a dtype, and an attention implementation.
 
-    Attributes:
-        name: what the table calls it.
-        implementations: the attention implementations that it is run with.
-        load: from dtype and attention implementation to the model.
+    Raises:
+        UserError: if there is nothing.
     """
-
-    name: str
-    implementations: tuple[str, ...]
-    load: Callable[[torch.dtype, str], PreTrainedModel]
-
-
-def family_subject(
-    family: str, implementations: Sequence[str] = IMPLEMENTATIONS, device: str = "cpu"
-) -> Subject:
-    """A small random model of `family`, with those of the implementations that the family has."""
-    offered = supported_implementations(family)
-    # Two layers each; hybrid families add a sliding one to every layer that is asked for.
-    num_layers = 1 if family in HYBRID else 2
-
-    def load(dtype: torch.dtype, implementation: str) -> PreTrainedModel:
-        options: dict[str, Any] = {"dtype": dtype, "attn_implementation": implementation}
-        model = build(family, num_layers=num_layers, **options)
-        return model.to(torch.device(device))
-
-    return Subject(family, tuple(i for i in implementations if i in offered), load)
+    if options.model is not None:
+        if options.family:
+            raise UserError("give either --model or --family, not both")
+        return list(product([options.model], options.dtype, options.attn))
+    families = options.family or FAMILIES
+    found = [
+        (family, dtype, attn)
+        for family, dtype, attn in product(families, options.dtype, options.attn)
+        if attn in supported_implementations(family)
+    ]
+    if not found:
+        raise UserError(
+            f"none of {', '.join(families)} has {' or '.join(options.attn)}; eager works for all "
+            "families"
+        )
+    return found
 
 
-def registered(name: str) -> PressMaker:
-    """The press registered as `name`, with windows that fit into the contexts used here."""
-    return lambda ratio: recipe_pair(name, ratio)
-
-
-class Cell(NamedTuple):
-    """One row of the table.
-
-    Attributes:
-        family: of the small model, or name of the user's own.
-        padded: whether the batch had rows of different lengths.
-        tokens: tokens run with each mechanism, padding not counted; 0 where both refuse.
-        equal: whether no bit differed.
-        difference: the first difference, empty where there is none.
-        refusal: why both mechanisms refuse alike, empty where they don't.
-    """
-
-    press: str
-    ratio: float
-    family: str
-    dtype: str
-    attn_implementation: str
-    padded: bool
-    tokens: int
-    equal: bool
-    difference: str
-    refusal: str
+def _load(options: Options, name: str, dtype: str, attn: str) -> PreTrainedModel:
+    kind: Any = {"dtype": getattr(torch, dtype), "attn_implementation": attn}
+    if options.model is None:
+        # Two layers each; hybrid families add a sliding one to every layer that is asked for.
+        num_layers = 1 if name in HYBRID else 2
+        return build(name, num_layers=num_layers, **kind).to(torch.device(options.device))
+    try:
+        return load_model(name, device=options.device, **kind)[0]
+    except ModelNotFoundError:
+        raise
+    except (ImportError, ValueError) as error:  # an implementation that is not there
+        reason = str(error).splitlines()[0]
+        raise UserError(f"cannot load {name} with {attn}: {reason}") from error
 
 
 def run_grid(
-    presses: Mapping[str, PressMaker],
-    ratios: Sequence[float],
-    subjects: Sequence[Subject],
-    dtypes: Sequence[str],
-    length: int,
-    progress: Progress,
+    presses: Mapping[str, PressMaker], options: Options, progress: Progress
 ) -> pd.DataFrame:
     """Compare both mechanisms in every cell of a grid.
 
     Args:
         presses: makers by name.
-        ratios: each in [0, 1).
-        dtypes: names of floating-point dtypes of torch.
-        length: tokens of a context.
 
     Returns:
-        One row per cell, with the columns of `Cell`.
+        A row per cell: `press`, `ratio`, `family` (or the name of the user's model), `dtype`,
+        `attn_implementation`, whether it was `padded`, and what `_compare` says.
     """
-    models = [
-        (subject, dtype, implementation)
-        for subject in subjects
-        for dtype, implementation in product(dtypes, subject.implementations)
-    ]
-    combinations = list(product(presses.items(), ratios, (False, True)))
-    cells = []
-    task = progress.add_task("", total=len(models) * len(combinations))
-    for subject, dtype, implementation in models:
-        progress.update(task, description=f"{subject.name} {dtype} {implementation}")
-        model = subject.load(getattr(torch, dtype), implementation)
-        for (name, make), ratio, padded in combinations:
-            result = _compare(model, make(ratio), _inputs(model, length, padded, name))
-            place = (name, ratio, subject.name, dtype, implementation, padded)
-            cells.append(Cell(*place, *result))
-            progress.advance(task)
-    return pd.DataFrame(cells, columns=list(Cell._fields))
+    rows = []
+    for name, dtype, attn in progress.track(variants(options), description="equivalence"):
+        model = _load(options, name, dtype, attn)
+        for (press, make), ratio, padded in product(presses.items(), options.ratio, (False, True)):
+            place = {"press": press, "ratio": ratio, "family": short_name(name), "dtype": dtype}
+            place |= {"attn_implementation": attn, "padded": padded}
+            inputs = _inputs(model, options.length, padded, press)
+            rows.append(place | _compare(model, make(ratio), inputs))
+    return pd.DataFrame(rows)
 
 
 def _inputs(model: PreTrainedModel, length: int, padded: bool, press: str) -> Inputs:
@@ -201,16 +166,19 @@ def _inputs(model: PreTrainedModel, length: int, padded: bool, press: str) -> In
     return inputs.with_delimiter(DELIMITER, question=6) if press == "FinchPress" else inputs
 
 
-def _compare(
-    model: PreTrainedModel, presses: PressPair, inputs: Inputs
-) -> tuple[int, bool, str, str]:
-    """The last four fields of a `Cell`."""
+def _compare(model: PreTrainedModel, presses: PressPair, inputs: Inputs) -> dict[str, Any]:
+    """One comparison.
+
+    Returns:
+        `tokens`, run with each mechanism, padding not counted; the first `difference`, empty where
+        no bit differs; and the `refusal`: why both refuse alike, empty where they don't.
+    """
     try:
         both = fitted_pair(presses, model)
         difference = compare(model, both.hook, both.patch, inputs)
     except PressError as refusal:
-        return 0, True, "", str(refusal)
-    return inputs.n_tokens, difference is None, str(difference or ""), ""
+        return {"tokens": 0, "difference": "", "refusal": str(refusal)}
+    return {"tokens": inputs.n_tokens, "difference": str(difference or ""), "refusal": ""}
 
 
 def counted(cells: pd.DataFrame) -> pd.DataFrame:
@@ -221,59 +189,23 @@ def counted(cells: pd.DataFrame) -> pd.DataFrame:
         those with a difference; `tokens`, run with each mechanism; the first `difference`, with the
         cell it was found in, and the `refusal`, empty where there is none.
     """
-    place = ["press", "ratio", "family", "dtype"]
-    rows = []
-    for key, group in cells.groupby(place, sort=False):
-        different = group[~group["equal"]]
-        rows.append(
-            {
-                **dict(zip(place, key, strict=True)),
-                "cells": len(group),
-                "compared": int((group["tokens"] > 0).sum()),
-                "differ": len(different),
-                "tokens": int(group["tokens"].sum()),
-                "difference": next(map(_first_difference, different.itertuples()), ""),
-                "refusal": next(filter(None, group["refusal"]), ""),
-            }
-        )
-    return pd.DataFrame(rows)
-
-
-def _first_difference(cell: Any) -> str:
-    batch = "padded" if cell.padded else "not padded"
-    return f"{cell.attn_implementation}, {batch}: {cell.difference}"
+    batch = cells["padded"].map({True: "padded", False: "not padded"})
+    where = cells["attn_implementation"] + ", " + batch + ": " + cells["difference"]
+    differ = cells["difference"] != ""
+    told = cells.assign(compared=cells["tokens"] > 0, differ=differ, difference=where.where(differ))
+    told["refusal"] = cells["refusal"].where(cells["refusal"] != "")
+    rows = told.groupby(["press", "ratio", "family", "dtype"], sort=False).agg(
+        cells=("tokens", "size"),
+        compared=("compared", "sum"),
+        differ=("differ", "sum"),
+        tokens=("tokens", "sum"),
+        difference=("difference", "first"),
+        refusal=("refusal", "first"),
+    )
+    return rows.fillna({"difference": "", "refusal": ""}).reset_index()
 
 
 # ---- what was asked for --------------------------------------------------------------------------
-
-
-def _subjects(options: Options) -> list[Subject]:
-    if options.model is not None:
-        if options.family:
-            raise UserError("give either --model or --family, not both")
-        return [_loaded_subject(options.model, options.attn, options.device)]
-    names = options.family or FAMILIES
-    subjects = [family_subject(name, options.attn, options.device) for name in names]
-    if not any(subject.implementations for subject in subjects):
-        raise UserError(
-            f"none of {', '.join(names)} has {' or '.join(options.attn)}; eager works for all "
-            "families"
-        )
-    return subjects
-
-
-def _loaded_subject(name: str, implementations: tuple[str, ...], device: str) -> Subject:
-    def load(dtype: torch.dtype, implementation: str) -> PreTrainedModel:
-        try:
-            options: dict[str, Any] = {"attn_implementation": implementation, "device": device}
-            return load_model(name, dtype=dtype, **options)[0]
-        except ModelNotFoundError:
-            raise
-        except (ImportError, ValueError) as error:  # an implementation that is not there
-            reason = str(error).splitlines()[0]
-            raise UserError(f"cannot load {name} with {implementation}: {reason}") from error
-
-    return Subject(short_name(name), implementations, load)
 
 
 def _press_option(text: str) -> tuple[str, PressMaker]:
@@ -282,11 +214,11 @@ def _press_option(text: str) -> tuple[str, PressMaker]:
         if text not in hooks_impl.PRESSES:
             known = ", ".join(sorted(hooks_impl.PRESSES))
             raise UserError(f"press {text!r} is unknown; choose from {known}")
-        return text, registered(text)
+        return text, partial(recipe_pair, text)
     parts = text.split(",")
     if len(parts) != 2:
         raise UserError(
-            f"{text!r} names {_number(len(parts), 'press', 'presses')}; give two, as in "
+            f"{text!r} names {len(parts)} press{'es' if len(parts) > 1 else ''}; give two, as in "
             "my_module:MyHookPress,my_module:MyPatchPress"
         )
     hook, patch = map(_press_class, parts)
@@ -300,20 +232,16 @@ def _press_option(text: str) -> tuple[str, PressMaker]:
 
 def _press_class(text: str) -> type[Any]:
     """The class named `module:Class`, which has to be a press with a `compression_ratio`."""
-    module, _, name = text.strip().partition(":")
+    text = text.strip()
     try:
-        found: Any = getattr(import_module(module), name)
+        found: Any = resolve_name(text)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"cannot import {text.strip()!r}: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, InstalledPress)):
+        raise UserError(f"cannot import {text!r}: {error}") from error
+    is_press = isinstance(found, type) and issubclass(found, InstalledPress)
+    if not is_press or "compression_ratio" not in getattr(found, "__dataclass_fields__", {}):
         raise UserError(
-            f"{text.strip()!r} is no press; derive it from hooks_impl.BasePress or "
-            "patch_impl.BasePress"
-        )
-    if "compression_ratio" not in getattr(found, "__dataclass_fields__", {}):
-        raise UserError(
-            f"{text.strip()!r} takes no compression_ratio; derive it from ScorerPress, or give it "
-            "that field"
+            f"{text!r} is no press with a compression_ratio; derive it from ScorerPress of "
+            "hooks_impl or patch_impl, or give it that field"
         )
     return found
 
@@ -321,31 +249,19 @@ def _press_class(text: str) -> type[Any]:
 # ---- reading the table ---------------------------------------------------------------------------
 
 
-_Counts = dict[Any, tuple[int, int]]
-"""Cells that are equal and cells compared, per group; a group that is refused is not in it."""
-
-
-def _counts(cells: pd.DataFrame, by: str | list[str]) -> _Counts:
-    sums = cells[cells["compared"] > 0].groupby(by, sort=False)[["compared", "differ"]].sum()
-    equal = sums["compared"] - sums["differ"]
-    return dict(zip(sums.index, zip(equal, sums["compared"], strict=True), strict=True))
-
-
-_GREY, _RED, _GREEN = "#eeeeee", "#f4b6a0", "#c7e8dc"
-
-
 def _figure(cells: pd.DataFrame) -> Figure:
     """A square per press and model; with words in it where there is more to say than "equal"."""
-    presses, families = list(cells["press"].unique()), list(cells["family"].unique())
-    counts = _counts(cells, ["press", "family"])
+    sums = cells.groupby(["press", "family"], sort=False)[["compared", "differ"]].sum()
     looks = {
-        (press_label(press), family): _look(counts, (press, family))
-        for press, family in product(presses, families)
+        (press_label(press), family): _look(compared, differ)
+        for (press, family), compared, differ in sums.itertuples(name=None)
     }
+    presses = [press_label(press) for press in cells["press"].unique()]
+    families = list(cells["family"].unique())
     width, height = 1.6 + 0.27 * len(families), 1.2 + 0.18 * len(presses)
     figure, (panel,) = new_figure(width=max(width, 3.6), height=height)
     with style():
-        draw_cells(panel, [press_label(press) for press in presses], families, looks)
+        draw_cells(panel, presses, families, looks)
     figure.set_label(
         "Green: hook and patch leave the same bits in every cell of a press and a model; red: they "
         "differ in as many; grey, with a dash: both refuse"
@@ -353,49 +269,26 @@ def _figure(cells: pd.DataFrame) -> Figure:
     return figure
 
 
-def _look(counts: _Counts, group: Any) -> tuple[str, str]:
-    """How many cells differ, or a dash where both refuse; and the colour of that."""
-    if group not in counts:
-        return "\N{EN DASH}", _GREY
-    equal, compared = counts[group]
-    return ("", _GREEN) if equal == compared else (str(compared - equal), _RED)
+def _look(compared: int, differ: int) -> tuple[str, str]:
+    if not compared:
+        return "\N{EN DASH}", "#eeeeee"
+    return (str(differ), "#f4b6a0") if differ else ("", "#c7e8dc")
 
 
-def _label(counts: _Counts, group: Any) -> str:
-    return "{}/{}".format(*counts[group]) if group in counts else "refused"
+def _label(rows: pd.DataFrame) -> str:
+    """How many cells of some rows are equal, of those compared."""
+    compared, differ = rows["compared"].sum(), rows["differ"].sum()
+    return f"{compared - differ}/{compared}" if compared else "refused"
 
 
-def _grid(cells: pd.DataFrame) -> str:
-    return (
-        f"{_number(cells['press'].nunique(), 'press', 'presses')}; "
-        f"{'ratio' if cells['ratio'].nunique() == 1 else 'ratios'} "
-        f"{_listed(cells['ratio'])}; {_number(cells['family'].nunique(), 'model', 'models')}; "
-        f"{_listed(cells['dtype'])}; every attention implementation asked for that a model has; "
-        "rows of equal length, and padded ones"
-    )
-
-
-def _number(n: int, one: str, several: str) -> str:
-    return f"{n} {one if n == 1 else several}"
-
-
-def _listed(column: pd.Series[Any]) -> str:
-    return ", ".join(str(value) for value in column.unique())
-
-
-def _refusals(cells: pd.DataFrame) -> Iterator[str]:
-    refused = cells[cells["compared"] == 0]
-    for (press, family), group in refused.groupby(["press", "family"], sort=False):
-        yield f"Both refuse {press} on {family}: {group['refusal'].iloc[0]}"
-
-
-def _differences(cells: pd.DataFrame, limit: int) -> Iterator[str]:
-    unequal = cells[cells["differ"] > 0]
-    for cell in unequal.head(limit).itertuples():
+def _remarks(cells: pd.DataFrame) -> Iterator[str]:
+    """What both refuse, and the first differences."""
+    refused = cells[cells["compared"] == 0].drop_duplicates(["press", "family"])
+    for cell in refused.itertuples():
+        yield f"- Both refuse {cell.press} on {cell.family}: {cell.refusal}"
+    for cell in cells[cells["differ"] > 0].head(5).itertuples():
         place = f"{cell.press} at ratio {cell.ratio} on {cell.family}, {cell.dtype}"
-        yield f"{place}, {cell.difference} ({cell.differ} of {cell.compared} cells differ)"
-    if len(unequal) > limit:
-        yield f"and {len(unequal) - limit} more"
+        yield f"- {place}, {cell.difference} ({cell.differ} of {cell.compared} cells differ)"
 
 
 class Equivalence(Experiment[Options]):
@@ -434,10 +327,9 @@ class Equivalence(Experiment[Options]):
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         makers = dict(map(_press_option, options.press or sorted(hooks_impl.PRESSES)))
-        grid = (makers, options.ratio, _subjects(options), options.dtype, options.length)
         # More threads only get in the way of models as small as those of the families.
         with threads(1) if options.model is None else nullcontext():
-            return {"equivalence": counted(run_grid(*grid, progress))}
+            return {"equivalence": counted(run_grid(makers, options, progress))}
 
     def findings(self, tables: Tables) -> list[Finding]:
         cells = tables["equivalence"]
@@ -456,21 +348,18 @@ class Equivalence(Experiment[Options]):
     def views(self, tables: Tables) -> list[ResultTable]:
         cells = tables["equivalence"]
         dtypes = [str(dtype) for dtype in cells["dtype"].unique()]
-        by_dtype, by_press = _counts(cells, ["press", "dtype"]), _counts(cells, "press")
-        rows = []
-        for press in cells["press"].unique():
-            counted = [_label(by_dtype, (press, dtype)) for dtype in dtypes]
-            rows.append([press, *counted, _label(by_press, press)])
-        tokens = int(cells["tokens"].sum())
+        rows = [
+            [press, *(_label(own[own["dtype"] == dtype]) for dtype in dtypes), _label(own)]
+            for press, own in cells.groupby("press", sort=False)
+        ]
         note = (
-            f"Cells whose bits are equal, of those compared: {tokens:,} tokens with each "
-            f"mechanism. The grid: {_grid(cells)}."
+            "Cells whose bits are equal, of those compared: "
+            f"{int(cells['tokens'].sum()):,} tokens with each mechanism."
         )
         return [ResultTable(note, ["press", *dtypes, "all"], rows)]
 
     def remarks(self, tables: Tables) -> list[str]:
-        cells = tables["equivalence"]
-        notes = [f"- {text}" for text in (*_refusals(cells), *_differences(cells, limit=5))]
+        notes = list(_remarks(tables["equivalence"]))
         return ["\n".join(notes)] if notes else []
 
     def figures(self, tables: Tables) -> dict[str, Figure]:

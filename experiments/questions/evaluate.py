@@ -15,12 +15,11 @@ from matplotlib.figure import Figure
 from rich.progress import Progress
 
 from experiments import UserError
-from experiments.answers.cells import NO_PRESS, forget, plan
+from experiments.answers.cells import NO_PRESS, forget, plan, run_cell
 from experiments.answers.datasets.published import SETS, rows_of
 from experiments.answers.engines import Failure, serial
 from experiments.answers.settings import STUDIED, Settings
-from experiments.answers.store import summary_of
-from experiments.answers.sweep import command, press_words, shown, timed_cell
+from experiments.answers.sweep import command, press_words, shown
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.heatmap import draw_cells
@@ -87,17 +86,14 @@ class Evaluate(Experiment[Settings]):
     def measure(self, options: Settings, progress: Progress) -> Tables:
         cells = plan(options)
         rows = []
-        outcomes = serial(cells, partial(timed_cell, options))
+        outcomes = serial(cells, partial(run_cell, options))
         for cell, outcome in shown(outcomes, len(cells), progress):
             if isinstance(outcome, Failure):
                 raise RuntimeError(f"{cell}: {outcome.reason}")
-            result, _ = outcome
-            found = summary_of(result.rows) | {"evicted": result.evicted}
-            del found["also"]
-            answers = " ".join(row["prediction"] for row in result.rows)
-            rows.append(cell._asdict() | found | {"answers": answers})
+            answers = " ".join(each.prediction for each in outcome.predictions)
+            rows.append(outcome.summary() | {"answers": answers})
         forget()  # the next experiment loads a model of its own
-        return {self.name: pd.DataFrame(rows)}
+        return {self.name: pd.DataFrame(rows).drop(columns=["also", "press_text", "seconds"])}
 
     def findings(self, tables: Tables) -> list[Finding]:
         table = tables[self.name]
@@ -108,10 +104,10 @@ class Evaluate(Experiment[Settings]):
                 "these tasks to tell presses apart."
             )
             return [Finding("best", text), _finding_on_agreement(table)]
-        most = _amounts(table)[-1]
+        most = _ratios(table)[-1]
         means = _accuracy(table, most).mean(axis=1)
         text = (
-            f"With {most} of the context evicted, {press_words(str(means.idxmax()))} answers "
+            f"With {most:.0%} of the context evicted, {press_words(str(means.idxmax()))} answers "
             f"**{means.max():.0%}** right, averaged over the tasks."
         )
         need = "ask of a context that was compressed before"
@@ -120,40 +116,32 @@ class Evaluate(Experiment[Settings]):
 
     def views(self, tables: Tables) -> list[ResultTable]:
         table = tables[self.name]
-        by_amount = {asked: _accuracy(table, asked) for asked in _amounts(table)}
-        columns = [(asked, task) for asked, scores in by_amount.items() for task in scores.columns]
-        presses = next(iter(by_amount.values())).index
         note = (
             "Share of right answers through the pipeline, contexts compressed before any question "
             f"is known, {table['questions'].iloc[0]} questions in each cell, with {METHOD} over "
             f"contexts (none below six, or where all agree). {_bare(table)}"
         )
-        head = ["press", *(f"{task}, {asked} evicted" for asked, task in columns)]
-        low = {asked: _accuracy(table, asked, "low") for asked in by_amount}
-        high = {asked: _accuracy(table, asked, "high") for asked in by_amount}
-        rows = [
-            [
-                press_words(press),
-                *(
-                    f"{by_amount[asked].loc[press, task]:.1%}"
-                    + bracket(low[asked].loc[press, task], high[asked].loc[press, task], ".0%")
-                    for asked, task in columns
-                ),
-            ]
-            for press in presses
-        ]
-        return [ResultTable(note.strip(), head, rows)]
+        columns: dict[str, pd.Series[str]] = {}
+        for ratio in _ratios(table):
+            scores, *ends = (_accuracy(table, ratio, of) for of in ("score", "low", "high"))
+            for task in scores.columns:
+                numbers = zip(scores[task], *(end[task] for end in ends), strict=True)
+                said = [f"{score:.1%}{bracket(low, high, '.0%')}" for score, low, high in numbers]
+                columns[f"{task}, {ratio:.0%} evicted"] = pd.Series(said, scores.index)
+        shown = pd.DataFrame(columns).rename(index=press_words)
+        rows = [[press, *cells] for press, *cells in shown.itertuples()]
+        return [ResultTable(note.strip(), ["press", *shown.columns], rows)]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
-        """Right answers by press and task, a panel per ratio or budget."""
+        """Right answers by press and task, a panel per ratio."""
         table = tables[self.name]
         colours = matplotlib.colormaps["Blues"]
         with style():
-            amounts = _amounts(table)
-            height = len(amounts) * (0.9 + 0.26 * table["press"].nunique())
-            figure, axes = new_figure(rows=len(amounts), width=4.9, height=height, sharex=True)
-            for panel, asked in zip(axes, amounts, strict=True):
-                scores = _accuracy(table, asked).rename(index=press_words)
+            ratios = _ratios(table)
+            height = len(ratios) * (0.9 + 0.26 * table["press"].nunique())
+            figure, axes = new_figure(rows=len(ratios), width=4.9, height=height, sharex=True)
+            for panel, ratio in zip(axes, ratios, strict=True):
+                scores = _accuracy(table, ratio).rename(index=press_words)
                 cells = {
                     (str(press), str(task)): (f"{score:.0%}", to_hex(tuple(colours(score / 1.15))))
                     for task, column in scores.items()
@@ -162,16 +150,14 @@ class Evaluate(Experiment[Settings]):
                 draw_cells(panel, list(scores.index), list(scores.columns), cells)
                 panel.xaxis.tick_bottom()
                 panel.set_xticks(range(scores.shape[1]), scores.columns, rotation=0, ha="center")
-                panel.set_title(f"{asked} of the context evicted")
+                panel.set_title(f"{ratio:.0%} of the context evicted")
             figure.set_label("Share of right answers by press (rows) and task (columns)")
         return {self.name: figure}
 
 
-def _amounts(table: pd.DataFrame) -> list[str]:
-    """What presses were told to evict, in words: ratios first, the most of each last."""
-    budgets = table.assign(budget=_budgets(table), told=_told(table))
-    ordered = budgets.sort_values(["ratio", "budget"], ascending=[True, False])
-    return [str(words) for words in ordered["told"].unique() if words]
+def _ratios(table: pd.DataFrame) -> list[float]:
+    """What presses were told to evict, the most last."""
+    return sorted(table[table["press"] != NO_PRESS]["ratio"].unique())
 
 
 def _tasks(table: pd.DataFrame) -> pd.Series[str]:
@@ -179,38 +165,21 @@ def _tasks(table: pd.DataFrame) -> pd.Series[str]:
     return names.map(lambda name: TASKS.get(name, name))
 
 
-def _told(table: pd.DataFrame) -> pd.Series:
-    """What the press of each row was told to evict, in words; empty: nothing."""
-    columns = table["press"], table["ratio"], _budgets(table)
-    return pd.Series([_words(*row) for row in zip(*columns, strict=True)], table.index)
-
-
-def _words(press: str, ratio: float, budget: float) -> str:
-    if pd.notna(budget):
-        return f"all but {budget:.0f} tokens"
-    return "" if press == NO_PRESS or pd.isna(ratio) else f"{ratio:.0%}"
-
-
-def _budgets(table: pd.DataFrame) -> pd.Series:
-    none = pd.Series(float("nan"), table.index)  # of tables from before there were any
-    return table["budget"].astype(float) if "budget" in table else none
-
-
-def _accuracy(table: pd.DataFrame, asked: str, value: str = "score") -> pd.DataFrame:
+def _accuracy(table: pd.DataFrame, ratio: float, value: str = "score") -> pd.DataFrame:
     """Scores by press (the best on average first) and task, of one mechanism."""
-    first = "hook" if (table["mechanism"] == "hook").any() else "patch"
-    at = table[(_told(table) == asked) & (table["mechanism"] == first)]
-    tasks = _tasks(at)
-    wide = at.assign(task=tasks).pivot_table(
+    pressed = table[table["press"] != NO_PRESS]
+    first = pressed["mechanism"].iloc[0]
+    at = pressed[(pressed["ratio"] == ratio) & (pressed["mechanism"] == first)]
+    wide = at.assign(task=_tasks(at)).pivot_table(
         index="press", columns="task", values=value, sort=False, dropna=False
     )
-    order = table[table["press"] != NO_PRESS].groupby("press")["score"].mean()
+    order = pressed.groupby("press")["score"].mean()
     return wide.loc[order.sort_values(ascending=False, kind="stable").index]
 
 
 def _finding_on_agreement(table: pd.DataFrame) -> Finding:
     pressed = table[table["press"] != NO_PRESS]
-    pairs = pressed.groupby([pressed["dataset"], pressed["press"], _told(pressed)])["answers"]
+    pairs = pressed.groupby(["dataset", "press", "ratio"])["answers"]
     both = [list(answers) for _, answers in pairs if len(answers) == 2]
     other = sum(one != two for one, two in both)
     if other:

@@ -3,48 +3,41 @@
 Every mechanism (`experiments.mechanisms`) is opened on a model in every situation below, and
 bystanders are asked the same question before, inside and after: a prefill and two decode steps,
 with the cache that these leave. Answers are compared bit for bit. Weights and tokens are drawn from
-fixed seeds, models are built anew for every cell, and what a mechanism leaves behind in the process
-is put back from outside before the next.
+fixed seeds, and models are built anew for every cell.
 """
 
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from threading import Thread
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar
 
 import pandas as pd
 import torch
-import typer
-from matplotlib.figure import Figure
-from rich.progress import Progress
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl
 import patch_impl
 from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Claim, Contrast, Experiment, Finding, Tables
-from experiments.framework.heatmap import OutcomeMatrix
-from experiments.framework.options import one_of
-from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
+from experiments.framework.experiment import Claim, Contrast, Finding, Tables
 from experiments.framework.tables import ResultTable
-from experiments.framework.wording import in_one_line
-from experiments.mechanisms import MECHANISMS, OURS, Mechanism
+from experiments.mechanisms import MECHANISMS, OURS
 from experiments.mechanisms.contain import contained
-from experiments.testbed.families import FAMILIES, build
+from experiments.mechanisms.scenarios import Family, Moment, Scenarios, Wrong, some_of, wrongs
+from experiments.testbed.families import build
 from experiments.testbed.response import Response, random_tokens, states_of
 from press_core import PressError, attention_sites
 
 RATIO, OTHER_RATIO = 0.5, 0.25
 CONTEXT, STEPS = 24, 2
+_LENGTH = CONTEXT + 4 * STEPS  # of more steps than any situation takes
 N_INSTANCES = 3
+INSIDE, AFTER = "inside", "after"
 
 UNTOUCHED, RECOVERS, FOR_GOOD, ERROR = OUTCOMES = (
     "untouched",
@@ -60,43 +53,16 @@ differently after; it raises an error, inside or after."""
 class Options:
     """What to try."""
 
-    mechanism: Annotated[
-        tuple[str, ...],
-        typer.Option(
-            help=f"Repeatable; one of: {', '.join(MECHANISMS)}.",
-            show_default="all",
-            callback=one_of(MECHANISMS),
-        ),
-    ] = ()
-    family: Annotated[
-        str, typer.Option(help="Architecture of the models.", callback=one_of(FAMILIES))
-    ] = "llama"
+    mechanism: Annotated[tuple[str, ...], some_of(MECHANISMS)] = ()
+    family: Family = "llama"
 
 
 # ---- answers -----------------------------------------------------------------------------------
 
 
-Given = Response | Exception
-"""An answer, or what was raised instead."""
-
-
-class Seen(NamedTuple):
-    """One bystander: what it should answer and what it did, inside the scope and after it."""
-
-    expected_inside: Given
-    inside: Given
-    expected_after: Given
-    after: Given
-
-
-def _tokens() -> Tensor:
-    """Of a context and of more steps than any situation takes: `(1, n)`."""
-    return random_tokens(CONTEXT + 4 * STEPS)
-
-
 @torch.no_grad()
 def prefill(model: PreTrainedModel, cache: DynamicCache) -> list[Tensor]:
-    logits: Tensor = model(_tokens()[:, :CONTEXT], past_key_values=cache).logits
+    logits: Tensor = model(random_tokens(_LENGTH)[:, :CONTEXT], past_key_values=cache).logits
     return [logits]
 
 
@@ -105,9 +71,8 @@ def decode(model: PreTrainedModel, cache: DynamicCache, start: int = CONTEXT) ->
     """`STEPS` single tokens, as `generate` would pass them."""
     logits = []
     for i in range(start, start + STEPS):
-        position = torch.tensor([[i]])
-        output = model(_tokens()[:, i : i + 1], position_ids=position, past_key_values=cache)
-        logits.append(output.logits)
+        ids, position = random_tokens(_LENGTH)[:, i : i + 1], torch.tensor([[i]])
+        logits.append(model(ids, position_ids=position, past_key_values=cache).logits)
     return logits
 
 
@@ -117,242 +82,205 @@ def left(logits: list[Tensor], cache: DynamicCache) -> Response:
     return Response(logits, states_of(cache), seen)
 
 
+def decoded(model: PreTrainedModel, cache: DynamicCache, start: int = CONTEXT) -> Response:
+    return left(decode(model, cache, start), cache)
+
+
 def answer(model: PreTrainedModel) -> Response:
     """A prefill and two steps on a new cache."""
     cache = DynamicCache()
     return left(prefill(model, cache) + decode(model, cache), cache)
 
 
-def given(ask: Callable[..., Response], *args: Any) -> Given:
-    """What `ask` gives, or raises."""
-    try:
-        return ask(*args)
-    except Exception as error:
-        return error
-
-
-def in_thread(ask: Callable[..., Response], *args: Any) -> Given:
-    """What `ask` gives in a thread that knows nothing of any scope."""
-    results: list[Given] = []
-    thread = Thread(target=lambda: results.append(given(ask, *args)))
-    thread.start()
-    thread.join()
-    return results[0]
+def in_thread(model: PreTrainedModel) -> Response:
+    """What the model answers in a thread that knows nothing of any scope."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(answer, model).result()
 
 
 # ---- situations --------------------------------------------------------------------------------
 
 
+Press = Callable[[float], Any]
+"""From a compression ratio to what is opened on a model."""
+
 Make = Callable[[int], PreTrainedModel]
 """From a seed to a small model; all are of one family."""
 
-Situation = Callable[[Mechanism, Make], list[Seen]]
-"""Opens a mechanism on a model, and says how the bystanders fared."""
+Answers = Callable[[PreTrainedModel], Response]
 
 
-def _watched(
-    mechanism: Mechanism,
-    model: PreTrainedModel,
-    bystanders: list[PreTrainedModel],
-    ask: Callable[..., Given] = given,
-) -> list[Seen]:
-    """The bystanders' answers, with `mechanism` open on `model`, which is run as well."""
-    expected = [answer(bystander) for bystander in bystanders]
-    with mechanism.press(RATIO)(model):
+def _asked(
+    when: str, rights: list[Response], models: list[PreTrainedModel], ask: Answers = answer
+) -> Iterator[Moment]:
+    for right, model in zip(rights, models, strict=True):
+        yield Moment(when, right, partial(ask, model))
+
+
+def _bystanders(
+    others: Callable[[PreTrainedModel, Make], list[PreTrainedModel]],
+    press: Press,
+    make: Make,
+    ask: Answers = answer,
+) -> Iterator[Moment]:
+    """Other models than the one that the press is open on."""
+    model = make(0)
+    bystanders = others(model, make)
+    rights = [answer(bystander) for bystander in bystanders]
+    with press(RATIO)(model):
         answer(model)
-        inside = [ask(answer, each) for each in bystanders]
-    after = [ask(answer, each) for each in bystanders]
-    return [Seen(*four) for four in zip(expected, inside, expected, after, strict=True)]
+        yield from _asked(INSIDE, rights, bystanders, ask)
+    yield from _asked(AFTER, rights, bystanders, ask)
 
 
-def instances_of_the_class(mechanism: Mechanism, make: Make) -> list[Seen]:
-    return _watched(mechanism, make(0), [make(seed) for seed in range(1, 1 + N_INSTANCES)])
+def _of_the_class(model: PreTrainedModel, make: Make) -> list[PreTrainedModel]:
+    return [make(seed) for seed in range(1, 1 + N_INSTANCES)]
 
 
-def instances_of_other_classes(mechanism: Mechanism, make: Make) -> list[Seen]:
-    model = make(0)
-    others = [build(family) for family in ("mistral", "qwen3", "gpt_neox")]
-    return _watched(mechanism, model, [o for o in others if type(o) is not type(model)])
+def _of_other_classes(model: PreTrainedModel, make: Make) -> list[PreTrainedModel]:
+    others = map(build, ("mistral", "qwen3", "gpt_neox"))
+    return [other for other in others if type(other) is not type(model)]
 
 
-def shared_config(mechanism: Mechanism, make: Make) -> list[Seen]:
-    model = make(0)
+def _with_its_config(model: PreTrainedModel, make: Make) -> list[PreTrainedModel]:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
         other = type(model)(model.config).eval()
     other.load_state_dict(make(1).state_dict())
-    return _watched(mechanism, model, [other])
+    return [other]
 
 
-def shared_weights(mechanism: Mechanism, make: Make) -> list[Seen]:
-    model, other = make(0), make(1)
+def _with_its_weights(model: PreTrainedModel, make: Make) -> list[PreTrainedModel]:
+    other = make(1)
     for mine, theirs in zip(model.modules(), other.modules(), strict=True):
         theirs._parameters.update(mine._parameters)
-    return _watched(mechanism, model, [other])
+    return [other]
 
 
-def shared_attention_module(mechanism: Mechanism, make: Make) -> list[Seen]:
-    model, other = make(0), make(1)
-    name = attention_sites(model)[0].name
+def _with_its_module(model: PreTrainedModel, make: Make) -> list[PreTrainedModel]:
+    other, name = make(1), attention_sites(model)[0].name
     layer, _, attention = name.rpartition(".")
     setattr(other.get_submodule(layer), attention, model.get_submodule(name))
-    return _watched(mechanism, model, [other])
+    return [other]
 
 
-def copy_made_before(mechanism: Mechanism, make: Make) -> list[Seen]:
+def _copied_inside(press: Press, make: Make) -> Iterator[Moment]:
     model = make(0)
-    return _watched(mechanism, model, [copy.deepcopy(model)])
-
-
-def copy_made_inside(mechanism: Mechanism, make: Make) -> list[Seen]:
-    model = make(0)
-    expected = answer(model)
-    with mechanism.press(RATIO)(model):
+    right = answer(model)
+    with press(RATIO)(model):
         answer(model)
         twin = copy.deepcopy(model)
-        inside = given(answer, twin)
-    return [Seen(expected, inside, expected, given(answer, twin))]
+        yield Moment(INSIDE, right, partial(answer, twin))
+    yield Moment(AFTER, right, partial(answer, twin))
 
 
-def copy_made_after(mechanism: Mechanism, make: Make) -> list[Seen]:
+def _afterwards(
+    whom: Callable[[PreTrainedModel], PreTrainedModel], press: Press, make: Make
+) -> Iterator[Moment]:
     model = make(0)
-    expected = answer(model)
-    with mechanism.press(RATIO)(model):
+    right = answer(model)
+    with press(RATIO)(model):
         answer(model)
-    twin = copy.deepcopy(model)
-    return [Seen(expected, expected, expected, given(answer, twin))]
+    yield Moment(AFTER, right, partial(answer, whom(model)))
 
 
-def the_model_itself(mechanism: Mechanism, make: Make) -> list[Seen]:
-    model = make(0)
-    expected = answer(model)
-    with mechanism.press(RATIO)(model):
-        answer(model)
-    return [Seen(expected, expected, expected, given(answer, model))]
-
-
-def other_instance_in_a_thread(mechanism: Mechanism, make: Make) -> list[Seen]:
-    return _watched(mechanism, make(0), [make(1)], in_thread)
-
-
-def the_model_in_a_thread(mechanism: Mechanism, make: Make) -> list[Seen]:
+def _the_model_in_a_thread(press: Press, make: Make) -> Iterator[Moment]:
     model = make(0)
     bare = answer(model)
-    with mechanism.press(RATIO)(model):
-        pressed = answer(model)
-        inside = in_thread(answer, model)
-    return [Seen(pressed, inside, bare, in_thread(answer, model))]
+    with press(RATIO)(model):
+        yield Moment(INSIDE, answer(model), partial(in_thread, model))
+    yield Moment(AFTER, bare, partial(in_thread, model))
 
 
-def cache_filled_before(mechanism: Mechanism, make: Make) -> list[Seen]:
+def _cache_filled_before(press: Press, make: Make) -> Iterator[Moment]:
     """A whole cache that is decoded inside, and further after."""
-    model = make(0)
-    expected = _decoded_around(model, nullcontext())
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".* evicted nothing", RuntimeWarning)  # as it should
-        got = _decoded_around(model, mechanism.press(RATIO)(model))
-    return [Seen(expected[0], got[0], expected[1], got[1])]
-
-
-def _decoded_around(
-    model: PreTrainedModel, scope: AbstractContextManager[Any]
-) -> tuple[Given, Given]:
-    cache = DynamicCache()
+    model, cache, alike, further = make(0), DynamicCache(), DynamicCache(), CONTEXT + STEPS
     prefill(model, cache)
-    with scope:
-        inside = given(lambda: left(decode(model, cache), cache))
-    return inside, given(lambda: left(decode(model, cache, CONTEXT + STEPS), cache))
+    prefill(model, alike)
+    rights = decoded(model, alike), decoded(model, alike, further)
+    with press(RATIO)(model):
+        yield Moment(INSIDE, rights[0], partial(decoded, model, cache))
+    yield Moment(AFTER, rights[1], partial(decoded, model, cache, further))
 
 
-def pruned_and_whole_cache(mechanism: Mechanism, make: Make) -> list[Seen]:
+def _pruned_and_whole_cache(press: Press, make: Make) -> Iterator[Moment]:
     """A cache pruned inside and one filled after, decoded in turn once the scope is closed."""
 
     def pruned(model: PreTrainedModel) -> DynamicCache:
         cache = DynamicCache()
-        with mechanism.press(RATIO)(model):
+        with press(RATIO)(model):
             prefill(model, cache)
         return cache
 
     model = make(0)
     whole_alone = answer(model)
     with contained(model):
-        cache = pruned(make(0))
-        pruned_alone = left(decode(make(0), cache), cache)
+        pruned_alone = decoded(make(0), pruned(make(0)))
     first, second = pruned(model), DynamicCache()
     logits = prefill(model, second)
-    pruned_after = given(lambda: left(decode(model, first), first))
-    whole_after = given(lambda: left(logits + decode(model, second), second))
-    return [
-        Seen(pruned_alone, pruned_alone, pruned_alone, pruned_after),
-        Seen(whole_alone, whole_alone, whole_alone, whole_after),
-    ]
+    yield Moment(AFTER, pruned_alone, partial(decoded, model, first))
+    yield Moment(AFTER, whole_alone, lambda: left(logits + decode(model, second), second))
 
 
-def one_press_on_two_models(mechanism: Mechanism, make: Make) -> list[Seen]:
+def _one_press_on_two_models(press: Press, make: Make) -> Iterator[Moment]:
     """Each model prunes as if it were alone."""
-    press, models = mechanism.press(RATIO), [make(0), make(1)]
-    bare = [answer(model) for model in models]
-    alone = [_alone(press, model) for model in models]
-    with press(models[0]), press(models[1]):
-        inside = [given(answer, each) for each in models]
-    after = [given(answer, each) for each in models]
-    return [Seen(*four) for four in zip(alone, inside, bare, after, strict=True)]
+    opens, models = press(RATIO), [make(0), make(1)]
+    bare, alone = [answer(model) for model in models], [_alone(opens, model) for model in models]
+    with opens(models[0]), opens(models[1]):
+        yield from _asked(INSIDE, alone, models)
+    yield from _asked(AFTER, bare, models)
 
 
-def _alone(press: Any, model: PreTrainedModel) -> Response:
-    """What `model` answers inside of the press, on a copy that nobody sees afterwards."""
+def _alone(opens: Any, model: PreTrainedModel) -> Response:
+    """What `model` answers inside of a press, on a copy that nobody sees afterwards."""
     twin = copy.deepcopy(model)
-    with contained(twin), press(twin):
+    with contained(twin), opens(twin):
         return answer(twin)
 
 
-def nested_with(presses: Callable[[float], Any], mechanism: Mechanism, make: Make) -> list[Seen]:
+def _nested(press: Press, make: Make, other: Press | None = None) -> Iterator[Moment]:
     """Two scopes on one model, the outer closed first, whichever of the two it is."""
-    one, other = mechanism.press(RATIO), presses(OTHER_RATIO)
-    return [_closed_first(one, other, make(0)), _closed_first(other, one, make(0))]
+    mine, theirs = press(RATIO), (other or press)(OTHER_RATIO)
+    yield from _closed_first(mine, theirs, make(0))
+    yield from _closed_first(theirs, mine, make(0))
 
 
-def _closed_first(outer_press: Any, inner_press: Any, model: PreTrainedModel) -> Seen:
-    bare, inner_alone = answer(model), _alone(inner_press, model)
+def _closed_first(opens_outer: Any, opens_inner: Any, model: PreTrainedModel) -> Iterator[Moment]:
+    bare, inner_alone = answer(model), _alone(opens_inner, model)
+
+    def closed(scope: Any) -> Response:
+        scope.__exit__(None, None, None)
+        return answer(model)
+
     with contained(model):
-        outer, inner = outer_press(model), inner_press(model)
+        outer, inner = opens_outer(model), opens_inner(model)
         outer.__enter__()
         try:
             inner.__enter__()
-        except PressError as refusal:  # to open on what the outer has made of the model
+        except PressError:  # to open on what the outer has made of the model
             outer.__exit__(None, None, None)
-            return Seen(inner_alone, refusal, bare, given(answer, model))
-
-        def ask_without(scope: AbstractContextManager[Any]) -> Given:
-            def close_and_ask() -> Response:
-                scope.__exit__(None, None, None)
-                return answer(model)
-
-            return given(close_and_ask)
-
-        return Seen(inner_alone, ask_without(outer), bare, ask_without(inner))
+            raise
+        yield Moment(INSIDE, inner_alone, partial(closed, outer))
+        yield Moment(AFTER, bare, partial(closed, inner))
 
 
-SITUATIONS: dict[str, Situation] = {
-    "the model, after": the_model_itself,
-    "the model, in another thread": the_model_in_a_thread,
-    "instances of the class": instances_of_the_class,
-    "instances of other classes": instances_of_other_classes,
-    "an instance in another thread": other_instance_in_a_thread,
-    "an instance with the same config": shared_config,
-    "an instance with the same weights": shared_weights,
-    "an instance with the same module": shared_attention_module,
-    "a deep copy made before": copy_made_before,
-    "a deep copy made inside": copy_made_inside,
-    "a deep copy made after": copy_made_after,
-    "a cache filled before": cache_filled_before,
-    "two caches, one of them pruned": pruned_and_whole_cache,
-    "one press on two models": one_press_on_two_models,
-    "two scopes, the outer closed first": lambda mechanism, make: nested_with(
-        mechanism.press, mechanism, make
-    ),
-    "with hooks, the outer closed first": partial(nested_with, hooks_impl.KnormPress),
-    "with patches, the outer closed first": partial(nested_with, patch_impl.KnormPress),
+SITUATIONS: dict[str, Callable[[Press, Make], Iterator[Moment]]] = {
+    "the model, after": partial(_afterwards, lambda model: model),
+    "the model, in another thread": _the_model_in_a_thread,
+    "instances of the class": partial(_bystanders, _of_the_class),
+    "instances of other classes": partial(_bystanders, _of_other_classes),
+    "an instance in another thread": partial(_bystanders, lambda _, make: [make(1)], ask=in_thread),
+    "an instance with the same config": partial(_bystanders, _with_its_config),
+    "an instance with the same weights": partial(_bystanders, _with_its_weights),
+    "an instance with the same module": partial(_bystanders, _with_its_module),
+    "a deep copy made before": partial(_bystanders, lambda model, _: [copy.deepcopy(model)]),
+    "a deep copy made inside": _copied_inside,
+    "a deep copy made after": partial(_afterwards, copy.deepcopy),
+    "a cache filled before": _cache_filled_before,
+    "two caches, one of them pruned": _pruned_and_whole_cache,
+    "one press on two models": _one_press_on_two_models,
+    "two scopes, the outer closed first": _nested,
+    "with hooks, the outer closed first": partial(_nested, other=hooks_impl.KnormPress),
+    "with patches, the outer closed first": partial(_nested, other=patch_impl.KnormPress),
 }
 """What a mechanism is opened on, and who looks."""
 
@@ -360,55 +288,30 @@ SITUATIONS: dict[str, Situation] = {
 # ---- the matrix --------------------------------------------------------------------------------
 
 
-def outcome(seen: Seen) -> tuple[str, str]:
-    """What became of one bystander, and in what it showed."""
-    details = []
-    for when, expected, got in (
-        ("inside", seen.expected_inside, seen.inside),
-        ("after", seen.expected_after, seen.after),
-    ):
-        if isinstance(expected, Exception):
-            raise expected
-        if isinstance(got, Exception):
-            return ERROR, f"{when}: {in_one_line(got)}"
-        details.append(expected.difference(got))
-    inside, after = details
-    if after:
-        return FOR_GOOD, f"after: {after}"
-    return (RECOVERS, f"inside: {inside}") if inside else (UNTOUCHED, "")
+def outcome(found: list[Wrong]) -> tuple[str, str]:
+    """What became of the bystander that fared worst, and in what it showed."""
+    named = [
+        (ERROR if wrong.is_error else FOR_GOOD if wrong.when == AFTER else RECOVERS, wrong.detail)
+        for wrong in found
+    ]
+    return max(named, key=lambda pair: OUTCOMES.index(pair[0]), default=(UNTOUCHED, ""))
 
 
-def try_out(mechanism: Mechanism, situation: str, family: str = "llama") -> dict[str, Any]:
-    """One cell of the matrix, as a row: the worst that became of a bystander, and of how many."""
+def try_out(mechanism: str, situation: str, family: str = "llama") -> dict[str, str]:
+    """One cell of the matrix, as a row."""
 
     def make(seed: int) -> PreTrainedModel:
         return build(family, seed=seed)
 
-    with contained(make(0)):
-        outcomes = [outcome(seen) for seen in SITUATIONS[situation](mechanism, make)]
-    worst = max(outcomes, key=lambda pair: OUTCOMES.index(pair[0]))
-    return {
-        "mechanism": mechanism.name,
-        "situation": situation,
-        "outcome": worst[0],
-        "bystanders": len(outcomes),
-        "touched": sum(name != UNTOUCHED for name, _ in outcomes),
-        "detail": worst[1],
-    }
+    found, detail = outcome(wrongs(SITUATIONS[situation](MECHANISMS[mechanism], make), make(0)))
+    named = {"mechanism": mechanism, "situation": situation}
+    return {**named, "outcome": found, "detail": detail}
 
 
 # ---- reading the table -------------------------------------------------------------------------
 
 
-_LOOKS = {
-    UNTOUCHED: ("\N{MIDDLE DOT}", "#e3eef4"),
-    RECOVERS: ("in", "#f3c969"),
-    FOR_GOOD: ("on", "#D55E00"),
-    ERROR: ("!", "#444444"),
-}
-
-
-class Isolation(Experiment[Options]):
+class Isolation(Scenarios[Options]):
     """See which bystanders a press on one model changes, mechanism by mechanism."""
 
     name = "isolation"
@@ -426,29 +329,21 @@ class Isolation(Experiment[Options]):
     )
     evidence = Evidence.BITS
     full = quick = Options()
-    claims: ClassVar = {
-        "bystanders": Claim(quick),
+    claims: ClassVar = {"bystanders": Claim(quick)}
+    case = "situation"
+    try_out = staticmethod(try_out)
+    looks: ClassVar = {
+        UNTOUCHED: ("\N{MIDDLE DOT}", "#e3eef4"),
+        RECOVERS: ("in", "#f3c969"),
+        FOR_GOOD: ("on", "#D55E00"),
+        ERROR: ("!", "#444444"),
     }
+    shows = "What became of bystanders, bit for bit, by situation (rows) and mechanism"
+    seconds = 3
+    on_own_model: ClassVar = {"mechanism": OURS}
 
-    def on(self, own: OwnModel) -> Planned[Options]:
-        if own.model_type not in FAMILIES:
-            raise LeftOutError(f"it builds no small models of the type {own.model_type}")
-        return Planned(Options(mechanism=OURS, family=own.model_type), seconds=3, note=SMALL)
-
-    def measure(self, options: Options, progress: Progress) -> Tables:
-        """Every situation for every mechanism.
-
-        Returns:
-            `isolation`: columns `mechanism`, `situation`, `outcome` (one of `OUTCOMES`),
-            `bystanders` and how many of them were `touched`, and a `detail` of the worst.
-        """
-        mechanisms = [MECHANISMS[name] for name in options.mechanism or MECHANISMS]
-        cells = list(product(mechanisms, SITUATIONS))
-        rows = [
-            try_out(mechanism, situation, options.family)
-            for mechanism, situation in progress.track(cells, description=self.name)
-        ]
-        return {"isolation": pd.DataFrame(rows)}
+    def cells(self, options: Options) -> list[tuple[str, ...]]:
+        return list(product(options.mechanism or MECHANISMS, SITUATIONS))
 
     def findings(self, tables: Tables) -> list[Finding]:
         table = tables["isolation"]
@@ -469,24 +364,13 @@ class Isolation(Experiment[Options]):
         return [Finding("bystanders", f"{text}.", need, "breaks" if stays.any() else "works")]
 
     def views(self, tables: Tables) -> list[ResultTable]:
-        table = tables["isolation"]
-        counted = ", ".join(f"{name} {count}" for name, count in _untouched(table).items())
+        counted = ", ".join(f"{name} {n}" for name, n in _untouched(tables["isolation"]).items())
+        total = tables["isolation"]["situation"].nunique()
         note = (
-            f"What became of bystanders. Of {table['situation'].nunique()} situations, they give "
-            f"the same bits inside and after in: {counted}."
+            f"What became of bystanders. Of {total} situations, they give the same bits inside and "
+            f"after in: {counted}."
         )
-        return [OutcomeMatrix.of(table, "situation", _LOOKS).table(note)]
-
-    def remarks(self, tables: Tables) -> list[str]:
-        table = tables["isolation"]
-        noted = table[table["outcome"].isin([FOR_GOOD, ERROR])]
-        lines = [f"- {row.mechanism}, {row.situation}: {row.detail}" for row in noted.itertuples()]
-        return ["Where it did not recover:", "\n".join(lines)] if lines else []
-
-    def figures(self, tables: Tables) -> dict[str, Figure]:
-        label = "What became of bystanders, bit for bit, by situation (rows) and mechanism"
-        matrix = OutcomeMatrix.of(tables["isolation"], "situation", _LOOKS)
-        return {"isolation": matrix.figure(label)}
+        return [self.matrix(tables).table(note)]
 
     def contrasts(self, tables: Tables) -> list[Contrast]:
         table = tables["isolation"]

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from experiments import UserError
-from experiments.testbed.facts import VOCABULARY, FactBatch, draw
+from experiments.testbed.facts import FactBatch, draw, reads_facts
 from press_core.presses.finch import Finch
 from press_core.scope import InstalledPress
 
@@ -117,8 +117,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     Raises:
         UserError: if its tokens are not those of `experiments.testbed.facts`.
     """
-    if tokenizer.get_vocab() != {word: index for index, word in enumerate(VOCABULARY)}:
+    if not reads_facts(tokenizer):
         raise UserError(
             f"{name!r} has another vocabulary than the facts task; give facts-llama, or a model "
-            "trained by `python -m experiments.testbed.training.facts`"
+            "trained by `python -m experiments train facts`"
         )

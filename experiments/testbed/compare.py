@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -246,10 +247,8 @@ def compare(
     if any(refusals):
         said = [f"{type(r).__name__}: {r}" if r else "runs" for r in refusals]
         return Difference("refusals", None, None, None, None, *said)
-    first, second = runs
-    assert isinstance(first, Trace)
-    assert isinstance(second, Trace)
-    return next(_differences(first, second), None)
+    pairs = zip(*(_parts(run) for run in runs if isinstance(run, Trace)), strict=False)
+    return next(filter(None, starmap(_difference, pairs)), None)
 
 
 def run(model: PreTrainedModel, presses: Presses, inputs: Inputs) -> Trace:
@@ -291,57 +290,69 @@ def _state(layer: Any) -> LayerState:
     return LayerState(kind, seen, keys, values, positions)
 
 
-def _differences(hook: Trace, patch: Trace) -> Iterator[Difference]:
-    yield from _cache_differences("after the prefill", hook.pruned, patch.pruned)
+class Part(NamedTuple):
+    """One thing that a run left, and where.
+
+    Attributes:
+        where: what it is, and when.
+        layer: index of its layer; None: it is of none.
+        value: a fact or a tensor.
+        state: what the layer holds.
+        past: of logits, the tokens before their forward.
+    """
+
+    where: str
+    layer: int | None
+    value: Any
+    state: LayerState | None = None
+    past: int = 0
+
+
+def _parts(trace: Trace) -> Iterator[Part]:
+    """All that is compared, in order: where tensors follow, their shapes are the same."""
+    yield from _parts_of_cache("after the prefill", trace.pruned)
     past = 0
-    for index, logits in enumerate(zip(hook.logits, patch.logits, strict=True)):
-        at = _first_unequal(*logits)
-        if at is not None:
-            forward = f"forward {index} after the prefill" if index else "the prefill"
-            values = [states[tuple(at)].item() for states in logits]
-            yield Difference(f"logits of {forward}", None, at[0], None, past + at[1], *values)
-        past += logits[0].shape[1]
-    yield from _cache_differences("at the end", hook.final, patch.final)
+    for index, logits in enumerate(trace.logits):
+        forward = f"forward {index} after the prefill" if index else "the prefill"
+        yield Part(f"logits of {forward}", None, logits, past=past)
+        past += logits.shape[1]
+    yield from _parts_of_cache("at the end", trace.final)
 
 
-def _cache_differences(
-    when: str, hook: list[LayerState], patch: list[LayerState]
-) -> Iterator[Difference]:
-    if len(hook) != len(patch):
-        counts = len(hook), len(patch)
-        yield Difference(f"numbers of layers {when}", None, None, None, None, *counts)
-    for layer, states in enumerate(zip(hook, patch, strict=False)):
-        yield from _layer_differences(when, layer, *states)
+def _parts_of_cache(when: str, layers: list[LayerState]) -> Iterator[Part]:
+    yield Part(f"numbers of layers {when}", None, len(layers))
+    for index, state in enumerate(layers):
+        parts = {
+            "kinds of layer": state.kind,
+            "tokens seen": state.seen,
+            "shapes of the keys": _shape(state.keys),
+            "shapes of the values": _shape(state.values),
+            "positions known": _shape(state.positions),
+            "kept positions": state.positions,
+            "keys": state.keys,
+            "values": state.values,
+        }
+        for what, value in parts.items():
+            yield Part(f"{what} {when}", index, value, state)
 
 
-def _layer_differences(
-    when: str, layer: int, hook: LayerState, patch: LayerState
-) -> Iterator[Difference]:
-    facts: dict[str, tuple[int | str, int | str]] = {
-        "kinds of layer": (hook.kind, patch.kind),
-        "tokens seen": (hook.seen, patch.seen),
-        "shapes of the keys": (_shape(hook.keys), _shape(patch.keys)),
-        "shapes of the values": (_shape(hook.values), _shape(patch.values)),
-        "positions known": (_shape(hook.positions), _shape(patch.positions)),
-    }
-    for where, values in facts.items():
-        if values[0] != values[1]:
-            yield Difference(f"{where} {when}", layer, None, None, None, *values)
-            return
-    if hook.positions is not None and patch.positions is not None:
-        at = _first_unequal(hook.positions, patch.positions)
-        if at is not None:
-            kept = [int(positions[tuple(at)]) for positions in (hook.positions, patch.positions)]
-            # The smaller is kept by one of the two only; -1 marks a slot that is empty there.
-            position = max(kept) if min(kept) < 0 else min(kept)
-            yield Difference(f"kept positions {when}", layer, at[0], at[1], position, *kept)
-    for name in ("keys", "values"):
-        states = getattr(hook, name), getattr(patch, name)
-        at = _first_unequal(*states)
-        if at is not None:
-            numbers = [state[tuple(at)].item() for state in states]
-            position = hook.position(*at[:3])
-            yield Difference(f"{name} {when}", layer, at[0], at[1], position, *numbers)
+def _difference(hook: Part, patch: Part) -> Difference | None:
+    """The first place in which two values differ; None if they are the same."""
+    if not isinstance(hook.value, Tensor):
+        if hook.value == patch.value:
+            return None
+        return Difference(hook.where, hook.layer, None, None, None, hook.value, patch.value)
+    at = _first_unequal(hook.value, patch.value)
+    if at is None:
+        return None
+    values = [part.value[tuple(at)].item() for part in (hook, patch)]
+    if hook.state is None:
+        return Difference(hook.where, None, at[0], None, hook.past + at[1], *values)
+    position = hook.state.position(*at[:3])
+    if hook.value is hook.state.positions:
+        # The smaller is kept by one of the two only; -1 marks a slot that is empty there.
+        position = max(values) if min(values) < 0 else min(values)
+    return Difference(hook.where, hook.layer, at[0], at[1], position, *values)
 
 
 def _shape(states: Tensor | None) -> str:

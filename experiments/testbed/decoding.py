@@ -21,14 +21,13 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from experiments.framework.intervals import median_interval
 from experiments.framework.timing import in_turn
-from experiments.testbed.families import build
 from experiments.testbed.variants import VARIANTS
 from experiments.testbed.variants import Kept as KeptByHeads
 from press_core import RaggedLayer, attention_sites, cache_nbytes
 from press_core.budget import n_kept
 from press_core.cache.caches import known
 from press_core.cache.tokens import Kept
-from press_core.presses.adakv import safeguarded, shared_budget
+from press_core.presses.headwise import safeguarded, shared_budget
 
 FULL, UNIFORM = "full", "uniform"
 """The cache without a press, and one from which all heads have evicted as many tokens."""
@@ -63,11 +62,6 @@ class Held(NamedTuple):
 
     cache: Cache
     open: Callable[[], AbstractContextManager[Any]]
-
-
-def random_llama() -> PreTrainedModel:
-    """Six layers of 8 query and 4 KV heads, 64 channels each, in float32."""
-    return build("llama", num_layers=6, num_heads=8, num_kv_heads=4, head_dim=64)
 
 
 # ---- caches --------------------------------------------------------------------------------------

@@ -7,71 +7,22 @@ is one token, so a sample can be used as tensors (`draw`) or as text (`FactBatch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-_KEYS = """
-    aaron abigail adam adele agnes albert alfred alice alma amanda amelia andrew angela anna
-    anthony arthur audrey barbara beatrice benjamin bernard bertha boris bridget bruno caleb
-    camilla carlos caroline catherine cecilia charles charlotte christine claire clara claudia
-    conrad cynthia daniel david deborah denise derek diana dominic donald doris dorothy duncan
-    edgar edith edward eleanor elena elizabeth emily emma eric ernest esther ethan eugene eva
-    felix fiona florence frances frederick gabriel george gerald gloria gordon gregory hannah
-    harold harriet hector helen henry hugo ingrid irene isaac isabel ivan jacob james jane
-    jennifer jessica joan joseph judith julia karen katherine kenneth laura leonard lewis linda
-    louise lucas lucy lydia marcus margaret maria martha martin matthew michael miriam monica
-    nathan nicholas nora oliver oscar pamela patricia paul peter philip rachel robert
-"""
-KEYS: tuple[str, ...] = tuple(_KEYS.split())
+_WORDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+KEYS: tuple[str, ...] = tuple(_WORDS["keys"].split())
 """The 128 words that a fact can be about: first names."""
-
-_VALUES = """
-    almond anchor apple apricot arrow axe bacon badger banana barrel basket bean bear beaver
-    bell blanket bottle bowl bread broom bucket butter button cabbage cake camel candle carpet
-    carrot celery chair cheese cherry clock coat coconut coffee comb compass cow crab crow crown
-    cucumber cup deer desk dog donkey dove drum duck eagle egg elephant envelope feather fig
-    flute fork fox frog garlic ginger giraffe glove goat goose grape guitar hammer hat hedgehog
-    helmet honey horse jacket jar kettle kite knife ladder lamp lemon lion lizard mango mirror
-    monkey mouse mushroom needle onion otter owl oyster parrot peach peanut pear pencil pepper
-    piano pigeon pillow potato pumpkin rabbit ribbon rice rope saddle salmon scarf shovel spider
-    spoon squirrel sugar sword table tea tiger tomato turtle umbrella violin walnut
-"""
-VALUES: tuple[str, ...] = tuple(_VALUES.split())
+VALUES: tuple[str, ...] = tuple(_WORDS["values"].split())
 """The 128 words that can be an answer: food, animals and things."""
-
-_FILLER = """
-    able above across act add afraid after again against age ago agree ahead air all almost
-    alone along already also although among and another answer any appear area around arrive ask
-    at aware away back balance be beach beautiful because become before begin behind believe
-    below beside best better between beyond big black blue bold both brave break bridge bright
-    bring broad brown build busy but buy by call calm came can care careful carry catch cause
-    change children choose city clean clear clever climb close cloud coast cold color come
-    common cool corner count country course cover cross crowd curious cut dance dark dawn day
-    decide deep delay describe desert different direct distant divide down draw dream drift
-    drive dry during each early earth east easy edge eight empty end enjoy enough enter even
-    evening every exact explain fair faith fall familiar family famous far farm fast father fear
-    feel few field fill final find fine finish fire first five flat float floor flow follow for
-    forest forget forward found four free fresh friend from front full future garden gate gather
-    gave gentle give glad go gold gone good grand grass gray great green ground group grow half
-    hall happy harbor hard harvest have hear heart heavy help here hidden high hill hold hollow
-    home hope hot hour house how huge hundred hungry idea if important in inside into island
-    journey joy jump just keep kind know lake land large last late laugh law lazy lead learn
-    leave left less let level life light like line listen little live long look lost loud love
-    low make many march market may meadow meet memory middle might mild mind minute moment month
-    moon more morning most mother mountain move much music must name near never new next night
-    nine none noon north not nothing now number ocean of often old on once one only open or
-    order other our out outside over own part pass past path patient peace people perfect
-    perhaps place plain plan play please point poor power prepare pretty promise proud pull pure
-    push quick quiet rain raise rare reach read ready real remember rest return rich right rise
-    river road rough round run safe same
-"""
-FILLER: tuple[str, ...] = tuple(_FILLER.split())
+FILLER: tuple[str, ...] = tuple(_WORDS["filler"].split())
 """The 368 words between the facts."""
 
 PAD, BOS, UNKNOWN, QUESTION = "<pad>", "<bos>", "<unk>", "?"
@@ -108,6 +59,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
+
+
+def reads_facts(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer has the words of the task, and no others."""
+    return bool(tokenizer.get_vocab() == {word: index for index, word in enumerate(VOCABULARY)})
 
 
 class FactText(NamedTuple):
@@ -148,14 +104,7 @@ class FactBatch:
         )
 
 
-def draw(
-    batch_size: int,
-    context: int,
-    facts: int,
-    generator: torch.Generator,
-    *,
-    depths: Sequence[float] = (),
-) -> FactBatch:
+def draw(batch_size: int, context: int, facts: int, generator: torch.Generator) -> FactBatch:
     """Draw ``batch_size`` contexts of ``context`` words with ``facts`` facts in each.
 
     Facts start at even places, counted from the first word, and never share a key within one
@@ -166,19 +115,15 @@ def draw(
         context: Words in a context, facts included and ``<bos>`` not counted.
         facts: Facts in a context: at least 1, at most 128 and at most ``context // 2``.
         generator: The only source of randomness; a CPU generator.
-        depths: Where the first facts stand, from 0.0 (start of the context) to 1.0 (its end), in
-            every sample. Facts beyond these depths stand at random places.
 
     Raises:
-        ValueError: A number is out of range, or two depths mean the same place.
+        ValueError: A number is out of range.
     """
     _check_sizes(batch_size, context, facts)
-    slots = context // 2
     keys = _distinct(batch_size, len(KEYS), facts, generator) + _FIRST_KEY
     values = torch.randint(len(VALUES), (batch_size, facts), generator=generator) + _FIRST_VALUE
     filler = torch.randint(len(FILLER), (batch_size, context), generator=generator) + _FIRST_FILLER
-    fixed = _slots_of_depths(depths, slots, facts)
-    positions = 1 + 2 * _distinct(batch_size, slots, facts, generator, first=fixed)
+    positions = 1 + 2 * _distinct(batch_size, context // 2, facts, generator)
     context_ids = torch.cat([torch.full((batch_size, 1), _BOS_ID), filler], dim=1)
     context_ids.scatter_(1, positions, keys).scatter_(1, positions + 1, values)
     question_ids = torch.stack([torch.full_like(keys, _QUESTION_ID), keys], dim=-1)
@@ -197,31 +142,9 @@ def _check_sizes(batch_size: int, context: int, facts: int) -> None:
         )
 
 
-def _slots_of_depths(depths: Sequence[float], slots: int, facts: int) -> list[int]:
-    if len(depths) > facts:
-        raise ValueError(
-            f"depths names {len(depths)} places; at most one for each of {facts} facts"
-        )
-    for depth in depths:
-        if not 0.0 <= depth <= 1.0:
-            raise ValueError(f"depths contains {depth}; a depth must be from 0.0 to 1.0")
-    fixed = [round(depth * (slots - 1)) for depth in depths]
-    if len(set(fixed)) < len(fixed):
-        raise ValueError(
-            f"depths is {tuple(depths)}, in which two facts share one place; "
-            f"depths must differ by at least {1 / max(slots - 1, 1):.4f} in this context"
-        )
-    return fixed
-
-
-def _distinct(
-    rows: int, below: int, count: int, generator: torch.Generator, first: Sequence[int] = ()
-) -> Tensor:
-    """``(rows, count)`` int64: in each row, distinct numbers below ``below``, ``first`` leading."""
-    scores = torch.rand(rows, below, generator=generator)
-    # Random scores are at least 0, so negative ones sort the chosen numbers to the front.
-    scores[:, list(first)] = torch.arange(-len(first), 0, dtype=scores.dtype)
-    return scores.argsort(dim=1)[:, :count]
+def _distinct(rows: int, below: int, count: int, generator: torch.Generator) -> Tensor:
+    """``(rows, count)`` int64: in each row, distinct numbers below ``below``."""
+    return torch.rand(rows, below, generator=generator).argsort(dim=1)[:, :count]
 
 
 def _words(ids: Tensor) -> str:

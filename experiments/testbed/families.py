@@ -14,6 +14,7 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "max_position_embeddings": 4096,
 }
 _SPECIAL: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -36,6 +37,9 @@ FAMILIES = tuple(_SPECIAL)
 
 NO_ROPE = frozenset({"gpt2"})
 NO_GQA = frozenset({"gpt2", "gpt_neox"})
+_HAS_HEAD_DIM = frozenset(
+    {"qwen3", "gemma2", "gemma3_text", "gpt_oss", "mistral", "mixtral", "llama"}
+)
 HYBRID = frozenset({"gemma2", "gemma3_text", "gpt_oss"})
 """Families whose layers alternate between sliding and full attention."""
 
@@ -76,32 +80,35 @@ def build(
     if family not in _SPECIAL:
         raise ValueError(f"unknown family {family!r}; known: {', '.join(FAMILIES)}")
     width = width or num_heads * head_dim
-    config_kwargs: dict[str, Any] = {
+    hybrid = family in HYBRID
+    more: dict[str, Any] = {} if family in NO_GQA else {"num_key_value_heads": num_kv_heads}
+    if family in _HAS_HEAD_DIM:
+        more["head_dim"] = head_dim
+    if hybrid:
+        more["layer_types"] = ["sliding_attention", "full_attention"] * num_layers
+    config = AutoConfig.for_model(
+        family,
         **_COMMON,
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
-        "num_attention_heads": num_heads,
-        "num_hidden_layers": num_layers,
-        "max_position_embeddings": 4096,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_attention_heads=num_heads,
+        num_hidden_layers=num_layers * (2 if hybrid else 1),
         **_SPECIAL[family],
-    }
-    if family not in NO_GQA:
-        config_kwargs["num_key_value_heads"] = num_kv_heads
-    if family in ("qwen3", "gemma2", "gemma3_text", "gpt_oss", "mistral", "mixtral", "llama"):
-        config_kwargs["head_dim"] = head_dim
-    if family in HYBRID:
-        config_kwargs["layer_types"] = ["sliding_attention", "full_attention"] * num_layers
-        config_kwargs["num_hidden_layers"] = 2 * num_layers
-    config = AutoConfig.for_model(family, **config_kwargs)
+        **more,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attn_implementation
         )
-        # Default weights are so small that all keys look alike.
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-            else:
-                parameter.data.add_(0.1 * torch.randn_like(parameter))
+        _spread(model)
     return model.eval()
+
+
+def _spread(model: PreTrainedModel) -> None:
+    """Draw larger weights than the default ones, with which all keys look alike."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        else:
+            parameter.data.add_(0.1 * torch.randn_like(parameter))

@@ -36,9 +36,9 @@ def get_to_know(name: str, dtype: str = "float32", device: str = "cpu") -> OwnMo
     """
     try:
         model, tokenizer = load_model(name, dtype=dtype, device=device)
-    except ModelNotFoundError:
-        raise
     except (ImportError, OSError, ValueError) as error:
+        if isinstance(error, ModelNotFoundError):
+            raise
         reason = " ".join(str(error).split())
         raise UserError(f"cannot load {name} with its tokenizer: {reason:.300}") from error
     # Where there are no files of a tokenizer, some releases of transformers make an empty one.

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import yaml
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -103,124 +105,67 @@ class _Kitchen(NamedTuple):
     fields: Mapping[str, Mapping[str, Any]]
 
     def make(self, name: str, ratio: float) -> Any:
-        inner = WRAPPED.get(name)
+        told = {**self.amount(name, ratio), **self.fields.get(name, {})}
+        return self.presses[name](**told)
+
+    def amount(self, name: str, ratio: float) -> dict[str, Any]:
+        """The fields that say how much is evicted."""
+        inner = _TOLD["wrapped"].get(name)
         if inner is not None:
-            amount = {"press": self.make(inner, ratio)}
-        else:
-            amount = _AMOUNTS.get(name, _share)(self, ratio)
-        return self.presses[name](**{**amount, **self.fields.get(name, {})})
+            return {"press": self.make(inner, ratio)}
+        kept = n_kept(self.length, ratio)
+        match name:
+            case "CAMPress" | "DecodingPress":
+                return {"base_press": self.make("SnapKVPress", 0.0), "target_size": kept}
+            case "CompressionRatioDecodingPress":
+                whole = self.make("SnapKVPress", 0.0)
+                return {"base_press": whole, "target_compression_ratio": ratio}
+            case "EveryTurnPress":
+                return {"press": self.make("SnapKVPress", 0.0), "target_size": kept}
+            case "ComposedPress":
+                half = 1 - (1 - ratio) ** 0.5
+                return {
+                    "presses": [self.make(f"{part}Press", half) for part in ("Knorm", "SnapKV")]
+                }
+            case "DMSPress":
+                scores = self.make("RandomPress", ratio)  # in [0, 1)
+                window = max(1, self.length // 8)
+                return {"press": scores, "threshold": ratio, "sliding_window_size": window}
+            case "DuoAttentionPress":
+                spared = min(sum(self.fields[name].values()), self.length - 1)  # by streaming heads
+                return {"head_compression_ratio": min(1.0, ratio / (1 - spared / self.length))}
+            case "LUKVPress":  # with its default press
+                press = replace(self.make("ExpectedAttentionPress", 0.0), epsilon=2e-2)
+                return {"press": press, "compression_ratio": ratio}
+            case "PerLayerCompressionPress":  # `fitted_pair` knows how many layers there are
+                return {"press": self.make("SnapKVPress", ratio), "compression_ratios": [ratio]}
+            case "PrefillDecodingPress":
+                parts = {"prefilling_press": "SnapKVPress", "decoding_press": "DecodingPress"}
+                return {field: self.make(part, ratio) for field, part in parts.items()}
+            case "SimLayerKVPress":
+                return {"lazy_threshold": 1 - ratio, "n_recent": max(2, kept - 4)}
+            case "StreamingLLMDecodingPress":
+                return {"max_capacity": max(5, kept)}
+            case "ThinKPress":
+                return {"key_channel_compression_ratio": ratio}
+        return {"compression_ratio": ratio}
 
-    def kept(self, ratio: float, at_least: int = 1) -> int:
-        return max(at_least, n_kept(self.length, ratio))
 
-
-WRAPPED: dict[str, str] = {
-    **dict.fromkeys(
-        ("AdaKVPress", "ChunkKVPress", "ChunkPress", "CriticalAdaKVPress"), "SnapKVPress"
-    ),
-    **dict.fromkeys(("CriticalKVPress", "KeyRerotationPress"), "SnapKVPress"),
-    **dict.fromkeys(("EntropyGatedChunkKVPress", "MergingPress"), "SnapKVPress"),
-    "BlockPress": "KeyDiffPress",
-}
-"""What is wrapped by presses that evict as much as what they wrap."""
-
+_TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 _FIELDS: dict[str, dict[str, Any]] = {
-    "CAMPress": {"compression_interval": 1, "seed": 0},
-    "ChunkPress": {"chunk_length": 256},  # 1024 would be one chunk
-    "CompressionRatioDecodingPress": {"compression_interval": 1},
-    "DMSPress": {"decoding": True},
-    "DecodingPress": {"compression_interval": 1},
-    # What streaming heads keep by default, 384 tokens, would be most of such a context.
-    "DuoAttentionPress": {"sink_size": 4, "recent_size": 28},
+    **_TOLD["usual"],
     "FinchPress": {"delimiter_token_id": DELIMITER},
-    "RandomPress": {"seed": 0},
 }
-
 _SHORT_FIELDS: dict[str, dict[str, Any]] = {
     **_FIELDS,
-    "BlockPress": {"block_size": 8},
-    "CAMPress": {"compression_interval": 2, "merge_budget": 4, "seed": 0},
-    "CapPress": {"n_future_positions": 64},
-    "ChunkKVPress": {"chunk_length": 5},
-    "ChunkPress": {"chunk_length": 16},
-    "CompactorPress": {"chunk_size": 16, "sketch_dimension": 8},
-    "CompressionRatioDecodingPress": {"compression_interval": 2},
-    "DMSPress": {"sliding_window_size": 8, "decoding": True},
-    "DecodingPress": {"compression_interval": 2},
-    "DropKVPress": {"window_size": 8},
-    "DuoAttentionPress": {"sink_size": 2, "recent_size": 6},
-    "EntropyGatedChunkKVPress": {"chunk_length": 5, "low_entropy_chunk_length": 2},
-    "ExpectedAttentionPress": {"n_future_positions": 64},
-    "ExpectedAttentionStatsPress": {"n_future_positions": 64},
-    "FastKVzipPress": {"n_sink": 2, "window_ratio": 0.1},
-    "KVgradPress": {"chunk_size": 24, "prompts": PROMPTS},
-    "KVzipPress": {"chunk_size": 24, "prompts": PROMPTS},
-    "LagKVPress": {"lag_size": 8},
-    "LeverageScorePress": {"sketch_dimension": 8},
-    "NonCausalAttnPress": {"chunk_size": 16},
-    "PyramidKVPress": {"window_size": 8},
-    "RestoreKVPress": {"chunk_size": 24, "prompts": PROMPTS},
-    "SnapKVPress": {"window_size": 8},
+    **_TOLD["short"],
+    **{
+        name: {"chunk_size": 24, "prompts": PROMPTS}
+        for name in ("KVgradPress", "KVzipPress", "RestoreKVPress")
+    },
 }
-
-
-def _share(_: _Kitchen, ratio: float) -> dict[str, Any]:
-    return {"compression_ratio": ratio}
-
-
-def _composed(of: _Kitchen, ratio: float) -> dict[str, Any]:
-    half = 1 - (1 - ratio) ** 0.5
-    return {"presses": [of.make("KnormPress", half), of.make("SnapKVPress", half)]}
-
-
-def _duo(of: _Kitchen, ratio: float) -> dict[str, Any]:
-    spared = sum(of.fields["DuoAttentionPress"].values())  # by streaming heads
-    streaming = ratio / (1 - min(spared, of.length - 1) / of.length)
-    return {"head_compression_ratio": min(1.0, streaming)}
-
-
-def _decoding(of: _Kitchen, ratio: float) -> dict[str, Any]:
-    return {"base_press": of.make("SnapKVPress", 0.0), "target_size": of.kept(ratio)}
-
-
-_AMOUNTS: dict[str, Callable[[_Kitchen, float], dict[str, Any]]] = {
-    "CAMPress": _decoding,
-    "ComposedPress": _composed,
-    "CompressionRatioDecodingPress": lambda of, ratio: {
-        "base_press": of.make("SnapKVPress", 0.0),
-        "target_compression_ratio": ratio,
-    },
-    "DMSPress": lambda of, ratio: {
-        "press": of.make("RandomPress", ratio),  # scores in [0, 1)
-        "threshold": ratio,
-        "sliding_window_size": max(1, of.length // 8),
-    },
-    "DecodingPress": _decoding,
-    "DuoAttentionPress": _duo,
-    "EveryTurnPress": lambda of, ratio: {
-        "press": of.make("SnapKVPress", 0.0),
-        "target_size": of.kept(ratio),
-    },
-    "LUKVPress": lambda of, ratio: {
-        "press": replace(of.make("ExpectedAttentionPress", 0.0), epsilon=2e-2),  # its default
-        "compression_ratio": ratio,
-    },
-    "PerLayerCompressionPress": lambda of, ratio: {
-        "press": of.make("SnapKVPress", ratio),
-        "compression_ratios": [ratio],  # `fitted_pair` knows how many layers there are
-    },
-    "PrefillDecodingPress": lambda of, ratio: {
-        "prefilling_press": of.make("SnapKVPress", ratio),
-        "decoding_press": of.make("DecodingPress", ratio),
-    },
-    "SimLayerKVPress": lambda of, ratio: {
-        "lazy_threshold": 1 - ratio,
-        "n_recent": max(2, of.kept(ratio) - 4),
-    },
-    "StreamingLLMDecodingPress": lambda of, ratio: {"max_capacity": of.kept(ratio, at_least=5)},
-    "ThinKPress": lambda _, ratio: {"key_channel_compression_ratio": ratio},
-}
-"""Fields that say how much is evicted, of presses that are told more than a ratio."""
+"""By press, fields that are set whatever the ratio, for contexts of hundreds and of dozens of
+tokens."""
 
 
 def told_delimiter(press: InstalledPress, token_id: int) -> InstalledPress:

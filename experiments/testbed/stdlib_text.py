@@ -9,28 +9,14 @@ from __future__ import annotations
 
 import sysconfig
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import torch
-from tokenizers import (
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 Split = Literal["train", "held-out"]
-
-PAD, BOS, UNK = "<pad>", "<bos>", "<unk>"
-SPECIAL_TOKENS = (PAD, BOS, UNK)
-"""Entries 0, 1 and 2 of the vocabulary; ``<bos>`` also serves as the end of a text."""
 
 HELD_OUT_EVERY = 20
 
@@ -55,45 +41,7 @@ def corpus(split: Split) -> list[str]:
     ]
 
 
-def build_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
-    """Build a lower-case word-level tokenizer from the ``size`` most frequent pieces of ``texts``.
-
-    A piece is a run of letters, one digit, one other character, or the end of a line. Indentation
-    and blank lines are dropped. ``tokenizer(text)`` puts ``<bos>`` first, and pads on the left.
-    """
-    tokenizer = Tokenizer(models.WordLevel(unk_token=UNK))
-    tokenizer.normalizer = normalizers.Sequence(
-        [
-            normalizers.NFKC(),
-            normalizers.Lowercase(),
-            normalizers.Replace(Regex(r"\s*\n\s*"), "\n"),
-        ]
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"[^\S\n]+"), "removed"),
-            pre_tokenizers.Split(Regex(r"[a-z]+|[^a-z]"), "isolated"),
-        ]
-    )
-    trainer = trainers.WordLevelTrainer(
-        vocab_size=size, special_tokens=list(SPECIAL_TOKENS), show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.decoder = _decoder()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        bos_token=BOS,
-        eos_token=BOS,
-        unk_token=UNK,
-        padding_side="left",
-    )
-
-
-def token_stream(tokenizer: PreTrainedTokenizerFast, split: Split) -> torch.Tensor:
+def token_stream(tokenizer: PreTrainedTokenizerBase, split: Split) -> torch.Tensor:
     """Return the split as one stream of token ids, ``(tokens,)`` int64, without any ``<bos>``.
 
     Documents follow one another, each ended by the end of a line.
@@ -113,24 +61,3 @@ def _sources() -> Iterator[str]:
                 text = file.read()
             if text.strip():
                 yield text
-
-
-def _decoder() -> decoders.Decoder:
-    """Join the pieces with spaces, except where Python or English would have none."""
-    unwanted = "|".join(
-        [
-            r"▁(?=[.,;:)\]}!?'\n])",  # before closing punctuation
-            r"(?<=[(\[{'\n.])▁",  # after an opening bracket, a dot, or the start of a line
-            r"(?<!\bdef)▁(?=_)(?!_▁_▁[a-z])|(?<=_)▁",  # in names_like_this, not before __this__
-            r"(?<=\d)▁(?=\d)",  # inside numbers
-            r"^▁",
-        ]
-    )
-    return decoders.Sequence(
-        [
-            decoders.Replace(Regex("^"), "▁"),
-            decoders.Fuse(),
-            decoders.Replace(Regex(unwanted), ""),
-            decoders.Replace("▁", " "),
-        ]
-    )

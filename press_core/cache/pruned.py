@@ -243,6 +243,8 @@ class PrunedLayer(DynamicLayer):
                 "an exception ended the forward in which this cache was pruned: some of its layers "
                 "are pruned and others are not; make a new one"
             )
+        if self.needs is ReadingNeeds.NOTHING and not self.is_first:
+            return
         helped = here.forward is not None and here.reading is self
         alone = ReadingNeeds.MASK_OF_MANY if n_new == 1 else ReadingNeeds.NOTHING
         if not helped and self.needs not in (ReadingNeeds.NOTHING, alone):

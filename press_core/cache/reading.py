@@ -26,17 +26,21 @@ def pruned_layers(cache: Any) -> list[PrunedLayer]:
     return [layer for layer in layers if isinstance(layer, PrunedLayer) and layer.is_pruned]
 
 
-def needs_help(forward: Forward) -> bool:
-    """Whether a layer of the forward's cache is read with masks or positions of its own."""
-    layers, mask = pruned_layers(forward.cache), forward.given.get("attention_mask")
-    needs = [layer.needs for layer in layers if layer.needs is not ReadingNeeds.NOTHING]
+def needs_help(forward: Forward, layers: list[PrunedLayer]) -> bool:
+    """Whether one of the pruned `layers` is read with masks or positions of its own."""
+    mask = forward.given.get("attention_mask")
+    needs, turned = [], None
+    for layer in layers:
+        if layer.needs is not ReadingNeeds.NOTHING:
+            needs.append(layer.needs)
+        if layer.rerotation is not None:
+            turned = turned or layer
     if any([need is not ReadingNeeds.MASK_OF_MANY for need in needs]):
         return True
     # Up to transformers 5.2 a compiled model makes a mask for a single token too.
     alone = forward.n_tokens == 1 and not torch.compiler.is_compiling()
     if needs and (not alone or _hides_recent(mask, layers[0], forward)):
         return True
-    turned = next((layer for layer in layers if layer.rerotation), None)
     if turned is not None:  # the model would count padding, and a user all tokens
         told = forward.given.get("position_ids") is not None
         if told or _hides_recent(mask, turned, forward):
@@ -63,7 +67,7 @@ def _for_full_attention(mask: Any) -> Any:
     return mask.get("full_attention") if isinstance(mask, dict) else mask
 
 
-def with_counted_columns(forward: Forward) -> Arguments:
+def with_counted_columns(forward: Forward, layers: list[PrunedLayer]) -> Arguments:
     """The decoder's arguments with a mask as long as the model counts, where keys were rerotated.
 
     The model takes the first columns of a longer mask, one of all tokens. The last ones are those
@@ -74,8 +78,10 @@ def with_counted_columns(forward: Forward) -> Arguments:
         UnsupportedInputError: if the mask hides tokens of such a context.
     """
     given, mask = forward.given, forward.given.get("attention_mask")
-    turned = [x for x in pruned_layers(forward.cache) if x.rerotation and x.rerotation.shift]
-    if not turned or not isinstance(mask, Tensor) or mask.dim() != 2:
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return given
+    turned = [layer for layer in layers if layer.rerotation and layer.rerotation.shift]
+    if not turned:
         return given
     n_columns = model_count(forward.cache) + forward.n_tokens
     if mask.shape[1] <= n_columns:
@@ -109,6 +115,8 @@ def _hidden_context(forward: Forward) -> Tensor | None:
     kept, n_seen = layers[0].kept, layers[0].n_seen
     if mask.shape[-1] != n_seen + forward.n_tokens or layers[0].rerotation is not None:
         return None  # made for what is stored, or refused
+    if not torch.compiler.is_compiling() and mask.dim() == 2 and bool(mask.all()):
+        return None
     seen = is_visible(mask[..., : kept.n_seen])
     seen = seen[:, None, None] if mask.dim() == 2 else seen
     if torch.compiler.is_compiling():  # nobody can look

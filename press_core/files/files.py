@@ -5,6 +5,7 @@ A file is written at once or not at all, never over what somebody else has put t
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
@@ -14,16 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from press_core.errors import PressError, first_line
-from press_core.files.tensors import METADATA, UNREADABLE, read, require
+
+METADATA = "hook-or-patch"
+"""Entry of a file's metadata that says, as JSON, what it holds, of which model."""
+
+UNREADABLE: tuple[type[Exception], ...] = (
+    *(SafetensorError, OSError, ValueError, LookupError, TypeError, RuntimeError),
+    *(AttributeError, ArithmeticError, AssertionError, EOFError, MemoryError, SyntaxError),
+)
+"""What reading a file may raise, whatever lies in it."""
 
 KIND = "compressed cache"
 """What files say that they hold."""
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Of the files that are written."""
 
 
@@ -31,21 +41,42 @@ class CacheFileError(PressError, ValueError):
     """A file is no compressed cache, or not one for this model."""
 
 
+def read(path: str | Path, group: str | None = None) -> tuple[Any, dict[str, Tensor]]:
+    """What a file says about itself (an empty dictionary: nothing), and copies of its tensors.
+
+    Args:
+        group: read only the tensors whose names begin with it and a dot; None: all.
+
+    Raises:
+        Exception: one of `UNREADABLE`.
+    """
+    with safe_open(path, framework="pt") as file:
+        about = json.loads((file.metadata() or {}).get(METADATA, "{}"))
+        names = [n for n in file.keys() if group is None or n.split(".")[0] == group]  # noqa: SIM118
+        return about, {name: file.get_tensor(name).clone() for name in names}
+
+
+def require(holds: bool, what: str) -> None:
+    """Raise a `ValueError` that says `what` unless that `holds`."""
+    if not holds:
+        raise ValueError(what)
+
+
 @contextmanager
-def refused(path: Path, what: str) -> Iterator[None]:
-    """Raises a `CacheFileError`, that `path` is `what`, for all that may be wrong with a file."""
+def refused(path: Path, what: str, kind: type[PressError] = CacheFileError) -> Iterator[None]:
+    """Raises an error of a kind, that `path` is `what`, for all that may be wrong with a file."""
     try:
         yield
-    except CacheFileError:
+    except kind:
         raise
     except UNREADABLE as error:
-        raise CacheFileError(f"{str(path)!r} {what}: {first_line(error)}") from error
+        raise kind(f"{str(path)!r} {what}: {first_line(error)}") from error
 
 
 _DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if type(x) is torch.dtype}
 
 
-def packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+def _packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """`value` as JSON has it, with the names of the tensors that go into `tensors`."""
     if isinstance(value, Tensor):
         tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -53,27 +84,54 @@ def packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, dict):
-        return {"of": [[k, packed(x, f"{name}.{k}", tensors)] for k, x in value.items()]}
+        return {"of": [[k, _packed(x, f"{name}.{k}", tensors)] for k, x in value.items()]}
     return value
 
 
-def unpacked(description: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `packed` was given; each of `tensors` has to be named in it once."""
-    left = dict(tensors)
+def _unpacked(description: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `_packed` was given."""
+    if isinstance(description, list):
+        return tuple(description)
+    if not isinstance(description, dict):
+        return description
+    ((what, content),) = description.items()
+    if what == "of":
+        return {key: _unpacked(x, tensors) for key, x in content}
+    return tensors[content] if what == "tensor" else _DTYPES[content]
 
-    def value(packed: Any) -> Any:
-        if isinstance(packed, list):
-            return tuple(packed)
-        if not isinstance(packed, dict):
-            return packed
-        ((what, content),) = packed.items()
-        if what == "of":
-            return {key: value(x) for key, x in content}
-        return left.pop(content) if what == "tensor" else _DTYPES[content]
 
-    found = value(description)
-    require(not left, f"nobody knows what its {min(left, default='')!r:.60} is")
-    return found
+def sealed(value: Any, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """`value` as JSON has it, with a seal that breaks where anything is changed later.
+
+    Args:
+        name: of the group of tensors that it has.
+        tensors: where they go.
+    """
+    own: dict[str, Tensor] = {}
+    description = _packed(value, name, own)
+    tensors |= own
+    return {"is": description, "seal": _seal(description, own)}
+
+
+def unsealed(description: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `sealed` was given.
+
+    Raises:
+        ValueError: if something is not as it was written.
+    """
+    whole = description["seal"] == _seal(description["is"], tensors)
+    require(whole, "it is not as it was written")
+    return _unpacked(description["is"], tensors)
+
+
+def _seal(description: Any, tensors: Mapping[str, Tensor]) -> str:
+    """A digest of all but the floating-point numbers, any of which keys and values may hold."""
+    digest = hashlib.sha256(json.dumps(description).encode())
+    for name, x in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(x.shape)} {x.dtype}\n".encode())
+        if not x.is_floating_point():
+            digest.update(x.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def check_target(path: Path, overwrite: bool) -> None:
@@ -120,7 +178,13 @@ def read_header(path: Path, any_version: bool = False) -> dict[str, Any]:
         require(path.is_file(), "there is no file")
         about = dict(read(path, "")[0])
         require(about.get("kind") == KIND, "nothing in it says so")
-        version = about.get("version")
-        what = f"has version {version!r:.20} of the format; this release reads {FORMAT_VERSION}"
-        require(any_version or version == FORMAT_VERSION, f"it {what}: make the cache anew")
+        if not any_version:
+            check_version(about, FORMAT_VERSION)
     return about
+
+
+def check_version(about: Mapping[str, Any], known: int) -> None:
+    """Require that a file says that it is of a version of its format."""
+    version = about.get("version")
+    what = f"has version {version!r:.20} of the format; this release reads {known}"
+    require(version == known, f"it {what}: make it anew")

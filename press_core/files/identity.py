@@ -31,7 +31,7 @@ def identity(model: Any) -> dict[str, Any]:
     decoder body, on any device, are the same.
 
     Returns:
-        `config_class`, `config` (its fields), `dtype`, and `weights`: a digest of names, shapes and
+        `config`: its class, its fields and the dtype; and `weights`: a digest of names, shapes and
         `N_SAMPLED` numbers of every parameter, and of which adapters are on.
 
     Raises:
@@ -45,12 +45,9 @@ def identity(model: Any) -> dict[str, Any]:
         )
     body = getattr(model, "base_model", model)
     fields = json.loads(json.dumps(_relevant(config.to_dict()), default=str, sort_keys=True))
-    return {
-        "config_class": type(config).__name__,
-        "config": fields,
-        "dtype": str(getattr(model, "dtype", "")).removeprefix("torch."),
-        "weights": _digest(body),
-    }
+    dtype = str(getattr(model, "dtype", "")).removeprefix("torch.")
+    kind = {"config_class": type(config).__name__, "dtype": dtype}
+    return {"config": {**fields, **kind}, "weights": _digest(body)}
 
 
 def name_of(model: Any) -> str:

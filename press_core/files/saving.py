@@ -1,7 +1,7 @@
 """Compressed caches in files: compress once, ask tomorrow.
 
 A file is safetensors: tensors, and one line of JSON that says what they are, of which model, and
-what was evicted. It holds no code and no pickle; what it says is checked before it is believed.
+what was evicted. It holds no code and no pickle; a seal tells whether anything was changed.
 
 ```python
 save_cache(cache, "context.safetensors", model, press=press)
@@ -27,20 +27,10 @@ from press_core.cache.positions import tokens_seen
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.reading import reading_needs
 from press_core.errors import UnsupportedCacheError, UnsupportedModelError
-from press_core.files.files import (
-    FORMAT_VERSION,
-    KIND,
-    CacheFileError,
-    check_target,
-    packed,
-    read_header,
-    refused,
-    unpacked,
-    write,
-)
+from press_core.files import files
+from press_core.files.files import CacheFileError, read, read_header, refused, unsealed
 from press_core.files.identity import identity, name_of
 from press_core.files.records import Record, layer_from, record_of
-from press_core.files.tensors import read, require
 from press_core.model.sites import AttentionSite
 from press_core.press import Press
 from press_core.probe import attention_sites
@@ -115,7 +105,7 @@ def save_cache(
         CacheFileError: if there is such a file already, or if it cannot be written.
     """
     path = Path(path)
-    check_target(path, overwrite)
+    files.check_target(path, overwrite)
     sites = attention_sites(model)
     if any(site.ranks.size > 1 for site in sites):
         raise UnsupportedModelError(
@@ -126,17 +116,17 @@ def save_cache(
     given = zip(_INPUTS, (input_ids, attention_mask), strict=True)
     inputs = {name: ids.long() for name, ids in given if ids is not None}
     about = {
-        "kind": KIND,
-        "version": FORMAT_VERSION,
+        "kind": files.KIND,
+        "version": files.FORMAT_VERSION,
         "made_with": _versions(),
         "model": {"name": name_of(model), **identity(model)},
         "press": None if press is None else repr(press),
         **_summary(cache, sites),
         "notes": dict(notes or {}),
-        "inputs": packed(inputs, "inputs", tensors),
-        "caches": packed(_parts(cache), "cache", tensors),
+        "inputs": files.sealed(inputs, "inputs", tensors),
+        "caches": files.sealed(_parts(cache), "cache", tensors),
     }
-    write(path, tensors, about, overwrite)
+    files.write(path, tensors, about, overwrite)
     return path
 
 
@@ -228,7 +218,7 @@ def load_cache(
     with refused(path, "is damaged"):
         _check_versions(path, about["made_with"]["transformers"], any_version)
         _check_model(path, about["model"], now, any_version)
-        parts = unpacked(about["caches"], read(path, "cache")[1])
+        parts = unsealed(about["caches"], read(path, "cache")[1])
         return _cache(parts, model, None if device is None else torch.device(device))
 
 
@@ -241,17 +231,13 @@ def about_cache(path: str | Path) -> SavedCache:
     path = Path(path)
     about = read_header(path)
     with refused(path, "is damaged"):
-        inputs = unpacked(about["inputs"], read(path, "inputs")[1])
-        fits = set(inputs) <= set(_INPUTS)
-        fits = fits and all(x.dim() == 2 and x.dtype == torch.int64 for x in inputs.values())
-        require(fits and 0 <= about["evicted"] <= 1, "its inputs are no token ids")
         return SavedCache(
             path,
             str(about["model"]["name"]),
             None if about["press"] is None else str(about["press"]),
             int(about["n_seen"]),
             float(about["evicted"]),
-            inputs,
+            unsealed(about["inputs"], read(path, "inputs")[1]),
             dict(about["notes"]),
             dict(about["made_with"]),
         )
@@ -270,12 +256,12 @@ def _check_model(
     path: Path, former: dict[str, Any], now: dict[str, Any], any_version: bool
 ) -> None:
     """Refuse a model other than the one that has filled the cache."""
-    there, here = ({**x["config"], **_kind(x)} for x in (former, now))
+    there, here = former["config"], now["config"]
     # Releases differ in which fields they know.
     names = here.keys() & there.keys() if any_version else here.keys() | there.keys()
     differing = [
         f"{name} is {there.get(name)!s:.40} there and {here.get(name)!s:.40} here"
-        for name in sorted(names, key=lambda name: (name not in _kind(now), name))
+        for name in sorted(names, key=lambda name: (name not in ("config_class", "dtype"), name))
         if there.get(name) != here.get(name)
     ]
     if not differing and former["weights"] != now["weights"]:
@@ -287,39 +273,26 @@ def _check_model(
         )
 
 
-def _kind(identity: dict[str, Any]) -> dict[str, Any]:
-    return {name: identity[name] for name in ("config_class", "dtype")}
-
-
 def _cache(parts: Any, model: Any, device: torch.device | None) -> Any:
-    require(list(parts) in ([_CACHES[0]], list(_CACHES)), "it does not say what it holds")
     made = [_part(record, model, device) for record in parts.values()]
     by_layer = {site.layer_idx: site for site in attention_sites(model)}
     for index, layer in enumerate(made[0].layers):
         if isinstance(layer, PrunedLayer):
-            require(index in by_layer, f"layer {index} was pruned, which no press can do here")
             layer.needs |= reading_needs(made[0], layer, by_layer[index])
             layer.is_first = layer is mask_layer(made[0])
     return made[0] if len(made) == 1 else EncoderDecoderCache(*made)
 
 
 def _part(record: Record, model: Any, device: torch.device | None) -> DynamicCache:
-    layers, grows = record["layers"], record["grows"] is True
-    templates = DynamicCache(config=model.config).layers
-    n_layers = len(templates) or model.config.get_text_config(decoder=True).num_hidden_layers
-    fits = list(layers) == list(range(len(layers)))
-    fits = fits and (len(layers) == n_layers or (grows and len(layers) < n_layers))
-    require(fits, f"it has {len(layers)} layers, and the model {n_layers}")
+    layers, templates = record["layers"], DynamicCache(config=model.config).layers
     runs_on = {} if device is not None else _devices(model)
     first = device or _runs_on(model)
     cache = DynamicCache()
-    cache.layer_class_to_replicate = DynamicLayer if grows else None
+    cache.layer_class_to_replicate = DynamicLayer if record["grows"] else None
     cache.layers = [
         layer_from(layers[i], template, runs_on.get(i, first))
-        for i, template in zip(layers, [*templates, *[None] * n_layers], strict=False)
+        for i, template in zip(layers, [*templates, *[None] * len(layers)], strict=False)
     ]
-    batches = {len(lengths) for lengths in kept_lengths(cache) if lengths.numel()}
-    require(len(batches) <= 1, f"its layers hold {sorted(batches)} rows")
     return cache
 
 

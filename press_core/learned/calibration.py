@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -22,8 +22,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from press_core.errors import PressError, UnsupportedModelError, first_line
-from press_core.fields import limited
-from press_core.files.tensors import METADATA, UNREADABLE, named_sizes, read
+from press_core.files.files import METADATA, check_version, read, refused
 from press_core.model.decoder import device_of
 from press_core.model.sites import AttentionSite, n_layers_of
 from press_core.press import Press
@@ -34,6 +33,9 @@ from press_core.select import upcast
 FORMAT_VERSION = 1
 """Of the files that `Calibration.save` writes."""
 
+SIZES = "layers", "heads", "kv_heads", "head_dim", "hidden_size"
+"""Dimensions by which models are told apart."""
+
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 F = TypeVar("F", bound="Calibration")
@@ -43,9 +45,14 @@ class CalibrationError(PressError, ValueError):
     """What a press has to learn about a model is missing, or is not what it should be."""
 
 
-def sized(dims: str, **default: Any) -> Any:
-    """A field for a tensor; `dims` names its dimensions, such as `"layers heads head_dim"`."""
-    return field(metadata={"dims": dims}, **default)
+def sized(dims: str, published: str = "", **default: Any) -> Any:
+    """A field for a tensor.
+
+    Args:
+        dims: the names of its dimensions, such as `"layers heads head_dim"`.
+        published: what others call it, if not as the field is called.
+    """
+    return field(metadata={"dims": dims, "published": published}, **default)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -57,14 +64,21 @@ class Calibration:
 
     Attributes:
         kind: class attribute; what the file says it holds.
+        made_by: class attribute; the call of a press that makes one.
         file_names: class attribute; what the file is called in a folder, first the preferred name.
         published_files: class attribute; what the files are called that others publish on the hub.
+        fixed_sizes: class attribute; of dimensions that are the same for every model.
+        limits: class attribute; the least and the largest number in a tensor, where not any finite
+            ones will do.
         readers: class attribute; by suffix, what reads other files than safetensors.
     """
 
     kind: ClassVar[str] = ""
+    made_by: ClassVar[str] = "fit(model, token_batches)"
     file_names: ClassVar[tuple[str, ...]] = ()
     published_files: ClassVar[tuple[str, ...]] = ("model.safetensors",)
+    fixed_sizes: ClassVar[Mapping[str, int]] = {}
+    limits: ClassVar[Mapping[str, tuple[float, float]]] = {}
     readers: ClassVar[Mapping[str, Callable[[Path], dict[str, Tensor]]]] = {}
 
     def __post_init__(self) -> None:
@@ -75,17 +89,35 @@ class Calibration:
         return {field.name: field.metadata["dims"] for field in fields(self)}
 
     def check(self) -> None:
-        """Check that the tensors fit each other.
+        """Check that the tensors are those of `dims`, fit each other, and hold what they may.
 
         Raises:
-            CalibrationError: naming the shapes that do not.
+            CalibrationError: naming the tensors.
         """
-        try:
-            sizes = named_sizes(self.tensors, self.dims())
-        except ValueError as error:
-            raise CalibrationError(f"{self.kind} {error}") from error
+        sizes, named = self._sizes(), f"{', '.join(self.tensors)} of {self.kind}"
         if 0 in sizes.values():
-            raise CalibrationError(f"{', '.join(self.tensors)} of {self.kind}: one is empty")
+            raise CalibrationError(f"{named}: one is empty")
+        if sizes.get("heads", 0) % sizes.get("kv_heads", 1):
+            raise CalibrationError(f"{named}: {sizes} are no heads that share KV heads evenly")
+        for name, (low, high) in self.limits.items():
+            tensor = self.tensors[name]
+            if not bool(((tensor >= low) & (tensor <= high)).all()):
+                raise CalibrationError(f"{name} of {self.kind} must be from {low} to {high}")
+
+    def _sizes(self) -> dict[str, int]:
+        """The sizes of all dimensions by their names; equal names have to have equal sizes."""
+        sizes, tensors, dims = dict(self.fixed_sizes), self.tensors, self.dims()
+        named = [(dims.get(name, "").split(), x.shape) for name, x in tensors.items()]
+        fits = dims.keys() == tensors.keys() and all(
+            len(names) == len(shape)
+            and all(sizes.setdefault(n, size) == size for n, size in zip(names, shape, strict=True))
+            for names, shape in named
+        )
+        if not fits:
+            found = ", ".join(f"{n} {tuple(x.shape)}" for n, x in tensors.items())
+            wanted = ", ".join(f"{n} ({dims[n]})" for n in dims)
+            raise CalibrationError(f"{self.kind} of {found:.300}: it must have {wanted:.300}")
+        return sizes
 
     def check_numbers(self) -> None:
         """Check what was read from a file: numbers that are none decide nothing.
@@ -94,15 +126,14 @@ class Calibration:
             CalibrationError: naming the tensor.
         """
         for name, tensor in self.tensors.items():
-            if not bool(tensor.isfinite().all()):
+            if name not in self.limits and not bool(tensor.isfinite().all()):
                 raise CalibrationError(f"{name} of {self.kind} is not finite everywhere")
 
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes of a model that this belongs to, by the names that `model_sizes` has."""
-        known = "layers", "heads", "kv_heads", "head_dim", "hidden_size"
-        found = named_sizes(self.tensors, self.dims())
-        return {name: found[name] for name in known if name in found}
+        found = self._sizes()
+        return {name: found[name] for name in SIZES if name in found}
 
     @property
     def file_name(self) -> str:
@@ -167,17 +198,13 @@ class Calibration:
         )
         if holds not in (cls.kind, ""):
             raise CalibrationError(f"{str(path)!r} holds {holds!r:.80}, not {cls.kind}")
-        try:
+        names_found = ", ".join(f"{name!r:.80}" for name in sorted(tensors)[:8]) or "nothing"
+        what = (
+            f"holds no {cls.kind.removeprefix('a ')}, neither as {cls.__name__}.save writes them "
+            f"nor as they are published on the hub; it holds {names_found}"
+        )
+        with refused(path, what, CalibrationError):
             fitted = cls.of(tensors if holds else cls.published(tensors, path.parent))
-        except CalibrationError:
-            raise
-        except UNREADABLE as error:
-            names_found = ", ".join(f"{name!r:.80}" for name in sorted(tensors)[:8]) or "nothing"
-            raise CalibrationError(
-                f"{str(path)!r} holds no {cls.kind.removeprefix('a ')}, neither as "
-                f"{cls.__name__}.save writes them nor as they are published on the hub; it holds "
-                f"{names_found}"
-            ) from error
         fitted.check_numbers()
         return fitted
 
@@ -192,7 +219,8 @@ class Calibration:
         Raises:
             KeyError: if one is missing.
         """
-        return tensors
+        named = {x.name: x.metadata["published"] or x.name for x in fields(cls)}
+        return {name: tensors[published] for name, published in named.items()}
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
@@ -204,14 +232,11 @@ class Calibration:
 
 def _found(kind: type[Calibration], source: str | Path, names: tuple[str, ...]) -> Path:
     """The file at `source`, or the first of `names` in that folder or repository on the hub."""
-    path = Path(source).expanduser()
-    if path.is_file():
-        return path
-    called = " and no ".join(names)
+    path, called = Path(source).expanduser(), " and no ".join(names)
+    for place in (path, *(path / name for name in names)):
+        if place.is_file():
+            return place
     if path.is_dir():
-        for name in names:
-            if (path / name).is_file():
-                return path / name
         raise CalibrationError(
             f"there is no {called} in the folder {str(path)!r}; {kind.__name__}.save writes the "
             "first"
@@ -225,11 +250,9 @@ def _found(kind: type[Calibration], source: str | Path, names: tuple[str, ...]) 
     # What is on this machine is taken as it is: presses are opened often, and may be so offline.
     for offline, name in product((True, False), names):
         wanted = kind.published_files if name == kind.published_files[0] else (name,)
+        download = partial(huggingface_hub.hf_hub_download, source, local_files_only=offline)
         try:
-            paths = [
-                huggingface_hub.hf_hub_download(source, part, local_files_only=offline)
-                for part in wanted
-            ]
+            paths = [download(part) for part in wanted]
             return Path(paths[0])
         except (OSError, ValueError, RuntimeError) as error:
             cause = error
@@ -255,18 +278,11 @@ def _read(
             f"{str(path)!r} is a pickle, which may run code as it is read; turn it into "
             "safetensors once, if you trust it, as docs/learned.md says"
         )
-    try:
+    with refused(path, "cannot be read", CalibrationError):
         about, tensors = read(path) if reader is None else ({}, reader(path))
-    except UNREADABLE as error:
-        raise CalibrationError(f"cannot read {str(path)!r}: {first_line(error)}") from error
-    if not isinstance(about, dict) or not isinstance(about.get("kind", ""), str):
-        raise CalibrationError(f"{str(path)!r} does not say in its metadata what it holds")
-    if about and about.get("version") != FORMAT_VERSION:
-        raise CalibrationError(
-            f"{str(path)!r} has version {about.get('version')!r:.40} of the format; this release "
-            f"reads {FORMAT_VERSION}"
-        )
-    return floats(tensors, path), about.get("kind", "")
+        if about:
+            check_version(about, FORMAT_VERSION)
+        return floats(tensors, path), about["kind"] if about else ""
 
 
 def floats(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
@@ -296,19 +312,14 @@ def learned(kind: type[Calibration]) -> Any:
     """A field for a `kind`, for where one lies, or for None: it is looked for then."""
     fits = (kind, str, Path, type(None))
     allowed = f"{kind.__name__}, a path, a hub id or None"
-    return limited(None, lambda x: isinstance(x, fits), allowed)
+    metadata = {"holds": lambda x: isinstance(x, fits), "allowed": allowed, "learned": kind}
+    return field(default=None, metadata=metadata)
 
 
 @dataclass
 class LearnedPress(Press):
-    """A press that has learned something of a model beforehand.
+    """A press that has learned something of a model beforehand, and holds it in a field."""
 
-    Attributes:
-        learns: class attribute; the field that holds it, what it is, and Python that makes it, for
-            error messages, where `{press}` stands for the press.
-    """
-
-    learns: ClassVar[tuple[str, type[Calibration], str]]
     collector: ClassVar[Callable[..., InstalledPress]]
 
     def prepare(self, model: Any) -> Any:
@@ -325,10 +336,12 @@ class LearnedPress(Press):
 
     def find(self, model: Any) -> Calibration:
         """What was given, or what lies beside the model or is published for it."""
-        field, kind, _ = self.learns
-        given = getattr(self, field)
+        ((name, kind),) = [
+            (x.name, x.metadata["learned"]) for x in fields(self) if "learned" in x.metadata
+        ]
+        given = getattr(self, name)
         if given is None:
-            return self._search(model)
+            return self._search(kind, model)
         return given if isinstance(given, kind) else kind.load(given, self.file_names())
 
     def file_names(self) -> tuple[str, ...]:
@@ -339,27 +352,24 @@ class LearnedPress(Press):
         """The repository on the hub that belongs to a model there; empty: nobody publishes such."""
         return ""
 
-    def _search(self, model: Any) -> Calibration:
-        _, kind, fit = self.learns
-        fit = fit.format(press=type(self).__name__)
+    def _search(self, kind: type[Calibration], model: Any) -> Calibration:
+        fit = f"{type(self).__name__}.{kind.made_by}"
         name = str(getattr(getattr(model, "config", None), "name_or_path", None) or "")
-        advice = f"hand over what {fit} returns"
-        source: str | Path = self.hub_id(name)
-        names = kind.published_files[:1]
+        advice, source = f"hand over what {fit} returns", ""
         if name and Path(name).is_dir():
-            file_name = (self.file_names() or kind.file_names)[0]
-            published = self.hub_id(Path(name).resolve().name)
+            source = str(Path(name) / (self.file_names() or kind.file_names)[0])
             advice = f"make it once, {fit}.save({name!r}), or {advice}"
-            if published:
+            if published := self.hub_id(Path(name).resolve().name):
                 advice += f" or a hub id, such as {published!r} if it is published"
-            source = Path(name) / file_name
-        elif not source or not _HUB_ID.fullmatch(name):
+        elif _HUB_ID.fullmatch(name):
+            source = self.hub_id(name)
+        if not source:
             raise CalibrationError(
                 f"nothing was learned about this {type(model).__name__} that could be found by "
                 f"itself; {advice}"
             )
         try:
-            return kind.load(source, names)
+            return kind.load(source, kind.published_files[:1])
         except CalibrationError as error:
             raise CalibrationError(f"{error}. For {name}, {advice}") from error
 
@@ -367,13 +377,8 @@ class LearnedPress(Press):
 def model_sizes(site: AttentionSite) -> dict[str, int]:
     """The sizes of the model that `site` belongs to."""
     config: Any = site.module.config
-    return {
-        "layers": n_layers_of(site),
-        "heads": site.num_heads,
-        "kv_heads": site.num_kv_heads,
-        "head_dim": site.head_dim,
-        "hidden_size": config.hidden_size,
-    }
+    of_site = site.num_heads, site.num_kv_heads, site.head_dim
+    return dict(zip(SIZES, (n_layers_of(site), *of_site, config.hidden_size), strict=True))
 
 
 def check_fits(fitted: Calibration, site: AttentionSite) -> None:
@@ -385,10 +390,10 @@ def check_fits(fitted: Calibration, site: AttentionSite) -> None:
     sizes = model_sizes(site)
     model = {name: sizes[name] for name in fitted.sizes}
     if model != fitted.sizes:
-        described = [
+        theirs, ours = (
             ", ".join(f"{name}={n}" for name, n in x.items()) for x in (fitted.sizes, model)
-        ]
+        )
         raise UnsupportedModelError(
-            f"{type(fitted).__name__} of a model with {described[0]} cannot serve one with "
-            f"{described[1]} ({site.name}); fit it to this model"
+            f"{type(fitted).__name__} of a model with {theirs} cannot serve one with {ours} "
+            f"({site.name}); fit it to this model"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,11 @@ from press_core.attention import window_attention
 from press_core.call import AttentionCall
 from press_core.eviction import Eviction
 from press_core.fields import count, share
-from press_core.learned.calibration import (
-    Calibration,
-    CalibrationError,
-    LearnedPress,
-    learned,
-    sized,
-)
+from press_core.learned.calibration import Calibration, LearnedPress, learned, sized
 from press_core.learned.running import Batch, LayerMeans, run
 from press_core.model.decoder import device_of
 from press_core.press import MeasuredPress
-from press_core.presses.random import layer_generator
+from press_core.presses.positions import layer_generator
 from press_core.traits import Evicts
 
 
@@ -43,18 +38,12 @@ class HeadScores(Calibration):
     """
 
     kind = "DuoAttention head scores"
+    made_by = "measure(model, token_batches)"
     file_names = ("duo_head_scores.safetensors",)
+    limits = {"scores": (-inf, inf)}  # noqa: RUF012
     readers = {".tsv": read_table}  # noqa: RUF012
 
     scores: Tensor = sized("layers kv_heads")
-
-    def check(self) -> None:
-        super().check()
-        if bool(self.scores.isnan().any()):
-            raise CalibrationError("head scores that are no numbers (NaN) rank no head")
-
-    def check_numbers(self) -> None:
-        """Scores may be infinite; `check` refuses what is no number."""
 
 
 @dataclass
@@ -77,7 +66,6 @@ class DuoAttention(LearnedPress, MeasuredPress):
     recent_size: int = count(256, 1)
 
     evicts = Evicts.PER_HEAD
-    learns = "head_scores", HeadScores, "{press}.measure(model, token_batches)"
 
     def find(self, model: Any) -> Calibration:
         if not self.on_the_fly_scoring or self.head_scores is not None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,16 +20,8 @@ from press_core.errors import PressError
 from press_core.eviction import Eviction
 from press_core.fields import count, share
 from press_core.forward import Forward
-from press_core.learned.calibration import (
-    Calibration,
-    CalibrationError,
-    LearnedPress,
-    learned,
-    of_layers,
-    sized,
-)
-from press_core.learned.examples import Examples, Scores, taught
-from press_core.learned.running import Batch
+from press_core.learned.calibration import Calibration, learned, of_layers, sized
+from press_core.learned.running import Batch, Examples, Scores, TaughtPress, taught
 from press_core.model.sites import AttentionSite
 from press_core.observed import Moment
 from press_core.press import RatioPress
@@ -92,9 +84,8 @@ class Gate(NamedTuple):
 def _project(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`states` `(B, S, D)` by `weight` `(heads, r, D)`: `(B, S, heads, r)`, float32 or better."""
     bias = None if bias is None else bias.flatten().to(states)
-    return upcast(linear(states, weight.flatten(0, 1).to(states), bias)).unflatten(
-        -1, weight.shape[:2]
-    )
+    projected = linear(states, weight.flatten(0, 1).to(states), bias)
+    return upcast(projected).unflatten(-1, weight.shape[:2])
 
 
 def _inverse_rms(x: Tensor) -> Tensor:
@@ -124,12 +115,6 @@ class KVzipGates(Calibration):
     base: Tensor = sized("layers kv_heads n_base rank")
     bias: Tensor = sized("layers heads")
 
-    def check(self) -> None:
-        super().check()
-        heads, kv_heads = self.bias.shape[1], self.base.shape[1]
-        if heads % kv_heads:
-            raise CalibrationError(f"{heads} heads cannot share {kv_heads} KV heads")
-
     def of_layer(self, layer_idx: int) -> Gate:
         """The gate of one layer."""
         return Gate(**{name: x[layer_idx] for name, x in self.tensors.items()})
@@ -138,21 +123,16 @@ class KVzipGates(Calibration):
     def published(cls, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
         projections = {"query_weight": "q_proj.weight", "query_bias": "q_proj.bias"}
         projections["key_weight"] = "k_proj.weight"
-        norm = of_layers(tensors, "q_norm.weight")
-        return {
-            **{
-                field: of_layers(tensors, name).unflatten(1, (-1, norm.shape[-1]))
-                for field, name in projections.items()
-            },
-            "query_norm": norm,
-            "key_norm": of_layers(tensors, "k_norm.weight"),
-            "base": of_layers(tensors, "k_base").squeeze(2),
-            "bias": of_layers(tensors, "b").flatten(1),
-        }
+        norms = {"query_norm": "q_norm.weight", "key_norm": "k_norm.weight"}
+        names = {**projections, **norms, "base": "k_base", "bias": "b"}
+        found = {field: of_layers(tensors, name) for field, name in names.items()}
+        for field in projections:
+            found[field] = found[field].unflatten(1, (-1, found["query_norm"].shape[-1]))
+        return found | {"base": found["base"].squeeze(2), "bias": found["bias"].flatten(1)}
 
 
 @dataclass
-class FastKVzip(LearnedPress, RatioPress):
+class FastKVzip(TaughtPress, RatioPress):
     """Keeps what learned gates take for needed to repeat the context (arXiv 2601.17668).
 
     A small gate per layer tells from the hidden states alone what KVzip would find out by letting
@@ -177,23 +157,15 @@ class FastKVzip(LearnedPress, RatioPress):
     gates: KVzipGates | str | Path | None = learned(KVzipGates)
 
     evicts = Evicts.PER_HEAD
-    learns = "gates", KVzipGates, "{press}.fit(model, token_batches)"
-
-    teacher: ClassVar[Callable[..., Any]]
-    """Makes the press whose `scores` are learned, KVzip."""
 
     @property
     def needs(self) -> Needs:
-        return Needs.FORWARD if self._acts_at_once else Needs.FORWARD | Needs.MEMORY
+        at_once = self.layerwise or self.amount == 0  # nothing is left to do after all layers
+        return Needs.FORWARD if at_once else Needs.FORWARD | Needs.MEMORY
 
     @property
     def phases(self) -> Phase:
         return Phase.PREFILL if self.layerwise else Phase.PREFILL | Phase.AFTER_DECODER
-
-    @property
-    def _acts_at_once(self) -> bool:
-        """Whether nothing is left to do when all layers have run."""
-        return self.layerwise or self.amount == 0
 
     # ---- the formula -----------------------------------------------------------------------------
 
@@ -264,10 +236,15 @@ class FastKVzip(LearnedPress, RatioPress):
         cache = forward.cache
         cache = getattr(output, "past_key_values", None) if cache is None else cache
         cache = getattr(cache, "self_attention_cache", cache)
-        told = [] if cache is None else [_recall(scope, site, cache) for site in scope.sites]
-        if cache is None or not told or not all(told):
+        if cache is None:
             return
-        gates, tokens = ([layer[name] for layer in told] for name in (GATE, TOKEN))
+        memories = [known(cache, site.layer_idx).memories.get(scope.key) for site in scope.sites]
+        slots = [{} if memory is None else memory.slots for memory in memories]
+        if not all(GATE in of_layer for of_layer in slots):
+            return
+        known_slots = list(zip(scope.sites, slots, strict=True))
+        gates = [site.ranks.gather(x[GATE]) for site, x in known_slots]  # of all ranks
+        tokens = [site.ranks.gather(x[TOKEN]) > 0 for site, x in known_slots]
         kept = [torch.zeros_like(layer) for layer in tokens]
         for row in range(len(kept[0])):
             mine = [layer[row, 0] for layer in tokens]
@@ -325,22 +302,8 @@ class FastKVzip(LearnedPress, RatioPress):
         Raises:
             CalibrationError: if there is no token to learn from, or if scores have another shape.
         """
-        if scores is None:
-            scores = cls.teacher().scores
-        examples = Examples.of(model, token_batches, scores, cls.collector, max_tokens)
+        examples = cls.examples(model, token_batches, scores, max_tokens)
         return fit_gates(examples, rank, n_base, steps, seed)
-
-
-def _recall(scope: ScopeState, site: AttentionSite, cache: Any) -> dict[str, Tensor]:
-    """What the scope remembers of the tokens of a layer, `(B, H_kv, S)` for the heads of all ranks.
-
-    Empty where it remembers nothing.
-    """
-    memory = known(cache, site.layer_idx).memories.get(scope.key)
-    if memory is None or GATE not in memory.slots:
-        return {}
-    found = {name: site.ranks.gather(memory.slots[name]) for name in (GATE, TOKEN)}
-    return {**found, TOKEN: found[TOKEN] > 0}
 
 
 # ---- learning ------------------------------------------------------------------------------------

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,16 +13,8 @@ from torch.nn.functional import gelu, linear, mse_loss
 
 from press_core.call import AttentionCall
 from press_core.fields import choice
-from press_core.learned.calibration import (
-    Calibration,
-    CalibrationError,
-    LearnedPress,
-    learned,
-    of_layers,
-    sized,
-)
-from press_core.learned.examples import Examples, Scores, taught
-from press_core.learned.running import Batch
+from press_core.learned.calibration import Calibration, learned, of_layers, sized
+from press_core.learned.running import Batch, Examples, Scores, TaughtPress, taught
 from press_core.scoring import RatioScorer
 from press_core.select import upcast
 from press_core.tiles import rows_at_once
@@ -60,14 +52,9 @@ class KVzapRegressor(Calibration):
     def file_name(self) -> str:
         return f"kvzap-{self.model_type}.safetensors"
 
-    def check(self) -> None:
-        super().check()
-        if (self.hidden_weight is None) is not (self.hidden_bias is None):
-            raise CalibrationError("a hidden layer has both a hidden_weight and a hidden_bias")
-
     def dims(self) -> dict[str, str]:
-        linear = {"weight": "layers kv_heads hidden_size"} if self.hidden_weight is None else {}
-        return super().dims() | linear
+        linear = {"weight": "layers kv_heads hidden_size", "bias": "layers kv_heads"}
+        return linear if self.model_type == "linear" else super().dims()
 
     @classmethod
     def published(cls, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
@@ -79,7 +66,7 @@ class KVzapRegressor(Calibration):
 
 
 @dataclass
-class KVzap(LearnedPress, RatioScorer):
+class KVzap(TaughtPress, RatioScorer):
     """Keeps what a small regressor on the hidden states finds important (arXiv 2601.07891).
 
     Attributes:
@@ -95,10 +82,6 @@ class KVzap(LearnedPress, RatioScorer):
 
     independent = True
     needs = Needs.FORWARD
-    learns = "regressor", KVzapRegressor, "{press}.fit(model, token_batches)"
-
-    teacher: ClassVar[Callable[..., Any]]
-    """Makes the press whose `scores` are learned, KVzip."""
 
     def file_names(self) -> tuple[str, ...]:
         return (f"kvzap-{self.model_type}.safetensors",)
@@ -140,9 +123,8 @@ class KVzap(LearnedPress, RatioScorer):
         Raises:
             CalibrationError: if there is no token to learn from, or if scores have another shape.
         """
-        if scores is None:
-            scores = cls.teacher(kvzip_plus_normalization=True).scores
-        examples = Examples.of(model, token_batches, scores, cls.collector, max_tokens)
+        plus = {"kvzip_plus_normalization": True}
+        examples = cls.examples(model, token_batches, scores, max_tokens, **plus)
         return fit_regressor(examples, model_type, hidden_dim, steps, seed)
 
     def score(self, call: AttentionCall) -> Tensor:
@@ -252,7 +234,5 @@ def _mlp(x: Tensor, y: Tensor, width: int, steps: int, seed: int) -> list[tuple[
         states = gelu(linear(x[rows], hidden_weight, hidden_bias))
         return mse_loss(linear(states, weight, bias), y[rows])
 
-    weight, bias, hidden_weight, hidden_bias = (
-        parameter.double() for parameter in taught(start, loss_of, n, steps, generator)
-    )
-    return [(weight, bias), (hidden_weight, hidden_bias)]
+    learned = [x.double() for x in taught(start, loss_of, n, steps, generator)]
+    return [(learned[0], learned[1]), (learned[2], learned[3])]

@@ -14,21 +14,14 @@ from torch import Tensor
 from press_core.attention import mean_attention
 from press_core.budget import Amount, Tokens
 from press_core.call import AttentionCall
-from press_core.composite import is_scorer
+from press_core.composite import Around
 from press_core.eviction import Eviction
-from press_core.fields import count, require, told_amount
-from press_core.learned.calibration import (
-    Calibration,
-    CalibrationError,
-    LearnedPress,
-    learned,
-    sized,
-)
+from press_core.fields import count, told_amount
+from press_core.learned.calibration import Calibration, LearnedPress, learned, sized
 from press_core.learned.running import Batch, LayerMeans, rows_alone, run
 from press_core.model.sites import AttentionSite
 from press_core.press import Press
 from press_core.scope import bound_to
-from press_core.scoring import TokenScorer
 from press_core.select import best_first, leading, trailing, upcast
 from press_core.traits import Evicts, Needs
 
@@ -50,21 +43,17 @@ class BudgetCurves(Calibration):
     """
 
     kind = "LU-KV budget curves"
+    made_by = "fit(model, token_batches, press)"
     file_names = ("lukv_curves.safetensors",)
+    fixed_sizes = {"per_cent": PER_CENT}  # noqa: RUF012
+    limits = {"rates": (0, 1)}  # noqa: RUF012
     readers = {".npy": read_array}  # noqa: RUF012
 
     rates: Tensor = sized("per_cent layers kv_heads")
 
-    def check(self) -> None:
-        super().check()
-        if len(self.rates) != PER_CENT:
-            raise CalibrationError(f"rates for {len(self.rates)} shares: they must be for 99")
-        if not bool(((self.rates >= 0) & (self.rates <= 1)).all()):
-            raise CalibrationError("rates must be shares of the tokens, from 0 to 1")
-
 
 @dataclass
-class LUKV(LearnedPress):
+class LUKV(LearnedPress, Around):
     """Gives each KV head the budget that pays most in the long run (LU-KV, arXiv 2602.08585).
 
     How well a press tells which tokens will be needed differs from head to head. Curves that were
@@ -80,14 +69,13 @@ class LUKV(LearnedPress):
             None: the file `lukv_curves.safetensors` beside the model.
     """
 
-    press: Press | None = None
-    compression_ratio: Amount = told_amount()
+    press: Press | None = None  # type: ignore[assignment]
+    compression_ratio: Amount = told_amount()  # type: ignore[assignment]
     sink: int = count(4)
     window: int = count(1)
     curves: BudgetCurves | str | Path | None = learned(BudgetCurves)
 
     evicts = Evicts.PER_HEAD
-    learns = "curves", BudgetCurves, "{press}.fit(model, token_batches, press)"
 
     ranked_by: ClassVar[Callable[..., Any]]
     """Makes the press that ranks tokens where none is given, ExpectedAttention."""
@@ -97,22 +85,9 @@ class LUKV(LearnedPress):
             self.press = type(self).ranked_by(epsilon=2e-2)
         super().__post_init__()
 
-    def validate(self) -> None:
-        super().validate()
-        require(self, "press", *is_scorer(self.scorer))
-
-    @property
-    def scorer(self) -> TokenScorer:
-        """The press that ranks tokens."""
-        press: Any = self.press
-        return press
-
     @property
     def amount(self) -> Amount:
         return self.compression_ratio
-
-    def is_long_enough(self, length: int) -> bool:
-        return self.scorer.is_long_enough(length)
 
     # ---- the formula -----------------------------------------------------------------------------
 

@@ -2,38 +2,165 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from press_core.budget import Tokens
-from press_core.call import AttentionCall
 from press_core.errors import UnsupportedModelError
-from press_core.eviction import Eviction
+from press_core.files.files import read
 from press_core.forward import Forward
-from press_core.learned.adapter import (
-    N_TOKENS,
-    RestoreAdapter,
-    adapted,
-    adapted_layers,
-    first_adapter,
+from press_core.learned.calibration import (
+    Calibration,
+    CalibrationError,
+    LearnedPress,
+    floats,
+    learned,
 )
-from press_core.learned.calibration import CalibrationError, LearnedPress, learned
 from press_core.learned.running import Batch, rows_alone
-from press_core.model.decoder import device_of
+from press_core.model.decoder import decoder_of, device_of
 from press_core.model.sites import AttentionSite
-from press_core.observed import Moment
 from press_core.probe import attention_sites
 from press_core.replay.kvzip import KVzip, RepeatPrompts
-from press_core.replay.rows import Judged, Row
-from press_core.rows import Left, RowGroup
+from press_core.replay.rows import Judged, Row, in_this_thread
 from press_core.scope import ScopeState
+
+N_TOKENS = 8
+"""Tokens that restore."""
+
+F = TypeVar("F", bound="RestoreAdapter")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RestoreAdapter(Calibration):
+    """Embeddings, and what is added to linear layers while they run.
+
+    Attributes:
+        embeddings: `(n, D)`.
+        down, up: by the name of a linear layer within the decoder, `(r, D_in)` and `(D_out, r)`: it
+            puts out `up @ down @ x` more.
+    """
+
+    kind = "a RestoreKV adapter"
+    file_names = ("restorekv.safetensors",)
+    published_files = (
+        *("adapter_model.safetensors", "restore_embeddings.safetensors", "adapter_config.json"),
+    )
+
+    embeddings: Tensor
+    down: Mapping[str, Tensor]
+    up: Mapping[str, Tensor]
+
+    def dims(self) -> dict[str, str]:
+        dims = {"embeddings": "tokens hidden_size"}
+        for name in {**self.down, **self.up}:  # each layer needs both
+            dims |= {
+                f"down.{name}": f"rank:{name} in:{name}",
+                f"up.{name}": f"out:{name} rank:{name}",
+            }
+        return dims
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        parts = {f"down.{name}": x for name, x in self.down.items()}
+        parts |= {f"up.{name}": x for name, x in self.up.items()}
+        return {"embeddings": self.embeddings, **parts}
+
+    @classmethod
+    def of(cls: type[F], tensors: Mapping[str, Tensor]) -> F:
+        parts: dict[str, dict[str, Tensor]] = {"down": {}, "up": {}}
+        for name, tensor in tensors.items():
+            part, _, layer = name.partition(".")
+            if layer:
+                parts[part][layer] = tensor
+        return cls(tensors["embeddings"], parts["down"], parts["up"])
+
+    @classmethod
+    def published(cls, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+        """An adapter as PEFT saves it, and embeddings; its scaling is multiplied into `up`."""
+        _, embeddings, config = (folder / name for name in cls.published_files)
+        about = json.loads(config.read_text())
+        odd = [name for name in ("use_dora", "rank_pattern", "alpha_pattern") if about.get(name)]
+        if about.get("peft_type") != "LORA" or about.get("bias", "none") != "none" or odd:
+            what = ", ".join(odd) or f"{about.get('peft_type')} with bias={about.get('bias')}"
+            raise CalibrationError(
+                f"{str(folder)!r} holds an adapter of another kind than LoRA: {what}"
+            )
+        rank = about["r"] ** 0.5 if about.get("use_rslora") else about["r"]
+        parts = {"A": ("down", 1.0), "B": ("up", about["lora_alpha"] / rank)}
+        adapter = {"embeddings": floats(read(embeddings)[1], embeddings)["restore_embeddings"]}
+        for name, tensor in tensors.items():
+            layer, _, part = name.removesuffix(".weight").rpartition(".lora_")
+            if part in parts:
+                field, factor = parts[part]
+                adapter[f"{field}.{layer.removeprefix('base_model.model.')}"] = tensor * factor
+        return adapter
+
+
+def first_adapter(model: Any, rank: int, seed: int) -> RestoreAdapter:
+    """An adapter that adds nothing yet, and embeddings like those of the model's own tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    embedding = model.get_input_embeddings().weight.detach().float()
+    chosen = torch.randint(len(embedding), (N_TOKENS,), generator=generator)
+    down, up = {}, {}
+    sites = attention_sites(model)
+    own = {id(child) for site in sites for child in site.module.children()}
+    for name, layer in _decoder(model, sites).named_modules():
+        if id(layer) in own and isinstance(layer, nn.Linear):
+            n_out, n_in = layer.weight.shape
+            drawn = torch.randn(rank, n_in, generator=generator) / n_in**0.5
+            down[name] = drawn.to(embedding.device)
+            up[name] = torch.zeros(n_out, rank, device=embedding.device)
+    return RestoreAdapter(embedding[chosen.to(embedding.device)].clone(), down, up)
+
+
+# ---- the adapter on its layers -------------------------------------------------------------------
+
+
+def _decoder(model: nn.Module, sites: list[AttentionSite]) -> nn.Module:
+    return decoder_of(model, [site.name for site in sites])
+
+
+def adapted_layers(
+    model: nn.Module, sites: list[AttentionSite], adapter: RestoreAdapter
+) -> dict[str, nn.Module]:
+    """The layers that `adapter` is made for, by its names: within the decoder, or within the model.
+
+    Raises:
+        UnsupportedModelError: if the model has none of those names and shapes.
+    """
+    width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
+    if adapter.sizes["hidden_size"] != width:
+        raise UnsupportedModelError(
+            f"embeddings of width {adapter.sizes['hidden_size']} cannot serve "
+            f"{type(model).__name__}, whose tokens have {width}; fit some to this model"
+        )
+    named = dict(model.named_modules()) | dict(_decoder(model, sites).named_modules())
+    for name, down in adapter.down.items():
+        wanted = len(adapter.up[name]), down.shape[1]
+        found = getattr(named.get(name), "weight", torch.empty(0)).shape
+        if found != wanted:
+            raise UnsupportedModelError(
+                f"the adapter is made for a layer {name!r} of weight {wanted}, and that of "
+                f"{type(model).__name__} has {tuple(found)}; fit one to it"
+            )
+    return {name: named[name] for name in adapter.down}
+
+
+def _added(down: Tensor, up: Tensor, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    """What an adapted layer puts out in place of `output`."""
+    return output + (args[0].to(down.dtype) @ down.mT @ up.mT).to(output.dtype)
+
+
+# ---- the press ----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -62,7 +189,6 @@ class RestoreKV(LearnedPress, KVzip):
     adapter: RestoreAdapter | str | Path | None = learned(RestoreAdapter)
 
     at_least = 0  # there are those that restore
-    learns = "adapter", RestoreAdapter, "{press}.fit(model, token_batches)"
 
     def hub_id(self, model_name: str) -> str:
         suffix = "_plus" if self.kvzip_plus_normalization else ""
@@ -81,8 +207,7 @@ class RestoreKV(LearnedPress, KVzip):
         return KVzip.prepare(self, model), adapter
 
     def prompts_of(self, row: Row) -> RepeatPrompts:
-        prompts: RepeatPrompts = row.scope.prepared(self)[0]
-        return prompts
+        return row.scope.prepared(self)[0]
 
     # ---- rows ------------------------------------------------------------------------------------
 
@@ -98,15 +223,18 @@ class RestoreKV(LearnedPress, KVzip):
 
     def adapter_of(self, scope: ScopeState) -> RestoreAdapter:
         """The adapter for the model of `scope`."""
-        adapter: RestoreAdapter = scope.prepared(self)[1]
-        return adapter
+        return scope.prepared(self)[1]
 
     def restored(self, row: Row) -> dict[int, tuple[Tensor, Tensor]]:
         """Keys and values of the tokens that restore `row`, `(1, H_kv, n, d)` each, by layer."""
         scope, adapter = row.scope, self.adapter_of(row.scope)
+        press: Any = self  # which its mechanism installs
         assert scope.model is not None
         embedding: Any = scope.model.get_input_embeddings()  # type: ignore[operator]
-        with adapted(self, scope.model, scope.sites, adapter):
+        with ExitStack() as stack:
+            for name, layer in adapted_layers(scope.model, scope.sites, adapter).items():
+                act = in_this_thread(partial(_added, adapter.down[name], adapter.up[name]))
+                stack.callback(press.after(layer, act).remove)
             cache = row.alone()
             row.run(cache, inputs_embeds=adapter.embeddings[None].to(embedding.weight.dtype))
             layers = {site.layer_idx: cache.layers[site.layer_idx] for site in scope.sites}
@@ -117,28 +245,6 @@ class RestoreKV(LearnedPress, KVzip):
         wanted = any(x.requires_grad for x in self.adapter_of(scope).tensors.values())
         with torch.set_grad_enabled(torch.is_grad_enabled() or wanted):
             super().after_decoder(scope, forward, output)
-
-    def left_of_layer(
-        self, scope: ScopeState, cache: Any, site: AttentionSite, judged: list[Judged]
-    ) -> Left:
-        """What is left of a layer, and behind it the tokens that restore each row."""
-        layer, n = cache.layers[site.layer_idx], len(self.adapter_of(scope).embeddings)
-        keys, values, length = layer.keys, layer.values, layer.keys.shape[2]
-        nothing = [x.new_zeros(1, x.shape[1], n, x.shape[-1]) for x in (keys, values)]
-        joining = [nothing if j.joining is None else j.joining[site.layer_idx] for j in judged]
-        keys = torch.cat((keys, torch.cat([pair[0].to(keys) for pair in joining])), dim=2)
-        values = torch.cat((values, torch.cat([pair[1].to(values) for pair in joining])), dim=2)
-        seen = tuple(length if j.slots is None else len(j.slots) for j in judged)
-        hidden = keys.new_empty(len(keys), length + n, 0)
-        call = AttentionCall(site, hidden, keys, values, when=Moment(seen=seen), scope=scope)
-        groups, behind = [], torch.arange(length, length + n, device=keys.device)
-        for index, (slots, chosen, restoring) in enumerate(judged):
-            slots = None if slots is None else torch.cat((slots, behind))
-            joins = chosen[site.layer_idx].new_full((keys.shape[1], n), restoring is not None)
-            kept = torch.cat((chosen[site.layer_idx], joins), dim=1)
-            part = call.of_rows([index], slots)
-            groups.append(RowGroup([index], slots, Eviction.keep_per_head(part, kept[None])))
-        return Left(call, groups)
 
     # ---- learning --------------------------------------------------------------------------------
 

@@ -1,15 +1,17 @@
-"""Running a model to learn about it."""
+"""Running a model to learn about it: means over texts, and the scores of tokens by their states."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from press_core.call import AttentionCall
-from press_core.learned.calibration import CalibrationError
+from press_core.learned.calibration import CalibrationError, LearnedPress
 from press_core.model.decoder import device_of
 from press_core.model.sites import AttentionSite, n_layers_of
 from press_core.traits import Needs
@@ -57,7 +59,7 @@ class LayerMeans:
 
     def __init__(self) -> None:
         self.n_layers = 0
-        self._counts: dict[int, int] = {}
+        self._counts = Counter[int]()
         self._sums: dict[int, tuple[Tensor, ...]] = {}
 
     def add(self, site: AttentionSite, n: int, *sums: Tensor) -> None:
@@ -65,7 +67,7 @@ class LayerMeans:
         layer, self.n_layers = site.layer_idx, n_layers_of(site)
         before = self._sums.get(layer)
         self._sums[layer] = sums if before is None else tuple(map(torch.add, before, sums))
-        self._counts[layer] = self._counts.get(layer, 0) + n
+        self._counts[layer] += n
 
     def stacked(self, unseen: float = 0.0, because: str = "") -> list[Tensor]:
         """The means of all layers, `(L, ...)` float64 on the CPU.
@@ -77,7 +79,7 @@ class LayerMeans:
         Raises:
             CalibrationError: if nothing was taken in.
         """
-        if not any(self._counts.values()):
+        if not self._counts.total():
             raise CalibrationError(f"token_batches holds no token to learn from{because}")
         means = {
             layer: [x.cpu() / max(1, self._counts[layer]) for x in sums]
@@ -99,27 +101,140 @@ def stacked(
     return whole
 
 
-def query_moments(
-    collector: Callable[..., Any],
-    model: Any,
-    token_batches: Iterable[Batch],
-    queries_of: Callable[[AttentionCall], Tensor],
-    reads: Needs,
+# ---- scores of tokens, from their hidden states --------------------------------------------------
+
+Scores = Callable[[Any, Tensor], Sequence[Tensor]]
+"""From a model and token ids `(B, S)` to positive scores `(B, H_kv, S)` for each of its layers.
+
+Those of layers that no press works on are not looked at, nor are tokens of infinite score.
+"""
+
+
+class Examples:
+    """Hidden states and the scores of their tokens, by layer.
+
+    Attributes:
+        max_tokens: how many are taken in, at most.
+        n_tokens: how many there are.
+        states: by layer, `(n, D)` each.
+        targets: by layer, `(n, H_kv)` float32 each.
+        site: of a layer that they are of.
+    """
+
+    site: AttentionSite
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens, self.n_tokens = max_tokens, 0
+        self.states: dict[int, list[Tensor]] = {}
+        self.targets: dict[int, list[Tensor]] = {}
+        self._seen: list[AttentionCall] = []
+
+    @property
+    def full(self) -> bool:
+        return self.n_tokens >= self.max_tokens
+
+    def see(self, call: AttentionCall) -> None:
+        """Take in the hidden states of a layer, to be labelled."""
+        self._seen.append(call)
+
+    def label(self, scores: Sequence[Tensor]) -> None:
+        """Add the tokens seen last, with their scores `(B, H_kv, S)` for each layer."""
+        n_before = self.n_tokens
+        for call in self._seen:
+            self.site, layer = call.site, call.site.layer_idx
+            found, shape = [tuple(x.shape) for x in scores], tuple(call.keys.shape[:3])
+            if len(found) != n_layers_of(self.site) or found[layer] != shape:
+                raise CalibrationError(
+                    f"scores of shapes {found} for a model of {n_layers_of(self.site)} layers: "
+                    f"that of layer {layer} must be {shape}"
+                )
+            targets = scores[layer].detach().float().mT.flatten(0, 1)
+            finite = targets.isfinite().all(dim=-1).nonzero()[: self.max_tokens - n_before, 0]
+            states = call.hidden_states.detach().flatten(0, 1)[finite]
+            self.states.setdefault(layer, []).append(states.cpu())
+            self.targets.setdefault(layer, []).append(targets[finite].cpu())
+            self.n_tokens = n_before + len(finite)
+        self._seen.clear()
+
+    @torch.inference_mode(False)  # a tensor of that mode could not be learned from
+    def taught(self, learn: Callable[[Tensor, Tensor], Sequence[Tensor]]) -> list[Tensor]:
+        """What is learned layer by layer, stacked over all layers; float32.
+
+        Args:
+            learn: from states `(n, D)` and targets `(n, H_kv)` to what is learned.
+
+        Raises:
+            CalibrationError: if there is no token to learn from.
+        """
+        if not self.n_tokens:
+            raise CalibrationError("token_batches holds no token to learn from")
+        learned = {
+            layer: learn(torch.cat(states), torch.cat(self.targets[layer]))
+            for layer, states in self.states.items()
+        }
+        return [x.float() for x in stacked(learned, n_layers_of(self.site))]
+
+
+@dataclass
+class TaughtPress(LearnedPress):
+    """A press that has learned the scores of another from hidden states.
+
+    Attributes:
+        teacher: class attribute; makes the press whose `scores` are learned, KVzip.
+    """
+
+    teacher: ClassVar[Callable[..., Any]]
+
+    @classmethod
+    def examples(
+        cls,
+        model: Any,
+        token_batches: Iterable[Batch],
+        scores: Scores | None,
+        max_tokens: int,
+        **of_teacher: Any,
+    ) -> Examples:
+        """What `model` makes of some texts, with the scores of their tokens: by default, KVzip's.
+
+        Raises:
+            CalibrationError: if scores have another shape.
+        """
+        scored = cls.teacher(**of_teacher).scores if scores is None else scores
+        examples = Examples(max_tokens)
+        for ids in rows_alone(token_batches):
+            ids = ids.to(device_of(model))
+            run(model, [ids], cls.collector(examples.see, reads=Needs.NOTHING))
+            examples.label(scored(model, ids))
+            if examples.full:
+                break
+        return examples
+
+
+def taught(
+    start: Sequence[Tensor],
+    loss_of: Callable[[Sequence[Tensor], Tensor], Tensor],
+    n_tokens: int,
+    steps: int,
+    generator: torch.Generator,
+    batch: int = 512,
 ) -> list[Tensor]:
-    """First and second moment of queries, `(L, H, d)` and `(L, H, d, d)` float64 on the CPU.
+    """Parameters after some steps of AdamW, whose rate falls to zero along a cosine.
 
     Args:
-        queries_of: the queries `(B, H, n, d)` of a call.
-        reads: what that needs.
-
-    Raises:
-        CalibrationError: if there was no query at all.
+        start: the parameters to begin with; left as they are.
+        loss_of: the loss of parameters on some tokens, given by their indices `(batch,)` int64.
+        n_tokens: how many there are.
+        generator: draws the tokens of each step.
     """
-    means = LayerMeans()
-
-    def see(call: AttentionCall) -> None:
-        of_head = queries_of(call).double().transpose(0, 1).flatten(1, 2)  # (H, B * n, d)
-        means.add(call.site, of_head.shape[1], of_head.sum(dim=1), of_head.mT @ of_head)
-
-    run(model, token_batches, collector(see, reads=reads))
-    return means.stacked()
+    parameters = [parameter.clone().requires_grad_() for parameter in start]
+    optimizer = torch.optim.AdamW(parameters, lr=3e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))
+    with torch.enable_grad():
+        for _ in range(steps):
+            rows = torch.randint(n_tokens, (min(batch, n_tokens),), generator=generator)
+            loss = loss_of(parameters, rows)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    return [parameter.detach() for parameter in parameters]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -80,9 +81,10 @@ class QueryPlace:
     def query_in(self, output: Tensor, n_heads: int, head_dim: int) -> Tensor:
         """The query `(B, H, q, d)` in what the submodule returned."""
         if self.n_blocks:
-            blocks = output.flatten(2).unflatten(-1, (self.n_blocks, -1))
+            batch, n = output.shape[:2]
+            blocks = output.reshape(batch, n, self.n_blocks, -1)
             channels = blocks[..., : n_heads // self.n_blocks * head_dim]
-            output = channels.unflatten(-1, (-1, head_dim)).flatten(2, 3).transpose(1, 2)
+            output = channels.reshape(batch, n, -1, head_dim).transpose(1, 2)
         return output if self.factor == 1.0 else output * self.factor
 
 
@@ -134,7 +136,7 @@ class AttentionSite:
             return of_heads
         return of_heads[:, self._group_order(of_heads).argsort()]
 
-    @property
+    @cached_property
     def _is_in_order(self) -> bool:
         return self.head_order is None or list(self.head_order) == sorted(self.head_order)
 

@@ -17,9 +17,8 @@ from press_core.call import AttentionCall
 from press_core.composite import Wrapper
 from press_core.eviction import Eviction
 from press_core.fields import count, limited, share
-from press_core.presses.decoding import Decoding
-from press_core.presses.h2o import RECEIVED, Accumulating
-from press_core.presses.random import layer_generator, seed_field
+from press_core.presses.decoding import RECEIVED, Accumulating, Decoding
+from press_core.presses.positions import layer_generator, seed_field
 from press_core.select import best_first, gather_tokens, places, upcast
 from press_core.tiles import rows_at_once
 

@@ -1,4 +1,7 @@
-"""Presses that ask the last queries of the context: the observation window."""
+"""Presses that ask the last queries of the context, the observation window.
+
+SnapKV and its kin score tokens by them; ThinK (Xu et al., arXiv 2407.21018) the channels of keys.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,13 @@ from torch.nn.functional import avg_pool1d, max_pool1d, normalize
 
 from press_core.attention import mean_attention, window_attention
 from press_core.call import AttentionCall
+from press_core.eviction import Eviction
 from press_core.fields import count, limited, number, odd, share
+from press_core.press import Press
 from press_core.scoring import RatioScorer
-from press_core.select import protect, trailing, upcast, with_ends
+from press_core.select import best_first, places, protect, trailing, upcast, with_ends
 from press_core.tiles import rows_at_once
-from press_core.traits import Needs
+from press_core.traits import Evicts, Needs
 
 
 @dataclass
@@ -122,25 +127,17 @@ class DropKV(WindowScorer):
     epsilon: float = limited(1e-6, lambda x: x > 0, "more than 0")
 
     def votes(self, call: AttentionCall) -> Tensor:
-        return self.pooled(output_loss(call, self.window_size, self.epsilon))
-
-
-def output_loss(call: AttentionCall, window_size: int, epsilon: float) -> Tensor:
-    """How far the last outputs move without each of the tokens before them.
-
-    Returns:
-        Sum over the window of the squared distances, mean over the group, `(B, H_kv, S - w)`.
-    """
-    weights = window_attention(call, window_size)  # (B, H_kv, G, w, S)
-    values = upcast(call.values).unsqueeze(2)
-    outputs = weights @ values  # (B, H_kv, G, w, d)
-    weights = weights[..., : call.length - window_size]
-    values = values[..., : call.length - window_size, :]
-    odds = (weights / (1 - weights + epsilon)).square()
-    # ‖v - o‖² = ‖v‖² - 2 v·o + ‖o‖², without a tensor of (w, S, d)
-    distances = values.square().sum(dim=-1).unsqueeze(-2) - 2 * outputs @ values.mT
-    distances = (distances + outputs.square().sum(dim=-1, keepdim=True)).clamp(min=0)
-    return (odds * distances).sum(dim=3).mean(dim=2)
+        """How far the last outputs move without each token: squared distances, summed."""
+        before = call.length - self.window_size
+        weights = window_attention(call, self.window_size)  # (B, H_kv, G, w, S)
+        values = upcast(call.values).unsqueeze(2)
+        outputs = weights @ values  # (B, H_kv, G, w, d)
+        weights, values = weights[..., :before], values[..., :before, :]
+        odds = (weights / (1 - weights + self.epsilon)).square()
+        # ‖v - o‖² = ‖v‖² - 2 v·o + ‖o‖², without a tensor of (w, S, d)
+        distances = values.square().sum(dim=-1).unsqueeze(-2) - 2 * outputs @ values.mT
+        distances = (distances + outputs.square().sum(dim=-1, keepdim=True)).clamp(min=0)
+        return self.pooled((odds * distances).sum(dim=3).mean(dim=2))
 
 
 # ---- R-KV ----------------------------------------------------------------------------------------
@@ -244,3 +241,51 @@ def _excused(cosines: Tensor, similar: Tensor, left: Tensor) -> tuple[Tensor, Te
         places.scatter_(-1, index.unsqueeze(-1), -1)
         left = left - found.long()
     return excused, left
+
+
+@dataclass
+class ThinK(Press):
+    """Drops the channels of the keys that the last queries need least (arXiv 2407.21018).
+
+    Attributes:
+        key_channel_compression_ratio: share of the channels that each KV head drops, in [0, 1).
+        window_size: last tokens, whose queries decide.
+        free_memory: store the kept channels only; attention then cuts queries to the same
+            channels. By default dropped channels are set to zero, which saves nothing.
+    """
+
+    key_channel_compression_ratio: float = limited(0.0, lambda x: 0 <= x < 1, "a number in [0, 1)")
+    window_size: int = count(32, 1)
+    free_memory: bool = False
+
+    needs = Needs.QUERIES
+
+    @property
+    def asked_ratio(self) -> float:
+        return self.key_channel_compression_ratio / 2  # values keep all channels
+
+    @property
+    def compression_ratio(self) -> float:
+        """Share of the cache that is dropped."""
+        return self.asked_ratio
+
+    @property
+    def evicts(self) -> Evicts:
+        return Evicts.CHANNELS if self.free_memory else Evicts.NOTHING
+
+    def compress(self, call: AttentionCall) -> Eviction:
+        n_channels = call.keys.shape[-1]
+        n_kept = n_channels - int(n_channels * self.key_channel_compression_ratio)
+        if n_kept == n_channels:
+            return Eviction.nothing(call)
+        kept = best_first(self.channel_scores(call), n_kept)
+        if self.free_memory:
+            return Eviction.keep_channels(call, places(kept))
+        keys = call.keys * kept.to(call.keys.dtype).unsqueeze(2)
+        return Eviction.from_states(call, keys, call.values)
+
+    def channel_scores(self, call: AttentionCall) -> Tensor:
+        """Mean square of the last queries, times the mean square of the keys: `(B, H_kv, d)`."""
+        queries = upcast(call.queries(self.window_size)).square().mean(dim=2)  # (B, H, d)
+        per_group = queries.unflatten(1, (call.keys.shape[1], -1)).mean(dim=2)
+        return per_group * upcast(call.keys).square().mean(dim=2)

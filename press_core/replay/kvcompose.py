@@ -68,28 +68,18 @@ class KVCompose(ReplayPress):
                 received[layer] = (
                     torch.zeros_like(norms[layer]).unsqueeze(2).repeat(1, 1, groups, 1)
                 )
-            self.add_received(received[layer], call)
+            for tile in attention_tiles(call.site, call.queries(), call.keys):
+                weights, of_heads = tile.weights[..., : row.length], received[layer][:, tile.heads]
+                if self.agg_task == "max":
+                    torch.maximum(of_heads, weights.amax(dim=3), out=of_heads)
+                else:  # the sum over the queries so far
+                    of_heads += weights.sum(dim=3)
 
         with self.watch_attention(row, see), torch.no_grad():
             cache = row.alone()
             for start in range(0, row.length, AT_A_TIME):
                 row.run(cache, start, input_ids=row.tokens[None, start : start + AT_A_TIME])
         return {layer: self._scores(received[layer], norms[layer]) for layer in received}
-
-    def add_received(self, received: Tensor, call: AttentionCall) -> None:
-        """Add the attention that each key of a context gets when the context is read again.
-
-        Args:
-            received: `(1, H_kv, G, length)`, float32: the largest, or (for "mean") the sum over the
-                queries so far.
-            call: a part of the second reading, over the keys of both.
-        """
-        for tile in attention_tiles(call.site, call.queries(), call.keys):
-            weights, of_heads = tile.weights[..., : received.shape[-1]], received[:, tile.heads]
-            if self.agg_task == "max":
-                torch.maximum(of_heads, weights.amax(dim=3), out=of_heads)
-            else:
-                of_heads += weights.sum(dim=3)
 
     def _scores(self, received: Tensor, norms: Tensor) -> Tensor:
         """Scores `(1, H_kv, S)` from what each query head gave, `(1, H_kv, G, S)`, and values."""

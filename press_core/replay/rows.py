@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import DynamicLayer
 
 from press_core.cache.caches import row_alone
@@ -178,18 +179,21 @@ class ReplayPress(RatioPress):
     def left_of_layer(
         self, scope: ScopeState, cache: Any, site: AttentionSite, judged: list[Judged]
     ) -> Left:
-        """What is left of the layer of `site`, of all rows."""
-        layer = cache.layers[site.layer_idx]
-        keys, values = layer.keys, layer.values
-        seen = tuple(keys.shape[2] if j.slots is None else len(j.slots) for j in judged)
+        """What is left of the layer of `site`, of all rows, and behind it what joins them."""
+        layer, even = cache.layers[site.layer_idx], self.evicts is Evicts.TOKENS
+        length = layer.keys.shape[2]
+        joining = [None if j.joining is None else j.joining[site.layer_idx] for j in judged]
+        keys = _joined(layer.keys, [None if x is None else x[0] for x in joining])
+        values = _joined(layer.values, [None if x is None else x[1] for x in joining])
+        seen = tuple(length if j.slots is None else len(j.slots) for j in judged)
         nothing = keys.new_empty(keys.shape[0], keys.shape[2], 0)  # of the hidden states
         call = AttentionCall(site, nothing, keys, values, when=Moment(seen=seen), scope=scope)
-        groups = []
-        for index, (slots, chosen, _) in enumerate(judged):
-            alone = slots is None and len(judged) == 1
-            part = call if alone else call.of_rows([index], slots)
-            own = site.ranks.own(chosen[site.layer_idx], keys.shape[1], dim=0)[None]
-            even = self.evicts is Evicts.TOKENS
+        groups, behind = [], torch.arange(length, keys.shape[2], device=keys.device)
+        for index, row in enumerate(judged):
+            slots = None if row.slots is None else torch.cat((row.slots, behind))
+            part = call if slots is None and len(judged) == 1 else call.of_rows([index], slots)
+            own = site.ranks.own(row.chosen[site.layer_idx], keys.shape[1], dim=0)
+            own = pad(own, (0, len(behind)), value=row.joining is not None)[None]
             left = Eviction.keep(part, places(own)) if even else Eviction.keep_per_head(part, own)
             groups.append(RowGroup([index], slots, left))
         return Left(call, groups)
@@ -213,6 +217,15 @@ class ReplayPress(RatioPress):
                 f"got {tuple(mask.shape)}"
             )
         return prefill_tokens(mask, ids.shape[1], len(ids))
+
+
+def _joined(states: Tensor, joining: list[Tensor | None]) -> Tensor:
+    """`states` `(B, H_kv, S, d)`, and behind each row what joins it `(1, H_kv, n, d)`, or zeros."""
+    some = next((x for x in joining if x is not None), None)
+    if some is None:
+        return states
+    behind = [torch.zeros_like(some) if x is None else x for x in joining]
+    return torch.cat((states, torch.cat(behind).to(states)), dim=2)
 
 
 def _next_positions(position_ids: Tensor | None, ids: Tensor) -> list[int]:

@@ -83,6 +83,11 @@ def prefill(
     return output
 
 
+def is_under_way(cache: Any) -> bool:
+    """Whether more of a prefill in chunks is to come into a cache."""
+    return bool(_under_way) and cache in _under_way
+
+
 def announce(scope: ScopeState, forward: Forward) -> None:
     """Find out whether a forward is a chunk, and how much is to come.
 
@@ -142,9 +147,7 @@ def wait(scope: ScopeState, passed: Passed, call: AttentionCall) -> AttentionCal
         layer.remember(scope.key, None)
         whole = memory.n_known == layer.n_seen
         return with_steps(call.replace(attentions=None), memory) if whole else None
-    passed.cache.layers[passed.site.layer_idx] = layer
-    layer.remember(scope.key, memory)
-    scope.remembering.add(layer)
+    scope.remember(passed.cache, passed.site.layer_idx, layer, memory)
     return None
 
 

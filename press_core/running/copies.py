@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from press_core.forward import here
+
 
 class Hook:
     """A hook that does not come along when its model is copied or pickled.
@@ -23,6 +25,13 @@ class Hook:
 
     def __reduce__(self) -> Any:
         return Hook, (do_nothing,)
+
+
+class LayerHook(Hook):
+    """A hook of a layer: it does nothing in a forward that no scope has to do with."""
+
+    def __call__(self, *args: Any) -> Any:
+        return None if here.forward is None else self.function(here.forward, *args)
 
 
 def do_nothing(*_: Any) -> None:

@@ -15,9 +15,10 @@ from press_core.scope import ScopeState
 
 def _later(scope: ScopeState, passed: Passed) -> Tensor | None:
     """Which later ones the tokens see, `(B, q, q)` bool, if the press may ask; None: none."""
-    if not scope.traits.reads_queries:
+    n = passed.hidden_states.shape[1]
+    if n == 1 or not scope.traits.reads_queries:
         return None
-    mask, n = passed.mask, passed.hidden_states.shape[1]
+    mask = passed.mask
     return passed.forward.once(lambda: later_tokens(mask, n), "later", mask, n)
 
 

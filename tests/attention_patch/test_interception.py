@@ -114,7 +114,6 @@ def test_several_interceptions_act_once_and_cost_a_call_what_one_does() -> None:
 IDS = torch.arange(3, 12)[None]
 
 
-@torch.no_grad()
 def test_an_override_reaches_each_attention_of_its_forward() -> None:
     model = build("llama")
     expected = model(IDS).logits
@@ -131,7 +130,6 @@ def test_an_override_reaches_each_attention_of_its_forward() -> None:
     assert torch.equal(logits, expected)
 
 
-@torch.no_grad()
 def test_an_override_changes_its_own_forward_and_no_other() -> None:
     one, other = build("llama"), build("qwen2", attn_implementation="eager")
     expected = [model(IDS).logits for model in (one, other)]

@@ -10,18 +10,21 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer
 
 from attention_patch import kernels
-from attention_patch.kernels import KERNELS, Asked, attend, check_backend, choose
+from attention_patch.kernels import KERNELS, Asked, choose
+from attention_patch.scope import attend
 from press_core import (
     AttentionSite,
-    HyperparameterError,
     RaggedLayer,
     UnsupportedInputError,
     attention_sites,
 )
 from press_core.cache import layout
+from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.masks import causal
+from press_core.cache.storage import Storage
 from press_core.cache.tokens import Kept
 from press_core.model.sites import Softmax
 from tests.support import build, reading
@@ -30,7 +33,7 @@ on_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-backends = pytest.mark.parametrize("backend", ["blocks"])  # varlen runs on CUDA only
+kinds = pytest.mark.parametrize("kind", ["tokens", "channels"])
 N = 60  # tokens of the context
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -47,12 +50,23 @@ class Example(NamedTuple):
     Attributes:
         n_queries: tokens of the call.
         n_recent: tokens after the pruning, those of the call included.
+        whole: keys with zeros in the channels that are lost, and values, `(B, H_kv, n, d)`; None:
+            tokens are lost, and no channels.
     """
 
-    layer: RaggedLayer
+    layer: Any
     query: Tensor
     n_queries: int
     n_recent: int
+    whole: tuple[Tensor, Tensor] | None = None
+
+    def head(self, row: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values `(n, d)` that a KV head of a row holds, and where they stand."""
+        if self.whole is not None:
+            keys, values = (states[row, head] for states in self.whole)
+            return keys, values, torch.arange(len(keys))
+        keys, values = self.layer.head(row * self.layer.n_heads + head)
+        return keys, values, self.layer.dense()[2][row, head, -len(keys) :]
 
 
 def example(
@@ -86,7 +100,38 @@ def example(
     return Example(layer, query, n_queries, n_before + n_queries)
 
 
-def update(layer: RaggedLayer, *new: Tensor) -> None:
+CHANNELS = torch.tensor([[[0, 2, 7], [1, 2, 3]], [[4, 5, 6], [0, 1, 7]]])
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return drawn.to(dtype)
+
+
+def pruned(dtype: torch.dtype = torch.float64) -> tuple[ChannelPrunedLayer, Tensor, Tensor]:
+    """A layer with three of eight channels, and its keys with zeros in the others and values."""
+    keys, values = (random(2, 2, 12, 8, seed=seed, dtype=dtype) for seed in (1, 2))
+    index = CHANNELS.unsqueeze(2).expand(-1, -1, 12, -1)
+    storage = Storage(DynamicLayer()).holding(keys.gather(-1, index), values)
+    layer = ChannelPrunedLayer(storage, CHANNELS, 8)
+    layer.kept = Kept(torch.arange(12, dtype=torch.int32).expand(2, 2, 12), 12, 12)
+    return layer, torch.zeros_like(keys).scatter(-1, index, keys.gather(-1, index)), values
+
+
+def of_kind(kind: str, n_queries: int = 1, dtype: torch.dtype = torch.float64) -> Example:
+    """An example whose heads have lost tokens, or channels."""
+    if kind == "tokens":
+        return example(n_queries=n_queries, dtype=dtype)
+    layer, keys, values = pruned(dtype)
+    for n in (3, n_queries):
+        new = [random(2, 2, n, 8, seed=s, dtype=dtype) for s in (10 + n, -10 - n)]
+        update(layer, *new)
+        keys, values = (torch.cat(x, dim=2) for x in zip((keys, values), new, strict=True))
+    query = random(2, 4, n_queries, 8, dtype=dtype)
+    return Example(layer, query, n_queries, 3 + n_queries, (keys, values))
+
+
+def update(layer: Any, *new: Tensor) -> None:
     with reading(layer):
         layer.update(*new)
 
@@ -135,19 +180,12 @@ def slowly(
     """
     batch, n_heads, n_queries, _ = case.query.shape
     output = torch.empty(*case.query.shape[:3], case.layer.values.shape[-1], dtype=torch.float64)
-    group = n_heads // case.layer.n_heads
-    positions = case.layer.dense()[2]
+    group = n_heads // case.layer.values.shape[1] if case.whole else n_heads // case.layer.n_heads
     for row, head, i in itertools.product(range(batch), range(n_heads), range(n_queries)):
-        keys, values = case.layer.head(row * case.layer.n_heads + head // group)
-        n_old = len(keys) - case.n_recent
+        keys, values, places = case.head(row, head // group)
         query = case.query[row, head, i].double()
         logits, read = [], []
-        places = positions[row, head // group, -len(keys) :]
-        for j in range(len(keys)):
-            recent = j - n_old
-            own = case.n_recent - n_queries + i
-            if recent > own:
-                continue
+        for j in range(len(keys) - n_queries + i + 1):
             if seen is not None and not seen[row, head, i, places[j]]:
                 continue
             logit = float(query @ keys[j].double()) * scaling
@@ -178,104 +216,92 @@ SHAPES = {
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
-@backends
 @shapes
 @pytest.mark.parametrize("n_queries", [1, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_step_and_a_question(backend, shape, n_queries, dtype):
+def test_a_step_and_a_question(shape, n_queries, dtype):
     case = example(**shape, n_queries=n_queries, dtype=dtype)
-    assert_equal(run(backend, case), slowly(case))
+    assert_equal(run(None, case), slowly(case))
 
 
-@backends
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(backend, dtype):
-    case = example(n_queries=3, dtype=dtype)
-    output = run(backend, case)
+@kinds
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("n_queries", [1, 3])
+def test_precision(kind, dtype, n_queries):
+    case = of_kind(kind, n_queries, dtype)
+    output = run(None, case)
     assert output.dtype == dtype
     assert_equal(output, slowly(case))
 
 
-@backends
-def test_the_first_tokens_after_the_pruning(backend):
+def test_the_first_tokens_after_the_pruning():
     case = example(n_queries=4, n_before=0)
-    assert_equal(run(backend, case), slowly(case))
+    assert_equal(run(None, case), slowly(case))
 
 
-@backends
-def test_heads_that_keep_nothing_but_one_token_each(backend):
-    kept = torch.zeros(2, 2, N, dtype=torch.bool)
-    kept[:, :, 40] = True
-    case = example(kept=kept)
-    assert_equal(run(backend, case), slowly(case))
-
-
-@backends
-def test_what_lies_in_empty_slots_is_not_read(backend):
+def test_what_lies_in_empty_slots_is_not_read():
     case = example(n_queries=3)
-    expected, layer = run(backend, case), case.layer
+    expected, layer = run(None, case), case.layer
     empty = layer.slots < 0
     assert empty.any() or layer.blocks.n == 1
     layer.keys[empty], layer.values[empty] = 1e4, 1e4
-    assert torch.equal(run(backend, case), expected)
+    assert torch.equal(run(None, case), expected)
 
 
-@backends
-def test_after_many_steps(backend):
+def test_after_many_steps():
     case = example(n_before=0)
     for _ in range(20):
         update(case.layer, *torch.randn(2, 2, 2, 1, 16))
     case = case._replace(n_recent=21)
-    assert_equal(run(backend, case), slowly(case))
+    assert_equal(run(None, case), slowly(case))
 
 
 # ---- what is seen --------------------------------------------------------------------------------
 
 
-@backends
 @pytest.mark.parametrize("n_queries", [1, 4])
 @pytest.mark.parametrize(("rows", "heads"), [(1, 1), (2, 1), (2, 4)])
 @pytest.mark.parametrize("of_all", [True, False], ids=["of all tokens", "of recent ones"])
-def test_masks(backend, of_all, rows, heads, n_queries):
+@kinds
+def test_masks(kind, of_all, rows, heads, n_queries):
     """Holes anywhere: what a head has kept may be hidden from some queries."""
-    case = example(n_queries=n_queries, n_before=3)
+    case = of_kind(kind, n_queries)
     generator = torch.Generator().manual_seed(1)
     n = case.layer.n_seen
+    n_context = n - case.n_recent
     seen = torch.rand(rows, heads, n_queries, n, generator=generator) < 0.7
     seen &= causal(n_queries, n, seen.device)
     seen[..., -n_queries:] |= torch.eye(n_queries, dtype=torch.bool)
-    seen[..., :N] |= not of_all
-    mask = seen if of_all else seen[..., N:]
+    seen[..., :n_context] |= not of_all
+    mask = seen if of_all else seen[..., n_context:]
     expected = slowly(case, seen=seen.expand(2, 4, -1, -1))
-    assert_equal(run(backend, case, mask), expected)
+    assert_equal(run(None, case, mask), expected)
 
 
-@backends
-def test_a_query_that_sees_nothing_gets_zeros(backend):
+def test_a_query_that_sees_nothing_gets_zeros():
     case = example(n_queries=2)
     seen = causal(2, case.layer.n_seen, case.query.device).repeat(2, 1, 1, 1)
-    expected = run(backend, case)
+    expected = run(None, case)
     seen[1, :, 0] = False
-    output = run(backend, case, seen)
+    output = run(None, case, seen)
     assert not output[1, :, 0].any()
     output[1, :, 0] = expected[1, :, 0]
     torch.testing.assert_close(output, expected)
 
 
-@backends
-def test_long_questions_are_asked_in_parts(backend, monkeypatch):
+def test_long_questions_are_asked_in_parts(monkeypatch):
     case, held = example(n_queries=5), []
-    expected = run(backend, case)
+    expected = run(None, case)
     of_context = kernels._old_logits
     monkeypatch.setattr(kernels, "_old_logits", lambda *a: held.append(1) or of_context(*a))
     monkeypatch.setattr(kernels, "LOGITS", 2 * 2 * (case.layer.slots.numel() + 4 * case.n_recent))
-    torch.testing.assert_close(run(backend, case), expected)
+    torch.testing.assert_close(run(None, case), expected)
     assert len(held) > 1
 
 
-@backends
+@torch.enable_grad()
 @pytest.mark.parametrize("softcap", [None, 1.5])
-def test_gradients_are_those_of_dense_attention(backend, softcap):
+def test_gradients_are_those_of_dense_attention(softcap):
     keys, values, *new = (
         torch.randn(2, 2, n, 16, dtype=torch.float64, requires_grad=True) for n in (N, N, 3, 3)
     )
@@ -285,7 +311,7 @@ def test_gradients_are_those_of_dense_attention(backend, softcap):
     query = torch.randn(2, 4, 1, 16, dtype=torch.float64, requires_grad=True)
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
     leaves = [query, keys, values, *new, sinks]
-    output = run(backend, Example(layer, query, 1, 3), of=site(softcap), s_aux=sinks)
+    output = run(None, Example(layer, query, 1, 3), of=site(softcap), s_aux=sinks)
     weight = torch.randn_like(output)
     gradients = torch.autograd.grad((output * weight).sum(), leaves)
 
@@ -306,21 +332,16 @@ def test_gradients_are_those_of_dense_attention(backend, softcap):
 # ---- what models add -----------------------------------------------------------------------------
 
 
+@kinds
 @pytest.mark.parametrize("n_queries", [1, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_soft_capped_logits(n_queries, dtype):
-    case, of = example(n_queries=n_queries, dtype=dtype), site(1.5)
-    for backend in ("blocks", None):
-        assert_equal(run(backend, case, of=of), slowly(case, softcap=1.5))
-
-
-@pytest.mark.parametrize("n_queries", [1, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_learned_sinks(n_queries, dtype):
-    case, sinks = example(n_queries=n_queries, dtype=dtype), [0.5, -1.0, 3.0, 2.0]
-    for backend in ("blocks", None):
-        output = run(backend, case, s_aux=torch.tensor(sinks))
-        assert_equal(output, slowly(case, sinks=sinks))
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("sinks", [None, [0.5, -1.0, 3.0, 2.0]])
+def test_soft_capped_logits_and_learned_sinks(kind, n_queries, softcap, sinks):
+    """And the scaling of the call comes before that of the module."""
+    case = of_kind(kind, n_queries)
+    given = {} if sinks is None else {"s_aux": torch.tensor(sinks)}
+    output = run(None, case, of=site(softcap), scaling=0.7, **given)
+    assert_equal(output, slowly(case, scaling=0.7, softcap=softcap, sinks=sinks))
 
 
 def test_sinks_of_the_module_where_the_call_brings_none():
@@ -329,16 +350,10 @@ def test_sinks_of_the_module_where_the_call_brings_none():
     assert_equal(run(None, case, of=of), expected)
 
 
-@backends
-def test_the_scaling_of_the_call_comes_first(backend):
-    case = example(n_queries=2)
-    assert_equal(run(backend, case, scaling=0.7), slowly(case, scaling=0.7))
-
-
-@backends
-def test_dropout_is_refused(backend):
+@kinds
+def test_dropout_is_refused(kind):
     with pytest.raises(UnsupportedInputError, match=r"no dropout, got 0.1; call model\.eval\(\)"):
-        run(backend, example(), dropout=0.1)
+        run(None, of_kind(kind), dropout=0.1)
 
 
 # ---- which one -----------------------------------------------------------------------------------
@@ -351,27 +366,12 @@ def test_the_one_that_is_chosen():
     assert case.layer.attended_by == "blocks"
 
 
-def test_unknown_back_ends_are_refused():
-    with pytest.raises(HyperparameterError, match=f"'sdpa'.*known: {', '.join(KERNELS)}"):
-        check_backend("sdpa", site())
-
-
-def test_the_kernel_of_cuda_is_refused_elsewhere():
-    with pytest.raises(HyperparameterError, match=r"'varlen'.* on cpu in torch.float32; use 'bloc"):
-        check_backend("varlen", site())
-
-
 def test_the_kernel_of_cuda_takes_no_mask_of_the_context():
     case = example()
     mask = torch.ones(2, 1, 1, case.layer.n_seen, dtype=torch.bool)
     assert choose(case.layer, Asked(case.query.bfloat16(), mask, 0.3)) == "blocks"
     with pytest.raises(UnsupportedInputError, match="mask for it; use 'blocks'"):
         run("varlen", case, mask)
-
-
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
-def test_softcap_and_sinks_are_no_matter_to_blocks(family):
-    check_backend("blocks", site(family=family))
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------

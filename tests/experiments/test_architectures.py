@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -30,35 +31,21 @@ NO_HOOK = ("SnapKV", "ExpectedAttention", "AdaKV(SnapKV)")
 NO_ROPE = ("ExpectedAttention", "KeyRerotation(Knorm)")
 READING = ("Knorm", "LagKV", "SnapKV", "ExpectedAttention", "KeyRerotation(Knorm)", "AdaKV(SnapKV)")
 REFUSED: dict[str, tuple[str, ...]] = {
-    "gpt2": NO_ROPE,
-    "opt": NO_ROPE,
-    "jamba": NO_ROPE,
-    "bart": NO_ROPE,
-    "bart (seq2seq)": NO_ROPE,
-    "mistral": tuple(SUBJECTS),
-    "bloom": tuple(SUBJECTS),
-    "t5 (seq2seq)": tuple(SUBJECTS),
-    "inkling_text": tuple(SUBJECTS),
-    "axk2": tuple(SUBJECTS),
-    "hrm_text": tuple(SUBJECTS),
+    **dict.fromkeys(("gpt2", "opt", "jamba", "bart", "bart (seq2seq)"), NO_ROPE),
+    **dict.fromkeys(("mistral", "bloom", "t5 (seq2seq)"), tuple(SUBJECTS)),
+    **dict.fromkeys(("inkling_text", "axk2", "hrm_text"), tuple(SUBJECTS)),
     "nanochat": ("Knorm", "KeyRerotation(Knorm)", "nothing evicted"),
     "hunyuan_v1_dense": NO_ROPE,
-    "diffllama": (*READING, "nothing evicted"),
-    "doge": (*READING, "nothing evicted"),
-    "deepseek_v3": (*READING, "nothing evicted"),
-    "falcon_h1": ("AdaKV(SnapKV)",),
-    "gemma3n_text": ("AdaKV(SnapKV)",),
+    **dict.fromkeys(("diffllama", "doge", "deepseek_v3"), (*READING, "nothing evicted")),
+    **dict.fromkeys(("falcon_h1", "gemma3n_text"), ("AdaKV(SnapKV)",)),
     "llama4_text": ("Knorm", "nothing evicted", *NO_ROPE),
 }
 """Presses that both mechanisms refuse, by type; "nothing evicted" is Knorm at ratio 0."""
 
 BY_PATCH_ALONE: dict[str, tuple[str, ...]] = {
-    "jetmoe": NO_HOOK,
-    "beam": NO_HOOK,
+    **dict.fromkeys(("jetmoe", "beam"), NO_HOOK),
     "llama4_text": ("SnapKV", "AdaKV(SnapKV)"),
 }
-
-
 ON_5_2 = {
     "qwen2_vl (image)": (NO_ROPE, ("SnapKV", "AdaKV(SnapKV)")),
     "diffllama": (tuple(SUBJECTS), ()),  # attends without the interface
@@ -115,38 +102,35 @@ def test_a_model_that_needs_more_than_text_is_left_out() -> None:
 # ---- the references tell right from wrong --------------------------------------------------------
 
 
-def _outcome(bench: Bench, press: str, mechanism: str = "hook") -> tuple[str, str]:
-    return bench.outcome(Cell(press, mechanism, "eager", "default", padded=False))
+def _raises(keys: torch.Tensor) -> torch.Tensor:
+    raise IndexError("of the formula")
 
 
-def test_other_tokens_than_the_formulas_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(build(KNOWN["llama"]))
-    monkeypatch.setattr(
-        "press_core.presses.knorm.knorm_scores", lambda keys: keys.float().norm(dim=-1)
-    )
-    outcome, reason = _outcome(bench, "Knorm")
-    assert outcome == "wrong"
-    assert "keeps a token that scores" in reason
+FORMULA = "press_core.presses.keys.knorm_scores"
 
 
-def test_other_logits_than_the_references_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(build(KNOWN["llama"]))
-    # Positions that continue from what is stored, as they would in a cache that has forgotten.
-    monkeypatch.setattr(
-        "press_core.cache.pruned.PrunedLayer.get_seq_length", lambda layer: layer.n_slots
-    )
-    outcome, reason = _outcome(bench, "Knorm")
-    assert outcome == "wrong"
-    assert "logits are off" in reason
-
-
-def test_a_raw_exception_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(keys: torch.Tensor) -> torch.Tensor:
-        raise IndexError("of the formula")
-
-    bench = Bench(build(KNOWN["llama"]))
-    monkeypatch.setattr("press_core.presses.knorm.knorm_scores", broken)
-    assert _outcome(bench, "Knorm", "patch") == ("crash", "IndexError: of the formula")
+@pytest.mark.parametrize(
+    ("target", "planted", "outcome", "reason"),
+    [
+        (FORMULA, lambda keys: keys.float().norm(dim=-1), "wrong", "keeps a token that scores"),
+        # Positions that continue from what is stored, as they would in a cache that has forgotten.
+        (
+            "press_core.cache.pruned.PrunedLayer.get_seq_length",
+            lambda layer: layer.n_slots,
+            *("wrong", "logits are off"),
+        ),
+        (FORMULA, _raises, "crash", "IndexError: of the formula"),
+    ],
+)
+def test_a_planted_fault_is_found(
+    monkeypatch: pytest.MonkeyPatch, target: str, planted: Any, outcome: str, reason: str
+) -> None:
+    monkeypatch.setattr(target, planted)
+    for mechanism in ("hook", "patch"):
+        cell = Cell("Knorm", mechanism, "eager", "default", padded=False)
+        found, why = Bench(build(KNOWN["llama"])).outcome(cell)
+        assert found == outcome
+        assert reason in why
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -173,15 +157,11 @@ def test_the_worst_condition_counts() -> None:
     assert not EXPERIMENT.passed({"architectures": table})
 
 
-def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path) -> None:
-    store = tmp_path / "rows.csv"
-    only = {"Knorm"}
+def test_decoders_are_swept_in_order() -> None:
     seen: list[str] = []
-    first = measure(["llama"], store, lambda cell: cell.press in only, seen.append)
-    again = measure(["llama", "gpt2"], store, lambda cell: cell.press in only, seen.append)
-    assert seen == ["llama", "gpt2"]
-    assert len(again) == 2 * len(first)
-    assert set(again["outcome"]) == {"right"}
+    rows = measure(["llama", "gpt2"], lambda cell: cell.press == "Knorm", seen.append)
+    assert seen == list(rows["type"].unique()) == ["llama", "gpt2"]
+    assert set(rows["outcome"]) == {"right"}
 
 
 def test_a_process_that_dies_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import gc
 import sys
 import types
@@ -22,10 +23,7 @@ from experiments.audit import (
     CALL,
     CLASS,
     INSTANCE,
-    LEFT,
-    OPEN,
     PROCESS,
-    RUNNING,
     THREAD,
     audit,
     differences,
@@ -34,7 +32,6 @@ from experiments.audit import (
 from tests.support import build
 
 ATTENTION = "model.layers.0.self_attn"
-LLAMA = modeling_llama.__name__
 
 
 @pytest.fixture
@@ -81,6 +78,11 @@ def put(owner, name, value):
 
 def entry(mapping, name, value):
     return lambda _, undo: patching(undo).setitem(mapping, name, value)
+
+
+def into(table, name, value):
+    """Set an entry of a table of the attention module."""
+    return lambda model, undo: entry(getattr(attention(model), table), name, value)(model, undo)
 
 
 def enter(make):
@@ -137,161 +139,88 @@ def global_hook(_, undo):
 
 
 PLANTS = {
-    # what is planted: how, the reach, the kind, the owner, and the name it is to be found under
-    "forward hook": (
-        add(attention, "register_forward_hook", planted),
-        (INSTANCE, "hook", ATTENTION, "_forward_hooks["),
-    ),
-    "pre-hook": (
-        add(attention, "register_forward_pre_hook", planted),
-        (INSTANCE, "hook", ATTENTION, "_forward_pre_hooks["),
-    ),
-    "backward hook": (
-        add(attention, "register_full_backward_pre_hook", planted),
-        (INSTANCE, "hook", ATTENTION, "_backward_pre_hooks["),
-    ),
-    "state dict hook": (
-        add(attention, "register_state_dict_post_hook", planted),
-        (INSTANCE, "hook", ATTENTION, "_state_dict_hooks["),
-    ),
-    "flag of a hook": (
-        lambda model, undo: entry(attention(model)._forward_hooks_with_kwargs, 999, True)(
-            model, undo
+    # by reach: what is found, as kind | owner | beginning of the name, and what is planted
+    INSTANCE: {
+        "hook | self_attn | _forward_hooks[": add(attention, "register_forward_hook", planted),
+        "hook | self_attn | _state_dict_hooks[": add(
+            attention, "register_state_dict_post_hook", planted
         ),
-        (INSTANCE, "hook flag", ATTENTION, "_forward_hooks_with_kwargs[999]"),
-    ),
-    "own forward": (
-        own(attention, "forward", modeling_llama.LlamaAttention.forward),
-        (INSTANCE, "attribute", ATTENTION, "forward"),
-    ),
-    "value of an attribute": (
-        own(attention, "scaling", 0.5),
-        (INSTANCE, "attribute", ATTENTION, "scaling"),
-    ),
-    "attribute of the model": (own(lambda m: m, "note", "x"), (INSTANCE, "attribute", "", "note")),
-    "parameter": (
-        lambda model, undo: entry(
-            attention(model).q_proj._parameters, "weight", nn.Parameter(torch.zeros(64, 64))
-        )(model, undo),
-        (INSTANCE, "parameter", f"{ATTENTION}.q_proj", "weight"),
-    ),
-    "bits of a parameter": (
-        shift(lambda model: attention(model).q_proj.weight),
-        (INSTANCE, "content of a tensor", f"{ATTENTION}.q_proj", "weight"),
-    ),
-    "bits of a buffer": (
-        shift(lambda model: model.model.rotary_emb.inv_freq),
-        (INSTANCE, "content of a tensor", "model.rotary_emb", "inv_freq"),
-    ),
-    "buffer": (
-        lambda model, undo: entry(attention(model)._buffers, "mask", torch.ones(2))(model, undo),
-        (INSTANCE, "buffer", ATTENTION, "mask"),
-    ),
-    "submodule": (
-        lambda model, undo: entry(attention(model)._modules, "extra", nn.Linear(2, 2))(model, undo),
-        (INSTANCE, "submodule", ATTENTION, "extra"),
-    ),
-    "class of a module": (swap_class, (INSTANCE, "class of a module", ATTENTION, "__class__")),
-    "configuration": (
-        own(lambda m: m.config, "rope_theta_2", 3),
-        (INSTANCE, "configuration", "config", "rope_theta_2"),
-    ),
-    "value in the configuration": (
-        own(lambda m: m.config, "num_attention_heads", 3),
-        (INSTANCE, "configuration", "config", "num_attention_heads"),
-    ),
-    "generation configuration": (
-        own(lambda m: m.generation_config, "temperature", 3.0),
-        (INSTANCE, "configuration", "generation_config", "temperature"),
-    ),
-    "forward of the class": (
-        put(modeling_llama.LlamaAttention, "forward", modeling_llama.LlamaMLP.forward),
-        (CLASS, "class attribute", f"{LLAMA}.LlamaAttention", "forward"),
-    ),
-    "attribute of the class": (
-        put(modeling_llama.LlamaAttention, "note", 1),
-        (CLASS, "class attribute", f"{LLAMA}.LlamaAttention", "note"),
-    ),
-    "function of the modeling file": (
-        put(modeling_llama, "apply_rotary_pos_emb", planted),
-        (CLASS, "module global", LLAMA, "apply_rotary_pos_emb"),
-    ),
-    "class of the modeling file": (
-        put(modeling_llama, "LlamaMLP", nn.Identity),
-        (CLASS, "module global", LLAMA, "LlamaMLP"),
-    ),
-    "code of a function": (swap_code, (CLASS, "module global", LLAMA, "rotate_half.__code__")),
-    "attention function": (
-        entry(AttentionInterface._global_mapping, "mine", planted),
-        (PROCESS, "attention registry", "AttentionInterface", "_global_mapping['mine']"),
-    ),
-    "attention function of one registry": (
-        entry(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", planted),
-        (PROCESS, "attention registry", "of transformers", "_local_mapping['sdpa']"),
-    ),
-    "method of one registry": (
-        own(lambda _: ALL_ATTENTION_FUNCTIONS, "get_interface", planted),
-        (PROCESS, "attention registry", "of transformers", "get_interface"),
-    ),
-    "mask function": (
-        entry(AttentionMaskInterface._global_mapping, "sdpa", planted),
-        (PROCESS, "mask registry", "AttentionMaskInterface", "_global_mapping['sdpa']"),
-    ),
-    "function of torch": (put(torch, "bmm", planted), (PROCESS, "module global", "torch", "bmm")),
-    "functional attention": (
-        put(F, "scaled_dot_product_attention", planted),
-        (PROCESS, "module global", "torch.nn.functional", "scaled_dot_product_attention"),
-    ),
-    "method of tensors": (
-        put(torch.Tensor, "note", planted),
-        (PROCESS, "class attribute", "torch.Tensor", "note"),
-    ),
-    "forward of linear layers": (
-        put(nn.Linear, "note", planted),
-        (PROCESS, "class attribute", "torch.nn.modules.linear.Linear", "note"),
-    ),
-    "method of all modules": (
-        put(nn.Module, "note", planted),
-        (PROCESS, "class attribute", "torch.nn.modules.module.Module", "note"),
-    ),
-    "method of caches": (
-        put(DynamicCache, "note", planted),
-        (PROCESS, "class attribute", "transformers.cache_utils.DynamicCache", "note"),
-    ),
-    "hook of all modules": (
-        global_hook,
-        (PROCESS, "module global", "torch.nn.modules.module", "_global_forward_hooks["),
-    ),
-    "builtin": (put(__import__("builtins"), "note", 1), (PROCESS, "module global", "builtins", "")),
-    "imported module": (
-        entry(sys.modules, "planted_module", types.ModuleType("planted_module")),
-        (PROCESS, "imported module", "sys.modules", "planted_module"),
-    ),
-    "importer": (importer, (PROCESS, "import system", "sys", "meta_path[")),
-    "default dtype": (double, (PROCESS, "setting", "torch", "default dtype")),
-    "function mode": (enter(Mode), (THREAD, "torch mode", "function_mode", "0")),
-    "dispatch mode": (enter(Dispatch), (THREAD, "torch mode", "dispatch_mode", "0")),
-    "gradients": (no_grad, (THREAD, "setting", "torch", "gradients")),
+        "hook flag | self_attn | _forward_hooks_with_kwargs[9]": into(
+            "_forward_hooks_with_kwargs", 9, True
+        ),
+        "attribute | self_attn | scaling": own(attention, "scaling", 0.5),
+        "attribute |  | note": own(lambda model: model, "note", "x"),
+        "parameter | self_attn | weight": into(
+            "_parameters", "weight", nn.Parameter(torch.ones(2))
+        ),
+        "content of a tensor | q_proj | weight": shift(lambda m: attention(m).q_proj.weight),
+        "content of a tensor | rotary_emb | inv_freq": shift(lambda m: m.model.rotary_emb.inv_freq),
+        "buffer | self_attn | mask": into("_buffers", "mask", torch.ones(2)),
+        "submodule | self_attn | extra": into("_modules", "extra", nn.Linear(2, 2)),
+        "class of a module | self_attn | __class__": swap_class,
+        "configuration | config | hidden_size": own(lambda m: m.config, "hidden_size", 3),
+        "configuration | generation_config | note": own(lambda m: m.generation_config, "note", 3),
+    },
+    CLASS: {
+        "class attribute | LlamaAttention | forward": put(
+            modeling_llama.LlamaAttention, "forward", modeling_llama.LlamaMLP.forward
+        ),
+        "module global | modeling_llama | rotate_half": put(modeling_llama, "rotate_half", planted),
+        "module global | modeling_llama | rotate_half.__code__": swap_code,
+    },
+    PROCESS: {
+        "attention registry | AttentionInterface | _global_mapping['mine']": entry(
+            AttentionInterface._global_mapping, "mine", planted
+        ),
+        "attention registry | of transformers | _local_mapping['sdpa']": entry(
+            ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", planted
+        ),
+        "attention registry | of transformers | get_interface": own(
+            lambda _: ALL_ATTENTION_FUNCTIONS, "get_interface", planted
+        ),
+        "mask registry | AttentionMaskInterface | _global_mapping['sdpa']": entry(
+            AttentionMaskInterface._global_mapping, "sdpa", planted
+        ),
+        "module global | torch | bmm": put(torch, "bmm", planted),
+        "module global | torch.nn.functional | scaled_dot_product_attention": put(
+            F, "scaled_dot_product_attention", planted
+        ),
+        "class attribute | torch.Tensor | note": put(torch.Tensor, "note", planted),
+        "class attribute | linear.Linear | note": put(nn.Linear, "note", planted),
+        "class attribute | module.Module | note": put(nn.Module, "note", planted),
+        "class attribute | cache_utils.DynamicCache | note": put(DynamicCache, "note", planted),
+        "module global | torch.nn.modules.module | _global_forward_hooks[": global_hook,
+        "module global | builtins | note": put(builtins, "note", 1),
+        "imported module | sys.modules | planted": entry(
+            sys.modules, "planted", types.ModuleType("planted")
+        ),
+        "import system | sys | meta_path[": importer,
+        "setting | torch | default dtype": double,
+    },
+    THREAD: {
+        "torch mode | function_mode | 0": enter(Mode),
+        "torch mode | dispatch_mode | 0": enter(Dispatch),
+        "setting | torch | gradients": no_grad,
+    },
 }
-
-every_plant = pytest.mark.parametrize("name", PLANTS)
 no_run = lambda *_: None  # noqa: E731 - a plant may well break the model
 
 
-def found(changes, reach, kind, owner, name):
+def found(changes, kind, owner, name):
     return [
         change
         for change in changes
-        if change.place.reach == reach
-        and change.place.kind == kind
+        if change.place.kind == kind
         and owner in change.place.owner
         and change.place.name.startswith(name)
     ]
 
 
-@every_plant
-def test_a_plant_is_found_while_open_and_nothing_is_left(name, model):
-    plant, expected = PLANTS[name]
+@pytest.mark.parametrize(
+    ("reach", "place"), [(reach, place) for reach in PLANTS for place in PLANTS[reach]]
+)
+def test_a_plant_is_found_while_open_or_as_left(reach, place, model):
+    plant, expected = PLANTS[reach][place], place.split(" | ")
 
     @contextmanager
     def scope():
@@ -300,19 +229,13 @@ def test_a_plant_is_found_while_open_and_nothing_is_left(name, model):
             yield
 
     result = audit(scope(), model, no_run)
-    assert found(result.open, *expected), result.table()
-    assert {change.place.reach for change in result.open} == {expected[0]}, result.table()
     assert result.left == ()
-
-
-@every_plant
-def test_a_plant_that_stays_is_found_as_left(name, model):
-    plant, expected = PLANTS[name]
     with ExitStack() as undo:
-        result = audit(lambda: plant(model, undo), model, no_run)
-    assert result.open == ()
-    assert found(result.left, *expected), result.table()
-    assert {change.place.reach for change in result.left} == {expected[0]}
+        called = audit(lambda: plant(model, undo), model, no_run)
+    assert called.open == ()
+    for changes in (result.open, called.left):
+        assert found(changes, *expected), result.table()
+        assert {change.place.reach for change in changes} == {reach}, result.table()
 
 
 def test_what_was_there_may_be_missing_afterwards(model):
@@ -323,17 +246,12 @@ def test_what_was_there_may_be_missing_afterwards(model):
     ]
 
 
-def test_nothing_is_found_where_nothing_is_done(model):
-    result = audit(nullcontext(), model)
-    assert result.open == result.running == result.left == ()
-    assert audit(lambda: None, model).left == ()
-    assert result.counts().to_numpy().sum() == 0
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gpt_neox", "gpt2", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2", "gemma2"])
 def test_running_a_model_is_no_change(family):
     model = build(family, attn_implementation="eager")
-    assert audit(nullcontext(), model).table().empty
+    result = audit(nullcontext(), model)
+    assert result.table().empty
+    assert result.counts().to_numpy().sum() == len(audit(lambda: None, model).left) == 0
     before = snapshot(model)
     with torch.no_grad():
         model(torch.arange(3, 9)[None])
@@ -377,24 +295,23 @@ def test_what_is_there_during_a_call_only(model):
             yield
 
     result = audit(scope(), model)
-    assert found(result.running, INSTANCE, "attribute", ATTENTION, "waiting")
-    assert not found(result.open, INSTANCE, "attribute", ATTENTION, "waiting")
+    assert found(result.running, "attribute", ATTENTION, "waiting")
+    assert not found(result.open, "attribute", ATTENTION, "waiting")
     assert result.left == ()
 
 
-def test_an_exchanged_submodule_counts_once(model):
-    """Not again for every parameter and hook dictionary inside."""
-    result = audit(lambda: setattr(attention(model), "q_proj", nn.Linear(64, 64)), model)
-    assert [(c.how, c.place.owner, c.place.name) for c in result.left] == [
-        ("changed", ATTENTION, "q_proj")
+def test_what_is_exchanged_counts_once(model, monkeypatch):
+    """Not again for every parameter and hook dictionary inside, or for its code."""
+
+    def exchange():
+        attention(model).q_proj = nn.Linear(64, 64)
+        monkeypatch.setattr(modeling_llama, "rotate_half", planted)
+
+    result = audit(exchange, model)
+    assert [(c.how, c.place.name) for c in result.left] == [
+        ("changed", "q_proj"),
+        ("changed", "rotate_half"),
     ]
-
-
-def test_a_patched_function_counts_once(model, monkeypatch):
-    """Not again for its code."""
-    with monkeypatch.context() as patch:
-        result = audit(lambda: patch.setattr(modeling_llama, "rotate_half", planted), model)
-    assert [change.place.name for change in result.left] == ["rotate_half"]
 
 
 def test_a_module_that_is_used_twice_is_seen_under_both_names(model):
@@ -459,45 +376,7 @@ def test_a_snapshot_leaves_the_garbage_collector_as_it_was(model):
         gc.enable()
 
 
-# ---- results -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def result(model):
-    @contextmanager
-    def scope():
-        hooks = [m.register_forward_hook(planted) for m in (model, attention(model))]
-        yield
-        hooks[0].remove()
-
-    return audit(scope(), model)
-
-
-def test_table_has_a_row_per_change(result):
-    table = result.table()
-    hooks = table[table["kind"] == "hook"]
-    assert hooks.groupby("when").size().to_dict() == {OPEN: 2, LEFT: 1}
-    row = hooks[hooks["when"] == LEFT].iloc[0]
-    assert (row["reach"], row["how"], row["owner"]) == (INSTANCE, "added", ATTENTION)
-    assert row["before"] == ""
-    assert "planted" in row["after"]
-
-
-def test_counts_and_kinds(result):
-    counts = result.counts()
-    assert counts.loc[INSTANCE, OPEN] == 2
-    assert counts.loc[INSTANCE, LEFT] == 1
-    assert counts.loc[CALL, RUNNING] >= 1  # torch calls hooked modules in another way
-    assert counts.loc[PROCESS].sum() == counts.loc[CLASS].sum() == counts.loc[THREAD].sum() == 0
-    kinds = result.by_kind().set_index(["when", "kind"])
-    assert kinds.loc[(OPEN, "hook"), "changes"] == 2
-    assert kinds["changes"].sum() == len(result.table())
-
-
-def test_markdown_has_two_tables(result):
-    counts, changes = result.to_markdown().split("\n\n")
-    assert f"| {INSTANCE} | 2 |" in counts
-    assert changes.count("\n") == 1 + len(result.table())
+# docs/auditing.md, which is run, shows what `table`, `counts`, `by_kind`, `to_markdown` give.
 
 
 def test_a_subject_has_to_be_called_or_entered(model):

@@ -35,9 +35,7 @@ def test_help_lists_every_command_with_its_help():
     places = [text.index(f"{name} {entry.help[:30]}") for name, entry in COMMANDS.items()]
     assert places == sorted(places)
     assert "train Train the small models" in text
-
-
-def test_no_arguments_show_the_help():
+    assert set(EXPERIMENTS) <= set(COMMANDS)
     assert "equivalence" in runner.invoke(app, []).output
 
 
@@ -58,38 +56,28 @@ def test_every_command_has_help_of_its_own(name):
     assert f"{name} [OPTIONS]" in result.output
 
 
-def test_experiments_are_commands():
-    assert set(EXPERIMENTS) <= set(COMMANDS)
-
-
 @pytest.mark.parametrize(
-    "error",
-    [
-        HyperparameterError("KnormPress(ratio=2):\n  must be\n  smaller"),
-        UserError("KnormPress(ratio=2): must be smaller"),
-        ModelNotFoundError("KnormPress(ratio=2): must be smaller"),
-        FileNotFoundError("KnormPress(ratio=2): must be smaller"),
-    ],
+    "kind", [HyperparameterError, UserError, ModelNotFoundError, FileNotFoundError]
 )
-def test_errors_of_the_user_take_one_line(monkeypatch, error):
-    offer(monkeypatch, error)
+def test_errors_of_the_user_take_one_line(monkeypatch, kind):
+    offer(monkeypatch, kind("KnormPress(ratio=2):\n  must be\n  smaller"))
     result = runner.invoke(app, ["trace"])
     assert result.exit_code == 2
     assert result.stderr == "error: KnormPress(ratio=2): must be smaller\n"
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize(("args", "env"), [(["--debug"], {}), ([], {"HOOK_OR_PATCH_DEBUG": "1"})])
-def test_their_traceback_can_be_asked_for(monkeypatch, args, env):
-    offer(monkeypatch, HyperparameterError("too large"))
-    result = runner.invoke(app, [*args, "trace"], env=env)
-    assert isinstance(result.exception, HyperparameterError)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("a bug"), ValueError("a bug"), KeyError("a bug")])
-def test_bugs_keep_their_traceback(monkeypatch, error):
+@pytest.mark.parametrize(
+    ("error", "args", "env"),
+    [
+        (HyperparameterError("too large"), ["--debug"], {}),
+        (HyperparameterError("too large"), [], {"HOOK_OR_PATCH_DEBUG": "1"}),
+        *((kind("a bug"), [], {}) for kind in (RuntimeError, ValueError, KeyError)),
+    ],
+)
+def test_bugs_keep_their_traceback_and_others_can_have_it(monkeypatch, error, args, env):
     offer(monkeypatch, error)
-    assert runner.invoke(app, ["trace"]).exception is error
+    assert runner.invoke(app, [*args, "trace"], env=env).exception is error
 
 
 def test_a_misspelt_command_is_told_its_name():

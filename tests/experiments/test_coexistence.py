@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 import hooks_impl
 from experiments.cli import app
-from experiments.framework.command import progress_bar
 from experiments.interventions import COMPANIONS, Intervention
 from experiments.questions import coexistence
 from experiments.questions.coexistence import (
@@ -38,7 +37,7 @@ REPLACES_PROJECTIONS = ("PEFT LoRA", "PEFT LoRA, merged", "quanto int8 weights")
 @pytest.mark.parametrize("companion", QUICK)
 def test_nothing_is_silently_wrong_for_ours(mechanism, companion):
     for phase in PHASES:
-        row = try_out(mechanism, COMPANIONS[companion], phase)
+        row = try_out(mechanism, companion, phase)
         replaced = companion in REPLACES_PROJECTIONS and phase == INSIDE
         if mechanism == "hooks, SnapKV" and replaced:
             assert row["outcome"] == ERROR
@@ -63,7 +62,7 @@ def test_companions_undo_what_they_do(companion):
 
 
 def test_a_plain_class_patch_does_not_see_a_module_that_accelerate_hooks():
-    row = try_out("class patch", COMPANIONS["accelerate hook"], BEFORE)
+    row = try_out("class patch", "accelerate hook", BEFORE)
     assert row["outcome"] == WRONG
     assert "slots" in row["detail"]
 
@@ -76,8 +75,9 @@ def spoilt(model):
         parameter.data.mul_(1.5)
 
 
-def test_a_companion_that_spoils_the_model_is_wrong():
-    row = try_out("hooks", Intervention(spoilt, companion="spoilt"), INSIDE)
+def test_a_companion_that_spoils_the_model_is_wrong(monkeypatch):
+    monkeypatch.setitem(COMPANIONS, "spoilt", Intervention(spoilt))
+    row = try_out("hooks", "spoilt", INSIDE)
     assert row["outcome"] == WRONG
     assert row["detail"].startswith("inside, alone again")
 
@@ -85,7 +85,7 @@ def test_a_companion_that_spoils_the_model_is_wrong():
 def test_a_press_that_does_not_act_is_wrong(monkeypatch):
     idle = lambda: hooks_impl.KnormPress(0.0)  # noqa: E731
     monkeypatch.setitem(coexistence.TRIED, "hooks", idle)
-    row = try_out("hooks", COMPANIONS["nothing else"], BEFORE)
+    row = try_out("hooks", "nothing else", BEFORE)
     assert row["outcome"] == WRONG
     assert "layers hold [24, 24] slots, not [12, 12]" in row["detail"]
 
@@ -97,7 +97,7 @@ def test_a_press_that_stays_is_wrong(monkeypatch):
         yield
 
     monkeypatch.setitem(coexistence.TRIED, "hooks", lambda: staying)
-    row = try_out("hooks", COMPANIONS["nothing else"], AFTER)
+    row = try_out("hooks", "nothing else", AFTER)
     assert (row["outcome"], row["detail"][:15]) == (WRONG, "after the scope")
 
 
@@ -117,11 +117,9 @@ def test_what_is_said_is_read_off_the_table():
     assert said.count("raise an error in 1.") == 2
     assert "| PEFT LoRA | error | wrong |" in said
     assert "- hooks, PEFT LoRA, inside the scope: so it is" in said
-    assert "What is not right" not in EXPERIMENT.markdown(table(hooks=[RIGHT] * 3))
     found = table(hooks=[RIGHT] * 3, late=[WRONG] * 3)["coexistence"]
     alone = EXPERIMENT.markdown({"coexistence": found.assign(companion="nothing else")})
-    assert "Wrong by themselves, beside nothing else: late." in alone
-    assert "Wrong by themselves" not in said
+    assert "- late, nothing else, before the scope: so it is" in alone
 
 
 @pytest.mark.parametrize(
@@ -133,18 +131,12 @@ def test_the_verdict_is_that_of_ours(outcomes, verdict):
     assert (own.verdict, others.verdict) == (verdict, None)
 
 
-def test_the_figure_draws_every_cell():
-    found = table(hooks=[RIGHT] * 3, patches=[RIGHT, WRONG, RIGHT])
-    figure = EXPERIMENT.figures(found)["coexistence"]
-    assert [text.get_text() for text in figure.axes[0].texts] == ["\N{MIDDLE DOT}", "x"]
-
-
 def test_command(tmp_path):
     arguments = ["coexistence", "--mechanism", "hooks", "--output", str(tmp_path), "--companion"]
     result = CliRunner().invoke(app, [*arguments, "inference mode"])
     assert result.exit_code == 0, result.output
     assert "silently wrong in 0 of 3 trials" in " ".join(result.output.split())
-    assert len(pd.read_csv(tmp_path / "coexistence.csv")) == 3
+    assert len(pd.read_csv(tmp_path / "coexistence.csv")) == len(PHASES)
     assert (tmp_path / "coexistence.svg").exists()
     result = CliRunner().invoke(app, [*arguments, "PEFT"], env={"COLUMNS": "200"})
     assert result.exit_code == 2
@@ -152,8 +144,6 @@ def test_command(tmp_path):
 
 
 def test_slow_companions_are_left_to_ours():
-    cells = coexistence.cells(["hooks", "class patch"], ["torch.compile"])
+    options = Options(mechanism=("hooks", "class patch"), companion=("torch.compile",))
+    cells = EXPERIMENT.cells(options)
     assert [(name, phase) for name, _, phase in cells] == [("hooks", BEFORE), ("hooks", INSIDE)]
-    options = Options(mechanism=("hooks",), companion=("nothing else",))
-    tables = EXPERIMENT.measure(options, progress_bar(disable=True))
-    assert len(tables["coexistence"]) == len(PHASES)

@@ -69,20 +69,21 @@ def invoke(experiment, *arguments):
     return CliRunner().invoke(app, list(arguments))
 
 
-def test_flags_without_a_value_leave_the_defaults(echo):
-    result = invoke(echo)
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ("", Options()),
+        (
+            "--word w --press a --press b --ratio 0 --ratio 0.9 --part 0.5 --colour blue "
+            "--many-rounds 4 --loud",
+            Options("w", ("a", "b"), (0.0, 0.9), 0.5, (Colour.BLUE,), 4, True),
+        ),
+    ],
+)
+def test_every_option_is_a_flag(echo, arguments, options):
+    result = invoke(echo, *arguments.split())
     assert result.exit_code == 0, result.output
-    assert echo.seen == Options()
-
-
-def test_every_option_is_a_flag(echo):
-    result = invoke(
-        echo,
-        *("--word", "w", "--press", "a", "--press", "b", "--ratio", "0", "--ratio", "0.9"),
-        *("--part", "0.5", "--colour", "blue", "--many-rounds", "4", "--loud"),
-    )
-    assert result.exit_code == 0, result.output
-    assert echo.seen == Options("w", ("a", "b"), (0.0, 0.9), 0.5, (Colour.BLUE,), 4, True)
+    assert echo.seen == options
 
 
 def test_help_is_the_docstring_and_the_fields(echo):
@@ -91,14 +92,11 @@ def test_help_is_the_docstring_and_the_fields(echo):
         assert words in shown
 
 
-def test_tables_findings_and_files(echo, tmp_path):
+def test_tables_findings_files_and_status(echo, tmp_path):
     result = invoke(echo, "--output", str(tmp_path / "new"))
     words = " ".join(result.output.split())
     assert words.index("All rounds.") < words.index("There were 3 rounds.")
     assert (tmp_path / "new" / "echo.csv").read_text() == "x\n3\n"
-
-
-def test_status_is_1_if_the_experiment_did_not_pass(echo):
     result = invoke(echo, "--many-rounds", "10")
     assert result.exit_code == 1
     assert "There were 10 rounds." in result.output

@@ -19,10 +19,11 @@ from experiments.questions.headwise import (
     EXPERIMENT,
     Options,
     Part,
-    budgets,
     find_freeing,
     find_patching,
+    find_shapes,
     find_worth,
+    shapes,
 )
 from experiments.questions.headwise.asked import Asked, AskedInWords, asked
 from experiments.questions.headwise.budgets import (
@@ -31,14 +32,13 @@ from experiments.questions.headwise.budgets import (
     N_PAIRS,
     UNIFORM,
     EvenKVzipPress,
-    Streaming,
     differences,
     head_scores,
     held,
     pairs,
+    streaming,
 )
-from experiments.questions.headwise.trials import OTHER, SAME
-from experiments.questions.headwise.views import by_press
+from experiments.questions.headwise.trials import ERROR, OTHER, SAME
 from experiments.testbed.asking import Task
 from experiments.testbed.decoding import FULL
 from experiments.testbed.facts import VOCABULARY, build_tokenizer
@@ -46,7 +46,7 @@ from experiments.testbed.variants import VARIANTS
 from press_core.budget import n_kept
 from press_core.cache.recent import AHEAD
 from press_core.learned.duo_attention import HeadScores
-from tests.support import build, snapshot
+from tests.support import build
 
 SMALL = Task(context=96, facts=4, samples=3)
 RATIOS = (0.5, 0.8)
@@ -66,7 +66,10 @@ def tables(facts_llama, tmp_path_factory):
     build_tokenizer().save_pretrained(folder)
     few = {"contexts": (128, 256), "ratio": RATIOS, "rounds": 2}
     tables |= measured(Part.DECODING, model=str(folder), **few)
-    return tables | measured(Part.CONDITIONS, family=("llama",))
+    tables |= measured(Part.CONDITIONS, family=("llama",))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(shapes, "MOST_BYTES", 2**21)  # which leaves out those of 8 rows
+        return tables | measured(Part.SHAPES, contexts=(64,), rounds=2)
 
 
 def measured(part, **options):
@@ -80,7 +83,7 @@ def measured(part, **options):
 @pytest.mark.parametrize(("layers", "heads", "length"), [(4, 4, 513), (2, 2, 200), (32, 8, 4096)])
 def test_streaming_heads_evict_the_share_asked_for(ratio, layers, heads, length):
     scores = HeadScores(torch.rand(layers, heads, generator=torch.Generator().manual_seed(0)))
-    press = Streaming(scores, length).press(ratio)
+    press = streaming(ratio, scores, length)
     kept = press.sink_size + press.recent_size
     evicted = press.head_compression_ratio * (1 - kept / length)
     possible = min(ratio, 1 - 16 / length)  # no head keeps less than 16 tokens
@@ -91,7 +94,7 @@ def test_streaming_heads_evict_the_share_asked_for(ratio, layers, heads, length)
 def test_streaming_leaves_out_heads_that_no_press_works_on():
     scores = torch.rand(4, 2)
     scores[::2] = float("inf")
-    press = Streaming(HeadScores(scores), 100).press(0.5)
+    press = streaming(0.5, HeadScores(scores), 100)
     assert press.head_compression_ratio * 4 == pytest.approx(3)  # two heads could not give up 0.5
 
 
@@ -111,8 +114,10 @@ def test_both_presses_of_a_pair_hold_as_many_tokens(facts_llama):
     contexts = task.contexts(task.batches[0])
     found = pairs(model, task)
     assert len(found) == N_PAIRS == len({pair.name for pair in found})
+    spread = {}
     for pair in found:
-        left = {name: held(model, press, contexts) for name, press in pair.presses(0.7).items()}
+        presses = {UNIFORM: pair.uniform(0.7), HEADWISE: pair.headwise(0.7)}
+        left = {name: held(model, press, contexts) for name, press in presses.items()}
         assert float(left[UNIFORM].shares.mean()) == pytest.approx(n_kept(97, 0.7) / 97)
         assert left[UNIFORM].shares.unique().numel() == 1
         assert float(left[HEADWISE].shares.mean()) == pytest.approx(0.3, abs=0.01)
@@ -120,6 +125,10 @@ def test_both_presses_of_a_pair_hold_as_many_tokens(facts_llama):
         fewer, more = sorted(one.bytes for one in left.values())
         spare = AHEAD / 97 * held(model, None, contexts).bytes  # where heads differ
         assert more <= 1.03 * fewer + spare
+        of_layers = left[HEADWISE].shares.mean(dim=1)
+        spread[pair.name] = float(of_layers.max() - of_layers.min())
+    assert spread["AdaKV(SnapKV)"] < 1e-6
+    assert spread["KVzip"] > 0.01  # whose layers share the budget
 
 
 def test_what_is_held_is_weighed_whole(facts_llama):
@@ -260,27 +269,12 @@ def test_differences_are_those_of_the_accuracies(tables):
         assert row["difference"] == pytest.approx(expected)
 
 
-def test_budgets_of_heads_add_up(tables):
-    shares = tables["headwise_budgets"]
-    assert shares["share"].between(0, 1).all()
-    mean = shares.groupby(["press", "ratio"])["share"].mean()
-    assert np.allclose(mean, 1 - mean.index.get_level_values("ratio"), atol=0.011)
-    duo = shares[(shares["press"] == "DuoAttention") & (shares["ratio"] == 0.5)]["share"]
-    assert duo.nunique() == 2  # heads retrieve, or stream
-    assert duo.max() == 1
-
-
-def test_layers_share_a_budget_with_kvzip_alone(tables):
-    shares = tables["headwise_budgets"].query("ratio == 0.5")
-    of_layers = shares.groupby(["press", "layer"])["share"].mean().unstack()
-    assert of_layers.loc["AdaKV(SnapKV)"].max() - of_layers.loc["AdaKV(SnapKV)"].min() < 1e-6
-    assert of_layers.loc["KVzip"].max() - of_layers.loc["KVzip"].min() > 0.01
-
-
-def test_every_context_is_timed(tables):
-    decoding = tables["headwise_decoding"]
+def test_every_context_and_shape_is_timed(tables):
+    decoding, of_shapes = tables["headwise_decoding"], tables["headwise_shapes"]
     assert set(decoding["model"]) == {"tiny"}
     assert decoding.groupby("context").size().to_dict() == {128: 11, 256: 11}
+    assert of_shapes["against"].tolist() == ["uniform", "full"] * 2
+    assert (of_shapes["time"] > 0).all()
 
 
 def test_sliding_layers_are_not_timed(tmp_path):
@@ -288,23 +282,6 @@ def test_sliding_layers_are_not_timed(tmp_path):
     build_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(UserError, match="sliding window"):
         measured(Part.DECODING, model=str(tmp_path), contexts=(64,), ratio=(0.5,), rounds=1)
-
-
-def test_budgets_leave_the_model_as_it_was(facts_llama):
-    model, tokenizer = facts_llama
-    before = snapshot(model)
-    budgets.compare(model, asked(tokenizer, SMALL), (0.5,), model_name="facts-llama")
-    assert snapshot(model) == before
-
-
-def test_a_bar_goes_to_its_end(monkeypatch, facts_llama):
-    model, tokenizer = facts_llama
-    moved = []
-    monkeypatch.setattr(budgets, "held", lambda *_: budgets.Held(torch.ones(1, 1), 1))
-    task = asked(tokenizer, SMALL)
-    monkeypatch.setattr(task, "right", lambda *_: torch.ones(3, 4, dtype=torch.bool))
-    budgets.compare(model, task, RATIOS, model_name="m", advance=lambda: moved.append(1))
-    assert len(moved) == 1 + 2 * N_PAIRS * len(RATIOS)
 
 
 # ---- what is found -------------------------------------------------------------------------------
@@ -325,27 +302,22 @@ def test_whether_budgets_helped(tables, shift, said, verdict):
     assert found.text.startswith(f"Head-wise budgets {said} on facts-llama")
     assert f"**{100 * shift:+.1f}** points [" in found.text
     assert found.verdict == verdict
-    told = by_press(table)
-    assert f"They {said} with AdaKV(SnapKV) {100 * shift:+.1f} [" in told
-    better, worse = (12 * (sign * shift > 0.1) for sign in (1, -1))
-    assert f"Of 12 single comparisons {better} are better and {worse} worse" in told
 
 
 def test_whether_a_patch_is_needed(tables):
     table = tables["headwise_conditions"]
-    found = find_patching(tables)
-    assert "needs no patch" in found.text
-    assert (
-        "**3** of 3" in find_patching({"headwise_conditions": table[table["question"] == 3]}).text
-    )
-    assert ("**6** of 6 trials" in found.text, found.verdict) == (True, "works")
     broken = table.copy()
     broken.loc[(table["condition"] == "mask by hook").idxmax(), "outcome"] = OTHER
-    found = find_patching({"headwise_conditions": broken})
-    assert ("needs a patch" in found.text, found.verdict) == (True, "breaks")
-    assert "**5** of 6" in found.text
-    patched = table.assign(registry=True)
-    assert "needs a patch" in find_patching({"headwise_conditions": patched}).text
+    for changed, said, right, verdict in (
+        (table, "needs no patch", "**6** of 6 trials", "works"),
+        (table[table["question"] == 3], "needs no patch", "**3** of 3", "works"),
+        (broken, "needs a patch", "**5** of 6", "breaks"),
+        (table.assign(registry=True), "needs a patch", "**6** of 6", "breaks"),
+    ):
+        found = find_patching({"headwise_conditions": changed})
+        assert said in found.text
+        assert right in found.text
+        assert found.verdict == verdict
 
 
 def test_whether_memory_is_freed(tables):
@@ -363,53 +335,46 @@ def test_whether_memory_is_freed(tables):
     assert find_freeing(kept).verdict == "breaks"
 
 
+def test_from_which_size_on_ragged_heads_are_quicker():
+    rows = [(8192, 1, 0.9), (64, 8, 0.9), (8192, 1, 1.1), (64, 1, 0.9), (64, 1, 1.1)]
+    table = pd.DataFrame(rows, columns=["context", "batch", "high"])
+    table = table.assign(kv_heads=4, against="uniform")
+    full = table.assign(against="full", high=0.5)
+    found = find_shapes({"headwise_shapes": pd.concat([table, full])})
+    assert "in **2** of 3 cases, below that in 1 of 2" in found.text
+
+
 def test_every_table_is_shown(tables):
-    text = EXPERIMENT.markdown(tables)
-    for pair in tables["headwise_accuracy"]["press"].unique():
-        assert pair == NO_PRESS or f"| {pair} |" in text
-    for name in VARIANTS:
-        assert f"| {name}, 80% evicted |" in text
-    assert (
-        f"| llama, sdpa | 3 tokens: {SAME}, 20 tokens: error | {SAME} | {SAME} | {SAME} |" in text
-    )
-    assert "| frees memory | no | no | no | yes |" in text
-    assert (
-        "| touches | forwards, attention registry | forwards, attention registry | hooks |" in text
-    )
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    widths = {line.count("|") for line in lines}
-    assert widths == {5, 6}
-
-
-def test_what_is_said_is_the_same_off_the_files(tables, tmp_path):
-    from experiments.framework.results import read_table, write_table
-
-    for name, table in tables.items():
-        write_table(table, tmp_path / f"{name}.csv")
-    again = {name: read_table(tmp_path / f"{name}.csv") for name in tables}
-    assert EXPERIMENT.markdown(again) == EXPERIMENT.markdown(tables)
+    difference, decoding, conditions, of_shapes = EXPERIMENT.views(tables)
+    names = [*dict.fromkeys(tables["headwise_difference"]["pair"])]
+    assert [row[0] for row in difference.rows] == names
+    assert list(difference.head[1:]) == ["50% evicted", "80% evicted", "mean"]
+    caches = [f"{name}, {r} evicted" for r in ("50%", "80%") for name in ("uniform", *VARIANTS)]
+    assert [row[0] for row in decoding.rows] == caches
+    assert list(decoding.head[1:]) == ["bytes", "128 tokens", "256 tokens"]
+    rows = {tuple(row[:2]): row[2:] for row in conditions.rows}
+    assert rows["llama, sdpa", "3 tokens"] == [SAME] * 4
+    assert rows["llama, sdpa", "20 tokens"] == [ERROR, SAME, SAME, SAME]
+    assert rows["frees memory", ""] == ["no", "no", "no", "yes"]
+    assert rows["touches", ""] == [*["forwards, registry"] * 2, "hooks", "forwards, registry"]
+    assert [row[:3] for row in of_shapes.rows] == [[1, "4x2x64", 64], [1, "8x4x128", 64]]
 
 
 # ---- figures and command -------------------------------------------------------------------------
 
 
 def test_figures_show_what_the_tables_hold(tables):
-    figures = EXPERIMENT.figures(tables)
-    assert set(figures) == set(tables) - {"headwise_conditions"}
-    accuracy = figures["headwise_accuracy"].axes
-    assert len(accuracy) == N_PAIRS
-    assert [len(panel.get_lines()) for panel in accuracy] == [2] * N_PAIRS
-    of_pair = tables["headwise_accuracy"].query("pair == 'AdaKV(SnapKV)' and budgets == @HEADWISE")
-    drawn = accuracy[0].get_lines()[1]
-    assert drawn.get_xdata().tolist() == sorted(of_pair["bytes"])
-    (panel,) = figures["headwise_difference"].axes
-    points = [len(line.get_xdata()) for line in panel.get_lines() if line.get_marker() == "s"]
-    assert points == [N_PAIRS + 1] * len(RATIOS)
-    maps = [panel for panel in figures["headwise_budgets"].axes if panel.get_images()]
-    assert len(maps) == 3
-    assert [len(panel.texts) for panel in maps] == [16] * 3
-    *timed, weighed = figures["headwise_decoding"].axes
-    assert [len(panel.get_lines()) for panel in (*timed, weighed)] == [6, 6, 6]
+    drawn = {
+        name: [[line.get_xdata()[0] for line in panel.get_lines()[2::2]] for panel in figure.axes]
+        for name, figure in EXPERIMENT.figures(tables).items()
+    }
+    difference = tables["headwise_difference"]
+    assert drawn == {
+        "headwise_difference": [
+            pytest.approx(100 * difference.loc[difference["ratio"] == ratio, "difference"])
+            for ratio in RATIOS
+        ],
+    }
 
 
 @pytest.fixture(scope="module")
@@ -428,8 +393,8 @@ def test_command_writes_what_it_shows(cli, tmp_path):
     assert "AdaKV(SnapKV)" in result.output
     assert "ragged, 50% evicted" in result.output
     written = {path.name for path in tmp_path.iterdir()}
-    names = {f"headwise_{name}" for name in ("accuracy", "difference", "budgets", "decoding")}
-    assert written == {f"{name}.{kind}" for name in names for kind in ("csv", "svg")}
+    names = {f"headwise_{name}" for name in ("accuracy", "difference", "decoding")}
+    assert written == {f"{name}.csv" for name in names} | {"headwise_difference.svg"}
     decoding = pd.read_csv(tmp_path / "headwise_decoding.csv")
     assert set(decoding["model"]) == {"tiny"}
     assert set(decoding["context"]) == {64}

@@ -45,7 +45,6 @@ from experiments.testbed.variants import (
     unattended,
 )
 from press_core import (
-    RaggedLayer,
     UnsupportedInputError,
     UnsupportedModelError,
     cache_nbytes,
@@ -137,62 +136,45 @@ def test_a_variant_that_is_wrong_is_found_out(model, monkeypatch):
 
 
 @every_variant
-def test_nothing_stays_on_the_model(model, pruned, variant):
+def test_scopes_leave_nothing_and_touch_what_is_told(model, pruned, variant):
     full, kept = pruned
-    before = snapshot(model)
+    before, ids = snapshot(model), token_ids(2, 12, seed=3)
+    expected = model(ids).logits
     logits(model, variant, full, kept, [token_ids(2, 3, seed=1)])
     assert snapshot(model) == before
     with variant.open(model, kept):
         assert snapshot(model) != before
+        assert torch.equal(model(ids).logits, expected)  # a prefill is as ever
     with pytest.raises(RuntimeError, match="inside"), variant.open(model, kept):
         raise RuntimeError("inside")
     assert snapshot(model) == before
-
-
-@every_variant
-def test_a_prefill_inside_the_scope_is_as_ever(model, pruned, variant):
-    ids = token_ids(2, 12, seed=3)
-    expected = model(ids).logits
-    with variant.open(model, pruned[1]):
-        assert torch.equal(model(ids).logits, expected)
-
-
-def test_what_variants_touch(model, pruned):
-    touched = {name: reach(model, variant, pruned[1]) for name, variant in VARIANTS.items()}
-    assert touched.pop("mask by hook") == (2, 0, False)
-    assert set(touched.values()) == {(0, 2, True)}
-
-
-def test_only_ragged_storage_frees_memory(pruned):
-    full, kept = pruned
-    held = {c.name: cache_nbytes(c.cache(full, kept)) for c in VARIANTS.values()}
-    assert held.pop("ragged") <= 0.6 * cache_nbytes(full)
-    assert set(held.values()) == {cache_nbytes(full)}
+    hooked = variant.name == "mask by hook"
+    forwards, hooks = (0, 2) if hooked else (2, 0)
+    touched = {"hooks": hooks, "forwards": forwards, "registry": not hooked}
+    assert reach(model, variant, kept) == touched
+    held = cache_nbytes(variant.cache(full, kept)) / cache_nbytes(full)
+    assert held <= 0.6 if variant.name == "ragged" else held == 1
 
 
 # ---- what is kept --------------------------------------------------------------------------------
 
 
-def test_what_is_kept_is_read_off_the_cache(model):
-    ids = token_ids(2, 40)
-    with PRESS(model):
-        cache = model(ids, use_cache=True).past_key_values
-    kept = kept_in(cache)
-    assert set(kept) == {0, 1}
-    for layer, heads in kept.items():
-        assert torch.equal(heads.sum(dim=-1), kept_lengths(cache)[layer])
-        assert heads.sum() == 2 * 2 * n_kept(40, 0.5)
-        assert torch.equal(heads, kept_in(evicted(model(ids).past_key_values, kept))[layer])
-
-
-def test_evicting_leaves_the_full_cache_as_it_is(model, pruned):
+def test_what_is_kept_is_read_off_the_cache(model, pruned):
     full, kept = deepcopy(pruned[0]), pruned[1]
+    with PRESS(model):
+        cache = model(token_ids(2, 40), use_cache=True).past_key_values
     left = evicted(full, kept)
+    for pruned_cache in (cache, left):
+        found = kept_in(pruned_cache)
+        assert set(found) == {0, 1}
+        for layer, heads in found.items():
+            assert torch.equal(heads, kept[layer])
+            assert torch.equal(heads.sum(dim=-1), kept_lengths(pruned_cache)[layer])
+            assert heads.sum() == 2 * 2 * n_kept(40, 0.5)
     with VARIANTS["ragged"].open(model, kept), torch.no_grad():
         model(token_ids(2, 1), past_key_values=left)
     assert left.get_seq_length() == 41
     for layer, untouched in zip(full.layers, pruned[0].layers, strict=True):
-        assert not isinstance(layer, RaggedLayer)
         assert torch.equal(layer.keys, untouched.keys)
 
 
@@ -233,34 +215,35 @@ def test_fake_keys_are_refused_where_logits_are_capped_and_nothing_is_installed(
 
 # ---- times ---------------------------------------------------------------------------------------
 
-SIZE = Size(contexts=(512,), ratios=(0.5, 0.8), rounds=6, repeats=1)
-
 
 def test_every_cache_is_timed_and_weighed(model):
     before, advanced = snapshot(model), []
-    table = decode_times(model, 512, SIZE, lambda: advanced.append(1))
+    size = Size(contexts=(512,), ratios=(0.5, 0.8), rounds=6, repeats=1)
+    table = decode_times(model, 512, size, lambda: advanced.append(1))
     assert snapshot(model) == before
     assert len(advanced) == 6
-    pressed = [(name, ratio) for ratio in SIZE.ratios for name in (UNIFORM, *VARIANTS)]
+    pressed = [(name, ratio) for ratio in size.ratios for name in (UNIFORM, *VARIANTS)]
     found = list(zip(table["condition"], table["ratio"], strict=True))
     assert found == [(FULL, 0.0), *pressed]
-    timed = table[table["condition"] != FULL]  # which is what the others are compared with
+    full, timed = table.iloc[0], table.iloc[1:]  # the others are compared with the full cache
+    assert (full["time"], full["bytes"]) == (1, full["full_bytes"])
     assert ((timed["low"] > 0) & (timed["low"] <= timed["time"])).all()
     assert (timed["time"] <= timed["high"]).all()
-    assert table["time"].iloc[0] == 1
-    share = (table["bytes"] / table["full_bytes"]).to_list()
-    frees = dict(zip(found, share, strict=True))
-    for name, ratio in pressed:
-        stored = name in (UNIFORM, "ragged")
-        assert frees[name, ratio] <= (1 - ratio) * 1.03 if stored else frees[name, ratio] == 1
+    for row in timed.to_dict("records"):
+        held = row["bytes"] / row["full_bytes"]
+        stored = row["condition"] in (UNIFORM, "ragged")
+        assert held <= (1 - row["ratio"]) * 1.03 if stored else held == 1
 
 
-def test_random_budgets_differ_by_head_and_come_out_even(model):
-    kept = head_budgets(full_cache(model, 200), 0.8)
-    for heads in kept.values():
+def test_budgets_come_out_even(model):
+    full = full_cache(model, 200)
+    for heads in head_budgets(full, 0.8).values():
         counts = heads.sum(dim=-1).flatten()
         assert counts.sum() == n_kept(200, 0.8) * len(counts)
         assert counts.unique().numel() > 1
+    cache = uniform_cache(full, 0.75)
+    assert all((lengths == 50).all() for lengths in kept_lengths(cache))
+    assert cache.get_seq_length() == 200
 
 
 def test_every_timed_step_starts_from_the_same_cache(model):
@@ -281,9 +264,3 @@ def test_every_timed_step_starts_from_the_same_cache(model):
     for name in VARIANTS:
         torch.testing.assert_close(by_name[name], by_name["ragged"], rtol=0, atol=1e-5)
     assert not torch.allclose(by_name[FULL], by_name["ragged"], atol=1e-3)
-
-
-def test_a_uniform_cache_holds_as_many_tokens_of_each_head(model):
-    cache = uniform_cache(full_cache(model, 64), 0.75)
-    assert all((lengths == 16).all() for lengths in kept_lengths(cache))
-    assert cache.get_seq_length() == 64

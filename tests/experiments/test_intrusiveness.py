@@ -15,23 +15,21 @@ from typer.testing import CliRunner
 from experiments import UserError
 from experiments.audit import CALL, CLASS, INSTANCE, LEFT, OPEN, PROCESS, RUNNING, THREAD
 from experiments.cli import app
-from experiments.framework.command import progress_bar
-from experiments.interventions import LIBRARIES, Intervention
-from experiments.interventions.of_kvpress import interrupted
+from experiments.interventions import LIBRARIES
+from experiments.interventions.libraries import interrupted
 from experiments.mechanisms import MECHANISMS
 from experiments.questions import intrusiveness
 from experiments.questions.intrusiveness import (
     EXITS,
     EXPERIMENT,
-    Options,
+    audit_libraries,
     leftovers,
     mechanisms,
-    seen_from_inside,
+    of_libraries,
     touched,
 )
 
 OURS = [name for name in mechanisms() if name.split(",")[0] in ("hooks", "patches")]
-INSPECTED = ("signature", "source", "name", "method")
 every_exit = pytest.mark.parametrize("how", EXITS)
 
 
@@ -101,43 +99,11 @@ def test_every_exit_runs_the_model_inside_of_the_scope(how):
 
     def opens(model):
         model.model.layers[0].self_attn.register_forward_hook(lambda *_: ran.append(how))
-        return MECHANISMS["hooks"].press(0.5)(model)
+        return MECHANISMS["hooks"](0.5)(model)
 
     row = leftovers(opens, how)
     assert row["leftovers"] > 0
     assert ran
-
-
-# ---- from inside -------------------------------------------------------------------------------
-
-
-def test_the_bare_model_from_inside():
-    row = seen_from_inside(None)
-    assert {row[name] for name in INSPECTED} == {True}
-    assert row["called by"] == "_call_impl (module.py)"
-    assert row["frames to an error of the press"] == 0
-    assert row["frames to an error of the layer"] > 0
-
-
-@pytest.mark.parametrize("name", ["hooks", "patches"])
-def test_ours_from_inside(name):
-    row, bare = seen_from_inside(name), seen_from_inside(None)
-    assert {row[name] for name in ("signature", "source", "name")} == {True}
-    assert row["class"] == bare["class"] == "LlamaAttention"
-    extra = row["frames to an error of the layer"] - bare["frames to an error of the layer"]
-    assert extra >= 1
-    assert row["path"].split(" > ")[0] in ("_wrapped_call_impl", "__call__")
-    assert "decided" in row["path"].split(" > ")
-
-
-def test_a_plain_patch_from_inside():
-    row = seen_from_inside("plain instance patch")
-    assert {row[name] for name in INSPECTED} == {False}
-
-
-def test_a_registry_patch_cannot_be_seen_on_the_module():
-    row = seen_from_inside("registry patch")
-    assert {row[name] for name in INSPECTED} == {True}
 
 
 # ---- libraries ---------------------------------------------------------------------------------
@@ -157,36 +123,29 @@ def environment(folder: Path, *, output: str = "", status: int = 0) -> Path:
     return folder
 
 
-def test_what_an_environment_prints_is_the_table(tmp_path):
-    rows = [{**ROW, "changes": [CHANGE]}, {**ROW, "subject": "import", "changes": []}]
-    table = intrusiveness.audit_libraries([environment(tmp_path, output=json.dumps(rows))])
-    own = table[table["library"] == "peft"].set_index("subject")
-    assert own.loc["LoRA", ["when", "reach", "changes"]].tolist() == [LEFT, INSTANCE, 2]
-    assert own.loc["import", "changes"] == 0
+def test_the_first_environment_that_has_a_library_counts(tmp_path):
+    newer, older = ({**ROW, "transformers": of} for of in ("5.9", "5.2"))
+    printed = json.dumps([{**newer, "changes": [CHANGE]}, {**newer, "subject": "x", "changes": []}])
+    folders = [
+        tmp_path / "nowhere",
+        environment(tmp_path / "a", output=printed),
+        environment(tmp_path / "b", output=json.dumps([{**older, "changes": []}])),
+    ]
+    table = of_libraries(map(audit_libraries, folders))
+    own = table[table["library"] == "peft"]
+    assert own[["transformers", "subject", "changes"]].values.tolist() == [
+        ["5.9", "LoRA", 2],
+        ["5.9", "x", 0],
+    ]
     others = table[table["library"] != "peft"]
     assert set(others["library"]) == {lib.distribution for lib in LIBRARIES} - {"peft"}
     assert others["error"].str.contains("`make subjects` installs it").all()
 
 
-def test_the_first_environment_that_has_a_library_counts(tmp_path):
-    folders = [
-        environment(tmp_path / version, output=json.dumps([{**ROW, **of, "changes": []}]))
-        for version, of in (("a", {"transformers": "5.9"}), ("b", {"transformers": "5.2"}))
-    ]
-    table = intrusiveness.audit_libraries(folders)
-    assert table[table["library"] == "peft"]["transformers"].tolist() == ["5.9"]
-
-
-def test_an_environment_that_is_not_there_has_no_library(tmp_path):
-    table = intrusiveness.audit_libraries([tmp_path / "nowhere"])
-    assert len(table) == len(LIBRARIES)
-    assert table["error"].str.startswith("not run").all()
-
-
 def test_an_environment_that_fails_says_why(tmp_path):
     broken = environment(tmp_path, output="Traceback\nImportError: no torch", status=1)
     with pytest.raises(UserError, match="ImportError: no torch"):
-        intrusiveness.audit_libraries([broken])
+        audit_libraries(broken)
 
 
 @pytest.mark.skipif(not find_spec("accelerate"), reason="accelerate is not installed here")
@@ -194,17 +153,15 @@ def test_accelerate_leaves_a_forward_behind():
     """Asked for beside a library that is not there, which is passed over."""
     command = [sys.executable, "-m", "experiments.interventions", "no-such-library", "accelerate"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    rows = {row["subject"]: row for row in json.loads(done.stdout)}
+    rows = {row["subject"]: row for row in json.loads(done.stdout.splitlines()[-1])}
     assert {row["library"] for row in rows.values()} == {"accelerate"}
     assert all(row["error"] == "" for row in rows.values()), rows
     left = rows["add_hook_to_module, remove_hook_from_module"]["changes"][-1]
     assert (left["when"], left["changes"], left["example"]) == (LEFT, 1, ".forward")
 
 
-@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.distribution)
-def test_every_library_has_subjects_whether_it_is_installed_or_not(library):
-    assert library.subjects
-    assert all(isinstance(subject, Intervention) for subject in library.subjects.values())
+def test_every_library_has_subjects_whether_it_is_installed_or_not():
+    assert all(library.subjects for library in LIBRARIES)
 
 
 def test_an_interrupted_scope_is_left():
@@ -227,72 +184,42 @@ def test_an_interrupted_scope_is_left():
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory):
-    chosen = ["hooks", "plain instance patch"]
+    """Written by the command."""
+    chosen, output = ["hooks", "plain instance patch"], tmp_path_factory.mktemp("out")
     rows = [{**ROW, "changes": [CHANGE]}, {**ROW, "subject": "import", "changes": []}]
     folder = environment(tmp_path_factory.mktemp("env") / "e", output=json.dumps(rows))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(intrusiveness, "mechanisms", lambda: {n: mechanisms()[n] for n in chosen})
-        options = Options(environment=(folder,))
-        return EXPERIMENT.measure(options, progress_bar(disable=True))
-
-
-def test_tables_hold_every_mechanism(tables):
-    names = {"hooks", "plain instance patch"}
-    assert set(tables["intrusiveness"]["mechanism"]) == names
-    exits = tables["intrusiveness_exits"]
-    assert len(exits) == 2 * len(EXITS)
-    assert set(tables["intrusiveness_inside"]["mechanism"]) == names | {"bare"}
+        options = ["intrusiveness", "--environment", str(folder), "--output", str(output)]
+        result = CliRunner().invoke(app, options, env={"COLUMNS": "160"})
+    assert result.exit_code == 0, result.output
+    assert "make subjects" in result.output
+    assert (output / "intrusiveness.svg").stat().st_size > 3_000
+    return {path.stem: pd.read_csv(path) for path in output.glob("*.csv")}
 
 
 def test_summary_says_what_is_left(tables):
+    exits = tables["intrusiveness_exits"]
+    assert len(exits) == 2 * len(EXITS)
     text = EXPERIMENT.markdown(tables)
     assert text.startswith("Hooks and patches leave **0** entries behind")
     assert "1 of 1 other mechanisms leave some." in text.split("\n")[0]
     assert "something is left by plain instance patch (" in text
     assert EXPERIMENT.findings(tables)[0].verdict == "works"
-    exits = tables["intrusiveness_exits"].assign(leftovers=1)
-    (found,) = EXPERIMENT.findings(tables | {"intrusiveness_exits": exits})
+    spoilt = tables | {"intrusiveness_exits": exits.assign(leftovers=1)}
+    (found,) = EXPERIMENT.findings(spoilt)
     assert (found.verdict, "**5** entries" in found.text) == ("breaks", True)
     assert "| peft | 1.0 | LoRA | 0 | 2 | 0 | 0 | 0 |" in text
     assert "| kvpress |  | not run" in text
 
 
-def test_figures_show_the_counts(tables):
-    figures = EXPERIMENT.figures(tables)
-    assert set(figures) == {"intrusiveness", "intrusiveness_libraries"}
-    after = figures["intrusiveness"].axes[1]
-    shown = [text.get_text() for text in after.texts]
-    left = tables["intrusiveness_exits"]["leftovers"].astype(str)
-    assert sorted(shown) == sorted(left)
+def test_figure_shows_the_counts(tables):
+    panels = EXPERIMENT.figures(tables)["intrusiveness"].axes
+    shown = [text.get_text() for text in panels[1].texts]
+    assert sorted(shown) == sorted(tables["intrusiveness_exits"]["leftovers"].astype(str))
 
 
-def test_libraries_are_not_drawn_where_none_was_audited(tables):
-    libraries = intrusiveness.audit_libraries([])
-    figures = EXPERIMENT.figures({**tables, "intrusiveness_libraries": libraries})
-    assert set(figures) == {"intrusiveness"}
-
-
-@pytest.fixture
-def cli(monkeypatch):
-    monkeypatch.setattr(
-        intrusiveness, "mechanisms", lambda: {"patches": MECHANISMS["patches"].press(0.5)}
-    )
-    return lambda *options: CliRunner().invoke(
-        app, ["intrusiveness", *options], env={"COLUMNS": "160"}
-    )
-
-
-def test_command_writes_what_it_shows(cli, tmp_path):
-    folder = environment(tmp_path / "env", output="[]")
-    result = cli("--environment", str(folder), "--output", str(tmp_path))
-    assert result.exit_code == 0, result.output
-    assert "patches" in result.output
-    assert "make subjects" in result.output
-    assert set(pd.read_csv(tmp_path / "intrusiveness.csv")["mechanism"]) == {"patches"}
-    assert (tmp_path / "intrusiveness.svg").stat().st_size > 3_000
-
-
-def test_command_says_that_a_folder_is_no_environment(cli, tmp_path):
-    result = cli("--environment", str(tmp_path))
+def test_command_says_that_a_folder_is_no_environment(tmp_path):
+    result = CliRunner().invoke(app, ["intrusiveness", "--environment", str(tmp_path)])
     assert result.exit_code == 2
     assert "bin/python" in result.output

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pandas as pd
 import pytest
 import torch
@@ -12,19 +10,19 @@ from typer.testing import CliRunner
 from experiments.audit import differences, snapshot
 from experiments.cli import app
 from experiments.framework.command import progress_bar
-from experiments.mechanisms import MECHANISMS
-from experiments.questions import isolation
+from experiments.mechanisms.scenarios import Moment, wrongs
 from experiments.questions.isolation import (
+    AFTER,
     ERROR,
     EXPERIMENT,
     FOR_GOOD,
-    OUTCOMES,
+    INSIDE,
     RECOVERS,
     SITUATIONS,
     UNTOUCHED,
     Options,
-    Seen,
     answer,
+    in_thread,
     outcome,
     try_out,
 )
@@ -38,13 +36,6 @@ def table():
     return EXPERIMENT.measure(options, progress_bar(disable=True))["isolation"]
 
 
-def test_a_press_that_is_to_evict_nothing_does_not_warn():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)
-        row = try_out(MECHANISMS["hooks"], "a cache filled before")
-    assert row["outcome"] == UNTOUCHED
-
-
 # ---- outcomes ----------------------------------------------------------------------------------
 
 
@@ -53,53 +44,41 @@ def mine():
     return answer(build("llama"))
 
 
-@pytest.fixture(scope="module")
-def theirs():
-    return answer(build("llama", seed=1))
-
-
-def test_the_same_model_answers_the_same_bits(mine):
+def test_answers_differ_in_a_bit_and_in_what_a_cache_holds(mine):
     assert mine.difference(answer(build("llama"))) == ""
-
-
-def test_one_bit_is_a_difference(mine):
+    assert mine.difference(in_thread(build("llama"))) == ""
     states = [tensor.clone() for tensor in mine.states]
     states[-1].view(torch.int32)[0, 0, -1, -1] ^= 1
     assert mine.difference(Response(mine.logits, states, mine.seen)).startswith("states off by")
     logits = [*mine.logits[:-1], mine.logits[-1] + 1]
     assert mine.difference(Response(logits, mine.states, mine.seen)).startswith("logits off by")
+    shorter = Response(mine.logits, [states[:, :, 1:] for states in mine.states], mine.seen)
+    assert mine.difference(shorter) == "layers hold [25, 25] slots, not [26, 26]"
+    seen = Response(mine.logits, mine.states, [length - 1 for length in mine.seen])
+    assert mine.difference(seen) == "has seen 25 tokens, not 26"
 
 
-def test_differences_of_a_cache_are_named(mine):
-    shorter = [states[:, :, 1:] for states in mine.states]
-    assert (
-        mine.difference(Response(mine.logits, shorter, mine.seen))
-        == "layers hold [25, 25] slots, not [26, 26]"
-    )
-    seen = [length - 1 for length in mine.seen]
-    assert mine.difference(Response(mine.logits, mine.states, seen)) == "has seen 25 tokens, not 26"
+def test_outcomes(mine):
+    theirs = answer(build("llama", seed=1))
 
+    def gone():
+        raise KeyError("gone")
 
-def test_outcomes(mine, theirs):
-    broken = KeyError("gone")
-    assert outcome(Seen(mine, mine, mine, mine)) == (UNTOUCHED, "")
-    assert outcome(Seen(mine, theirs, mine, mine))[0] == RECOVERS
-    assert outcome(Seen(mine, theirs, mine, theirs))[0] == FOR_GOOD
-    assert outcome(Seen(mine, mine, mine, theirs))[0] == FOR_GOOD
-    assert outcome(Seen(mine, broken, mine, mine)) == (ERROR, "inside: KeyError: 'gone'")
-    assert outcome(Seen(mine, mine, mine, broken)) == (ERROR, "after: KeyError: 'gone'")
+    def became(inside, after, then=lambda: None):
+        def scenario():
+            yield Moment(INSIDE, mine, inside)
+            yield Moment(AFTER, mine, after)
+            then()
 
+        return outcome(wrongs(scenario(), build("llama")))
 
-def test_an_error_in_the_reference_is_no_outcome(mine):
-    with pytest.raises(KeyError):
-        outcome(Seen(KeyError("reference"), mine, mine, mine))
-
-
-def test_a_thread_hands_its_error_on():
-    def fail():
-        raise KeyError("in the thread")
-
-    assert isinstance(isolation.in_thread(fail), KeyError)
+    same, other = (lambda: mine), (lambda: theirs)
+    assert became(same, same) == (UNTOUCHED, "")
+    assert became(other, same)[0] == RECOVERS
+    assert became(other, other)[0] == became(same, other)[0] == FOR_GOOD
+    assert became(gone, other) == (ERROR, "inside: KeyError: 'gone'")
+    assert became(other, gone) == (ERROR, "after: KeyError: 'gone'")
+    assert became(same, same, gone) == (ERROR, "KeyError: 'gone'")
 
 
 # ---- the matrix --------------------------------------------------------------------------------
@@ -116,18 +95,15 @@ def test_hooks_and_patches_reach_nobody(name, table):
     ("name", "situation", "expected"),
     [
         ("plain hook", "a deep copy made inside", FOR_GOOD),
-        ("plain instance patch", "a deep copy made inside", FOR_GOOD),
         ("plain instance patch", "two scopes, the outer closed first", FOR_GOOD),
         ("attention interface", "an instance with the same config", RECOVERS),
         ("attention interface", "an instance with the same weights", UNTOUCHED),
         ("attention interface", "a deep copy made inside", ERROR),
-        ("attention interface", "two scopes, the outer closed first", ERROR),
         ("attention interface", "with hooks, the outer closed first", ERROR),
         ("function mode", "instances of other classes", RECOVERS),
         ("function mode", "an instance in another thread", UNTOUCHED),
         ("function mode", "the model, in another thread", RECOVERS),
         ("function mode", "two scopes, the outer closed first", RECOVERS),
-        ("registry patch", "instances of other classes", RECOVERS),
         ("registry patch", "an instance in another thread", RECOVERS),
         ("class patch", "instances of the class", RECOVERS),
         ("class patch", "instances of other classes", UNTOUCHED),
@@ -135,25 +111,12 @@ def test_hooks_and_patches_reach_nobody(name, table):
         ("function patch", "a cache filled before", FOR_GOOD),
         ("permanent class patch", "the model, after", FOR_GOOD),
         ("permanent class patch", "instances of the class", FOR_GOOD),
-        ("permanent class patch", "instances of other classes", UNTOUCHED),
     ],
 )
 def test_what_reaches_whom(name, situation, expected):
-    row = try_out(MECHANISMS[name], situation)
+    row = try_out(name, situation)
     assert row["outcome"] == expected, row
     assert (row["detail"] == "") == (expected == UNTOUCHED)
-
-
-def test_all_bystanders_count():
-    row = try_out(MECHANISMS["class patch"], "instances of the class")
-    assert (row["bystanders"], row["touched"]) == (isolation.N_INSTANCES, isolation.N_INSTANCES)
-    row = try_out(MECHANISMS["hooks"], "instances of the class")
-    assert (row["bystanders"], row["touched"]) == (isolation.N_INSTANCES, 0)
-
-
-def test_a_cell_is_the_same_every_time():
-    one, other = (try_out(MECHANISMS["registry patch"], "instances of the class") for _ in range(2))
-    assert one == other
 
 
 @pytest.mark.parametrize("name", ["permanent class patch", "attention interface", "function mode"])
@@ -161,35 +124,29 @@ def test_nothing_is_carried_over_to_the_next_cell(name):
     model = build("llama")
     answer(model)
     before = snapshot(model)
-    try_out(MECHANISMS[name], "two scopes, the outer closed first")
+    one, other = (try_out(name, "two scopes, the outer closed first") for _ in range(2))
     assert differences(before, snapshot(model)) == ()
+    assert one["outcome"] == other["outcome"]
 
 
 # ---- figure, summary, command ------------------------------------------------------------------
 
 
 def test_figure_has_a_cell_per_row(table):
-    figure = EXPERIMENT.figures({"isolation": table})["isolation"]
-    panel = figure.axes[0]
+    panel = EXPERIMENT.figures({"isolation": table})["isolation"].axes[0]
     assert len(panel.patches) == len(table)
     texts = [text.get_text() for text in panel.texts]
     assert texts.count("on") == (table["outcome"] == FOR_GOOD).sum() > 0
-    labels = [label.get_text().replace("\n", " ") for label in panel.get_yticklabels()]
-    assert labels == list(SITUATIONS)
-
-
-def test_summary_counts_and_lists(table):
-    text = EXPERIMENT.markdown({"isolation": table})
-    assert f"bits in **{len(SITUATIONS)}** of {len(SITUATIONS)} situations" in text
-    assert f"Of {len(SITUATIONS)} situations" in text
-    assert f"hooks {len(SITUATIONS)}, patches {len(SITUATIONS)}, plain hook " in text
-    assert "- plain hook, a deep copy made inside: after: layers hold" in text
-    assert set(table["outcome"]) <= set(OUTCOMES)
 
 
 def test_what_is_found_of_ours_and_of_others(table):
+    text = EXPERIMENT.markdown({"isolation": table})
+    total = len(SITUATIONS)
+    assert (
+        f"With hooks and patches, bystanders give the same bits in **{total}** of {total}" in text
+    )
+    assert f"hooks {total}, patches {total}, plain hook " in text
     (found,) = EXPERIMENT.findings({"isolation": table})
-    assert found.text.startswith("With hooks and patches, bystanders")
     assert found.verdict == "works"
     others = table[table["mechanism"] == "plain hook"]
     assert EXPERIMENT.findings({"isolation": others})[0].verdict is None
@@ -197,22 +154,17 @@ def test_what_is_found_of_ours_and_of_others(table):
     assert EXPERIMENT.findings({"isolation": broken})[0].verdict == "breaks"
 
 
-@pytest.fixture
-def cli():
-    arguments = ["isolation", "--mechanism"]
-    return lambda *more: CliRunner().invoke(app, [*arguments, *more], env={"COLUMNS": "140"})
+def test_command(tmp_path):
+    def invoke(*more):
+        arguments = ["isolation", "--mechanism", *more]
+        return CliRunner().invoke(app, arguments, env={"COLUMNS": "140"})
 
-
-def test_command_writes_what_it_shows(cli, tmp_path):
-    result = cli("patches", "--output", str(tmp_path))
+    result = invoke("patches", "--output", str(tmp_path))
     assert result.exit_code == 0, result.output
     assert "a deep copy made inside" in result.output
     assert set(pd.read_csv(tmp_path / "isolation.csv")["mechanism"]) == {"patches"}
     assert (tmp_path / "isolation.svg").stat().st_size > 3_000
-
-
-def test_command_says_which_mechanisms_there_are(cli):
-    result = cli("magic")
+    result = invoke("magic")
     assert result.exit_code == 2
     assert "'magic'" in result.output
     assert "class patch" in result.output

@@ -63,17 +63,6 @@ def test_several_contexts(answerer, name, package, tmp_path):
     assert snapshot(answerer.model) == before
 
 
-def test_one_context(answerer, tmp_path):
-    texts, questions = facts()
-    path = tmp_path / "context.safetensors"
-    options = {"max_new_tokens": 2, "answer_prefix": "stone"}
-    press = hooks_impl.SnapKVPress(0.5, window_size=8)
-    found = answerer(texts[0], questions[0], press=press, save_to=path, **options)
-    assert isinstance(found[0], str)
-    assert answerer(SavedContext(path), questions[0], **options) == found
-    assert answerer(SavedContext(path), [questions[0][1]], **options) == found[1:]
-
-
 def test_the_pipeline(model, tokenizer, tmp_path):
     texts, questions = facts()
     pipe = pipeline(TASK, model=model, tokenizer=tokenizer)
@@ -100,10 +89,11 @@ def test_what_a_template_puts_after_the_question_is_kept(answerer, tmp_path):
     answerer.tokenizer.chat_template = TEMPLATE
     texts, questions = facts()
     path, press = tmp_path / "context.safetensors", hooks_impl.KnormPress(0.3)
-    found = answerer(texts[0], questions[0], press=press, save_to=path, max_new_tokens=4)
+    options = {"max_new_tokens": 4, "answer_prefix": "of"}
+    found = answerer(texts[0], questions[0], press=press, save_to=path, **options)
     answerer.tokenizer.chat_template = None
     assert about_cache(path).notes["tails"] == [" stone"]
-    assert answerer(SavedContext(path), questions[0], max_new_tokens=4) == found
+    assert answerer(SavedContext(path), questions[0], **options) == found
 
 
 def test_what_is_refused(answerer, tmp_path):
@@ -177,23 +167,15 @@ def test_compress_and_ask(tmp_path):
     assert done.stdout.splitlines() == ["tea", "lamp"]
 
 
-def test_a_text_from_standard_input_loses_half_if_nothing_is_said(tmp_path):
-    path = tmp_path / "a"
-    text = "river alice tea " + "meadow march " * 40
-    done = CliRunner().invoke(app, ["compress", "--output", str(path)], input=text)
+@pytest.mark.parametrize(
+    ("press", "evicted"), [([], 0.5), (["--press", "KnormPress"], 0.0)], ids=["half", "nothing"]
+)
+def test_a_text_from_standard_input_loses_half_if_nothing_is_said(tmp_path, press, evicted):
+    path, text = tmp_path / "a", "river alice tea " + "meadow march " * 40
+    done = CliRunner().invoke(app, ["compress", "--output", str(path), *press], input=text)
     assert done.exit_code == 0
-    assert about_cache(path).n_seen == 84
-    assert about_cache(path).evicted == 0.5
-    assert "Nothing was evicted" not in done.stderr
-
-
-def test_a_press_that_evicts_nothing_is_remarked_on(tmp_path):
-    path, press = tmp_path / "a", "KnormPress"
-    args = ["compress", "--output", str(path), "--press", press]
-    done = CliRunner().invoke(app, args, input="river alice tea ")
-    assert done.exit_code == 0
-    assert "0% evicted" in done.stdout
-    assert "Nothing was evicted; --ratio 0.5 would evict half" in done.stderr
+    assert (about_cache(path).n_seen, about_cache(path).evicted) == (84, evicted)
+    assert ("Nothing was evicted; --ratio 0.5 would evict half" in done.stderr) is (not evicted)
 
 
 def test_a_cache_in_16_bits(tmp_path):

@@ -38,10 +38,11 @@ def test_a_local_model_is_loaded_as_asked_for(folder):
 
 
 def test_defaults_are_float32_and_sdpa(folder):
-    model, _ = load_model(str(folder), device="cpu")
+    model, _ = load_model(str(folder), device="cpu", max_position_embeddings=77)
     assert model.dtype == torch.float32
     assert model.config._attn_implementation == "sdpa"
     assert model.device.type == "cpu"
+    assert model.config.max_position_embeddings == 77
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -54,12 +55,6 @@ def test_transformers_shows_progress_as_before(folder, enabled):
         assert logging.is_progress_bar_enabled() is enabled
     finally:
         switch[before]()
-
-
-def test_the_shipped_facts_model_is_found():
-    model, tokenizer = load_model("facts-llama")
-    assert model.config.vocab_size == len(tokenizer)
-    assert tokenizer.get_vocab() == build_tokenizer().get_vocab()
 
 
 def test_a_shipped_model_that_is_not_there_is_named(tmp_path, monkeypatch):
@@ -110,11 +105,6 @@ def test_a_model_may_be_spread_over_what_there_is():
     with torch.no_grad():
         logits = [load_model("facts-llama", device=d)[0](ids).logits.cpu() for d in (None, "auto")]
     torch.testing.assert_close(*logits)
-
-
-def test_more_can_be_said_of_how_a_model_is_loaded(folder):
-    model, _ = load_model(str(folder), max_position_embeddings=77, low_cpu_mem_usage=True)
-    assert model.config.max_position_embeddings == 77
 
 
 def test_tables_call_a_model_by_its_last_folder(folder):

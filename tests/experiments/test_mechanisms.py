@@ -10,17 +10,18 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import hooks_impl
 from experiments import UserError
-from experiments.audit import audit, differences, snapshot
-from experiments.mechanisms import CACHE, FRAME, MECHANISMS, TENSORS
+from experiments.audit import differences, snapshot
+from experiments.mechanisms import MECHANISMS
 from experiments.mechanisms.contain import contained
 from press_core import PressError
 from tests.support import build, token_ids
 
 RATIO, CONTEXT, STEPS = 0.5, 30, 3
 every_mechanism = pytest.mark.parametrize("name", MECHANISMS)
-reversible = pytest.mark.parametrize(
-    "name", [n for n, mechanism in MECHANISMS.items() if mechanism.reverts]
-)
+LATE = ("function patch",)
+"""Evicts as the layer is called again, and not before."""
+IN_PLACE = ("attention interface", "function mode", "registry patch")
+"""Have tensors alone, and cannot tell the cache how many tokens it has seen."""
 
 
 @pytest.fixture
@@ -52,47 +53,33 @@ def same(left, right):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_every_mechanism_leaves_the_bits_that_the_press_leaves(name, family, batch):
-    model, mechanism = build(family), MECHANISMS[name]
+    model = build(family)
     whole = run(model, batch)
     with hooks_impl.KnormPress(RATIO)(model):
         prefilled, final, logits, _ = run(model, batch)
     assert prefilled[0].shape[2] == CONTEXT // 2
     assert not same(logits[1:], whole[2][1:])
-    with contained(model), mechanism.press(RATIO)(model):
+    with contained(model), MECHANISMS[name](RATIO)(model):
         own = run(model, batch)
     assert same(own[1], final)
     assert same(own[2], logits)
-    # Through the frame of its caller it evicts as the layer is called again, and not before.
-    assert same(own[0], whole[0] if mechanism.finds == FRAME else prefilled)
-    # Who has its tensors only cannot tell the cache how many tokens it has seen.
-    n_seen = CONTEXT // 2 if mechanism.finds == TENSORS else CONTEXT
-    assert own[3] == n_seen + STEPS
+    assert same(own[0], whole[0] if name in LATE else prefilled)
+    assert own[3] == (CONTEXT // 2 if name in IN_PLACE else CONTEXT) + STEPS
 
 
 @every_mechanism
-def test_every_mechanism_touches_something(name, model):
-    assert audit(MECHANISMS[name].press(RATIO)(model), model).open
-
-
-@reversible
-def test_a_mechanism_that_is_left_answers_as_before(name, model):
-    before = run(model)
-    with MECHANISMS[name].press(RATIO)(model):
-        assert not same(run(model)[1], before[1])
-    after = run(model)
-    assert same(after[0] + after[1] + after[2], before[0] + before[1] + before[2])
-
-
-EXACT = [n for n in MECHANISMS if n not in ("plain instance patch", "permanent class patch")]
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_a_mechanism_that_is_left_leaves_nothing(name, model):
+def test_a_mechanism_touches_something_and_comes_off_again(name, model):
     model._can_set_attn_implementation()  # the library notes the answer on the class
-    before = snapshot(model)
-    with MECHANISMS[name].press(RATIO)(model):
-        run(model)
-    assert differences(before, snapshot(model)) == ()
+    before, bare = snapshot(model), run(model)
+    with MECHANISMS[name](RATIO)(model):
+        assert differences(before, snapshot(model))
+        assert not same(run(model)[1], bare[1])
+    if name == "permanent class patch":
+        return
+    after = run(model)
+    assert same(after[0] + after[1] + after[2], bare[0] + bare[1] + bare[2])
+    if name != "plain instance patch":
+        assert differences(before, snapshot(model)) == ()
 
 
 def test_what_the_plain_patch_leaves(model):
@@ -100,11 +87,11 @@ def test_what_the_plain_patch_leaves(model):
 
     A class that is patched later does not reach this model any more.
     """
-    with MECHANISMS["plain instance patch"].press(RATIO)(model):
+    with MECHANISMS["plain instance patch"](RATIO)(model):
         pass
     assert "forward" in vars(model.model.layers[0].self_attn)
     whole = run(model)
-    with MECHANISMS["class patch"].press(RATIO)(model):
+    with MECHANISMS["class patch"](RATIO)(model):
         assert same(run(model)[1], whole[1])
         assert run(build("llama", num_layers=3))[0][0].shape[2] == CONTEXT // 2
 
@@ -112,7 +99,7 @@ def test_what_the_plain_patch_leaves(model):
 def test_the_permanent_patch_stays_until_it_is_put_back_from_outside():
     model, forward = build("llama"), LlamaAttention.forward
     with contained(model):
-        with MECHANISMS["permanent class patch"].press(RATIO)(model):
+        with MECHANISMS["permanent class patch"](RATIO)(model):
             pass
         assert LlamaAttention.forward is not forward
         assert run(model)[0][0].shape[2] == CONTEXT // 2
@@ -132,38 +119,11 @@ def test_what_is_contained():
     assert differences(before, snapshot(model)) == ()
 
 
-@every_mechanism
-def test_the_formula_can_be_exchanged(name, model):
-    """The last tokens score best: what is kept is the second half of the context."""
-
-    def latest(keys):
-        return torch.arange(keys.shape[2]).expand(keys.shape[:3]).float()
-
-    whole = run(model)[0]
-    with MECHANISMS[name].press(RATIO, latest)(model):
-        kept = run(model)[1]
-    if MECHANISMS[name].finds == CACHE:
-        assert torch.equal(kept[0][:, :, : CONTEXT // 2], whole[0][:, :, CONTEXT // 2 :])
-    assert [states.shape[2] for states in kept] == [CONTEXT // 2 + STEPS] * 6
-
-
-@every_mechanism
-def test_an_error_in_the_formula_comes_through(name, model):
-    class PlantedError(Exception):
-        """Raised by the formula."""
-
-    def fail(keys):
-        raise PlantedError
-
-    with pytest.raises(PlantedError), MECHANISMS[name].press(RATIO, fail)(model):
-        run(model)
-
-
 def test_eager_attention_is_not_in_the_registry():
     model = build("llama", attn_implementation="eager")
     with (
         pytest.raises(UserError, match="load with sdpa"),
-        MECHANISMS["attention interface"].press(RATIO)(model),
+        MECHANISMS["attention interface"](RATIO)(model),
     ):
         pytest.fail("entered")
 
@@ -171,7 +131,7 @@ def test_eager_attention_is_not_in_the_registry():
 def test_a_question_of_several_tokens_is_too_late_for_the_function_patch(model):
     """The mask was made for the whole cache before the layer evicts."""
     cache = DynamicCache()
-    with torch.no_grad(), MECHANISMS["function patch"].press(RATIO)(model):
+    with torch.no_grad(), MECHANISMS["function patch"](RATIO)(model):
         model(token_ids(1, CONTEXT), past_key_values=cache)
         with pytest.raises((RuntimeError, PressError)):
             model(token_ids(1, 5), past_key_values=cache)
@@ -182,7 +142,7 @@ def test_the_function_patch_needs_a_module_that_calls():
 
     model, states = build("llama"), torch.zeros(1, 1, 2, 4)
     with (
-        MECHANISMS["function patch"].press(RATIO)(model),
+        MECHANISMS["function patch"](RATIO)(model),
         pytest.raises(LookupError, match="not called by a module"),
     ):
         modeling_llama.apply_rotary_pos_emb(states, states, states[0], states[0])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -14,30 +14,19 @@ from typer.testing import CliRunner
 from experiments.cli import app
 from experiments.framework import timing
 from experiments.framework.command import progress_bar
-from experiments.framework.timing import in_turn
+from experiments.framework.timing import Stopwatch, in_turn
 from experiments.questions import overhead
-from experiments.questions.overhead import (
-    BARE,
-    EMPTY_HOOK,
-    EMPTY_WRAPPER,
-    EXPERIMENT,
-    Condition,
-    Options,
-)
+from experiments.questions.overhead import EXPERIMENT, Options, Steps
 from experiments.testbed.facts import build_tokenizer
-from press_core import attention_sites, kept_lengths
+from experiments.testbed.recipes import MECHANISMS
+from experiments.testbed.timed_models import FULL, Condition, ModelSpec, conditions, scope_of
+from experiments.testbed.with_kvpress import python_with_kvpress
+from press_core import kept_lengths
 from tests.support import build, snapshot, token_ids
 
-SLOW = Condition("slow")
-SMALL = Options(
-    context=80,
-    prefill_rounds=7,
-    decode_rounds=7,
-    scope_rounds=7,
-    prefill_repeats=1,
-    repeats=2,
-)
 SILENT = progress_bar(disable=True)
+TINY = ModelSpec("tiny", shape=(("num_layers", 2),))
+HOOK, PATCH = (Condition("KnormPress", name, 0.5) for name in ("hook", "patch"))
 
 
 @pytest.fixture(scope="module")
@@ -46,18 +35,15 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def table(model):
-    before = snapshot(model)
-    table = overhead.measure({"tiny": model}, SMALL, SILENT)
-    assert snapshot(model) == before
-    return table
+def table():
+    options = Options(layers=(2,), context=80, rounds=7, compiled=False, kvpress=False)
+    return EXPERIMENT.measure(options, SILENT)["overhead"]
 
 
 class Clock:
     """A clock that only `spend` moves."""
 
-    def __init__(self):
-        self.now = 0.0
+    now = 0.0
 
     def spend(self, seconds):
         self.now += seconds
@@ -69,72 +55,58 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (overhead, timing):
-        monkeypatch.setattr(module, "perf_counter", clock)
+    monkeypatch.setattr(timing, "perf_counter", clock)
     return clock
 
 
 class Slow:
-    """A mechanism that takes its time to enter and to leave, and while it is open."""
+    """A scope that slows down what runs in it."""
 
-    def __init__(self, clock):
-        self.clock, self.open = clock, False
+    open = False
 
     def __enter__(self):
-        self.clock.spend(0.01)
         self.open = True
 
     def __exit__(self, *_):
-        self.clock.spend(0.02)
         self.open = False
-
-    def work(self):
-        self.clock.spend(0.004 if self.open else 0.002)
 
 
 # ---- taking times ------------------------------------------------------------------------------
 
 
 def test_a_slow_mechanism_is_found_slow(clock):
-    slow = Slow(clock)
-    scopes = {BARE: nullcontext, EMPTY_HOOK: nullcontext, SLOW: lambda: slow}
-    times = in_turn(scopes, slow.work, rounds=9)
-    rows = overhead.compare(times, "none", "decode").set_index("mechanism")
-    assert rows.loc["slow", "ratio"] == pytest.approx(2)
-    assert rows.loc["slow", ["low", "high"]].isna().all()  # of rounds that are all alike
-    assert rows.loc["empty hook", "ratio"] == pytest.approx(1)
-    assert rows.loc["slow", "baseline_ms"] == pytest.approx(2)
+    slow = Slow()
+    scopes = {FULL: nullcontext, HOOK: nullcontext, PATCH: lambda: slow}
+    times = in_turn(scopes, lambda: clock.spend(0.004 if slow.open else 0.002), rounds=9)
+    rows = pd.DataFrame(overhead.compare(times, model="none", phase="decode"))
+    rows = rows.set_index(["mechanism", "baseline"])
+    assert rows.loc["hook", "bare"]["ratio"] == pytest.approx(1)
+    for baseline in ("bare", "hook"):
+        row = rows.loc["patch", baseline]
+        assert row["ratio"] == pytest.approx(2)
+        assert row[["low", "high"]].isna().all()  # of rounds that are all alike
+        assert [row["ms"], row["baseline_ms"]] == pytest.approx([4, 2])
     assert (rows["rounds"] == 9).all()
-
-
-def test_slow_to_enter_and_slow_to_leave_are_told_apart(clock):
-    slow = Slow(clock)
-    scopes = {BARE: nullcontext, SLOW: lambda: slow}
-    enter, leave = overhead.opening_in_turn(scopes, slow.work, rounds=3)
-    assert enter[SLOW] == pytest.approx([0.01] * 3)
-    assert leave[SLOW] == pytest.approx([0.02] * 3)
-    assert enter[BARE] == pytest.approx([0.002] * 3)
+    assert len(rows) == 3
 
 
 def test_of_runs_in_a_row_the_quickest_counts(clock):
     seconds = iter([9, 9, 5, 1, 2, 7])  # the first round does not count
-    times = in_turn({BARE: nullcontext}, lambda: clock.spend(next(seconds)), rounds=2, repeats=2)
-    assert times[BARE].tolist() == [1, 2]
+    times = in_turn({FULL: nullcontext}, lambda: clock.spend(next(seconds)), rounds=2, repeats=2)
+    assert times[FULL].tolist() == [1, 2]
 
 
 def test_conditions_take_turns_and_the_first_round_does_not_count():
-    order, advanced = [], []
+    order, advanced, prepared, ran = [], [], [], []
 
     @contextmanager
     def scope(name):
         order.append(name)
         yield
 
-    names = [BARE, EMPTY_HOOK, SLOW]
-    scopes = {name: lambda name=name: scope(name) for name in names}
-    prepared, ran = [], []
+    names = [FULL, HOOK, PATCH]
     times = in_turn(
-        scopes,
+        {name: lambda name=name: scope(name) for name in names},
         lambda: ran.append(1),
         rounds=3,
         repeats=2,
@@ -147,136 +119,156 @@ def test_conditions_take_turns_and_the_first_round_does_not_count():
     assert {len(seconds) for seconds in times.values()} == {3}
 
 
-def test_an_error_inside_closes_the_scope_and_starts_the_garbage_collector_again(clock):
-    slow = Slow(clock)
+def test_an_error_inside_closes_the_scope_and_starts_the_garbage_collector_again():
+    slow = Slow()
 
     def fail():
         raise RuntimeError("inside")
 
     with pytest.raises(RuntimeError, match="inside"):
-        in_turn({SLOW: lambda: slow}, fail, rounds=1)
+        in_turn({PATCH: lambda: slow}, fail, rounds=1)
     assert not slow.open
     assert gc.isenabled()
 
 
-# ---- the empty mechanisms ----------------------------------------------------------------------
+def test_a_stopwatch_tells_laps_apart(clock):
+    watch = Stopwatch(torch.device("cpu"))
+    for seconds in (2, 3):
+        clock.spend(seconds)
+        watch.lap()
+    assert watch.seconds() == [2, 3]
 
 
-@pytest.mark.parametrize("empty", [overhead.empty_hooks, overhead.empty_wrappers])
-def test_empty_mechanisms_change_nothing_and_leave_nothing(model, empty):
-    before, expected = snapshot(model), model(token_ids(1, 9)).logits
-    modules = [site.module for site in attention_sites(model)]
-    with empty(modules):
-        assert snapshot(model) != before
-        assert torch.equal(model(token_ids(1, 9)).logits, expected)
-    assert snapshot(model) == before
+@pytest.mark.gpu
+def test_a_stopwatch_on_a_gpu():
+    device = torch.device("cuda")
+    matrix = torch.randn(4096, 4096, device=device)
+    watch = Stopwatch(device)
+    for n in (1, 50):
+        for _ in range(n):
+            matrix @ matrix
+        watch.lap()
+    short, long = watch.seconds()
+    assert 0 < short < long
 
 
-def test_empty_mechanisms_are_called(model, monkeypatch):
-    called = []
-    modules = [site.module for site in attention_sites(model)]
-    monkeypatch.setattr(overhead, "_nothing", lambda *_: called.append("hook"))
-
-    def pass_through(wrapped, _, args, kwargs):
-        called.append("wrapper")
-        return wrapped(*args, **kwargs)
-
-    monkeypatch.setattr(overhead, "_pass_through", pass_through)
-    with overhead.empty_hooks(modules), overhead.empty_wrappers(modules):
-        model(token_ids(1, 9))
-    assert called == ["hook", "wrapper", "hook"] * len(modules)
+# ---- decode steps ------------------------------------------------------------------------------
 
 
-# ---- phases ------------------------------------------------------------------------------------
+def test_every_decode_step_starts_from_the_same_pruned_cache_in_its_own_scope(model):
+    before, seen, order = snapshot(model), [], []
+    asked = conditions(["KnormPress"], [0.5])
 
+    def scope(condition):
+        @contextmanager
+        def opened():
+            order.append(condition)
+            with scope_of(condition, model, 80)():
+                yield
 
-@torch.no_grad()
-def test_every_decode_step_starts_from_the_same_pruned_cache(model, monkeypatch):
-    seen = []
+        return opened
 
     def look(_, args, kwargs):
         cache = kwargs["past_key_values"]
-        seen.append([lengths.tolist() for lengths in kept_lengths(cache)])
+        seen.append((order[-1], [lengths.tolist() for lengths in kept_lengths(cache)]))
 
+    steps = Steps(model, 80)
     with model.register_forward_pre_hook(look, with_kwargs=True):
-        overhead.decode_times(model, SMALL)
-    assert len(seen) == (SMALL.decode_rounds + 1) * SMALL.repeats * 7
-    assert all(kept == [[[40, 40]], [[40, 40]]] for kept in seen)
+        scopes, runs = {one: scope(one) for one in asked}, dict.fromkeys(asked, model)
+        times = overhead.times_in_turn(scopes, steps, runs, rounds=2)
+    assert snapshot(model) == before
+    assert list(times) == asked
+    assert {condition for condition, _ in seen} == set(asked)
+    assert len(seen) == 3 * len(asked) * overhead._REPEATS
+    assert all(kept == [[[40, 40]], [[40, 40]]] for _, kept in seen)
 
 
-def test_every_phase_has_every_condition(table):
-    pressed = {(press, mechanism) for press in SMALL.press for mechanism in ("hook", "patch")}
-    empty = {("no press", "empty hook"), ("no press", "empty wrapper")}
-    assert set(table["phase"]) == {"call", "prefill", "decode", "enter", "leave"}
-    for phase in ("prefill", "decode", "enter", "leave"):
-        rows = table[(table["phase"] == phase) & (table["baseline"] == "bare")]
-        assert set(zip(rows["press"], rows["mechanism"], strict=True)) == pressed | empty
-        assert not rows.duplicated(["press", "mechanism", "compression_ratio"]).any()
-    prefill = table[(table["phase"] == "prefill") & (table["press"] != "no press")]
-    assert set(prefill["compression_ratio"]) == {0.0}
+def test_the_first_model_is_compiled_in_copies_whose_scopes_are_open(monkeypatch):
+    compiled = []
 
+    def compile_(model, dynamic):
+        if not isinstance(model, torch.nn.Module):  # which asks whether anything can be compiled
+            return model
+        compiled.append(model(token_ids(1, 80)).past_key_values.layers[0].keys.shape[2])
+        return model
 
-def test_every_mechanism_is_compared_with_its_own_empty_one(table):
-    decode = table[table["phase"] == "decode"].groupby("mechanism")["baseline"].agg(set)
-    assert decode["hook"] == {"bare", "empty hook"}
-    assert decode["patch"] == {"bare", "empty wrapper", "hook"}
-    assert decode["empty hook"] == {"bare"}
-
-
-def test_ratios_lie_in_their_intervals(table):
-    assert (table["low"] > 0).all()
-    assert (table["low"] <= table["ratio"]).all()
-    assert (table["ratio"] <= table["high"]).all()
-    assert (table["rounds"] == 7).all()
-    assert (table[["ms", "baseline_ms"]] > 0).all(axis=None)
+    monkeypatch.setattr(torch, "compile", compile_)
+    options = Options(layers=(1, 2), press=("Knorm",), context=80, rounds=1, kvpress=False)
+    table = EXPERIMENT.measure(options, SILENT)["overhead"]
+    assert compiled == [80, 40, 40]
+    of_models = table.groupby("model", sort=False)["phase"].unique().map(list).to_dict()
+    assert of_models == {
+        "random Llama, 1 layers": ["decode", "compiled"],
+        "random Llama, 2 layers": ["decode"],
+    }
 
 
 def test_any_press_can_be_measured(model):
-    names = tuple(sorted(overhead.MECHANISMS["hook"]))
-    options = replace(SMALL, press=names, prefill_rounds=1, decode_rounds=1, scope_rounds=1)
-    before = snapshot(model)
-    table = overhead.measure({"tiny": model}, replace(options, repeats=1), SILENT)
-    assert snapshot(model) == before
-    for phase in ("prefill", "decode", "enter", "leave"):
-        assert set(table.loc[table["phase"] == phase, "press"]) == {*names, "no press"}
+    names = sorted(MECHANISMS["hook"])
+    rows = pd.DataFrame(overhead.rows_of([TINY], names, 80, rounds=1, compiled=False))
+    assert set(rows["press"]) == set(names)
+    assert set(rows.groupby("press").size()) == {3}
 
 
-def test_a_press_is_open_while_its_times_are_taken(model):
-    """Prefill under a press leaves less than prefill without."""
-    opened = []
-    scopes = overhead.scopes(model, SMALL, (0.5,))
-    for condition, scope in scopes.items():
-        with scope():
-            cache = model(token_ids(1, 80)).past_key_values
-        opened.append((condition.mechanism, cache.layers[0].keys.shape[2]))
-    assert opened == [
-        ("bare", 80),
-        ("empty hook", 80),
-        ("empty wrapper", 80),
-        *[("hook", 40), ("patch", 40)] * 2,
+def test_every_press_is_compared_with_the_bare_model_and_patches_with_hooks(table):
+    by = table.groupby(["press", "mechanism"])["baseline"].agg(list)
+    assert by.to_dict() == {
+        (press, mechanism): baselines
+        for press in Options.press
+        for mechanism, baselines in (("hook", ["bare"]), ("patch", ["bare", "hook"]))
+    }
+    assert (table["low"] <= table["ratio"]).all()
+    assert (table["ratio"] <= table["high"]).all()
+    assert (table[["low", "ms", "baseline_ms"]] > 0).all(axis=None)
+
+
+@pytest.mark.skipif(python_with_kvpress() is None, reason="kvpress: `make test-oracle` installs it")
+def test_kvpress_takes_turns_in_its_own_interpreter():
+    options = Options(layers=(2,), press=("Knorm",), context=64, rounds=2, compiled=False)
+    table = EXPERIMENT.measure(options, SILENT)["overhead"]
+    theirs = table[table["mechanism"] == "kvpress"]
+    assert theirs["baseline"].tolist() == ["bare", "hook"]
+    assert (theirs["ratio"] > 0).all()
+    assert len(table) == 5
+
+
+# ---- what is told, and the command -------------------------------------------------------------
+
+
+def told():
+    """Three layers eager, four compiled; each ratio another."""
+    kinds = [("hook", "bare"), ("patch", "bare"), ("patch", "hook"), ("kvpress", "bare")]
+    rows = [
+        {"model": f"{n} layers", "phase": phase, "press": "SnapKVPress"}
+        | {"mechanism": mechanism, "baseline": baseline, "ratio": 1 + n / 100 + index / 1000}
+        for n, phase in ((3, "decode"), (4, "compiled"), (2, "decode"))
+        for index, (mechanism, baseline) in enumerate(kinds)
     ]
-    assert list(scopes)[:3] == [BARE, EMPTY_HOOK, EMPTY_WRAPPER]
+    table = pd.DataFrame(rows)
+    return table.assign(low=table["ratio"] - 0.01, high=np.nan, rounds=7)
 
 
-# ---- figure, summary, command ------------------------------------------------------------------
+def test_the_slowest_is_told():
+    found = {finding.name: finding for finding in EXPERIMENT.findings({"overhead": told()})}
+    numbers = {name: finding.number for name, finding in found.items()}
+    assert numbers == {"decode": 1.03, "bare": 1.03, "kvpress": 1.03, "compiled": 1.04}
+    assert "(SnapKV, 3 layers)" in found["decode"].text
+    assert found["decode"].verdict == "works"
+    slow = told().assign(ratio=1.05)
+    assert EXPERIMENT.findings({"overhead": slow})[0].verdict == "costs"
+    (contrast,) = EXPERIMENT.contrasts({"overhead": told()})
+    assert contrast.bars == pytest.approx({"hooks": 1.03, "patches": 1.031, "kvpress": 1.033})
 
 
-def test_figures_have_a_panel_per_phase_and_a_point_per_condition(table):
-    points = [
-        [line.get_xdata()[0] for line in axes.get_lines() if line.get_marker() in ("o", "s")]
-        for figure in EXPERIMENT.figures({"overhead": table}).values()
-        for axes in figure.axes
+def test_the_figure_has_a_panel_per_model_and_the_table_a_line(table):
+    (figure,) = EXPERIMENT.figures({"overhead": told()}).values()
+    drawn = [[line.get_xdata()[0] for line in axes.get_lines()[2::2]] for axes in figure.axes]
+    assert drawn == [pytest.approx([1 + n / 100 + i / 1000 for i in (0, 1, 3)]) for n in (3, 4, 2)]
+    (view,) = EXPERIMENT.views({"overhead": table})
+    assert [row[:3] for row in view.rows] == [
+        ["random Llama, 2 layers", "decode", press] for press in ("Knorm", "SnapKV")
     ]
-    assert [len(p) for p in points] == [2 + 2 * 2] * 2
-    rows = table[(table["phase"] == "decode") & (table["baseline"] == "bare")]
-    assert sorted(points[0]) == sorted(rows["ratio"])
-
-
-def test_summary_names_every_condition(table):
-    text = EXPERIMENT.markdown({"overhead": table})
-    assert text.count("| tiny | prefill |") == 2
-    assert text.count("| tiny | decode |") == 2
-    assert "To enter a scope on `tiny`" in text
+    assert list(view.head[3:]) == ["hook / bare", "patch / bare", "patch / hook"]
 
 
 @pytest.fixture(scope="module")
@@ -284,25 +276,24 @@ def cli(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "tiny"
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
-    arguments = ["overhead", "--model", str(folder), "--context", "80", "--prefill-rounds", "2"]
+    arguments = ["overhead", "--model", str(folder), "--context", "80", "--rounds", "2"]
+    arguments += ["--no-compiled", "--no-kvpress"]
     return lambda *more: CliRunner().invoke(app, [*arguments, *more], env={"COLUMNS": "180"})
 
 
 def test_command_writes_what_it_shows(cli, tmp_path):
-    options = ["--press", "adakv", "--press", "KVzipPress"]
-    result = cli("--decode-rounds", "2", "--output", str(tmp_path), *options)
+    result = cli("--output", str(tmp_path), "--press", "adakv,KVzipPress")
     assert result.exit_code == 0, result.output
     shown = " ".join(result.output.split())
-    assert "tiny decode AdaKV, 50% evicted" in shown
-    assert "tiny decode KVzip, 50% evicted" in shown
-    assert set(pd.read_csv(tmp_path / "overhead.csv")["model"]) == {"tiny", "empty module"}
+    assert "tiny decode AdaKV" in shown
+    assert set(pd.read_csv(tmp_path / "overhead.csv")["press"]) == {"AdaKVPress", "KVzipPress"}
     assert (tmp_path / "overhead.svg").stat().st_size > 3_000
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--ratio", "1"], "ratio"),
+        (["--layers", "0"], "0 is less than 1"),
         (["--model", "/no/such/folder"], "/no/such/folder"),
         (["--press", "SnapPress"], "there is no press 'SnapPress'; there are AdaKV, Block, "),
     ],

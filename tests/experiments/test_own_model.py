@@ -19,18 +19,16 @@ from experiments.answers.datasets.published import SETS
 from experiments.cli import app
 from experiments.framework.manifest import read_manifest
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
+from experiments.framework.plan import plan_on
 from experiments.loading import ModelNotFoundError
 from experiments.questions import evaluate
-from experiments.study import plan_on, run_plan
+from experiments.study import run_plan
 from experiments.testbed import getting_to_know
 from experiments.testbed.facts import FILLER
 from experiments.testbed.getting_to_know import get_to_know
 from tests.support import build
 
-FAMILIES = ("llama", "qwen3", "gemma3_text", "gpt_neox")
-HALF = "qwen3"
-"""The one that is studied in 16 bits."""
-
+FAMILIES = ("llama", "gemma3_text", "gpt_neox")
 TRAINED = 512
 
 runner = CliRunner(env={"COLUMNS": "200"})
@@ -99,7 +97,7 @@ LESS = {
     "coexistence": {
         "companion": ("nothing else", "PEFT LoRA, merged", "wrapped layers, as FSDP does")
     },
-    "overhead": {"prefill_rounds": 2, "decode_rounds": 2, "scope_rounds": 2, "context": 32},
+    "overhead": {"rounds": 2, "context": 32},
     "headwise": {"samples": 2, "context": 48, "facts": 2, "contexts": (64,), "rounds": 2},
     "evaluate": {
         "dataset": ("synthetic/niah_single@256", "synthetic/qa@384"),
@@ -110,52 +108,50 @@ LESS = {
     "trace": {"length": 48},
     "error": {"context": 48, "facts": 2, "samples": 1},
     "throughput": {
-        **{"context": (64,), "first_context": 64, "rounds": 1, "tokens": 2},
-        **{"memory": False, "every": ("KnormPress",)},
+        **{"context": (64,), "rounds": 1, "tokens": 2},
+        **{"memory": False, "press": ("KnormPress",)},
     },
 }
 """Options that leave experiments next to nothing to do."""
 
 
+def run_less(plan, experiments, output, **told) -> None:
+    """Run a plan on next to nothing into a folder."""
+    text = output.with_suffix(".txt")  # to read the whole standard library takes seconds
+    text.write_text(" ".join(FILLER * 20))
+    told = LESS | {"streaming": LESS["streaming"] | {"text": text}} | told
+    tasks = [t._replace(options=replace(t.options, **told.get(t.name, {}))) for t in plan.tasks]
+    console = Console(file=StringIO(), width=200)
+    failed = run_plan(plan._replace(tasks=tasks), experiments, output, console)
+    assert failed == [], console.file.getvalue()
+
+
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_neox"])  # the least like the shipped ones
 def test_every_experiment_runs_on_models_of_several_families(folders, tmp_path, family):
-    own = get_to_know(str(folders[family]), "bfloat16" if family == HALF else "float32")
-    experiments = load_experiments()
-    plan = plan_on(own, experiments)
+    own, experiments = get_to_know(str(folders[family])), load_experiments()
+    plan, folder = plan_on(own, experiments), tmp_path / "study"
     left_out = {"intrusiveness", "quality", "ragged_attention"} & set(EXPERIMENTS)
     assert set(plan.left_out) == left_out
     assert {task.name for task in plan.tasks} == set(EXPERIMENTS) - left_out
-    text = tmp_path / "text.txt"  # to read the whole standard library takes seconds
-    text.write_text(" ".join(FILLER * 20))
-    told = LESS | {"streaming": LESS["streaming"] | {"text": text}}
-    less = [
-        task._replace(options=replace(task.options, **told.get(task.name, {})))
-        for task in plan.tasks
-    ]
-    console = Console(file=StringIO(), width=200)
-    failed = run_plan(plan._replace(tasks=less), experiments, tmp_path / "study", console)
-    assert failed == [], console.file.getvalue()
-    folder = tmp_path / "study"
+    run_less(plan, experiments, folder)
     page = (folder / "report.html").read_text()
     assert f"<code>my-{family}</code>" in page
     assert "What was left out" in page
     assert "On small random models of its architecture" in page
     assert read_manifest(folder).model == str(folders[family])
-    table = {task.name: pd.read_csv(folder / f"{task.name}.csv") for task in less[:4]}
+    names = ("equivalence", "architectures", "isolation", "coexistence", "trace")
+    table = {name: pd.read_csv(folder / f"{name}.csv") for name in names}
     assert set(table["isolation"]["outcome"]) == {"untouched"}
     assert not table["equivalence"]["differ"].any()
     assert set(table["coexistence"]["outcome"]) == {"right"}
     assert set(table["architectures"][["hook", "patch"]].stack()) == {"right"}
     assert set(table["equivalence"]["dtype"]) == {own.dtype}
-    flags = " --dtype bfloat16" if family == HALF else ""
-    repeat = read_manifest(folder).experiments["trace"].repeat
-    assert repeat == f"python -m experiments study --model {own.model}{flags} --only trace"
-    assert set(pd.read_csv(folder / "trace.csv")["model"]) == {f"my-{family}"}
+    assert set(table["trace"]["model"]) == {f"my-{family}"}
 
 
-def test_a_model_that_was_never_trained(tmp_path, monkeypatch):
+def test_a_model_that_was_never_trained(tmp_path):
     """Its keys have one norm, so that presses which go by norms refuse it; it predicts nothing."""
-    folder, tokenizer = tmp_path / "untrained", tokenizer_for("qwen3")
+    folder, tokenizer = tmp_path / "untrained", tokenizer_for("gpt_neox")
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         max_position_embeddings=TRAINED,
@@ -164,114 +160,71 @@ def test_a_model_that_was_never_trained(tmp_path, monkeypatch):
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(FILLER * 20))
-    experiments = load_experiments()
-    plan = plan_on(get_to_know(str(folder)), experiments, ("equivalence", "streaming", "trace"))
-    told = {
-        "equivalence": {"press": ("KnormPress", "LUKVPress", "SnapKVPress")},
-        "streaming": LESS["streaming"] | {"text": text},
-        "trace": {},
-    }
-    tasks = [t._replace(options=replace(t.options, **told[t.name])) for t in plan.tasks]
-
-    def fails(*_):
-        raise RuntimeError("a planted fault")
-
-    monkeypatch.setattr("experiments.questions.trace.Trace.measure", fails)
-    console, output = Console(file=StringIO()), tmp_path / "study"
-    failed = run_plan(plan._replace(tasks=tasks), experiments, output, console)
-    assert failed == ["trace"], console.file.getvalue()
+    experiments, output = load_experiments(), tmp_path / "study"
+    plan = plan_on(get_to_know(str(folder)), experiments, ("equivalence", "streaming"))
+    presses = {"press": ("KnormPress", "LUKVPress", "SnapKVPress")}
+    run_less(plan, experiments, output, equivalence=presses)
     compared = pd.read_csv(output / "equivalence.csv").set_index("press")
     refused = compared["refusal"].loc[["KnormPress", "LUKVPress"]]
     assert refused.str.contains("different norms").all()
     assert (compared["tokens"].loc["SnapKVPress"] > 0).all()
-    for name in ("report.md", "report.html"):
-        page = (output / name).read_text()
-        assert page.index("a planted fault") < page.index("get the same cache from either")
-        assert "stream without the first tokens" not in page
+    assert "stream without the first tokens" not in (output / "report.md").read_text()
 
 
 # ---- the command -------------------------------------------------------------------------------
 
 
-def test_the_command_tells_what_it_takes_and_goes_on_after_an_interrupt(
-    folders, tmp_path, monkeypatch
-):
-    args = ["study", "--model", str(folders["llama"]), "--output", str(tmp_path)]
-    ran = []
-
+def test_the_command_tells_what_it_takes(folders, tmp_path, monkeypatch):
     def measured(experiment, options, progress):
-        ran.append(experiment.name)
-        if interrupts and experiment.name == "isolation":
-            raise KeyboardInterrupt
-        return {experiment.name: pd.DataFrame({"x": [1]})}
+        raise KeyboardInterrupt
 
-    for experiment in load_experiments():
-        monkeypatch.setattr(type(experiment), "figures", lambda *_: {})
-        monkeypatch.setattr(type(experiment), "markdown", lambda *_: "")
-        for silent in ("findings", "views", "remarks", "contrasts"):
-            monkeypatch.setattr(type(experiment), silent, lambda *_: [])
     monkeypatch.setattr("experiments.study.measured", measured)
-    monkeypatch.setattr("experiments.study.write_report", lambda *_: None)
-    interrupts = True
-    first = runner.invoke(app, args)
+    folder = folders["llama"]
+    first = runner.invoke(app, ["study", "--model", str(folder), "--output", str(tmp_path)])
     assert first.exit_code == 130, first.output
     told = " ".join(first.stderr.split())
-    assert re.search(
-        r"my-llama \(0\.\d M parameters in float32 on cpu: [\d,]+ tokens a second", told
-    )
-    assert re.search(r"will take about \d+ (s|min)", told)
-    assert re.search(r"quality │ left out │ its questions are in the words of facts-llama", told)
-    assert re.search(r"equivalence │ \d+ s │", told)
-    assert ran == ["equivalence", "architectures", "isolation"]
-    interrupts = False
-    second = runner.invoke(app, args)
-    assert second.exit_code == 0, second.output
-    assert ran[3:5] == ["isolation", "coexistence"]
-    assert "equivalence" not in ran[3:]
-    manifest = read_manifest(tmp_path)
-    assert manifest.waiting == []
-    folder = folders["llama"]
-    assert manifest.experiments["trace"].repeat == (
-        f"python -m experiments study --model {folder} --only trace"
-    )
+    for words in (
+        r"my-llama \(0\.\d M parameters in float32 on cpu: [\d,]+ tokens a second",
+        r"will take about \d+ (s|min)",
+        r"quality │ left out │ its questions are in the words of facts-llama",
+        r"equivalence │ \d+ s │",
+    ):
+        assert re.search(words, told)
+    assert read_manifest(tmp_path).waiting[:2] == ["equivalence", "architectures"]
     other = runner.invoke(app, ["study", "--output", str(tmp_path)])
     assert other.exit_code == 2
     assert f"holds a study of {folder}" in " ".join(other.stderr.split())
 
 
-def test_the_folder_is_looked_at_before_the_model(tmp_path, monkeypatch):
-    monkeypatch.setattr("experiments.study.get_to_know", None)
-    (tmp_path / "trace.csv").write_text("mine")
-    args = ["study", "--model", "you/yours", "--output", str(tmp_path)]
-    refused = runner.invoke(app, args)
-    assert refused.exit_code == 2, refused.exception
-    assert "trace.csv was not written by the study" in refused.stderr
+OWN = ["--model", "you/yours"]
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--only", "quality"], "on my-llama quality is left out: its questions"),
-        (["--only", "nothing"], "no experiment is called 'nothing'"),
-        (["--full"], "--full is for the shipped models"),
-        (["--device", "nowhere"], "cannot use 'nowhere'"),
-        (["--dtype", "int8"], "'int8' is unknown; choose from float32, bfloat16, float16"),
+        ([*OWN, "--only", "quality"], "on you/yours quality is left out: its questions"),
+        ([*OWN, "--only", "nothing"], "no experiment is called 'nothing'"),
+        ([*OWN, "--full"], "--full is for the shipped models"),
+        ([*OWN, "--device", "nowhere"], "cannot use 'nowhere'"),
+        ([*OWN, "--dtype", "int8"], "'int8' is unknown; choose from float32, bfloat16, float16"),
+        (["--device", "meta"], "give --model too"),
+        (["--dtype", "bfloat16"], "give --model too"),
+        ([*OWN, "--output", "foreign"], "trace.csv was not written by the study"),
     ],
 )
-def test_what_cannot_be_is_told_in_a_line(folders, tmp_path, args, words):
-    model = ["--model", str(folders["llama"]), "--output", str(tmp_path / "new")]
-    refused = runner.invoke(app, ["study", *model, *args])
+def test_what_cannot_be_is_told_in_a_line(tmp_path, monkeypatch, args, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "trace.csv").write_text("mine")
+
+    def known(*_):
+        assert "foreign" not in args, "the folder is looked at before the model"
+        return an_own_model()
+
+    monkeypatch.setattr("experiments.study.get_to_know", known)
+    refused = runner.invoke(app, ["study", *args])
     assert refused.exit_code == 2, refused.exception
     assert words in " ".join(refused.stderr.split())
-
-
-@pytest.mark.parametrize("flag", [["--device", "meta"], ["--dtype", "bfloat16"]])
-def test_how_a_model_is_loaded_is_for_ones_own(tmp_path, flag):
-    refused = runner.invoke(app, ["study", *flag, "--output", str(tmp_path)])
-    assert refused.exit_code == 2
-    assert "give --model too" in refused.stderr
 
 
 # ---- getting to know a model ---------------------------------------------------------------------
@@ -297,15 +250,19 @@ def test_what_is_known_of_a_model(folders):
     assert get_to_know(str(folders["llama"])).keeps_all
 
 
+def tasks_on(own: OwnModel):
+    return {task.name: task for task in plan_on(own, load_experiments()).tasks}
+
+
 def test_what_is_planned_takes_as_long_as_its_tokens_and_steps():
-    own = an_own_model()
+    own = an_own_model(dtype="bfloat16")
     assert Planned(None, tokens=100, steps=7, seconds=2).duration(own) == pytest.approx(3.7)
     assert Planned(None).duration(own) is None
-    plans = {task.name: task for task in plan_on(own, load_experiments()).tasks}
-    slower = plan_on(an_own_model(step_seconds=1.0), load_experiments()).tasks
-    of_model = {"equivalence", "overhead", "evaluate", "streaming", "trace"}
-    more = {t.name for t in slower if t.duration and t.duration > plans[t.name].duration}
-    assert of_model <= more
+    usual, slower = tasks_on(own), tasks_on(replace(own, step_seconds=1.0))
+    more = {name for name, t in slower.items() if t.duration and t.duration > usual[name].duration}
+    assert {"equivalence", "overhead", "evaluate", "streaming", "trace"} <= more
+    study = "python -m experiments study --model you/yours --dtype bfloat16"
+    assert usual["trace"].repeat == f"{study} --only trace"
 
 
 def test_what_cannot_be_opened_is_left_out():
@@ -326,10 +283,10 @@ def test_contexts_are_no_longer_than_the_model_was_made_for():
     own = an_own_model(trained=600)
     assert own.at_most(512, 1024) == (512,)
     assert own.at_most(1024, 2048) == (600,)
-    plans = {task.name: task.options for task in plan_on(own, load_experiments()).tasks}
-    assert plans["trace"].length == 512
-    assert plans["throughput"].context == (512,)
-    assert plan_on(replace(own, trained=100), load_experiments()).tasks
+    tasks = tasks_on(own)
+    assert tasks["trace"].options.length == 512
+    assert tasks["throughput"].options.context == (512,)
+    assert tasks_on(replace(own, trained=100))
 
 
 def test_published_tasks_are_asked_where_they_can_be_had(monkeypatch):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import DynamicCache, QuantizedCache, pipeline, set_seed
 
 import hooks_impl
@@ -15,7 +17,7 @@ from experiments.loading import load_model
 from experiments.pipeline import TASK, ContextAnswerer
 from experiments.testbed.asking import answer_seen, answer_unseen
 from experiments.testbed.facts import build_tokenizer, draw
-from press_core import HyperparameterError, RaggedLayer, kept_lengths
+from press_core import RaggedLayer, kept_lengths
 from tests.support import PIPELINE_PRESSES, in_turn, snapshot
 
 both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
@@ -58,41 +60,46 @@ def words(tokenizer, answers):
 
 
 @both
-@pytest.mark.parametrize("name", ["none", "snapkv", "adakv", "rerotated", "dms", "kvzip"])
-def test_answers_are_those_from_the_pruned_cache(model, answerer, package, name):
+@pytest.mark.parametrize(
+    ("name", "together"),
+    [
+        *((name, False) for name in ("none", "snapkv", "adakv", "rerotated", "dms", "kvzip")),
+        *((name, True) for name in ("none", "snapkv", "adakv")),
+    ],
+)
+def test_answers_are_those_from_the_pruned_cache(model, answerer, package, name, together):
     batch, texts = facts()
     press = PRESSES[name](package)
-    expected = words(answerer.tokenizer, answer_unseen(model, press, batch))
-    questions = [text.questions for text in texts]
-    found = answerer([t.context for t in texts], questions, press=press, max_new_tokens=1)
-    assert found == expected
-
-
-@both
-@pytest.mark.parametrize("name", ["none", "snapkv", "adakv"])
-def test_questions_can_be_compressed_with_the_context(model, answerer, package, name):
-    batch, texts = facts()
-    press = PRESSES[name](package)
-    expected = words(answerer.tokenizer, answer_seen(model, press, batch))
-    found = answerer(
-        [t.context for t in texts],
-        [t.questions[:1] for t in texts],
-        press=press,
-        compress_questions=True,
-        max_new_tokens=1,
+    expected = words(
+        answerer.tokenizer, (answer_seen if together else answer_unseen)(model, press, batch)
     )
-    assert found == expected
+    asked = [text.questions[: len(row)] for text, row in zip(texts, expected, strict=True)]
+    options = {"press": press, "compress_questions": together, "max_new_tokens": 1}
+    assert answerer([t.context for t in texts], asked, **options) == expected
 
 
 @in_turn("name, together", PRESSES, [False, True])
 def test_rows_of_a_batch_are_those_of_the_row_alone(answerer, package, name, together):
+    """What they answer, and the share of their tokens that was really evicted."""
     texts = facts(2)[1]
-    contexts, press = uneven(texts), PRESSES[name](package)
-    questions = [t.questions[:2] for t in texts]
-    options = {"press": press, "max_new_tokens": 4, "compress_questions": together}
-    found = answerer(contexts, questions, **options)
-    alone = [answerer(c, q, **options) for c, q in zip(contexts, questions, strict=True)]
-    assert found == alone
+    contexts = uneven(texts)
+    questions = [t.questions[: 1 if together else 2] for t in texts]
+    options = {"press": PRESSES[name](package), "max_new_tokens": 4}
+    options["compress_questions"] = together
+    found = answerer.answered(contexts, questions, **options)
+    alone = [answerer.answered(c, q, **options) for c, q in zip(contexts, questions, strict=True)]
+    assert found.answers == [row for each in alone for row in each.answers]
+    shares = [each.evicted for each in alone]
+    assert found.evicted == pytest.approx(sum(shares) / 2, abs=1e-6)
+    if name in ("none", "channels"):
+        assert shares == [0, 0]
+        return
+    assert 0 < max(shares) < 0.8  # short contexts fit into what some presses keep
+    if name in ("snapkv", "rerotated"):
+        for context, (asked, *_), share in zip(contexts, questions, shares, strict=True):
+            length = len(answerer.tokenizer(f"{context} {asked if together else ''}").input_ids)
+            kept = int(length * (0.5 if name == "snapkv" else 0.6))
+            assert share == pytest.approx(1 - kept / length)
 
 
 @in_turn("name", PRESSES)
@@ -134,20 +141,15 @@ def test_a_cache_with_something_in_it_is_refused(model, answerer):
 @both
 def test_quantized_caches(package):
     pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
-    single, tokenizer = load_model("facts-llama")
-    answerer, text = ContextAnswerer(single, tokenizer), facts(1)[1][0]
-    cache = QuantizedCache("quanto", single.config, nbits=4, q_group_size=16, residual_length=8)
+    answerer, text = ContextAnswerer(*load_model("facts-llama")), facts(1)[1][0]
     press = package.SnapKVPress(0.3, window_size=8)
-    found = answerer(text.context, text.questions, press=press, cache=cache, max_new_tokens=1)
-    again = answerer(
-        text.context,
-        text.questions,
-        press=press,
-        cache=QuantizedCache("quanto", single.config, nbits=4, q_group_size=16, residual_length=8),
-        max_new_tokens=1,
-    )
-    assert found == again
-    assert {int(n) for kept in kept_lengths(cache) for n in kept.flatten()} == {int(49 * 0.7)}
+    config, found = answerer.model.config, []
+    for _ in range(2):
+        cache = QuantizedCache("quanto", config, nbits=4, q_group_size=16, residual_length=8)
+        options = {"press": press, "cache": cache, "max_new_tokens": 1}
+        found.append(answerer(text.context, text.questions, **options))
+        assert {int(n) for kept in kept_lengths(cache) for n in kept.flatten()} == {int(49 * 0.7)}
+    assert found[0] == found[1]
 
 
 # ---- Finch -------------------------------------------------------------------------------------
@@ -271,6 +273,7 @@ def test_a_chat_template_goes_around_context_and_question(model, answerer, conte
     answerer.tokenizer.chat_template = (
         "<bos>{% for message in messages %}open {{ " + content + " }} close{% endfor %}"
         "{% if add_generation_prompt %} north {{ mood }}{% endif %}"
+        "{% if enable_thinking is not defined %} wrong{% elif enable_thinking %} near{% endif %}"
     )
     options = {"template_options": {"mood": "quiet"}, "answer_prefix": " same"}
     read = tokens_read(
@@ -278,13 +281,12 @@ def test_a_chat_template_goes_around_context_and_question(model, answerer, conte
     )
     expected = "<bos> open river alice tea ? alice close north quiet same"
     assert answerer.tokenizer.decode(read) == expected
+    read = tokens_read(
+        model, answerer, "river", [" ? alice"], compress_questions=together, enable_thinking=True
+    )
+    assert answerer.tokenizer.decode(read) == "<bos> open river ? alice close north near"
     plain = tokens_read(model, answerer, "river alice tea", ["? alice"], chat_template=False)
     assert answerer.tokenizer.decode(plain) == "<bos> river alice tea ? alice"
-
-
-def test_a_template_that_is_not_there_is_not_invented(answerer):
-    with pytest.raises(UserError, match="chat_template=True, and the tokenizer has none"):
-        answerer("river alice tea", ["? alice"], chat_template=True)
 
 
 def test_each_context_may_have_an_answer_prefix(model, answerer):
@@ -293,22 +295,17 @@ def test_each_context_may_have_an_answer_prefix(model, answerer):
     assert found == [["tea"], ["drum"]]
 
 
-def test_long_contexts_lose_their_middle(model, answerer):
+def test_long_contexts_lose_their_middle_and_say_so(model, answerer, caplog):
     context = " ".join(["river"] * 20 + ["alice", "tea"] + ["stone"] * 20)
+    tokens_read(model, answerer, context, ["? alice"], max_context_length=43)
+    assert not caplog.records
     read = tokens_read(model, answerer, context, ["? alice"], max_context_length=11)
     assert answerer.tokenizer.decode(read) == (
         "<bos> river river river river <unk> <unk> <unk> <unk> <unk> <unk> ? alice"
     )
-
-
-def test_a_context_that_is_cut_is_told_of(answerer, caplog):
-    context = " ".join(["river"] * 20)
-    answerer(context, ["? alice"], max_context_length=21, max_new_tokens=1)
-    assert not caplog.records
-    answerer(context, ["? alice"], max_context_length=11, max_new_tokens=1)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert record.getMessage() == "a context of 21 tokens is cut to 11: it loses its middle"
+    assert record.getMessage() == "a context of 43 tokens is cut to 11: it loses its middle"
 
 
 @both
@@ -347,29 +344,6 @@ def test_lengths_are_logged(answerer, caplog, package):
     assert said == ["context length: 49 tokens", "compressed length: 24.0 tokens"]
 
 
-@in_turn("name, together", PRESSES, [False, True])
-def test_the_share_that_was_really_evicted(model, answerer, package, name, together):
-    """Against the caches that the model itself was left with, batched and row by row."""
-    texts = facts(2)[1]
-    contexts, questions = uneven(texts), [t.questions[:1] for t in texts]
-    options = {"press": PRESSES[name](package), "max_new_tokens": 4}
-    options["compress_questions"] = together
-    shares = []
-    for context, asked in zip(contexts, questions, strict=True):
-        shares.append(answerer.answered(context, asked, **options).evicted)
-        if name in ("none", "channels"):
-            assert shares[-1] == 0
-        elif name in ("snapkv", "rerotated"):
-            text = f"{context} {asked[0]}" if together else context
-            length = len(answerer.tokenizer(text).input_ids)
-            kept = int(length * (0.5 if name == "snapkv" else 0.6))
-            assert shares[-1] == pytest.approx(1 - kept / length)
-    if name not in ("none", "channels"):
-        assert 0 < max(shares) < 0.8  # short contexts fit into what some presses keep
-    batched = answerer.answered(contexts, questions, **options).evicted
-    assert batched == pytest.approx(sum(shares) / 2, abs=1e-6)
-
-
 @both
 @pytest.mark.parametrize("together", [False, True], ids=["unseen", "seen"])
 def test_a_budget_is_kept_of_every_context(model, answerer, package, together):
@@ -389,26 +363,6 @@ def test_a_budget_is_kept_of_every_context(model, answerer, package, together):
             assert kept.tolist() == [20.0, 20.0, 20.0]
     whole = answerer.answered(contexts, questions, press=PRESSES["snapkv"](package), budget=500)
     assert whole.evicted == 0
-
-
-def test_a_budget_needs_a_press_that_can_be_told_one(answerer):
-    with pytest.raises(UserError, match="budget is 20, and there is no press"):
-        answerer("river alice tea", budget=20)
-    with pytest.raises(HyperparameterError, match="cannot be told a compression ratio"):
-        answerer("river alice tea", budget=20, press=hooks_impl.ThinKPress(0.5))
-    with pytest.raises(HyperparameterError, match="must be a number of tokens, 1 or more"):
-        answerer("river alice tea", budget=0, press=hooks_impl.KnormPress(0.5))
-
-
-def test_thinking_is_off_unless_asked_for(model, answerer):
-    answerer.tokenizer.chat_template = (
-        "<bos>{% for message in messages %}{{ message.content }}{% endfor %} "
-        "{% if enable_thinking is not defined %}near{% elif enable_thinking %}quiet{% else %}same"
-        "{% endif %}"
-    )
-    for options, last in (({}, "same"), ({"enable_thinking": True}, "quiet")):
-        read = tokens_read(model, answerer, "river", [" ? alice"], **options)
-        assert answerer.tokenizer.decode(read) == f"<bos> river ? alice {last}"
 
 
 @both
@@ -464,26 +418,16 @@ def test_shorter_rows_need_something_to_be_filled_with(model, answerer):
     assert answerer(contexts, ["? alice"], max_new_tokens=1) == expected
 
 
+REFUSED = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text("utf-8"))
+
+
 @pytest.mark.parametrize(
     ("contexts", "questions", "options", "words"),
     [
-        ([], ["? a"], {}, "there is no context"),
-        ([3], ["? a"], {}, "context 0 is 3"),
-        ("river", [], {}, r"questions is \[\]"),
-        ("river", "? a", {}, "give a list of at least one question"),
-        ("river", [None], {}, "a question is None"),
-        (["a", "b"], [["? a"]], {}, "questions for 1 contexts, and 2 contexts"),
-        (["a", "b"], [["? a"], []], {}, "each context needs a list of texts"),
+        *REFUSED["questions"],
         ("river", ["of " * 2048], {}, "the question takes 2048 tokens, more than the 2048"),
         ("of " * 2048, ["? a"], {}, "take 2049 and 2 tokens.*max_context_length=2046 or less"),
-        ("river", ["? a"], {"max_positions": 3}, "take 2 and 2 tokens, more than the 3 positions"),
-        ("river of of", ["? a"], {"max_context_length": 1}, "it must be 2 or more"),
-        (None, ["? a"], {}, "contexts is None"),
-        ("river", ["? a"], {"press": "SnapKVPress"}, "press is 'SnapKVPress'; give a press of"),
         ("river", ["? a"], {"press": hooks_impl.KnormPress}, "give a press of hooks_impl"),
-        ("river", ["? a"], {"answer_prefix": None}, "answer_prefix is None"),
-        ("river", ["? a"], {"max_new_tokens": 0}, "max_new_tokens is 0; it must be 1 or more"),
-        ("river", ["? a"], {"return_dict_in_generate": True}, "leave return_dict_in_generate out"),
     ],
 )
 def test_bad_input_is_refused_in_words(answerer, contexts, questions, options, words):
@@ -528,10 +472,7 @@ def test_the_pipeline_answers_as_the_class_does(answerer, pipe, package):
         ("river alice tea", {"question": "? a", "questions": ["? a"]}, "give one of the two"),
         ([], {"question": "? a"}, "there is no context"),
         ([], {}, "there is no context"),
-        ([3], {"question": "? a"}, "context 0 is 3"),
         (None, {"question": "? a"}, "contexts is None"),
-        ("river", {"question": "? a", "press": "SnapKVPress"}, "press is 'SnapKVPress'"),
-        ("river", {"question": "? a", "return_dict_in_generate": True}, "leave return_dict"),
     ],
 )
 def test_the_pipeline_refuses_bad_input(pipe, inputs, options, words):

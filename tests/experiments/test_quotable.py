@@ -7,25 +7,23 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
-from experiments.framework.quotable import MISSING, ON_FRONTIER, frontier, lines, quotable
+from experiments.framework.quotable import MISSING, ON_FRONTIER, frontier, joined, quotable
 
 A, B, C = "KnormPress", "SnapKVPress", "FinchPress"
 
 
-def quality(*rows):
-    columns = ["press", "mechanism", "ratio", "question", "accuracy"]
-    return pd.DataFrame(rows, columns=columns)
-
-
-QUALITY = quality(
-    ("no press", "bare", 0.0, "unseen", 1.0),
-    *((A, m, 0.5, "unseen", 0.5) for m in ("hook", "patch")),
-    *((A, m, 0.5, "seen", 0.7) for m in ("hook", "patch")),
-    (B, "hook", 0.5, "unseen", 0.8),
-    (B, "hook", 0.5, "seen", 1.0),
-    (B, "hook", 0.8, "unseen", 0.4),
-    (B, "hook", 0.8, "seen", 0.6),
-    (C, "hook", 0.5, "seen", 1.0),  # which is never asked unseen
+QUALITY = pd.DataFrame(
+    [
+        ("no press", "bare", 0.0, "unseen", 1.0),
+        *((A, m, 0.5, "unseen", 0.5) for m in ("hook", "patch")),
+        *((A, m, 0.5, "seen", 0.7) for m in ("hook", "patch")),
+        (B, "hook", 0.5, "unseen", 0.8),
+        (B, "hook", 0.5, "seen", 1.0),
+        (B, "hook", 0.8, "unseen", 0.4),
+        (B, "hook", 0.8, "seen", 0.6),
+        (C, "hook", 0.5, "seen", 1.0),  # which is never asked unseen
+    ],
+    columns=["press", "mechanism", "ratio", "question", "accuracy"],
 )
 EVALUATE = pd.DataFrame(
     [
@@ -59,37 +57,35 @@ TABLES = {
 }
 
 
-def part(**tables):
-    return SimpleNamespace(tables=tables, error=None)
+def part(error=None, **tables):
+    return SimpleNamespace(tables=tables, error=error)
 
 
-def test_what_is_joined():
-    joined = {(line.press, line.ratio): line for line in lines(TABLES)}
-    assert set(joined) == {(A, 0.5), (B, 0.5), (B, 0.8), (C, 0.5), ("AdaKVPress", 0.8)}
-    knorm = joined[A, 0.5]
-    assert knorm.facts == pytest.approx(0.6)
-    assert knorm[3:] == (None, 1.1, 1.5, 0.5, 2.5, True)
-    assert joined[B, 0.5].pipeline == pytest.approx(0.7)
-    assert joined[C, 0.5].facts is None
-    assert joined["AdaKVPress", 0.8][2:] == (None, 0.25, None, None, None, None, None)
+def test_what_is_joined_by_ratio_and_the_most_right_first():
+    found = joined(TABLES)
+    assert list(found.index) == [(B, 0.5), (A, 0.5), (C, 0.5), (B, 0.8), ("AdaKVPress", 0.8)]
+    by_hand = [
+        (0.9, 0.7, 1.2, 1.4, 0.51, 0.125, 1),
+        (0.6, None, 1.1, 1.5, 0.5, 2.5, 1),
+        (None,) * 7,
+        (0.5, None, 1.3, 1.9, 0.2, None, None),
+        (None, 0.25, *(None,) * 5),
+    ]
+    expected = pd.DataFrame(by_hand, found.index, found.columns, dtype=float)
+    pd.testing.assert_frame_equal(found, expected, check_dtype=False)
 
 
-def test_by_ratio_and_the_most_right_first():
-    order = [(line.press, line.ratio) for line in lines(TABLES)]
-    assert order == [(B, 0.5), (A, 0.5), (C, 0.5), (B, 0.8), ("AdaKVPress", 0.8)]
+def best(tables):
+    rows = joined(tables)
+    return set(rows.index[frontier(rows)])
 
 
 def test_the_frontier():
     """Knorm holds less than SnapKV at the same ratio, and answers less; then one beats both."""
-    assert frontier(lines(TABLES)) == {(A, 0.5), (B, 0.5), (B, 0.8)}
-    better = QUALITY.assign(
-        accuracy=[0.9 if row[:2] == (B, 0.8) else row[2] for row in _rows(QUALITY)]
-    )
-    assert frontier(lines(TABLES | {"quality": better})) == {(B, 0.8)}
-
-
-def _rows(table):
-    return list(zip(table["press"], table["ratio"], table["accuracy"], strict=True))
+    assert best(TABLES) == {(A, 0.5), (B, 0.5), (B, 0.8)}
+    is_last = (QUALITY["press"] == B) & (QUALITY["ratio"] == 0.8)
+    better = QUALITY.assign(accuracy=QUALITY["accuracy"].mask(is_last, 0.9))
+    assert best(TABLES | {"quality": better}) == {(B, 0.8)}
 
 
 @pytest.mark.parametrize(
@@ -104,9 +100,9 @@ def _rows(table):
     ],
 )
 def test_bits_that_differ_anywhere_are_told(name, table):
-    joined = {(line.press, line.ratio): line.equal for line in lines(TABLES | {name: table})}
-    assert joined[A, 0.5] is False
-    assert joined[B, 0.5] is True
+    same = joined(TABLES | {name: table})["same bits"]
+    assert not same[A, 0.5]
+    assert same[B, 0.5]
 
 
 def test_missing_cells_say_so():
@@ -123,5 +119,5 @@ def test_missing_cells_say_so():
 
 def test_a_study_without_accuracy_has_none():
     assert quotable([part(error_logits=LOGITS)]) is None
-    failed = SimpleNamespace(tables=TABLES, error="RuntimeError: no")
-    assert quotable([failed]) is None
+    assert quotable([part("RuntimeError: no", **TABLES)]) is None
+    assert quotable([part(equivalence=pd.DataFrame())]) is None

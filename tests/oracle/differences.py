@@ -2,42 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 import hooks_impl
-
-Test = TypeVar("Test", bound=Callable[..., None])
-
-
-class Difference(NamedTuple):
-    """One deliberate difference.
-
-    Attributes:
-        presses: what it is about.
-        kvpress: what kvpress does.
-        here: what this repository does instead, and why where that is not plain.
-        test: name of the test that shows it.
-    """
-
-    presses: str
-    kvpress: str
-    here: str
-    test: str
-
-
-DIFFERENCES: list[Difference] = []
-
-
-def difference(*, presses: str, kvpress: str, here: str) -> Callable[[Test], Test]:
-    """Marks a test as the one that shows a difference, and notes the difference."""
-
-    def mark(test: Test) -> Test:
-        DIFFERENCES.append(Difference(presses, kvpress, here, test.__name__))
-        return test
-
-    return mark
-
 
 NOT_IN_KVPRESS = {
     "DropKVPress": "proposed to it",
@@ -49,3 +19,10 @@ NOT_IN_KVPRESS = {
 """Presses without an oracle."""
 
 assert NOT_IN_KVPRESS.keys() <= hooks_impl.PRESSES.keys()
+
+DIFFERENCES: list[dict[str, Any]] = [
+    difference
+    for name in ("kept", "works")
+    for difference in yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text())
+]
+"""Deliberate differences, see `kept.yaml`."""

@@ -1,18 +1,22 @@
 """What kvpress finds on the hub or draws at random, handed to both sides alike.
 
-Where kvpress has no argument for it, its own way of getting it is replaced for the moment.
+Where kvpress has no argument for it, its own way of getting it is replaced.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+import kvpress
 import torch
 from kvpress.presses import expected_attention_with_stats as with_stats
 from kvpress.presses import fastkvzip_press, kvzap_press, qfilter_press, restorekv_press
@@ -21,72 +25,95 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
+import hooks_impl
 from press_core import attention_sites
-from press_core.learned.adapter import RestoreAdapter
 from press_core.learned.duo_attention import HeadScores
-from press_core.learned.expected_attention_stats import ExpectedAttentionStats
 from press_core.learned.fast_kvzip import KVzipGates
 from press_core.learned.kvzap import KVzapRegressor
 from press_core.learned.lukv import BudgetCurves
-from press_core.learned.qfilter import QFilters
+from press_core.learned.query_statistics import ExpectedAttentionStats, QFilters
+from press_core.learned.restorekv import RestoreAdapter
 from press_core.presses.leverage import sketch
 from press_core.presses.merging import uniform
 from press_core.replay import kvzip
 from press_core.replay.rows import ReplayPress
 from tests.oracle.running import Context, token_ids
 
-N_LAYERS, N_HEADS, N_KV, D, WIDTH, HIDDEN = 3, 4, 2, 16, 64, 24
+N_LAYERS, N_HEADS, N_KV, D, WIDTH = 3, 4, 2, 16, 64
 """Of the models in `running`."""
 
-
-def random(*shape: int) -> Tensor:
-    """Normal numbers, the same for the same shape."""
-    generator = torch.Generator().manual_seed(len(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-FILTERS = QFilters(random(N_LAYERS, N_KV, D))
-_ROOT = random(N_LAYERS, N_HEADS, D, D) / D
-STATS = ExpectedAttentionStats(random(N_LAYERS, N_HEADS, D), _ROOT @ _ROOT.mT)
-LINEAR = KVzapRegressor(random(N_LAYERS, N_KV, WIDTH), random(N_LAYERS, N_KV))
-MLP = KVzapRegressor(
-    random(N_LAYERS, N_KV, HIDDEN),
-    random(N_LAYERS, N_KV),
-    random(N_LAYERS, HIDDEN, WIDTH),
-    random(N_LAYERS, HIDDEN),
-)
-HEAD_SCORES = HeadScores(random(N_LAYERS, N_KV))
-RANK = 16
-GATES = KVzipGates(
-    random(N_LAYERS, N_HEADS, RANK, WIDTH),
-    random(N_LAYERS, N_HEADS, RANK),
-    random(N_LAYERS, N_KV, RANK, WIDTH),
-    1 + random(N_LAYERS, RANK) / 4,
-    1 - random(N_LAYERS, RANK) / 4,
-    random(N_LAYERS, N_KV, RANK, RANK),
-    random(N_LAYERS, N_HEADS),
-)
-_PER_CENT = torch.arange(1, 100).view(-1, 1, 1) / 100
-CURVES = BudgetCurves(_PER_CENT + random(99, N_LAYERS, N_KV).sigmoid() * (1 - _PER_CENT) / 3)
 PROMPTS = kvzip.RepeatPrompts(first=[5, 8, 6], following=[5, 9, 6, 7, 4], suffix=[3])
 DELIMITER = 1
 
 
-def q_filters(press: Any, filters: QFilters) -> Any:
-    """kvpress's `press` with `filters`."""
+def learned(layers: int, heads: int, kv: int, d: int, width: int) -> dict[str, Any]:
+    """What presses might have learned about a model of these sizes, by the names in `cases`."""
+    hidden, rank, per_cent = 24, 16, torch.arange(1, 100).view(-1, 1, 1) / 100
+
+    def random(*shape: int) -> Tensor:
+        generator = torch.Generator().manual_seed(len(shape))
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    root = random(layers, heads, d, d) / d
+    weight, bias = random(layers, kv, hidden), random(layers, kv)
+    return {
+        "FILTERS": QFilters(random(layers, kv, d)),
+        "STATS": ExpectedAttentionStats(random(layers, heads, d), root @ root.mT),
+        "LINEAR": KVzapRegressor(random(layers, kv, width), bias),
+        "MLP": KVzapRegressor(weight, bias, random(layers, hidden, width), random(layers, hidden)),
+        "HEAD_SCORES": HeadScores(random(layers, kv)),
+        "GATES": KVzipGates(
+            random(layers, heads, rank, width),
+            random(layers, heads, rank),
+            random(layers, kv, rank, width),
+            1 + random(layers, rank) / 4,
+            1 - random(layers, rank) / 4,
+            random(layers, kv, rank, rank),
+            random(layers, heads),
+        ),
+        "CURVES": BudgetCurves(per_cent + random(99, layers, kv).sigmoid() * (1 - per_cent) / 3),
+    }
+
+
+def _adapter() -> RestoreAdapter:
+    """Embeddings and an adapter on all linear layers of the attention modules."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) / 4
+
+    sizes = {"q_proj": WIDTH, "k_proj": N_KV * D, "v_proj": N_KV * D, "o_proj": WIDTH}
+    layers = [
+        (f"layers.{i}.self_attn.{name}", n) for i in range(N_LAYERS) for name, n in sizes.items()
+    ]
+    down = {name: draw(4, WIDTH) for name, _ in layers}
+    return RestoreAdapter(4 * draw(8, WIDTH), down, {name: draw(n, 4) for name, n in layers})
+
+
+ADAPTER = _adapter()
+GIVEN = learned(N_LAYERS, N_HEADS, N_KV, D, WIDTH) | {
+    "PROMPTS": PROMPTS,
+    "DELIMITER": DELIMITER,
+    "ADAPTER": ADAPTER,
+}
+"""By the names that texts of presses have for it."""
+
+
+# ---- presses of kvpress, given what it would look for --------------------------------------------
+
+
+def _q_filters(press: Any, filters: QFilters) -> None:
     module = qfilter_press.QFilters(*filters.directions.shape)
-    return _from_the_hub(press, module, {"q_filters": filters.directions})
+    _from_the_hub(press, module, {"q_filters": filters.directions})
 
 
-def stats(press: Any, stats: ExpectedAttentionStats) -> Any:
-    """kvpress's `press` with `stats`."""
+def _stats(press: Any, stats: ExpectedAttentionStats) -> None:
     about = {"dataset_name": "", "model_name": "", "num_samples": 0, "sample_seq_len": 0}
     module = with_stats.ExpectedAttentionStats(*stats.mean.shape, n_sink=4, **about)
-    return _from_the_hub(press, module, {"query_mean": stats.mean, "query_cov": stats.covariance})
+    _from_the_hub(press, module, {"query_mean": stats.mean, "query_cov": stats.covariance})
 
 
-def kvzap(press: Any, regressor: KVzapRegressor) -> Any:
-    """kvpress's `press` with `regressor`."""
+def _kvzap(press: Any, regressor: KVzapRegressor) -> None:
     n_layers, n_kv = regressor.bias.shape
     hidden = None if regressor.hidden_bias is None else regressor.hidden_bias.shape[1]
     width = regressor.sizes["hidden_size"]
@@ -98,17 +125,23 @@ def kvzap(press: Any, regressor: KVzapRegressor) -> Any:
     if hidden is not None:
         parts |= {"0.weight": regressor.hidden_weight, "0.bias": regressor.hidden_bias}
     tensors = {f"layers.{i}.{name}": x[i] for name, x in parts.items() for i in range(n_layers)}
-    return _from_the_hub(press, kvzap_press.KVzapModel(config), tensors)
+    _from_the_hub(press, kvzap_press.KVzapModel(config), tensors)
 
 
-def gates(press: Any, given: KVzipGates) -> Any:
-    """kvpress's `press` with the gates `given`, in float32."""
-    modules, sizes = [], given.sizes
+def _from_the_hub(press: Any, found: torch.nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Have `press` find `found` wherever it looks for one."""
+    found.to(next(iter(tensors.values())).dtype).load_state_dict(tensors)
+    _loading(press, type(found), "from_pretrained", found)
+
+
+def _gates(press: Any, gates: KVzipGates) -> None:
+    modules, sizes = [], gates.sizes
     n_kv, width = sizes["kv_heads"], sizes["hidden_size"]
     for i in range(sizes["layers"]):
-        groups = sizes["heads"] // n_kv
-        module = fastkvzip_press.FastKVzipGate(i, width, n_kv, groups, torch.float32)
-        gate = given.of_layer(i)
+        module = fastkvzip_press.FastKVzipGate(
+            i, width, n_kv, sizes["heads"] // n_kv, torch.float32
+        )
+        gate = gates.of_layer(i)
         parts = {
             "q_proj.weight": gate.query_weight.flatten(0, 1),
             "q_proj.bias": gate.query_bias.flatten(),
@@ -120,46 +153,102 @@ def gates(press: Any, given: KVzipGates) -> Any:
         }
         module.load_state_dict(parts)
         modules.append(module)
+    _loading(press, fastkvzip_press, "load_fastkvzip", modules)
+
+
+def _loading(press: Any, where: Any, name: str, found: Any) -> None:
+    """Have `press` find `found` where it calls the function `name`."""
     load = press.post_init_from_model
 
     def post_init_from_model(model: Any) -> None:
-        with patch.object(fastkvzip_press, "load_fastkvzip", lambda *_, **__: modules):
+        with patch.object(where, name, lambda *_, **__: found):
             load(model)
 
     press.post_init_from_model = post_init_from_model
+
+
+def _curves(press: Any, curves: BudgetCurves) -> None:
+    press._load_budget_curves = lambda _: curves.rates.numpy()
+
+
+def _head_scores(
+    press: Any, head_scores: HeadScores, sink_size: int = 128, recent_size: int = 256
+) -> None:
+    press.load_attention_pattern = lambda _: (sink_size, recent_size, head_scores.scores.numpy())
+
+
+def _delimiter(press: Any, delimiter_token_id: int) -> None:
+    press.delimiter_token, press.delimiter_token_id = "<sep>", delimiter_token_id
+
+
+def _replayed(press: Any, prompts: Any = None, adapter: Any = None) -> None:
+    """`Repeated` and `Restored` hand these over."""
+
+
+def _sketch(press: Any) -> None:
+    """Have it draw this repository's numbers."""
+    score, randn = press.score, torch.randn
+
+    def score_with_it(module: Any, hidden_states: Tensor, keys: Tensor, *rest: Any) -> Tensor:
+        def ours(*shape: int, **_: Any) -> Tensor:
+            with patch.object(torch, "randn", randn):
+                return sketch(shape[-3:], module.layer_idx, keys).expand(shape)
+
+        with patch.object(torch, "randn", ours):
+            return score(module, hidden_states, keys, *rest)
+
+    press.score = score_with_it
+
+
+def _draws(press: Any, seed: int) -> None:
+    """Have it draw this repository's numbers."""
+    compress, calls = press.compress, Counter[int]()
+
+    def compress_with_them(module: Any, *args: Any, **kwargs: Any) -> Any:
+        calls[module.layer_idx] += 1
+        forward = calls[module.layer_idx] * press.compression_interval
+
+        def ours(probabilities: Tensor, **_: Any) -> Tensor:
+            numbers = uniform(probabilities.shape[1:], seed, module.layer_idx, forward)
+            return (numbers < probabilities).to(probabilities)
+
+        with patch.object(torch, "bernoulli", ours):
+            return compress(module, *args, **kwargs)
+
+    press.compress = compress_with_them
+
+
+HANDED: dict[str, Callable[..., None]] = {
+    "QFilterPress": _q_filters,
+    "ExpectedAttentionStatsPress": _stats,
+    "KVzapPress": _kvzap,
+    "FastKVzipPress": _gates,
+    "LUKVPress": _curves,
+    "DuoAttentionPress": _head_scores,
+    "FinchPress": _delimiter,
+    "LeverageScorePress": _sketch,
+    "CURPress": _sketch,
+    "CAMPress": _draws,
+    **dict.fromkeys(("KVzipPress", "KVgradPress", "RestoreKVPress"), _replayed),
+}
+
+
+def _handed(name: str, *args: Any, **kwargs: Any) -> Any:
+    """kvpress's press, which also takes the arguments that only ours has."""
+    wanted: Sequence[str] = [*signature(HANDED[name]).parameters][1:]
+    given = {key: kwargs.pop(key) for key in wanted if key in kwargs}
+    press = getattr(kvpress, name)(*args, **kwargs)
+    if given or not wanted:
+        HANDED[name](press, **given)
     return press
 
 
-def curves(press: Any, given: BudgetCurves) -> Any:
-    """kvpress's `press` with the curves `given`."""
-    press._load_budget_curves = lambda _: given.rates.numpy()
-    return press
+PRESSES = {n: getattr(kvpress, n) for n in hooks_impl.PRESSES if hasattr(kvpress, n)}
+PRESSES |= {name: partial(_handed, name) for name in HANDED}
+"""kvpress's presses, by name; they take the arguments of ours."""
 
 
-def _from_the_hub(press: Any, found: torch.nn.Module, tensors: dict[str, Tensor]) -> Any:
-    """`press`, or the press in it, which finds `found` wherever it looks for one."""
-    found.to(next(iter(tensors.values())).dtype).load_state_dict(tensors)
-    scorer = getattr(press, "press", press)
-    load = scorer.post_init_from_model
-
-    def post_init_from_model(model: Any) -> None:
-        with patch.object(type(found), "from_pretrained", lambda *_, **__: found):
-            load(model)
-
-    scorer.post_init_from_model = post_init_from_model
-    return press
-
-
-def head_scores(press: Any, scores: HeadScores, sink_size: int, recent_size: int) -> Any:
-    """kvpress's `press` with `scores`, and what streaming heads keep."""
-    press.load_attention_pattern = lambda _: (sink_size, recent_size, scores.scores.numpy())
-    return press
-
-
-def delimiter(press: Any) -> Any:
-    """kvpress's `press` with `DELIMITER`."""
-    press.delimiter_token, press.delimiter_token_id = "<sep>", DELIMITER
-    return press
+# ---- what a model is given -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -209,24 +298,6 @@ class ReadAgain(Context):
                 layer.values = layer.values[:, :, : self.length]
 
 
-def _adapter() -> RestoreAdapter:
-    """Embeddings and an adapter on all linear layers of the attention modules."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator) / 4
-
-    sizes = {"q_proj": WIDTH, "k_proj": N_KV * D, "v_proj": N_KV * D, "o_proj": WIDTH}
-    layers = [
-        (f"layers.{i}.self_attn.{name}", n) for i in range(N_LAYERS) for name, n in sizes.items()
-    ]
-    down = {name: draw(4, WIDTH) for name, _ in layers}
-    return RestoreAdapter(4 * draw(8, WIDTH), down, {name: draw(n, 4) for name, n in layers})
-
-
-ADAPTER = _adapter()
-
-
 def published(folder: Path) -> Path:
     """`ADAPTER` as PEFT saves it, with the embeddings beside it."""
     rank, alpha = 4, 8
@@ -235,7 +306,6 @@ def published(folder: Path) -> Path:
         layer = f"base_model.model.model.{name}"
         tensors[f"{layer}.lora_A.weight"] = down
         tensors[f"{layer}.lora_B.weight"] = ADAPTER.up[name] * rank / alpha
-    folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     save_file({"restore_embeddings": ADAPTER.embeddings}, folder / "restore_embeddings.safetensors")
     names = sorted({name.rpartition(".")[2] for name in ADAPTER.down})
@@ -267,38 +337,3 @@ class Restored(Repeated):
             one.module.masked_key_indices = other.module.masked_key_indices
         for made in past.made.values():
             del made[1]  # the repetition
-
-
-def our_sketch(press: Any) -> Any:
-    """kvpress's `press`, drawing this repository's numbers."""
-    score, randn = press.score, torch.randn
-
-    def score_with_it(module: Any, hidden_states: Tensor, keys: Tensor, *rest: Any) -> Tensor:
-        def ours(*shape: int, **_: Any) -> Tensor:
-            with patch.object(torch, "randn", randn):
-                return sketch(shape[-3:], module.layer_idx, keys).expand(shape)
-
-        with patch.object(torch, "randn", ours):
-            return score(module, hidden_states, keys, *rest)
-
-    press.score = score_with_it
-    return press
-
-
-def our_draws(press: Any) -> Any:
-    """kvpress's CAMPress, drawing this repository's numbers of seed 0."""
-    compress, calls = press.compress, Counter[int]()
-
-    def compress_with_them(module: Any, *args: Any, **kwargs: Any) -> Any:
-        calls[module.layer_idx] += 1
-        forward = calls[module.layer_idx] * press.compression_interval
-
-        def ours(probabilities: Tensor, **_: Any) -> Tensor:
-            numbers = uniform(probabilities.shape[1:], 0, module.layer_idx, forward)
-            return (numbers < probabilities).to(probabilities)
-
-        with patch.object(torch, "bernoulli", ours):
-            return compress(module, *args, **kwargs)
-
-    press.compress = compress_with_them
-    return press

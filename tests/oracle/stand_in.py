@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -37,17 +37,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler tells of each sta
 # ---- what is measured ----------------------------------------------------------------------------
 
 
-class Meter:
-    """Measures nothing yet: told when the press is at work, and when the model is."""
-
-    def of_press(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def of_model(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
-class Clock(Meter):
+class Clock:
     """Measures time.
 
     Attributes:
@@ -65,7 +55,8 @@ class Clock(Meter):
         self._since = now
 
     @contextmanager
-    def _at(self, press: bool) -> Iterator[None]:
+    def at(self, press: bool) -> Iterator[None]:
+        """While a press is at work, or the model."""
         self._switch()
         self._counting.append(press)
         try:
@@ -74,14 +65,8 @@ class Clock(Meter):
             self._switch()
             self._counting.pop()
 
-    def of_press(self) -> AbstractContextManager[None]:
-        return self._at(press=True)
 
-    def of_model(self) -> AbstractContextManager[None]:
-        return self._at(press=False)
-
-
-class Memory(Meter):
+class Memory:
     """Measures how much more is allocated at most than when the press began, hook by hook.
 
     Attributes:
@@ -92,8 +77,9 @@ class Memory(Meter):
         self.peak, self._measuring = 0, False
 
     @contextmanager
-    def of_press(self) -> Iterator[None]:
-        if self._measuring:
+    def at(self, press: bool) -> Iterator[None]:
+        """While a press is at work, or the model."""
+        if self._measuring or not press:
             yield
             return
         self._measuring = True
@@ -126,12 +112,12 @@ def _metered(function: Callable[..., Any], meter: Callable[[], Any]) -> Callable
 
 
 @contextmanager
-def _hooks_metered(meter: Meter) -> Iterator[None]:
+def _hooks_metered(meter: Any) -> Iterator[None]:
     """All hooks registered meanwhile are the press's."""
 
     def metering(register: Callable[..., Any]) -> Callable[..., Any]:
         def register_metered(module: nn.Module, hook: Any, **kwargs: Any) -> Any:
-            return register(module, _metered(hook, meter.of_press), **kwargs)
+            return register(module, _metered(hook, lambda: meter.at(press=True)), **kwargs)
 
         return register_metered
 
@@ -174,7 +160,7 @@ class StandIn:
         self.hidden = torch.randn(1, total, WIDTH)
         self.positions = torch.arange(total)[None]
         self.weights: Tensor | None = None
-        self._meter: Meter = Clock()
+        self._meter: Any = Clock()
         self._attending = False
         with torch.no_grad():
             self.rotation = self.model.model.rotary_emb(self.hidden, self.positions)
@@ -188,7 +174,7 @@ class StandIn:
         self.model.model.forward = self._as_model(self._body)
 
     def measure(
-        self, meter: Meter, press: Any, ids: Tensor, then: int = 0, attending: bool = False
+        self, meter: Any, press: Any, ids: Tensor, then: int = 0, attending: bool = False
     ) -> None:
         """Run once with a press.
 
@@ -207,11 +193,11 @@ class StandIn:
             self.model(ids, past_key_values=past, logits_to_keep=1)
             for _ in range(then):
                 self.model(self.ids[:, :1], past_key_values=past, logits_to_keep=1)
-            with meter.of_press():  # where KVzip of kvpress does its work
+            with meter.at(press=True):  # where KVzip of kvpress does its work
                 scope.__exit__(None, None, None)
 
     def _as_model(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return _metered(function, lambda: self._meter.of_model())
+        return _metered(function, lambda: self._meter.at(press=False))
 
     def _states(self, projection: nn.Module) -> Tensor:
         return projection(self.hidden).unflatten(-1, (-1, D)).transpose(1, 2)
@@ -247,7 +233,7 @@ class StandIn:
             asked.pop()
             new = key[:, :, now], value[:, :, now]
             if start and self._attending:
-                with self._meter.of_press():
+                with self._meter.at(press=True):
                     held = past_key_values.update(*new, attention.layer_idx)
                     attend = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
                     mask = kwargs.pop("attention_mask")

@@ -44,11 +44,11 @@ def test_kvpress_needs_the_weights(stand_ins):
 
 def test_memory_is_counted():
     memory = Memory()
-    with memory.of_press():
+    with memory.at(press=True):
         first = torch.zeros(1000, dtype=torch.float64)
         del first
         second = torch.zeros(1500, dtype=torch.float64)
     assert memory.peak == second.nbytes
-    with memory.of_press():
+    with memory.at(press=True):
         several = [torch.zeros(1000, dtype=torch.float64) for _ in range(3)]
     assert memory.peak == sum(x.nbytes for x in several)

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from press_core import AttentionCall, AttentionSite, attention_sites
 from press_core.learned.calibration import Calibration
+from press_core.learned.duo_attention import HeadScores
+from press_core.learned.fast_kvzip import KVzipGates
+from press_core.learned.kvzap import KVzapRegressor
+from press_core.learned.lukv import BudgetCurves
+from press_core.learned.query_statistics import ExpectedAttentionStats, QFilters
+from press_core.learned.restorekv import RestoreAdapter
+from press_core.model.sites import Softmax
 from press_core.observed import Positions, Query
 from tests.support import build
 
@@ -32,6 +41,21 @@ def site(layer: int = 0) -> AttentionSite:
     """An attention module of a small Llama."""
     model = build("llama", num_layers=LAYERS, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM)
     return attention_sites(model)[layer]
+
+
+def with_sinks() -> AttentionSite:
+    """With attention sinks of its own."""
+    module = nn.Module()
+    module.sinks = nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 0.0]), requires_grad=False)
+    return replace(site(), module=module)
+
+
+SITES: dict[str, Callable[[], AttentionSite]] = {
+    "plain": site,
+    "scaled": lambda: replace(site(), softmax=Softmax(0.11)),
+    "softcapped": lambda: replace(site(), softmax=Softmax(scaling=0.9, softcap=0.7)),
+    "with sinks": with_sinks,
+}
 
 
 def called(
@@ -84,6 +108,19 @@ def drawn_call(
     return called(**{**known, **fields})
 
 
+def of_family(recorded: Any) -> AttentionCall:
+    """The call of what `record` has recorded."""
+    return called(
+        site=recorded.site,
+        hidden_states=recorded.hidden_states,
+        keys=recorded.keys,
+        values=recorded.values,
+        position_embeddings=recorded.position_embeddings,
+        query=recorded.query,
+        query_is_rotated=True,
+    )
+
+
 def rotated(x: Tensor, position: int) -> Tensor:
     """RoPE of one state `(d,)`, channels paired by halves, theta 10,000."""
     half = len(x) // 2
@@ -129,6 +166,59 @@ def fitted(kind: type[F], *names: str, **sizes: int) -> F:
     return kind(**{n: drawn(*[known[x] for x in of], seed=seed) for seed, (n, of) in drawn_with})
 
 
+FITS: dict[str, Any] = {
+    "filters": fitted(QFilters),
+    "stats": fitted(ExpectedAttentionStats),
+    "linear": fitted(KVzapRegressor, "weight", "bias", width=WIDTH),
+    "mlp": fitted(KVzapRegressor),
+    "gates": fitted(KVzipGates, rank=3, n_base=5),
+    "curves": BudgetCurves(drawn(99, LAYERS, KV_HEADS).sigmoid()),
+    "head scores": fitted(HeadScores),
+    "adapter": RestoreAdapter(
+        drawn(8, WIDTH),
+        {"layers.0.self_attn.q_proj": drawn(3, WIDTH)},
+        {"layers.0.self_attn.q_proj": drawn(WIDTH, 3)},
+    ),
+}
+"""One of everything that presses learn."""
+
+
+def by_layer(stacked: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each tensor in parts, by the names that published files have."""
+    parts = stacked.items()
+    return {f"layers.{i}.{name}": x.contiguous() for name, of in parts for i, x in enumerate(of)}
+
+
+_LINEAR, _MLP, _GATES = (FITS[name] for name in ("linear", "mlp", "gates"))
+PUBLISHED: dict[str, dict[str, Tensor]] = {
+    "filters": {"q_filters": FITS["filters"].directions},
+    "stats": {"query_mean": FITS["stats"].mean, "query_cov": FITS["stats"].covariance},
+    "linear": by_layer(_LINEAR.tensors),
+    "mlp": by_layer(
+        {
+            **{"0.weight": _MLP.hidden_weight, "0.bias": _MLP.hidden_bias},
+            **{"2.weight": _MLP.weight, "2.bias": _MLP.bias},
+        }
+    ),
+    "gates": by_layer(
+        {
+            "q_proj.weight": _GATES.query_weight.flatten(1, 2),
+            "q_proj.bias": _GATES.query_bias.flatten(1),
+            "k_proj.weight": _GATES.key_weight.flatten(1, 2),
+            "q_norm.weight": _GATES.query_norm,
+            "k_norm.weight": _GATES.key_norm,
+            "k_base": _GATES.base.unsqueeze(2),
+            "b": _GATES.bias.view(LAYERS, KV_HEADS, 1, -1),
+        }
+    ),
+}
+"""In the layouts of nthngdy/*_qfilt, alessiodevoto/exp_att_stats_* and KVzap-*.
+
+The gates are in that of the published pickle, as `docs/learned.md` says how to turn it into
+safetensors.
+"""
+
+
 @dataclass
 class Prepared:
     """Stands for an open scope whose press has prepared `known`."""
@@ -138,3 +228,12 @@ class Prepared:
 
     def prepared(self, press: Any) -> Any:
         return self.known
+
+
+WORDS = st.text(max_size=5) | st.sampled_from(["tensor", "of", "dtype"])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=5,
+)
+"""What a header might hold."""

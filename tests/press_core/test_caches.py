@@ -291,15 +291,6 @@ def test_the_last_tokens_are_remembered(
     assert torch.equal(found["states"].expand_as(expected) if found else left, expected)
 
 
-def test_a_memory_without_steps_counts_only() -> None:
-    memory = Memory().after_forward().after_forward()
-    assert (memory.ticks, memory.all_ticks, memory.last()) == (FIRST + 2, FIRST + 2, {})
-    mine = memory.after_pruning({}, by_this_scope=True)
-    theirs = memory.after_pruning({}, by_this_scope=False)
-    assert (mine.ticks, mine.all_ticks) == (FIRST, FIRST + 2)
-    assert (theirs.ticks, theirs.all_ticks) == (FIRST + 2, FIRST + 2)
-
-
 @pytest.mark.parametrize("remove", [1, 2, 3])
 def test_crop_takes_tokens_out_of_memories_too(remove: int) -> None:
     layer, key = pruned(n_later=3), Key()

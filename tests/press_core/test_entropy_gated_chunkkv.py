@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from statistics import fmean
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from press_core.presses.chunks import gated_order, normalized_entropy
+from press_core.presses.chunks import gated_order
 
 
 def entropy(scores: list[float]) -> float:
@@ -57,10 +56,3 @@ def test_against_the_slow_reference(scores: Tensor, chunk_length: int, data: st.
     budget = data.draw(st.integers(1, len(scores)))
     kept = gated_order(scores, chunk_length, low)[:budget].sort().values
     assert kept.tolist() == slow(scores.tolist(), budget, chunk_length, low)
-
-
-@pytest.mark.parametrize("n", [2, 5])
-def test_entropy_of_equal_scores_is_one_and_of_one_token_zero(n: int) -> None:
-    held = torch.ones(2, n, dtype=torch.bool)
-    chunks = torch.stack((torch.full((n,), 0.3), torch.eye(n)[0]))
-    assert normalized_entropy(chunks, held).tolist() == pytest.approx([1.0, 0.0])

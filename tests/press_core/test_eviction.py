@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
@@ -172,16 +172,6 @@ def _then(first: Eviction, positions: Tensor, rerotate: bool = False) -> Evictio
     return first.then(later.rerotated() if rerotate else later)
 
 
-def test_nothing_after_changes_nothing() -> None:
-    call = _call()
-    nothing, kept = Eviction.nothing(call), Eviction.keep(call, SOME)
-    both = kept.then(Eviction.nothing(kept.next_call()))
-    assert torch.equal(both.known_kept, SOME)
-    assert torch.equal(both.keys, kept.keys)
-    assert not both.is_whole
-    assert nothing.then(Eviction.nothing(nothing.next_call())).is_whole
-
-
 def test_rerotating_all_that_another_press_has_left_rotates_its_keys() -> None:
     call = _call()
     first = Eviction.keep(call, SOME)
@@ -265,11 +255,3 @@ def test_heads_that_differ_come_last_and_count_in_the_first_call() -> None:
     both = first.then(Eviction.keep_per_head(first.next_call(), mask))
     assert both.head_mask is mask
     assert torch.equal(both.known_kept, first.known_kept)
-
-
-def test_what_was_decided_stays_when_others_build_on_it() -> None:
-    first = Eviction.keep(_call(), _positions([0, 3, 5, 8]))
-    before = replace(first)
-    _then(first, _positions([1, 3]), rerotate=True)
-    for name in ("keys", "values", "kept", "rotary_positions", "next_position", "is_whole"):
-        assert getattr(first, name) is getattr(before, name)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from press_core import AttentionCall, PressError, Tokens
-from press_core.learned.examples import Examples
-from press_core.learned.fast_kvzip import FastKVzip, Gate, KVzipGates, fit_gates
+from press_core.learned.fast_kvzip import FastKVzip, Gate, KVzipGates
 from press_core.tiles import NUMBERS
 from tests.press_core.drawn import (
     BATCH,
@@ -20,8 +19,6 @@ from tests.press_core.drawn import (
     HEADS,
     KV,
     KV_HEADS,
-    LAYERS,
-    WIDTH,
     Prepared,
     drawn,
     drawn_call,
@@ -152,52 +149,3 @@ def test_a_number_of_tokens_is_met_on_average(tokens: int) -> None:
     chosen = FastKVzip(Tokens(tokens)).choose(scores)
     expected = KV_HEADS * (min(tokens, 40) + min(tokens, 12))
     assert sum(int(layer.sum()) for layer in chosen) == expected
-
-
-# ---- learning ------------------------------------------------------------------------------------
-
-
-def examples(target: Gate, n: int = 600) -> Examples:
-    """States whose scores a gate tells."""
-    learned = Examples(10_000)
-    call = a_call(n, batch=1, dtype=torch.float32)
-    learned.see(call)
-    learned.label([torch.zeros(0), target(call.hidden_states), torch.zeros(0)])
-    return learned
-
-
-def test_gates_learn_what_a_gate_says() -> None:
-    target = Gate(*(x.float() for x in GATES.of_layer(0)))
-    learned = examples(target)
-    states = learned.states[1][0][None]
-    before = fit_gates(learned, RANK, N_BASE, 0, 0).of_layer(1)(states)
-    given = fit_gates(learned, RANK, N_BASE, 600, 0)
-    after, wanted = given.of_layer(1)(states), target(states)
-    assert given.sizes == {
-        "layers": LAYERS,
-        "heads": HEADS,
-        "kv_heads": KV_HEADS,
-        "hidden_size": WIDTH,
-    }
-    assert float((after - wanted).square().mean()) < 0.1 * float(wanted.var())
-    assert float((before - wanted).square().mean()) > 0.5 * float(wanted.var())
-    torch.testing.assert_close(before.mean(dim=-1), wanted.mean(dim=-1), atol=0.15, rtol=0)
-
-
-def test_the_same_seed_learns_the_same() -> None:
-    learned = examples(Gate(*(x.float() for x in GATES.of_layer(0))), 80)
-    state = torch.get_rng_state()
-    one, two, other = (fit_gates(learned, 2, 2, 10, seed) for seed in (5, 5, 6))
-    assert torch.equal(torch.get_rng_state(), state)
-    for name, tensor in one.tensors.items():
-        assert torch.equal(tensor, two.tensors[name])
-    assert not torch.equal(one.base, other.base)
-
-
-def test_learning_works_where_gradients_are_off() -> None:
-    learned = examples(Gate(*(x.float() for x in GATES.of_layer(0))), 80)
-    with torch.inference_mode():
-        given = fit_gates(learned, 2, 2, 5, 0)
-    assert given.base.dtype == torch.float32
-    assert not given.base.requires_grad
-    assert not given.base.is_inference()

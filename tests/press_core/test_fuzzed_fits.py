@@ -6,7 +6,7 @@ import json
 import pickle
 from collections.abc import Callable
 from io import BytesIO
-from itertools import count, product
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,59 +20,15 @@ from safetensors.torch import save
 from torch import Tensor
 
 from press_core import PressError
-from press_core.learned.adapter import RestoreAdapter
 from press_core.learned.calibration import Calibration, CalibrationError, check_fits
-from press_core.learned.duo_attention import HeadScores
-from press_core.learned.expected_attention_stats import ExpectedAttentionStats
-from press_core.learned.fast_kvzip import KVzipGates
-from press_core.learned.kvzap import KVzapRegressor
-from press_core.learned.lukv import BudgetCurves
-from press_core.learned.qfilter import QFilters
-from press_core.probe import attention_sites
-from tests.support import build
+from press_core.learned.restorekv import RestoreAdapter
+from tests.press_core.drawn import FITS, JSON, PUBLISHED, WIDTH, site
 
-LAYERS, HEADS, KV_HEADS, D, WIDTH = 2, 4, 2, 4, 8
-RANK, N_BASE = 3, 2
-
-GATES = KVzipGates(
-    torch.rand(LAYERS, HEADS, RANK, WIDTH),
-    torch.rand(LAYERS, HEADS, RANK),
-    torch.rand(LAYERS, KV_HEADS, RANK, WIDTH),
-    torch.rand(LAYERS, RANK),
-    torch.rand(LAYERS, RANK),
-    torch.rand(LAYERS, KV_HEADS, N_BASE, RANK),
-    torch.rand(LAYERS, HEADS),
-)
-FITS: dict[str, Calibration] = {
-    "gates": GATES,
-    "curves": BudgetCurves(torch.rand(99, LAYERS, KV_HEADS)),
-    "filters": QFilters(torch.rand(LAYERS, KV_HEADS, D)),
-    "stats": ExpectedAttentionStats(torch.rand(LAYERS, HEADS, D), torch.rand(LAYERS, HEADS, D, D)),
-    "head scores": HeadScores(torch.rand(LAYERS, KV_HEADS)),
-    "regressor": KVzapRegressor(
-        torch.rand(LAYERS, KV_HEADS, 3),
-        torch.rand(LAYERS, KV_HEADS),
-        torch.rand(LAYERS, 3, WIDTH),
-        torch.rand(LAYERS, 3),
-    ),
-    "adapter": RestoreAdapter(
-        torch.rand(8, WIDTH),
-        {"layers.0.self_attn.q_proj": torch.rand(RANK, WIDTH)},
-        {"layers.0.self_attn.q_proj": torch.rand(WIDTH, RANK)},
-    ),
-}
+RANK = 3
 kinds = pytest.mark.parametrize("name", FITS)
-fuzzed = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-SITE = attention_sites(
-    build("llama", num_layers=LAYERS, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=D)
-)[0]
+fuzzed = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 _numbers = count()
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
-    max_leaves=5,
-)
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8),
     *(torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -92,7 +48,7 @@ def read(name: str, data: bytes, folder: Path, suffix: str = ".safetensors") -> 
     assert all(tensor.is_floating_point() for tensor in fitted.tensors.values())
     assert not any(tensor.isnan().any() for tensor in fitted.tensors.values())
     repr(fitted)
-    _tried(lambda: check_fits(fitted, SITE))
+    _tried(lambda: check_fits(fitted, site()))
     return fitted
 
 
@@ -149,23 +105,12 @@ def test_files_that_hold_something_else(name: str, data: Any, tmp_path: Path) ->
     read(name, data.draw(contents(name)), tmp_path)
 
 
-_GATE = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "q_norm.weight", "k_norm.weight")
-PUBLISHED = {
-    "gates": [f"layers.{i}.{x}" for i, x in product(range(LAYERS), (*_GATE, "k_base", "b"))],
-    "curves": ["rates"],
-    "filters": ["q_filters"],
-    "stats": ["query_mean", "query_cov"],
-    "head scores": ["scores"],
-    "regressor": [f"layers.{i}.{x}" for i in range(LAYERS) for x in ("0.weight", "weight", "bias")],
-    "adapter": ["embeddings", "down.q_proj", "up.q_proj"],
-}
-
-
 @kinds
 @given(data=st.data())
 @fuzzed
 def test_files_in_the_names_of_what_is_published(name: str, data: Any, tmp_path: Path) -> None:
-    names = st.lists(st.sampled_from(PUBLISHED[name]) | st.text(max_size=10), unique=True)
+    known = [*PUBLISHED.get(name, FITS[name].tensors)]
+    names = st.lists(st.sampled_from(known) | st.text(max_size=10), unique=True)
     shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
     tensors = {called: torch.rand(data.draw(shapes)) for called in data.draw(names)}
     read(name, save(tensors), tmp_path)
@@ -209,7 +154,7 @@ def test_arrays_that_are_no_curves(array: Any, tmp_path: Path) -> None:
 
 
 def test_arrays_as_they_are_published_are_curves(tmp_path: Path) -> None:
-    curves = FITS["curves"].tensors["rates"]
+    curves = FITS["curves"].rates.float()
     for array in (curves.numpy(), curves.double().numpy(), np.asfortranarray(curves.numpy())):
         found = read("curves", npy(array), tmp_path, ".npy")
         assert found is not None
@@ -232,24 +177,30 @@ LORA = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2}
 _LAYER = "base_model.model.q_proj.lora_"
 
 
-@pytest.mark.parametrize("about", ["[", "[]", "{}", '{"peft_type": "LORA"}', "1", "[" * 5000])
-def test_configurations_of_peft_that_are_none(about: str, tmp_path: Path) -> None:
-    assert adapter_of(about, {_LAYER + "B.weight": torch.rand(WIDTH, RANK)}, tmp_path) is None
+_UP = {_LAYER + "B.weight": torch.rand(WIDTH, RANK)}
 
 
 @pytest.mark.parametrize(
-    "tensors",
+    ("about", "tensors"),
     [
-        {_LAYER + "A.weight": torch.rand(RANK, WIDTH)},
-        {_LAYER + "A.weight": torch.rand(3), _LAYER + "B.weight": torch.rand(())},
-        {_LAYER + "A.weight": torch.rand(2, WIDTH), _LAYER + "B.weight": torch.rand(WIDTH, 3)},
-        {"restore_embeddings": torch.full((8, WIDTH), float("nan"))},
-        {"restore_embeddings": torch.rand(8)},
-        {"other_embeddings": torch.rand(8, WIDTH)},
+        *((about, _UP) for about in ("[", "[]", "{}", '{"peft_type": "LORA"}', "1", "[" * 5000)),
+        *(
+            (json.dumps(LORA), tensors)
+            for tensors in (
+                {_LAYER + "A.weight": torch.rand(RANK, WIDTH)},
+                {_LAYER + "A.weight": torch.rand(3), _LAYER + "B.weight": torch.rand(())},
+                {_LAYER + "A.weight": torch.rand(2, WIDTH), _LAYER + "B.weight": torch.rand(9, 3)},
+                {"restore_embeddings": torch.full((8, WIDTH), float("nan"))},
+                {"restore_embeddings": torch.rand(8)},
+                {"other_embeddings": torch.rand(8, WIDTH)},
+            )
+        ),
     ],
 )
-def test_adapters_of_peft_that_are_none(tensors: dict[str, Tensor], tmp_path: Path) -> None:
-    assert adapter_of(json.dumps(LORA), tensors, tmp_path) is None
+def test_adapters_of_peft_that_are_none(
+    about: str, tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    assert adapter_of(about, tensors, tmp_path) is None
 
 
 def test_an_adapter_of_peft(tmp_path: Path) -> None:

@@ -81,20 +81,6 @@ def test_padding_elsewhere_is_refused_by_its_row(form: Any, row: str) -> None:
         prefill_tokens(form(tokens("xxxxxx", row)), LENGTH, 2)
 
 
-PACKED = torch.tensor([0, 0, 0, 1, 1, 1])
-OTHERS = {
-    "packed sequences": visible(tokens("xxxxxx")) & (PACKED[:, None] == PACKED),
-    "a window": visible(tokens("xxxxxx")).triu(-2),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("form", ["bool", "float", "block"])
-def test_masks_of_ones_own_are_refused(form: str, name: str) -> None:
-    with pytest.raises(UnsupportedInputError, match=r"row 0 .*no custom attention mask"):
-        prefill_tokens(DENSE[form](OTHERS[name]), LENGTH, 1)
-
-
 @pytest.mark.parametrize("form", ["bool", "float"])
 @pytest.mark.parametrize(("query", "key"), [(3, 1), (4, 4), (5, 2), (2, 0)])
 def test_a_token_hidden_from_another_in_the_middle_is_refused(

@@ -12,12 +12,8 @@ from hypothesis import strategies as st
 from press_core.budget import Tokens, kept_of_chunks, n_kept, ratio_of
 from press_core.select import (
     best_first,
-    gather_tokens,
-    leading,
     protect,
     top_positions,
-    trailing,
-    upcast,
 )
 
 
@@ -29,11 +25,6 @@ def test_a_ratio_keeps_the_rest_rounded_down_and_never_nothing(
     length: int, ratio: float, kept: int
 ) -> None:
     assert n_kept(length, ratio) == kept
-
-
-@given(st.integers(1, 10_000), st.floats(0, 1, exclude_max=True))
-def test_the_number_kept_is_possible(length: int, ratio: float) -> None:
-    assert 1 <= n_kept(length, ratio) <= length
 
 
 @given(st.data())
@@ -107,40 +98,6 @@ def test_protected_tokens_stand_above_all_others_the_latest_highest(data: st.Dat
             assert (raised.amin(dim=-1) > others.amax(dim=-1)).all()
 
 
-def test_states_are_gathered_per_kv_head_for_all_its_query_heads() -> None:
-    states = torch.randn(2, 6, 9, 4)
-    positions = torch.stack([torch.randperm(9)[:5].sort().values for _ in range(6)]).view(2, 3, 5)
-
-    gathered = gather_tokens(states, positions)
-
-    assert gathered.shape == (2, 6, 5, 4)
-    for row in range(2):
-        for head in range(6):
-            for slot in range(5):
-                token = int(positions[row, head // 2, slot])
-                assert torch.equal(gathered[row, head, slot], states[row, head, token])
-
-
-@pytest.mark.parametrize(
-    ("n", "first", "last"),
-    [(0, "....", "...."), (1, "x...", "...x"), (4, "xxxx", "xxxx"), (9, "xxxx", "xxxx")],
-)
-def test_ends_of_a_sequence(n: int, first: str, last: str) -> None:
-    keys = torch.zeros(2, 3, 4, 5)
-    assert leading(keys, n).tolist() == [mark == "x" for mark in first]
-    assert trailing(keys, n).tolist() == [mark == "x" for mark in last]
-
-
-def test_states_are_computed_with_in_single_precision_or_better() -> None:
-    for dtype in (torch.float32, torch.float64):
-        x = torch.randn(3, dtype=dtype)
-        assert upcast(x) is x
-    for dtype in (torch.float16, torch.bfloat16):
-        x = torch.randn(3).to(dtype)
-        assert upcast(x).dtype == torch.float32
-        assert torch.equal(upcast(x).to(dtype), x)
-
-
 # ---- amounts -------------------------------------------------------------------------------------
 
 
@@ -152,10 +109,6 @@ def test_chunks_share_a_number_of_tokens(length: int, step: int) -> None:
     sizes = [min(step, length - start) for start in range(0, length, step)]
     assert all(1 <= n <= size for n, size in zip(numbers, sizes, strict=True))
     assert sum(numbers) == max(min(30, length), len(sizes))
-
-
-def test_chunks_each_keep_their_part_under_a_ratio() -> None:
-    assert kept_of_chunks(70, 16, 0.5) == [8, 8, 8, 8, 3]
 
 
 def test_numbers_of_tokens() -> None:

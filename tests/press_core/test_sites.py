@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from experiments.testbed.families import FAMILIES, HYBRID, NO_GQA, NO_ROPE
 from press_core import attention_sites
@@ -52,23 +50,3 @@ def test_the_implementation_in_force_is_read_when_asked_for() -> None:
     site = attention_sites(model)[0]
     model.set_attn_implementation("sdpa")
     assert site.attn_implementation == "sdpa"
-
-
-# ---- the query, as a hook finds it ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize("length", [1, HEADS, 7])  # q = H: the shape does not tell the layout
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_query_source_gives_the_query_that_the_model_computes(
-    family: str, length: int, record: Callable[..., Any]
-) -> None:
-    recorded = record(family, length)
-    (collected,) = recorded.collected
-    assert collected.shape == (2, HEADS, length, HEAD_DIM)
-    if family in NO_ROPE:
-        assert torch.equal(collected, recorded.query)
-        return
-    (before_rope,) = recorded.before_rope
-    n_channels = before_rope.shape[-1]  # StableLM hands over the rotated channels only
-    assert torch.equal(collected[..., :n_channels], before_rope)
-    assert torch.equal(collected[..., n_channels:], recorded.query[..., n_channels:])

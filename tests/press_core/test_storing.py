@@ -50,7 +50,6 @@ def left(occupied: Tensor | None, n_kept: dict[int, int]) -> Left:
 def test_rows_come_back_in_their_order_the_shorter_aligned_on_the_right() -> None:
     batch = left(tokens(".xx.xx", "xxxxxx", "x.xxx."), {0: 3, 1: 4, 2: 2})
     assert (batch.length, batch.rows, batch.is_whole) == (4, (3, 4, 2), False)
-    assert batch.mean_kept == pytest.approx((3 + 4 + 2) / 3)
     keys = batch.joined(lambda eviction: eviction.keys)
     expected = [[-1, 2, 4, 5], [2, 3, 4, 5], [-1, -1, 3, 4]]
     for row, slots in enumerate(expected):
@@ -69,24 +68,3 @@ def test_tokens_seen_of_a_row_leave_its_padding_out() -> None:
     layer = PrunedLayer(Storage(DynamicLayer()).holding(states, states))
     assert tokens_seen(layer, tokens(".xx.xx", "xxxxxx", ".xx.xx")) == (4, 6, 4)
     assert tokens_seen(layer, None) == (6, 6, 6)
-
-
-def test_a_batch_of_one_group_is_not_copied() -> None:
-    batch = left(None, {0: 2})
-    assert batch.rows is None
-    assert batch.joined(lambda eviction: eviction.keys) is batch.evictions[0].keys
-
-
-def test_nothing_is_known_of_slots_where_a_press_did_not_say() -> None:
-    (group,) = left(None, {0: 2}).groups
-    unsaid = Eviction.from_states(group.eviction.call, *group.eviction)
-    batch = Left(unsaid.call, [RowGroup(group.rows, None, unsaid)])
-    assert batch.of_slots(torch.arange(6).view(1, 1, -1)) is None
-
-
-def test_rows_left_whole_are_whole_together() -> None:
-    call = drawn_call(6, batch=3)
-    groups = [RowGroup([row], None, Eviction.nothing(call.of_rows([row], None))) for row in (0, 1)]
-    assert Left(call, groups).is_whole
-    kept = Eviction.keep(call.of_rows([2], None), torch.arange(6).expand(1, KV_HEADS, -1))
-    assert not Left(call, [*groups, RowGroup([2], None, kept)]).is_whole

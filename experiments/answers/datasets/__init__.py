@@ -7,8 +7,10 @@ its tasks are meant. Lengths are tokens (of `facts`: words).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,33 +18,10 @@ from experiments import UserError
 from experiments.answers.datasets import facts, needle, published, synthetic
 from experiments.answers.sample import Sample
 
+if TYPE_CHECKING:
+    from experiments.answers.settings import Settings
+
 _NAME = re.compile(r"([\w-]+)(?:/([\w-]+))?(?:@(\d+))?")
-
-
-class Request(NamedTuple):
-    """What to make samples of.
-
-    Attributes:
-        task: of the dataset.
-        length: of each context with its question, in tokens.
-        samples: how many questions.
-        fraction: of the questions of a published dataset, in place of `samples`; None: not given.
-        depths: where a needle is to be put, from 0 to 1, a sample each; none: evenly spread.
-        seed: of everything that is drawn.
-        tokenizer: counts the tokens.
-        model: what messages call the model.
-        data: folder with local copies of published datasets, or None.
-    """
-
-    task: str
-    length: int
-    samples: int
-    seed: int
-    tokenizer: PreTrainedTokenizerBase
-    model: str
-    data: str | None
-    fraction: float | None = None
-    depths: tuple[float, ...] = ()
 
 
 class Source(NamedTuple):
@@ -51,12 +30,13 @@ class Source(NamedTuple):
     Attributes:
         tasks: that it has.
         length: where none is asked for; 0: samples have the lengths that they have.
-        make: the samples of a request.
+        make: the samples of a task at a length, in tokens with the question, for a tokenizer that
+            counts them; the settings say how many, and from which seed.
     """
 
     tasks: tuple[str, ...]
     length: int
-    make: Callable[[Request], list[Sample]]
+    make: Callable[[str, int, Settings, PreTrainedTokenizerBase], list[Sample]]
 
 
 SOURCES: dict[str, Source] = {
@@ -64,7 +44,7 @@ SOURCES: dict[str, Source] = {
     "synthetic": Source(tuple(synthetic.TASKS), 4096, synthetic.make),
     "needle": Source(("essays",), 8192, needle.make),
     **{
-        name: Source(found.tasks, found.length, published.maker(found))
+        name: Source(found.tasks, found.length, partial(published.make, name))
         for name, found in published.SETS.items()
     },
 }
@@ -87,26 +67,8 @@ def expand(text: str) -> list[str]:
     return [f"{name}/{each}{at}" for each in ([task] if task else source.tasks)]
 
 
-def load(
-    text: str,
-    samples: int,
-    seed: int,
-    tokenizer: PreTrainedTokenizerBase,
-    model: str,
-    data: str | None = None,
-    *,
-    fraction: float | None = None,
-    depths: Sequence[float] = (),
-) -> list[Sample]:
-    """The samples of one task, `NAME/TASK` or `NAME/TASK@LENGTH`.
-
-    Args:
-        samples: how many questions at most.
-        seed: the same seed gives the same samples.
-        tokenizer, model: for which, and what messages call it.
-        data: folder with local copies of published datasets, one folder for each; None: the hub.
-        fraction: share of the questions of a published dataset to take, in place of `samples`.
-        depths: where a needle is to be put, a sample each, in place of `samples`.
+def load(text: str, settings: Settings, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """The samples of one task, `NAME/TASK` or `NAME/TASK@LENGTH`, for a tokenizer.
 
     Raises:
         UserError: if they cannot be made or loaded.
@@ -114,13 +76,11 @@ def load(
     name, task, length = _parse(text)
     source = SOURCES[name]
     (task,) = [task] if task else source.tasks
-    if fraction is not None and name not in published.SETS:
+    if settings.fraction is not None and name not in published.SETS:
         raise UserError(f"{name} is made here, as large as asked for: give samples, no fraction")
-    if depths and name != "needle":
+    if settings.needle_depth and name != "needle":
         raise UserError(f"{name} has no needle to put at a depth; leave out needle_depth")
-    what = task, length or source.length, samples, seed
-    request = Request(*what, tokenizer, model, data, fraction, tuple(depths))
-    return source.make(request)
+    return source.make(task, length or source.length, settings, tokenizer)
 
 
 def _parse(text: str) -> tuple[str, str | None, int | None]:
@@ -134,17 +94,7 @@ def _parse(text: str) -> tuple[str, str | None, int | None]:
     return name, found[2], int(found[3]) if found[3] else None
 
 
-def contexts_of(samples: Sequence[Sample]) -> list[list[Sample]]:
+def contexts_of(samples: Iterable[Sample]) -> list[list[Sample]]:
     """Samples in a row that share a context and how they are answered, so that one cache does."""
-    groups: list[list[Sample]] = []
-    for sample in samples:
-        last = groups[-1][-1] if groups else None
-        if last is not None and _shared(last) == _shared(sample):
-            groups[-1].append(sample)
-        else:
-            groups.append([sample])
-    return groups
-
-
-def _shared(sample: Sample) -> tuple[str, str, int]:
-    return sample.context, sample.answer_prefix, sample.max_new_tokens
+    alike = groupby(samples, lambda x: (x.context, x.answer_prefix, x.max_new_tokens))
+    return [list(group) for _, group in alike]

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from transformers import PreTrainedTokenizerBase
+
 from experiments import UserError
 from experiments.answers.datasets.published import Published, rows_of
 from experiments.answers.datasets.synthetic import most
 from experiments.answers.sample import Sample
 
 if TYPE_CHECKING:
-    from experiments.answers.datasets import Request
+    from experiments.answers.settings import Settings
 
 ESSAYS = Published("sgoel9/paul_graham_essays", split="train", required={"text": ("text",)})
 NEEDLE = "The keeper of the lighthouse hides the spare key under the blue flower pot."
@@ -23,42 +25,34 @@ ANSWER = "under the blue flower pot"
 _MAX_NEW_TOKENS = 16
 
 
-def make(request: Request) -> list[Sample]:
+def make(
+    task: str, length: int, settings: Settings, tokenizer: PreTrainedTokenizerBase
+) -> list[Sample]:
     """A sample per depth, as asked for or evenly spread, each as long as asked for.
 
     Raises:
         UserError: if the essays are shorter than that.
     """
 
-    def length(text: str) -> int:
-        return len(request.tokenizer(text, add_special_tokens=False)["input_ids"])
+    def n_tokens(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    room = request.length - _MAX_NEW_TOKENS - length(f" {NEEDLE} ") - length(QUESTION + PREFIX)
+    room = length - _MAX_NEW_TOKENS - n_tokens(f" {NEEDLE} ") - n_tokens(QUESTION + PREFIX)
     essays = ""
-    for row in rows_of(ESSAYS, "needle", "essays", request.length, request.data):
-        if length(essays) > room:
+    for row in rows_of(ESSAYS, "needle", task, length, settings.data):
+        if n_tokens(essays) > room:
             break
         essays += str(row["text"]) + "\n\n"
-    if room < 1 or length(essays) < room:
+    if room < 1 or n_tokens(essays) < room:
         raise UserError(
-            f"a needle in {request.length} tokens needs {max(room, 1)} tokens of essays, and there "
-            f"are {length(essays)}; ask for another length"
+            f"a needle in {length} tokens needs {max(room, 1)} tokens of essays, and there "
+            f"are {n_tokens(essays)}; ask for another length"
         )
-    haystack = essays[: most(lambda n: n < len(essays) and length(essays[:n]) <= room)]
-    last = max(request.samples - 1, 1)
-    depths = request.depths or [number / last for number in range(request.samples)]
-    return [
-        Sample(
-            request.task,
-            _with_needle(haystack, depth),
-            QUESTION,
-            (ANSWER,),
-            "match_all",
-            _MAX_NEW_TOKENS,
-            PREFIX,
-        )
-        for depth in depths
-    ]
+    haystack = essays[: most(lambda n: n < len(essays) and n_tokens(essays[:n]) <= room)]
+    last = max(settings.samples - 1, 1)
+    depths = settings.needle_depth or [number / last for number in range(settings.samples)]
+    asked = QUESTION, (ANSWER,), "match_all", _MAX_NEW_TOKENS, PREFIX
+    return [Sample(task, _with_needle(haystack, depth), *asked) for depth in depths]
 
 
 def _with_needle(haystack: str, depth: float) -> str:

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import ast
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
+from transformers import PreTrainedTokenizerBase
 
 from experiments import UserError
 from experiments.answers.metrics import UNKNOWN
 from experiments.answers.sample import Sample
 
 if TYPE_CHECKING:
-    from experiments.answers.datasets import Request
+    from experiments.answers.settings import Settings
 
 Columns = Mapping[str, tuple[str, ...]]
 """From what is needed to the names that a column with it may have."""
@@ -71,24 +72,22 @@ class Published:
         return tuple(self.metrics)
 
 
-def maker(published: Published) -> Callable[[Request], list[Sample]]:
-    """The function that makes samples of a published set."""
-
-    def make(request: Request) -> list[Sample]:
-        name = next(name for name, known in SETS.items() if known is published)
-        rows = rows_of(published, name, request.task, request.length, request.data)
-        samples = samples_of(published, name, request.task, rows)
-        if not samples:
-            raise UserError(f"{name} has no rows of the task {request.task!r} in {published.hub}")
-        # A choice that does not hang on the order of the rows, in that order.
-        wanted = request.samples
-        if request.fraction is not None:
-            wanted = max(1, round(request.fraction * len(samples)))
-        few = min(wanted, len(samples))
-        chosen = random.Random(request.seed).sample(range(len(samples)), few)
-        return [samples[index] for index in sorted(chosen)]
-
-    return make
+def make(
+    name: str, task: str, length: int, settings: Settings, tokenizer: PreTrainedTokenizerBase
+) -> list[Sample]:
+    """Samples of a task of the published set called `name`, chosen by the seed."""
+    published = SETS[name]
+    rows = rows_of(published, name, task, length, settings.data)
+    samples = samples_of(published, name, task, rows)
+    if not samples:
+        raise UserError(f"{name} has no rows of the task {task!r} in {published.hub}")
+    # A choice that does not hang on the order of the rows, in that order.
+    wanted = settings.samples
+    if settings.fraction is not None:
+        wanted = max(1, round(settings.fraction * len(samples)))
+    few = min(wanted, len(samples))
+    chosen = random.Random(settings.seed).sample(range(len(samples)), few)
+    return [samples[index] for index in sorted(chosen)]
 
 
 def rows_of(

@@ -12,21 +12,18 @@ from collections.abc import Callable, Sequence
 from itertools import count, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from transformers import PreTrainedTokenizerBase
+
 from experiments import UserError
 from experiments.answers.sample import Sample
 from experiments.testbed.facts import FILLER, KEYS, VALUES
 
 if TYPE_CHECKING:
-    from experiments.answers.datasets import Request
+    from experiments.answers.settings import Settings
 
 
-class Draft(NamedTuple):
-    """A sample, but for what its task says of all of them."""
-
-    context: str
-    question: str
-    answer_prefix: str
-    answers: tuple[str, ...]
+Draft = tuple[str, str, str, tuple[str, ...]]
+"""Context, question, answer prefix and answers of a sample."""
 
 
 class Task(NamedTuple):
@@ -42,45 +39,38 @@ class Task(NamedTuple):
     metric: str = "match_all"
 
 
-def make(request: Request) -> list[Sample]:
-    """Samples whose context, question and answer take at most `request.length` tokens.
+def make(
+    name: str, length: int, settings: Settings, tokenizer: PreTrainedTokenizerBase
+) -> list[Sample]:
+    """Samples whose context, question and answer take at most `length` tokens.
 
     Raises:
         UserError: if the task does not fit into so few.
     """
-    task = TASKS[request.task]
-    room = request.length - task.max_new_tokens
+    task = TASKS[name]
+    room = length - task.max_new_tokens
 
     def drawn(number: int, amount: int) -> tuple[Draft, int]:
-        draft = task.draw(random.Random(f"{request.seed} {request.task} {number}"), amount)
-        text = draft.context + draft.question + draft.answer_prefix
-        return draft, len(request.tokenizer(text)["input_ids"])
+        draft = task.draw(random.Random(f"{settings.seed} {name} {number}"), amount)
+        return draft, len(tokenizer("".join(draft[:3]))["input_ids"])
 
     amount = most(lambda n: drawn(0, n)[1] <= room)
     if amount < 1:
         raise UserError(
-            f"synthetic/{request.task} does not fit into {request.length} tokens, of which "
+            f"synthetic/{name} does not fit into {length} tokens, of which "
             f"{task.max_new_tokens} are for the answer; ask for a length of about "
             f"{drawn(0, 1)[1] + task.max_new_tokens + 50} or more"
         )
     samples = []
-    for number in range(request.samples):
+    for number in range(settings.samples):
         own = amount
-        draft, length = drawn(number, own)
-        while length > room and own > 1:  # other words, more tokens
+        draft, taken = drawn(number, own)
+        while taken > room and own > 1:  # other words, more tokens
             own -= max(1, own // 50)
-            draft, length = drawn(number, own)
-        samples.append(
-            Sample(
-                request.task,
-                draft.context,
-                draft.question,
-                draft.answers,
-                task.metric,
-                task.max_new_tokens,
-                draft.answer_prefix,
-            )
-        )
+            draft, taken = drawn(number, own)
+        context, question, prefix, answers = draft
+        limits = task.metric, task.max_new_tokens
+        samples.append(Sample(name, context, question, answers, *limits, prefix))
     return samples
 
 
@@ -166,7 +156,7 @@ def _needles(keys: int, values: int, asked: int) -> Callable[[random.Random, int
         wanted = rng.sample(names, asked)
         what = f"secret {'number' if values * asked == 1 else 'numbers'} of {_listed(wanted)}"
         is_or_are = "is" if values * asked == 1 else "are"
-        return Draft(
+        return (
             "Secret numbers are hidden in the text below. Remember them.\n"
             + _hidden(rng, needles, _noise(rng, amount)),
             f"\nWhat {is_or_are} the {what}?\n",
@@ -183,7 +173,7 @@ def _variables(rng: random.Random, amount: int, hops: int = 4) -> Draft:
     number = str(rng.randrange(10**4, 10**5))
     steps = [f"VAR {names[0]} = {number}."]
     steps += [f"VAR {to} = VAR {of}." for of, to in pairwise(names)]
-    return Draft(
+    return (
         "Follow how variables are assigned in the text below.\n"
         + _hidden(rng, steps, _noise(rng, amount)),
         f"\nWhich {hops + 1} variables hold the value {number}?\n",
@@ -198,7 +188,7 @@ def _common_words(rng: random.Random, amount: int, common: int = 10) -> Draft:
     words = names[:common] * 10 + names[common:]
     rng.shuffle(words)
     numbered = " ".join(f"{place}. {word}" for place, word in enumerate(words, 1))
-    return Draft(
+    return (
         f"In the numbered list below some words come more often than others.\n{numbered}",
         f"\nWhich {common} words come most often in the list?\n",
         f"The {common} words that come most often are",
@@ -216,7 +206,7 @@ def _frequent_words(rng: random.Random, amount: int, wanted: int = 3) -> Draft:
     text = [w for w, n in zip(words, counts, strict=True) for _ in range(max(n, 1))]
     text += words[:wanted] * 2  # also where rounding made neighbours equal
     rng.shuffle(text)
-    return Draft(
+    return (
         f"Below is a text in an unknown language.\n{' '.join(text)}.",
         f"\nWhich {wanted} words come most often in the text?\n",
         f"The {wanted} words that come most often are",
@@ -245,7 +235,7 @@ def _questions(rng: random.Random, amount: int) -> Draft:
             f"Portrait {number}: {person} {habits[0]} and {habits[1]}. {person} {rest}."
         )
     about, habit = rng.randrange(len(people)), rng.randrange(len(_HABITS))
-    return Draft(
+    return (
         "Answer the question below from these portraits.\n" + "\n".join(portraits),
         f"\nQuestion: {_HABITS[habit][1].format(people[about])}\n",
         "Answer: the",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -20,7 +19,6 @@ from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.options import one_of, several
 from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
-from experiments.questions.architectures.cells import MECHANISMS, OUTCOMES, SUBJECTS
 from experiments.questions.architectures.decoders import decoders
 from experiments.questions.architectures.reach import BOTH, NEITHER, figure, limits, reach
 from experiments.questions.architectures.sweep import condensed, measure
@@ -52,10 +50,6 @@ class Options:
         bool,
         typer.Option(help="Sweep with the oldest supported transformers too, where it is."),
     ] = True
-    store: Annotated[
-        Path | None,
-        typer.Option(help="CSV file for every row as it comes; a run resumes from it."),
-    ] = None
 
 
 class Architectures(Experiment[Options]):
@@ -95,7 +89,6 @@ class Architectures(Experiment[Options]):
         task = progress.add_task(self.name, total=len(names))
         rows = measure(
             names,
-            options.store,
             choose=lambda cell: cell.attention in options.attention,
             progress=lambda name: progress.advance(task),
         )
@@ -119,15 +112,7 @@ class Architectures(Experiment[Options]):
         return [Finding("reach", text, need, "breaks" if wrong else "works")]
 
     def views(self, tables: Tables) -> list[ResultTable]:
-        table = tables["architectures"]
-        seen = set(table["hook"]) | set(table["patch"])
-        head = ["press", "mechanism", *(o for o in OUTCOMES if o in seen)]
-        rows = []
-        for press, mechanism in product(SUBJECTS, MECHANISMS):
-            worst = table.loc[table["press"] == press, mechanism]
-            rows.append([press, mechanism, *(int((worst == o).sum()) for o in head[2:])])
-        note = "Decoders by the worst outcome of each press, over all conditions."
-        return [ResultTable(note, head, rows, left=2), limits(table)]
+        return [limits(tables["architectures"])]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
         return {"architectures": figure(tables["architectures"])}

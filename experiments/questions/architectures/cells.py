@@ -8,6 +8,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from transformers.cache_utils import DynamicLayer
 
 import hooks_impl
 import patch_impl
-from experiments.questions.architectures import reference
+from experiments.framework.wording import in_one_line
+from experiments.questions.architectures import reference, scores
 from experiments.questions.architectures.images import with_image
 from press_core import PressError
 
@@ -37,14 +39,12 @@ class Subject:
     """A press of the sweep.
 
     Attributes:
-        reads: the kind of input it is there for.
         make: from a package of presses to the press.
         scores: what it should choose by; None: it should evict nothing.
         headwise: whether heads share one budget.
         moves: whether it turns kept keys to new positions.
     """
 
-    reads: str
     make: Callable[[Any], Any]
     scores: Callable[..., Tensor] | None
     headwise: bool = False
@@ -52,32 +52,21 @@ class Subject:
 
 
 SUBJECTS = {
-    "nothing evicted": Subject("nothing", lambda of: of.KnormPress(0.0), None),
-    "StreamingLLM": Subject(
-        "order", lambda of: of.StreamingLLMPress(RATIO), reference.sinks_and_recent
-    ),
-    "Knorm": Subject("keys", lambda of: of.KnormPress(RATIO), reference.key_norms),
-    "LagKV": Subject(
-        "values", lambda of: of.LagKVPress(RATIO, n_sink=2, lag_size=4), reference.lag_variation
-    ),
-    "SnapKV": Subject(
-        "queries", lambda of: of.SnapKVPress(RATIO, window_size=4), reference.window_votes
-    ),
+    "nothing evicted": Subject(lambda of: of.KnormPress(0.0), None),
+    "StreamingLLM": Subject(lambda of: of.StreamingLLMPress(RATIO), scores.sinks_and_recent),
+    "Knorm": Subject(lambda of: of.KnormPress(RATIO), scores.key_norms),
+    "LagKV": Subject(lambda of: of.LagKVPress(RATIO, n_sink=2, lag_size=4), scores.lag_variation),
+    "SnapKV": Subject(lambda of: of.SnapKVPress(RATIO, window_size=4), scores.window_votes),
     "ExpectedAttention": Subject(
-        "hidden states",
         lambda of: of.ExpectedAttentionPress(RATIO, n_future_positions=4, n_sink=2),
-        reference.expected_attention,
+        scores.expected_attention,
     ),
     "KeyRerotation(Knorm)": Subject(
-        "positions",
-        lambda of: of.KeyRerotationPress(of.KnormPress(RATIO)),
-        reference.key_norms,
-        moves=True,
+        lambda of: of.KeyRerotationPress(of.KnormPress(RATIO)), scores.key_norms, moves=True
     ),
     "AdaKV(SnapKV)": Subject(
-        "head by head",
         lambda of: of.AdaKVPress(of.SnapKVPress(RATIO, window_size=4)),
-        reference.window_votes,
+        scores.window_votes,
         headwise=True,
     ),
 }
@@ -114,19 +103,6 @@ class NotApplicableError(Exception):
     """The model itself cannot do what a cell asks for."""
 
 
-@dataclass
-class Found:
-    """What came of a context and the steps after it.
-
-    Attributes:
-        logits: of the context and of each step.
-        cache: as the context left it.
-    """
-
-    logits: list[Tensor]
-    cache: Any
-
-
 class Bench:
     """One model, its full run and what the reference makes of it, for all cells.
 
@@ -144,49 +120,51 @@ class Bench:
         ids = 5 + torch.randperm(90, generator=generator)[: LENGTH + 4][None]
         ids = with_image(model, ids) if image else ids
         self.ids, self.steps = ids[:, :LENGTH], [ids[:, LENGTH:-1], ids[:, -1:]]
-        self._memory: dict[Any, Any] = {}
+        self._with_positions = True
+        once = lru_cache(None)
+        self._outcome, self._itself = once(self._find_outcome), once(self._find_itself)
+        self._scores = once(self._find_scores)
+        self._known: dict[tuple[Any, ...], list[Tensor]] = {}
         try:
             self.run = reference.run_in_full(model, self.ids)
-            self.plain = self._found(model, None).logits
+            self.plain = self._found(model, None)[0]
         except Exception as error:
             what = "text and an image" if image else "text alone"
-            raise NotApplicableError(f"does not run on {what}: {_told(error)}") from error
+            raise NotApplicableError(f"does not run on {what}: {in_one_line(error)}") from error
 
     def outcome(self, cell: Cell) -> tuple[str, str]:
         """One of `OUTCOMES` for `cell`, and why."""
         if self._makes_plain_layers:  # as `DynamicCache()` does, so that there is no difference
             cell = replace(cell, cache="default")
-        if cell not in self._memory:
-            self._memory[cell] = self._outcome(cell)
-        outcome: tuple[str, str] = self._memory[cell]
-        return outcome
+        return self._outcome(cell)
 
     @property
     def _makes_plain_layers(self) -> bool:
         layers = getattr(self.run.cache, "layers", [None])
         return all(type(layer) is DynamicLayer for layer in layers)
 
-    def _outcome(self, cell: Cell) -> tuple[str, str]:
+    def _find_outcome(self, cell: Cell) -> tuple[str, str]:
         try:
             model = self._model(cell.attention)
-            self._check_itself(cell)
+            if reason := self._itself(cell.attention, cell.cache, cell.padded):
+                raise NotApplicableError(reason)
         except NotApplicableError as reason:
             return "not applicable", str(reason)
         scope = SUBJECTS[cell.press].make(MECHANISMS[cell.mechanism])(model)
         try:
             scope.open()
         except PressError as error:
-            return "refused at open", _told(error)
+            return "refused at open", in_one_line(error)
         except Exception as error:
-            return "crash", f"at open: {_told(error)}"
+            return "crash", f"at open: {in_one_line(error)}"
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
                 wrong = self._inside(cell, model, scope)
             except PressError as error:
-                return "refused late", _told(error)
+                return "refused late", in_one_line(error)
             except Exception as error:
-                return "crash", _told(error)
+                return "crash", in_one_line(error)
             finally:
                 scope.remove()
         if wrong:
@@ -202,42 +180,36 @@ class Bench:
             try:
                 model.set_attn_implementation(attention)
             except Exception as error:
-                self.models[attention] = f"no {attention}: {_told(error)}"
+                self.models[attention] = f"no {attention}: {in_one_line(error)}"
             else:
                 self.models[attention] = model
         if isinstance(self.models[attention], str):
             raise NotApplicableError(self.models[attention])
         return self.models[attention]
 
-    def _check_itself(self, cell: Cell) -> None:
-        """Refuse conditions under which the model does not do the same as ever without a press."""
-        key = cell.attention, cell.cache, cell.padded
-        if key not in self._memory:
-            self._memory[key] = self._itself(cell)
-        if self._memory[key]:
-            raise NotApplicableError(self._memory[key])
-
-    def _itself(self, cell: Cell) -> str:
-        what = "padding" if cell.padded else f"{cell.attention} attention, {cell.cache} cache"
+    def _find_itself(self, attention: str, cache: str, padded: bool) -> str:
+        """Why the model does not do the same as ever under these conditions; if it does: ""."""
+        what = "padding" if padded else f"{attention} attention, {cache} cache"
         alike = f"{what} makes a difference without a press too"
-        model = self._model(cell.attention)
+        model = self._model(attention)
         try:
-            if not cell.padded:
-                logits = self._found(model, _cache(cell)).logits
+            if not padded:
+                logits, _ = self._found(model, _cache(cache))
                 return "" if _difference(logits, self.plain) < TOLERANCE else alike
             for with_positions in (False,) if self.image else (True, False):
-                self._memory["positions"] = with_positions
+                self._with_positions = with_positions
                 if not self._padded_apart(model):
                     return ""
             return alike
         except Exception as error:
-            return f"without a press: {_told(error)}"
+            return f"without a press: {in_one_line(error)}"
 
-    def _found(self, model: Any, cache: Any) -> Found:
+    def _found(self, model: Any, cache: Any) -> tuple[list[Tensor], Any]:
+        """The logits of the context and of each step, and the cache as the context left it."""
         first = reference.feed(model, self.ids, cache)
         left = copy.deepcopy(first.past_key_values)
         steps = [reference.feed(model, ids, first.past_key_values) for ids in self.steps]
-        return Found([first.logits, *(step.logits for step in steps)], left)
+        return [first.logits, *(step.logits for step in steps)], left
 
     def _padded_apart(self, model: Any) -> str:
         """How the padded row of a batch differs from that row alone; not at all: ""."""
@@ -265,7 +237,7 @@ class Bench:
             delta = getattr(getattr(model, "model", None), "rope_deltas", None)
             if self.image and cache is not None and delta is not None:
                 more["position_ids"] = places + delta  # as `generate` has it
-            elif self._memory["positions"] and "position_ids" in accepted:
+            elif self._with_positions and "position_ids" in accepted:
                 more["position_ids"] = places
             output = reference.feed(model, new, cache, **more)
             cache = output.past_key_values
@@ -278,13 +250,13 @@ class Bench:
         """What is wrong with what the model does in the open `scope`; nothing: ""."""
         if cell.padded:
             return self._padded_apart(model)
-        found = self._found(model, _cache(cell))
+        logits, cache = self._found(model, _cache(cell.cache))
         scope.remove()
-        if _difference(found.logits[:1], self.plain[:1]) > TOLERANCE:
+        if _difference(logits[:1], self.plain[:1]) > TOLERANCE:
             return "the logits of the context itself have changed"
         subject = SUBJECTS[cell.press]
         try:
-            kept = self._kept(found.cache)
+            kept = self._kept(cache)
         except LookupError as error:
             return str(error)
         if subject.scores is None:
@@ -296,7 +268,7 @@ class Bench:
             if wrong:
                 return wrong
             expected = self._expected(kept, subject.moves)
-        difference = _difference(found.logits[1:], expected)
+        difference = _difference(logits[1:], expected)
         return f"logits are off by {difference:.2g} deviations" if difference > TOLERANCE else ""
 
     def _kept(self, cache: Any) -> dict[int, Tensor]:
@@ -312,28 +284,28 @@ class Bench:
             return "evicts nothing"
         n = max(1, int(LENGTH * (1 - RATIO)))
         for index, of_layer in kept.items():
-            key = subject.scores, index
-            if key not in self._memory:
-                assert subject.scores is not None
-                self._memory[key] = subject.scores(self.run, self.run.layers[index])
-            wrong = reference.wrongly_kept(of_layer, self._memory[key], n, subject.headwise)
+            due = self._scores(subject.scores, index)
+            wrong = reference.wrongly_kept(of_layer, due, n, subject.headwise)
             if wrong:
                 return f"layer {index}: {wrong}"
         return ""
 
+    def _find_scores(self, formula: Any, index: int) -> Tensor:
+        found: Tensor = formula(self.run, self.run.layers[index])
+        return found
+
     def _expected(self, kept: dict[int, Tensor], moves: bool) -> list[Tensor]:
-        key = moves, tuple((index, tuple(k.flatten().tolist())) for index, k in kept.items())
-        if key not in self._memory:
+        key = moves, *((index, left.numpy().tobytes()) for index, left in kept.items())
+        if key not in self._known:
             layers, moved = self.run.layers, None
             if moves:
                 moved = {i: reference.keys_moved(self.run, layers[i], k) for i, k in kept.items()}
-            self._memory[key] = reference.logits_after(self.run, kept, self.steps, moved)
-        logits: list[Tensor] = self._memory[key]
-        return logits
+            self._known[key] = reference.logits_after(self.run, kept, self.steps, moved)
+        return self._known[key]
 
 
-def _cache(cell: Cell) -> Any:
-    return DynamicCache() if cell.cache == "DynamicCache()" else None
+def _cache(name: str) -> Any:
+    return DynamicCache() if name == "DynamicCache()" else None
 
 
 def _difference(found: list[Tensor], expected: list[Tensor]) -> float:
@@ -342,7 +314,3 @@ def _difference(found: list[Tensor], expected: list[Tensor]) -> float:
         float((f - e).abs().max() / e.std()) if f.isfinite().all() else float("inf")
         for f, e in zip(found, expected, strict=True)
     )
-
-
-def _told(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())

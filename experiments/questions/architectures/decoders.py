@@ -2,7 +2,8 @@
 
 Configurations are made from the fields that their class has: a field whose name stands in `SIZES`
 is set, any other keeps its default, sub-configurations are filled in the same way. What a class
-demands beyond that (numbers that have to fit together) is in `DEMANDS`.
+demands beyond that (numbers that have to fit together) is in `DEMANDS`; both are in
+`decoders.yaml`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import copy
 import dataclasses
 import inspect
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -26,176 +29,20 @@ from transformers.models.auto import modeling_auto
 LARGEST = 120_000_000
 """Parameters above which a model is not tiny, whatever its configuration was told."""
 
-_NAMES: dict[Any, str] = {
-    64: "hidden_size n_embd d_model embed_dim emb_dim dim embedding_size embedding_dim lru_width "
-    "hidden_size_global input_embedding_size output_embedding_size out_hidden_size "
-    "text_hidden_size encoder_hidden_size backbone_hidden_size projector_hidden_size "
-    "projection_dim projection_size patch_embed_hidden_size vision_output_dim projector_input_dim "
-    "projector_output_dim adapter_out_dim adapter_in_dim output_dim image_token_embed_dim "
-    "projection_hidden_size vision_hidden_size output_proj_dims mm_embed_dim moe_hidden_size "
-    "image_text_hidden_size projection_hidden_dim output_channels shared_intermediate_size",
-    128: "vocab_size vocab_size_per_layer_input decoder_vocab_size unpadded_vocab_size "
-    "audio_vocab_size intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size "
-    "d_ff dim_ff dff d_inner feed_forward_size mlp_dim dense_intermediate_size "
-    "intermediate_size_mlp prefix_dense_intermediate_size alignment_intermediate_size "
-    "projection_intermediate_size "
-    "mamba_d_ssm",
-    4: "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers layers "
-    "num_decoder_layers num_attention_heads n_head n_heads num_heads decoder_attention_heads "
-    "encoder_attention_heads attention_heads num_encoder_attention_heads "
-    "num_decoder_attention_heads resampler_n_heads resampler_heads swa_num_attention_heads "
-    "num_experts num_local_experts n_routed_experts moe_num_experts mamba_n_heads n_mamba_heads "
-    "mamba_num_heads linear_num_value_heads linear_num_heads num_query_tokens "
-    "mm_tokens_per_image",
-    2: "depth num_encoder_layers resampler_depth num_key_value_heads swa_num_key_value_heads "
-    "num_experts_per_tok moe_topk moe_k top_k_experts zero_expert_num o_groups index_n_heads "
-    "n_groups linear_num_key_heads eos_token_id sep_token_id",
-    1: "num_global_layers aligner_ffn_mult aligner_num_add_layers n_group topk_group "
-    "n_shared_experts num_shared_experts moe_num_shared_experts first_k_dense_replace "
-    "moe_layer_start_index num_dense_layers mamba_n_groups mamba_ngroups bos_token_id "
-    "decoder_start_token_id cls_token_id",
-    16: "head_dim resampler_head_dim resampler_dim_head swa_head_dim dim_head d_kv d_head "
-    "attention_head_size global_head_dim kv_channels router_hidden_size kv_lora_rank "
-    "qk_nope_head_dim v_head_dim o_lora_rank index_head_dim index_topk mamba_d_state "
-    "mamba_chunk_size ssm_state_size chunk_size state_size linear_key_head_dim "
-    "linear_value_head_dim linear_head_dim sliding_window sliding_window_size "
-    "attention_window_size attention_chunk_size query_pre_attn_scalar",
-    24: "q_lora_rank qk_head_dim",
-    8: "hidden_size_per_layer_input laurel_rank qk_rope_head_dim hc_lowrank time_step_rank "
-    "mamba_dt_rank adapter_rank gated_norm_rank rotary_dim additional_vocab_size",
-    32: "moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size "
-    "share_expert_dim expert_ffn_hidden_size moe_shared_expert_intermediate_size mamba_d_head "
-    "mamba_headdim mamba_head_dim",
-    101: "ngram_vocab_size_base encoder_hash_byte_group_vocab",
-    1024: "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions",
-    0: "pad_token_id",
-    3: "mask_token_id",
-    120: "image_token_id image_token_index",
-    121: "video_token_id video_token_index",
-    122: "audio_token_id audio_token_index",
-    123: "vision_start_token_id boi_token_index boi_token_id image_start_id",
-    124: "vision_end_token_id eoi_token_index eoi_token_id image_end_id",
-    125: "vision_token_id boa_token_id boa_token_index audio_start_token_id",
-    126: "eoa_token_id eoa_token_index audio_end_token_id",
-}
-SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
+_TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+SIZES = {name: size for size, names in _TOLD["sizes"].items() for name in names.split()}
+DEMANDS: dict[str, dict[str, Any]] = _TOLD["demands"]
+"""What a configuration needs besides `SIZES`, by model type."""
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = _TOLD["variants"]
+"""Types whose default leaves a kind of layer out: name, type and what its configuration is told."""
+
+IMAGES: dict[str, dict[str, Any]] = _TOLD["images"]
+"""Types that are run with an image too, and what their vision model is told to make few tokens."""
 
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _DERIVED_UNLESS_SET = ("num_key_value_heads", "head_dim")  # None: as many as there are queries
 _ABSENT_AT_ZERO = ("num_shared_experts", "shared_intermediate_size", "n_shared_experts")
-
-
-def _sections(*sections: int, **more: Any) -> dict[str, Any]:
-    """Rotary parameters of positions in three dimensions: frequencies of time, height, width."""
-    return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections), **more}
-
-
-def _text(**fields: Any) -> dict[str, Any]:
-    return {"text_config": fields}
-
-
-_ALTERNATING = ["sliding_attention", "full_attention"]
-_CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2}
-_IN_3D = {"rope_parameters": _sections(2, 3, 3)}
-_SHARING = {"num_hidden_layers": 6, "layer_types": _ALTERNATING * 3, "num_kv_shared_layers": 2}
-_COMPASS = {
-    "rope_parameters": {kind: _sections(2, 3, 3) for kind in _ALTERNATING},
-    "layer_types": _ALTERNATING * 2,
-}
-_DOTS3 = {
-    **dict.fromkeys(("num_key_value_heads", "swa_num_attention_heads"), 4),
-    **dict.fromkeys(("head_dim", "swa_q_lora_rank", "swa_head_dim"), 24),
-    **dict.fromkeys(("swa_kv_lora_rank", "swa_qk_nope_head_dim", "swa_v_head_dim"), 16),
-    "swa_num_key_value_heads": 4,
-    "swa_qk_rope_head_dim": 8,
-    "layer_types": ["indexed_attention", "sliding_attention"] * 2,
-}
-_INDEXED = {
-    **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
-    **{"indexer_budget": 16, "indexer_compress_ratio": 4},
-}
-_LOCAL = {
-    **{"axial_pos_embds": False, "local_attn_chunk_length": 15, "lsh_attn_chunk_length": 15},
-    **{"attn_layers": ["local", "lsh"] * 2, "num_buckets": 2},
-}
-
-DEMANDS: dict[str, dict[str, Any]] = {
-    "bamba": {"attn_layer_indices": [1, 3]},
-    "chameleon": {"vocabulary_map": {}},
-    "cohere_compass": {"text_config": _COMPASS},
-    "cohere_compass_text": _COMPASS,
-    "cosmos3_edge": _text(**_IN_3D),
-    "cosmos3_omni": _text(**_IN_3D),
-    "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
-        "ffn_config": {
-            **{"hidden_size": 64, "ffn_hidden_size": 128, "moe_num_experts": 4, "moe_top_k": 2}
-        },
-    },
-    "deepseek_ocr2": _text(mlp_layer_types=["dense", "sparse"] * 2, num_experts_per_tok=2),
-    "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "dots3_note": _text(**_DOTS3, per_layer_config={}),
-    "dots3_note_text": _DOTS3,
-    "emu3": {"vocabulary_map": {"<image>": 120}},
-    "ernie4_5_vl_moe": _text(rope_parameters=_sections(3, 3, 2), moe_intermediate_size=[32, 32]),
-    "gemma3n_text": {**_SHARING, "activation_sparsity_pattern": [0.0] * 6},
-    "gemma4_assistant": _text(hidden_size_per_layer_input=0, vocab_size_per_layer_input=0),
-    "gemma4_text": _SHARING,
-    "gemma4_unified_text": _SHARING,
-    "glm46v": _text(**_IN_3D),
-    "glm4v": _text(**_IN_3D),
-    "glm4v_moe": _text(rope_parameters=_sections(1, 1, 2, partial_rotary_factor=0.5)),
-    "glm5_next": _text(qk_rope_head_dim=0),
-    "glm_ocr": _text(**_IN_3D),
-    "glmga": _text(**_IN_3D),
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 16},
-    "granite4_vision": {"deepstack_layer_map": [], "spatial_target_layers": []},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
-    "hrm_text": {"num_hidden_layers": 2},
-    "hunyuan_vl": _text(rope_parameters=_sections(2, 2, 2, 2)),
-    "jamba": {
-        **{"attn_layer_period": 2, "attn_layer_offset": 1},
-        **{"expert_layer_period": 2, "expert_layer_offset": 1},
-    },
-    "lfm2": _CONVOLUTIONS,
-    "lfm2_moe": _CONVOLUTIONS,
-    "lfm2_vl": _text(**_CONVOLUTIONS),
-    "longcat_flash": {"head_dim": 8},
-    "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1},
-    "molmo2": {"adapter_config": {"vision_feature_layer": [-1, -2]}},
-    "paddleocr_vl": _text(**_IN_3D),
-    "prophetnet": {"num_encoder_layers": 4},
-    "qwen2_5_omni_thinker": _text(**_IN_3D),
-    "qwen2_5_vl": _text(**_IN_3D),
-    "qwen2_vl": _text(**_IN_3D),
-    "qwen4_exp": _text(**_INDEXED, **_IN_3D),
-    "qwen4_exp_text": _INDEXED,
-    "reformer": _LOCAL,
-    "step3p7": _text(layer_types=_ALTERNATING * 2, sliding_window=16),
-    "whisper": {"num_mel_bins": 16},
-    "xlstm": {"num_heads": 2, "qk_dim_factor": 1.0},
-    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
-    "zaya": {"num_experts_per_tok": 1},
-}
-"""What a configuration needs besides `SIZES`, by model type."""
-
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2 (sliding)": (
-        "qwen2",
-        {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"] * 2},
-    ),
-}
-"""Types whose default leaves a kind of layer out: name, type and what its configuration is told."""
-
-IMAGES: dict[str, dict[str, Any]] = {
-    **{name: {} for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")},
-    **{name: {"image_size": 28, "patch_size": 14} for name in ("llava", "paligemma")},
-    "gemma3": {"image_size": 32, "patch_size": 8},
-    **{name: {"image_size": 64, "patch_size": 16} for name in ("idefics3", "smolvlm")},
-    "internvl": {"image_size": (56, 56), "patch_size": (14, 14)},
-}
-"""Types that are run with an image too, and what their vision model is told to make few tokens."""
 
 
 @dataclass(frozen=True)

@@ -11,20 +11,21 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import avg_pool1d, pad
 
 from experiments.questions.architectures.images import image_inputs
 
 TEXT = 99
 """The largest token id that stands for text."""
-CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
+CACHE_NAMES = {"past_key_values", "past_key_value", "layer_past"}
+_PLACES = ("position_embeddings", "position_ids", "cache_position")
 
 
 @dataclass
@@ -33,15 +34,14 @@ class Call:
 
     Attributes:
         module: the attention module.
-        args, kwargs: of the module's forward.
+        arguments: of the module's forward, by name.
         query: `(B, H, q, d)`, as the attention function received it.
         key: `(B, H_k, S, d)`, likewise: some models have repeated the heads by then.
         weights: `(B, H, q, S)`, as the function returned them, or None.
     """
 
     module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    arguments: dict[str, Any]
     query: Tensor
     key: Tensor
     weights: Tensor | None
@@ -92,7 +92,7 @@ class FullRun:
     cache: Any
     layers: dict[int, Layer]
     rope_delta: int | None = None
-    elsewhere: dict[tuple[int, ...], dict[nn.Module, tuple[Any, Any]]] = field(default_factory=dict)
+    elsewhere: dict[tuple[int, ...], dict[nn.Module, dict[str, Any]]] = field(default_factory=dict)
 
 
 def feed(model: Any, ids: Tensor, cache: Any, **more: Any) -> Any:
@@ -122,43 +122,41 @@ Attend = Callable[..., tuple[Tensor, Any]]
 def replaced_attention(model: nn.Module, attend: Attend) -> Iterator[None]:
     """Let `attend(function, module, query, key, value, mask, **more)` be called for `function`."""
     modeling = [sys.modules[type(module).__module__] for module in model.modules()]
-    registries = [getattr(m, "ALL_ATTENTION_FUNCTIONS", None) for m in modeling]
+    registries = {id(r): r for m in modeling if (r := getattr(m, "ALL_ATTENTION_FUNCTIONS", None))}
     with ExitStack() as stack:
-        for registry in {id(r): r for r in registries if r is not None}.values():
-            stack.enter_context(_replaced_in(registry, attend))
+        for registry in registries.values():
+            original = registry.get_interface
+            registry.get_interface = lambda *asked, of=original, **named: partial(
+                attend, of(*asked, **named)
+            )
+            stack.callback(delattr, registry, "get_interface")
+        yield
+
+
+def _named(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    return dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+
+
+@contextmanager
+def _before_each(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
+    """Call `hook(module, args, kwargs)` before the forward of each of `modules`."""
+    with ExitStack() as stack:
+        for module in modules:
+            handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+            stack.callback(handle.remove)
         yield
 
 
 @contextmanager
-def _replaced_in(registry: Any, attend: Attend) -> Iterator[None]:
-    original = registry.get_interface
-
-    def get_interface(implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        function = original(implementation, default)
-        return lambda *args, **kwargs: attend(function, *args, **kwargs)
-
-    registry.get_interface = get_interface
-    try:
-        yield
-    finally:
-        del registry.get_interface
-
-
-@contextmanager
-def arguments_seen(model: nn.Module) -> Iterator[dict[nn.Module, tuple[Any, Any]]]:
+def arguments_seen(model: nn.Module) -> Iterator[dict[nn.Module, dict[str, Any]]]:
     """The latest arguments of the forward of every module that belongs to a layer."""
-    seen: dict[nn.Module, tuple[Any, Any]] = {}
+    seen: dict[nn.Module, dict[str, Any]] = {}
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-        seen[module] = args, kwargs
+        seen[module] = _named(module, args, kwargs)
 
-    modules = [module for module in model.modules() if hasattr(module, "layer_idx")]
-    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
-    try:
+    with _before_each((m for m in model.modules() if hasattr(m, "layer_idx")), note):
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -171,8 +169,7 @@ def recorded(model: nn.Module) -> Iterator[list[Call]]:
             function: Any, module: nn.Module, query: Tensor, key: Tensor, *rest: Any, **more: Any
         ) -> tuple[Tensor, Any]:
             output, weights = function(module, query, key, *rest, **more)
-            args, kwargs = arguments.get(module, ((), {}))
-            calls.append(Call(module, args, kwargs, query, key, weights))
+            calls.append(Call(module, arguments.get(module, {}), query, key, weights))
             return output, weights
 
         with replaced_attention(model, attend):
@@ -218,94 +215,21 @@ def _heads_over(call: Call, index: int, cached: Any, length: int) -> Tensor | No
     return torch.zeros(n_heads, dtype=torch.int64) if n_kv == 1 else of_given
 
 
-# ---- which tokens a press should keep ------------------------------------------------------------
-
-
-def sinks_and_recent(run: FullRun, layer: Layer) -> Tensor:
-    """StreamingLLM: the first four tokens, and then the later the better."""
-    later = torch.arange(layer.length, dtype=torch.float32)
-    later[:4] = float("inf")
-    return later.expand(layer.keys.shape[:3])
-
-
-def key_norms(run: FullRun, layer: Layer) -> Tensor:
-    """Knorm: the smaller the norm of a key, the better."""
-    return -layer.keys.norm(dim=-1)
-
-
-def lag_variation(run: FullRun, layer: Layer, sink: int = 2, lag: int = 4) -> Tensor:
-    """LagKV: how the keys and values of a block vary, measured by the next block."""
-    scores = torch.full(layer.keys.shape[:3], float("inf"))
-    n_blocks = (layer.length - sink) // lag
-    for head in range(layer.keys.shape[1]):
-        for block in range(n_blocks - 1):
-            here, after = sink + block * lag, sink + (block + 1) * lag
-            total = torch.zeros(lag)
-            for states in (layer.keys[0, head], layer.values[0, head]):
-                next_block = states[after : after + lag]
-                low, high = next_block.amin(dim=0), next_block.amax(dim=0)
-                scaled = (states[here:after] - low) / (high - low)
-                total += scaled.std(dim=-1).softmax(dim=0) / 2
-            scores[0, head, here:after] = total.argsort().argsort() / lag
-    return scores
-
-
-def window_votes(run: FullRun, layer: Layer, window: int = 4) -> Tensor:
-    """SnapKV: what the last queries attend to, pooled over neighbouring keys."""
-    assert layer.call.weights is not None
-    before = layer.length - window
-    votes = layer.call.weights[:, :, -window:, :before].float().mean(dim=2)
-    pooled = avg_pool1d(layer.grouped(votes), 5, stride=1, padding=2)
-    return pad(pooled, (0, window), value=float("inf"))
-
-
-def expected_attention(run: FullRun, layer: Layer, sink: int = 2, future: int = 4) -> Tensor:
-    """ExpectedAttention: what Gaussian queries at the coming positions would attend to.
-
-    The rotation of a query is averaged by asking the model for it at every coming position.
-    """
-    given = layer.call.kwargs.get("position_ids")
-    start = layer.length if given is None else int(given.max()) + 1
-    if run.rope_delta is not None:
-        start = layer.length + run.rope_delta
-    positions = range(start, start + future)
-    queries = torch.stack([asked_at(run, layer, p).query for p in positions]).mean(dim=0)
-    queries = queries[:, :, sink:].double()
-    mean = queries.mean(dim=2)
-    centred = queries - mean.unsqueeze(2)
-    covariance = centred.mT @ centred / queries.shape[2]
-    keys = layer.keys[:, layer.heads, sink:].double()
-    d = keys.shape[-1]
-    logits = (keys @ mean.unsqueeze(-1)).squeeze(-1) / d**0.5
-    logits = logits + ((keys @ covariance) * keys).sum(dim=-1) / (2 * d)
-    scores = layer.grouped(logits.softmax(dim=-1)) * layer.values[:, :, sink:].norm(dim=-1)
-    return pad(scores, (sink, 0), value=float("inf"))
+# ---- which tokens a press has kept ---------------------------------------------------------------
 
 
 def asked_at(run: FullRun, layer: Layer, position: int) -> Call:
     """The attention of `layer` once more, with every token of the context at one `position`."""
-    module = layer.call.module
-    args, kwargs = layer.call.args, dict(layer.call.kwargs)
-    moved_args, moved = _arguments_at(run, torch.full_like(run.ids, position))[module]
-    parameters = list(inspect.signature(type(module).forward).parameters)[1:]
-    for name in ("position_embeddings", "position_ids", "cache_position"):
-        if name in moved:
-            kwargs[name] = moved[name]
-        elif name in parameters[: len(moved_args)]:
-            index = parameters.index(name)
-            args = (*args[:index], moved_args[index], *args[index + 1 :])
-    for name in CACHE_NAMES:
-        if name in kwargs:
-            kwargs[name] = None
-        elif name in parameters[: len(args)]:
-            index = parameters.index(name)
-            args = (*args[:index], None, *args[index + 1 :])
+    module, arguments = layer.call.module, dict(layer.call.arguments)
+    moved = _arguments_at(run, torch.full_like(run.ids, position))[module]
+    arguments |= {name: moved[name] for name in _PLACES if name in moved}
+    arguments |= dict.fromkeys(CACHE_NAMES & arguments.keys())
     with recorded(run.model) as calls, torch.no_grad():
-        module(*args, **kwargs)
+        module(**arguments)
     return calls[-1]
 
 
-def _arguments_at(run: FullRun, positions: Tensor) -> dict[nn.Module, tuple[Any, Any]]:
+def _arguments_at(run: FullRun, positions: Tensor) -> dict[nn.Module, dict[str, Any]]:
     """What the modules of layers are given in a run at `positions` `(1, q)`."""
     key = tuple(positions[0].tolist())
     if key not in run.elsewhere:
@@ -418,8 +342,12 @@ def logits_after(
 
     logits, seen = [], run.ids.shape[1]
     for ids in steps:
-        places = None if moved is None else _places(run, kept, seen, ids)
-        with replaced_attention(run.model, attend), _at(places):
+        places = {} if moved is None else _places(run, kept, seen, ids)
+
+        def at_place(module: nn.Module, args: Any, kwargs: Any, places: Any = places) -> Any:
+            return (), _named(module, args, kwargs) | places[module]
+
+        with replaced_attention(run.model, attend), _before_each(places, at_place):
             logits.append(feed(run.model, ids, cache).logits)
         seen += ids.shape[1]
     return logits
@@ -447,23 +375,5 @@ def _places(
         positions = torch.arange(start, start + ids.shape[1])[None]
         arguments = _arguments_at(run, positions)
         for reader in run.layers[index].readers:
-            names = ("position_embeddings", "position_ids")
-            found[reader] = {k: v for k, v in arguments[reader][1].items() if k in names}
+            found[reader] = {k: v for k, v in arguments[reader].items() if k in _PLACES[:2]}
     return found
-
-
-@contextmanager
-def _at(places: dict[nn.Module, dict[str, Any]] | None) -> Iterator[None]:
-    """Let modules be called with other positional arguments."""
-
-    def replace(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        assert places is not None
-        return args, {**kwargs, **places[module]}
-
-    modules = list(places or ())
-    handles = [module.register_forward_pre_hook(replace, with_kwargs=True) for module in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -7,8 +7,7 @@ import os
 import signal
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pandas as pd
@@ -16,6 +15,7 @@ import torch
 import transformers
 
 from experiments.framework.timing import threads
+from experiments.framework.wording import in_one_line
 from experiments.questions.architectures.cells import (
     OUTCOMES,
     Bench,
@@ -37,33 +37,40 @@ SECONDS = 120
 
 def measure(
     types: Iterable[str] | None = None,
-    store: Path | None = None,
     choose: Callable[[Cell], bool] = lambda cell: True,
     progress: Callable[[str], None] = lambda name: None,
 ) -> pd.DataFrame:
     """The outcome of every cell, one row each: the `COLUMNS`.
 
+    As many decoders run at a time as there are processors; a process that dies is an outcome too.
+
     Args:
         types: names of decoders; None: all.
-        store: a CSV file that rows are appended to as they come; types that it has are not run.
         choose: which cells to run.
         progress: told the name of each decoder that is done.
     """
-    known = decoders()
-    done = pd.read_csv(store, keep_default_na=False) if store and store.exists() else _table([])
-    tables = [done]
-    waiting = [known[name] for name in types or known if name not in set(done["type"])]
+    known, rows = decoders(), []
+    waiting = deque(known[name] for name in types or known)
+    running: deque[tuple[Decoder, Any, Any]] = deque()
     with threads(1):  # in each of the processes
         _warm_up(known["llama"])
-        for decoder, rows in _in_processes(waiting, choose):
-            progress(decoder.name)
-            tables.append(_table(rows))
-            if store:
-                tables[-1].to_csv(store, mode="a", header=not store.exists(), index=False)
-    return pd.concat(tables, ignore_index=True)
-
-
-def _table(rows: list[tuple[Any, ...]]) -> pd.DataFrame:
+        try:
+            while waiting or running:
+                while waiting and len(running) < (os.cpu_count() or 1):
+                    running.append(_started(waiting.popleft(), choose))
+                decoder, process, receiver = running[0]
+                try:
+                    rows += receiver.recv()
+                except EOFError:
+                    process.join()
+                    reason = f"its process ended with {process.exitcode}"
+                    rows.append(_row(decoder, None, "crash", reason))
+                running.popleft()
+                process.join()
+                progress(decoder.name)
+        finally:
+            for _, process, _ in running:
+                process.kill()
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
@@ -73,48 +80,15 @@ def _warm_up(decoder: Decoder) -> None:
     model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=2, pad_token_id=0)
 
 
-def _in_processes(
-    waiting: list[Decoder], choose: Callable[[Cell], bool]
-) -> Iterator[tuple[Decoder, list[tuple[Any, ...]]]]:
-    """Decoders and their rows, in order; as many run at a time as there are processors."""
-    at_once = os.cpu_count() or 1
-    running: deque[_Running] = deque()
-    try:
-        for decoder in waiting:
-            running.append(_Running(decoder, choose))
-            if len(running) == at_once:
-                yield running[0].decoder, running[0].rows()
-                running.popleft()
-        while running:
-            yield running[0].decoder, running[0].rows()
-            running.popleft()
-    finally:
-        for started in running:
-            started.process.kill()
-
-
-class _Running:
-    """A decoder in a process of its own."""
-
-    def __init__(self, decoder: Decoder, choose: Callable[[Cell], bool]) -> None:
-        self.decoder = decoder
-        self.receiver, sender = multiprocessing.Pipe(duplex=False)
-        self.process = multiprocessing.get_context("fork").Process(
-            target=_send_rows, args=(decoder, choose, sender)
-        )
-        self.process.start()
-        sender.close()
-
-    def rows(self) -> list[tuple[Any, ...]]:
-        """What it sends once it is done; a crash of the process is an outcome like others."""
-        try:
-            rows: list[tuple[Any, ...]] = self.receiver.recv()
-        except EOFError:
-            self.process.join()
-            reason = f"its process ended with {self.process.exitcode}"
-            rows = [_row(self.decoder, None, "crash", reason)]
-        self.process.join()
-        return rows
+def _started(decoder: Decoder, choose: Callable[[Cell], bool]) -> tuple[Decoder, Any, Any]:
+    """A decoder, the process that measures it, and where its rows will come from."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(
+        target=_send_rows, args=(decoder, choose, sender)
+    )
+    process.start()
+    sender.close()
+    return decoder, process, receiver
 
 
 def _send_rows(decoder: Decoder, choose: Callable[[Cell], bool], sender: Any) -> None:
@@ -136,8 +110,8 @@ def rows_of(
     except NotApplicableError as reason:
         return [_row(decoder, None, "not applicable", str(reason))]
     except Exception as error:
-        told = " ".join(f"{type(error).__name__}: {error}".split())
-        return [_row(decoder, None, "not applicable", f"cannot be built small: {told}")]
+        told = f"cannot be built small: {in_one_line(error)}"
+        return [_row(decoder, None, "not applicable", told)]
     return [_row(decoder, cell, *bench.outcome(cell)) for cell in cells() if choose(cell)]
 
 

@@ -9,6 +9,9 @@ different numbers of tokens, read in four ways, all timed in turn: see
 
 *Conditions*: what each of the four ways touches, and on which models and with which attention
 implementations it gives the right logits: see `trials`.
+
+*Shapes*: a step over heads that hold different numbers of tokens against one over as many bytes in
+heads of one length, by shape of the model: see `shapes`.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ import torch
 import typer
 from matplotlib.figure import Figure
 from rich.progress import Progress
-from transformers import PreTrainedModel
 
 from experiments import UserError
 from experiments.framework.evidence import Evidence
@@ -33,16 +35,17 @@ from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
 from experiments.framework.works import ADAKV, DUO_ATTENTION, KVPRESS
 from experiments.loading import load_model, short_name
+from experiments.questions.headwise import reading
 from experiments.questions.headwise.asked import asked
 from experiments.questions.headwise.budgets import ALL, COMPARED, N_PAIRS, UNIFORM, compare
-from experiments.questions.headwise.figures import figures
+from experiments.questions.headwise.shapes import SHAPES, shape_times
 from experiments.questions.headwise.trials import MISSING, N_TRIALS, SAME, trials
-from experiments.questions.headwise.views import points, rows_by, verdict, views
 from experiments.testbed.asking import Task
-from experiments.testbed.decoding import FULL, Size, decode_times, random_llama
+from experiments.testbed.decoding import FULL, Size, decode_times
 from experiments.testbed.facts import draw
 from experiments.testbed.families import FAMILIES as FAMILIES_BUILT
 from experiments.testbed.families import build, supported_implementations
+from experiments.testbed.timed_models import ModelSpec, random_llama
 from press_core import attention_sites
 
 RATIOS = (0.5, 0.7, 0.8, 0.9)
@@ -51,8 +54,15 @@ RATIOS = (0.5, 0.7, 0.8, 0.9)
 FAMILIES = ("llama", "gemma2", "gpt_oss")
 """What the variants are tried on: a plain model, one with capped logits, one with sinks."""
 
-_TIMED = "random Llama, 6 layers of 8/4 heads of 64"
+TIMED = random_llama(
+    "6 layers of 8/4 heads of 64", num_layers=6, num_heads=8, num_kv_heads=4, head_dim=64
+)
 _BY_HOOK, _RAGGED = "mask by hook", "ragged"
+
+LONG, MANY = 4096, 32
+"""Tokens, or heads in all rows, from which on attention over ragged heads is worth it."""
+
+UNDECIDED = "made no difference that could be shown"
 
 
 class Part(str, Enum):
@@ -61,6 +71,7 @@ class Part(str, Enum):
     BUDGETS = "budgets"
     DECODING = "decoding"
     CONDITIONS = "conditions"
+    SHAPES = "shapes"
 
 
 @dataclass(frozen=True)
@@ -131,50 +142,42 @@ class Headwise(Experiment[Options]):
         missing = [name for name in COMPARED if name not in own.presses]
         if missing:
             raise LeftOutError(f"{', '.join(missing)}, which it compares, cannot be opened on it")
-        parts = {
-            Part.BUDGETS: True,
-            Part.DECODING: own.keeps_all,
-            Part.CONDITIONS: own.model_type in FAMILIES_BUILT,
-        }
-        samples, words, facts = 6, 192, 8
-        (context,) = own.at_most(1024)
-        options = self.quick_on(
-            own,
-            **{"part": tuple(part for part, done in parts.items() if done)},
-            **{"samples": samples, "context": words, "facts": facts},
-            **{"contexts": (context,), "family": (own.model_type,)},
+        parts = (
+            Part.BUDGETS,
+            *([Part.DECODING] if own.keeps_all else []),
+            *([Part.CONDITIONS] if own.model_type in FAMILIES_BUILT else []),
         )
+        words, facts, samples = 192, 8, 6
+        asked = {"samples": samples, "context": words, "facts": facts, "part": parts}
+        contexts = own.at_most(1024)
+        options = self.quick_on(own, **asked, contexts=contexts, family=(own.model_type,))
         n_caches = (1 + 2 * N_PAIRS * len(options.ratio)) * samples
-        asked_tokens = n_caches * 2 * (3 * words + 6 * facts)  # a word is a few tokens, or one
+        tokens = n_caches * 2 * (3 * words + 6 * facts)  # a word is a few tokens, or one
         timed = options.rounds * 6 * 2 if own.keeps_all else 0
-        return Planned(options, tokens=asked_tokens, steps=n_caches * facts + timed, seconds=5)
+        return Planned(options, tokens=tokens, steps=n_caches * facts + timed, seconds=5)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         """Whichever parts are asked for.
 
         Returns:
-            `headwise_accuracy`, `headwise_difference` and `headwise_budgets`: see
-            `budgets.compare`; `headwise_decoding`: `timing.decode_times` at every context length,
-            and the `model`; `headwise_conditions`: `trials.trials` on each family, its `model`.
+            `headwise_accuracy` and `headwise_difference`: see `budgets.compare`;
+            `headwise_decoding`: `decoding.decode_times` at every context length, and the `model`;
+            `headwise_conditions`: `trials.trials` on each family, its `model`;
+            `headwise_shapes`: see `shapes.shape_times`.
         """
-        measures = {
-            Part.BUDGETS: measure_budgets,
-            Part.DECODING: measure_decoding,
-            Part.CONDITIONS: measure_variants,
-        }
         tables: Tables = {}
         for part in options.part or Part:
-            tables |= measures[part](options, progress)
+            tables |= _MEASURES[part](options, progress)
         return tables
 
     def findings(self, tables: Tables) -> list[Finding]:
-        return [find(tables) for find, needed in _FINDINGS if needed in tables]
+        return [find(tables) for needed, find in _FINDINGS.items() if needed in tables]
 
     def views(self, tables: Tables) -> list[ResultTable]:
-        return views(tables)
+        return [show(tables[name]) for name, show in reading.VIEWS.items() if name in tables]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
-        return figures(tables)
+        return {n: draw(tables[n]) for n, draw in reading.FIGURES.items() if n in tables}
 
     def related(self, tables: Tables) -> list[Related]:
         return related(tables)
@@ -215,8 +218,8 @@ def measure_budgets(options: Options, progress: Progress) -> Tables:
 
 def measure_decoding(options: Options, progress: Progress) -> Tables:
     """Times of decode steps, at every context length."""
-    name = short_name(options.model) if options.model else _TIMED
-    model = _timed_model(options)
+    spec = ModelSpec.asked(options.model, TIMED, options.dtype, options.device)
+    name, model = spec.name, spec.load()
     if len(attention_sites(model)) < model.config.num_hidden_layers:
         raise UserError(
             f"some layers of {name} keep a sliding window, so that its decode steps say little "
@@ -227,12 +230,6 @@ def measure_decoding(options: Options, progress: Progress) -> Tables:
     advance = partial(progress.advance, bar)
     parts = [decode_times(model, context, size, advance) for context in size.contexts]
     return {"headwise_decoding": pd.concat(parts, ignore_index=True).assign(model=name)}
-
-
-def _timed_model(options: Options) -> PreTrainedModel:
-    if options.model:
-        return load_model(options.model, dtype=options.dtype, device=options.device)[0]
-    return random_llama().to(torch.device(options.device), getattr(torch, options.dtype))
 
 
 def measure_variants(options: Options, progress: Progress) -> Tables:
@@ -246,6 +243,13 @@ def measure_variants(options: Options, progress: Progress) -> Tables:
     return {"headwise_conditions": pd.concat(parts, ignore_index=True)}
 
 
+def measure_shapes(options: Options, progress: Progress) -> Tables:
+    """Times of decode steps, by shape of the model."""
+    bar = progress.add_task("shapes", total=len(SHAPES) * len(options.contexts))
+    advance = partial(progress.advance, bar)
+    return {"headwise_shapes": shape_times(options.contexts, min(options.rounds, 6), advance)}
+
+
 # ---- findings ----------------------------------------------------------------------------------
 
 
@@ -253,13 +257,14 @@ def find_worth(tables: Tables) -> Finding:
     """Whether head-wise budgets helped, and by how much."""
     difference, accuracy = tables["headwise_difference"], tables["headwise_accuracy"]
     overall = difference[difference["ratio"].isna() & (difference["pair"] == ALL)].iloc[0]
-    mean, _, interval = points(overall).partition(" ")
+    mean, _, interval = reading.points(overall).partition(" ")
+    works: Any = "works" if overall["low"] > 0 else "costs" if overall["high"] < 0 else None
+    said = {"works": "helped", "costs": "cost answers"}.get(works, UNDECIDED)
     text = (
-        f"Head-wise budgets {verdict(overall)} on {accuracy['model'].iloc[0]}: **{mean}** points "
+        f"Head-wise budgets {said} on {accuracy['model'].iloc[0]}: **{mean}** points "
         f"{f'{interval} ' if interval else ''}of right answers against uniform ones of the same "
         "scores."
     )
-    works: Any = "works" if overall["low"] > 0 else "costs" if overall["high"] < 0 else None
     return Finding("worth", text, "let heads share a budget", works)
 
 
@@ -287,8 +292,8 @@ def _shares(tables: Tables) -> tuple[float, dict[str, float]]:
     context = min(pressed["context"].unique(), key=lambda context: abs(context - 4096))
     ratio = pressed["ratio"].max()
     rows = pressed[(pressed["context"] == context) & (pressed["ratio"] == ratio)]
-    by = rows_by(rows, "condition")
-    return ratio, {name: by[name]["bytes"] / by[name]["full_bytes"] for name in by}
+    rows = rows.set_index("condition")
+    return ratio, (rows["bytes"] / rows["full_bytes"]).to_dict()
 
 
 def find_freeing(tables: Tables) -> Finding:
@@ -303,12 +308,35 @@ def find_freeing(tables: Tables) -> Finding:
     return Finding("freeing", text, "free memory head by head", frees, Evidence.BYTES)
 
 
+def find_shapes(tables: Tables) -> Finding:
+    """From which size on ragged heads are quicker than even ones."""
+    shapes = tables["headwise_shapes"]
+    even = shapes[shapes["against"] == UNIFORM]
+    large = (even["context"] >= LONG) | (even["batch"] * even["kv_heads"] >= MANY)
+    quick = even["high"] < 1
+    text = (
+        f"From {LONG:,} tokens or {MANY} heads on, ragged heads decode quicker than even ones in "
+        f"**{(quick & large).sum()}** of {large.sum()} cases, below that in "
+        f"{(quick & ~large).sum()} of {(~large).sum()}."
+    )
+    return Finding("shapes", text, evidence=Evidence.TIME)
+
+
 def related(tables: Tables) -> list[Related]:
     """What papers say of budgets by head, and kvpress of their storage."""
     lines = []
     if "headwise_difference" in tables:
-        asked = set(tables["headwise_difference"]["pair"])
-        lines += [_compared(tables, *of) for of in _PAPERS if of[0] in asked]
+        difference, accuracy = tables["headwise_difference"], tables["headwise_accuracy"]
+        means = difference[difference["ratio"].isna()].set_index("pair")
+        uniform = accuracy[accuracy["budgets"] == UNIFORM].groupby("pair")["press"].first()
+        for pair, (work, says) in _PAPERS.items():
+            if pair in means.index:
+                here = (
+                    f"On {accuracy['model'].iloc[0]}, against {uniform[pair]}: "
+                    f"{reading.points(means.loc[pair])} points of right answers, averaged over the "
+                    "ratios."
+                )
+                lines.append(Related("worth", work, says, here))
     if "headwise_decoding" in tables:
         ratio, share = _shares(tables)
         here = (
@@ -320,36 +348,29 @@ def related(tables: Tables) -> list[Related]:
     return lines
 
 
-_PAPERS = (
-    (
-        "AdaKV(SnapKV)",
+_PAPERS = {
+    "AdaKV(SnapKV)": (
         ADAKV,
         "Budgets that heads share improve quality substantially, on 13 data sets of RULER and 16 "
         "of LongBench.",
     ),
-    (
-        "DuoAttention",
+    "DuoAttention": (
         DUO_ATTENTION,
         "Only retrieval heads need a full cache; the others keep sinks and recent tokens, with "
         "little loss in accuracy.",
     ),
-)
-"""Pair of presses, whose work, and what it says."""
+}
+"""By pair of presses: whose work, and what it says."""
 
-
-def _compared(tables: Tables, pair: str, work: str, says: str) -> Related:
-    difference, accuracy = tables["headwise_difference"], tables["headwise_accuracy"]
-    of_pair = difference[(difference["pair"] == pair) & difference["ratio"].isna()].iloc[0]
-    presses = accuracy[accuracy["pair"] == pair].groupby("budgets")["press"].first()
-    here = (
-        f"On {accuracy['model'].iloc[0]}, against {presses[UNIFORM]}: {points(of_pair)} points of "
-        "right answers, averaged over the ratios."
-    )
-    return Related("worth", work, says, here)
-
-
-_FINDINGS = (
-    (find_worth, "headwise_difference"),
-    (find_patching, "headwise_conditions"),
-    (find_freeing, "headwise_decoding"),
-)
+_FINDINGS = {
+    "headwise_difference": find_worth,
+    "headwise_conditions": find_patching,
+    "headwise_decoding": find_freeing,
+    "headwise_shapes": find_shapes,
+}
+_MEASURES = {
+    Part.BUDGETS: measure_budgets,
+    Part.DECODING: measure_decoding,
+    Part.CONDITIONS: measure_variants,
+    Part.SHAPES: measure_shapes,
+}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from math import ceil, isnan
 from typing import Any, NamedTuple
 
@@ -54,10 +55,6 @@ class Pair(NamedTuple):
     uniform: Callable[[float], InstalledPress]
     headwise: Callable[[float], InstalledPress]
 
-    def presses(self, ratio: float) -> dict[str, InstalledPress]:
-        """Both presses by the kind of their budgets."""
-        return {UNIFORM: self.uniform(ratio), HEADWISE: self.headwise(ratio)}
-
 
 # ---- the pairs -----------------------------------------------------------------------------------
 
@@ -69,7 +66,7 @@ def pairs(model: PreTrainedModel, task: Asked) -> list[Pair]:
         task: what will be asked; where nobody has measured the heads of `model` for DuoAttention,
             they are measured on other contexts of the same kind.
     """
-    duo = Streaming(head_scores(model, task), task.length)
+    duo = partial(streaming, scores=head_scores(model, task), length=task.length)
     return [
         _shared("SnapKV", _snapkv),
         _shared("ExpectedAttention", hooks_impl.ExpectedAttentionPress),
@@ -80,7 +77,7 @@ def pairs(model: PreTrainedModel, task: Asked) -> list[Pair]:
             lambda ratio: hooks_impl.CriticalKVPress(_snapkv(ratio)),
             lambda ratio: hooks_impl.CriticalAdaKVPress(_snapkv(ratio)),
         ),
-        Pair("DuoAttention", "StreamingLLM", hooks_impl.StreamingLLMPress, duo.press),
+        Pair("DuoAttention", "StreamingLLM", hooks_impl.StreamingLLMPress, duo),
         Pair("KVzip", "KVzip, uniform", EvenKVzipPress, hooks_impl.KVzipPress),
     ]
 
@@ -106,32 +103,23 @@ class EvenKVzipPress(hooks_impl.KVzipPress):
         return chosen
 
 
-class Streaming:
-    """DuoAttention presses that evict a given share of all tokens.
+def streaming(ratio: float, scores: HeadScores, length: int) -> hooks_impl.DuoAttentionPress:
+    """The DuoAttention press that evicts the share `ratio`, or what comes nearest to it.
 
-    As few heads stream as can give up that many and still keep `_LEAST` tokens each; they keep as
+    As few heads stream as can give up that many tokens and still keep `_LEAST` each; they keep as
     many recent tokens as makes the share come out.
 
     Args:
         scores: of the heads.
         length: tokens of a context.
     """
-
-    def __init__(self, scores: HeadScores, length: int) -> None:
-        self.scores, self.length = scores, length
-
-    def press(self, ratio: float) -> hooks_impl.DuoAttentionPress:
-        """The press that evicts the share `ratio`, or what comes nearest to it."""
-        n_heads = int(self.scores.scores.isfinite().sum())
-        evicted = ratio * n_heads * self.length  # in all heads together
-        n_streaming = min(n_heads, max(1, ceil(evicted / (self.length - _LEAST))))
-        kept = max(_LEAST, round(self.length - evicted / n_streaming))
-        return hooks_impl.DuoAttentionPress(
-            n_streaming / n_heads,
-            head_scores=self.scores,
-            sink_size=_SINK,
-            recent_size=kept - _SINK,
-        )
+    n_heads = int(scores.scores.isfinite().sum())
+    evicted = ratio * n_heads * length  # in all heads together
+    n_streaming = min(n_heads, max(1, ceil(evicted / (length - _LEAST))))
+    kept = max(_LEAST, round(length - evicted / n_streaming))
+    return hooks_impl.DuoAttentionPress(
+        n_streaming / n_heads, head_scores=scores, sink_size=_SINK, recent_size=kept - _SINK
+    )
 
 
 def head_scores(model: PreTrainedModel, task: Asked) -> HeadScores:
@@ -195,24 +183,32 @@ def compare(
         `answers`, `context` (words), `facts`, `model`.
         `headwise_difference`: head-wise minus uniform accuracy by `pair` and `ratio`, see
         `differences`.
-        `headwise_budgets`: by head-wise `press`, `ratio`, `layer` and `head` the `share` of its
-        tokens that a head keeps.
     """
-    measured = _Measured(model, task, model_name)
-    advance()
-    right: dict[tuple[str, float, str], Tensor] = {}
+    first = task.contexts(task.batches[0])
+    full = held(model, None, first).bytes
+    presses: list[tuple[str, str, str, float, Any]] = [(NO_PRESS, "full", NO_PRESS, 0.0, None)]
     for pair in pairs(model, task):
         for ratio in ratios:
-            for budgets, press in pair.presses(ratio).items():
-                name = pair.name if budgets == HEADWISE else pair.uniform_name
-                row = {"pair": pair.name, "budgets": budgets, "press": name, "ratio": ratio}
-                right[pair.name, ratio, budgets] = measured.add(press, row)
-                advance()
-    return {
-        "headwise_accuracy": pd.DataFrame(measured.rows),
-        "headwise_difference": differences(right),
-        "headwise_budgets": pd.DataFrame(measured.shares),
-    }
+            presses += [
+                (pair.name, UNIFORM, pair.uniform_name, ratio, pair.uniform(ratio)),
+                (pair.name, HEADWISE, pair.name, ratio, pair.headwise(ratio)),
+            ]
+    rows, right = [], {}
+    for name, budgets, press_name, ratio, press in presses:
+        answers = torch.cat([task.right(model, press, batch) for batch in task.batches])
+        right[name, ratio, budgets] = answers
+        left = held(model, press, first)
+        low, high = mean_interval(answers.double().mean(dim=1))
+        rows.append(
+            {"pair": name, "budgets": budgets, "press": press_name, "ratio": ratio}
+            | {"accuracy": int(answers.sum()) / answers.numel(), "low": low, "high": high}
+            | {"evicted": 1 - float(left.shares.mean()), "bytes": left.bytes / full}
+            | {"contexts": len(answers), "answers": answers.numel()}
+            | {"context": task.task.context, "facts": task.task.facts, "model": model_name}
+        )
+        advance()
+    del right[NO_PRESS, 0.0, "full"]
+    return {"headwise_accuracy": pd.DataFrame(rows), "headwise_difference": differences(right)}
 
 
 COMPARED = (
@@ -223,41 +219,6 @@ COMPARED = (
 
 N_PAIRS = 6
 """How many pairs there are: `compare` calls `advance` twice for each and ratio, and once more."""
-
-
-class _Measured:
-    """Rows of the tables as they come."""
-
-    def __init__(self, model: PreTrainedModel, task: Asked, model_name: str) -> None:
-        self.model, self.task, self.model_name = model, task, model_name
-        self.first = task.contexts(task.batches[0])
-        self.full = held(model, None, self.first).bytes
-        self.rows: list[dict[str, Any]] = []
-        self.shares: list[dict[str, Any]] = []
-        bare = {"pair": NO_PRESS, "budgets": "full", "press": NO_PRESS, "ratio": 0.0}
-        self.add(None, bare)
-
-    def add(self, press: InstalledPress | None, row: dict[str, Any]) -> Tensor:
-        """Measure a press; gives which questions it answers, `(contexts, facts)` bool."""
-        batches = self.task.batches
-        right = torch.cat([self.task.right(self.model, press, batch) for batch in batches])
-        left, total = held(self.model, press, self.first), right.numel()
-        low, high = mean_interval(right.double().mean(dim=1))
-        self.rows.append(
-            row
-            | {"accuracy": int(right.sum()) / total, "low": low, "high": high}
-            | {"evicted": 1 - float(left.shares.mean()), "bytes": left.bytes / self.full}
-            | {"contexts": len(right), "answers": total, "context": self.task.task.context}
-            | {"facts": self.task.task.facts, "model": self.model_name}
-        )
-        if row["budgets"] == HEADWISE:
-            of_press = {"press": row["press"], "ratio": row["ratio"]}
-            self.shares += [
-                of_press | {"layer": layer, "head": head, "share": float(share)}
-                for layer, shares in enumerate(left.shares)
-                for head, share in enumerate(shares)
-            ]
-        return right
 
 
 # ---- differences ---------------------------------------------------------------------------------

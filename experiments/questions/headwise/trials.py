@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 import hooks_impl
 from experiments.framework.wording import in_one_line
@@ -25,8 +25,8 @@ from experiments.testbed.variants import (
     VARIANTS,
     Kept,
     Variant,
-    kept_in,
     overridden,
+    prefill,
     seen_by_heads,
 )
 from press_core import AttentionSite, attention_sites
@@ -75,41 +75,32 @@ def _dense(
 # ---- trying --------------------------------------------------------------------------------------
 
 
-class Reach(NamedTuple):
-    """What a scope changes while it is open.
+def reach(model: PreTrainedModel, variant: Variant, kept: Kept) -> dict[str, Any]:
+    """What `variant` changes on `model` while it is open.
 
-    Attributes:
-        hooks: attention modules with a hook more.
-        forwards: attention modules with another forward.
-        registry: whether attention functions are found another way.
+    Returns:
+        `hooks`: attention modules with a hook more; `forwards`: with another forward; `registry`:
+        whether attention functions are found another way.
     """
-
-    hooks: int
-    forwards: int
-    registry: bool
-
-
-def reach(model: PreTrainedModel, variant: Variant, kept: Kept) -> Reach:
-    """What `variant` changes on `model`, seen by opening it."""
     sites = attention_sites(model)
 
-    def look() -> tuple[list[int], list[Any], list[Any]]:
-        hooks = [len(s.module._forward_hooks) + len(s.module._forward_pre_hooks) for s in sites]
-        forwards = [vars(site.module).get("forward") for site in sites]
-        return (
-            hooks,
-            forwards,
-            [vars(site.signature.interface).get("get_interface") for site in sites],
-        )
+    def look() -> dict[str, list[Any]]:
+        modules = [site.module for site in sites]
+        interfaces = [site.signature.interface for site in sites]
+        return {
+            "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules],
+            "forwards": [vars(module).get("forward") for module in modules],
+            "registry": [vars(interface).get("get_interface") for interface in interfaces],
+        }
 
     before = look()
     with variant.open(model, kept):
         after = look()
-    hooks, forwards, registry = (
-        sum(old is not new for old, new in zip(*pair, strict=True))
-        for pair in zip(before, after, strict=True)
-    )
-    return Reach(hooks, forwards, registry > 0)
+    changed = {
+        name: sum(old is not new for old, new in zip(before[name], after[name], strict=True))
+        for name in before
+    }
+    return changed | {"registry": changed["registry"] > 0}
 
 
 def trials(
@@ -130,7 +121,7 @@ def trials(
 
     Returns:
         Columns `question` (tokens), `condition`, `implementation`, `outcome`, `difference` (largest
-        of all logits), `highest` (logit), `why` (of an error), and those of `Reach`.
+        of all logits), `why` (of an error), and those of `reach`.
     """
     own, sites = model.config._attn_implementation, attention_sites(model)
     short_and_long = 3, max(site.head_dim for site in sites) + 4
@@ -161,17 +152,11 @@ class _Trial:
         self.model = model
         context, *self.following = list(inputs.forwards(model.device))
         self.n_question = self.following[0]["input_ids"].shape[1]
-        with torch.no_grad(), hooks_impl.AdaKVPress(hooks_impl.KnormPress(0.5))(model):
-            self.kept = kept_in(self._run(context, None))
-        with torch.no_grad():
-            self.full = self._run(context, None)
+        press = hooks_impl.AdaKVPress(hooks_impl.KnormPress(0.5))
+        self.full, self.kept = prefill(model, press, **context)
         self.expected = self.logits(Variant("reference", reference, frees=False))
-        self.highest = float(self.expected.abs().max())
-        self.rounding = torch.finfo(model.dtype).eps ** 0.5 * self.highest
+        self.rounding = torch.finfo(model.dtype).eps ** 0.5 * float(self.expected.abs().max())
         self.plain = self.logits(NOTHING)
-
-    def _run(self, arguments: dict[str, Tensor], cache: Cache | None) -> Any:
-        return self.model(**arguments, past_key_values=cache, use_cache=True).past_key_values
 
     @torch.no_grad()
     def logits(self, variant: Variant) -> Tensor:
@@ -199,12 +184,12 @@ class _Trial:
         """What comes of `variant` with an attention implementation: a row of the table."""
         row = {"question": self.n_question, "condition": variant.name}
         row |= {"implementation": implementation, "outcome": MISSING, "difference": float("nan")}
-        row |= {"highest": self.highest, "why": why_not, **Reach(0, 0, False)._asdict()}
+        row |= {"why": why_not, "hooks": 0, "forwards": 0, "registry": False}
         if why_not:
             return row
         row["outcome"] = ERROR
         try:  # whatever the libraries raise is the result
-            row |= reach(self.model, variant, self.kept)._asdict()
+            row |= reach(self.model, variant, self.kept)
             logits = self.logits(variant)
         except Exception as error:
             return row | {"why": in_one_line(error)}

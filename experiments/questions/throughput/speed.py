@@ -1,42 +1,61 @@
-"""Times of answers, taken in turn, and ratios of them, round by round."""
+"""Times of answers, from an empty cache to the last token, and ratios of them, round by round."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from experiments.framework.intervals import median_interval
-from experiments.framework.timing import Array, each_in_turn
-from experiments.questions.throughput.cells import (
-    BARE,
-    FULL,
-    Condition,
-    Opens,
-    answer,
-    compiled_steps,
-    context_of,
-    predicted_bytes,
-)
+from experiments.framework.timing import Array, Stopwatch, each_in_turn
+from experiments.testbed.timed_models import FULL, Condition, Opens, random_context
+from press_core import cache_nbytes
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How much is run.
+class Answer(NamedTuple):
+    """What one answer took.
 
     Attributes:
-        tokens: decoded in each answer.
-        rounds: in which every condition takes its turn.
-        compiled_rounds: in which the compiled model takes turns with the eager one; 0: none.
+        first: seconds from the context to the first token.
+        step: seconds of each further token.
+        n_bytes: of the cache after the first token.
     """
 
-    tokens: int = 16
-    rounds: int = 6
-    compiled_rounds: int = 0
+    first: float
+    step: float
+    n_bytes: int
+
+
+@torch.inference_mode()
+def answer(model: PreTrainedModel, ids: Tensor, opens: Opens, tokens: int) -> Answer:
+    """Read a context and decode greedily, the scope open all the while.
+
+    Args:
+        ids: `(B, S)`.
+        tokens: to decode after the first.
+    """
+    with opens():
+        cache = DynamicCache(config=model.config)
+        watch = Stopwatch(model.device)
+        token = _next(model, ids, cache, logits_to_keep=1)
+        watch.lap()
+        n_bytes = cache_nbytes(cache)
+        decoding = Stopwatch(model.device)
+        for _ in range(tokens):
+            token = _next(model, token, cache)
+        decoding.lap()
+        (first,), (rest,) = watch.seconds(), decoding.seconds()
+    return Answer(first, rest / tokens, n_bytes)
+
+
+def _next(model: Any, ids: Tensor, cache: DynamicCache, **more: Any) -> Tensor:
+    """`(B, 1)`, the likeliest next token."""
+    logits = model(input_ids=ids, past_key_values=cache, **more).logits
+    return logits[:, -1:].argmax(dim=-1)
 
 
 def speeds(
@@ -44,53 +63,37 @@ def speeds(
     opened: Mapping[Condition, Opens],
     context: int,
     batch: int,
-    effort: Effort,
+    tokens: int,
+    rounds: int,
     advance: Callable[[], object] = lambda: None,
 ) -> Iterator[dict[str, Any]]:
     """A row per condition; see `Throughput.measure`.
 
     Args:
         opened: what each condition opens; `FULL` among them.
-        advance: called after each round, and after each condition that was compiled.
+        tokens: decoded in each answer, after the first.
+        rounds: in which all take their turn.
+        advance: called after each round.
     """
-    ids, held = context_of(model, batch, context), {}
+    ids, held = random_context(model, batch, context), {}
 
     def timed(condition: Condition) -> tuple[float, float]:
-        took = answer(model, ids, opened[condition], effort.tokens)
+        took = answer(model, ids, opened[condition], tokens)
         held[condition] = took.n_bytes
         return took.first, took.step
 
-    times = each_in_turn(list(opened), timed, rounds=effort.rounds, advance=advance)
+    times = each_in_turn(list(opened), timed, rounds=rounds, advance=advance)
     for condition, taken in times.items():
-        row = {"context": context, "batch": batch, **condition._asdict(), "rounds": effort.rounds}
-        row |= _ratios(times, condition)
-        row |= {"first_ms": 1e3 * float(np.median(taken[:, 0]))}
-        row |= {"tokens_per_s": batch / float(np.median(taken[:, 1]))}
-        if effort.compiled_rounds:
-            row |= _compiled(model, ids, opened[condition], effort)
-            advance()
-        predicted = predicted_bytes(model, condition, batch * context)
-        yield row | {"bytes": held[condition], "predicted": predicted}
-
-
-def _ratios(times: Mapping[Condition, Array], condition: Condition) -> dict[str, Any]:
-    """Times over those without a press, tokens per second over them; patches over hooks."""
-    first, step = times[condition].T
-    bare_first, bare_step = times[FULL].T
-    row = _interval("first", first / bare_first) | _interval("speed", bare_step / step)
-    hook = condition._replace(mechanism="hook")
-    if condition.mechanism not in (BARE, "hook") and hook in times:
-        row |= _interval("first_over_hook", first / times[hook][:, 0])
-        row |= _interval("speed_over_hook", times[hook][:, 1] / step)
-    return row
-
-
-def _compiled(model: PreTrainedModel, ids: Tensor, opens: Opens, effort: Effort) -> dict[str, Any]:
-    """Tokens per second of the compiled model, over those of the eager one."""
-    taken = compiled_steps(model, ids, opens, effort.tokens, effort.compiled_rounds)
-    eager, graphs = np.array(taken).T
-    rate = {"compiled_tokens_per_s": len(ids) / float(np.median(graphs))}
-    return rate | _interval("compiled", eager / graphs)
+        first, step = taken.T
+        row = {"context": context, "batch": batch, **condition._asdict(), "rounds": rounds}
+        row |= _interval("first", first / times[FULL][:, 0])
+        row |= _interval("speed", times[FULL][:, 1] / step)
+        hook = times.get(condition._replace(mechanism="hook"))
+        if hook is not None and condition.mechanism != "hook":
+            row |= _interval("speed_over_hook", hook[:, 1] / step)
+        row |= {"first_ms": 1e3 * float(np.median(first))}
+        row |= {"tokens_per_s": batch / float(np.median(step))}
+        yield row | {"bytes": held[condition]}
 
 
 def _interval(name: str, ratios: Array) -> dict[str, float]:

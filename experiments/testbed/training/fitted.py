@@ -35,12 +35,10 @@ from hooks_impl import (
 )
 from hooks_impl.mechanism import Collector
 from press_core import AttentionCall, Needs
-from press_core.learned.adapter import RestoreAdapter
 from press_core.learned.calibration import Calibration
-from press_core.learned.examples import Scores
 from press_core.learned.fast_kvzip import KVzipGates
 from press_core.learned.kvzap import SMALLEST_SCORE, KVzapRegressor, kvzap_scores
-from press_core.learned.running import run
+from press_core.learned.running import Scores, run
 
 CONTEXTS = (64, 128, 256, 512, 1024)
 """Words of a context, in turn."""
@@ -73,30 +71,14 @@ def fact_batches(count: int = BATCHES, seed: int = SEED) -> Iterator[Tensor]:
     """
     generator = torch.Generator().manual_seed(seed)
     for index in range(count):
-        context = CONTEXTS[index % len(CONTEXTS)]
-        batch = draw(max(1, TOKENS_PER_BATCH // context), context, FACTS, generator)
-        asked = torch.cat((batch.question_ids, batch.answer_ids.unsqueeze(-1)), dim=-1)
-        yield torch.cat((batch.context_ids, asked.flatten(1)), dim=1)
+        words = CONTEXTS[index % len(CONTEXTS)]
+        yield _asked(max(1, TOKENS_PER_BATCH // words), words, generator)
 
 
-def restored_rows(count: int, seed: int = SEED) -> Iterator[Tensor]:
-    """Contexts one by one, each with all questions about it and their answers.
-
-    Yields:
-        `(1, S)` int64 token ids.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    for index in range(count):
-        batch = draw(1, RESTORED[index % len(RESTORED)], FACTS, generator)
-        asked = torch.cat((batch.question_ids, batch.answer_ids.unsqueeze(-1)), dim=-1)
-        yield torch.cat((batch.context_ids, asked.flatten(1)), dim=1)
-
-
-def fit_adapter(model: PreTrainedModel, rows: Iterable[Tensor], count: int) -> RestoreAdapter:
-    """The adapter of RestoreKVPress: predictions of questions and answers are what is compared."""
-    return RestoreKVPress.fit(
-        model, rows, compression_ratios=(0.9, 0.95), n_following=3 * FACTS, n_batches=count
-    )
+def _asked(rows: int, words: int, generator: torch.Generator) -> Tensor:
+    batch = draw(rows, words, FACTS, generator)
+    asked = torch.cat((batch.question_ids, batch.answer_ids.unsqueeze(-1)), dim=-1)
+    return torch.cat((batch.context_ids, asked.flatten(1)), dim=1)
 
 
 def fit(
@@ -125,23 +107,20 @@ def fit(
 
 
 def scores_of_kvzip(model: PreTrainedModel, plus: bool = False) -> Scores:
-    """The scores of KVzip, which gates learn; or those of KVzip+, which regressors do."""
+    """The scores of KVzip, which gates learn; or those of KVzip+, which regressors do.
+
+    They are computed once for the same tokens.
+    """
     teacher: Any = KVzipPress(kvzip_plus_normalization=plus).bind(model)
-    return _Once(teacher.scores)
+    known: dict[bytes, Sequence[Tensor]] = {}
 
-
-class _Once:
-    """Scores that are computed once for the same tokens."""
-
-    def __init__(self, scores: Scores) -> None:
-        self.scores = scores
-        self.known: dict[bytes, Sequence[Tensor]] = {}
-
-    def __call__(self, model: Any, ids: Tensor) -> Sequence[Tensor]:
+    def scores(model: Any, ids: Tensor) -> Sequence[Tensor]:
         key = ids.cpu().numpy().tobytes()
-        if key not in self.known:
-            self.known[key] = self.scores(model, ids)
-        return self.known[key]
+        if key not in known:
+            known[key] = teacher.scores(model, ids)
+        return known[key]
+
+    return scores
 
 
 def correlations(
@@ -184,31 +163,31 @@ def train(name: str = "facts-llama", output: Path | None = None, batches: int = 
     """
     model, tokenizer = load_model(name)
     check_vocabulary(tokenizer, name)
-    out, err = Console(soft_wrap=True), Console(stderr=True)
+    out, err = Console(soft_wrap=True, highlight=False), Console(stderr=True)
 
-    training = err.status("learning")
-
-    def token_batches(learned: str) -> Iterator[Tensor]:
-        training.stop()
-        yield from track(fact_batches(batches), learned, total=batches, console=err)
-        training.update(f"learning the {learned}")
-        training.start()
+    def token_batches(learned: str) -> Iterable[Tensor]:
+        return track(fact_batches(batches), learned, total=batches, console=err)
 
     (held_out,) = fact_batches(1, seed=HELD_OUT_SEED)
     teachers = scores_of_kvzip(model), scores_of_kvzip(model, plus=True)
     folder = output or Path(model.config.name_or_path)
     for fitted in fit(model, token_batches, *teachers):
-        training.stop()
-        out.print(str(fitted.save(folder)), highlight=False)
+        out.print(str(fitted.save(folder)))
         if isinstance(fitted, KVzapRegressor | KVzipGates):
             plus = isinstance(fitted, KVzapRegressor)
             found = correlations(model, fitted, held_out, teachers[plus])
             out.print(
                 f"  correlation with KVzip{'+' if plus else ''} on other contexts: "
                 f"{found.mean():.2f} on average over layers and heads, {found.min():.2f} to "
-                f"{found.max():.2f}",
-                highlight=False,
+                f"{found.max():.2f}"
             )
-    n_rows = batches * ROWS_PER_BATCH
-    rows = track(restored_rows(n_rows), "adapter", total=n_rows, console=err)
-    out.print(str(fit_adapter(model, rows, n_rows).save(folder)), highlight=False)
+    count, generator = batches * ROWS_PER_BATCH, torch.Generator().manual_seed(SEED)
+    rows = (_asked(1, RESTORED[index % len(RESTORED)], generator) for index in range(count))
+    adapter = RestoreKVPress.fit(
+        model,
+        track(rows, "adapter", total=count, console=err),
+        compression_ratios=(0.9, 0.95),
+        n_following=ASKED,  # the questions and answers: predictions of these are compared
+        n_batches=count,
+    )
+    out.print(str(adapter.save(folder)))

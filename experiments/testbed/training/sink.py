@@ -1,7 +1,6 @@
 """Training of the model that ships in ``experiments/models/stdlib-neox-sink``.
 
-    python -m experiments.testbed.training.sink --output CONTROL --weight 0
-    python -m experiments.testbed.training.sink --output DIR --control CONTROL
+    python -m experiments train sink --output DIR
 
 stdlib-neox grew no attention sink, so it goes on learning the same text, with a *push* added to the
 loss: a term that is the larger the less heads pay to ``<bos>``. The push is annealed to zero before
@@ -14,37 +13,20 @@ quiet about. In an untrained model it comes within fifty steps, and nothing brea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
-from typing import Annotated, NamedTuple
 
 import torch
-import typer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from experiments.framework.tables import markdown_table
 from experiments.loading import load_model
-from experiments.testbed.sinks import attention_to_first
-from experiments.testbed.training.common import Output, Seed, Threads, set_threads, write_card
-from experiments.testbed.training.stdlib import (
-    LENGTH,
-    ROWS,
-    Run,
-    Text,
-    blocks,
-    evaluate,
-    figures,
-    fit,
-    held_out_loss,
-    loss_of,
-    save,
-)
+from experiments.testbed.training.loop import save
+from experiments.testbed.training.stdlib import Text, fit, loss_of, report
 
+STEPS = 300
 LEARNING_RATE = 3e-3
 WEIGHT = 0.2
-"""Of the push in the loss, while it is full."""
+"""Of the push in the loss, while it is full; 0 trains a control."""
 FULL_UNTIL, NONE_FROM = 0.75, 0.85
 """Shares of the steps; in between the weight falls in a line."""
 PUSHED_FROM = 1
@@ -84,119 +66,15 @@ def objective(model: PreTrainedModel, tokens: Tensor, weight: float) -> Tensor:
     return loss + weight * push_of(output.attentions) if weight else loss
 
 
-class Moment(NamedTuple):
-    """What was observed while training, on held-out text.
-
-    Attributes:
-        step: Updates so far.
-        weight: Of the push at the last of them.
-        loss: Nats per token.
-        shares: By layer, what each head pays ``<bos>`` in the second half of a sequence.
-    """
-
-    step: int
-    weight: float
-    loss: float
-    shares: list[list[float]]
-
-
-def observe(model: PreTrainedModel, held_out: Tensor, step: int, weight: float) -> Moment:
-    """How the model does on a stream ``(tokens,)``."""
-    return Moment(step, weight, held_out_loss(model, held_out), shares_of(model, held_out))
-
-
-def shares_of(model: PreTrainedModel, held_out: Tensor) -> list[list[float]]:
-    """By layer, what each head pays ``<bos>`` in the second half of a sequence."""
-    attention = attention_to_first(model, blocks(held_out)[:ROWS])
-    return attention.groupby("layer")["share"].apply(list).tolist()
-
-
-def train(
-    output: Output,
-    *,
-    seed: Seed = 0,
-    steps: Annotated[int, typer.Option(help="Updates, of 32 sequences of 256 tokens each.")] = 300,
-    weight: Annotated[float, typer.Option(help="Of the push, while it is full.")] = WEIGHT,
-    control: Annotated[
-        Path | None, typer.Option(help="Folder of a model trained with --weight 0, for the card.")
-    ] = None,
-    threads: Threads = None,
-    progress: bool = True,
-) -> None:
-    """Train the model, evaluate it, and save it with its tokenizer and model card."""
-    set_threads(threads)
+def train(output: Path, *, seed: int = 0, steps: int = STEPS) -> None:
+    """Train the model, save it with its tokenizer, and print its loss and its sink."""
     text = Text.load()
-    seen = text.held_out[: 64 * LENGTH]
-    moments: list[Moment] = []
-
-    def lowered(model: PreTrainedModel, tokens: Tensor, step: int) -> Tensor:
-        return objective(model, tokens, weight * push_share(step, steps))
-
-    def look(model: PreTrainedModel, step: int) -> None:
-        moments.append(observe(model, seen, step, weight * push_share(step - 1, steps)))
-        save(model, text.tokenizer, output)
-
+    torch.manual_seed(seed)
     model, _ = load_model("stdlib-neox")
-    model, run = fit(
-        text,
-        seed,
-        steps,
-        model=model,
-        peak=LEARNING_RATE,
-        objective=lowered,
-        observe=look,
-        progress=progress,
-    )
+
+    def pushed(tokens: Tensor, step: int) -> Tensor:
+        return objective(model, tokens, WEIGHT * push_share(step, steps))
+
+    fit(model, text, seed, steps, LEARNING_RATE, pushed)
     save(model, text.tokenizer, output)
-    describe(output, control, text, run, moments)
-
-
-def describe(
-    folder: Path, control: Path | None, text: Text, run: Run, moments: Sequence[Moment]
-) -> None:
-    """Write the card of the model in a folder, beside stdlib-neox and, if given, the control."""
-    names = {"stdlib-neox, which it began as": "stdlib-neox"}
-    if control is not None:
-        names["the same steps without a push"] = str(control)
-    names["this model"] = str(folder)
-    models = {title: load_model(name)[0] for title, name in names.items()}
-    losses = {title: held_out_loss(model, text.held_out) for title, model in models.items()}
-    shares = {title: shares_of(model, text.held_out) for title, model in models.items()}
-    model = models["this model"]
-    measures = evaluate(model, text.tokenizer, text.held_out)
-    told = {
-        "rate": LEARNING_RATE,
-        "weight": WEIGHT,
-        "enough": ENOUGH,
-        "full_until": round(FULL_UNTIL * run.steps),
-        "none_from": round(NONE_FROM * run.steps),
-        "alone": run.steps - round(NONE_FROM * run.steps),
-        "course": _course(moments),
-        "losses": markdown_table(
-            ["", "nats per token"], [[title, f"{loss:.3f}"] for title, loss in losses.items()]
-        ),
-        "heads": _heads(shares),
-    }
-    write_card("sink", folder, run, figures(model, run, measures) | told)
-
-
-def _course(moments: Sequence[Moment]) -> str:
-    layers = [f"layer {layer}" for layer in range(len(moments[0].shares))]
-    rows = [
-        [m.step, f"{m.weight:.3f}", f"{m.loss:.3f}", *(f"{mean(heads):.0%}" for heads in m.shares)]
-        for m in moments
-    ]
-    return markdown_table(["step", "weight of the push", "loss", *layers], rows, left=0)
-
-
-def _heads(shares: dict[str, list[list[float]]]) -> str:
-    rows = [
-        [title, *(", ".join(f"{share:.1%}" for share in heads) for heads in layers)]
-        for title, layers in shares.items()
-    ]
-    head = ["", *(f"heads of layer {layer}" for layer in range(len(rows[0]) - 1))]
-    return markdown_table(head, rows, left=None)
-
-
-if __name__ == "__main__":
-    typer.run(train)
+    report(model, text.held_out)

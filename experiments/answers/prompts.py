@@ -1,0 +1,100 @@
+"""What a `ContextAnswerer` is asked, checked before a model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from experiments import UserError
+from press_core.scope import InstalledPress
+
+GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+"""What `generate` is told unless somebody asks for something else, whatever the model's own
+`generation_config` says."""
+
+
+class Prompt(NamedTuple):
+    """Token ids of context, question and what follows it."""
+
+    context: list[int]
+    question: list[int]
+    tail: list[int]
+
+
+Head = tuple[list[int], str]
+"""Token ids of a context, and the text that comes after a question."""
+Questions = Sequence[str] | Sequence[Sequence[str]] | None
+
+
+def texts_of(contexts: Any) -> list[str]:
+    """One text or several as a list, all checked."""
+    if not isinstance(contexts, Iterable):
+        raise UserError(f"contexts is {contexts!r:.60}; give a text, or a list of texts")
+    texts = [contexts] if isinstance(contexts, str) else list(contexts)
+    if not texts:
+        raise UserError("there is no context; give at least one")
+    for place, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise UserError(f"context {place} is {text!r:.60}; a context is a text")
+    return texts
+
+
+def generation_of(max_new_tokens: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `generate`, greedy unless something else is given."""
+    if max_new_tokens is not None and not (isinstance(max_new_tokens, int) and max_new_tokens >= 1):
+        raise UserError(f"max_new_tokens is {max_new_tokens!r:.60}; it must be 1 or more")
+    if given.get("return_dict_in_generate"):
+        raise UserError("answers are texts; leave return_dict_in_generate out")
+    asks = given.get("generation_config") is not None or given.get("do_sample")
+    return {"max_new_tokens": max_new_tokens, **({} if asks else GREEDY), **given}
+
+
+def check_length(prompt: Prompt, limit: int | None) -> None:
+    """Refuse a prompt that takes more positions than a model has; None: it has no limit."""
+    n_asked = len(prompt.question) + len(prompt.tail)
+    if limit is None or len(prompt.context) + n_asked <= limit:
+        return
+    if n_asked >= limit:
+        raise UserError(
+            f"the question takes {n_asked} tokens, more than the {limit} positions of the "
+            "model leave room for with any context; ask a shorter one"
+        )
+    raise UserError(
+        f"context and question take {len(prompt.context)} and {n_asked} tokens, more than the "
+        f"{limit} positions of the model; cut the context with max_context_length="
+        f"{limit - n_asked} or less, or give max_positions if the model can go further"
+    )
+
+
+def questions_of(n_contexts: int, questions: Any) -> list[list[str]]:
+    """The questions about each context, all checked; an empty one where there are none."""
+    if questions is None:
+        questions = [""]
+    if isinstance(questions, str) or not isinstance(questions, Sequence) or not questions:
+        raise UserError(f"questions is {questions!r:.60}; give a list of at least one question")
+    nested = isinstance(questions[0], (list, tuple))
+    per_context = [list(q) for q in questions] if nested else [list(questions)] * n_contexts
+    if len(per_context) != n_contexts:
+        raise UserError(
+            f"there are questions for {len(per_context)} contexts, and {n_contexts} contexts; "
+            "give a list of questions for each, or one list of texts for all"
+        )
+    wrong = [q for row in per_context for q in row or [None] if not isinstance(q, str)]
+    if wrong:
+        raise UserError(f"a question is {wrong[0]!r:.60}; each context needs a list of texts")
+    return per_context
+
+
+def with_budget(press: InstalledPress | None, budget: int | None) -> InstalledPress | None:
+    """The press, told to keep so many tokens."""
+    if press is not None and not isinstance(press, InstalledPress):
+        raise UserError(
+            f"press is {press!r:.60}; give a press of hooks_impl or patch_impl, such as "
+            "SnapKVPress(0.5)"
+        )
+    if budget is None:
+        return press
+    if press is None:
+        raise UserError(f"budget is {budget}, and there is no press to keep to it; give a press")
+    told: Any = press.with_budget(budget)
+    return told

@@ -1,0 +1,134 @@
+"""What a study runs: of this project, or on a model of the user's own."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rich.table import Table
+from rich.text import Text
+
+from experiments import UserError
+from experiments.framework.experiment import AnyExperiment
+from experiments.framework.own_model import LeftOutError, OwnModel, Planned
+
+
+class Task(NamedTuple):
+    """An experiment with what it runs with.
+
+    Attributes:
+        repeat: the command that runs it again as it is run here.
+        duration: seconds that it will take, about; None if that is not known.
+        note: what a reader of the results has to know besides; empty: nothing.
+    """
+
+    experiment: AnyExperiment
+    options: Any
+    repeat: str
+    duration: float | None = None
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.experiment.name
+
+
+class Plan(NamedTuple):
+    """What a study runs.
+
+    Attributes:
+        tasks: in order.
+        model: of the user's own, as it was given; None: the study of this project.
+        left_out: why an experiment is not run on that model, by its name.
+        quick: whether grids are small.
+        adding: whether what the folder holds of other experiments stays.
+    """
+
+    tasks: list[Task]
+    model: str | None = None
+    left_out: Mapping[str, str] = {}
+    quick: bool = True
+    adding: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        return [task.name for task in self.tasks]
+
+
+def plan_study(
+    experiments: Sequence[AnyExperiment], only: Sequence[str] = (), *, full: bool = False
+) -> Plan:
+    """The study of this project.
+
+    Args:
+        only: names of the experiments to run, empty for all.
+        full: with the options of the committed results, not the quick ones.
+
+    Raises:
+        UserError: if a name is not known.
+    """
+    tasks = []
+    for each in _chosen(experiments, only):
+        own = full or each.quick == each.full
+        repeat = each.name if own else f"study --only {each.name}"
+        options = each.full if full else each.quick
+        tasks.append(Task(each, options, f"python -m experiments {repeat}"))
+    return Plan(tasks, quick=not full, adding=bool(only))
+
+
+def plan_on(own: OwnModel, experiments: Sequence[AnyExperiment], only: Sequence[str] = ()) -> Plan:
+    """The study of a model of the user's own.
+
+    Raises:
+        UserError: if a name is not known, or one that was asked for is left out.
+    """
+    study = f"python -m experiments study --model {shlex.quote(own.model)}{own.flags}"
+    tasks, left_out = [], {}
+    for each in _chosen(experiments, only):
+        try:
+            planned: Planned[Any] = each.on(own)
+        except LeftOutError as reason:
+            left_out[each.name] = str(reason)
+        else:
+            told = f"{study} --only {each.name}", planned.duration(own), planned.note
+            tasks.append(Task(each, planned.options, *told))
+    if only and left_out:
+        said = "; ".join(f"{name} is left out: {reason}" for name, reason in left_out.items())
+        raise UserError(f"on {own.name} {said}")
+    return Plan(tasks, own.model, left_out, adding=bool(only))
+
+
+def _chosen(experiments: Sequence[AnyExperiment], only: Sequence[str]) -> list[AnyExperiment]:
+    known = [experiment.name for experiment in experiments]
+    for name in only:
+        if name not in known:
+            raise UserError(f"no experiment is called {name!r}; there are {', '.join(known)}")
+    return [experiment for experiment in experiments if not only or experiment.name in only]
+
+
+def announcement(plan: Plan, own: OwnModel) -> Table:
+    """What will be run on a model of the user's own, how long that takes, and what is left out."""
+    known = [task.duration for task in plan.tasks if task.duration is not None]
+    title = (
+        f"{own.name} ({own.parameters / 1e6:,.1f} M parameters in {own.dtype} on {own.device}: "
+        f"{1 / own.token_seconds:,.0f} tokens a second in a prefill, "
+        f"{1 / own.step_seconds:,.1f} while decoding) will take about {_about(sum(known))}"
+    )
+    table = Table(title=title, title_justify="left")
+    for name in ("experiment", "takes about", ""):
+        table.add_column(name)
+    for task in plan.tasks:
+        said = " ".join(filter(None, (task.experiment.question, task.note)))
+        table.add_row(task.name, _about(task.duration), Text(said))
+    for name, reason in plan.left_out.items():
+        table.add_row(name, "left out", Text(reason))
+    return table
+
+
+def _about(seconds: float | None) -> str:
+    if seconds is None:
+        return "not known"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,338 @@
+"""One forward told step by step, hook and patch side by side.
+
+Nothing is wrapped or hooked to find out: Python's profiler reports the calls of attention modules,
+of attention functions, of what `hooks_impl/mechanism.py` or `patch_impl/mechanism.py` has put
+there, and of presses that score. Around each of them, what the cache holds is read.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby, zip_longest
+from types import CodeType, FrameType
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import typer
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch as Swatch
+from rich.progress import Progress
+from transformers import DynamicCache, PreTrainedModel
+
+import hooks_impl.mechanism
+import patch_impl.mechanism
+from experiments.framework.evidence import Evidence
+from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.options import Device, Dtype
+from experiments.framework.own_model import OwnModel, Planned
+from experiments.framework.plots import GRID, mechanism_colour, new_figure, press_label, style
+from experiments.framework.tables import ResultTable
+from experiments.loading import load_model, short_name
+from experiments.testbed.compare import Inputs, PressPair
+from experiments.testbed.families import FAMILIES, build, supported_implementations
+from experiments.testbed.recipes import DELIMITER, press_name, suited_pair
+from press_core import AttentionSite, attention_sites, kept_lengths
+from press_core.presses.finch import Finch
+from press_core.scoring import TokenScorer
+
+_MECHANISMS = {"hook": hooks_impl.mechanism, "patch": patch_impl.mechanism}
+_CALLED = {
+    ("hook", "_before"): "pre-hook",
+    ("hook", "_collect"): "hook on the query projection",
+    ("hook", "_attention"): "forward hook",
+    ("hook", "_enter"): "pre-hook of the decoder",
+    ("hook", "_leave"): "hook of the decoder",
+    ("patch", "_attention"): "wrapper",
+    ("patch", "see_query"): "interception of the attention function",
+    ("patch", "_decoder"): "wrapper of the decoder",
+}
+"""What events call the functions of the two files."""
+_CONCLUDING = ("forward hook", "wrapper")
+"""What is done with a layer when it returns."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is traced."""
+
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Shipped model, folder or hub id; or a family such as llama or gpt_neox, for a "
+            "small model with random weights."
+        ),
+    ] = "facts-llama"
+    press: Annotated[str, typer.Option(help="Press to trace, such as SnapKVPress.")] = "SnapKVPress"
+    ratio: Annotated[float, typer.Option(help="Share of the tokens to evict, in [0, 1).")] = 0.5
+    length: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 512
+    decode: Annotated[int, typer.Option(min=0, help="Decode steps after the prefill.")] = 1
+    dtype: Dtype = "float32"
+    device: Device = "cpu"
+
+
+# ---- recording -----------------------------------------------------------------------------------
+
+
+class _Held(tuple[int, ...]):
+    """How many keys each row and head of a layer holds."""
+
+    @property
+    def mean(self) -> int:
+        return round(sum(self) / len(self)) if self else 0
+
+    def __str__(self) -> str:
+        low, high = min(self, default=0), max(self, default=0)
+        return f"{low}" if low == high else f"{low} to {high}"
+
+
+class Recorder:
+    """Writes down what happens in the attention layers of a model, with one mechanism.
+
+    Attributes:
+        events: so far, in the order in which they arrived.
+        step: of the forward that comes next, 0 for the prefill.
+    """
+
+    def __init__(self, mechanism: str, model: PreTrainedModel, cache: DynamicCache) -> None:
+        self.mechanism, self.cache, self.step = mechanism, cache, 0
+        self.events: list[dict[str, Any]] = []
+        self._sites = {id(site.module): site for site in attention_sites(model)}
+        modules = [site.module for site in self._sites.values()]
+        self._forwards = {inspect.unwrap(type(module).forward).__code__ for module in modules}
+        self._file = _MECHANISMS[mechanism].__file__
+        self._held: dict[int, _Held] = {}  # by layer, at the last event
+        self._before: dict[tuple[int, int], int] = {}  # keys that layers held, by step and layer
+        self._done: set[tuple[int, int]] = set()  # where attention has run
+        self._open: list[tuple[FrameType, int | None, int]] = []  # calls of the mechanism
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Write down what this thread does in the block."""
+        former = sys.getprofile()
+        sys.setprofile(self._see)
+        try:
+            yield
+        finally:
+            sys.setprofile(former)
+
+    def _see(self, frame: FrameType, what: str, result: Any) -> None:
+        code, begins, ends = frame.f_code, what == "call", what == "return"
+        if code in self._forwards and (begins or (ends and result is not None)):
+            site = self._sites.get(id(frame.f_locals["self"]))
+            if site is not None:
+                (self._enters if begins else self._attended)(site, frame)
+        elif ends and code is TokenScorer.checked_scores.__code__ and result is not None:
+            press, layer = frame.f_locals["self"], frame.f_locals["call"].site.layer_idx
+            name = press_label(type(press).__name__)
+            self._tell(layer, f"{name} scores {result.shape[-1]} keys")
+        elif begins and code.co_filename == self._file and self._name(code):
+            self._calls(frame)
+        elif ends and self._open and self._open[-1][0] is frame:
+            self._returns(self._name(code))
+
+    def _tell(self, layer: int, event: str, **known: int) -> None:
+        self._held = self._holds()
+        place = {"mechanism": self.mechanism, "step": self.step, "layer": layer}
+        self.events.append({**place, "event": event, **known})
+
+    def _enters(self, site: AttentionSite, frame: FrameType) -> None:
+        n, place = frame.f_locals["hidden_states"].shape[1], (self.step, site.layer_idx)
+        known = {} if place in self._before else {"hidden_states_length": n}  # not run again
+        event = f"{n} hidden states enter" if n > 1 else "1 hidden state enters"
+        self._tell(site.layer_idx, event, **known)
+        self._before.setdefault(place, self._held.get(site.layer_idx, _Held()).mean)
+
+    def _attended(self, site: AttentionSite, frame: FrameType) -> None:
+        held, place = self._holds()[site.layer_idx], (self.step, site.layer_idx)
+        known = {} if place in self._done else {"keys_made": held.mean - self._before[place]}
+        self._done.add(place)
+        self._tell(site.layer_idx, f"attention has run over {held} keys", **known)
+
+    def _calls(self, frame: FrameType) -> None:
+        """Torch calls a hook, or the model a wrapper: of a layer or, None, of the decoder."""
+        given = [self._sites.get(id(value), value) for value in frame.f_locals.values()]
+        layers = [site.layer_idx for site in given if isinstance(site, AttentionSite)]
+        self._open.append((frame, layers[0] if layers else None, len(self.events)))
+        if layers:
+            self._tell(layers[0], self._name(frame.f_code))
+
+    def _returns(self, name: str) -> None:
+        """What was called has ended: tell what it did to the layers."""
+        _, own, began = self._open.pop()
+        if own is not None and len(self.events) == began + 1:
+            self.events.pop()  # nothing has happened in between: one line is enough
+        before, after = self._held, self._holds()
+        for layer, held in after.items():
+            known: dict[str, int] = {}
+            did = f" prunes {before[layer]} → {held}" if held != before.get(layer, held) else ""
+            if layer == own and (self.step, layer) in self._done and name in _CONCLUDING:
+                did, known = did or f" leaves {held} keys", {"keys_kept": held.mean}
+            if did or layer == own:
+                self._tell(layer, name + did, **known)
+
+    def _name(self, code: CodeType) -> str:
+        return _CALLED.get((self.mechanism, code.co_name), "")
+
+    def _holds(self) -> dict[int, _Held]:
+        own = {site.layer_idx for site in self._sites.values()}
+        lengths = enumerate(kept_lengths(self.cache))
+        return {layer: _Held(of.flatten().tolist()) for layer, of in lengths if layer in own}
+
+
+_LENGTHS = ["hidden_states_length", "keys_made", "keys_kept"]
+
+
+def trace(
+    model: PreTrainedModel, presses: PressPair, *, length: int, decode: int = 0, seed: int = 0
+) -> pd.DataFrame:
+    """What happens in a prefill and some decode steps, first with hooks, then with patches.
+
+    Nothing is left on the model.
+
+    Args:
+        model: any decoder that the presses fit.
+        presses: the same press with both mechanisms.
+        length: tokens of the prompt, drawn at random.
+        decode: decode steps after the prefill, each with the likeliest token.
+        seed: of the prompt.
+
+    Returns:
+        A row per event, in order: the `mechanism`, "hook" or "patch"; the `step`, 0 for the
+        prefill; the `layer`; the `event`, in words. Where they are a matter of the event:
+        `hidden_states_length`, tokens whose hidden states entered; `keys_made`, keys per head that
+        the layer added to its cache; and `keys_kept`, keys per head that the cache holds once the
+        hook or wrapper of the attention module is done, the mean where heads differ.
+
+    Raises:
+        PressError: if a press does not fit the model.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    inputs, events = Inputs.random(vocabulary, [length], seed=seed), []
+    if isinstance(presses.hook, Finch):
+        inputs = inputs.with_delimiter(DELIMITER, question=8)
+    for mechanism, press in presses._asdict().items():
+        cache, ids = DynamicCache(config=model.config), inputs.context.to(model.device)
+        recorder = Recorder(mechanism, model, cache)
+        with torch.inference_mode(), press(model):
+            for recorder.step in range(decode + 1):
+                with recorder.recording():
+                    logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+                ids = logits[:, -1:].argmax(dim=-1)
+        events += recorder.events
+    table = pd.DataFrame(events, columns=["mechanism", "step", "layer", "event", *_LENGTHS])
+    return table.astype(dict.fromkeys(_LENGTHS, "Int64"))
+
+
+# ---- reading the table ---------------------------------------------------------------------------
+
+
+def _prefill(trace: pd.DataFrame, mechanism: str) -> pd.DataFrame:
+    """What came into each layer in the prefill, was made and kept there, with one mechanism."""
+    rows = trace[(trace["step"] == 0) & (trace["mechanism"] == mechanism)]
+    return rows.groupby("layer")[_LENGTHS].last().astype("Int64")
+
+
+def _event_table(trace: pd.DataFrame) -> ResultTable:
+    """What happened in each step, hook and patch side by side; like layers are told once."""
+    texts = trace.groupby(["step", "layer", "mechanism"])["event"].agg(list).unstack()
+    rows: dict[Any, Any] = texts[list(_MECHANISMS)].T.to_dict("list")
+    lines = []
+    for (step, sides), alike in groupby(rows.items(), lambda row: (row[0][0], row[1])):
+        layers = [layer for (_, layer), _ in alike]
+        several = f"layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"
+        name = f"{f'decode step {step}' if step else 'prefill'}, {several}"
+        for number, both in enumerate(zip_longest(*sides, fillvalue="")):
+            lines.append(["" if number else name, *both])
+    first = trace.iloc[0]
+    note = f"What happened, in order: {press_label(first['press'])} at ratio {first['ratio']:g}."
+    return ResultTable(note, ["", "hooks", "patches"], lines, left=None)
+
+
+_LEGEND = {"hidden states that enter": GRID, "keys made": "#b9b9b9", "keys kept": "#555555"}
+
+
+def _figure(trace: pd.DataFrame) -> Figure:
+    """What enters, is made and stays in each layer, a panel per mechanism."""
+    height = 1.4 + min(0.6 * trace["layer"].nunique(), 10)
+    figure, axes = new_figure(columns=2, width=9.0, height=height, sharex=True, sharey=True)
+    with style():
+        for panel, mechanism in zip(axes, _MECHANISMS, strict=True):
+            layers, colour = _prefill(trace, mechanism), mechanism_colour(mechanism)
+            layers.index = pd.Index([f"layer {layer}" for layer in layers.index])
+            pale = tuple(1 - 0.35 * (1 - channel) for channel in to_rgb(colour))
+            looks: Any = {"color": [GRID, pale, colour], "width": 0.8, "legend": False}
+            layers.astype(float).plot.barh(ax=panel, **looks)
+            bars: Any
+            for bars in panel.containers:
+                panel.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=7.5)
+            panel.set(title={"hook": "hooks", "patch": "patches"}[mechanism], xlabel="tokens")
+            panel.grid(axis="y", visible=False)
+        axes[0].invert_yaxis()  # the forward runs from the top to the bottom
+        handles = [Swatch(color=colour, label=label) for label, colour in _LEGEND.items()]
+        figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    figure.set_label(
+        "Hidden states that enter each layer, keys that it makes, and keys that are kept once its "
+        "press has acted, during the prefill, with hooks (left) and with patches (right)"
+    )
+    return figure
+
+
+def _model(name: str, dtype: str, device: str) -> PreTrainedModel:
+    if name not in FAMILIES:
+        return load_model(name, dtype=dtype, device=device)[0]
+    implementations = supported_implementations(name)
+    model = build(name, attn_implementation="sdpa" if "sdpa" in implementations else "eager")
+    return model.to(torch.device(device), getattr(torch, dtype))
+
+
+class Trace(Experiment[Options]):
+    """Follow one forward step by step, hook and patch side by side."""
+
+    name = "trace"
+    title = "One forward, step by step"
+    question = "In one forward, when does each mechanism act, and on what?"
+    method = (
+        "Python's profiler reports the calls of attention modules, attention functions, hooks, "
+        "wrappers and scores, and the cache is read around each of them. Events are listed in the "
+        "order in which they arrived. Another press acts at other moments: `--press` traces any "
+        "of them. How long a press takes is measured elsewhere, as a profiler slows it down."
+    )
+    evidence = Evidence.EVENTS
+    full = quick = Options()
+
+    def on(self, own: OwnModel) -> Planned[Options]:
+        (press,), (length,) = own.opened((Options.press,)), own.at_most(Options.length)
+        options = self.quick_on(own, press=press, length=length)
+        return Planned(options, 2 * length, 2 * options.decode, seconds=1)
+
+    def measure(self, options: Options, progress: Progress) -> Tables:
+        name = press_name(options.press)
+        model = _model(options.model, options.dtype, options.device)
+        presses = suited_pair(name, options.ratio, options.length, model)
+        events = trace(model, presses, length=options.length, decode=options.decode)
+        called = short_name(options.model)
+        return {"trace": events.assign(model=called, press=name, ratio=options.ratio)}
+
+    def findings(self, tables: Tables) -> list[Finding]:
+        hook, patch = (_prefill(tables["trace"], mechanism) for mechanism in _MECHANISMS)
+        text = (
+            f"Of {hook['keys_made'].mean():,.0f} keys per head a layer keeps "
+            f"**{hook['keys_kept'].mean():,.0f}** once its own hook has run; a patch keeps "
+            f"{'as many' if hook.equals(patch) else 'others'}, at the same moment."
+        )
+        return [Finding("layers", text)]
+
+    def views(self, tables: Tables) -> list[ResultTable]:
+        return [_event_table(tables["trace"])]
+
+    def figures(self, tables: Tables) -> dict[str, Figure]:
+        return {"trace": _figure(tables["trace"])}
+
+
+EXPERIMENT = Trace()

@@ -1,0 +1,175 @@
+"""The masked reference: what an eviction does, told by the full cache behind a mask.
+
+It shares nothing with the presses but the list of what they kept. With the mask on all heads it has
+to give the logits of the pruned cache. With the mask on a single head it tells what that head's
+eviction does by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from experiments import UserError
+from experiments.testbed.variants import Kept, mask_by_hook
+from press_core import AttentionSite, PressError, attention_sites, kept_lengths, kept_positions
+from press_core.scope import InstalledPress
+
+
+class Sample(NamedTuple):
+    """A context and its question, `(B, S)` and `(B, q)` token ids."""
+
+    context: Tensor
+    question: Tensor
+
+
+class Read(NamedTuple):
+    """What came of a question.
+
+    Attributes:
+        logits: `(B, vocabulary)`, after its last token.
+        outputs: by site, `(B, q, H, d)`: what its attention gave, before the output projection.
+        weights: by site, `(B, H, q, keys)`, as eager attention returns them.
+    """
+
+    logits: Tensor
+    outputs: list[Tensor]
+    weights: list[Tensor]
+
+
+class Reader:
+    """Reads one sample from caches of one model, whose attention is eager.
+
+    Attributes:
+        sites: attention modules, in the order of what is read by site.
+        full: what came of the question with the whole context.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, model: PreTrainedModel, sample: Sample) -> None:
+        self.model, self.sites = model, attention_sites(model)
+        self.context, self.question = (ids.to(model.device) for ids in sample)
+        self._cache = self._prefilled()
+        self.full = self.masked({})
+
+    @torch.inference_mode()
+    def masked(self, kept: Kept) -> Read:
+        """The question after the full cache, of which heads see what they keep."""
+        with mask_by_hook(self.model, kept):
+            return self._read(deepcopy(self._cache))
+
+    @torch.inference_mode()
+    def pruned(self, press: InstalledPress) -> tuple[Read, Kept]:
+        """The question after the cache that a press leaves, inside its scope; and what it kept.
+
+        Raises:
+            PressError: if the press does not suit the model, or does not say what it keeps.
+        """
+        with torch.random.fork_rng(devices=[]), press(self.model):
+            torch.default_generator.manual_seed(0)
+            cache = self._prefilled()
+            kept = kept_in(cache, self.context.shape[1])
+            return self._read(cache), kept
+
+    def _prefilled(self) -> DynamicCache:
+        cache = DynamicCache(config=self.model.config)
+        self.model(input_ids=self.context, past_key_values=cache, logits_to_keep=1)
+        return cache
+
+    def _read(self, cache: Cache) -> Read:
+        outputs: list[Tensor] = []
+        weights: list[Tensor] = []
+
+        def note_output(_: nn.Module, args: tuple[Any, ...]) -> None:
+            outputs.append(args[0].clone())
+
+        def note_weights(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            weights.append(output[1])
+
+        with ExitStack() as hooks:
+            for site in self.sites:
+                hooks.callback(_projection(site).register_forward_pre_hook(note_output).remove)
+                hooks.callback(site.module.register_forward_hook(note_weights).remove)
+            logits = self.model(input_ids=self.question, past_key_values=cache).logits
+        heads = (site.num_heads for site in self.sites)
+        by_head = [o.unflatten(-1, (n, -1)) for n, o in zip(heads, outputs, strict=True)]
+        return Read(logits[:, -1], by_head, weights)
+
+
+def _projection(site: AttentionSite) -> nn.Module:
+    for name in ("o_proj", "dense", "out_proj", "c_proj"):
+        child = getattr(site.module, name, None)
+        if isinstance(child, nn.Module):
+            return child
+    raise UserError(
+        f"{site.name} ({type(site.module).__name__}) has no output projection called o_proj, "
+        "dense, out_proj or c_proj, before which its heads could be told apart"
+    )
+
+
+def kept_in(cache: Cache, n_seen: int) -> Kept:
+    """What each head keeps of a context of `n_seen` tokens.
+
+    Raises:
+        UnsupportedCacheError: if a press did not say.
+    """
+    kept = {}
+    held = zip(kept_positions(cache), kept_lengths(cache), strict=True)
+    for index, (positions, lengths) in enumerate(held):
+        if lengths.numel():
+            slots = positions.expand(*lengths.shape, -1).remainder(n_seen + 1)  # empty ones: last
+            room = torch.zeros(*lengths.shape, n_seen + 1, dtype=torch.bool, device=slots.device)
+            kept[index] = room.scatter(-1, slots, True)[..., :-1]
+    return kept
+
+
+def by_kv_head(site: AttentionSite, of_queries: Tensor) -> Tensor:
+    """Means over rows, queries and the heads of a group: from `(B, H, q)` to `(H_kv,)`."""
+    return site.grouped(of_queries).unflatten(1, (site.num_kv_heads, -1)).mean((0, 2, 3))
+
+
+def harm(reader: Reader, pair: Sequence[InstalledPress]) -> tuple[list[dict[str, Any]], Any]:
+    """What an eviction does to one sample: a row per layer and head, and one for the logits.
+
+    Raises:
+        PressError: if the press keeps all, or does not say what it keeps.
+    """
+    (pruned, kept), (patched, _) = map(reader.pruned, pair)
+    if all(bool(kept[site.layer_idx].all()) for site in reader.sites):
+        raise PressError("it evicts no tokens in the prefill")
+    full, logits = reader.full.logits, pruned.logits
+    bits = zip((logits, *pruned.outputs), (patched.logits, *patched.outputs), strict=True)
+    return list(_harm_by_heads(reader, kept)), {
+        "logit_error": float((logits - full).abs().max()),
+        "same_token": float((logits.argmax(-1) == full.argmax(-1)).float().mean()),
+        "unexplained": float((logits - reader.masked(kept).logits).abs().max()),
+        "equal": all(torch.equal(*both) for both in bits),
+    }
+
+
+def _harm_by_heads(reader: Reader, kept: Kept) -> Iterator[dict[str, Any]]:
+    """Of the heads of each layer, what they evict, and what comes of one that evicts alone."""
+    for index, site in enumerate(reader.sites):
+        heads, full = kept[site.layer_idx], reader.full.outputs[index]
+        of_queries = site.ungrouped(heads.repeat_interleave(site.num_heads // heads.shape[1], 1))
+        weights = reader.full.weights[index][..., : heads.shape[-1]]
+        mass_lost = by_kv_head(site, (weights * ~of_queries.unsqueeze(2)).sum(-1))
+        for head in range(site.num_kv_heads):
+            only = torch.ones_like(heads)
+            only[:, head] = heads[:, head]
+            alone = reader.masked({site.layer_idx: only})
+            off = (alone.outputs[index] - full).norm(dim=-1) / full.norm(dim=-1).clamp(min=1e-12)
+            yield {
+                "layer": site.layer_idx,
+                "head": head,
+                "kept": float(heads[:, head].float().mean()),
+                "mass_lost": float(mass_lost[head]),
+                "alone": float(by_kv_head(site, off.transpose(1, 2))[head]),
+                "logit_error": float((alone.logits - reader.full.logits).abs().max()),
+            }

@@ -1,0 +1,200 @@
+"""Streams: a text, token by token, through a bounded cache, and a recomputed window beside it."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+import torch
+from rich.progress import Progress
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import DynamicCache, PreTrainedModel
+
+from experiments import UserError
+from experiments.framework.intervals import LEAST
+from experiments.framework.timing import Stopwatch
+from experiments.testbed.stdlib_text import token_stream
+from hooks_impl import StreamingLLMDecodingPress
+from press_core import cache_nbytes
+from press_core.scope import InstalledPress
+
+ALONE_EVERY = 8
+"""Tokens of a stream between two forwards of one alone."""
+
+IGNORED = -100
+"""Target that costs nothing: an unknown word."""
+
+
+class Bound(NamedTuple):
+    """How a stream bounds its cache, if at all, and which positions its tokens have."""
+
+    cache: str
+    positions: str = "original"
+
+    def __str__(self) -> str:
+        has_sinks = self.cache == SINKS.cache
+        return f"{self.cache}, {self.positions} positions" if has_sinks else self.cache
+
+
+FULL, WINDOW, SINKS = Bound("full cache"), Bound("window"), Bound("sinks + window")
+IN_CACHE, RECOMPUTED = Bound(SINKS.cache, "in-cache"), Bound("window, recomputed", "in-cache")
+STREAMED = (FULL, WINDOW, SINKS, IN_CACHE)
+
+
+class Size(NamedTuple):
+    """How much is streamed.
+
+    Attributes:
+        tokens: length of the streams.
+        capacity: tokens that a bounded cache holds when a forward begins; one more sees a query.
+        full: length of the stream with a full cache.
+        n_sink: first tokens that are kept with sinks.
+        stretch: tokens that are measured together.
+    """
+
+    tokens: int
+    capacity: int = 255
+    full: int = 1024
+    n_sink: int = 4
+    stretch: int = 64
+
+    @property
+    def shortest(self) -> int:
+        """Tokens of which bounded caches evict some for `LEAST` stretches and more."""
+        return self.capacity + (LEAST + 1) * self.stretch
+
+    def press(self, cache: Bound) -> InstalledPress | None:
+        """What bounds a cache; None for a full one."""
+        if cache == FULL:
+            return None
+        return StreamingLLMDecodingPress(
+            max_capacity=self.capacity,
+            n_sink=0 if cache == WINDOW else self.n_sink,
+            rerotate=cache == IN_CACHE,
+        )
+
+
+class Text(NamedTuple):
+    """What is streamed.
+
+    Attributes:
+        ids: `(tokens,)` int64; the first is the one that the model's texts begin with, if any.
+        targets: `(tokens,)`: what comes after each, `IGNORED` where the tokenizer doesn't know it.
+    """
+
+    ids: Tensor
+    targets: Tensor
+
+
+def read_text(tokenizer: Any, n_tokens: int, path: Path | None = None) -> Text:
+    """The first `n_tokens` of the held-out standard library, or of a file.
+
+    Raises:
+        UserError: if the text is too short, or the tokenizer knows none of its words.
+    """
+    if path is None:
+        stream = token_stream(tokenizer, "held-out")
+    else:
+        encoded = tokenizer(path.read_text(encoding="utf-8"), add_special_tokens=False)
+        stream = torch.tensor(encoded["input_ids"], dtype=torch.int64)
+    if tokenizer.bos_token_id is not None:
+        stream = torch.cat((torch.tensor([tokenizer.bos_token_id]), stream))
+    source = "the held-out standard library" if path is None else str(path)
+    if len(stream) <= n_tokens:
+        raise UserError(
+            f"cannot stream {n_tokens:,} tokens: {source} has {len(stream) - 1:,} for this "
+            "tokenizer; ask for fewer, or give a longer text"
+        )
+    targets = stream[1 : n_tokens + 1].clone()
+    if tokenizer.unk_token_id is not None:
+        targets[targets == tokenizer.unk_token_id] = IGNORED
+    if (targets == IGNORED).all():
+        raise UserError(f"this model's tokenizer knows no word of {source}; give another text")
+    return Text(stream[:n_tokens], targets)
+
+
+class Stream:
+    """A text on its way through one cache, token by token.
+
+    Attributes:
+        position: tokens read so far.
+        cache: what is held of them.
+    """
+
+    def __init__(self, model: PreTrainedModel, text: Text, press: InstalledPress | None) -> None:
+        self.model, self.text, self.press = model, text, press
+        self.position, self.cache = 0, DynamicCache()
+
+    @torch.inference_mode()
+    def advance(self, n_tokens: int) -> tuple[Tensor, dict[str, float]]:
+        """Read the next `n_tokens`, with the press open meanwhile.
+
+        Returns:
+            The losses, see `losses_of`; by name, the quickest tenth of the milliseconds of a token,
+            and of one that is read without a cache in between.
+        """
+        read = slice(self.position, self.position + n_tokens)
+        ids, logits = self.text.ids[read].to(self.model.device), []
+        with nullcontext() if self.press is None else self.press(self.model):
+            watch = Stopwatch(self.model.device)
+            for index, token in enumerate(ids.view(-1, 1, 1)):
+                logits.append(self.model(input_ids=token, past_key_values=self.cache).logits[0])
+                watch.lap()
+                if index % ALONE_EVERY == 0:
+                    self.model(input_ids=token, use_cache=False)
+                watch.lap()
+        self.position += n_tokens
+        seconds = torch.tensor(watch.seconds(), dtype=torch.float64)
+        laps = {"quick_ms": seconds[::2], "quick_ms_alone": seconds[1 :: 2 * ALONE_EVERY]}
+        quickest = {name: 1e3 * float(lap.quantile(0.1)) for name, lap in laps.items()}
+        return losses_of(torch.cat(logits), self.text.targets[read]), quickest
+
+
+def losses_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Nats of each of `targets` `(q,)` under `logits` `(q, vocabulary)`, NaN where ignored."""
+    losses = cross_entropy(logits.float().cpu(), targets, ignore_index=IGNORED, reduction="none")
+    return losses.masked_fill(targets == IGNORED, torch.nan)
+
+
+@torch.inference_mode()
+def recomputed_losses(model: PreTrainedModel, text: Text, window: int) -> Tensor:
+    """Losses `(tokens,)` where a query sees at most `window` tokens, computed afresh.
+
+    Each window begins with the text's first token. NaN where the target is not known.
+    """
+    n_tokens, ids = len(text.ids), text.ids.to(model.device)
+    parts, done = [], 0
+    while done < n_tokens:
+        end = min(n_tokens, done + max(1, window // 4) if done else window)
+        first = max(1, end - window + 1)
+        seen = torch.cat((ids[:1], ids[first:end]))
+        logits = model(input_ids=seen[None], use_cache=False).logits[0, done - end :]
+        parts.append(losses_of(logits, text.targets[done:end]))
+        done = end
+    return torch.cat(parts)
+
+
+def stream_text(model: PreTrainedModel, text: Text, size: Size, progress: Progress) -> pd.DataFrame:
+    """Stream `text`, of `size.tokens` tokens, through all caches: see `Streaming.measure`."""
+    streams = {cache: Stream(model, text, size.press(cache)) for cache in STREAMED}
+    recomputed = recomputed_losses(model, text, size.capacity + 1)
+    rows: list[dict[str, Any]] = []
+    for first in progress.track(range(0, size.tokens, size.stretch), description="streaming"):
+        for cache, stream in streams.items():
+            most = min(size.full, size.tokens) if cache == FULL else size.tokens
+            end = min(first + size.stretch, most)
+            if first < end:
+                losses, quickest = stream.advance(end - first)
+                row = {"first": first, "end": end, "loss": float(losses.nanmean())}
+                row["bytes"] = cache_nbytes(stream.cache)
+                rows.append(cache._asdict() | row | quickest)
+        losses = recomputed[first : first + size.stretch]
+        row = {"first": first, "end": first + len(losses), "loss": float(losses.nanmean())}
+        rows.append(RECOMPUTED._asdict() | row)
+    guessing = math.log(model.config.get_text_config().vocab_size)
+    sizes = {"capacity": size.capacity, "n_sink": size.n_sink}
+    return pd.DataFrame(rows).assign(guessing=guessing, **sizes)

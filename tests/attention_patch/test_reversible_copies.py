@@ -1,0 +1,239 @@
+"""Copies of patched modules are clean, patches that somebody takes away say so; threads."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from attention_patch import wrap
+from tests.attention_patch.test_reversible import _attributes, _same
+
+
+class Doubling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+
+    def forward(self, x: Any) -> Any:
+        return x * self.weight
+
+
+# ---- copies --------------------------------------------------------------------------------------
+
+
+def _tenfold(call_next: Any, x: Any) -> Any:
+    return 10 * call_next(x)
+
+
+def _pickled(module: nn.Module, protocol: int | None = None) -> Any:
+    return pickle.loads(pickle.dumps(module, protocol=protocol))
+
+
+def _saved(module: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+DEEP_COPIES = [copy.deepcopy, _pickled, lambda module: _pickled(module, 2), _saved]
+COPIES = [copy.copy, *DEEP_COPIES]
+by_every_copy = pytest.mark.parametrize("make_copy", COPIES)
+
+
+@by_every_copy
+def test_a_copy_of_a_model_with_a_patched_part_is_clean(make_copy: Callable[[Any], Any]) -> None:
+    part = Doubling()
+    part.weight.fill_(3.0)
+    model = nn.Sequential(Doubling(), part)
+    patch = wrap(part, "forward", _tenfold)
+    other = make_copy(model)
+    assert float(model(torch.tensor(1.0))) == 60
+    expected = 60 if make_copy is copy.copy else 6  # a shallow copy shares its parts
+    assert float(other(torch.tensor(1.0))) == expected
+    patch.remove()
+    assert float(other(torch.tensor(1.0))) == 6
+
+
+@by_every_copy
+def test_a_forward_of_the_modules_own_goes_along(make_copy: Callable[[Any], Any]) -> None:
+    module: Any = Doubling()
+    module.forward = _negative
+    patch = wrap(module, "forward", _tenfold)
+    other = make_copy(module)
+    assert vars(other)["forward"] is _negative
+    assert (other(3), module(3)) == (-3, -30)
+    patch.remove()
+    assert vars(module)["forward"] is _negative
+
+
+def _negative(x: Any) -> Any:
+    return -x
+
+
+@by_every_copy
+def test_copies_stay_clean_until_the_last_attribute_is_restored(
+    make_copy: Callable[[Any], Any],
+) -> None:
+    module = Doubling()
+    before = _attributes(module)
+    forward, text = (
+        wrap(module, "forward", _tenfold),
+        wrap(module, "extra_repr", lambda call_next: "patched"),
+    )
+    forward.remove()
+    assert vars(make_copy(module)).keys() == before.keys()
+    text.remove()
+    assert _same(module, before)
+
+
+def test_a_copy_may_be_patched_by_itself() -> None:
+    module = Doubling()
+    patch = wrap(module, "forward", _tenfold)
+    other = copy.deepcopy(module)
+    patch_of_copy = wrap(other, "forward", _tenfold)
+    patch.remove()
+    assert (float(module(3)), float(other(3))) == (6, 60)
+    patch_of_copy.remove()
+    assert float(other(3)) == 6
+
+
+def test_a_way_of_copying_that_the_module_had_is_left_alone() -> None:
+    module: Any = Doubling()
+    module.__reduce_ex__ = own = lambda protocol: (Doubling, ())
+    patch = wrap(module, "forward", _tenfold)
+    assert vars(module)["__reduce_ex__"] is own
+    patch.remove()
+    assert vars(module)["__reduce_ex__"] is own
+
+
+@pytest.mark.parametrize("make_copy", DEEP_COPIES)
+def test_a_copy_under_a_foreign_wrapper_runs_the_foreign_one_alone(
+    make_copy: Callable[[Any], Any],
+) -> None:
+    module: Any = Doubling()
+    patch = wrap(module, "forward", _tenfold)
+    module._old_forward = module.forward  # as accelerate hooks a module
+    wrapper = functools.partial(_plus_one, module)
+    module.forward = functools.update_wrapper(wrapper, module._old_forward)
+    other = make_copy(module)
+    other.weight.fill_(7.0)
+    assert float(module(3)) == 61
+    assert float(other(3)) == 22  # its own weight, and no layer of ours
+    module.forward = module._old_forward
+    del module._old_forward
+    patch.remove()
+    assert "forward" not in vars(module)
+    assert "__reduce_ex__" not in vars(module)
+
+
+def _plus_one(module: Any, x: Any) -> Any:
+    return module._old_forward(x) + 1
+
+
+def _put_back(module: Any, former: Any) -> None:
+    module.forward = former
+
+
+def _delete(module: Any, _: Any) -> None:
+    del module.forward
+
+
+@pytest.mark.parametrize("take", [_put_back, _delete])
+def test_a_patch_that_somebody_took_away_says_so(take: Callable[[Any, Any], None]) -> None:
+    module: Any = Doubling()
+    former = module.forward
+    patches = [wrap(module, "forward", _tenfold)]
+    assert not patches[0].is_lost
+    take(module, former)
+    assert patches[0].is_lost
+    assert float(module(3)) == 6
+    patches.append(wrap(module, "forward", _tenfold))
+    assert [patch.is_lost for patch in patches] == [True, False]
+    for patch in patches:
+        patch.remove()
+        assert not patch.is_lost
+    vars(module).pop("forward", None)  # what was put back is somebody else's
+    assert float(module(3)) == 6
+
+
+def test_a_patch_beneath_a_foreign_wrapper_is_not_lost() -> None:
+    module: Any = Doubling()
+    patch = wrap(module, "forward", _tenfold)
+    module._old_forward = module.forward
+    module.forward = functools.partial(_plus_one, module)
+    assert not patch.is_lost
+    later = wrap(module, "forward", _tenfold)
+    assert not patch.is_lost
+    module.forward = module._old_forward
+    del module._old_forward
+    assert not patch.is_lost
+    assert later.is_lost
+    later.remove()
+    patch.remove()
+    assert "forward" not in vars(module)
+
+
+# ---- threads -------------------------------------------------------------------------------------
+
+
+def test_threads_that_patch_at_once_end_clean() -> None:
+    module = Doubling()
+    before = _attributes(module)
+    failures: list[BaseException] = []
+    start = threading.Barrier(3)
+
+    def patching(index: int) -> None:
+        ran = 0
+
+        def layer(call_next: Any, x: Any) -> Any:
+            nonlocal ran
+            ran += 1
+            return call_next(x)
+
+        start.wait()
+        for _ in range(300):
+            first, second = wrap(module, "forward", layer), wrap(module, "forward", layer)
+            already = ran
+            assert float(module(3)) == 6
+            assert ran >= already + 2
+            (first if index else second).remove()
+            assert float(module(3)) == 6
+            (second if index else first).remove()
+
+    def calling() -> None:
+        start.wait()
+        for _ in range(900):
+            assert float(module(3)) == 6
+
+    def guarded(run: Callable[..., None], *args: Any) -> None:
+        try:
+            run(*args)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [
+        threading.Thread(target=guarded, args=args)
+        for args in ((patching, 0), (patching, 1), (calling,))
+    ]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failures
+    assert _same(module, before)

@@ -1,0 +1,38 @@
+"""A finished study of tiny experiments, and commands that offer them."""
+
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import experiments
+from experiments.framework.experiment import Experiment
+from tests.experiments.tiny import ONE, TWO, study
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    path = tmp_path_factory.mktemp("study")
+    assert study([ONE, TWO], path)[0] == []
+    return path
+
+
+@pytest.fixture
+def folder(finished, tmp_path):
+    """A copy of the study of `ONE` and `TWO`, to be changed."""
+    return Path(shutil.copytree(finished, tmp_path / "results"))
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Offer experiments to the commands, in place of the study's own."""
+
+    def register(*chosen: Experiment) -> None:
+        monkeypatch.setattr(experiments, "EXPERIMENTS", {e.name: "" for e in chosen})
+        for experiment in chosen:
+            module = SimpleNamespace(EXPERIMENT=experiment)
+            monkeypatch.setitem(sys.modules, f"experiments.questions.{experiment.name}", module)
+
+    return register

@@ -1,0 +1,91 @@
+"""Experiments that take no time, and a study of them."""
+
+import json
+from dataclasses import dataclass
+from io import StringIO
+from typing import Annotated
+from unittest.mock import patch
+
+import pandas as pd
+import typer
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from experiments.framework.experiment import Experiment, Finding
+from experiments.framework.manifest import MANIFEST
+from experiments.framework.tables import ResultTable
+from experiments.study import run_study
+
+COMMIT = "0" * 40
+
+
+@dataclass(frozen=True)
+class Options:
+    last: Annotated[float, typer.Option(help="The last x.")] = 3.5
+
+
+class Tiny(Experiment[Options]):
+    """One table with a column x, and a figure, both of the experiment's name."""
+
+    method = "Three numbers are written down. Others would have another mean."
+    full, quick = Options(), Options(last=2.9)
+
+    def __init__(self, name):
+        self.name, self.title = name, f"The {name} experiment"
+        self.question = f"What about {name}?"
+
+    def measure(self, options, progress):
+        return {self.name: pd.DataFrame({"x": [0.1, 2.0, options.last], "word": ["a", "b", "c"]})}
+
+    def findings(self, tables):
+        mean = tables[self.name]["x"].mean()
+        text = f"The mean of {self.name} is **{mean:.3f}**."
+        return [Finding("mean", text, f"know {self.name}", "works")]
+
+    def views(self, tables):
+        return [ResultTable("The last.", ["x"], [[tables[self.name]["x"].iloc[-1]]], left=0)]
+
+    def remarks(self, tables):
+        return ["Nothing else."]
+
+    def figures(self, tables):
+        return {self.name: line_figure(tables)}
+
+
+def line_figure(tables):
+    figure = Figure(figsize=(3, 2))
+    axes = figure.subplots()
+    axes.plot(next(iter(tables.values()))["x"])
+    axes.set(title="A line", xlabel="row", ylabel="x")
+    return figure
+
+
+def tiny(name, **changed):
+    """A `Tiny` with other attributes, or methods that take no `self`."""
+    experiment = Tiny(name)
+    for attribute, value in changed.items():
+        setattr(experiment, attribute, value)
+    return experiment
+
+
+def failing(*_):
+    raise RuntimeError("no <luck>\n [today]")
+
+
+def study(chosen, folder, full=True, **kwargs):
+    """Run a study; returns who failed, and what was printed."""
+    console = Console(file=StringIO(), width=200)
+    with patch("experiments.framework.environment.commit", return_value=COMMIT):
+        failed = run_study(chosen, folder, console, full=full, **kwargs)
+    return failed, console.file.getvalue()
+
+
+ONE, TWO = tiny("one"), tiny("two")
+BROKEN = tiny("broken", measure=failing)
+
+
+def note(folder, name, **changed):
+    """Change what the manifest says of an experiment."""
+    told = json.loads((folder / MANIFEST).read_text())
+    told["experiments"][name] |= changed
+    (folder / MANIFEST).write_text(json.dumps(told))

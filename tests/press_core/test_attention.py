@@ -1,0 +1,126 @@
+"""Attention weights are those of the model: explicit softmaxes, whole or in tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from experiments.testbed.families import FAMILIES
+from press_core import attention_sites
+from press_core.attention import (
+    attention_tiles,
+    mean_attention,
+    received_attention,
+    window_attention,
+)
+from press_core.tiles import NUMBERS
+from tests.press_core import slowly
+from tests.press_core.drawn import (
+    BATCH,
+    GROUP,
+    KV,
+    KV_HEADS,
+    SITES,
+    called,
+    drawn_call,
+    of_family,
+    with_sinks,
+)
+
+LENGTH = 23
+
+
+@pytest.mark.parametrize("kind", SITES)
+@pytest.mark.parametrize("window", [1, 5, LENGTH])
+def test_window_attention_is_an_explicit_softmax(kind: str, window: int) -> None:
+    call = drawn_call(LENGTH, site=SITES[kind]())
+    weights = window_attention(call, window)
+    assert weights.shape == (BATCH, KV_HEADS, GROUP, window, LENGTH)
+    for row, head in KV:
+        for member in range(GROUP):
+            for query in {0, window // 2, window - 1}:
+                position = LENGTH - window + query
+                expected = slowly.weights(call, row, head * GROUP + member, position)
+                found = weights[row, head, member, query]
+                torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 100, 1000, 100_000])
+@pytest.mark.parametrize("window", [1, 5, LENGTH])
+def test_tiles_of_attention_are_parts_of_all_of_it(
+    window: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(NUMBERS, "cpu", at_once)
+    call = drawn_call(LENGTH, site=with_sinks())
+    whole, seen = window_attention(call, window), torch.zeros(KV_HEADS, window)
+    smallest = BATCH * GROUP * LENGTH
+    for tile in attention_tiles(call.site, call.queries(window), call.keys):
+        assert tile.weights.numel() <= max(at_once, smallest)
+        end = LENGTH - window + tile.rows.stop
+        assert tile.weights.shape[-1] == end
+        part = whole[:, tile.heads, :, tile.rows]
+        torch.testing.assert_close(tile.weights, part[..., :end])
+        assert not part[..., end:].any()
+        seen[tile.heads, tile.rows] += 1
+    assert (seen == 1).all()
+
+
+@pytest.mark.parametrize("window", [1, 5, LENGTH])
+def test_mean_attention_is_the_mean_of_all_rows(window: int) -> None:
+    call = drawn_call(LENGTH, site=with_sinks())
+    weights, factors = window_attention(call, window), torch.arange(1.0, window + 1)
+    found = mean_attention(call, call.queries(window))
+    torch.testing.assert_close(found, weights.mean(dim=(2, 3)))
+    weighed = mean_attention(call, call.queries(window), factors)
+    torch.testing.assert_close(weighed, (weights * factors.view(-1, 1)).mean(dim=(2, 3)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_those_that_the_family_itself_computes(
+    family: str, record: Callable[..., Any]
+) -> None:
+    recorded = record(family, 9)
+    weights = window_attention(of_family(recorded), 9).flatten(1, 2)
+    torch.testing.assert_close(weights, recorded.weights, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "option", [{"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_weights": False}]
+)
+def test_weights_are_scaled_as_the_options_of_gpt2_say(option: dict[str, bool]) -> None:
+    config = AutoConfig.for_model(
+        "gpt2",
+        vocab_size=32,
+        n_embd=16,
+        n_layer=3,
+        n_head=2,
+        bos_token_id=1,
+        eos_token_id=2,
+        **option,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    of_gpt2 = attention_sites(model)[2]
+    projected: list[Tensor] = []
+    with (
+        of_gpt2.query_module.register_forward_hook(lambda *call: projected.append(call[2])),
+        torch.no_grad(),
+    ):
+        output = model(torch.arange(3, 12)[None], output_attentions=True)
+    query, key, value = (x.view(1, 9, 2, 8).transpose(1, 2) for x in projected[0].chunk(3, dim=-1))
+    states = torch.zeros(1, 9, 16)
+    call = called(query, site=of_gpt2, hidden_states=states, keys=key, values=value)
+    weights = window_attention(call, 9).flatten(1, 2)
+    torch.testing.assert_close(weights, output.attentions[2], atol=1e-5, rtol=1e-4)
+
+
+def test_received_attention_adds_up_over_all_queries() -> None:
+    call = drawn_call(15)
+    found = received_attention(call)
+    for row, head in KV:
+        expected = slowly.received_attention(call, row, head)
+        torch.testing.assert_close(found[row, head], expected, atol=1e-6, rtol=0)

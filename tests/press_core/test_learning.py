@@ -1,0 +1,224 @@
+"""What presses learn from examples is what there was to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from press_core import AttentionCall
+from press_core.learned.calibration import Calibration, CalibrationError
+from press_core.learned.fast_kvzip import Gate, KVzipGates, fit_gates
+from press_core.learned.kvzap import KVzap, KVzapRegressor, fit_regressor
+from press_core.learned.query_statistics import (
+    ExpectedAttentionStats,
+    ExpectedAttentionWithStats,
+    filter_directions,
+)
+from press_core.learned.running import Examples
+from press_core.presses.expected_attention import ExpectedAttention, query_statistics
+from tests.press_core.drawn import (
+    BATCH,
+    DIM,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    WIDTH,
+    Prepared,
+    drawn,
+    drawn_call,
+    fitted,
+    site,
+)
+
+LENGTH, RANK, N_BASE = 17, 5, 4
+GATES = fitted(KVzipGates, rank=RANK, n_base=N_BASE)
+GATES = replace(GATES, query_norm=1 + GATES.query_norm / 4, key_norm=1 + GATES.key_norm / 4)
+
+
+def a_call(length: int = LENGTH, **fields: Any) -> AttentionCall:
+    return drawn_call(length, **{"site": site(1), **fields})
+
+
+# ---- measured ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_sink", [0, 4])
+def test_statistics_of_the_context_itself_give_expected_attention(n_sink: int) -> None:
+    call = a_call(batch=1)
+    measured = [x.expand(LAYERS, *x.shape[1:]) for x in query_statistics(call, n_sink)]
+    known = Prepared(ExpectedAttentionStats(*measured))
+    found = ExpectedAttentionWithStats(n_future_positions=9, n_sink=n_sink).score(
+        call.replace(scope=known)
+    )
+    expected = ExpectedAttention(n_future_positions=9, n_sink=n_sink).score(call)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("offset", [-2.0, 2.0])
+def test_a_filter_is_the_first_right_singular_vector_turned_from_the_mean(offset: float) -> None:
+    queries = drawn(KV_HEADS, 100, DIM) + offset
+    second = queries.mT @ queries / 100
+    directions = filter_directions(queries.mean(dim=1), second)
+    for head in range(KV_HEADS):
+        singular = torch.linalg.svd(queries[head]).Vh[0]
+        assert abs(float(singular @ directions[head])) == pytest.approx(1)
+        assert float(directions[head] @ queries[head].mean(dim=0)) < 0
+
+
+# ---- trained -------------------------------------------------------------------------------------
+
+
+def of_layer_1(scores: Tensor) -> list[Tensor]:
+    return [torch.zeros(0), scores, torch.zeros(0)]
+
+
+def examples(
+    target: Any, n: int = 400, max_tokens: int = 10_000, dtype: torch.dtype = torch.float32
+) -> Examples:
+    """Hidden states of layer 1, with scores whose logarithm is `target` of them."""
+    learned = Examples(max_tokens)
+    for seed in range(2):
+        call = a_call(n // 2 // BATCH, dtype=dtype)
+        states = (2 + 3 * drawn(*call.hidden_states.shape, seed=seed)).to(dtype)
+        learned.see(replace(call, hidden_states=states))
+        learned.label(of_layer_1(target(states.double()).mT.exp()))
+    return learned
+
+
+WEIGHT = drawn(KV_HEADS, WIDTH, seed=7) / WIDTH
+
+
+def a_line(states: Tensor) -> Tensor:
+    return states @ WEIGHT.mT - 3
+
+
+def a_bend(states: Tensor) -> Tensor:
+    return (states @ WEIGHT.mT - 0.3).abs() - 3
+
+
+def left_over(given: KVzapRegressor, learned: Examples) -> float:
+    """Share of the variance of the targets that the regressor leaves unexplained."""
+    states = torch.cat(learned.states[1])[None]
+    call = a_call(states.shape[1], batch=1, dtype=torch.float32, scope=Prepared(given))
+    targets = torch.cat(learned.targets[1]).log().mT[None]
+    scores = KVzap(0.5).score(call.replace(hidden_states=states))
+    return float((scores - targets).var() / targets.var())
+
+
+def test_ridge_regression_finds_a_linear_function() -> None:
+    learned = examples(a_line)
+    given = fit_regressor(learned, "linear", None, 0, 0)
+    assert given.model_type == "linear"
+    assert given.sizes == {"layers": LAYERS, "kv_heads": KV_HEADS, "hidden_size": WIDTH}
+    assert left_over(given, learned) < 1e-4
+    torch.testing.assert_close(given.weight[1].double(), WEIGHT, atol=1e-3, rtol=1e-2)
+
+
+def test_a_hidden_layer_finds_what_a_linear_function_cannot() -> None:
+    learned = examples(a_bend)
+    straight = left_over(fit_regressor(learned, "linear", None, 0, 0), learned)
+    given = fit_regressor(learned, "mlp", 16, 1000, 0)
+    assert given.model_type == "mlp"
+    assert given.hidden_weight is not None
+    assert given.hidden_weight.shape == (LAYERS, 16, WIDTH)
+    assert left_over(given, learned) < 0.25 * straight
+
+
+def test_the_width_of_the_hidden_layer_is_an_eighth_by_default() -> None:
+    given = fit_regressor(examples(a_line), "mlp", None, 1, 0)
+    assert given.hidden_bias is not None
+    assert given.hidden_bias.shape == (LAYERS, WIDTH // 8)
+
+
+def gate_examples(target: Gate, n: int = 600) -> Examples:
+    """States whose scores a gate tells."""
+    learned = Examples(10_000)
+    call = a_call(n, batch=1, dtype=torch.float32)
+    learned.see(call)
+    learned.label(of_layer_1(target(call.hidden_states)))
+    return learned
+
+
+def test_gates_learn_what_a_gate_says() -> None:
+    target = Gate(*(x.float() for x in GATES.of_layer(0)))
+    learned = gate_examples(target)
+    states = learned.states[1][0][None]
+    before = fit_gates(learned, RANK, N_BASE, 0, 0).of_layer(1)(states)
+    given = fit_gates(learned, RANK, N_BASE, 600, 0)
+    after, wanted = given.of_layer(1)(states), target(states)
+    assert given.sizes == {
+        "layers": LAYERS,
+        "heads": HEADS,
+        "kv_heads": KV_HEADS,
+        "hidden_size": WIDTH,
+    }
+    assert float((after - wanted).square().mean()) < 0.1 * float(wanted.var())
+    assert float((before - wanted).square().mean()) > 0.5 * float(wanted.var())
+    torch.testing.assert_close(before.mean(dim=-1), wanted.mean(dim=-1), atol=0.15, rtol=0)
+
+
+def regressor(seed: int) -> Calibration:
+    return fit_regressor(examples(a_bend, dtype=torch.bfloat16), "mlp", 4, 20, seed)
+
+
+def gates(seed: int) -> Calibration:
+    target = Gate(*(x.float() for x in GATES.of_layer(0)))
+    return fit_gates(gate_examples(target, 80), 2, 2, 10, seed)
+
+
+@pytest.mark.parametrize("learn", [regressor, gates])
+def test_a_seed_decides_all_whatever_else_is_drawn(learn: Callable[[int], Calibration]) -> None:
+    one = learn(5)
+    state = torch.manual_seed(2).get_state()
+    with torch.inference_mode():  # gradients are off
+        two = learn(5)
+    assert torch.equal(torch.get_rng_state(), state)
+    other = learn(6)
+    for name, tensor in one.tensors.items():
+        assert torch.equal(tensor, two.tensors[name])
+        assert (tensor.dtype, tensor.requires_grad) == (torch.float32, False)
+        assert not two.tensors[name].is_inference()
+    assert any(not torch.equal(x, other.tensors[name]) for name, x in one.tensors.items())
+
+
+# ---- examples ------------------------------------------------------------------------------------
+
+
+def test_no_more_tokens_are_held_than_asked_for() -> None:
+    learned = examples(a_line, n=400, max_tokens=250)
+    assert learned.full
+    assert learned.n_tokens == 250
+    assert len(torch.cat(learned.states[1])) == len(torch.cat(learned.targets[1])) == 250
+
+
+def test_scores_of_zero_can_be_learned() -> None:
+    learned = Examples(1000)
+    call = a_call(dtype=torch.float32)
+    learned.see(call)
+    learned.label(of_layer_1(torch.zeros(BATCH, KV_HEADS, LENGTH)))
+    assert fit_regressor(learned, "linear", None, 0, 0).bias.isfinite().all()
+
+
+def test_tokens_of_infinite_score_are_not_learned_from() -> None:
+    learned, call = Examples(1000), a_call(dtype=torch.float32)
+    scores = torch.ones(BATCH, KV_HEADS, LENGTH)
+    scores[0, 1, :3] = float("inf")  # such as those that a chat template begins with
+    learned.see(call)
+    learned.label(of_layer_1(scores))
+    assert learned.n_tokens == BATCH * LENGTH - 3
+    assert torch.equal(learned.states[1][0], call.hidden_states.flatten(0, 1)[3:])
+    assert bool((learned.targets[1][0] == 1).all())
+
+
+def test_scores_of_another_shape_are_refused() -> None:
+    too_short = torch.zeros(BATCH, KV_HEADS, LENGTH - 1)
+    for scores in (of_layer_1(too_short), [torch.zeros(BATCH, KV_HEADS, LENGTH)] * 2):
+        learned = Examples(1000)
+        learned.see(a_call())
+        with pytest.raises(CalibrationError, match=r"3 layers.*layer 1 must be \(2, 2, 17\)"):
+            learned.label(scores)

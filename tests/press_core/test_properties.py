@@ -1,0 +1,288 @@
+"""What holds for the formulas of all presses, and for some of them alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import patch_impl
+from press_core import AttentionCall, HyperparameterError
+from press_core import presses as formulas
+from press_core.attention import window_attention
+from press_core.budget import n_kept
+from press_core.learned.kvzap import KVzap
+from press_core.learned.query_statistics import (
+    ExpectedAttentionWithStats,
+    QFilter,
+)
+from press_core.observed import Query
+from press_core.presses.leverage import sketch
+from press_core.presses.window import similarity
+from press_core.select import top_positions
+from tests.press_core.drawn import (
+    BATCH,
+    FITS,
+    KV,
+    KV_HEADS,
+    Prepared,
+    drawn_call,
+    site,
+)
+
+LENGTH = 23
+PRESSES: dict[str, tuple[Any, Any]] = {
+    "random": (formulas.Random(0.5, seed=0), None),
+    "knorm": (formulas.Knorm(0.5), None),
+    "streaming_llm": (formulas.StreamingLLM(0.5, n_sink=4), None),
+    "snapkv": (formulas.SnapKV(0.5, window_size=6, kernel_size=5), None),
+    "tova": (formulas.TOVA(0.5), None),
+    "observed_attention": (formulas.ObservedAttention(0.5), None),
+    "expected_attention": (formulas.ExpectedAttention(0.5, n_future_positions=9), None),
+    "keydiff": (formulas.KeyDiff(0.5), None),
+    "lagkv": (formulas.LagKV(0.5, n_sink=3, lag_size=4), None),
+    "leverage": (formulas.LeverageScore(0.5, sketch_dimension=5), None),
+    "leverage of a wide sketch": (formulas.LeverageScore(0.5), None),
+    "non-causal attention": (formulas.NonCausalAttn(0.5, chunk_size=4), None),
+    "compactor": (formulas.Compactor(0.3, 3, 2, chunk_size=4, sketch_dimension=5), None),
+    "cur": (formulas.CUR(0.5), None),
+    "cur of random channels": (formulas.CUR(0.5, use_random_leverage=True), None),
+    "cap": (formulas.Cap(0.5, n_future_positions=9), None),
+    "dropkv": (formulas.DropKV(0.5, window_size=4), None),
+    "rkv": (formulas.RKV(0.5, window_size=4), None),
+    "filters": (QFilter(0.5), FITS["filters"]),
+    "stats": (ExpectedAttentionWithStats(0.5, n_future_positions=9), FITS["stats"]),
+    "linear": (KVzap(0.5), FITS["linear"]),
+    "mlp": (KVzap(0.5), FITS["mlp"]),
+}
+"""By name, a press of each formula, and what it has learned."""
+of_every_formula = pytest.mark.parametrize("name", PRESSES)
+
+
+def _call(seed: int = 0, length: int = LENGTH, **fields: Any) -> AttentionCall:
+    return drawn_call(length, seed, **fields)
+
+
+def scores_of(name: str, call: AttentionCall) -> Tensor:
+    press, known = PRESSES[name]
+    scores: Tensor = press.score(call.replace(scope=Prepared(known)))
+    return scores
+
+
+def _kept(scores: Tensor, n: int) -> list[list[list[int]]]:
+    kept: list[list[list[int]]] = top_positions(scores, n).tolist()
+    return kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@of_every_formula
+def test_scores_are_single_precision_and_finite(name: str, dtype: torch.dtype) -> None:
+    largest = 1e3 if any(x in name for x in ("leverage", "non-causal", "compactor")) else 30.0
+    for length, scale in product((6, 7, 12, LENGTH), (1e-6, 1.0, largest)):
+        if PRESSES[name][0].is_long_enough(length):
+            scores = scores_of(name, _call(length=length, dtype=dtype, scale=scale))
+            assert scores.shape == (BATCH, KV_HEADS, length)
+            assert scores.dtype == torch.float32
+            assert scores.isfinite().all()
+
+
+@pytest.mark.parametrize("fill", [0.0, 1.0, 300.0])
+@of_every_formula
+def test_states_that_are_all_alike_give_finite_scores(name: str, fill: float) -> None:
+    call = _call(dtype=torch.float16)
+    alike = {x: torch.full_like(getattr(call, x), fill) for x in ("keys", "values")}
+    assert scores_of(name, replace(call, **alike)).isfinite().all()
+
+
+@of_every_formula
+def test_a_row_of_a_batch_scores_as_it_does_alone(name: str) -> None:
+    call = _call()
+    scores = scores_of(name, call)
+    for row in range(BATCH):
+        torch.testing.assert_close(scores_of(name, call.of_rows([row], None))[0], scores[row])
+
+
+@of_every_formula
+def test_scoring_changes_none_of_its_inputs(name: str) -> None:
+    call, untouched = _call(dtype=torch.float32), _call(dtype=torch.float32)
+    before = torch.get_rng_state()
+    scores_of(name, call)
+    assert torch.equal(torch.get_rng_state(), before)
+    for states in (AttentionCall.queries, lambda call: call.keys, lambda call: call.values):
+        assert torch.equal(states(call), states(untouched))
+
+
+@of_every_formula
+def test_the_query_may_be_given_before_or_after_rope(name: str) -> None:
+    before = _call(dtype=torch.float32)
+    after = replace(before, query=Query(before.queries(), is_rotated=True))
+    torch.testing.assert_close(scores_of(name, after), scores_of(name, before))
+
+
+@pytest.mark.parametrize("name", ["knorm", "filters", "linear", "mlp"])
+def test_scores_of_single_tokens_follow_the_keys_that_are_left(name: str) -> None:
+    call, positions = _call(), torch.rand(BATCH, KV_HEADS, LENGTH).topk(6).indices.sort().values
+    left = scores_of(name, call.select(positions))
+    torch.testing.assert_close(left, scores_of(name, call).gather(-1, positions))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("SnapKV", {"kernel_size": -1}),
+        ("LeverageScore", {"sketch_dimension": 0}),
+        ("NonCausalAttn", {"chunk_size": 0}),
+        ("Compactor", {"sink_size_start": -1}),
+        ("Compactor", {"sink_size_end": -1}),
+        ("Compactor", {"chunk_size": 0}),
+        ("Compactor", {"sketch_dimension": 0}),
+        ("Compactor", {"blending": -0.5}),
+        ("Compactor", {"blending": math.nan}),
+        ("CUR", {"num_sinks": -1}),
+        ("CUR", {"local_window_size": 0}),
+        ("CUR", {"leverage_type": "both"}),
+        ("KVCompose", {"agg_task": "median"}),
+        ("KVCompose", {"agg_group": "median"}),
+        ("KVCompose", {"agg_head": "median"}),
+        ("FastKVzip", {"n_sink": -1}),
+        ("FastKVzip", {"window_size": -1}),
+        ("FastKVzip", {"window_ratio": 1.1}),
+        ("FastKVzip", {"gates": 3}),
+        ("QFilter", {"filters": 3}),
+        ("ExpectedAttentionStats", {"stats": 3}),
+        ("ExpectedAttentionStats", {"stats": "somewhere", "stats_folder": "elsewhere"}),
+        ("KVzap", {"regressor": 3}),
+        ("KVzap", {"model_type": "cubic"}),
+    ],
+)
+def test_a_field_out_of_range_is_named_with_its_value(name: str, fields: dict[str, Any]) -> None:
+    (field, value), *_ = reversed(fields.items())
+    with pytest.raises(HyperparameterError, match=rf"{name}Press\({field}={value!r}.*must be"):
+        patch_impl.PRESSES[f"{name}Press"](**fields)
+
+
+@pytest.mark.parametrize(
+    ("method", "too_short"),
+    [
+        (formulas.SnapKV(window_size=5), 5),
+        (formulas.StreamingLLM(n_sink=3), 3),
+        (formulas.ExpectedAttention(n_sink=4), 4),
+        (formulas.CUR(num_sinks=4), 4),
+        (formulas.Compactor(sink_size_start=5, sink_size_end=2), 7),
+        (formulas.Compactor(sink_size_start=0, sink_size_end=0), 0),
+    ],
+)
+def test_a_context_no_longer_than_what_is_protected_is_left_whole(
+    method: Any, too_short: int
+) -> None:
+    assert not method.is_long_enough(too_short)
+    assert method.is_long_enough(too_short + 1)
+
+
+# ---- random --------------------------------------------------------------------------------------
+
+
+def _random(of: int | None, layer: int = 0, **fields: Any) -> Tensor:
+    return formulas.Random(seed=of).score(_call(site=site(layer), **fields))
+
+
+def test_random_depends_on_seed_layer_and_head_and_on_nothing_else() -> None:
+    torch.manual_seed(3)
+    scores = _random(7, layer=2)
+    torch.manual_seed(4)
+    assert torch.equal(_random(7, layer=2, seed=2, dtype=torch.bfloat16), scores)
+    assert torch.equal(scores[0], scores[1])
+    for changed in (scores.flip(1), _random(8, layer=2), _random(7, layer=1)):
+        assert not torch.equal(changed, scores)
+
+
+def test_random_without_a_seed_follows_the_global_generator() -> None:
+    torch.manual_seed(3)
+    one, two = _random(None), _random(None)
+    torch.manual_seed(3)
+    assert torch.equal(_random(None), one)
+    assert not torch.equal(one, two)
+
+
+def test_random_is_uniform() -> None:
+    counts = _random(0, length=10_000)[0].flatten().histc(bins=10, min=0, max=1)
+    assert counts.sum() == 20_000
+    assert counts.min() > 1850  # 2000 expected in each, standard deviation 42
+    assert counts.max() < 2150
+
+
+def test_a_sketch_depends_on_the_layer_alone() -> None:
+    torch.manual_seed(3)
+    drawn = sketch((2, 3), 7, torch.zeros(1))
+    torch.manual_seed(4)
+    again = sketch((2, 3), 7, torch.ones(1, dtype=torch.bfloat16))
+    assert torch.equal(again, drawn.to(torch.bfloat16))
+    assert not torch.equal(sketch((2, 3), 8, drawn), drawn)
+
+
+# ---- single presses ------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 80), st.floats(0, 0.999), st.integers(0, 12))
+@settings(deadline=None)
+def test_streaming_llm_keeps_exactly_the_sinks_and_the_most_recent(
+    length: int, ratio: float, n_sink: int
+) -> None:
+    n = n_kept(length, ratio)
+    scores = formulas.StreamingLLM(ratio, n_sink).score(_call(length=length, budget=n))
+    if n_sink >= n:
+        expected = list(range(n))  # the budget has room for sinks only
+    else:
+        expected = [*range(n_sink), *range(length - (n - n_sink), length)]
+    assert _kept(scores, n) == [[expected] * KV_HEADS] * BATCH
+
+
+def test_observed_attention_is_the_same_over_several_blocks() -> None:
+    call, press = _call(length=300), formulas.ObservedAttention(0.5)  # longer than two blocks
+    weights = window_attention(call, 300).flatten(1, 2)
+    torch.testing.assert_close(press.score(call), press.score(replace(call, attentions=weights)))
+
+
+def test_expected_attention_looks_from_after_the_last_position() -> None:
+    press = formulas.ExpectedAttention(n_future_positions=3)
+    scores = press.score(_call())
+    moved = _call(position_ids=1000 + torch.arange(LENGTH)[None])
+    assert not torch.allclose(press.score(moved), scores)
+    assert torch.equal(press.score(_call(position_ids=None)), scores)  # they count from 0 then
+
+
+def test_lagkv_ranks_within_each_block() -> None:
+    call, press = _call(), formulas.LagKV(0.5, 3, 4)
+    scores, raw = press.score(call), replace(press, cross_scoring=True).score(call)
+    blocks = [range(start, start + 4) for start in (3, 7, 11, 15)]  # and then the last, protected
+    for row, head in KV:
+        of_head, ranks = scores[row, head], []
+        for tokens in blocks:
+            found = of_head[list(tokens)]
+            assert torch.equal(found.argsort(), raw[row, head, list(tokens)].argsort())
+            ranks.append(sorted(found.tolist()))
+        assert all(block == ranks[0] for block in ranks)  # so that no block is favoured
+        assert len(set(ranks[0])) == 4
+        assert of_head[[0, 1, 2, *range(19, LENGTH)]].min() > max(ranks[0])
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 10])
+def test_lagkv_prefers_the_recent_in_a_short_context(length: int) -> None:
+    scores = formulas.LagKV(0.5, 3, 4).score(_call(length=length))
+    for n in range(1, length + 1):
+        sinks = list(range(min(3, length)))
+        recent = list(range(max(3, length - max(0, n - 3)), length))
+        expected = (sinks + recent)[-n:]
+        assert _kept(scores, n) == [[expected] * KV_HEADS] * BATCH
+
+
+def test_rkv_compares_keys_in_blocks() -> None:
+    blocks = (similarity(_call().keys, 0.3, 1, block) for block in (4, 256))
+    torch.testing.assert_close(*blocks, rtol=1e-6, atol=1e-12)
