@@ -39,7 +39,7 @@ MEASURING = {
         "headwise_variants": "ways of head-wise attention are",
         "overhead": "the time that a scope costs is",
         "throughput": "speed is",
-        "trace": "time inside a forward is",
+        "trace": "what one forward does is",
     }.items()
 }
 """Files about experiments that `experiments/test_own_model.py` runs, whole, with any release."""

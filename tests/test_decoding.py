@@ -343,7 +343,7 @@ def test_positions_in_the_cache(package, family, dtype, atol):
                 expected = expected[:, -ids.shape[1] :]
                 torch.testing.assert_close(logits, expected, rtol=0, atol=atol)
                 products = [of.layers[0].keys @ of.layers[0].keys.mT for of in (cache, text)]
-                torch.testing.assert_close(*products, rtol=0, atol=1e-3)
+                torch.testing.assert_close(*products, rtol=0, atol=1e-4)
     torch.testing.assert_close(sizes[-1], sizes[0], rtol=0.02, atol=0)
 
 

@@ -123,7 +123,7 @@ def _owner(seen: Seen, cache: Any) -> int | None:
 
 
 def _with_needs(name: str, seen: Seen, layer: Any, facts: Facts, watch: Watch) -> Facts:
-    """`facts` with the needs that are not met, and where queries are found."""
+    """`facts` with the needs that are not met, the rotation and where queries are found."""
     call, keys = seen.attended[0], layer.keys
     order = order_of_heads(call, keys, layer.values)
     facts = replace(facts, site=replace(facts.site, head_order=order))
@@ -150,6 +150,11 @@ def _with_needs(name: str, seen: Seen, layer: Any, facts: Facts, watch: Watch) -
             "go by their directions"
         )
         facts = facts.refused(why, "key norms")
+    return _with_query(name, seen, facts, watch)
+
+
+def _with_query(name: str, seen: Seen, facts: Facts, watch: Watch) -> Facts:
+    """`facts` with what rotates, and where a hook finds the query."""
     rotary, why = rotation_of(seen, watch)
     facts = facts.refused(f"{name} {why}", "rope") if why else facts
     embedding = None if rotary is None else rotary.embedding
