@@ -23,6 +23,9 @@ from press_core.files.files import require
 
 Record = dict[str, Any]
 
+MOST = 2**24
+"""Tokens that a cache may have seen: what is made of them has to stay small."""
+
 
 # ---- layers to records ---------------------------------------------------------------------------
 
@@ -138,6 +141,17 @@ def _plain_layer(record: Record, template: Any, device: torch.device) -> Any:
     return layer
 
 
+def _kept(record: Record, positions: Tensor | None) -> Kept:
+    """What a layer has kept: in bounds, whoever has sealed it."""
+    kept = Kept(**record["kept"])
+    counts = (kept.n_slots, kept.n_seen, *(kept.rows or ()), *record.get("held", ()))
+    require(all(type(n) is int and 0 <= n <= MOST for n in counts), "it counts beyond all bounds")
+    if positions is not None and positions.numel() and not positions.is_meta:
+        fits = -1 <= int(positions.min()) and int(positions.max()) < kept.n_seen
+        require(fits, f"it holds positions beyond {kept.n_seen}")
+    return kept
+
+
 def _pruned_layer(record: Record, stored: Any) -> PrunedLayer:
     storage: Any = kind_of(stored)
     if record["kind"] == "channels":
@@ -148,7 +162,7 @@ def _pruned_layer(record: Record, stored: Any) -> PrunedLayer:
         layer.recent_keys = recent_keys
     else:
         layer = pruned_layer(storage(stored))
-    layer.kept, layer.carried = Kept(**record["kept"]), record["carried"]
+    layer.kept, layer.carried = _kept(record, record["kept"]["positions"]), record["carried"]
     if record["rerotation"] is not None:
         layer.rerotation = Rerotation(**record["rerotation"])
     return layer
@@ -156,7 +170,7 @@ def _pruned_layer(record: Record, stored: Any) -> PrunedLayer:
 
 def _ragged_layer(record: Record) -> RaggedLayer:
     recent, positions = Recent(record["recent_keys"], record["recent_values"]), record["positions"]
-    layer = RaggedLayer(Kept(**record["kept"]), record["n_heads"], recent)
+    layer = RaggedLayer(_kept(record, positions), record["n_heads"], recent)
     chosen = torch.arange(len(positions), device=positions.device)
     layer.lay_out(record["keys"], record["values"], positions, chosen, list(record["held"]))
     layer.carried, layer.carried_until = record["carried"], record["carried_until"]

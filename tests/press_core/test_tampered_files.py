@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,7 +26,7 @@ from press_core import (
     load_cache,
     save_cache,
 )
-from press_core.files.files import METADATA
+from press_core.files.files import METADATA, _seal
 from tests.press_core.drawn import JSON
 from tests.press_core.test_saving import cache_of, header_of, model_of
 from tests.support import token_ids
@@ -135,3 +137,24 @@ def other_tensor(data: Any, tensor: Tensor) -> Tensor:
     if data.draw(st.booleans()):
         dtype = tensor.dtype
     return torch.full(shape, value).to(dtype)
+
+
+@pytest.mark.parametrize("name", ["SnapKVPress", "AdaKVPress", "ThinKPress"])
+@pytest.mark.parametrize("field", ["n_seen", "n_slots", "positions"])
+def test_counts_and_positions_are_bounded_whoever_has_sealed_them(tmp_path, name, field):
+    path = tmp_path / "a"
+    path.write_bytes(whole_file(name))
+    tensors, header = load_file(path), header_of(path)
+    own = {key: x for key, x in tensors.items() if key.startswith("cache.")}
+    if field == "positions":
+        own |= {key: x.new_full(x.shape, 2**20) for key, x in own.items() if key.endswith(field)}
+    else:
+        description = json.dumps(header["caches"]["is"])
+        changed_there = re.sub(rf'\["{field}", \d+\]', f'["{field}", {2**40}]', description)
+        assert changed_there != description
+        header["caches"]["is"] = json.loads(changed_there)
+    header["caches"]["seal"] = _seal(header["caches"]["is"], own)
+    path.unlink()
+    save_file(tensors | own, path, {METADATA: json.dumps(header)})
+    with pytest.raises(CacheFileError, match="beyond"):
+        load_cache(path, model_of(KINDS[name]))
