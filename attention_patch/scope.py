@@ -22,7 +22,7 @@ from attention_patch.reversible import wrap
 from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.ragged import RaggedLayer
 from press_core.cache.reading import helped
-from press_core.entry import enter, leave
+from press_core.entry import brings_context, enter, leave
 from press_core.errors import UnsupportedModelError
 from press_core.forward import Arguments, here, names_of
 from press_core.model.sites import AttentionSite
@@ -166,14 +166,19 @@ def around_decoder(
     scope: ScopeState, names: tuple[str, ...], call_next: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Called in place of a decoder's forward, whose parameters have `names`, in `scope`."""
-    output, ended = None, False
+    given, output, ended = Arguments(args, kwargs, names), None, False
+    if torch.compiler.is_compiling() and brings_context(scope, given):
+        return _eagerly_around_decoder(scope, names, call_next, *args, **kwargs)
     try:
-        given = enter(scope, Arguments(args, kwargs, names))
+        given = enter(scope, given)
         output = call_next(*given.args, **given.kwargs)
         ended = True
     finally:
         leave(scope, output, failed=not ended)
     return output
+
+
+_eagerly_around_decoder = torch.compiler.disable(around_decoder)
 
 
 def check_interface(site: AttentionSite) -> None:

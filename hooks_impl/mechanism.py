@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from attention_patch.scope import check_interface, serve
@@ -126,8 +127,12 @@ def _enter(
     if not kwargs:  # see `Hook`
         return None
     called = Arguments(args, kwargs[0], names)
-    given = entry.enter(scope, called)
+    compiles = torch.compiler.is_compiling() and entry.brings_context(scope, called)
+    given = (_enter_eagerly if compiles else entry.enter)(scope, called)
     return None if given is called else (given.args, given.kwargs)
+
+
+_enter_eagerly = torch.compiler.disable(entry.enter)
 
 
 def _leave(scope: ScopeState, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:

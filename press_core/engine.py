@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from press_core import running
@@ -33,12 +34,20 @@ def after_attention(scope: ScopeState, press: Press, passed: Passed) -> None:
     phase = Phase.PREFILL if passed.forward.is_context else Phase.DECODING
     if passed.cache is None or phase not in press.phases:
         return
+    eagerly = passed.forward.is_context and torch.compiler.is_compiling()
+    (_act_eagerly if eagerly else _act)(scope, press, passed)
+
+
+def _act(scope: ScopeState, press: Press, passed: Passed) -> None:
     passed.forward.progress[scope].depths.add(passed.site.place.depth)
     observed = observe(scope, press, passed)
     if observed is not None:
         call, occupied = observed
         left = Left(call, judged(press, call, occupied))
         store_left(scope, passed.cache, passed.site, left, passed.forward)
+
+
+_act_eagerly = torch.compiler.disable(_act)
 
 
 def store_left(

@@ -81,6 +81,13 @@ def enter(scope: ScopeState, given: Arguments) -> Arguments:
     return forward.given
 
 
+def brings_context(scope: ScopeState, given: Arguments) -> bool:
+    """Whether a forward has an empty cache, or none yet."""
+    cache = given.get("past_key_values")
+    cache = getattr(cache, "self_attention_cache", cache)
+    return is_empty(cache, scope.sites[0].layer_idx)
+
+
 def _passes(scope: ScopeState, forward: Forward) -> bool:
     """Whether the scope need not hear of a forward: most steps that decode behind a context.
 
@@ -100,12 +107,11 @@ def _passes(scope: ScopeState, forward: Forward) -> bool:
     return counted and not needs_help(forward, layers)
 
 
-def _lasting_frame() -> FrameType:
-    """The frame of this thread that lasts as long as the forward that enters."""
+def _lasting_frame() -> FrameType | None:
+    """The frame of this thread that lasts as long as the forward that enters, if there is one."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name not in ("_call_impl", "around_decoder"):
         frame = frame.f_back
-    assert frame is not None
     return frame
 
 

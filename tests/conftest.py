@@ -15,16 +15,23 @@ import hooks_impl
 import patch_impl
 
 INDEPENDENT = {
+    "attention_patch/test_kernels.py": "attention over packed keys",
+    "attention_patch/test_reversible.py": "patches of any object",
+    "attention_patch/test_reversible_copies.py": "copies of patched objects",
     "experiments/test_audit.py": "what is found of what is planted; intrusiveness audits presses",
     "experiments/test_cli.py": "the commands and their errors",
     "experiments/test_command.py": "options as flags",
     "experiments/test_datasets.py": "samples and metrics of datasets",
-    "experiments/test_late.py": "an import that comes late",
+    "experiments/test_intervals.py": "intervals",
     "experiments/test_manifest.py": "what a study writes about itself",
     "experiments/test_quotable.py": "tables that are quoted",
     "experiments/test_ray.py": "how work is spread",
+    "experiments/test_readme.py": "tables of the README",
     "experiments/test_study.py": "report, figures and the README's tables",
     "press_core/test_fuzzed_fits.py": "files of what presses have learned",
+    "press_core/test_properties.py": "formulas on calls of the tests' own making",
+    "press_core/test_select.py": "choosing by scores",
+    "press_core/test_tampered_files.py": "files that were tampered with",
     "test_docs.py": "the documentation",
     "test_house.py": "who may call whom, and fields of presses",
 }
@@ -38,6 +45,9 @@ MEASURING = {
         "headwise": "head-wise budgets are",
         "headwise_variants": "ways of head-wise attention are",
         "overhead": "the time that a scope costs is",
+        "quality": "answers of a trained model are",
+        "sinks": "attention to first tokens is",
+        "streaming": "streams are",
         "throughput": "speed is",
         "trace": "what one forward does is",
     }.items()

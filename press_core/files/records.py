@@ -147,7 +147,7 @@ def _kept(record: Record, positions: Tensor | None) -> Kept:
     counts = (kept.n_slots, kept.n_seen, *(kept.rows or ()), *record.get("held", ()))
     require(all(type(n) is int and 0 <= n <= MOST for n in counts), "it counts beyond all bounds")
     if positions is not None and positions.numel() and not positions.is_meta:
-        fits = -1 <= int(positions.min()) and int(positions.max()) < kept.n_seen
+        fits = int(positions.min()) >= -1 and int(positions.max()) < kept.n_seen
         require(fits, f"it holds positions beyond {kept.n_seen}")
     return kept
 
