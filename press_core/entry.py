@@ -81,11 +81,12 @@ def enter(scope: ScopeState, given: Arguments) -> Arguments:
     return forward.given
 
 
-def brings_context(scope: ScopeState, given: Arguments) -> bool:
-    """Whether a forward has an empty cache, or none yet."""
-    cache = given.get("past_key_values")
+def is_pruned_in(scope: ScopeState, given: Arguments) -> bool:
+    """Whether a forward brings a context, on which the press acts."""
+    cache, sites = given.get("past_key_values"), scope.sites
     cache = getattr(cache, "self_attention_cache", cache)
-    return is_empty(cache, scope.sites[0].layer_idx)
+    acts = bool(sites) and bool(scope.traits.phases & Phase.ON_CONTEXTS)
+    return acts and is_empty(cache, sites[0].layer_idx)
 
 
 def _passes(scope: ScopeState, forward: Forward) -> bool:
