@@ -22,7 +22,7 @@ from attention_patch.reversible import wrap
 from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.ragged import RaggedLayer
 from press_core.cache.reading import helped
-from press_core.entry import enter, is_pruned_in, leave
+from press_core.entry import enter, leave, runs_eagerly
 from press_core.errors import UnsupportedModelError
 from press_core.forward import Arguments, here, names_of
 from press_core.model.sites import AttentionSite
@@ -167,7 +167,7 @@ def around_decoder(
 ) -> Any:
     """Called in place of a decoder's forward, whose parameters have `names`, in `scope`."""
     given, output, ended = Arguments(args, kwargs, names), None, False
-    if torch.compiler.is_compiling() and is_pruned_in(scope, given):
+    if runs_eagerly(scope, given):
         return _eagerly_around_decoder(scope, names, call_next, *args, **kwargs)
     try:
         given = enter(scope, given)

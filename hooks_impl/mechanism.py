@@ -127,8 +127,8 @@ def _enter(
     if not kwargs:  # see `Hook`
         return None
     called = Arguments(args, kwargs[0], names)
-    compiles = torch.compiler.is_compiling() and entry.is_pruned_in(scope, called)
-    given = (_enter_eagerly if compiles else entry.enter)(scope, called)
+    eagerly = entry.runs_eagerly(scope, called)
+    given = (_enter_eagerly if eagerly else entry.enter)(scope, called)
     return None if given is called else (given.args, given.kwargs)
 
 

@@ -25,6 +25,7 @@ from press_core.observed import Moment, Positions
 from press_core.observing import Passed, call_of, context_call, step_of, with_steps
 from press_core.press import Press
 from press_core.rows import Left, RowGroup, parts_of
+from press_core.running.compiled import may_break
 from press_core.scope import ScopeState
 from press_core.traits import Evicts, Needs, Phase
 
@@ -34,7 +35,7 @@ def after_attention(scope: ScopeState, press: Press, passed: Passed) -> None:
     phase = Phase.PREFILL if passed.forward.is_context else Phase.DECODING
     if passed.cache is None or phase not in press.phases:
         return
-    eagerly = passed.forward.is_context and torch.compiler.is_compiling()
+    eagerly = passed.forward.is_context and may_break()
     (_act_eagerly if eagerly else _act)(scope, press, passed)
 
 

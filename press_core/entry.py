@@ -31,6 +31,7 @@ from press_core.errors import UnsupportedCacheError
 from press_core.forward import Arguments, Forward, Progress, here
 from press_core.model.sites import AttentionSite, Bystander
 from press_core.running import chunks
+from press_core.running.compiled import may_break
 from press_core.scope import AROUND, ScopeState
 from press_core.traits import Phase
 
@@ -81,8 +82,10 @@ def enter(scope: ScopeState, given: Arguments) -> Arguments:
     return forward.given
 
 
-def is_pruned_in(scope: ScopeState, given: Arguments) -> bool:
-    """Whether a forward brings a context, on which the press acts."""
+def runs_eagerly(scope: ScopeState, given: Arguments) -> bool:
+    """Whether a forward that is compiled had better not be: it brings a context to be pruned."""
+    if not may_break():
+        return False
     cache, sites = given.get("past_key_values"), scope.sites
     cache = getattr(cache, "self_attention_cache", cache)
     acts = bool(sites) and bool(scope.traits.phases & Phase.ON_CONTEXTS)

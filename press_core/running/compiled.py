@@ -6,7 +6,14 @@ import sys
 from collections.abc import Iterator
 from types import CodeType
 
+import torch
+
 from press_core.model.sites import AttentionSite
+
+
+def may_break() -> bool:
+    """Whether a graph is made that runs eagerly in between: one that is exported must not."""
+    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
 
 
 def forget_graphs(sites: list[AttentionSite]) -> None:
