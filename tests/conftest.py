@@ -44,6 +44,7 @@ MEASURING = {
         "evaluate": "answers are",
         "headwise": "head-wise budgets are",
         "headwise_variants": "ways of head-wise attention are",
+        "intrusiveness": "what a mechanism touches is",
         "overhead": "the time that a scope costs is",
         "quality": "answers of a trained model are",
         "sinks": "attention to first tokens is",
