@@ -28,7 +28,7 @@ from press_core.cache.reading import (
 )
 from press_core.engine import prune_before
 from press_core.errors import UnsupportedCacheError
-from press_core.forward import Arguments, Forward, Progress, here
+from press_core.forward import Arguments, Forward, Progress, here, own_cache
 from press_core.model.sites import AttentionSite, Bystander
 from press_core.running import chunks
 from press_core.running.compiled import may_break
@@ -86,8 +86,7 @@ def runs_eagerly(scope: ScopeState, given: Arguments) -> bool:
     """Whether a forward that is compiled had better not be: it brings a context to be pruned."""
     if not may_break():
         return False
-    cache, sites = given.get("past_key_values"), scope.sites
-    cache = getattr(cache, "self_attention_cache", cache)
+    cache, sites = own_cache(given.get("past_key_values")), scope.sites
     acts = bool(sites) and bool(scope.traits.phases & Phase.ON_CONTEXTS)
     return acts and is_empty(cache, sites[0].layer_idx)
 

@@ -53,6 +53,11 @@ class Arguments:
         return replace(self, args=tuple(args), kwargs=kwargs)
 
 
+def own_cache(cache: Any) -> Any:
+    """The cache of a decoder's own keys: of an encoder-decoder's two, the self-attention's."""
+    return getattr(cache, "self_attention_cache", cache)
+
+
 def names_of(module: nn.Module) -> tuple[str, ...]:
     """Names of the parameters of a module's forward, in order."""
     return tuple(inspect.signature(type(module).forward).parameters)[1:]
@@ -111,8 +116,7 @@ class Forward:
     @property
     def cache(self) -> Any:
         """The cache of the decoder's own keys; None: the model makes one, if it caches."""
-        cache = self.given.get("past_key_values")
-        return getattr(cache, "self_attention_cache", cache)
+        return own_cache(self.given.get("past_key_values"))
 
     @property
     def n_tokens(self) -> int:

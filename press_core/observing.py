@@ -15,7 +15,7 @@ from press_core.cache.reading import occupied_slots
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import SAY_WHAT_IS_KEPT
-from press_core.forward import Arguments, Forward
+from press_core.forward import Arguments, Forward, own_cache
 from press_core.model.sites import AttentionSite
 from press_core.observed import Positions, Query
 from press_core.scope import ScopeState
@@ -41,8 +41,7 @@ class Passed:
     @property
     def cache(self) -> Any:
         """The cache of the decoder's own keys, or None."""
-        cache = self.given.get(self.site.signature.cache_name)
-        return getattr(cache, "self_attention_cache", cache)
+        return own_cache(self.given.get(self.site.signature.cache_name))
 
     @property
     def hidden_states(self) -> Tensor:

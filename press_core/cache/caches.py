@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from press_core.cache.pruned import PrunedLayer, pruned_layer
 from press_core.cache.storage import HybridLayer, kind_of
 from press_core.errors import UnsupportedCacheError
+from press_core.forward import own_cache
 
 
 def is_growing(layer: Any) -> bool:
@@ -137,7 +138,7 @@ def kept_lengths(cache: Cache) -> list[Tensor]:
         has seen nothing yet gives a tensor of shape `(0, 0)`, and so does one that holds no keys
         (of a linear attention, or of another layer). Of an encoder-decoder: the decoder's own.
     """
-    return [_lengths(layer) for layer in _own(cache).layers]
+    return [_lengths(layer) for layer in own_cache(cache).layers]
 
 
 def kept_positions(cache: Cache) -> list[Tensor]:
@@ -151,11 +152,7 @@ def kept_positions(cache: Cache) -> list[Tensor]:
     Raises:
         UnsupportedCacheError: if a press did not say which tokens it kept.
     """
-    return [_positions(layer, index) for index, layer in enumerate(_own(cache).layers)]
-
-
-def _own(cache: Any) -> Any:
-    return getattr(cache, "self_attention_cache", cache)
+    return [_positions(layer, index) for index, layer in enumerate(own_cache(cache).layers)]
 
 
 def _has_tokens(layer: Any) -> bool:

@@ -19,7 +19,7 @@ from press_core.engine import store_left
 from press_core.errors import PressError
 from press_core.eviction import Eviction
 from press_core.fields import count, share
-from press_core.forward import Forward
+from press_core.forward import Forward, own_cache
 from press_core.learned.calibration import Calibration, learned, of_layers, sized
 from press_core.learned.running import Batch, Examples, Scores, TaughtPress, taught
 from press_core.model.sites import AttentionSite
@@ -234,8 +234,8 @@ class FastKVzip(TaughtPress, RatioPress):
     def after_decoder(self, scope: ScopeState, forward: Forward, output: Any) -> None:
         """Evict from all layers, after the prefill of a context."""
         cache = forward.cache
-        cache = getattr(output, "past_key_values", None) if cache is None else cache
-        cache = getattr(cache, "self_attention_cache", cache)
+        if cache is None:
+            cache = own_cache(getattr(output, "past_key_values", None))
         if cache is None:
             return
         memories = [known(cache, site.layer_idx).memories.get(scope.key) for site in scope.sites]

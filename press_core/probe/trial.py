@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from press_core.cache.caches import known
 from press_core.cache.tokens import Kept
-from press_core.forward import Arguments, here
+from press_core.forward import Arguments, here, own_cache
 from press_core.model.rotary import Rotary
 from press_core.model.sites import AttentionSite
 from press_core.probe.aside import N_TOKENS, run
@@ -81,7 +81,7 @@ def _goes_on(rotary: Rotary | None, embeddings: Any) -> bool:
 def _without_one(cache: Any, indices: set[int]) -> Any:
     """A copy of `cache` in which some layers have lost one token."""
     cache = copy.deepcopy(cache)
-    own = getattr(cache, "self_attention_cache", cache)
+    own = own_cache(cache)
     for index in indices:
         former = known(own, index)
         keys, values = former.states()
@@ -128,7 +128,7 @@ def _outputs(
 def _hiding_one(site: AttentionSite, given: Arguments) -> Arguments:
     """The arguments with a mask that hides one of the first tokens."""
     cache = given.get(site.signature.cache_name)
-    own = getattr(cache, "self_attention_cache", cache)
+    own = own_cache(cache)
     # Who reads the layer of another module finds the new token there already.
     n_keys = int(own.get_seq_length(site.layer_idx)) + (site.module.layer_idx == site.layer_idx)
     mask, like = given.get("attention_mask"), given.get("hidden_states")

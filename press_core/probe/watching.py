@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
+from press_core.forward import own_cache
 from press_core.model.rotary import Rotary
 
 
@@ -89,8 +90,7 @@ class Seen:
     @property
     def cache(self) -> Any:
         """The cache that it was given: of two, that of the decoder's own keys; or None."""
-        cache = self.arguments.get(self.cache_name)
-        return getattr(cache, "self_attention_cache", cache)
+        return own_cache(self.arguments.get(self.cache_name))
 
     @property
     def layer_idx(self) -> int:
