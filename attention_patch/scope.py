@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from attention_patch.kernels import (
     check_backend,
     softmax_with_sinks,
 )
-from attention_patch.reversible import wrap
+from attention_patch.reversible import Patch, wrap
 from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.ragged import RaggedLayer
 from press_core.cache.reading import helped
@@ -26,6 +27,7 @@ from press_core.entry import enter, leave, runs_eagerly
 from press_core.errors import UnsupportedModelError
 from press_core.forward import Arguments, here, names_of
 from press_core.model.sites import AttentionSite
+from press_core.on_layers import Removable
 from press_core.scope import InstalledPress, Scope, ScopeState
 from press_core.select import upcast
 from press_core.traits import Evicts, Phase
@@ -79,15 +81,15 @@ def attend(
     return site.ungrouped(output).transpose(1, 2).contiguous(), None
 
 
-def serve(scope: ScopeState, site: AttentionSite, backend: str | None = None) -> None:
-    """Attend over head-wise and channel-wise compressed layers at `site` until `scope` closes.
+def serve(site: AttentionSite, backend: str | None = None) -> Iterator[Patch]:
+    """Attend over head-wise and channel-wise compressed layers at `site`.
 
     Args:
         backend: name of the kernel, see `kernels`; None: chosen call by call.
     """
     if site.signature.interface is not None:
-        scope.install(intercept(site.signature.interface))
-    scope.install(wrap(site.module, "forward", partial(_forward, site, backend)))
+        yield intercept(site.signature.interface)
+    yield wrap(site.module, "forward", partial(_forward, site, backend))
 
 
 def _forward(
@@ -122,10 +124,12 @@ class Reading(InstalledPress):
             check_backend(self.backend, site)
 
     def install(self, scope: ScopeState) -> None:
-        for site in scope.sites:
-            serve(scope, site, self.backend)
         around = partial(around_decoder, scope, names_of(scope.decoder))
         scope.install(wrap(scope.decoder, "forward", around))
+
+    def install_on_layers(self, scope: ScopeState) -> Iterator[Removable]:
+        for site in scope.sites:
+            yield from serve(site, self.backend)
 
 
 class headwise:  # noqa: N801 - used like a function: `with headwise(model):`

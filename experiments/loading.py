@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -78,20 +76,10 @@ def _folder(name: str) -> Path | None:
     folder = _MODELS / name if name in SHIPPED else Path(name).expanduser()
     if (folder / "config.json").is_file():
         return folder
-    if name in SHIPPED:
+    if name in SHIPPED or folder.exists() or not _HUB_ID.fullmatch(name):
         raise ModelNotFoundError(
-            f"the shipped model {name!r} is missing from this installation: there is no "
-            f"{folder / 'config.json'}; get it from the repository of hook-or-patch"
-        )
-    if folder.exists():
-        raise ModelNotFoundError(
-            f"{name!r} is no model: a model is a folder with a config.json, as save_pretrained "
-            "writes it"
-        )
-    if not _HUB_ID.fullmatch(name):
-        raise ModelNotFoundError(
-            f"there is no folder {name!r}; give {_SHIPPED}, the path of a folder with a "
-            "config.json, or a hub id such as owner/model"
+            f"there is no folder {str(folder)!r} with a config.json, as save_pretrained writes it; "
+            f"give {_SHIPPED}, the path of such a folder, or a hub id such as owner/model"
         )
     return None
 
@@ -105,9 +93,15 @@ def _load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     spread = {"device_map": "auto"} if device == "auto" else {}
     shared = {name: given[name] for name in _OF_THE_REPOSITORY if name in given}
-    with _no_progress_bar(Path(source).is_dir()):
+    bars = logging.is_progress_bar_enabled()
+    if Path(source).is_dir():  # small local files; a download keeps its bar
+        logging.disable_progress_bar()
+    try:
         model = AutoModelForCausalLM.from_pretrained(source, **given, **spread)
         tokenizer = AutoTokenizer.from_pretrained(source, **shared)
+    finally:
+        if bars:
+            logging.enable_progress_bar()
     if device is not None and not spread:
         try:
             model = model.to(device)
@@ -115,19 +109,6 @@ def _load(
             reason = _first_sentence(error)
             raise UserError(f"cannot put the model on the device {device!r}: {reason}") from error
     return model.eval(), tokenizer
-
-
-@contextmanager
-def _no_progress_bar(wanted: bool) -> Iterator[None]:
-    """No bar of `transformers` while small local files are read; a download keeps its own."""
-    hide = wanted and logging.is_progress_bar_enabled()
-    if hide:
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if hide:
-            logging.enable_progress_bar()
 
 
 def _first_sentence(error: Exception) -> str:

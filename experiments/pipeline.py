@@ -69,7 +69,7 @@ class KVPressTextGenerationPipeline(Pipeline):
             return super().__call__(inputs, **options)
         asked = [question or ""] if questions is None else questions
         if isinstance(inputs, (list, tuple)):
-            texts = texts_of(inputs)
+            texts = texts_of("contexts", inputs)
             pairs = zip(texts, questions_of(len(texts), asked), strict=True)
             inputs = [{"context": context, "questions": own} for context, own in pairs]
         return super().__call__(inputs, questions=asked, single=questions is None, **options)

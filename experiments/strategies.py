@@ -205,11 +205,6 @@ def ratios() -> SearchStrategy[float]:
     return st.one_of(common, st.floats(0, 1, exclude_max=True))
 
 
-def _scorers() -> SearchStrategy[PressPair]:
-    """Pairs of presses that score tokens, for presses that wrap one."""
-    return st.deferred(lambda: press_pairs(*SCORERS))
-
-
 SCORERS = (
     *("KnormPress", "SnapKVPress", "ExpectedAttentionPress", "LagKVPress", "StreamingLLMPress"),
     *("KeyDiffPress", "TOVAPress", "CriticalKVPress", "ObservedAttentionPress", "QFilterPress"),
@@ -231,7 +226,7 @@ FIELDS: dict[str, SearchStrategy[Any]] = {
     **_alike("key_channel_compression_ratio", ratios()),
     **_alike("head_compression_ratio lazy_threshold", st.floats(0, 1)),
     **_alike("compression_ratios", st.lists(ratios(), min_size=1, max_size=4)),
-    **_alike("press base_press", _scorers()),
+    **_alike("press base_press", st.deferred(lambda: press_pairs(*SCORERS))),
     **_alike("presses", st.deferred(lambda: st.lists(press_pairs(*_EVEN), min_size=1, max_size=3))),
     **_alike("prefilling_press", st.deferred(lambda: press_pairs(*_EVEN))),
     **_alike(

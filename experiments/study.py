@@ -8,7 +8,7 @@ what (`Experiment.on`).
 from __future__ import annotations
 
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -23,6 +23,7 @@ from experiments.framework.command import measured, progress_bar, with_flags
 from experiments.framework.experiment import AnyExperiment
 from experiments.framework.manifest import (
     MANIFEST,
+    UNFINISHED,
     Entry,
     Manifest,
     check_names,
@@ -33,24 +34,9 @@ from experiments.framework.manifest import (
 from experiments.framework.options import Device, Dtype
 from experiments.framework.plan import Plan, Task, announcement, plan_on, plan_study
 from experiments.framework.report import write_report
-from experiments.framework.results import drawn, read_table, write_figures, write_table
+from experiments.framework.results import drawn, read_table, write_figures, write_tables
 from experiments.framework.wording import in_one_line
 from experiments.testbed.getting_to_know import full_name, get_to_know
-
-UNFINISHED = "it was interrupted before everything was written"
-"""The error of an experiment whose files are being written."""
-
-
-def run_study(
-    experiments: Sequence[AnyExperiment],
-    output: Path,
-    console: Console,
-    only: Sequence[str] = (),
-    *,
-    full: bool = False,
-) -> list[str]:
-    """Plan the study of this project and run it: see `plan_study` and `run_plan`."""
-    return run_plan(plan_study(experiments, only, full=full), experiments, output, console)
 
 
 def run_plan(
@@ -81,90 +67,66 @@ def run_plan(
         UserError: if the folder cannot be written to, or holds something else.
     """
     former = former_study(output, plan.model, plan.names, overwrite=overwrite)
-    order = [each.name for each in experiments]
-    folder = _Folder(output, _begun(plan, former), plan.names, order)
-    tasks = [task for task in plan.tasks if task.name not in folder.entries]
+    manifest, order = _begun(plan, former), [each.name for each in experiments]
+    tasks = [task for task in plan.tasks if task.name not in manifest.experiments]
     if len(tasks) < len(plan.tasks):
         console.print(
             f"{len(plan.tasks) - len(tasks)} of {len(plan.tasks)} experiments were finished before "
             f"an interrupt, and are in {output}; for a study from the start give another --output"
         )
-    for file in sorted((former.files if former else set()) - folder.begun.files):
+    for file in sorted((former.files if former else set()) - manifest.files):
         (output / file).unlink(missing_ok=True)
-    folder.save()
+    write_manifest(manifest, output)
     for number, task in enumerate(tasks, 1):
         # Plain lines: experiments draw progress bars of their own.
         console.rule(f"{number} of {len(tasks)}: {task.experiment.title}", align="left")
-        entry = _run(task, folder, console)
+        for entry in _run(task, manifest.versions, output, console):
+            manifest = manifest.noting(task.name, entry, order)
+            write_manifest(manifest, output)
         said = f"failed: {entry.error}," if entry.error else "done"
         console.print(f"{said} in {entry.seconds:.1f} s", markup=False, highlight=False)
     write_report(output, experiments)
-    return [name for name, entry in folder.entries.items() if entry.error]
+    return [name for name, entry in manifest.experiments.items() if entry.error]
 
 
 def _begun(plan: Plan, former: Manifest | None) -> Manifest:
     """The manifest of a study of which nothing is done but what stays of an earlier one."""
     made, tasks = environment.environment_info(), {task.name: task for task in plan.tasks}
     made_with = made["commit"], made["versions"]
-
-    def stays(name: str, entry: Entry) -> bool:
-        if plan.adding or name not in tasks:
-            return plan.adding and name not in tasks
-        same = (repr(tasks[name].options), *made_with)
-        return not entry.error and (entry.options, entry.commit, entry.versions) == same
-
-    kept, left_out, waiting, quick = {}, {}, [], plan.quick
-    if former and (plan.adding or former.waiting):
-        kept = {name: e for name, e in former.experiments.items() if stays(name, e)}
+    kept: dict[str, Entry] = {}
+    left_out, waiting, quick = dict(plan.left_out), plan.names, plan.quick
     if former and plan.adding:
-        left_out = {name: why for name, why in former.left_out.items() if name not in tasks}
-        waiting, quick = [name for name in former.waiting if name not in tasks], former.quick
+        kept = {name: e for name, e in former.experiments.items() if name not in tasks}
+        left_out = {n: why for n, why in former.left_out.items() if n not in tasks} | left_out
+        waiting = [*(name for name in former.waiting if name not in tasks), *waiting]
+        quick = former.quick
+    elif former and former.waiting:  # it was interrupted
+        for name, entry in former.experiments.items():
+            same = name in tasks and entry.options == repr(tasks[name].options)
+            if same and not entry.error and (entry.commit, entry.versions) == made_with:
+                kept[name] = entry
+        waiting = [name for name in waiting if name not in kept]
     return Manifest(
         **made,
         model=plan.model,
         quick=quick,
-        left_out={**left_out, **plan.left_out},
+        left_out=left_out,
         waiting=waiting,
         experiments=kept,
     )
 
 
-class _Folder:
-    """The folder that a study is written to: what is done is noted, and survives an interrupt.
+def _run(task: Task, versions: dict[str, str], folder: Path, console: Console) -> Iterator[Entry]:
+    """Measure and write.
 
-    Args:
-        begun: the manifest of which nothing is done yet.
-        names: of the experiments that will be finished.
-        order: names of all experiments, in the order of the report.
+    Yields:
+        What is to be noted: which files will be written, before they are; in the end, how it went.
     """
-
-    def __init__(
-        self, path: Path, begun: Manifest, names: Sequence[str], order: Sequence[str]
-    ) -> None:
-        self.path, self.begun, self.names, self.order = path, begun, names, order
-        self.entries = dict(begun.experiments)
-
-    def note(self, name: str, entry: Entry, **changed: Any) -> Entry:
-        """Note an entry, changed, before anything else is done; returns it."""
-        self.entries[name] = entry.model_copy(update=changed)
-        self.save()
-        return self.entries[name]
-
-    def save(self) -> None:
-        """Write the manifest down."""
-        known = {name: self.entries[name] for name in self.order if name in self.entries}
-        left = [n for n in self.names if n not in known or known[n].error == UNFINISHED]
-        changed = {"experiments": known, "waiting": [*self.begun.waiting, *left]}
-        write_manifest(self.begun.model_copy(update=changed), self.path)
-
-
-def _run(task: Task, folder: _Folder, console: Console) -> Entry:
-    """Measure and write; what is about to be written is noted before it is."""
     start, experiment, error = perf_counter(), task.experiment, None
     entry = Entry(
         error=UNFINISHED,
         commit=environment.commit(),
-        versions=folder.begun.versions,
+        versions=versions,
         repeat=task.repeat,
         options=repr(task.options),
         note=task.note,
@@ -172,20 +134,19 @@ def _run(task: Task, folder: _Folder, console: Console) -> Entry:
     try:
         tables = measured(experiment, task.options, progress_bar())
         check_names(experiment.name, tables)
-        entry = folder.note(task.name, entry, tables=list(tables))
-        for name, table in tables.items():
-            write_table(table, folder.path / f"{name}.csv")
+        yield (entry := entry.model_copy(update={"tables": list(tables)}))
+        write_tables(tables, folder)
         # From here on as whoever rebuilds the report will: from the files.
-        tables = {name: read_table(folder.path / f"{name}.csv") for name in tables}
+        tables = {name: read_table(folder / f"{name}.csv") for name in tables}
         figures, shown = drawn(experiment, tables)
-        entry = folder.note(task.name, entry, figures=shown)
-        write_figures(figures, folder.path)
+        yield (entry := entry.model_copy(update={"figures": shown}))
+        write_figures(figures, folder)
         experiment.markdown(tables)
     except Exception as failure:
         error = in_one_line(failure)
         console.print(traceback.format_exc(), markup=False, highlight=False)
     seconds = round(perf_counter() - start, 2)
-    return folder.note(task.name, entry, error=error, seconds=seconds)
+    yield entry.model_copy(update={"error": error, "seconds": seconds})
 
 
 def former_study(
@@ -261,7 +222,7 @@ class Options:
     ] = False
 
 
-def _study(told: Options) -> None:
+def _study(flags: dict[str, Any]) -> None:
     """Run all experiments and write tables, figures and the report into one folder.
 
     Grids are small, for a first look within minutes; --full has those of the committed results.
@@ -270,6 +231,7 @@ def _study(told: Options) -> None:
     report.html in the folder afterwards. The exit status is 1 if an experiment failed; the report
     then holds the results of the others.
     """
+    told = Options(**flags)
     if told.model is None and (told.dtype, told.device) != ("float32", "cpu"):
         raise UserError("--dtype and --device are for a study of your own model: give --model too")
     if told.model is not None and told.full:

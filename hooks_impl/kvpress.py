@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
-from functools import wraps
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -136,7 +136,7 @@ def _taking_both(method: Callable[..., Any], translate: Callable[..., Any]) -> C
 def _compressed(method: Callable[..., Any], press: Press, call: AttentionCall) -> Any:
     module, *others = arguments(call)
     left = method(press, module, *others)
-    hidden = vars(module).get("_hidden") if isinstance(module, AttentionView) else None
+    hidden = module.masked_key_indices if isinstance(module, AttentionView) else None
     if hidden is None:
         return left
     if press.evicts is not Evicts.PER_HEAD:
@@ -150,29 +150,25 @@ def _compressed(method: Callable[..., Any], press: Press, call: AttentionCall) -
 
 
 def _scored(method: Callable[..., Any], press: Press, call: AttentionCall) -> Any:
-    scored = [method(press, *given) for given in _arguments_of_keys(call)]
-    if len(scored) == 1:
-        return scored[0]
-    return torch.stack([scores[:, head] for head, scores in enumerate(scored)], dim=1)
+    """With the hidden states of the keys; once per KV head, where these differ."""
+    module, states, *others = arguments(call)
+    tokens = call.at.tokens
+    if tokens is None or bool((tokens < 0).any()):  # those of earlier tokens are not known
+        return method(press, module, states, *others)
+
+    def of_keys(tokens: Tensor) -> Any:
+        index = tokens.unsqueeze(-1).expand(-1, -1, states.shape[-1])
+        return method(press, module, states.gather(1, index), *others)
+
+    if torch.equal(tokens, tokens[:, :1].expand_as(tokens)):
+        return of_keys(tokens[:, 0])
+    return torch.stack([of_keys(of_head)[:, i] for i, of_head in enumerate(tokens.unbind(1))], 1)
 
 
 def arguments(call: AttentionCall) -> tuple[Any, ...]:
     """What the methods of a press take, for `call`."""
     states = call.hidden_states, call.keys, call.values, call.attentions
     return view_of(call.site), *states, {**call.kwargs, CALL: call}
-
-
-def _arguments_of_keys(call: AttentionCall) -> Iterator[tuple[Any, ...]]:
-    """`arguments`, with the hidden states of the keys; once per KV head, where these differ."""
-    module, hidden_states, *others = arguments(call)
-    tokens = call.at.tokens
-    if tokens is None or bool((tokens < 0).any()):  # those of earlier tokens are not known
-        yield module, hidden_states, *others
-        return
-    alike = torch.equal(tokens, tokens[:, :1].expand_as(tokens))
-    for of_head in tokens[:, :1].unbind(1) if alike else tokens.unbind(1):
-        index = of_head.unsqueeze(-1).expand(-1, -1, hidden_states.shape[-1])
-        yield module, hidden_states.gather(1, index), *others
 
 
 def call_of(
@@ -199,8 +195,7 @@ def call_of(
         return AttentionCall(site, hidden_states, keys, values, attentions, at=at, kwargs=told)
     assert isinstance(call, AttentionCall)
     if keys.shape == call.keys.shape:
-        same = keys is call.keys and values is call.values
-        return call if same else call.replace(keys=keys, values=values)
+        return call.replace(keys=keys, values=values)
     # Some of the keys, and nobody says which.
     at = Positions(call.at.embeddings, call.at.ids)
     states: dict[str, Any] = {"hidden_states": hidden_states, "keys": keys, "values": values}
@@ -241,46 +236,31 @@ class AttentionView:
     """An attention module that has a `rotary_emb`, whoever else holds the module.
 
     kvpress gives every attention module that attribute and leaves it there. Here a press is handed
-    a view: what is read, set or called is the module's own, and `rotary_emb` is the view's. It is
-    called as `rotary_emb(x, position_ids)` in any model, and gives the cosines and sines that this
-    layer gets. As some adapt to the positions that they see, it is a copy each time. The view also
-    keeps to itself which keys a press of kvpress masks.
+    another object over the same attributes: what is read, set or called is the module's own, and
+    `rotary_emb` is the view's. It is called as `rotary_emb(x, position_ids)` in any model, and
+    gives the cosines and sines that this layer gets. As some adapt to the positions that they see,
+    it is a copy each time. The view also keeps to itself which keys a press of kvpress masks.
     """
 
+    __slots__ = ("_site", "masked_key_indices")
     _site: AttentionSite
-
-    def __init__(self, site: AttentionSite) -> None:
-        vars(self)["_site"] = site
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # for isinstance
-        return type(self._site.module)
+    masked_key_indices: Any
 
     def __getattr__(self, name: str) -> Any:
         if name == "rotary_emb" and not hasattr(self._site.module, name):
             return _rotary_embedding(self._site)
         return getattr(self._site.module, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "masked_key_indices":
-            vars(self)["_hidden"] = value
-        else:
-            setattr(self._site.module, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self._site.module, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._site.module(*args, **kwargs)
-
     def __eq__(self, other: object) -> bool:
-        return self._site.module is (other._site.module if type(other) is AttentionView else other)
+        return getattr(other, "__dict__", None) is vars(self)
 
     def __hash__(self) -> int:
         return hash(self._site.module)
 
-    def __repr__(self) -> str:
-        return repr(self._site.module)
+
+@cache
+def _view_class(kind: type) -> Any:
+    return type(kind.__name__, (AttentionView, kind), {})
 
 
 def view_of(site: AttentionSite) -> Any:
@@ -288,7 +268,13 @@ def view_of(site: AttentionSite) -> Any:
 
     In a forward that is being compiled the module itself: no compiler follows a stand-in.
     """
-    return site.module if torch.compiler.is_compiling() else AttentionView(site)
+    if torch.compiler.is_compiling():
+        return site.module
+    kind: Any = type(site.module)
+    view = object.__new__(_view_class(kind))
+    object.__setattr__(view, "__dict__", vars(site.module))
+    view._site, view.masked_key_indices = site, None
+    return view
 
 
 def _rotary_embedding(site: AttentionSite) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,13 +16,14 @@ from press_core import entry
 from press_core.collecting import Collecting
 from press_core.errors import ScopeError
 from press_core.forward import Arguments, Forward, here, names_of
+from press_core.model.graphs import forget_graphs
 from press_core.model.sites import AttentionSite, Signature
 from press_core.observed import Query
 from press_core.observing import Passed
+from press_core.on_layers import Removable
 from press_core.press import RatioPress
-from press_core.running.compiled import forget_graphs
 from press_core.running.copies import Hook, LayerHook
-from press_core.scope import InstalledPress, Removable, ScopeState
+from press_core.scope import InstalledPress, ScopeState
 from press_core.scoring import TokenScorer
 from press_core.traits import Needs
 
@@ -52,33 +53,32 @@ class BasePress(KvpressWords, InstalledPress):
     # ---- around an attention module, around the decoder ------------------------------------------
 
     def install(self, scope: ScopeState) -> None:
-        """Install the press on the model of `scope`; it comes off when that closes."""
+        """Install on the decoder what hears of forwards; it comes off when `scope` closes."""
         scope.warnings.append(partial(_passed_by, scope))
+        decoder, enter = scope.decoder, Hook(partial(_enter, scope, names_of(scope.decoder)))
+        scope.install(decoder.register_forward_pre_hook(enter, with_kwargs=True))
+        leave = Hook(partial(_leave, scope))
+        scope.install(decoder.register_forward_hook(leave, prepend=True, always_call=True))
+
+    def install_on_layers(self, scope: ScopeState) -> Iterator[Removable]:
+        """Install on the attention modules what acts there; it comes and goes with its use."""
         forget_graphs(scope.sites)
-
-        def put(register: Callable[..., Removable], hook: Hook, **options: bool) -> None:
-            scope.install(register(hook, **options))
-
-        decoder, enter = scope.decoder, partial(_enter, scope, names_of(scope.decoder))
-        put(decoder.register_forward_pre_hook, Hook(enter), with_kwargs=True)
         for site in scope.sites:
             if self.evicts.needs_attention:  # a hook can choose what heads keep, not attend over it
-                serve(scope, site)
+                yield from serve(site)
             source = site.query_module if scope.traits.reads_queries else None
             if source is not None:
                 collect = LayerHook(partial(_collect, scope, site))
-                put(source.register_forward_hook, collect)
+                yield source.register_forward_hook(collect)
             before = LayerHook(partial(_before, entry.before_attention, site, site.signature))
-            put(site.module.register_forward_pre_hook, before, with_kwargs=True)
+            yield site.module.register_forward_pre_hook(before, with_kwargs=True)
             # Prepended, so that of several scopes the inner one acts first.
             act = LayerHook(partial(_attention, scope, site, source))
-            put(site.module.register_forward_hook, act, with_kwargs=True, prepend=True)
+            yield site.module.register_forward_hook(act, with_kwargs=True, prepend=True)
         for other in scope.bystanders:
             of, signature = other.site.module, other.site.signature
             before = LayerHook(partial(_before, entry.before_bystander, other, signature))
-            put(of.register_forward_pre_hook, before, with_kwargs=True)
-        leave = Hook(partial(_leave, scope))
-        put(decoder.register_forward_hook, leave, prepend=True, always_call=True)
+            yield of.register_forward_pre_hook(before, with_kwargs=True)
 
     def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
         def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from attention_patch.interception import intercept, with_override
-from attention_patch.reversible import Patch, is_covered, wrap
+from attention_patch.reversible import is_covered, wrap
 from attention_patch.scope import around_decoder, check_interface, serve
 from press_core import engine, entry
 from press_core.collecting import Collecting
@@ -20,8 +20,9 @@ from press_core.forward import Arguments, here, names_of
 from press_core.model.sites import AttentionSite, Bystander
 from press_core.observed import Query
 from press_core.observing import Passed
+from press_core.on_layers import Removable
 from press_core.press import Press, RatioPress, also_needs
-from press_core.scope import InstalledPress, Removable, ScopeState
+from press_core.scope import InstalledPress, ScopeState
 from press_core.scoring import TokenScorer
 from press_core.traits import Needs
 
@@ -52,16 +53,18 @@ class BasePress(InstalledPress):
     # ---- around an attention module, around the decoder ------------------------------------------
 
     def install(self, scope: ScopeState) -> None:
-        """Install the press on the model of `scope`; it comes off when that closes."""
-        patches: list[Patch] = []
-        scope.warnings.append(partial(_lost, scope, patches))
-        around = partial(_decoder, scope, names_of(scope.decoder), patches)
+        """Install on the decoder what hears of forwards; it comes off when `scope` closes."""
+        scope.warnings.append(partial(_lost, scope))
+        around = partial(_decoder, scope, names_of(scope.decoder))
         scope.install(wrap(scope.decoder, "forward", around))
+
+    def install_on_layers(self, scope: ScopeState) -> Iterator[Removable]:
+        """Install on the attention modules what acts there; it comes and goes with its use."""
         for site in scope.sites:
             if self.evicts.needs_attention:
-                serve(scope, site)
+                yield from serve(site)
             if scope.traits.reads_queries and site.signature.interface is not None:
-                scope.install(intercept(site.signature.interface))
+                yield intercept(site.signature.interface)
             if is_covered(site.module, "forward"):
                 raise ScopeError(
                     f"somebody has wrapped the forward of {site.name} since another scope was "
@@ -70,10 +73,9 @@ class BasePress(InstalledPress):
                 )
             # The latest layer of a patch is the innermost, so of several scopes the inner acts
             # first.
-            patches.append(wrap(site.module, "forward", partial(_attention, scope, site)))
-            scope.install(patches[-1])
+            yield wrap(site.module, "forward", partial(_attention, scope, site))
         for other in scope.bystanders:
-            scope.install(wrap(other.site.module, "forward", partial(_beside, other)))
+            yield wrap(other.site.module, "forward", partial(_beside, other))
 
     def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
         def around(call_next: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -123,14 +125,13 @@ BasePress.collector = Collector
 def _decoder(
     scope: ScopeState,
     names: tuple[str, ...],
-    patches: list[Patch],
     call_next: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     """Called in place of the decoder's forward."""
     output = around_decoder(scope, names, call_next, *args, **kwargs)
-    if scope.tally.missed and (lost := _lost(scope, patches)):
+    if scope.tally.missed and (lost := _lost(scope)):
         raise ScopeError(
             f"{type(scope.press).__name__} prunes some layers and no longer others{lost}"
         )
@@ -176,8 +177,9 @@ def _beside(other: Bystander, call_next: Callable[..., Any], *args: Any, **kwarg
     return call_next(*given.args, **given.kwargs)
 
 
-def _lost(scope: ScopeState, patches: list[Patch]) -> str | None:
+def _lost(scope: ScopeState) -> str | None:
     """A warning about patches that are gone."""
+    patches: list[Any] = scope.on_layers.by_scope.get(scope, [])
     if not scope.tally.missed and not any(patch.is_lost for patch in patches):
         return None
     return (

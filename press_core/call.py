@@ -332,24 +332,8 @@ class AttentionCall:
         if self.at.tokens is not None:
             positions = torch.arange(start, stop, device=keys.device)
             return self.narrowed(positions.expand(*keys.shape[:2], -1), keys, values)
-        cos_sin, later = self.at.embeddings, self.at.later
-        weights, query = self.attentions, self.query
-        at = Positions(
-            cos_sin and (cos_sin[0][:, start:stop], cos_sin[1][:, start:stop]),
-            self._known_ids()[:, start:stop],
-            rotary=self.at.rotary,
-            later=None if later is None else later[:, start:stop, start:stop],
-        )
-        return self.replace(
-            hidden_states=self.hidden_states[:, start:stop],
-            keys=keys,
-            values=values,
-            attentions=None if weights is None else weights[:, :, start:stop, start:stop],
-            query=query and Query(query.states[:, :, start:stop], query.is_rotated),
-            at=at,
-            memory={name: x[..., start:stop] for name, x in self.memory.items()},
-            budget=None,
-        )
+        known = self.replace(at=replace(self.at, ids=self._known_ids()), budget=None)
+        return known._part(None, slice(start, stop))
 
     def of_rows(self, rows: list[int], slots: Tensor | None) -> AttentionCall:
         """The call as it would have been for some rows of the batch alone, without their padding.
@@ -358,42 +342,48 @@ class AttentionCall:
             rows: of the batch.
             slots: `(n,)` int64, which of the `S` slots hold tokens in all of these rows; None: all.
         """
-        if slots is None:
-            slots = torch.arange(self.length, device=self.keys.device)
+        part = self._part(rows, slice(0, self.length) if slots is None else slots)
+        seen = self.when.seen and tuple([self.when.seen[row] for row in rows])
+        return part.replace(when=replace(self.when, seen=seen, batch_rows=tuple(rows)))
+
+    def _part(self, rows: list[int] | None, slots: Tensor | slice) -> AttentionCall:
+        """The call over some slots of some rows; None: of all."""
         # Where tokens are already pruned they index the forward's tokens, padding and all, and the
         # weights that the layer returned no longer fit.
         older = self.length - self.hidden_states.shape[1]
-        known = None if self.at.tokens is not None else slots[slots >= older] - older
+        known: Any = None
+        if self.at.tokens is None and isinstance(slots, slice):
+            known = slice(max(0, slots.start - older), max(0, slots.stop - older))
+        elif self.at.tokens is None:
+            known = slots[slots >= older] - older  # type: ignore[index, operator]
 
-        def per_row(x: Any) -> Any:
-            return x if x is None or x.shape[0] == 1 else x[rows]
+        def of(x: Any, *cuts: tuple[int, Tensor | slice | None]) -> Any:
+            if x is None:
+                return None
+            x = x if rows is None or x.shape[0] == 1 else x[rows]
+            for dim, among in cuts:
+                if isinstance(among, slice):
+                    x = x[(slice(None),) * dim + (among,)]
+                elif among is not None:
+                    x = x.index_select(dim, among)
+            return x
 
-        def of_tokens(x: Any, dim: int) -> Any:
-            x = per_row(x)
-            return x if x is None or known is None else x.index_select(dim, known)
-
-        def of_slots(x: Any) -> Any:
-            x = per_row(x)
-            return None if x is None else x.index_select(2, slots)
-
-        weights = None if self.at.tokens is not None else of_tokens(self.attentions, 2)
-        later, cos_sin, query = of_tokens(self.at.later, 1), self.at.embeddings, self.query
+        cos_sin, query = self.at.embeddings, self.query
+        weights = self.attentions if self.at.tokens is None else None
         at = Positions(
-            cos_sin and (of_tokens(cos_sin[0], 1), of_tokens(cos_sin[1], 1)),
-            of_tokens(self.at.ids, 1),
-            of_slots(self.at.tokens),
-            of_slots(self.at.rotary),
-            later if later is None or known is None else later.index_select(2, known),
+            cos_sin and (of(cos_sin[0], (1, known)), of(cos_sin[1], (1, known))),
+            of(self.at.ids, (1, known)),
+            of(self.at.tokens, (2, slots)),
+            of(self.at.rotary, (2, slots)),
+            of(self.at.later, (1, known), (2, known)),
         )
-        seen = self.when.seen and tuple([self.when.seen[row] for row in rows])
         return self.replace(
-            hidden_states=of_tokens(self.hidden_states, 1),
-            keys=of_slots(self.keys),
-            values=of_slots(self.values),
-            attentions=None if weights is None else weights.index_select(3, slots),
-            query=query and Query(of_tokens(query.states, 2), query.is_rotated),
+            hidden_states=of(self.hidden_states, (1, known)),
+            keys=of(self.keys, (2, slots)),
+            values=of(self.values, (2, slots)),
+            attentions=of(weights, (2, known), (3, slots)),
+            query=query and Query(of(query.states, (2, known)), query.is_rotated),
             at=at,
-            when=replace(self.when, seen=seen, batch_rows=tuple(rows)),
-            memory={name: of_slots(x) for name, x in self.memory.items()},
-            carried={name: per_row(x) for name, x in self.carried.items()},
+            memory={name: of(x, (2, slots)) for name, x in self.memory.items()},
+            carried={name: of(x) for name, x in self.carried.items()},
         )

@@ -20,12 +20,12 @@ from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import Eviction
 from press_core.forward import Forward
+from press_core.model.graphs import may_break
 from press_core.model.sites import AttentionSite
 from press_core.observed import Moment, Positions
 from press_core.observing import Passed, call_of, context_call, step_of, with_steps
 from press_core.press import Press
 from press_core.rows import Left, RowGroup, parts_of
-from press_core.running.compiled import may_break
 from press_core.scope import ScopeState
 from press_core.traits import Evicts, Needs, Phase
 
@@ -85,12 +85,12 @@ Observed = tuple[AttentionCall, Tensor | None]
 def observe(scope: ScopeState, press: Press, passed: Passed) -> Observed | None:
     """What a press is to decide about; None: nothing yet."""
     layer = known(passed.cache, passed.site.layer_idx)
-    if not passed.forward.is_context:
-        if layer.carried and layer.refusal and press.evicts is Evicts.PER_HEAD:
-            return _new_tokens(scope, passed, layer)
-        require_readable(layer, passed.site)
-        return _decoding_step(scope, press, passed, layer)
+    is_context = passed.forward.is_context
+    if not is_context and layer.carried and layer.refusal and press.evicts is Evicts.PER_HEAD:
+        return _new_tokens(scope, passed, layer)
     require_readable(layer, passed.site)
+    if not is_context:
+        return _decoding_step(scope, press, passed, layer)
     call: AttentionCall | None = context_call(scope, passed, layer)
     for way in running.OBSERVED:
         call = None if call is None else way(scope, passed, call)
@@ -131,11 +131,9 @@ def _new_tokens(scope: ScopeState, passed: Passed, layer: PrunedLayer) -> Observ
     """The tokens of this forward alone, of a layer whose heads differ in length."""
     n = passed.hidden_states.shape[1]
     keys, values = layer.newest(n)
-    carried, when = layer.carried_to(n), Moment(decoding=True)
-    call = call_of(scope, passed, keys, values, carried=carried, when=when)
-    real = visible_tokens(passed.mask, n, len(keys))
-    seen = tokens_seen(layer, None)
-    return call.replace(when=replace(when, seen=seen)), real
+    when = Moment(decoding=True, seen=tokens_seen(layer, None))
+    call = call_of(scope, passed, keys, values, carried=layer.carried_to(n), when=when)
+    return call, visible_tokens(passed.mask, n, len(keys))
 
 
 def _decoding_step(
@@ -143,31 +141,30 @@ def _decoding_step(
 ) -> Observed | None:
     """What is known of the last tokens while decoding, or None if the press is not due."""
     running.require_causal(scope, passed)
-    traits, occupied = scope.traits, None
-    progress = passed.forward.progress[scope]
+    traits, progress = scope.traits, passed.forward.progress[scope]
     due = press.is_due(progress.n_steps, passed.hidden_states.shape[1])
     memory = layer.memories.get(scope.key, Memory())
-    when = Moment(True, n_steps=progress.n_steps, n_forwards=progress.n_forwards)
     if due or traits.remembers:
         occupied = passed.occupied(layer)
+        steps = progress.n_steps, progress.n_forwards
+        seen = tokens_seen(layer, occupied) if due else None
+        call = call_of(
+            scope,
+            passed,
+            *layer.states(),
+            memory=memory.of_slots(layer.n_slots),
+            carried=layer.carried,
+            when=Moment(True, None, *steps, seen),
+        )
     if traits.remembers:
-        known_slots = memory.of_slots(layer.n_slots)
-        here = call_of(scope, passed, *layer.states(), memory=known_slots, when=when)
-        memory = replace(memory, slots=remembered(press, here, occupied))
+        call = call.replace(memory=remembered(press, call, occupied))
+        memory = replace(memory, slots=call.memory)
     if traits.buffered_tokens:
         memory = memory.with_step(step_of(scope, passed), traits.buffered_tokens)
     if traits.remembers or traits.buffered_tokens:
         scope.remember(passed.cache, passed.site.layer_idx, layer, memory)
     if not due:
         return None
-    call = call_of(
-        scope,
-        passed,
-        *layer.states(),
-        memory=memory.of_slots(layer.n_slots),
-        carried=layer.carried,
-        when=replace(when, seen=tokens_seen(layer, occupied)),
-    )
     if traits.buffered_tokens:
         call = with_steps(call, memory, traits.buffered_tokens)
     last = None if passed.position_ids is None else passed.position_ids[:, -1]

@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 from press_core import running
 from press_core.cache.caches import check_prunable, is_empty, known
 from press_core.cache.memory import FIRST, Memory
+from press_core.cache.pruned import PrunedLayer
 from press_core.cache.reading import (
     helped,
     needs_help,
@@ -29,9 +30,9 @@ from press_core.cache.reading import (
 from press_core.engine import prune_before
 from press_core.errors import UnsupportedCacheError
 from press_core.forward import Arguments, Forward, Progress, here, own_cache
+from press_core.model.graphs import may_break
 from press_core.model.sites import AttentionSite, Bystander
 from press_core.running import chunks
-from press_core.running.compiled import may_break
 from press_core.scope import AROUND, ScopeState
 from press_core.traits import Phase
 
@@ -54,6 +55,7 @@ def enter(scope: ScopeState, given: Arguments) -> Arguments:
     forward = _joined(scope, given)
     if mine and _passes(scope, forward):
         scope.tally.n_forwards += 1
+        scope.on_layers.take_off(scope)
         return given
     if mine:  # else it is compiled, and counts nothing
         forward.frame = forward.frame or _lasting_frame()
@@ -77,9 +79,17 @@ def enter(scope: ScopeState, given: Arguments) -> Arguments:
     layers = pruned_layers(forward.cache)
     forward.given = with_counted_columns(forward, layers)
     forward.helps = needs_help(forward, layers)
-    if _is_idle(forward):  # its layers find no description
+    if _is_idle(forward):
         leave(scope, None)
+        _take_off(scope)
+    elif not scope.on_layers.are_on:
+        torch.compiler.disable(scope.on_layers.put_on)()
     return forward.given
+
+
+def _take_off(scope: ScopeState) -> None:
+    if not torch.compiler.is_compiling():  # graphs are made with what is there
+        scope.on_layers.take_off(scope)
 
 
 def runs_eagerly(scope: ScopeState, given: Arguments) -> bool:
@@ -104,8 +114,8 @@ def _passes(scope: ScopeState, forward: Forward) -> bool:
     first = sites[0].layer_idx
     if not isinstance(cache, Cache) or is_empty(cache, first) or chunks.is_under_way(cache):
         return False
-    _note_whole(scope, cache, first)
     layers = pruned_layers(cache)
+    _note_whole(scope, cache, layers)
     counted = with_counted_columns(forward, layers) is forward.given
     return counted and not needs_help(forward, layers)
 
@@ -160,7 +170,7 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
         for site in scope.sites:
             prune_before(scope, forward, site)
     if Phase.DECODING not in traits.phases:
-        _note_whole(scope, cache, scope.sites[0].layer_idx)
+        _note_whole(scope, cache, pruned_layers(cache))
         return
     index = scope.sites[0].layer_idx
     first = known(cache, index)
@@ -168,18 +178,17 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
     scope.remember(cache, index, first, memory)
     progress = Progress(memory.ticks - FIRST, memory.all_ticks - FIRST)
     forward.progress[scope] = progress
-    due = scope.press.is_due(progress.n_steps, forward.n_tokens)
-    if due or traits.buffered_tokens or traits.remembers:
+    if traits.remembers or scope.press.is_awaited(progress.n_steps, forward.n_tokens):
         forward.acting.append(scope)
 
 
-def _note_whole(scope: ScopeState, cache: Cache, layer_idx: int) -> None:
+def _note_whole(scope: ScopeState, cache: Cache, pruned: list[PrunedLayer]) -> None:
     tally = scope.tally
-    if tally.n_contexts or torch.compiler.is_compiling() or not scope.traits.phases & AROUND:
+    if pruned or tally.n_contexts or not scope.traits.phases & AROUND:
         return
-    layer = known(cache, layer_idx)
-    if not layer.is_pruned:
-        tally.longest_whole = max(tally.longest_whole, layer.n_seen)
+    if not torch.compiler.is_compiling():
+        n_seen = int(cache.get_seq_length(scope.sites[0].layer_idx))
+        tally.longest_whole = max(tally.longest_whole, n_seen)
 
 
 def leave(scope: ScopeState, output: Any, failed: bool = False) -> None:

@@ -90,17 +90,19 @@ def call_of(
 ) -> AttentionCall:
     """What is known of a forward of an attention module, with other `fields`."""
     device = passed.hidden_states.device  # an offloaded cache is brought back to the model
-    known_fields: dict[str, Any] = {
-        "hidden_states": passed.hidden_states,
-        "query": passed.query,
-        "at": Positions(passed.cos_sin, passed.position_ids),
-        "kwargs": passed.given.kwargs,
-        "notes": passed.forward.notes,
-        "scope": scope,
-    }
-    return AttentionCall(
-        passed.site, keys=keys.to(device), values=values.to(device), **{**known_fields, **fields}
+    at = Positions(passed.cos_sin, passed.position_ids)
+    call = AttentionCall(
+        passed.site,
+        passed.hidden_states,
+        keys.to(device),
+        values.to(device),
+        query=passed.query,
+        at=at,
+        kwargs=passed.given.kwargs,
+        notes=passed.forward.notes,
+        scope=scope,
     )
+    return call.replace(**fields)
 
 
 def context_call(scope: ScopeState, passed: Passed, layer: PrunedLayer) -> AttentionCall:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import reduce
 from inspect import getattr_static
-from operator import or_
+from operator import is_, or_
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -179,6 +179,13 @@ class Press:
         """Whether to prune after `n_steps` decoding steps, the last of `n_new` tokens."""
         return True
 
+    def is_awaited(self, n_steps: int, n_new: int) -> bool:
+        """Whether this step is to be observed: it is due, or what it brings is needed when one is.
+
+        Steps that are not awaited cost next to nothing.
+        """
+        return self.buffered_tokens > 0 or self.is_due(n_steps, n_new)
+
     # ---- the formula -----------------------------------------------------------------------------
 
     def compress(self, call: AttentionCall) -> Eviction:
@@ -236,14 +243,9 @@ class Press:
 
     def bind(self, model: nn.Module) -> Press:
         """The press as it is to act on `model`: itself, or a copy of one's own making."""
-        bound: dict[str, Any] = {}
-        for name, value in vars(self).items():
-            if isinstance(value, Press):
-                bound[name] = value.bind(model)
-            elif isinstance(value, (list, tuple)) and any(isinstance(x, Press) for x in value):
-                bound[name] = [x.bind(model) if isinstance(x, Press) else x for x in value]
-        same = all(_same(getattr(self, name), value) for name, value in bound.items())
-        return self if same else copied(self, **bound)
+        bound = {name: _bound(value, model) for name, value in vars(self).items()}
+        copy = copied(self, **bound)
+        return self if all(map(is_, self.parts, copy.parts)) else copy
 
     def prepare(self, model: nn.Module) -> Any:
         """What it has to know of the model, found when a scope opens: `call.prepared(self)`."""
@@ -342,10 +344,13 @@ def also_needs(cls: type[Press], more: Needs) -> None:
         cls.needs = property(lambda self: declared.fget(self) | more)  # type: ignore[assignment]
 
 
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Press):
-        return a is b
-    return all(x is y for x, y in zip(a, b, strict=True))
+def _bound(value: Any, model: nn.Module) -> Any:
+    """A field in which each press is bound to `model`."""
+    if isinstance(value, Press):
+        return value.bind(model)
+    if isinstance(value, (list, tuple)) and any(isinstance(x, Press) for x in value):
+        return [x.bind(model) if isinstance(x, Press) else x for x in value]
+    return value
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,34 +29,27 @@ class RowGroup:
     eviction: Eviction
 
 
-def rows_alike(
-    batch: int, occupied: Tensor | None, row_by_row: bool
-) -> list[tuple[list[int], Tensor | None]]:
-    """The rows of a batch that are judged together, and their slots that hold tokens.
+def parts_of(
+    call: AttentionCall, occupied: Tensor | None, row_by_row: bool
+) -> Iterator[tuple[list[int], Tensor | None, AttentionCall]]:
+    """The calls of the rows that are judged together, with these and their slots that hold tokens.
 
     Args:
         occupied: `(B, S)` bool; None: all slots of all rows.
         row_by_row: whether each row is judged by itself.
     """
+    batch, device = call.keys.shape[0], call.keys.device
     if occupied is None and (not row_by_row or batch == 1):
-        return [(list(range(batch)), None)]
-    if occupied is None:
-        return [([row], None) for row in range(batch)]
+        yield list(range(batch)), None, call
+        return
+    occupied = None if occupied is None else occupied.cpu()
     patterns: dict[Any, list[int]] = {}
-    for row, pattern in enumerate(occupied.cpu().tolist()):
-        patterns.setdefault(row if row_by_row else tuple(pattern), []).append(row)
-    return [(rows, occupied[rows[0]].nonzero().squeeze(1)) for rows in patterns.values()]
-
-
-def parts_of(
-    call: AttentionCall, occupied: Tensor | None, row_by_row: bool
-) -> Iterable[tuple[list[int], Tensor | None, AttentionCall]]:
-    """The calls of rows of different padding, with their rows and slots."""
-    occupied = None if occupied is None else occupied.to(call.keys.device)
-    groups = rows_alike(call.keys.shape[0], occupied, row_by_row)
-    if occupied is None and len(groups) == 1:
-        return [(groups[0][0], None, call)]
-    return ((rows, slots, call.of_rows(rows, slots)) for rows, slots in groups)
+    for row in range(batch):
+        pattern = row if occupied is None or row_by_row else tuple(occupied[row].tolist())
+        patterns.setdefault(pattern, []).append(row)
+    for rows in patterns.values():
+        slots = None if occupied is None else occupied[rows[0]].nonzero().squeeze(1).to(device)
+        yield rows, slots, call.of_rows(rows, slots)
 
 
 class Left:
@@ -122,19 +115,17 @@ class Left:
             parts.append(kept if group.slots is None else group.slots[kept])
         return self.together([pad_left(part, self.length, -1) for part in parts])
 
-    def known_slots(self) -> Tensor:
-        """The same.
+    def check_slots(self) -> None:
+        """Refuse rows of which nobody knows which slots are left.
 
         Raises:
-            UnsupportedInputError: if nobody knows.
+            UnsupportedInputError: if there are such.
         """
-        slots = self.slots()
-        if slots is None:
+        if self.slots() is None:
             raise UnsupportedInputError(
                 "a padded batch was pruned by a press that does not say which tokens it kept, so "
                 f"that its rows cannot be told from their padding; {SAY_WHAT_IS_KEPT}"
             )
-        return slots
 
     def of_slots(self, known: Tensor | None, empty: float = -1) -> Tensor | None:
         """Of something known of every slot, `(1 or B, 1 or H_kv, S)`, what is left."""

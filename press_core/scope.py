@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 from torch import nn
@@ -19,6 +18,7 @@ from press_core.errors import ScopeError
 from press_core.forward import Forward
 from press_core.model.decoder import decoder_of
 from press_core.model.sites import AttentionSite, Bystander
+from press_core.on_layers import OnLayers, Removable, removed
 from press_core.press import Press
 from press_core.probe import verified
 from press_core.tally import Tally
@@ -27,14 +27,11 @@ from press_core.traits import Needs, Phase
 _opening = threading.RLock()
 """Held while a scope opens or closes: none is to change a model that another is probing."""
 
+_open: WeakSet[ScopeState] = WeakSet()
+"""Scopes that were opened, until they are collected; of closed ones the decoder is None."""
+
 AROUND = Phase.PREFILL | Phase.DECODING | Phase.CHUNKS
 """Phases in which a press acts around attention modules."""
-
-
-class Removable(Protocol):
-    """What installing something hands back: a hook's handle, a patch."""
-
-    def remove(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -85,13 +82,13 @@ class ScopeState:
         traits: what the press says of itself.
         known: by id of a part of the press, that part and what it has prepared for the model, which
             serves copies with another ratio too.
-        thread: whose forwards alone are the scope's; None: those of all threads.
         tally: what the run came to.
         key: tells it from all other scopes of the process, in caches too.
         running: forwards of it in progress, and the threads that run them.
         remembering: cache layers that hold something for it.
         warnings: what a mechanism found to have gone wrong, asked when the scope closes.
-        installed: what the mechanism has put on the model.
+        installed: what the mechanism has put on the model for as long as the scope is open.
+        on_layers: what it has put on attention modules, for the forwards that need it.
     """
 
     press: Press
@@ -101,13 +98,18 @@ class ScopeState:
     decoder: Any
     traits: Traits
     known: dict[int, tuple[Press, Any]] = field(default_factory=dict)
-    thread: int | None = None
     tally: Tally = field(default_factory=Tally)
     key: Key = field(default_factory=Key)
     running: dict[Forward, int] = field(default_factory=dict)
     remembering: WeakSet[Any] = field(default_factory=WeakSet, repr=False)
     warnings: list[Callable[[], str | None]] = field(default_factory=list)
     installed: list[Removable] = field(default_factory=list)
+    on_layers: OnLayers = field(default_factory=OnLayers)
+
+    @property
+    def thread(self) -> int | None:
+        """Whose forwards alone are the scope's; None: those of all threads."""
+        return vars(self.press).get("thread")
 
     def prepared(self, press: Any) -> Any:
         """What `press`, a part of this scope's, has prepared for the model."""
@@ -177,9 +179,8 @@ class ScopeState:
         said = [warning for ask in (*self.warnings, self._came_too_late) if (warning := ask())]
         for layer in list(self.remembering):
             layer.remember(self.key, None)
-        with _opening, ExitStack() as removing:  # all of it, whatever one of them raises
-            for removable in self.installed:
-                removing.callback(removable.remove)
+        with _opening:
+            removed([*self.installed, *self.on_layers.drop(self)])
         self.warnings, self.installed, self.sites, self.bystanders = [], [], [], []
         self.decoder = None
         if said:  # one cause at a time: the first explains the others
@@ -213,7 +214,6 @@ def bound_to(press: Press, model: nn.Module) -> ScopeState:
     bound = press.bind(model)
     decoder = decoder_of(model, [site.name for site in known.sites])
     state = ScopeState(bound, model, known.sites, known.bystanders, decoder, Traits.of(bound))
-    state.thread = vars(bound).get("thread")
     state.tally.n_sites, state.known = len(known.sites), prepared(bound, model)
     for site in known.sites:
         bound.check_site(site)
@@ -230,6 +230,13 @@ def prepared(press: Press, model: nn.Module) -> dict[int, tuple[Press, Any]]:
         known.setdefault(vars(part).get("prepared_as", id(part)), known[id(part)])
         waiting += [other for other in part.parts if id(other) not in known]
     return known
+
+
+def _share(state: ScopeState) -> None:
+    """Let a scope share what is on layers with those that are open on the same decoder."""
+    for other in _open:
+        if other.decoder is state.decoder:
+            state.on_layers = other.on_layers
 
 
 class Scope:
@@ -262,11 +269,14 @@ class Scope:
             assert isinstance(state.press, InstalledPress)
             try:
                 state.press.install(state)
+                _share(state)
+                state.on_layers.add(state)
             except BaseException:
                 state.warnings.clear()
                 state.take_off()
                 raise
             state.key.is_open, self.state = True, state
+            _open.add(state)
             for press in (self.press, state.press):
                 vars(press)["_last_scope"] = state
 
@@ -320,7 +330,11 @@ class InstalledPress(Press):
             state.close()
 
     def install(self, scope: ScopeState) -> None:
-        """Install the press on the model of `scope`, which takes it off again."""
+        """Install on the decoder what hears of forwards; `scope` takes it off again."""
+        raise NotImplementedError
+
+    def install_on_layers(self, scope: ScopeState) -> Iterator[Removable]:
+        """Install on the attention modules what acts there, whenever forwards need it."""
         raise NotImplementedError
 
     def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:

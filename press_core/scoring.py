@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from math import isnan
 from typing import Any
@@ -16,7 +17,20 @@ from press_core.select import top_positions
 
 
 @dataclass
-class TokenScorer(Press):
+class BudgetPress(Press):
+    """A press that leaves what fits its budget as it is."""
+
+    def compress(self, call: AttentionCall) -> Eviction:
+        n = self.budget(call)
+        return Eviction.nothing(call) if n >= call.length else self.spend(call, n)
+
+    @abstractmethod
+    def spend(self, call: AttentionCall, n: int) -> Eviction:
+        """What is left of `call` if heads keep `n` tokens, fewer than there are."""
+
+
+@dataclass
+class TokenScorer(BudgetPress):
     """A press that gives each token a score and keeps the best.
 
     Attributes:
@@ -31,10 +45,7 @@ class TokenScorer(Press):
         """The formula: scores `(B, H_kv, S)`, floating point, the higher the better."""
         raise NotImplementedError(f"{type(self).__name__} says nowhere how it scores tokens")
 
-    def compress(self, call: AttentionCall) -> Eviction:
-        n = self.budget(call)
-        if n >= call.length:
-            return Eviction.nothing(call)
+    def spend(self, call: AttentionCall, n: int) -> Eviction:
         return Eviction.keep(call, top_positions(self.checked_scores(call), n))
 
     def checked_scores(self, call: AttentionCall) -> Tensor:
@@ -45,16 +56,14 @@ class TokenScorer(Press):
         """
         scores: Any = self.score(call)
         expected, name = tuple(call.keys.shape[:3]), type(self).__name__
-        if not isinstance(scores, Tensor) or not scores.is_floating_point():
-            given = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
+        given: Any = type(scores).__name__
+        if isinstance(scores, Tensor):
+            shape = f"shape {tuple(scores.shape)}"
+            given = shape if scores.is_floating_point() else scores.dtype
+        if given != f"shape {expected}":
             raise PressError(
                 f"{name}.score returned {given}; scores are a floating-point tensor "
                 f"(B, H_kv, S), here {expected}"
-            )
-        if scores.shape != expected:
-            raise PressError(
-                f"{name}.score returned scores of shape {tuple(scores.shape)}; one is due for each "
-                f"KV head and token, (B, H_kv, S), here {expected}"
             )
         # NaN would be the best of all. The sum tells in a third of the time that there is none.
         if isnan(scores.detach().sum()) and bool(scores.isnan().any()):

@@ -43,6 +43,20 @@ def _built(family: str, **options: Any) -> PreTrainedModel:
     return families.build(family, **options)
 
 
+def make(family: str = "llama", **options: Any) -> PreTrainedModel:
+    """A model in float64, in which no rounding error decides a top-k; eager attention in float32.
+
+    (Masks of eager attention overflow in float64, as transformers makes them.)
+    """
+    eager = family in ("gemma2", "gpt_oss") or options.get("attn_implementation") == "eager"
+    options.setdefault("attn_implementation", "eager" if eager else "sdpa")
+    return build(family, **{"dtype": torch.float32 if eager else torch.float64, **options})
+
+
+def tolerance(model: PreTrainedModel) -> float:
+    return 1e-10 if model.dtype == torch.float64 else 2e-5
+
+
 def token_ids(batch: int, length: int, seed: int = 0) -> Tensor:
     """`(batch, length)` random token ids without special tokens."""
     generator = torch.Generator().manual_seed(seed)

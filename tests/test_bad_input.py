@@ -93,6 +93,7 @@ REFUSED = {
     "PerLayerCompressionPress(knorm, 0.5)": "compression_ratios must be",
     "PerLayerCompressionPress(SimLayerKVPress(), [0.5, 0.5])": "cannot be told a compression ratio",
     "PerLayerCompressionPress(decoding, [0.5])": "after the prefill",
+    "PerLayerCompressionPress(FastKVzipPress(), [0.2])": "from each layer by itself",
     "DMSPress(knorm, None)": "threshold must be a number",
     "DMSPress(None, '0.5')": "must be a number, not a str",
     "DMSPress(knorm, float('nan'))": "threshold must be a number",
@@ -224,15 +225,6 @@ def test_a_query_that_no_hook_can_find():
         pass
 
 
-@both
-@pytest.mark.parametrize("length", [1, 2, 7, 8])
-def test_a_window_larger_than_the_context(package, length):
-    """Documented: a context too short for the press is left whole."""
-    model = build("llama")
-    cache = filled(model, package.SnapKVPress(0.9, window_size=8), token_ids(1, length))
-    assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [length] * 2
-
-
 @pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
 def test_never_zero(package, name):
     model = build("llama")
@@ -268,3 +260,27 @@ def test_a_bias_on_logits_is_no_padding(package):
         mask[..., :30] += mask[..., :30].eq(0) * -0.01
         with pytest.raises(UnsupportedInputError, match="adds something to the logits"):
             model(token_ids(1, 60), attention_mask=mask, past_key_values=DynamicCache())
+
+
+@both
+@pytest.mark.parametrize("ratios", [[0.5], [0.5, 0.2, 0.1], []])
+def test_a_ratio_for_each_layer_and_no_more(package, ratios):
+    model = build("llama")
+    before = snapshot(model)
+    press = package.PerLayerCompressionPress(package.KnormPress(), ratios)
+    with pytest.raises(HyperparameterError, match=f"{len(ratios)} compression_ratios .* 2 layers"):
+        press.register(model)
+    assert snapshot(model) == before
+
+
+@both
+@pytest.mark.parametrize("name", ["CriticalKVPress", "CriticalAdaKVPress"])
+def test_quantized_output_projections_are_refused(package, name):
+    model = build("llama")
+    projection = model.model.layers[1].self_attn.o_proj
+    codes = projection.weight.to(torch.int8)
+    projection.weight = torch.nn.Parameter(codes, requires_grad=False)
+    before = snapshot(model)
+    with pytest.raises(UnsupportedModelError, match="floating-point weights"):
+        package.PRESSES[name](package.KnormPress(0.5)).register(model)
+    assert snapshot(model) == before

@@ -210,7 +210,6 @@ def test_handles_of_others_still_work(package, theirs_first, model):
 
 @pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
 @pytest.mark.parametrize("opening", [False, True], ids=["closing", "opening"])
-@both
 def test_every_press(package, opening, name, model):
     """The forward ends without an error, whatever the press was about to do in it."""
     press, halt = example_for(package, name, 0.5, model), Halt()
@@ -361,31 +360,22 @@ def test_a_forward_that_fails(package, error, index, place, model):
 
 
 @errors
-@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("where", ["inside", "afterwards", "elsewhere"])
 @both
-def test_closing_after_a_forward_that_fails(package, elsewhere, error, model):
+def test_closing_around_a_forward_that_fails(package, where, error, model):
     """Whichever thread closes it waits for nobody, and the cache is refused from then on."""
     scope, cache = half(package).register(model), DynamicCache(config=model.config)
     theirs = breaking(inside, model, 1, error)
+    if where == "inside":
+        closing = inside(model.model.layers[0].self_attn, lambda *_: scope.remove())
     with pytest.raises(error):
         prefilled(model, None, cache)
-    if elsewhere:
+    if where == "inside":
+        closing.remove()
+    if where == "elsewhere":
         Started(scope.remove).end()
     scope.remove()
     theirs.remove()
     with pytest.raises(ScopeError, match="exception ended the forward"):
         prefilled(model, token_ids(1, 1), cache)
-    assert lengths_of(prefilled(model)) == WHOLE
-
-
-@errors
-@both
-def test_closing_from_inside_of_a_forward_that_fails(package, error, model):
-    scope = half(package).register(model)
-    closing = inside(model.model.layers[0].self_attn, lambda *_: scope.remove())
-    theirs = breaking(inside, model, 1, error)
-    with pytest.raises(error):
-        prefilled(model)
-    theirs.remove()
-    closing.remove()
     assert lengths_of(prefilled(model)) == WHOLE

@@ -1,138 +1,118 @@
-"""Presses made of presses made of presses: what they keep, and what they say they evicted."""
+"""What presses and presses made of presses say that they evicted, and are told; their copies."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
-import patch_impl
-from press_core import attention_sites, kept_lengths
+import hooks_impl
+from press_core import kept_lengths
 from press_core.learned.duo_attention import HeadScores
-from tests.support import both, build, filled, held, left_padded, token_ids
+from tests.support import (
+    both,
+    build,
+    context_for,
+    example_for,
+    filled,
+    left_padded,
+    make,
+    token_ids,
+)
 
 LENGTH, LAYERS, HEADS = 60, 2, 2
+every_press = pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
+
+STEPS = {  # until they prune
+    **dict.fromkeys(("CAMPress", "CompressionRatioDecodingPress", "DecodingPress"), 2),
+    **dict.fromkeys(("DMSPress", "H2OPress", "PrefillDecodingPress"), 2),
+}
+EARLIER = {"StreamingLLMDecodingPress": 2}  # prunes before a step, which then adds its token
 
 
-def make() -> PreTrainedModel:
-    return build("llama", num_layers=LAYERS, num_kv_heads=HEADS, dtype=torch.float64)
+@pytest.fixture(scope="module")
+def model():
+    return build("llama", num_layers=2)
 
 
-def preferring(package: Any, preference: Callable[[int], list[float]]) -> Any:
-    """A press that scores the tokens of a context of a given length so, as its package has it."""
+def run(
+    model: Any, press: Any, context: Tensor, n_steps: int = 0, since: int = 0
+) -> tuple[float, float]:
+    """Share of the tokens that is gone after so many steps, and what the press says.
 
-    class Preferring(package.ScorerPress):
-        def score(self, *given: Any) -> Tensor:
-            keys = given[0].keys if package is patch_impl else given[2]
-            return torch.tensor(preference(keys.shape[2]), dtype=keys.dtype).expand(keys.shape[:3])
-
-    return Preferring
-
-
-def middle(package: Any) -> Any:
-    return preferring(package, lambda n: [-abs(i - (n - 1) / 2) for i in range(n)])
-
-
-def early(package: Any) -> Any:
-    return preferring(package, lambda n: [float(-i) for i in range(n)])
+    Args:
+        since: tokens that came after it has pruned last.
+    """
+    cache = DynamicCache(config=model.config)
+    with press(model):
+        model(context, past_key_values=cache)
+        for seed in range(n_steps):
+            model(token_ids(1, 1, seed), past_key_values=cache)
+    kept = float(torch.stack(kept_lengths(cache)).double().mean())
+    return 1 - (kept - since) / (context.shape[1] + n_steps - since), press.evicted_ratio
 
 
-MIDDLE, FIRST_OF_THEM = list(range(9, 51)), list(range(9, 21))
-"""What Middle(0.3) keeps of 60 tokens, and what Early(0.7) keeps of those."""
+def evicting(package: Any, name: str, model: Any) -> Any:
+    """The press, such that it evicts about half of a few dozen tokens of any text."""
+    press = example_for(package, name, 0.5, model)
+    return replace(press, lazy_threshold=0.0) if name == "SimLayerKVPress" else press
 
 
-def rerotated(model: PreTrainedModel, ids: Tensor, layer: int, positions: list[int]) -> Tensor:
-    """Keys `(B, H_kv, n, d)` of the uncompressed cache, rotated to `0 ... n - 1`."""
-    keys = filled(model, None, ids).layers[layer].keys[:, :, positions]
-    rotary = attention_sites(model)[layer].rotary
-    assert rotary is not None
-    before = rotary.rotate_from(keys, torch.tensor(positions).view(1, 1, -1))
-    return rotary.rotate_to(before, torch.arange(len(positions)).view(1, 1, -1))
-
-
-# ---- nested --------------------------------------------------------------------------------------
+def told(press: Any) -> bool:
+    """Whether its `compression_ratio` is a field, which says what it is told."""
+    return any(name == "compression_ratio" for name in vars(press))
 
 
 @both
-@pytest.mark.parametrize("last", ["composition", "all that is left"])
-def test_a_rerotation_of_what_another_press_has_left(package, last):
-    """It starts from the positions of the whole context, also of all that was left."""
-    model, ids = make(), token_ids(2, LENGTH)
-    inner = package.ComposedPress([early(package)(0.7)])
-    if last != "composition":
-        inner = package.SnapKVPress(0.5, window_size=50)  # 42 tokens: too short for it
-    press = package.ComposedPress([middle(package)(0.3), package.KeyRerotationPress(inner)])
-    expected = FIRST_OF_THEM if last == "composition" else MIDDLE
-    cache = filled(model, press, ids)
-    assert held(cache) == [[[expected] * HEADS] * 2] * 2
-    for index, layer in enumerate(cache.layers):
-        torch.testing.assert_close(layer.keys, rerotated(model, ids, index, expected))
-        assert layer.get_seq_length() == len(expected)
+@every_press
+def test_what_every_press_says_is_what_is_gone(model, package, name):
+    press = evicting(package, name, model)
+    finch = name == "FinchPress"  # which takes the delimiter out
+    n_steps, since = STEPS.get(name, EARLIER.get(name, 0)), int(name in EARLIER)
+    gone, said = run(model, press, context_for(name, 61 + finch), n_steps, since)
+    gone = 1 - (1 - gone) * 62 / 61 if finch else gone
+    assert said == pytest.approx(gone, abs=1e-6)
+    if name == "ThinKPress":  # loses channels, and no token
+        assert gone == 0
+    else:
+        assert 0.2 < gone < 0.9
+    if name != "ThinKPress" and not told(press):
+        assert press.compression_ratio == press.evicted_ratio
+    if told(press):
+        assert press.compression_ratio == 0.5  # what it is told stays
+        assert press.evicted_ratio == pytest.approx(0.5, abs=(1 + n_steps) / 61)
 
 
-NESTED: dict[str, Callable[[Any], tuple[Any, list[Any]]]] = {
-    "the first": lambda p: (
-        [p.ComposedPress([p.KnormPress(0.3), p.KeyDiffPress(0.2)]), p.SnapKVPress(0.5, 6)],
-        [p.KnormPress(0.3), p.KeyDiffPress(0.2), p.SnapKVPress(0.5, 6)],
-    ),
-    "the last": lambda p: (
-        [p.KnormPress(0.3), p.ComposedPress([p.KeyDiffPress(0.2), p.SnapKVPress(0.5, 6)])],
-        [p.KnormPress(0.3), p.KeyDiffPress(0.2), p.SnapKVPress(0.5, 6)],
-    ),
-    "three deep": lambda p: (
-        [p.ComposedPress([p.KnormPress(0.3), p.ComposedPress([p.KeyDiffPress(0.5)])])],
-        [p.KnormPress(0.3), p.KeyDiffPress(0.5)],
-    ),
-    "rerotation inside": lambda p: (
-        [p.ComposedPress([p.KeyRerotationPress(p.KnormPress(0.3))]), p.SnapKVPress(0.5, 6)],
-        [p.KeyRerotationPress(p.KnormPress(0.3)), p.SnapKVPress(0.5, 6)],
-    ),
-    "rerotation twice": lambda p: (
-        [
-            p.KeyRerotationPress(p.KnormPress(0.3)),
-            p.KeyRerotationPress(p.ComposedPress([p.StreamingLLMPress(0.5)])),
-        ],
-        [p.KnormPress(0.3), p.KeyRerotationPress(p.StreamingLLMPress(0.5))],
-    ),
-    "by head": lambda p: (
-        [p.ComposedPress([p.KnormPress(0.3), p.AdaKVPress(p.KeyDiffPress(0.5))])],
-        [p.KnormPress(0.3), p.AdaKVPress(p.KeyDiffPress(0.5))],
-    ),
-    "channels": lambda p: (
-        [p.KnormPress(0.3), p.ComposedPress([p.ThinKPress(0.5, window_size=6)])],
-        [p.KnormPress(0.3), p.ThinKPress(0.5, window_size=6)],
-    ),
-}
+@every_press
+def test_where_nothing_is_evicted_nothing_is_said_to_be(model, package, name):
+    """Contexts of two tokens, and presses that were told to evict half."""
+    press = example_for(package, name, 0.5, model)
+    context = context_for(name, 9)[:, -9:] if name == "FinchPress" else token_ids(1, 2)
+    gone, said = run(model, press, context)
+    if name == "FinchPress":
+        gone = 1 - (1 - gone) * 9 / 8  # without the delimiter
+    assert said == pytest.approx(gone, abs=1e-6)
+    if not told(press) and name != "ThinKPress":
+        assert press.compression_ratio == said
 
 
-@pytest.mark.parametrize("name", NESTED)
-def test_a_nested_composition_is_its_presses_one_after_the_other(package, name):
-    model, question = make(), token_ids(2, 3, seed=1)
-    ids, mask, positions = left_padded(2, LENGTH, [11, 0])
-    more, layers, logits = torch.cat((mask, torch.ones_like(question)), dim=1), [], []
-    for presses in NESTED[name](package):
-        cache = DynamicCache(config=model.config)
-        with package.ComposedPress(presses)(model):
-            model(ids, past_key_values=cache, attention_mask=mask, position_ids=positions)
-            logits.append(model(question, past_key_values=cache, attention_mask=more).logits)
-        layers.append(cache.layers)
-    # Rerotating in between rounds differently from rerotating once.
-    close = {"atol": 1e-9, "rtol": 1e-9} if name == "rerotation twice" else {"atol": 0, "rtol": 0}
-    for nested, flat in zip(*layers, strict=True):
-        assert type(nested) is type(flat)
-        assert nested.get_seq_length() == flat.get_seq_length()
-        torch.testing.assert_close(nested.keys, flat.keys, **close)
-        assert torch.equal(nested.values, flat.values)
-    torch.testing.assert_close(*logits, **close)
+def test_a_window_longer_than_the_context(model, package):
+    press = package.AdaKVPress(package.SnapKVPress(0.5))
+    assert press.compression_ratio == 0.5
+    assert run(model, press, token_ids(1, 40)) == (0, 0)
+    assert press.compression_ratio == 0
+    assert run(model, press, token_ids(1, 80)) == (0.5, 0.5)
+    assert press.compression_ratio == 0.5
 
 
-# ---- what they say they evicted, and are asked to ------------------------------------------------
+# ---- of compositions -----------------------------------------------------------------------------
 
 
 def duo(package: Any) -> Any:
@@ -144,36 +124,33 @@ def lazy(package: Any) -> Any:
     return package.SimLayerKVPress(0.0, n_recent=9, n_initial=2)
 
 
-MEASURED: dict[str, tuple[Callable[[Any], Any], float]] = {
-    "rerotation, simlayer": (lambda p: p.KeyRerotationPress(lazy(p)), 0),
-    "simlayer, nested": (
-        lambda p: p.ComposedPress([p.KnormPress(0.5), p.ComposedPress([lazy(p)])]),
-        0.5,
+MEASURED: dict[str, Callable[[Any], Any]] = {
+    "a press": lambda p: p.KnormPress(0.5),
+    "adakv": lambda p: p.AdaKVPress(p.KnormPress(0.5)),
+    "chunks": lambda p: p.ChunkKVPress(p.KnormPress(0.5), chunk_length=5),
+    "rerotation, simlayer": lambda p: p.KeyRerotationPress(lazy(p)),
+    "simlayer, nested": lambda p: p.ComposedPress([p.KnormPress(0.5), p.ComposedPress([lazy(p)])]),
+    "knorm, dms": lambda p: p.ComposedPress(
+        [p.KnormPress(0.5), p.DMSPress(p.KeyDiffPress(), 0.0, sliding_window_size=5)]
     ),
-    "knorm, dms": (
-        lambda p: p.ComposedPress(
-            [p.KnormPress(0.5), p.DMSPress(p.KeyDiffPress(), 0.0, sliding_window_size=5)]
-        ),
-        0.5,
-    ),
-    "duo": (lambda p: p.ComposedPress([duo(p)]), 0),
+    "duo": lambda p: p.ComposedPress([duo(p)]),
 }
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_a_composition_reports_what_was_really_evicted(package, name):
+def test_what_was_really_evicted_is_reported(package, name):
     """Of padded rows no padding, and in each scope anew."""
-    model, (made, asked) = make(), MEASURED[name]
-    press, (ids, mask, positions) = made(package), left_padded(2, LENGTH, [30, 0])
-    assert press.compression_ratio == pytest.approx(asked), "before it has run: what is asked"
+    model, press = make(), MEASURED[name](package)
+    ids, mask, positions = left_padded(2, LENGTH, [30, 0])
     given = {"attention_mask": mask, "position_ids": positions}
     for inputs, length in ((given, 45), ({}, LENGTH)):
         cache = filled(model, press, ids, **inputs)
         n_kept = sum(int(kept.sum()) for kept in kept_lengths(cache))
-        assert press.compression_ratio == pytest.approx(1 - n_kept / (2 * HEADS * LAYERS * length))
-        assert asked < press.compression_ratio < 1
+        assert press.evicted_ratio == pytest.approx(1 - n_kept / (2 * HEADS * LAYERS * length))
+        assert 0.2 < press.evicted_ratio < 1
+        assert press.compression_ratio in (0.5, press.evicted_ratio)
         assert press.compression_count == 1
-        assert next(press.parts).last_run is None, "measured of the press that was opened"
+        assert all(part.last_run is None for part in press.parts), "it measures what was opened"
 
 
 def test_ratios_of_composed_presses_multiply(package):
@@ -185,35 +162,26 @@ def test_ratios_of_composed_presses_multiply(package):
     assert {int(n) for kept in kept_lengths(cache) for n in kept.flatten()} == {6}
 
 
-RATIOS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
-    name: (
-        lambda p, inner, name=name: p.PRESSES[name](inner),
-        lambda p, name=name: p.PRESSES[name](p.KnormPress(0.36)),
-    )
-    for name in ("AdaKVPress", "CriticalKVPress", "PrefillDecodingPress")
+RATIOS: dict[str, Callable[..., Any]] = {
+    "AdaKVPress": lambda p, inner: p.AdaKVPress(inner),
+    "CriticalKVPress": lambda p, inner: p.CriticalKVPress(inner),
+    "PrefillDecodingPress": lambda p, inner: p.PrefillDecodingPress(inner),
+    "ComposedPress": lambda p, inner: p.ComposedPress([inner, p.KeyDiffPress(0.5)]),
+    "two deep": lambda p, inner: p.ChunkPress(p.CriticalKVPress(inner), chunk_length=25),
 }
-RATIOS["ComposedPress"] = (
-    lambda p, inner: p.ComposedPress([inner, p.KeyDiffPress(0.5)]),
-    lambda p: p.ComposedPress([p.KnormPress(0.2), p.KeyDiffPress(0.2)]),
-)
-RATIOS["two deep"] = (
-    lambda p, inner: p.ChunkPress(p.CriticalKVPress(inner), chunk_length=25),
-    lambda p: p.ChunkPress(p.CriticalKVPress(p.KnormPress(0.36)), chunk_length=25),
-)
 
 
 @both
 @pytest.mark.parametrize("name", RATIOS)
 def test_the_ratio_of_a_composition_can_be_set(package, name):
-    """The press itself becomes what is expected, and none that it was made of changes."""
-    inner, ids, (make_press, expected) = package.KnormPress(0.5), token_ids(1, 50), RATIOS[name]
-    press, model = make_press(package, inner), build("llama", num_layers=1)
+    """Of the press itself; none that it was made of changes."""
+    inner, ids = package.KnormPress(0.5), token_ids(1, 50)
+    press, model = RATIOS[name](package, inner), build("llama", num_layers=1)
     filled(model, press, ids)
     press.compression_ratio = 0.36
     assert press.compression_ratio == pytest.approx(0.36)
     assert inner.compression_ratio == 0.5
     assert float(kept_lengths(filled(model, press, ids))[0].float().mean()) == 32
-    assert press.asked_ratio == pytest.approx(expected(package).asked_ratio)
     assert press.with_ratio(0.1).compression_ratio == pytest.approx(0.1)
     assert press.compression_ratio == pytest.approx(0.36)
 

@@ -12,12 +12,7 @@ from transformers import DynamicCache
 from attention_patch import headwise
 from press_core import HyperparameterError, PressError, kept_lengths
 from tests.slow import Whole
-from tests.support import both, build, filled, forwards, held, left_padded, token_ids
-
-
-def make(family: str = "llama", num_layers: int = 2) -> Any:
-    """In float64, so that a rounding error decides nothing."""
-    return build(family, num_layers=num_layers, dtype=torch.float64)
+from tests.support import both, build, filled, forwards, held, left_padded, make, token_ids
 
 
 def scores_in(whole: Whole) -> list[Tensor]:

@@ -8,124 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 import hooks_impl
-from experiments.testbed.families import VOCABULARY
 from experiments.testbed.recipes import PROMPTS
 from press_core import (
     PressError,
     ScopeError,
     UnsupportedInputError,
 )
-from press_core.cache.ragged import RaggedLayer
 from tests.support import both, build, example_for, left_padded, token_ids
-
-# ---- conversations of uneven questions -----------------------------------------------------------
-
-DECODING: dict[str, Callable[[Any], Any]] = {
-    "snapkv": lambda p: p.DecodingPress(p.SnapKVPress(window_size=3), 2, 16),
-    "expected": lambda p: p.DecodingPress(
-        p.ExpectedAttentionPress(n_future_positions=8, n_sink=1), 2, 16
-    ),
-    "leverage": lambda p: p.DecodingPress(p.LeverageScorePress(sketch_dimension=8), 2, 16),
-    "both phases": lambda p: p.PrefillDecodingPress(
-        p.KnormPress(0.4), p.DecodingPress(p.TOVAPress(), 2, 16)
-    ),
-    "streaming": lambda p: p.StreamingLLMDecodingPress(max_capacity=20, n_sink=3),
-    "streaming, rerotated": lambda p: p.StreamingLLMDecodingPress(20, 3, rerotate=True),
-    "streaming, rerotated, no sinks": lambda p: p.StreamingLLMDecodingPress(20, 0, rerotate=True),
-    "both phases, rerotated": lambda p: p.PrefillDecodingPress(
-        p.KeyRerotationPress(p.KnormPress(0.4)),
-        p.DecodingPress(p.ExpectedAttentionPress(n_future_positions=8, n_sink=1), 2, 16),
-    ),
-    "dms": lambda p: p.DMSPress(p.KnormPress(), -4.0, sliding_window_size=8, decoding=True),
-    "dms, all": lambda p: p.DMSPress(p.KnormPress(), 0.0, sliding_window_size=6, decoding=True),
-}
-
-TURNS = [[30, 17, 25], [5, 1, 8], [1, 1, 1], [1, 1, 1], [2, 7, 4], [1, 1, 1], [1, 1, 1], [1, 1, 1]]
-"""By forward, how many tokens each row has; the others are padding on the left."""
-
-
-def padded_turns(turns: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
-    """Input ids and mask `(B, q)` of each forward; a row has no token twice, so that none tie."""
-    made, unused = [], 3 + torch.stack([torch.randperm(VOCABULARY - 3) for _ in turns[0]])
-    for lengths in turns:
-        longest = max(lengths)
-        mask = (torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]).long()
-        made.append((unused[:, :longest] * mask, mask))
-        unused = unused[:, longest:]
-    return made
-
-
-def logits_together(model: PreTrainedModel, turns: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Of a conversation of the whole batch: `(B, q, vocabulary)` of each forward."""
-    cache, found = DynamicCache(config=model.config), []
-    seen = torch.zeros(len(turns[0][0]), 0, dtype=torch.long)
-    for ids, mask in turns:
-        seen = torch.cat((seen, mask), dim=1)
-        positions = (seen.cumsum(dim=-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        output = model(ids, attention_mask=seen, position_ids=positions, past_key_values=cache)
-        found.append(output.logits)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("name", "implementation"),
-    [*((name, "sdpa") for name in DECODING), ("snapkv", "eager"), ("dms", "eager")],
-)
-def test_questions_of_uneven_length_while_decoding(package, name, implementation):
-    """Padding between turns is neither kept nor attended to."""
-    dtype, atol = (torch.float64, 1e-9) if implementation == "sdpa" else (torch.float32, 1e-5)
-    model = build("llama", dtype=dtype, attn_implementation=implementation)
-    torch.manual_seed(0)
-    press, turns = DECODING[name](package), padded_turns(TURNS)
-    with press(model):
-        together = logits_together(model, turns)
-    for row in range(len(TURNS[0])):
-        cache = DynamicCache(config=model.config)
-        with press(model):
-            for (ids, mask), logits in zip(turns, together, strict=True):
-                n = int(mask[row].sum())
-                alone = model(ids[row : row + 1, -n:], past_key_values=cache).logits[0]
-                torch.testing.assert_close(logits[row, -n:], alone, rtol=0, atol=atol)
-
-
-LATER_PADDED = sorted(set(hooks_impl.PRESSES) - {"FinchPress"})  # whose question is in the prefill
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", LATER_PADDED)
-def test_later_questions_that_are_padded(package, name, side):
-    """As the row alone, in that forward and in those after it, also where they prune."""
-    model = build("llama", dtype=torch.float64)
-    context, question, following = (token_ids(2, n, seed=n) for n in (40, 6, 4))
-
-    def logits(rows: list[int], lengths: list[int]) -> list[Tensor]:
-        cache, press = DynamicCache(config=model.config), example_for(package, name, 0.5, model)
-        asked = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
-        asked = asked.flip(1) if side == "left" else asked
-        masks = [asked, *(torch.ones(len(rows), 4, 1, dtype=torch.long).unbind(dim=1))]
-        turns = [own[rows], *following[rows].split(1, dim=1)]
-        with press(model):
-            model(context[rows], past_key_values=cache)
-            # The model's mask begins where its count of tokens does.
-            seen, found = torch.ones(len(rows), cache.get_seq_length(), dtype=torch.long), []
-            for ids, mask in zip(turns, masks, strict=True):
-                seen = torch.cat((seen, mask), dim=1)
-                more = {"position_ids": (seen.cumsum(dim=-1) - 1)[:, -ids.shape[1] :]}
-                output = model(ids, attention_mask=seen, past_key_values=cache, **more)
-                found.append(output.logits)
-        return found
-
-    own = question
-    together = logits([0, 1], [6, 3])
-    for row, length in enumerate((6, 3)):
-        own = question[:, :length] if side == "right" else question[:, -length:]
-        for one, other in zip(logits([row], [length]), together, strict=True):
-            found = other[row, : one.shape[1]] if side == "right" else other[row, -one.shape[1] :]
-            torch.testing.assert_close(found, one[0], rtol=0, atol=1e-9)
-
 
 # ---- KVzip: padding and positions ----------------------------------------------------------------
 
@@ -175,33 +67,6 @@ def test_kvzip_is_refused_other_padding(package, wrong):
 
 
 # ---- gradients -----------------------------------------------------------------------------------
-
-
-@torch.enable_grad()
-@pytest.mark.parametrize("name", ["AdaKVPress", "DMSPress", "KVzipPress"])
-def test_gradients_flow_through_heads_of_different_lengths(package, name):
-    """They are the slope of the loss along them."""
-    model, ids = build("llama", dtype=torch.float64), token_ids(1, 40)
-    press, question = example_for(package, name, 0.5, model), token_ids(1, 6, seed=1)
-    weight = model.model.layers[-1].self_attn.v_proj.weight  # which no choice depends on
-
-    def loss() -> Tensor:
-        cache = DynamicCache(config=model.config)
-        with press(model):
-            model(ids, past_key_values=cache)
-            logits = model(question, past_key_values=cache).logits
-        assert isinstance(cache.layers[0], RaggedLayer)
-        return logits[0].logsumexp(dim=-1).sum()
-
-    (gradient,) = torch.autograd.grad(loss(), weight)
-    step, found = 1e-3 * gradient / gradient.norm(), []
-    with torch.no_grad():
-        for sign in (1, -1):
-            weight += sign * step
-            found.append(float(loss()))
-            weight -= sign * step
-    slope = (found[0] - found[1]) / 2e-3
-    assert slope == pytest.approx(float(gradient.norm()), rel=1e-2)
 
 
 # ---- caches and scopes that end early ------------------------------------------------------------
@@ -283,9 +148,3 @@ def test_scores_that_rank_no_tokens_are_refused(package, wrong, around):
     press = press if around == "alone" else package.AdaKVPress(press)
     with press(model), pytest.raises(PressError, match=rf"MyPress\.score .*{said}"):
         model(token_ids(1, 20))
-
-
-# ---- fields --------------------------------------------------------------------------------------
-
-
-# ---- weights and states that lie elsewhere -------------------------------------------------------

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Barrier
 
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 
 from hooks_impl import KeyDiffPress, KeyRerotationPress, ScorerPress
 from press_core import UnsupportedInputError
@@ -61,53 +59,6 @@ def module_name(model, module):
 def test_a_layer_that_does_not_rotate_says_so():
     with pytest.raises(AttributeError, match=r"has no rotary_emb.*does not rotate its keys"):
         filled(build("gpt2", num_layers=1), Unrotating(0.5), token_ids(1, 30))
-
-
-def test_asking_for_far_positions_changes_no_model():
-    """Frequencies of dynamic embeddings adapt to the farthest position that they see."""
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    config = LlamaConfig(**sizes, vocab_size=99, max_position_embeddings=64, rope_parameters=rope)
-    model = LlamaForCausalLM(config).eval()
-    frequencies = model.model.rotary_emb.inv_freq.clone()
-
-    @dataclass
-    class Far(ScorerPress):
-        def score(self, module, hidden_states, keys, values, attentions, kwargs):
-            module.rotary_emb(values, torch.tensor([[4000]]))
-            return keys.norm(dim=-1)
-
-    with Far(0.5)(model):
-        model(token_ids(1, 30) % 99, past_key_values=DynamicCache())
-    assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
-
-
-def test_rotary_embeddings_in_threads_and_nested_scopes():
-    """Whoever leaves first takes nothing from the others, and nothing is left in the end."""
-    model = build("llama", num_layers=2)
-    before, meet = snapshot(model), Barrier(3)
-
-    def run(index):
-        presses = [Unrotating(0.5), Unrotating(0.25)]
-        scopes = [press.register(model) for press in presses]
-        meet.wait(20)
-        if index == 0:
-            scopes[0].remove()  # the outer one first
-        meet.wait(20)  # PyTorch reads a module's hooks while it runs
-        with torch.no_grad():
-            model(token_ids(1, 20 + index), past_key_values=DynamicCache(config=model.config))
-        meet.wait(20)
-        for scope in scopes:
-            scope.remove()
-        return presses
-
-    with ThreadPoolExecutor(3) as pool:
-        found = [press for pair in pool.map(run, range(3)) for press in pair]
-    assert all(press.seen for press in found[1:])
-    for press in found:
-        for _, cos, _, own in press.seen:  # of fewer keys, where other scopes have pruned before
-            assert torch.equal(cos, own[0][:, : cos.shape[1]])
-    assert snapshot(model) == before
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "stablelm", "gpt_neox"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from experiments.testbed.compare import Inputs, compare
-from experiments.testbed.families import FAMILIES, NO_ROPE, supported_implementations
+from experiments.testbed.recipes import PROMPTS
 from press_core import Needs, PressError, UnsupportedModelError, attention_sites
 from press_core.learned.calibration import Calibration, CalibrationError, model_sizes
-from press_core.learned.fast_kvzip import KVzipGates
-from press_core.learned.kvzap import KVzapRegressor
-from press_core.learned.lukv import BudgetCurves
-from press_core.learned.query_statistics import ExpectedAttentionStats, QFilters
+from press_core.learned.restorekv import RestoreAdapter, first_adapter
+from tests.press_core.drawn import learned
 from tests.support import (
     PACKAGES,
     both,
@@ -38,56 +37,34 @@ def norms(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
     return [layer.values.norm(dim=-1).tanh() for layer in filled(model, None, ids).layers]
 
 
-Drawn = Callable[..., Tensor]
-Sizes = dict[str, int]
-
-
-def stats(of: Sizes, drawn: Drawn) -> ExpectedAttentionStats:
-    n, heads, d = of["layers"], of["heads"], of["head_dim"]
-    spread = drawn(n, heads, d, d)
-    return ExpectedAttentionStats(drawn(n, heads, d), spread @ spread.mT / d)
-
-
-def regressor(of: Sizes, drawn: Drawn) -> KVzapRegressor:
-    n, kv, width = of["layers"], of["kv_heads"], of["hidden_size"]
-    return KVzapRegressor(drawn(n, kv, 8), drawn(n, kv), drawn(n, 8, width), drawn(n, 8))
-
-
-def gates(of: Sizes, drawn: Drawn) -> KVzipGates:
-    n, heads, kv, width = of["layers"], of["heads"], of["kv_heads"], of["hidden_size"]
-    asked, read = (drawn(n, heads, 4, width), drawn(n, heads, 4)), drawn(n, kv, 4, width)
-    ones = torch.ones(n, 4), torch.ones(n, 4)
-    return KVzipGates(*asked, read, *ones, drawn(n, kv, 3, 4), drawn(n, heads))
-
-
-def curves(of: Sizes, drawn: Drawn) -> BudgetCurves:
-    n, kv = of["layers"], of["kv_heads"]
-    rates = 0.5 + 0.3 * torch.linspace(-1, 1, n * kv).view(n, kv)
-    return BudgetCurves(rates.expand(99, -1, -1).contiguous())
-
-
 FIELD = {
     "ExpectedAttentionStatsPress": "stats",
     "QFilterPress": "filters",
     "KVzapPress": "regressor",
     "FastKVzipPress": "gates",
     "LUKVPress": "curves",
+    "RestoreKVPress": "adapter",
 }
-MADE_UP: dict[str, Callable[[Sizes, Drawn], Calibration]] = {
-    "stats": stats,
-    "filters": lambda of, drawn: QFilters(drawn(of["layers"], of["kv_heads"], of["head_dim"])),
-    "regressor": regressor,
-    "gates": gates,
-    "curves": curves,
-}
-every_press = pytest.mark.parametrize("name", FIELD)
+RESTORE = "RestoreKVPress"
+SCORING = [name for name in FIELD if name != RESTORE]
+every_press = pytest.mark.parametrize("name", SCORING)
+all_presses = pytest.mark.parametrize("name", FIELD)
+
+
+def drawn_adapter(model: Any) -> RestoreAdapter:
+    """One that changes what it is added to."""
+    generator, started = torch.Generator().manual_seed(0), first_adapter(model, rank=3, seed=0)
+    up = {n: torch.randn(x.shape, generator=generator) / 3 for n, x in started.up.items()}
+    return RestoreAdapter(started.embeddings, started.down, up)
 
 
 def made_up(name: str, model: PreTrainedModel) -> Calibration:
     """Something drawn at random, of the sizes of `model`."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = model_sizes(attention_sites(model)[0])
-    return MADE_UP[FIELD[name]](sizes, lambda *shape: torch.randn(*shape, generator=generator))
+    if name == RESTORE:
+        return drawn_adapter(model)
+    part = "MLP" if name == "KVzapPress" else FIELD[name].upper()
+    fit = learned(**model_sizes(attention_sites(model)[0]))[part]
+    return fit.of({part: tensor.float() for part, tensor in fit.tensors.items()})
 
 
 def make(name: str, package: Any, model: PreTrainedModel, **fields: Any) -> Any:
@@ -95,6 +72,7 @@ def make(name: str, package: Any, model: PreTrainedModel, **fields: Any) -> Any:
     known: dict[str, Any] = {"compression_ratio": 0.5, FIELD[name]: made_up(name, model)}
     known |= {"press": package.SnapKVPress(window_size=4)} if name == "LUKVPress" else {}
     known |= {"n_sink": 2, "window_ratio": 0.1} if name == "FastKVzipPress" else {}
+    known |= {"prompts": PROMPTS} if name == RESTORE else {}
     return package.PRESSES[name](**{**known, **fields})
 
 
@@ -106,6 +84,8 @@ def learn(name: str, package: Any, model: PreTrainedModel, batches: Any) -> Cali
         "KVzapPress": lambda: press.fit(model, batches, norms, model_type="linear"),
         "FastKVzipPress": lambda: press.fit(model, batches, norms, rank=3, n_base=2, steps=15),
         "LUKVPress": lambda: press.fit(model, batches, package.SnapKVPress(window_size=4)),
+        "DuoAttentionPress": lambda: press.measure(model, batches, 2, 6),
+        RESTORE: lambda: press.fit(model, batches, n_following=8, rank=2, prompts=PROMPTS),
     }
     return ways[name]()
 
@@ -126,31 +106,6 @@ def kept_by(press: Any, model: PreTrainedModel) -> Any:
 # ---- both mechanisms -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", [*FIELD, "DuoAttentionPress"])
-def test_both_mechanisms_learn_the_same(name, family):
-    if family in NO_ROPE and name == "ExpectedAttentionStatsPress":
-        return
-    model = build(family, attn_implementation=supported_implementations(family)[0])
-    batches = [token_ids(2, 30), token_ids(1, 20, seed=1)]
-    if name == "DuoAttentionPress":
-        fits = [p.DuoAttentionPress.measure(model, batches, 2, 6) for p in PACKAGES]
-    elif name in ("FastKVzipPress", "KVzapPress"):  # sliding layers hold not all that was scored
-        shape = attention_sites(model)[0].num_kv_heads
-        layers = model.config.num_hidden_layers
-
-        def scores(_: Any, ids: Tensor) -> list[Tensor]:
-            drawn = torch.Generator().manual_seed(ids.shape[1])
-            return [torch.rand(len(ids), shape, ids.shape[1], generator=drawn)] * layers
-
-        fields = {"rank": 2, "n_base": 2, "steps": 5}
-        fields = fields if name == "FastKVzipPress" else {"model_type": "linear"}
-        fits = [p.PRESSES[name].fit(model, batches, scores, **fields) for p in PACKAGES]
-    else:
-        fits = [learn(name, package, model, batches) for package in PACKAGES]
-    assert same(*fits)
-
-
 @every_press
 @pytest.mark.parametrize("nested", [False, True], ids=["composed", "nested"])
 def test_both_keep_the_same_of_what_another_press_has_left(name, nested):
@@ -162,7 +117,7 @@ def test_both_keep_the_same_of_what_another_press_has_left(name, nested):
     assert compare(model, *pairs, inputs) is None
 
 
-@pytest.mark.parametrize("name", list(FIELD)[:3])
+@pytest.mark.parametrize("name", SCORING[:3])
 def test_no_queries_are_read(package, name):
     """What was learned replaces them, so the presses work wherever keys can be seen."""
     assert Needs.QUERIES not in package.PRESSES[name]().needs
@@ -171,17 +126,26 @@ def test_no_queries_are_read(package, name):
 # ---- learning ------------------------------------------------------------------------------------
 
 
-@both
-@every_press
-def test_learning_leaves_nothing_on_the_model(package, name):
-    model = build("llama")
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen3"])
+@pytest.mark.parametrize("name", [*FIELD, "DuoAttentionPress"])
+def test_both_mechanisms_learn_the_same_and_leave_nothing_on_the_model(name, family):
+    model, fits = build(family), []
     before, state = snapshot(model), torch.get_rng_state()
-    learn(name, package, model, [token_ids(3, 25)])
-    assert snapshot(model) == before
-    assert torch.equal(torch.get_rng_state(), state)
+    weights = [x.clone() for x in model.parameters()]
+    for package in PACKAGES:
+        with torch.inference_mode(name == RESTORE):
+            fits.append(learn(name, package, model, [token_ids(3, 25)]))
+        assert snapshot(model) == before
+        assert torch.equal(torch.get_rng_state(), state)
+    for weight, parameter in zip(weights, model.parameters(), strict=True):
+        assert torch.equal(weight, parameter)
+        assert parameter.grad is None
+        assert parameter.requires_grad
+    assert same(*fits)
+    assert not any(x.requires_grad or x.is_inference() for x in fits[0].tensors.values())
 
 
-@pytest.mark.parametrize("name", [name for name in FIELD if name != "FastKVzipPress"])
+@pytest.mark.parametrize("name", [name for name in SCORING if name != "FastKVzipPress"])
 def test_how_tokens_are_batched_does_not_matter(package, name):
     model = build("llama", dtype=torch.float64 if name == "LUKVPress" else torch.float32)
     batches = [token_ids(3, 25), token_ids(2, 40, seed=1), token_ids(1, 3, seed=2)]
@@ -215,30 +179,17 @@ def test_statistics_need_rotary_embeddings(package):
         package.ExpectedAttentionStatsPress.collect(build("gpt2"), [token_ids(1, 9)])
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "asked"),
-    [
-        ("KVzapPress", {"model_type": "linear"}, {"kvzip_plus_normalization": True}),
-        ("FastKVzipPress", {"rank": 2, "n_base": 2, "steps": 3}, {}),
-    ],
-)
+@pytest.mark.parametrize("name", ["KVzapPress", "FastKVzipPress"])
 @both
-def test_kvzip_is_what_is_learned_by_default(package, name, fields, asked, monkeypatch):
+def test_kvzip_is_what_is_learned_by_default(package, name, monkeypatch):
+    """Plus its normalization, for KVzap."""
     model, press, made = build("llama"), package.PRESSES[name], []
-
-    class Teacher:
-        def __init__(self, **fields: Any) -> None:
-            made.append(fields)
-
-        def bind(self, _: Any) -> Teacher:
-            return self
-
-        scores = staticmethod(norms)
-
+    fields = {"model_type": "linear"} if name == "KVzapPress" else {"rank": 2, "steps": 3}
+    teacher = SimpleNamespace(bind=lambda _: teacher, scores=norms)
     assert press.teacher is package.KVzipPress
-    monkeypatch.setattr(press, "teacher", Teacher)
+    monkeypatch.setattr(press, "teacher", lambda **asked: made.append(asked) or teacher)
     taught = press.fit(model, [token_ids(2, 30)], **fields)
-    assert made == [asked]
+    assert made == [{"kvzip_plus_normalization": True} if name == "KVzapPress" else {}]
     assert same(taught, press.fit(model, [token_ids(2, 30)], norms, **fields))
 
 
@@ -258,14 +209,14 @@ def two_models(tmp_path: Path) -> list[PreTrainedModel]:
 
 
 @both
-@every_press
+@all_presses
 def test_one_press_finds_what_belongs_to_each_of_two_models(package, name, two_models):
     press = make(name, package, two_models[0], **{FIELD[name]: None})
     for model in two_models:
         made_up(name, model).save(model.config.name_or_path)
     for model in [*two_models, two_models[0]]:
         assert kept_by(press, model) == kept_by(make(name, package, model), model)
-        assert same(press.prepare(model), made_up(name, model))
+        assert name == RESTORE or same(press.prepare(model), made_up(name, model))
     assert getattr(press, FIELD[name]) is None, "a press is not changed by opening it"
     with press(two_models[0]), press(two_models[1]):
         pass
@@ -291,7 +242,7 @@ def test_what_is_missing_or_of_another_model_is_told_before_anything_is_installe
 
 
 @both
-@every_press
+@all_presses
 def test_fields_may_be_paths(package, name, tmp_path):
     model = build("llama")
     path = made_up(name, model).save(tmp_path)

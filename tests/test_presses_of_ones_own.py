@@ -37,17 +37,10 @@ LEARNED = ("KVzapPress", "QFilterPress", "ExpectedAttentionStatsPress")
 
 def wrapper(package: Any, inner: Any, in_field: bool) -> Any:
     """A press that scores as `inner` does, and holds it in a field or out of anybody's sight."""
-    if package is hooks_impl:
 
-        class Around(package.ScorerPress):
-            def score(self, module, hidden_states, keys, values, attentions, kwargs):
-                given = module, hidden_states, keys, values, attentions, kwargs
-                return inner.score(*given)
-    else:
-
-        class Around(package.ScorerPress):
-            def score(self, call):
-                return inner.score(call)
+    class Around(package.ScorerPress):
+        def score(self, *given):
+            return inner.score(*given)
 
     press = Around(0.5)
     if in_field:

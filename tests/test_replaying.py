@@ -14,14 +14,10 @@ from transformers import DynamicCache
 
 from experiments.testbed.recipes import PROMPTS
 from press_core import (
-    RaggedLayer,
     UnsupportedInputError,
     UnsupportedModelError,
-    attention_sites,
 )
-from tests.slow import Whole
-from tests.support import both, build, snapshot, token_ids
-from tests.test_headwise import make, tolerance
+from tests.support import both, build, example_for, filled, held, snapshot, token_ids
 
 LENGTH = 40
 MODES = {
@@ -33,13 +29,6 @@ MODES = {
 
 def kvgrad(package: Any, ratio: float = 0.5) -> Any:
     return package.KVgradPress(ratio, chunk_size=16, prompts=PROMPTS)
-
-
-def kept(cache: Any) -> list[Any]:
-    """Positions that the heads of each layer keep."""
-    if isinstance(cache.layers[0], RaggedLayer):
-        return [layer.slots.tolist() for layer in cache.layers]
-    return [layer.positions.tolist() for layer in cache.layers]
 
 
 # ---- gradients -----------------------------------------------------------------------------------
@@ -54,49 +43,31 @@ def with_graph() -> set[int]:
 @torch.enable_grad()
 @both
 def test_no_gradient_is_left_behind(package):
-    graphs = with_graph()  # to look through all objects takes longer than all that follows
-    alive = []
-    for mode, frozen in itertools.product(("no_grad", "inference_mode"), (False, True)):
-        alive.append(pruned_without_gradients(package, mode, frozen))
-    assert with_graph() <= graphs
-
-
-def pruned_without_gradients(package: Any, mode: str, frozen: bool) -> tuple[Any, Any]:
-    """The model and its cache, neither of which has a gradient that was not there before."""
-    model = build("llama")
-    model.requires_grad_(not frozen)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)  # of a training that goes on
-    before = snapshot(model)
-    cache = DynamicCache(config=model.config)
-    with MODES[mode](), kvgrad(package)(model):
-        logits = model(token_ids(2, LENGTH), past_key_values=cache).logits
-        logits = model(token_ids(2, 3), past_key_values=cache).logits
-    assert logits.grad_fn is None
-    assert not logits.requires_grad
-    for layer in cache.layers:
-        for states in (layer.keys, layer.values, layer.recent.keys, layer.recent.values):
-            assert not states.requires_grad
-    for parameter in model.parameters():
-        assert parameter.requires_grad is not frozen
-        assert torch.equal(parameter.grad, torch.ones_like(parameter))
-    assert snapshot(model) == before
-    assert torch.is_grad_enabled()
-    assert not torch.is_inference_mode_enabled()
-    return model, cache
-
-
-@both
-def test_the_same_is_kept_whatever_the_caller_does_with_gradients(package):
-    model, found = build("llama"), []
-    for mode in MODES.values():
-        for frozen in (False, True):
-            model.requires_grad_(not frozen)
-            cache = DynamicCache(config=model.config)
-            with mode(), kvgrad(package)(model):
-                model(token_ids(2, LENGTH), past_key_values=cache)
-            found.append(kept(cache))
+    """And the same is kept, whatever the caller does with gradients."""
+    model, before = build("llama"), with_graph()
+    alive, found, untouched = [], [], snapshot(model)
+    for mode, frozen in itertools.product(MODES.values(), (False, True)):
+        model.requires_grad_(not frozen)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)  # of a training that goes on
+        cache = DynamicCache(config=model.config)
+        with mode(), kvgrad(package)(model):
+            logits = model(token_ids(2, LENGTH), past_key_values=cache).logits
+            logits = model(token_ids(2, 3), past_key_values=cache).logits
+        found.append(held(cache))
+        if mode is not torch.enable_grad:
+            alive.append((cache, logits))
+            states = [x for layer in cache.layers for x in (layer.keys, layer.values, logits)]
+            assert not any(x.requires_grad for x in states)
+        for parameter in model.parameters():
+            assert parameter.requires_grad is not frozen
+            assert torch.equal(parameter.grad, torch.ones_like(parameter))
+        assert torch.is_grad_enabled()
+        assert not torch.is_inference_mode_enabled()
+    del cache, logits, states
     assert all(other == found[0] for other in found)
+    assert snapshot(model) == untouched
+    assert with_graph() <= before, "none of a cache, of logits or of the model"
 
 
 @torch.enable_grad()
@@ -159,82 +130,48 @@ def test_gradients_beyond_the_range_of_the_dtype_are_told(package):
 
 # ---- all of them ---------------------------------------------------------------------------------
 
-ALL = {
-    "kvcompose": lambda p: p.KVComposePress(0.5),
-    "kvcompose, by heads": lambda p: p.KVComposePress(0.5, structured=False),
-    "kvgrad": kvgrad,
-    "kvzip": lambda p: p.KVzipPress(0.5, chunk_size=16, prompts=PROMPTS),
-}
-every = pytest.mark.parametrize("name", ALL)
+every = pytest.mark.parametrize(
+    "name", ["KVComposePress", "KVgradPress", "KVzipPress", "RestoreKVPress"]
+)
 
 
 @both
 @every
 def test_threads_beside_a_replay_are_let_be(package, name):
     """Others run the model while a context is run again, and neither side sees the other."""
-    model, ids = build("llama"), token_ids(1, LENGTH)
-
-    def run() -> Any:
-        cache = DynamicCache(config=model.config)
-        with torch.no_grad():
-            model(ids, past_key_values=cache)
-        return cache
-
-    plain = model(ids).logits
-    with ALL[name](package)(model):
-        alone = kept(run())
-    done, found = threading.Event(), []
+    model, ids, done, found = build("llama"), token_ids(1, LENGTH), threading.Event(), []
+    press, plain = example_for(package, name, 0.5, model), model(ids).logits
+    alone = held(filled(model, press, ids))
 
     def beside() -> None:
         while not done.is_set():
             with torch.no_grad():
-                cache = DynamicCache(config=model.config)
-                first = model(ids[:, :-1], past_key_values=cache).logits
-                found.append(first.requires_grad)
+                first = model(ids, past_key_values=DynamicCache()).logits
+            found.append(torch.equal(first, plain) and not first.requires_grad)
 
     other = threading.Thread(target=beside)
-    with ALL[name](package)(model):
+    with press(model):
         other.start()
         try:
             for _ in range(5):
-                assert kept(run()) == alone
+                cache = DynamicCache(config=model.config)
+                model(ids, past_key_values=cache)
+                assert held(cache) == alone
         finally:
             done.set()
             other.join()
     assert found
-    assert not any(found)
+    assert all(found)
     assert torch.equal(model(ids).logits, plain)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma2"])
-def test_layers_of_composite_tokens_are_decoded(package, family):
-    """As by a model that has everything and is shown what they keep (by heads: test_headwise)."""
-    model, whole = make(family), Whole(make(family))
-    cache = DynamicCache(config=model.config)
-    parts = token_ids(2, LENGTH + 6).split([LENGTH, 4, 1, 1], dim=1)
-    chosen: dict[int, Any] = {}
-    with package.KVComposePress(0.6)(model):
-        for n_seen, ids in zip((0, LENGTH, LENGTH + 4, LENGTH + 5), parts, strict=True):
-            if n_seen:
-                whole.shown = {
-                    i: [[[*head, *range(LENGTH, n_seen)] for head in row] for row in rows]
-                    for i, rows in chosen.items()
-                }
-            logits = model(ids, past_key_values=cache).logits
-            torch.testing.assert_close(logits, whole(ids), rtol=0, atol=tolerance(model))
-            for site in attention_sites(model) if not n_seen else ():
-                rows = cache.layers[site.layer_idx].positions.tolist()
-                chosen[site.layer_idx] = [[[p for p in h if p >= 0] for h in row] for row in rows]
-    lengths = [len(rows[0][0]) for rows in chosen.values()]
-    assert sum(lengths) == pytest.approx(0.4 * LENGTH * len(lengths), abs=1)
 
 
 @every
 def test_embeddings_cannot_be_run_again(package, name):
     model = build("llama")
     states = model.get_input_embeddings()(token_ids(1, LENGTH))
+    press = example_for(package, name, 0.5, model)
     with (
-        ALL[name](package)(model),
+        press(model),
         pytest.raises(UnsupportedInputError, match="runs the tokens of the context again"),
     ):
         model(inputs_embeds=states, past_key_values=DynamicCache(config=model.config))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import hooks_impl
-import patch_impl
 from experiments.testbed.recipes import PROMPTS
 from press_core import (
     HyperparameterError,
@@ -25,18 +23,10 @@ from press_core import (
 from press_core.learned.calibration import CalibrationError
 from press_core.learned.restorekv import RestoreAdapter, distillation_loss, first_adapter
 from tests.slow import Whole
-from tests.support import both, build, filled, left_padded, snapshot, token_ids
-from tests.test_headwise import make
+from tests.support import both, build, filled, make, snapshot, token_ids
+from tests.test_learned_presses import drawn_adapter
 
 LENGTH = 60
-
-
-def drawn_adapter(model: Any, seed: int = 0) -> RestoreAdapter:
-    """One that changes what it is added to."""
-    generator = torch.Generator().manual_seed(seed)
-    started = first_adapter(model, rank=3, seed=seed)
-    up = {n: torch.randn(x.shape, generator=generator) / 3 for n, x in started.up.items()}
-    return RestoreAdapter(started.embeddings, started.down, up)
 
 
 def restoring(package: Any, model: Any, ratio: Any = 0.5, **fields: Any) -> Any:
@@ -101,19 +91,6 @@ def test_later_tokens_see_what_is_left_and_what_joined(package, implementation):
     torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.8])
-def test_as_many_tokens_more_go(package, ratio):
-    """Those of the context that stay are what KVzip keeps at `r + 8 / S`."""
-    model, ids = build("llama"), token_ids(1, LENGTH)
-    cache = filled(model, restoring(package, model, ratio), ids)
-    plain = package.KVzipPress(ratio + 8 / LENGTH, chunk_size=16, prompts=PROMPTS)
-    assert sum(int(x.sum()) for x in kept_lengths(cache)) == round(4 * LENGTH * (1 - ratio))
-    for layer, other in zip(cache.layers, filled(model, plain, ids).layers, strict=True):
-        for mine, own in zip(layer.dense()[2][0], other.dense()[2][0], strict=True):
-            context = [p for p in mine.tolist() if p >= 0][:-8]
-            assert context == [p for p in own.tolist() if p >= 0]
-
-
 def test_ratios_that_leave_no_room_leave_what_restores(package):
     model = build("llama")
     for length, ratio in ((20, 0.9), (LENGTH, 0.99)):
@@ -122,22 +99,6 @@ def test_ratios_that_leave_no_room_leave_what_restores(package):
     cache = filled(model, restoring(package, model, 0.9), token_ids(1, 8))  # no more than restore
     assert {int(n) for x in kept_lengths(cache) for n in x.flatten()} == {8}
     assert cache.layers[0].dense()[2][0, 0].tolist() == list(range(8))
-
-
-def test_positions_go_on_as_if_nothing_had_joined(package):
-    model = build("llama")
-    press, cache = restoring(package, model), DynamicCache(config=model.config)
-    ids = token_ids(1, LENGTH + 4)
-    with press(model):
-        model(ids[:, :LENGTH], past_key_values=cache)
-        assert cache.get_seq_length() == LENGTH
-        told = model(
-            ids[:, LENGTH:],
-            past_key_values=cache,
-            position_ids=torch.arange(LENGTH, LENGTH + 4)[None],
-        ).logits
-        cache.crop(-4)
-        assert torch.equal(model(ids[:, LENGTH:], past_key_values=cache).logits, told)
 
 
 # ---- what is touched -----------------------------------------------------------------------------
@@ -177,30 +138,6 @@ def test_adapters_of_peft_go_on(package):
         assert torch.equal(model(ids).logits, expected)
 
 
-@both
-def test_other_threads_run_without_the_adapter(package):
-    model, ids = build("llama"), token_ids(1, LENGTH)
-    press, done, found = restoring(package, model), threading.Event(), []
-    with torch.no_grad():
-        plain = model(ids, past_key_values=None, use_cache=False).logits
-
-    def beside() -> None:
-        while not done.is_set():
-            with torch.no_grad():
-                found.append(torch.equal(model(ids, use_cache=False).logits, plain))
-
-    other = threading.Thread(target=beside)
-    other.start()
-    try:
-        for _ in range(5):
-            filled(model, press, ids)
-    finally:
-        done.set()
-        other.join()
-    assert found
-    assert all(found)
-
-
 # ---- learning ------------------------------------------------------------------------------------
 
 
@@ -228,39 +165,6 @@ def test_what_is_learned_brings_predictions_closer():
     assert divergence(model, hooks_impl, learned, rows) < 0.8 * before
 
 
-@both
-def test_fitting_leaves_the_model_as_it_was(package):
-    model = build("llama")
-    before, weights = snapshot(model), [x.clone() for x in model.parameters()]
-    with torch.inference_mode():
-        learned = package.RestoreKVPress.fit(
-            model, [token_ids(2, 40)], n_following=8, rank=2, prompts=PROMPTS
-        )
-    assert snapshot(model) == before
-    for weight, parameter in zip(weights, model.parameters(), strict=True):
-        assert torch.equal(weight, parameter)
-        assert parameter.grad is None
-        assert parameter.requires_grad
-    assert not any(x.requires_grad or x.is_inference() for x in learned.tensors.values())
-
-
-def test_both_mechanisms_learn_the_same():
-    model = build("llama")
-    ids, mask, _ = left_padded(2, 44, [0, 6])
-    one, other = (
-        package.RestoreKVPress.fit(
-            model,
-            [{"input_ids": ids, "attention_mask": mask}],
-            n_following=8,
-            rank=2,
-            prompts=PROMPTS,
-        )
-        for package in (hooks_impl, patch_impl)
-    )
-    assert one.tensors.keys() == other.tensors.keys()
-    assert all(torch.equal(x, other.tensors[name]) for name, x in one.tensors.items())
-
-
 def test_rows_without_a_context_teach_nothing():
     with pytest.raises(CalibrationError, match="no row of more than 16 tokens"):
         hooks_impl.RestoreKVPress.fit(
@@ -269,19 +173,6 @@ def test_rows_without_a_context_teach_nothing():
 
 
 # ---- files ---------------------------------------------------------------------------------------
-
-
-def test_what_is_saved_is_what_is_loaded(tmp_path):
-    model = build("llama")
-    adapter = drawn_adapter(model)
-    assert adapter.save(tmp_path) == tmp_path / "restorekv.safetensors"
-    for source in (tmp_path, tmp_path / "restorekv.safetensors", str(tmp_path)):
-        loaded = RestoreAdapter.load(source)
-        assert all(torch.equal(x, loaded.tensors[name]) for name, x in adapter.tensors.items())
-    ids = token_ids(1, LENGTH)
-    one = filled(model, restoring(hooks_impl, model, adapter=adapter), ids)
-    other = filled(model, restoring(hooks_impl, model, adapter=tmp_path), ids)
-    assert torch.equal(one.layers[1].keys, other.layers[1].keys)
 
 
 def peft_folder(folder: Path, adapter: RestoreAdapter, **config: Any) -> Path:
@@ -295,16 +186,6 @@ def peft_folder(folder: Path, adapter: RestoreAdapter, **config: Any) -> Path:
     told = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, **config}
     (folder / "adapter_config.json").write_text(json.dumps(told))
     return folder
-
-
-def test_a_folder_of_peft_is_read(tmp_path):
-    model, ids = build("llama"), token_ids(1, LENGTH)
-    adapter = drawn_adapter(model)
-    own = filled(model, restoring(hooks_impl, model, adapter=adapter), ids)
-    folder = peft_folder(tmp_path, adapter)
-    published = filled(model, restoring(hooks_impl, model, adapter=folder), ids)
-    for one, other in zip(own.layers, published.layers, strict=True):
-        torch.testing.assert_close(one.keys, other.keys, rtol=0, atol=1e-6)
 
 
 def test_the_hub_is_asked_once(tmp_path, monkeypatch):
@@ -336,15 +217,6 @@ def test_other_adapters_are_refused(tmp_path, config):
     folder = peft_folder(tmp_path, drawn_adapter(build("llama")), **config)
     with pytest.raises(CalibrationError, match="of another kind than LoRA"):
         RestoreAdapter.load(folder)
-
-
-@both
-def test_nothing_learned_is_refused_when_it_is_opened(package):
-    model = build("llama")
-    before = snapshot(model)
-    with pytest.raises(CalibrationError, match=r"RestoreKVPress\.fit\(model, token_batches\)"):
-        package.RestoreKVPress(0.5, prompts=PROMPTS).register(model)
-    assert snapshot(model) == before
 
 
 @both

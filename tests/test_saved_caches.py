@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +14,6 @@ from transformers import DynamicCache, EncoderDecoderCache
 import hooks_impl
 import patch_impl
 from attention_patch import headwise
-from experiments.loading import load_model
 from experiments.questions.architectures.decoders import build as build_tiny
 from experiments.questions.architectures.decoders import decoders
 from press_core import (
@@ -63,36 +58,23 @@ def needs(layer: Any) -> ReadingNeeds:
     return getattr(layer, "needs", ReadingNeeds.NOTHING)
 
 
-def held(cache: Any) -> list[Any]:
-    """All that layers say about what they hold."""
-    return [
-        (
-            type(layer).__name__,
-            layer.get_seq_length() if hasattr(layer, "get_seq_length") else None,
-            getattr(layer, "n_seen", None),
-            getattr(layer, "device", None),
-            getattr(layer, "dtype", None),
-        )
-        for layer in cache.layers
-    ]
-
-
 def assert_kept(cache: Any, loaded: Any) -> None:
     """Both caches say the same of themselves."""
-    assert held(loaded) == held(cache)
-    if any(getattr(layer, "is_sliding", False) for layer in cache.layers):
-        # transformers keeps what has left a window in memory for a while.
-        assert cache_nbytes(loaded) <= cache_nbytes(cache)
-    else:
-        assert cache_nbytes(loaded) == cache_nbytes(cache)
-    for one, other in zip(kept_lengths(cache), kept_lengths(loaded), strict=True):
-        assert torch.equal(one, other)
     for layer, other in zip(cache.layers, loaded.layers, strict=True):
+        assert type(other) is type(layer)
+        for name in ("n_seen", "device", "dtype"):
+            assert getattr(other, name, None) == getattr(layer, name, None)
+        if hasattr(layer, "get_seq_length"):
+            assert other.get_seq_length() == layer.get_seq_length()
         # A press that prunes in the middle of a forward may have asked for more than is needed.
         assert needs(other) in needs(layer)
         positions = getattr(layer, "positions", None)
-        if positions is not None:
-            assert torch.equal(positions, other.positions)
+        assert positions is None or torch.equal(positions, other.positions)
+    # transformers keeps what has left a window in memory for a while.
+    slides = any(getattr(layer, "is_sliding", False) for layer in cache.layers)
+    assert slides or cache_nbytes(loaded) == cache_nbytes(cache)
+    assert cache_nbytes(loaded) <= cache_nbytes(cache)
+    assert all(map(torch.equal, kept_lengths(cache), kept_lengths(loaded)))
 
 
 def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
@@ -217,10 +199,10 @@ def test_an_encoder_decoder(tmp_path):
     assert_kept(cache.self_attention_cache, loaded.self_attention_cache)
     encoded = (output.encoder_last_hidden_state,)
     found = []
-    for held in (cache, loaded):
+    for asked in (cache, loaded):
         with torch.no_grad():
             logits = model(
-                encoder_outputs=encoded, decoder_input_ids=QUESTION[:, :3], past_key_values=held
+                encoder_outputs=encoded, decoder_input_ids=QUESTION[:, :3], past_key_values=asked
             ).logits
         found.append([logits])
     assert_same(*found)
@@ -265,55 +247,3 @@ def test_a_loaded_cache_is_its_own(tmp_path):
     assert path.read_bytes() == content
     path.write_bytes(b"")
     assert_same(answers(model, loaded, headwise(model)), expected)
-
-
-# ---- another process -----------------------------------------------------------------------------
-
-FRESH = """
-import sys, torch
-from attention_patch import headwise
-from experiments.loading import load_model
-from press_core import about_cache, load_cache
-model, tokenizer = load_model("facts-llama")
-question = tokenizer("? alice ? hector", add_special_tokens=False, return_tensors="pt").input_ids
-for path in sys.argv[1:]:
-    with headwise(model):
-        cache = load_cache(path, model)
-        logits = model(question, past_key_values=cache).logits[0]
-        ids = torch.cat((about_cache(path).inputs["input_ids"], question), dim=1)
-        output = model.generate(
-            ids, past_key_values=load_cache(path, model), max_new_tokens=4, do_sample=False,
-            output_logits=True, return_dict_in_generate=True,
-        )
-    torch.save(torch.cat([logits, *output.logits]), path + ".pt")
-"""
-
-
-def test_a_fresh_process(tmp_path):
-    model, tokenizer = load_model("facts-llama")
-    text = "river alice tea garden over hector lamp morning " + "meadow march light " * 20
-    ids = tokenizer(text, return_tensors="pt").input_ids
-    question = tokenizer("? alice ? hector", add_special_tokens=False, return_tensors="pt")
-    paths, caches = [], []
-    for name in ("SnapKVPress", "AdaKVPress"):
-        caches.append(filled(model, example_for(hooks_impl, name, 0.5, model), ids))
-        path = tmp_path / f"{name}.safetensors"
-        paths.append(str(save_cache(caches[-1], path, model, input_ids=ids)))
-    script = tmp_path / "fresh.py"
-    script.write_text(FRESH)
-    root = str(Path(__file__).parent.parent)
-    done = subprocess.run(
-        [sys.executable, str(script), *paths],
-        env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    for path, cache in zip(paths, caches, strict=True):
-        found = torch.load(path + ".pt")
-        with headwise(model):
-            logits = model(question.input_ids, past_key_values=copy.deepcopy(cache)).logits[0]
-            output = model.generate(
-                torch.cat((ids, question.input_ids), dim=1), past_key_values=cache,
-                max_new_tokens=4, do_sample=False, output_logits=True,
-                return_dict_in_generate=True,
-            )  # fmt: skip
-        assert torch.equal(found, torch.cat([logits, *output.logits]))

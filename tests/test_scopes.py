@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,14 +14,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl
 import patch_impl
-from press_core import PressError, ScopeError, kept_lengths
+from press_core import ScopeError, kept_lengths
 from tests.support import both, build, context_for, example_for, snapshot, token_ids
 
 every_press = pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
-
-
-class BrokenError(RuntimeError):
-    """Raised on purpose, somewhere inside the model."""
 
 
 @pytest.fixture
@@ -44,13 +38,6 @@ def kept(model: PreTrainedModel, length: int = 40) -> list[int]:
     return [int(lengths[0, 0]) for lengths in kept_lengths(cache)]
 
 
-def break_layer(model: PreTrainedModel, index: int, error: BaseException) -> None:
-    def explode(*_: object) -> None:
-        raise error
-
-    model.model.layers[index].self_attn.o_proj.register_forward_pre_hook(explode)
-
-
 @both
 @every_press
 def test_normal_exit(package, name, model):
@@ -64,74 +51,6 @@ def test_normal_exit(package, name, model):
         assert snapshot(model) != before
     assert snapshot(model) == before
     assert torch.equal(run(model), reference)
-
-
-@both
-def test_exception_in_the_press(package, model):
-    class Faulty(package.KnormPress):
-        def score(self, *_):
-            raise BrokenError
-
-    before = snapshot(model)
-    with pytest.raises(BrokenError), Faulty(0.5)(model):
-        run(model, 40, DynamicCache(config=model.config))
-    assert snapshot(model) == before
-
-
-@both
-@pytest.mark.parametrize("error", [BrokenError, KeyboardInterrupt])
-def test_exception_while_entering(package, error, model):
-    class Faulty(package.SnapKVPress):
-        def install(self, scope):
-            scope.sites = scope.sites[:2]
-            super().install(scope)
-            raise error
-
-    before = snapshot(model)
-    with pytest.raises(error), Faulty(0.5)(model):
-        pytest.fail("entered")
-    assert snapshot(model) == before
-
-
-@both
-def test_generator_closed(package, model):
-    def generate() -> Iterator[int]:
-        with package.KnormPress(0.5)(model):
-            yield 1
-            yield 2
-
-    before = snapshot(model)
-    steps = generate()
-    next(steps)
-    assert snapshot(model) != before
-    steps.close()
-    assert snapshot(model) == before
-
-
-@both
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
-def test_closed_in_any_order(package, order, model):
-    before = snapshot(model)
-    ratios = [0.5, 0.2, 0.75]
-    handles = [package.KnormPress(ratio).register(model) for ratio in ratios]
-    still_open = dict(enumerate(ratios))
-    for index in order:
-        handles[index].remove()
-        del still_open[index]
-        expected = 40
-        for ratio in reversed(still_open.values()):
-            expected = max(1, int(expected * (1 - ratio)))
-        assert kept(model) == [expected] * 3
-    assert snapshot(model) == before
-
-
-@both
-def test_a_press_may_be_open_twice(package, model):
-    press = package.KnormPress(0.5)
-    with press(model), press(model):
-        assert kept(model) == [10] * 3
-    with press(model):
-        assert kept(model) == [20] * 3
 
 
 @both
@@ -152,12 +71,8 @@ def test_a_scope_may_not(package, model):
 @both
 @pytest.mark.parametrize(
     "make_copy",
-    [
-        copy.deepcopy,
-        lambda model: pickle.loads(pickle.dumps(model)),
-        lambda model: saved_and_loaded(model),
-    ],
-    ids=["deepcopy", "pickle", "torch.save"],
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["deepcopy", "pickle"],
 )
 def test_a_copy_made_inside_a_scope_is_not_pruned(package, make_copy, model):
     reference = run(model)
@@ -170,14 +85,6 @@ def test_a_copy_made_inside_a_scope_is_not_pruned(package, make_copy, model):
     if package is patch_impl:  # of hooks, PyTorch copies the (inert) entries along
         assert all("forward" not in vars(module) for module in twin.modules())
         assert all("__reduce_ex__" not in vars(module) for module in twin.modules())
-
-
-def saved_and_loaded(model: nn.Module) -> nn.Module:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    loaded: nn.Module = torch.load(buffer, weights_only=False)
-    return loaded
 
 
 @both
@@ -216,20 +123,6 @@ def assert_same(left: DynamicCache, right: DynamicCache) -> None:
         assert torch.equal(one.values, other.values)
 
 
-@both
-def test_entering_and_leaving_from_several_threads(package, model):
-    before = snapshot(model)
-
-    def work(_: int) -> None:
-        for _ in range(30):
-            with package.SnapKVPress(0.5)(model):
-                pass
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(4)))
-    assert snapshot(model) == before
-
-
 def test_importing_changes_nothing():
     """In a process of its own: what `transformers` holds before and after the import.
 
@@ -253,12 +146,6 @@ from experiments.pipeline import TASK
 assert set(PIPELINE_REGISTRY.get_supported_tasks()) == {*tasks, TASK}
 """
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-@both
-def test_errors_are_press_errors(package):
-    with pytest.raises(PressError):
-        package.KnormPress(1.0)
 
 
 def test_a_patch_that_somebody_takes_away_is_not_silent(model):
@@ -315,8 +202,8 @@ def test_hooks_that_are_passed_by_are_not_silent(model):
 @both
 def test_a_forward_that_breaks_off_is_no_reason_for_a_warning(package, model):
     package.KnormPress(0.5).register(model).remove()  # which runs a model that it has not seen yet
-    break_layer(model, 1, BrokenError())
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: 1 / 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(BrokenError), package.KnormPress(0.5)(model):
+        with pytest.raises(ZeroDivisionError), package.KnormPress(0.5)(model):
             run(model, 40, DynamicCache(config=model.config))

@@ -1,7 +1,7 @@
-"""Two ranks keep what one process keeps, with every press and both mechanisms.
+"""Two ranks keep what one process keeps.
 
-Every press on Llama; on other families, and on a padded batch, one for each thing that ranks may
-have to agree on.
+Every press on Llama; with both mechanisms, on other families, and on a padded batch, one for each
+thing that ranks may have to agree on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import hooks_impl
 import patch_impl
 from press_core import Press, UnsupportedModelError
 from press_core.probe import attention_sites
-from tests.support import build, context_for, example_for, token_ids
+from tests.support import build, context_for, example_for, held, token_ids
 
 PACKAGES = {"hooks": hooks_impl, "patches": patch_impl}
 RANKS = 2
@@ -65,24 +65,14 @@ def run(
         for ids in given:
             seen += ids.shape[1]
             logits = model(ids, attention_mask=mask[:, :seen], past_key_values=cache).logits
-    kept = [positions_in(layer, rows) for layer in cache.layers]
+    kept = [[list(rows) for rows in zip(*layer, strict=True)] for layer in held(cache)]
     return kept, logits.flatten().tolist(), press.evicted_ratio
 
 
-def positions_in(layer: Any, rows: int) -> list[list[int]]:
-    """By KV head, the position of every slot that it holds of each row, -1 of an empty one."""
-    n_heads, n_slots = (layer.n_heads, 0) if hasattr(layer, "held") else layer.values.shape[1:3]
-    known = layer.all_positions() if hasattr(layer, "all_positions") else torch.arange(n_slots)
-    return known.expand(rows, n_heads, -1).transpose(0, 1).flatten(1).tolist()
-
-
-def heads_only(kept: list[Any]) -> list[Any]:
-    return [[[p for p in head if p >= 0] for head in layer] for layer in kept]
-
-
-def presses_of(case: str, package: Any, model: PreTrainedModel) -> dict[str, Press]:
-    names = sorted(package.PRESSES) if case == "llama" else SOME
-    return {name: example_for(package, name, 0.5, model) for name in names}
+def names_of(case: str, mechanism: str) -> list[str]:
+    """On Llama every press, in turn with either mechanism, for both leave the same bits."""
+    every = sorted(hooks_impl.PRESSES)[[*PACKAGES].index(mechanism) :: len(PACKAGES)]
+    return sorted({*SOME, *every} if case == "llama" else SOME)
 
 
 def found_with(
@@ -128,7 +118,10 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
         implementation = "eager" if family == "gpt_oss" else "sdpa"
         model = build(family, num_heads=8, num_kv_heads=4, attn_implementation=implementation)
         model.save_pretrained(folder / family)
-        presses = {name: presses_of(case, package, model) for name, package in PACKAGES.items()}
+        presses = {
+            mechanism: {n: example_for(p, n, 0.5, model) for n in names_of(case, mechanism)}
+            for mechanism, p in PACKAGES.items()
+        }
         torch.save(presses, folder / f"{case}.pt")
         alone |= found_with(case, model, presses)
     with socket.socket() as free:
@@ -141,7 +134,16 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     return alone, ranks
 
 
-def check(of_ranks: tuple[dict[str, Any], list[Any]], case: str, name: str, mechanism: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "name", "mechanism"),
+    [
+        (c, name, mechanism)
+        for c in CASES
+        for mechanism in PACKAGES
+        for name in names_of(c, mechanism)
+    ],
+)
+def test_two_ranks_keep_what_one_process_keeps(of_ranks, case, name, mechanism):
     """Heads of the ranks together keep what one process keeps, and go on as it does."""
     alone, ranks = of_ranks
     kept, logits, evicted = alone[f"{case} {name} {mechanism}"]
@@ -153,8 +155,7 @@ def check(of_ranks: tuple[dict[str, Any], list[Any]], case: str, name: str, mech
     split = ranks[0][f"{case} ranks"] > 1
     for layer, expected in enumerate(kept):
         if split:
-            together = [head for of_rank in found for head in of_rank[0][layer]]
-            assert heads_only([together]) == heads_only([expected])
+            assert [head for of_rank in found for head in of_rank[0][layer]] == expected
         else:
             assert all(of_rank[0][layer] == expected for of_rank in found)
     for of_rank in found:
@@ -162,19 +163,6 @@ def check(of_ranks: tuple[dict[str, Any], list[Any]], case: str, name: str, mech
             torch.tensor(of_rank[1]), torch.tensor(logits), rtol=0, atol=1e-5
         )
         assert of_rank[2] == pytest.approx(evicted)
-
-
-@pytest.mark.parametrize("mechanism", PACKAGES)
-@pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
-def test_two_ranks_keep_what_one_process_keeps(of_ranks, name, mechanism):
-    check(of_ranks, "llama", name, mechanism)
-
-
-@pytest.mark.parametrize("mechanism", PACKAGES)
-@pytest.mark.parametrize("name", SOME)
-@pytest.mark.parametrize("case", [case for case in CASES if case != "llama"])
-def test_ranks_agree_however_the_heads_lie(of_ranks, case, name, mechanism):
-    check(of_ranks, case, name, mechanism)
 
 
 def refused_for_sinks(index: int) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -13,14 +14,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from press_core import ScopeError, attention_sites
 from tests.slow import INF, best, choices, cosines, norms, queries_and_keys, snapkv
-from tests.support import both, build, filled, held, token_ids
+from tests.support import both, filled, held, left_padded, make, token_ids
 
 LENGTH = 60
-
-
-def make(family: str = "llama", num_layers: int = 2, **options: Any) -> Any:
-    """In float64, so that a rounding error decides no top-k."""
-    return build(family, num_layers=num_layers, **{"dtype": torch.float64, **options})
 
 
 # ---- what is kept --------------------------------------------------------------------------------
@@ -61,30 +57,10 @@ def by_blocks(n: int, block: int, choose: Choose) -> Choose:
 
 
 COMPOSED: dict[str, tuple[Callable[[Any], Any], Choose]] = {
-    "keys, then keys": (
-        lambda p: p.ComposedPress([p.KnormPress(0.4), p.KeyDiffPress(0.5)]),
-        after(by(norms, 36), by(cosines, 18)),
-    ),
     "keys, then queries": (
         lambda p: p.ComposedPress([p.KnormPress(0.4), p.SnapKVPress(0.5, window_size=6)]),
         after(by(norms, 36), by_window(6, 18)),
     ),
-    "nested": (
-        lambda p: p.ComposedPress(
-            [p.KnormPress(0.4), p.ComposedPress([p.KeyDiffPress(0.5), p.SnapKVPress(0.5, 4)])]
-        ),
-        after(after(by(norms, 36), by(cosines, 18)), by_window(4, 9)),
-    ),
-    **{
-        f"blocks of {block}, {name} {n}": (
-            lambda p, block=block, name=name, n=n: p.BlockPress(
-                p.PRESSES[name](1 - n / LENGTH), block
-            ),
-            by_blocks(n, block, by(score, n)),
-        )
-        for name, score in (("KnormPress", norms), ("KeyDiffPress", cosines))
-        for block, n in ((1, 15), (7, 42), (16, 15), (128, 42))
-    },
     **{
         f"blocks of {block}, queries": (
             lambda p, block=block: p.BlockPress(p.SnapKVPress(0.6, window_size=6), block),
@@ -105,42 +81,7 @@ def test_what_presses_of_presses_keep(package, family, name):
         assert kept == choices(states, choose)
 
 
-def test_composed_presses_act_in_order(package):
-    model = make()
-    many, few = package.StreamingLLMPress(0.5, n_sink=10), package.StreamingLLMPress(0.5, n_sink=2)
-    # many keeps 0..9 and 40..59; few keeps 0, 1 and 32..59
-    expected = [
-        ([many, few], [0, 1, *range(47, 60)]),
-        ([few, many], [0, 1, *range(32, 40), *range(55, 60)]),
-    ]
-    for presses, positions in expected:
-        cache = filled(model, package.ComposedPress(presses), token_ids(2, LENGTH))
-        assert held(cache) == [[[positions] * 2] * 2] * 2
-
-
-def test_queries_and_positions_follow_keys_that_are_turned(package):
-    """After KeyRerotationPress the next press judges a context of tokens `0 ... n - 1`."""
-    model, ids = make(), token_ids(1, LENGTH)
-    first = package.KeyRerotationPress(package.StreamingLLMPress(0.5, n_sink=10))
-    press = package.ComposedPress([first, package.SnapKVPress(0.5, window_size=6)])
-    left = [*range(10), *range(40, 60)]
-    rotary, turn = model.base_model.rotary_emb, rotate_function(model)
-
-    def turned(states: Tensor) -> Tensor:
-        """From the positions that tokens had to `0 ... n - 1`."""
-        back, to = (rotary(states, torch.tensor([x])) for x in (left, range(30)))
-        states = turn(states, states, back[0], -back[1])[0]
-        return turn(states, states, *to)[0]
-
-    found = held(filled(model, press, ids))
-    for kept, (queries, keys) in zip(found, queries_and_keys(model, ids), strict=True):
-        queries = turned(queries[:, :, :, left].flatten(1, 2)).unflatten(1, (2, -1))
-        chosen = choices((queries, turned(keys[:, :, left])), by_window(6, 15))
-        assert kept == [[[left[i] for i in head] for head in row] for row in chosen]
-
-
 PAIRS: dict[str, Callable[[Any], tuple[Any, Any]]] = {
-    "knorm, tova": lambda p: (p.KnormPress(0.4), p.TOVAPress(0.5)),
     "knorm, expected": lambda p: (
         p.KnormPress(0.4),
         p.ExpectedAttentionPress(0.5, n_future_positions=16),
@@ -154,7 +95,10 @@ PAIRS: dict[str, Callable[[Any], tuple[Any, Any]]] = {
         p.KnormPress(0.4),
         p.ChunkPress(p.SnapKVPress(0.5, window_size=4), chunk_length=10),
     ),
-    "rerotation, knorm": lambda p: (p.KeyRerotationPress(p.KeyDiffPress(0.4)), p.KnormPress(0.5)),
+    "rerotation, snapkv": lambda p: (
+        p.KeyRerotationPress(p.KeyDiffPress(0.4)),
+        p.SnapKVPress(0.5, window_size=6),
+    ),
     "knorm, rerotation": lambda p: (p.KnormPress(0.4), p.KeyRerotationPress(p.KeyDiffPress(0.5))),
     "think, knorm": lambda p: (p.ThinKPress(0.4, window_size=8), p.KnormPress(0.5)),
     "knorm, think": lambda p: (p.KnormPress(0.4), p.ThinKPress(0.4, window_size=8)),
@@ -166,41 +110,105 @@ PAIRS: dict[str, Callable[[Any], tuple[Any, Any]]] = {
         p.PyramidKVPress(0.4, window_size=4),
         p.SimLayerKVPress(0.0, n_recent=9, n_initial=2),
     ),
+    "knorm, adakv": lambda p: (p.KnormPress(0.3), p.AdaKVPress(p.KeyDiffPress(0.5))),
 }
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_composed_presses_leave_what_nested_scopes_leave(package, name):
-    model, ids, question = make(), token_ids(2, LENGTH), token_ids(2, 3, seed=1)
+def test_a_composition_its_parts_and_nested_scopes_leave_the_same(package, name):
+    """However deep they are composed, and of padded rows; of scopes the inner one acts first."""
+    model, question = make(), token_ids(2, 3, seed=1)
     first, second = PAIRS[name](package)
-    caches, logits = [DynamicCache(config=model.config) for _ in range(2)], []
-    with package.ComposedPress([first, second])(model):
-        model(ids, past_key_values=caches[0])
-        logits.append(model(question, past_key_values=caches[0]).logits)
-    with second(model), first(model):  # the inner scope acts first
-        model(ids, past_key_values=caches[1])
-        logits.append(model(question, past_key_values=caches[1]).logits)
-    for one, other in zip(*(cache.layers for cache in caches), strict=True):
-        assert torch.equal(one.positions, other.positions)
-        assert torch.equal(one.keys, other.keys)
-        assert torch.equal(one.values, other.values)
-        assert one.get_seq_length() == other.get_seq_length()
-    assert torch.equal(*logits)
+    ids, mask, positions = left_padded(2, LENGTH, [11, 0])
+    more, found = torch.cat((mask, torch.ones_like(question)), dim=1), []
+    for scopes in (
+        [package.ComposedPress([first, second])],
+        [package.ComposedPress([package.ComposedPress([first]), second])],
+        [package.ComposedPress([package.ComposedPress([first, package.ComposedPress([second])])])],
+        [second, first],
+    ):
+        cache = DynamicCache(config=model.config)
+        with ExitStack() as stack:
+            for press in scopes:
+                stack.enter_context(press(model))
+            model(ids, past_key_values=cache, attention_mask=mask, position_ids=positions)
+            logits = model(question, past_key_values=cache, attention_mask=more).logits
+        found.append((cache, logits))
+    (expected, answered), *others = found
+    for cache, logits in others:
+        assert torch.equal(logits, answered)
+        assert held(cache) == held(expected)
+        for one, other in zip(cache.layers, expected.layers, strict=True):
+            assert torch.equal(one.keys, other.keys)
+            assert torch.equal(one.values, other.values)
+            assert one.get_seq_length() == other.get_seq_length()
 
 
-def test_a_head_wise_press_may_come_last(package):
-    """Heads share the budget of AdaKV, of which each has one token for sure."""
-    model, ids = make(), token_ids(2, LENGTH)
-    ada = package.AdaKVPress(package.KeyDiffPress(0.5), alpha_safeguard=0.1)
-    found = held(filled(model, package.ComposedPress([package.KnormPress(0.5), ada]), ids))
-    for kept, layer in zip(found, filled(model, None, ids).layers, strict=True):
-        for row, of_row in zip(kept, layer.keys, strict=True):
-            first = [best(norms(keys), 30) for keys in of_row]
-            scores = [cosines(keys[left]) for keys, left in zip(of_row, first, strict=True)]
-            for of_head in scores:
-                of_head[best(of_head, 1)[0]] = INF  # int(15 * 0.1)
-            chosen = best(scores[0] + scores[1], 30)
-            assert row == [[first[h][i - 30 * h] for i in chosen if i // 30 == h] for h in (0, 1)]
+# ---- chunks --------------------------------------------------------------------------------------
+
+CHUNKED: dict[str, Callable[[Any], Any]] = {
+    "knorm": lambda p: p.KnormPress(0.5),
+    "keydiff": lambda p: p.KeyDiffPress(0.5),
+    "snapkv": lambda p: p.SnapKVPress(0.5, window_size=6),
+    "pyramid": lambda p: p.PyramidKVPress(0.5, window_size=4, kernel_size=3),
+    "tova": lambda p: p.TOVAPress(0.5),
+    "observed": lambda p: p.ObservedAttentionPress(0.5),
+    "expected": lambda p: p.ExpectedAttentionPress(0.5, n_future_positions=9),
+    "lagkv": lambda p: p.LagKVPress(0.5, lag_size=4),
+    "streaming": lambda p: p.StreamingLLMPress(0.5),
+    "critical": lambda p: p.CriticalKVPress(p.SnapKVPress(0.5, window_size=6)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk_length"),
+    [*((name, 16) for name in CHUNKED), *(("snapkv", n) for n in (20, 59, 60, 1024))],
+)
+def test_chunks_are_pruned_as_each_alone(package, name, chunk_length):
+    """In a single layer keys and queries depend on a token and its position and on nothing else."""
+    model, ids, press = make(num_layers=1), token_ids(2, LENGTH), CHUNKED[name](package)
+    (found,) = held(filled(model, package.ChunkPress(press, chunk_length), ids))
+    expected: list[Any] = [[[], []], [[], []]]
+    for start in range(0, LENGTH, chunk_length):
+        stop = min(start + chunk_length, LENGTH)
+        positions = torch.arange(start, stop)[None]
+        (alone,) = held(filled(model, press, ids[:, start:stop], position_ids=positions))
+        for row, of_row in enumerate(alone):
+            for head, of_head in enumerate(of_row):
+                expected[row][head] += [start + p for p in of_head]
+    assert found == expected
+
+
+# ---- what values become --------------------------------------------------------------------------
+
+
+def output_norms(model: Any, layer: int, values: Tensor, head: int) -> list[float]:
+    """L1 norm of `W_o v`, mean over the query heads of a KV head; `values` `(S, d)`."""
+    module = attention_sites(model)[layer].module
+    projections = ("o_proj", "dense", "c_proj")
+    projection = next(getattr(module, name) for name in projections if hasattr(module, name))
+    weight = projection.weight.T if type(projection).__name__ == "Conv1D" else projection.weight
+    group = 4 // (2 if module.config.model_type == "llama" else 4)
+    parts = [weight[:, (head * group + i) * 16 :][:, :16] for i in range(group)]
+    return [sum(float((part @ v).abs().sum()) for part in parts) / group for v in values]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize(("ratio", "first", "epsilon"), [(0.5, 0.5, 1e-4), (0.8, 0.0, 0.3)])
+def test_the_second_stage_weighs_values(package, family, ratio, first, epsilon):
+    model, ids = make(family), token_ids(2, 40)
+    press = package.CriticalKVPress(package.KeyDiffPress(ratio), epsilon, first)
+    assert press.compression_ratio == ratio
+    cache, full, n = filled(model, press, ids), filled(model, None, ids), int(40 * (1 - ratio))
+    for index, (kept, states) in enumerate(zip(held(cache), full.layers, strict=True)):
+        for row, positions in enumerate(kept):
+            for head, found in enumerate(positions):
+                scores = cosines(states.keys[row, head])
+                weights = output_norms(model, index, states.values[row, head], head)
+                weighted = [(s + epsilon) * w for s, w in zip(scores, weights, strict=True)]
+                for chosen in best(scores, int(n * first)):
+                    weighted[chosen] = INF
+                assert found == best(weighted, n)
 
 
 # ---- keys at new positions -----------------------------------------------------------------------
@@ -293,48 +301,28 @@ def test_kept_keys_are_turned_to_the_first_positions(package, name):
         assert cache.get_seq_length() == 35
 
 
-def answer(model: Any, ids: Tensor, kept: list[Any], question: Tensor) -> Tensor:
-    """Logits of a question after kept keys that were turned, each layer counting for itself."""
-    reference, handles, n_new = filled(model, None, ids), [], question.shape[1]
-    turned = [expected_turned(model, ids, kept[i], i) for i in range(len(kept))]
-    for states, site in zip(turned, attention_sites(model), strict=True):
-        layer = reference.layers[site.layer_idx]
-        layer.keys, layer.values = states
-        n = layer.keys.shape[2]
-        positions = torch.arange(n, n + n_new)[None]
-        cos_sin = model.base_model.rotary_emb(layer.keys, positions, **layer_type(model))
-        future = torch.ones(n_new, n + n_new, dtype=torch.bool).triu(n + 1)
-        mask = torch.zeros(1, 1, n_new, n + n_new, dtype=torch.float64).masked_fill(future, -1e30)
-
-        def hook(_: Any, args: Any, kwargs: Any, cos_sin: Any = cos_sin, mask: Any = mask) -> Any:
-            return args, {**kwargs, "position_embeddings": cos_sin, "attention_mask": mask}
-
-        handles.append(site.module.register_forward_pre_hook(hook, with_kwargs=True))
-    positions = torch.arange(ids.shape[1], ids.shape[1] + n_new)[None]
-    logits = model(question, past_key_values=reference, position_ids=positions).logits
-    for handle in handles:
-        handle.remove()
-    return logits
-
-
 @both
 @pytest.mark.parametrize("case", ["beside layers that slide", "to different lengths"])
 def test_turned_keys_that_the_model_cannot_count(package, case):
-    """Each layer goes on from where its own keys end, with the help of a scope."""
-    ids, question, inner = token_ids(1, LENGTH), token_ids(1, 4, seed=1), package.KnormPress(0.5)
+    """Each layer goes on from where its own keys end, with the help of a scope.
+
+    Of the most recent tokens alone all distances stay, so that nothing else changes.
+    """
+    ids, question = token_ids(1, LENGTH), token_ids(1, 4, seed=1)
+    recent = package.StreamingLLMPress(0.5, n_sink=0)
     if case == "to different lengths":
-        inner = package.PerLayerCompressionPress(package.KnormPress(), [0.5, 0.0, 0.75])
+        recent = package.PerLayerCompressionPress(recent, [0.5, 0.0, 0.75])
     model = make("gemma3_text") if case == "beside layers that slide" else make(num_layers=3)
-    press = package.KeyRerotationPress(inner)
-    cache = filled(model, press, ids)
+    press, logits = package.KeyRerotationPress(recent), []
+    turned = filled(model, press, ids)
     if case == "to different lengths":
-        assert [layer.get_seq_length() for layer in cache.layers] == [30, 60, 15]
-    kept = [held(cache)[site.layer_idx] for site in attention_sites(model)]
+        assert [layer.get_seq_length() for layer in turned.layers] == [30, 60, 15]
     with pytest.raises(ScopeError, match="positions"):
         model(question, past_key_values=filled(model, press, ids))
-    with press(model):
-        logits = model(question, past_key_values=cache).logits
-    torch.testing.assert_close(logits, answer(model, ids, kept, question), rtol=0, atol=1e-6)
+    for scope, cache in ((press, turned), (recent, filled(model, recent, ids))):
+        with scope(model):
+            logits.append(model(question, past_key_values=cache).logits)
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-6)
 
 
 def test_turning_what_is_turned(package):

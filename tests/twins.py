@@ -19,6 +19,7 @@ from experiments.testbed.compare import PressPair, pair
 from experiments.testbed.recipes import recipe
 from hooks_impl import PRESSES as HOOK_PRESSES
 from patch_impl import PRESSES as PATCH_PRESSES
+from patch_impl import mechanism
 from press_core import PressError, kept_lengths, prefill
 from press_core.cache.ragged import RaggedLayer
 from press_core.learned.duo_attention import HeadScores
@@ -91,8 +92,9 @@ class Opened:
 
 def own_patches(handle: Any) -> list[Patch]:
     """The patches by which a press prunes, one per attention module; none where hooks do."""
-    found = [getattr(ask, "args", ())[1:] for ask in handle.state.warnings]
-    return [patch for patches in found for patch in patches[0]] if any(found) else []
+    installed = handle.state.on_layers.by_scope.get(handle.state, [])
+    patches = [patch for patch in installed if isinstance(patch, Patch)]
+    return [p for p in patches if getattr(p.layer, "func", None) is mechanism._attention]
 
 
 @dataclass(eq=False)

@@ -243,7 +243,7 @@ class ContextAnswerer:
                 "what is saved is compressed before a question is known; leave compress_questions "
                 "and FinchPress out"
             )
-        texts = texts_of(contexts)
+        texts = texts_of("contexts", contexts)
         has_one = bool(getattr(self.tokenizer, "chat_template", None))
         if chat_template and not has_one:
             raise UserError(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -13,14 +13,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from attention_patch import headwise
 from experiments import UserError
 from press_core import Phase, RaggedLayer, kept_lengths
 from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.pruned import PrunedLayer
 from press_core.scope import InstalledPress
-
-logger = logging.getLogger(__name__)
 
 
 class Row(NamedTuple):
@@ -95,18 +92,11 @@ class Compressed:
         if self.acts_later:
             n_new = following.shape[1] + output.shape[1] - 1  # the last one is not read
             self.evicted = _share_evicted(cache, self.mask[rows].sum(dim=1) + n_new, width)
-        ended = [_until_end(sequence, self._ends(options)) for sequence in output.tolist()]
+        ends = options.get("eos_token_id", self.model.generation_config.eos_token_id)
+        ends = ends if isinstance(ends, (list, tuple)) else [ends]
+        ended = [[*takewhile(lambda t: t not in ends, sequence)] for sequence in output.tolist()]
         n = len(ended) // len(rows)
         return [ended[start : start + n] for start in range(0, len(ended), n)]
-
-    def _ends(self, options: Mapping[str, Any]) -> list[int]:
-        ends = options.get("eos_token_id", self.model.generation_config.eos_token_id)
-        return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-
-
-def _until_end(sequence: list[int], ends: list[int]) -> list[int]:
-    first = next((i for i, token in enumerate(sequence) if token in ends), len(sequence))
-    return sequence[:first]
 
 
 @contextmanager
@@ -153,31 +143,9 @@ def compressed(
         with torch.no_grad():
             model(**arguments, past_key_values=cache, use_cache=True, logits_to_keep=1)
         later = press is not None and acts_later(press)
-        if press is not None and not later and not any(map(_needs_help, cache.layers)):
+        if press is not None and not later and not any(map(needs_help, cache.layers)):
             scope.close()
-        state = Compressed(model, ids, mask, cache, later)
-        n_tokens = mask.shape[1]
-        logger.debug("context length: %d tokens", n_tokens)
-        logger.debug("compressed length: %.1f tokens", n_tokens * (1 - state.evicted))
-        yield state
-
-
-@contextmanager
-def restored(
-    model: PreTrainedModel, cache: Any, ids: Tensor, mask: Tensor, press: InstalledPress | None
-) -> Iterator[Compressed]:
-    """A batch that was compressed before, with the help that its cache needs.
-
-    Args:
-        ids, mask: `(B, S)`, of the tokens that the cache has seen.
-        press: one that acts while decoding; None: nothing is evicted any more.
-    """
-    with ExitStack() as scope:
-        if press is not None:
-            scope.enter_context(press(model))
-        elif any(map(_needs_help, cache.layers)):
-            scope.enter_context(headwise(model))
-        yield Compressed(model, ids, mask, cache, press is not None)
+        yield Compressed(model, ids, mask, cache, later)
 
 
 def _left_padded(
@@ -211,7 +179,7 @@ def acts_later(press: InstalledPress) -> bool:
     return bool(press.phases & (Phase.DECODING | Phase.BEFORE_DECODING))
 
 
-def _needs_help(layer: Any) -> bool:
+def needs_help(layer: Any) -> bool:
     """Whether a layer refuses to be decoded while no scope is open."""
     if isinstance(layer, (RaggedLayer, ChannelPrunedLayer)):
         return True
@@ -236,6 +204,5 @@ def _copied_layer(layer: Any) -> Any:
         return copy.deepcopy(layer)  # these write into the tensors that they have
     copied = copy.copy(layer)
     if isinstance(layer, PrunedLayer):
-        copied.storage, copied.memories = copy.copy(layer.storage), dict(layer.memories)
-        copied.storage.layer = copy.copy(layer.storage.layer)
+        copied.inner, copied.memories = copy.copy(layer.inner), dict(layer.memories)
     return copied

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from experiments import UserError
+from experiments.framework.wording import in_one_line
 
 Work = TypeVar("Work")
 Result = TypeVar("Result")
@@ -79,7 +80,7 @@ def _attempt(run: Callable[[Work], Result], piece: Work) -> Result | Failure:
     try:
         return run(piece)
     except Exception as error:
-        return Failure(" ".join(f"{type(error).__name__}: {error}".split()))
+        return Failure(in_one_line(error))
 
 
 def _start(ray: Any, address: str | None) -> None:

@@ -7,7 +7,7 @@ the text that a chat template puts after it, and whether the press has work to d
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from attention_patch import headwise
 from experiments import UserError
-from experiments.answers.compressed import Compressed, acts_later, restored
+from experiments.answers.compressed import Compressed, acts_later, needs_help
 from press_core import SavedCache, about_cache, load_cache, save_cache
 from press_core.files.files import check_target
 from press_core.scope import InstalledPress
@@ -41,18 +42,8 @@ class SavedContext:
             UserError: if it is one, but has not come from a `ContextAnswerer`.
         """
         about = about_cache(self.path)
-        notes, inputs = about.notes, about.inputs
-        tails, ids = notes.get("tails"), inputs.get("input_ids")
-        sound = (
-            notes.keys() >= {"tails", "is_one", "acts_later"}
-            and isinstance(tails, list)
-            and all(isinstance(tail, str) for tail in tails)
-            and ids is not None
-            and "attention_mask" in inputs
-            and ids.shape == inputs["attention_mask"].shape
-            and len(tails) == len(ids)
-        )
-        if not sound:
+        needed = {"tails", "is_one", "acts_later"}, {"input_ids", "attention_mask"}
+        if needed[0] - about.notes.keys() or needed[1] - about.inputs.keys():
             raise UserError(
                 f"{str(self.path)!r} is a compressed cache, and does not say of which texts; "
                 "read it with press_core.load_cache, or make it with save_to"
@@ -102,8 +93,12 @@ class SavedContext:
         cache = load_cache(self.path, model)
         device = torch.device("cpu") if model.device.type == "meta" else model.device
         ids, mask = (about.inputs[name].to(device) for name in ("input_ids", "attention_mask"))
-        with restored(model, cache, ids, mask, press) as state:
-            yield state
+        with ExitStack() as scope:
+            if press is not None:
+                scope.enter_context(press(model))
+            elif any(map(needs_help, cache.layers)):
+                scope.enter_context(headwise(model))
+            yield Compressed(model, ids, mask, cache, press is not None)
 
 
 def check_free(path: str | Path) -> None:

@@ -26,16 +26,16 @@ Head = tuple[list[int], str]
 Questions = Sequence[str] | Sequence[Sequence[str]] | None
 
 
-def texts_of(contexts: Any) -> list[str]:
-    """One text or several as a list, all checked."""
-    if not isinstance(contexts, Iterable):
-        raise UserError(f"contexts is {contexts!r:.60}; give a text, or a list of texts")
-    texts = [contexts] if isinstance(contexts, str) else list(contexts)
-    if not texts:
-        raise UserError("there is no context; give at least one")
-    for place, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise UserError(f"context {place} is {text!r:.60}; a context is a text")
+def texts_of(what: str, given: Any) -> list[str]:
+    """One text or several as a list of at least one; `what` they are is said where they are none.
+
+    Raises:
+        UserError: if anything else is given.
+    """
+    texts = [given] if isinstance(given, str) else given
+    texts = list(texts) if isinstance(texts, Iterable) else []
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise UserError(f"{what} is {given!r:.60}; give a text, or a list of at least one")
     return texts
 
 
@@ -70,19 +70,16 @@ def questions_of(n_contexts: int, questions: Any) -> list[list[str]]:
     """The questions about each context, all checked; an empty one where there are none."""
     if questions is None:
         questions = [""]
-    if isinstance(questions, str) or not isinstance(questions, Sequence) or not questions:
-        raise UserError(f"questions is {questions!r:.60}; give a list of at least one question")
-    nested = isinstance(questions[0], (list, tuple))
-    per_context = [list(q) for q in questions] if nested else [list(questions)] * n_contexts
-    if len(per_context) != n_contexts:
+    if isinstance(questions, str) or not isinstance(questions, Sequence):
+        raise UserError(f"questions is {questions!r:.60}; give a list of at least one")
+    nested = any(isinstance(each, (list, tuple)) for each in questions)
+    if nested and len(questions) != n_contexts:
         raise UserError(
-            f"there are questions for {len(per_context)} contexts, and {n_contexts} contexts; "
+            f"there are questions for {len(questions)} contexts, and {n_contexts} contexts; "
             "give a list of questions for each, or one list of texts for all"
         )
-    wrong = [q for row in per_context for q in row or [None] if not isinstance(q, str)]
-    if wrong:
-        raise UserError(f"a question is {wrong[0]!r:.60}; each context needs a list of texts")
-    return per_context
+    per_context = questions if nested else [questions] * n_contexts
+    return [texts_of("questions", each) for each in per_context]
 
 
 def with_budget(press: InstalledPress | None, budget: int | None) -> InstalledPress | None:

@@ -18,6 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from experiments import UserError
 from experiments.answers.datasets import SOURCES
+from experiments.framework.wording import refused
 
 SWEPT = ("press", "ratio", "budget", "mechanism", "dataset")
 """Settings that make cells; all others are the set-up that cells of one folder share."""
@@ -193,7 +194,8 @@ def settings_from(path: Path | None, flags: Mapping[str, Any]) -> Settings:
     try:
         return Settings(**given)
     except ValidationError as error:
-        raise UserError("; ".join(map(_said, error.errors()))) from error
+        said = (refused(each, "settings") for each in error.errors())
+        raise UserError("; ".join(said)) from error
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -213,10 +215,3 @@ def _read(path: Path) -> dict[str, Any]:
         if name not in known:
             raise UserError(f"{path} has {name}, which is no setting; there are {', '.join(known)}")
     return content
-
-
-def _said(error: Any) -> str:
-    """What is wrong with a setting, such as `samples is 'many'; input should be an integer`."""
-    name = ".".join(str(part) for part in error["loc"] if isinstance(part, str)) or "settings"
-    reason = error["msg"].removeprefix("Value error, ")
-    return f"{name} is {error['input']!r:.200}; {reason[0].lower()}{reason[1:]}"

@@ -6,12 +6,10 @@ it; the same command continues where an earlier one was interrupted. See `experi
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
 import pandas as pd
 import torch
@@ -26,6 +24,7 @@ from experiments.answers.engines import Failure, on_ray, serial
 from experiments.answers.settings import Settings, settings_from
 from experiments.answers.setup import setup_of
 from experiments.answers.store import Store
+from experiments.framework.command import with_flags
 from experiments.framework.intervals import bracket
 
 
@@ -84,9 +83,11 @@ def _asked(ratio: float | None, budget: int | None) -> str:
 # ---- command -------------------------------------------------------------------------------------
 
 
-def command(
+def _sweep(
+    flags: dict[str, Any],
+    ctx: typer.Context,
     config: Annotated[
-        Path | None, typer.Option(help="YAML file with the settings below; flags override it.")
+        Path | None, typer.Option(help="YAML file with the same settings; flags override it.")
     ] = None,
     output: Annotated[
         Path, typer.Option(help="Folder for the results; the same one continues a sweep.")
@@ -102,7 +103,6 @@ def command(
     retries: Annotated[
         int, typer.Option(min=0, help="How often a cell is run again when its Ray worker dies.")
     ] = 3,
-    **flags: Any,
 ) -> None:
     """Accuracy by press, amount, mechanism and dataset, in a sweep that can be interrupted.
 
@@ -110,64 +110,36 @@ def command(
     predictions.csv (a row per question) and setup.json (what it takes to repeat it). The exit
     status is 1 if a cell has no result.
     """
-    settings = settings_from(config, flags)
+    # The file decides what no flag says; a flag that is not given has its default.
+    sources = {name: ctx.get_parameter_source(name) for name in flags}
+    given = {n: flags[n] for n, source in sources.items() if source and source.name != "DEFAULT"}
+    settings = settings_from(config, given)
     plan(settings)  # mistakes show before a folder is made
-    console = Console(stderr=True)
-    store = Store(output, setup_of(settings))
     on_gpu = settings.device != "cpu" and torch.cuda.is_available()
     gpus = float(on_gpu) if ray_gpus is None else ray_gpus
     cpus = settings.threads or torch.get_num_threads()
     ray = {"address": ray_address, "cpus": cpus, "gpus": gpus, "retries": retries}
+    failures = _run(settings, output, ray if on == "ray" else {})
+    typer.echo(f"results: {output}")
+    if failures:
+        raise typer.Exit(1)
+
+
+def _run(settings: Settings, output: Path, ray: dict[str, Any]) -> dict[Any, str]:
+    """Run the sweep and print its table; what failed, and why."""
+    console, store = Console(stderr=True), Store(output, setup_of(settings))
     try:
-        results, failures = sweep(settings, store, console, **(ray if on == "ray" else {}))
+        results, failures = sweep(settings, store, console, **ray)
     except KeyboardInterrupt:
         console.print(f"interrupted; the same command continues with what is in {output}")
         raise typer.Exit(130) from None
     Console().print(_results(results))
     for cell, reason in failures.items():
         console.print(f"no result: {' '.join(map(str, cell))}: {reason}", markup=False)
-    typer.echo(f"results: {output}")
-    if failures:
-        raise typer.Exit(1)
+    return failures
 
 
-def _with_settings() -> None:
-    """Give `command` a flag for each setting that has one."""
-    signature = inspect.signature(command, eval_str=True)
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    hints = get_type_hints(Settings, include_extras=True)
-    flags = [_flag(f.name, hints[f.name]) for f in fields(Settings)]
-    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in own] + [f for f in flags if f]
-    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
-
-
-def _flag(name: str, hint: Any) -> inspect.Parameter | None:
-    """A flag without a default, so that the file may decide."""
-    kind, *about = get_args(hint)
-    option = next((item for item in about if isinstance(item, typer.models.OptionInfo)), None)
-    if option is None:
-        return None
-    default = getattr(Settings(), name)
-    said = ", ".join(map(str, default)) if isinstance(default, tuple) else default
-    usual = f" By default {said}." if said not in (None, "", False) else ""
-    names = (f"--{name.replace('_', '-')}",) if kind is bool else ()
-    several = get_origin(kind) is tuple
-    plain = list[_plain(kind)] if several else _plain(kind)  # type: ignore[misc]
-    annotation = Annotated[plain | None, typer.Option(*names, help=f"{option.help}{usual}")]  # type: ignore[valid-type]
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-    )
-
-
-def _plain(kind: Any) -> Any:
-    """The type of one value as typer knows it: what is allowed is checked with the settings."""
-    if get_origin(kind) is Literal:
-        return str
-    return _plain(get_args(kind)[0]) if get_args(kind) else kind
-
-
-_with_settings()
+command = with_flags(_sweep, Settings(), _sweep.__doc__)
 
 
 def _results(results: pd.DataFrame) -> Table:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -15,10 +15,11 @@ import typer
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from typer.models import OptionInfo
 
 from experiments.framework.experiment import AnyExperiment, Tables
 from experiments.framework.manifest import check_writable
-from experiments.framework.results import write_results
+from experiments.framework.results import write_figures, write_tables
 
 SEED = 0
 """What Python's, NumPy's and torch's generators are set to before an experiment is measured."""
@@ -31,44 +32,51 @@ _Output = Annotated[
 def command_of(experiment: AnyExperiment) -> Callable[..., None]:
     """The command of an experiment: a function with its options as parameters, for typer."""
 
-    def run(options: Any, output: Path | None) -> None:
+    def run(flags: dict[str, Any], output: _Output = None) -> None:
         if output is not None:
             check_writable(output)
+        options = replace(experiment.full, **flags)
         tables = measured(experiment, options, progress_bar())
         show(experiment, tables, Console())
         if output is not None:
-            write_results(tables, experiment.figures(tables), output)
+            write_tables(tables, output)
+            write_figures(experiment.figures(tables), output)
         if not experiment.passed(tables):
             raise typer.Exit(1)
 
-    return with_flags(run, experiment.full, type(experiment).__doc__, output=_Output)
+    return with_flags(run, experiment.full, type(experiment).__doc__)
 
 
-def with_flags(
-    run: Callable[..., None], defaults: Any, help: str | None, **more: Any
-) -> Callable[..., None]:
-    """A command that calls `run` with its flags as one record.
+def with_flags(run: Callable[..., None], defaults: Any, help: str | None) -> Callable[..., None]:
+    """A command that calls `run` with the values of its flags by name.
 
     Args:
-        defaults: a frozen dataclass, each of whose fields is a flag: see `Experiment.full`.
-        more: annotations of flags that `run` is given by name; None where they are absent.
+        run: its other parameters are flags too, which it is given by name.
+        defaults: a frozen dataclass; each field with a `typer.Option` is a flag: see
+            `Experiment.full`.
     """
-    hints, parameters = get_type_hints(type(defaults), include_extras=True), []
-    for field in fields(defaults):
-        kind, option = get_args(hints[field.name])
-        default = getattr(defaults, field.name)
-        if isinstance(default, tuple):
-            default = list(default) or None
-            kind = list[get_args(kind)[0]] if default else list[get_args(kind)[0]] | None  # type: ignore[misc]
-        parameters.append(_parameter(field.name, Annotated[kind, option], default))
-    parameters += [_parameter(name, annotation, None) for name, annotation in more.items()]
+    _, *own = inspect.signature(run, eval_str=True).parameters.values()
+    kinds, told = (
+        get_type_hints(type(defaults), include_extras=extras) for extras in (False, True)
+    )
+    parameters = []
+    for name, (*_, option) in ((name, get_args(hint)) for name, hint in told.items()):
+        if isinstance(option, OptionInfo):
+            kind, default = kinds[name], getattr(defaults, name)
+            if isinstance(default, tuple):
+                item = get_args(kind)[0]
+                item = str if get_origin(item) is Literal else item  # typer knows no list of these
+                kind, default = list[item] | None, list(default) or None  # type: ignore[valid-type]
+            flag = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+            parameters.append(flag.replace(annotation=Annotated[kind, option]))
+    parameters += [flag.replace(kind=flag.KEYWORD_ONLY) for flag in own]
 
     def command(**flags: Any) -> None:
-        others = {name: flags.pop(name) for name in more}
+        others = {flag.name: flags.pop(flag.name) for flag in own}
         for name, value in flags.items():
             if isinstance(getattr(defaults, name), tuple):
                 flags[name] = tuple(value or ())  # typer gives None for a list without a value
-        run(replace(defaults, **flags), **others)
+        run(flags, **others)
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {flag.name: flag.annotation for flag in parameters}
@@ -100,8 +108,3 @@ def show(experiment: AnyExperiment, tables: Tables, console: Console) -> None:
             console.print(view.rich())
     paragraphs = [*experiment.remarks(tables), *(f.text for f in experiment.findings(tables))]
     console.print(Markdown("\n\n".join(paragraphs)))
-
-
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, default=default, annotation=annotation)

@@ -215,7 +215,10 @@ class Experiment(ABC, Generic[OptionsT]):
         return []
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
-        """Figures by name, the stem of the SVG file; the first shows the first finding."""
+        """Figures by name, the stem of the SVG file; the first shows the first finding.
+
+        Each has a label (`Figure.set_label`) that says what it shows.
+        """
         return {}
 
     def contrasts(self, tables: Tables) -> list[Contrast]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated
@@ -24,10 +24,14 @@ from pydantic import (
 )
 
 from experiments import UserError
+from experiments.framework.wording import refused
 
 MANIFEST = "run.json"
 REPORTS = ("report.md", "report.html", "overview.svg")
 """What is written of all experiments together."""
+
+UNFINISHED = "it was interrupted before everything was written"
+"""The error of an experiment whose files are being written."""
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=100)]
 
@@ -109,6 +113,13 @@ class Manifest(_Read):
         own = {file for entry in self.experiments.values() for file in entry.files}
         return own | {MANIFEST, *REPORTS}
 
+    def noting(self, name: str, entry: Entry, order: Sequence[str]) -> Manifest:
+        """The manifest with what came of one experiment; all of them in `order`."""
+        entries = {**self.experiments, name: entry}
+        known = {each: entries[each] for each in order if each in entries}
+        left = [each for each in self.waiting if each != name or entry.error == UNFINISHED]
+        return self.model_copy(update={"experiments": known, "waiting": left})
+
 
 def check_names(experiment: str, names: Iterable[str]) -> None:
     """Check what tables or figures of an experiment are called.
@@ -141,15 +152,8 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except ValidationError as error:
-        raise UserError(f"{path} is no manifest of a study: {_first(error)}") from None
-
-
-def _first(error: ValidationError) -> str:
-    """The first thing that is wrong, in one line: where it is, and what should be there."""
-    wrong = error.errors(include_url=False, include_context=False)[0]
-    place = ".".join(map(str, wrong["loc"])) or "all of it"
-    reason = f"{place} is {wrong['input']!r:.60}; {wrong['msg'][0].lower()}{wrong['msg'][1:]}"
-    return ascii(reason)[1:-1] if not reason.isprintable() else reason
+        first = refused(error.errors()[0], "all of it")
+        raise UserError(f"{path} is no manifest of a study: {first}") from None
 
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:

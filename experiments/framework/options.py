@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from enum import Enum
 from typing import Annotated, Any
 
 import torch
@@ -15,13 +14,6 @@ Values = Any
 
 Check = Callable[[Values], Values]
 """A callback for `typer.Option` that returns what it is given, or raises `typer.BadParameter`."""
-
-
-class Mechanism(str, Enum):
-    """What installs a press."""
-
-    HOOK = "hook"
-    PATCH = "patch"
 
 
 def _each(values: Values) -> Collection[Any]:

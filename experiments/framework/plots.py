@@ -1,9 +1,9 @@
-"""The one look of the study's figures: style, colours of presses and mechanisms, small helpers.
+"""The one look of the study's figures: style, colours of mechanisms, small helpers.
 
 ```python
 with style():
     figure, (left, right) = new_figure(columns=2)
-    left.plot(x, y, color=press_colour("SnapKVPress"))
+    left.plot(x, y, color=ORANGE)
 save(figure, Path("figure.svg"))
 ```
 
@@ -14,15 +14,13 @@ backend chosen, no setting of matplotlib changed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from io import StringIO
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -38,25 +36,15 @@ CELL_INK = "#1a1a1a"
 NO_PRESS = "no press"
 """What tables call the model without a press."""
 
-# The palette of Okabe and Ito, told apart with any colour vision; its yellow is darkened, as it
-# would vanish on white.
-_BLACK, _ORANGE, _SKY, _GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
-_GOLD, _BLUE, _VERMILLION, _PURPLE, _GREY = "#A58B00", "#0072B2", "#D55E00", "#CC79A7", "#8C8C8C"
-
-_PRESSES = {
-    "ExpectedAttentionPress": _PURPLE,
-    "KnormPress": _ORANGE,
-    "ObservedAttentionPress": _GREEN,
-}
-"""Colours of the presses that are drawn beside others; the rest are golden."""
+# From the palette of Okabe and Ito, told apart with any colour vision.
+_BLACK, ORANGE, GREEN = "#000000", "#E69F00", "#009E73"
+_BLUE, _VERMILLION, PURPLE, _GREY = "#0072B2", "#D55E00", "#CC79A7", "#8C8C8C"
 
 _MECHANISMS: dict[str, tuple[str, str]] = {
     "bare": (_GREY, "D"),
     "hook": (_BLUE, "o"),
     "patch": (_VERMILLION, "s"),
-    "empty hook": (_SKY, "o"),
-    "empty wrapper": (_ORANGE, "s"),
-    "kvpress": (_GREEN, "^"),
+    "kvpress": (GREEN, "^"),
 }
 
 
@@ -95,11 +83,6 @@ def new_figure(
     return figure, axes
 
 
-def press_colour(name: str) -> str:
-    """The colour of a press, the same in every figure: `"#rrggbb"`."""
-    return _PRESSES.get(name, _GOLD)
-
-
 def press_label(name: str) -> str:
     """What figures and tables call a press: `"SnapKVPress"` is `"SnapKV"`."""
     return name.removesuffix("Press")
@@ -121,49 +104,6 @@ def mechanism_marker(name: str) -> str:
         KeyError: if there is no such mechanism.
     """
     return _MECHANISMS[name][1]
-
-
-def label_lines(panel: Axes, gap: float = 0.06) -> None:
-    """Write the labels of lines beside their ends, instead of a legend.
-
-    Call it last: where the labels go depends on the limits of the axes.
-
-    Args:
-        gap: least height between two lines of text, in heights of the panel.
-    """
-    lines = [
-        line
-        for line in panel.get_lines()
-        if not str(line.get_label()).startswith("_")
-        and np.isfinite(np.asarray(line.get_ydata(), float)[-1])
-    ]
-    bottom, top = panel.get_ylim()
-    ends = [(np.asarray(line.get_ydata(), float)[-1] - bottom) / (top - bottom) for line in lines]
-    places = _apart(ends, [gap * (str(line.get_label()).count("\n") + 1.3) for line in lines])
-    for line, end, place in zip(lines, ends, places, strict=True):
-        right = float(np.asarray(line.get_xdata(), float)[-1])
-        panel.annotate(
-            str(line.get_label()),
-            (right, end),
-            xycoords=("data", "axes fraction"),
-            xytext=(14, place),
-            textcoords=("offset points", "axes fraction"),
-            color=INK,
-            arrowprops={"arrowstyle": "-", "color": line.get_color(), "shrinkA": 0, "shrinkB": 3},
-            va="center",
-            fontsize=_STYLE["legend.fontsize"],
-            annotation_clip=False,
-        )
-
-
-def _apart(places: Sequence[float], heights: Sequence[float]) -> list[float]:
-    """Middles of boxes of these heights, as near to `places` as leaves none upon another."""
-    order = sorted(range(len(places)), key=lambda index: places[index])
-    apart = list(places)
-    for below, above in pairwise(order):
-        least = apart[below] + (heights[below] + heights[above]) / 2
-        apart[above] = max(apart[above], least)
-    return apart
 
 
 _THEMED = {INK: "var(--ink)", _BLACK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--line)"}

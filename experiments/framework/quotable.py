@@ -7,6 +7,7 @@ what no table tells is marked as missing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
 
@@ -40,21 +41,52 @@ def joined(tables: Tables) -> pd.DataFrame:
         against the full cache; and `same bits`, whether both mechanisms left them, in all that
         compared them.
     """
-    found = pd.DataFrame({**_accuracies(tables), **_times(tables), **_equalities(tables)})
-    if found.empty:
-        return found
-    found = found.reindex(columns=["asked", *_FORMS, *_COMPARED])
-    if (compared := tables.get("equivalence")) is not None:
-        differ = compared[compared["compared"] > 0].groupby("press")["differ"].sum()
-        presses = found.index.get_level_values("press")
-        found["bits"] = (differ == 0).astype(float).reindex(presses).to_numpy()
-    found["same bits"] = found[_COMPARED].min(axis=1)
-    asked = found[found[["asked", "pipeline"]].notna().any(axis=1)]
-    right = asked["facts"].fillna(asked["pipeline"]).fillna(0)
-    ordered = asked.assign(right=right).sort_values(
+    quality = _pressed(tables, "quality", "question", "accuracy")
+    answers = quality.groupby(_PLACE)["accuracy"].agg(["mean", "size"])
+    asked = _pressed(tables, "evaluate", "score")
+    # A sweep writes presses as text: AdaKVPress(SnapKVPress()).
+    asked["press"] = asked["press"].astype(str).str.replace(r"\(.*", "", regex=True)
+    timed = _of(tables, "throughput_first", "model", "first", "speed", "bytes")
+    timed = timed[timed["model"].isin(timed["model"].head(1))]  # the one that was timed first
+    whole = timed.loc[timed["press"] == NO_PRESS, "bytes"].max()
+    timed = timed.set_index(_PLACE)
+    logits = _of(tables, "error_logits", "logit_error", "equal").set_index(_PLACE)
+    agreed = _of(tables, "quality_agreement", "answers", "same")
+    columns: dict[str, Any] = {
+        "facts": answers["mean"].where(answers["size"] == quality["question"].nunique()),
+        "pipeline": asked.groupby(_PLACE)["score"].mean(),
+        "first token": timed["first"],
+        "tokens/s": timed["speed"],
+        "bytes": timed["bytes"] / whole,
+        "logit error": logits["logit_error"],
+        "asked": answers["mean"],  # also presses that have to see the question
+        "logits": logits["equal"],
+        "answers": agreed.assign(all=agreed["same"] == agreed["answers"])
+        .groupby(_PLACE)["all"]
+        .min(),
+    }
+    found = pd.DataFrame({name: column.astype(float) for name, column in columns.items()})
+    compared = _of(tables, "equivalence", "compared", "differ")
+    differ = compared[compared["compared"] > 0].groupby("press")["differ"].sum()
+    found["bits"] = (differ == 0).astype(float).reindex(found.index.get_level_values("press")).array
+    found["same bits"] = found[["logits", "answers", "bits"]].min(axis=1)
+    found["right"] = found["facts"].fillna(found["pipeline"]).fillna(0)
+    ordered = found[found[["asked", "pipeline"]].notna().any(axis=1)].sort_values(
         by=["ratio", "right", "press"], ascending=[True, False, True]
     )
     return ordered[[*_FORMS, "same bits"]]
+
+
+def _of(tables: Tables, name: str, *columns: str) -> pd.DataFrame:
+    """Columns of a table, with a row for each press and ratio; no rows if there is no such."""
+    return tables.get(name, pd.DataFrame()).reindex(columns=[*_PLACE, *columns])
+
+
+def _pressed(tables: Tables, name: str, *columns: str) -> pd.DataFrame:
+    """The same of one mechanism, with a press."""
+    table = _of(tables, name, "mechanism", *columns)
+    first = "hook" if (table["mechanism"] == "hook").any() else "patch"
+    return table[(table["press"] != NO_PRESS) & (table["mechanism"] == first)].copy()
 
 
 def frontier(rows: pd.DataFrame) -> pd.Series:
@@ -77,86 +109,30 @@ def quotable(parts: Sequence[Part]) -> ResultTable | None:
     rows = joined(tables)
     if rows.empty:
         return None
-    shown = []
     places = zip(rows.index, rows.to_dict("records"), frontier(rows), strict=True)
-    for (press, ratio), row, is_best in places:
-        values = [
-            MISSING if pd.isna(row[name]) else format(row[name], form)
-            for name, form in _FORMS.items()
-        ]
-        same = MISSING if pd.isna(row["same bits"]) else "yes" if row["same bits"] else "no"
-        mark = ON_FRONTIER if is_best else ""
-        shown.append([mark, press_label(press), f"{ratio:.0%}", *values, same])
+    shown = [
+        [ON_FRONTIER * best, press_label(press), f"{ratio:.0%}", *map(_written, row, row.values())]
+        for (press, ratio), row, best in places
+    ]
+    timed = _of(tables, "throughput_first", "model", "context").to_dict("records")
+    times = (
+        "Time to the first token, tokens per second and bytes of the cache over those without a "
+        f"press ({timed[0]['model']}, {timed[0]['context']:,} tokens). "
+        if timed
+        else ""
+    )
     note = (
         "Every press at every ratio, the most right answers first. Right answers to facts (mean of "
         "questions that the press saw and of those it did not) and through the pipeline (mean of "
-        f"its tasks). {_on_times(tables)}Largest error of a logit against the full cache. Whether "
+        f"its tasks). {times}Largest error of a logit against the full cache. Whether "
         "hooks and patches left the same bits in all that compared them. "
         f"{ON_FRONTIER} on the frontier: no other answers more facts from as few bytes. "
         f"{MISSING} not measured."
     )
-    return ResultTable(note, ["", "press", "evicted", *_FORMS, "same bits"], shown, left=2)
+    return ResultTable(note, ["", "press", "evicted", *rows.columns], shown, left=2)
 
 
-def _on_times(tables: Tables) -> str:
-    table = tables.get("throughput_first")
-    if table is None:
-        return ""
-    first = table.iloc[0]
-    return (
-        "Time to the first token, tokens per second and bytes of the cache over those without a "
-        f"press ({first['model']}, {first['context']:,} tokens). "
-    )
-
-
-# ---- from the tables of experiments --------------------------------------------------------------
-
-
-def _accuracies(tables: Tables) -> dict[str, pd.Series]:
-    found = {}
-    if (quality := _pressed(tables, "quality")) is not None:
-        answers = quality.groupby(_PLACE)["accuracy"].agg(["mean", "size"])
-        found["asked"] = answers["mean"]  # also presses that have to see the question
-        in_both_ways = answers["size"] == quality["question"].nunique()
-        found["facts"] = answers["mean"].where(in_both_ways)
-    if (asked := _pressed(tables, "evaluate")) is not None:
-        # A sweep writes presses as text: AdaKVPress(SnapKVPress()).
-        names = asked["press"].str.replace(r"\(.*", "", regex=True)
-        found["pipeline"] = asked.assign(press=names).groupby(_PLACE)["score"].mean()
-    return found
-
-
-def _times(tables: Tables) -> dict[str, pd.Series]:
-    """What the model that was timed at most ratios says."""
-    table = tables.get("throughput_first")
-    if table is None:
-        return {}
-    own = table[table["model"] == table["model"].iloc[0]]
-    whole = own.loc[own["press"] == NO_PRESS, "bytes"].iloc[0]
-    own = own.set_index(_PLACE)
-    return {"first token": own["first"], "tokens/s": own["speed"], "bytes": own["bytes"] / whole}
-
-
-_COMPARED = ["logits", "answers", "bits"]
-
-
-def _equalities(tables: Tables) -> dict[str, pd.Series]:
-    """1 where both mechanisms did the same, 0 where they did not."""
-    found = {}
-    if (logits := tables.get("error_logits")) is not None:
-        logits = logits.set_index(_PLACE)
-        found = {"logit error": logits["logit_error"], "logits": logits["equal"].astype(float)}
-    if (agreed := tables.get("quality_agreement")) is not None:
-        same = agreed.assign(same=(agreed["same"] == agreed["answers"]).astype(float))
-        found["answers"] = same.groupby(_PLACE)["same"].min()
-    return found
-
-
-def _pressed(tables: Tables, name: str) -> pd.DataFrame | None:
-    """Rows of one mechanism with a press; None if there are none."""
-    table = tables.get(name)
-    if table is None:
-        return None
-    first = "hook" if (table["mechanism"] == "hook").any() else "patch"
-    rows = table[(table["press"] != NO_PRESS) & (table["mechanism"] == first)]
-    return None if rows.empty else rows
+def _written(column: Any, value: float) -> str:
+    if pd.isna(value):
+        return MISSING
+    return format(value, _FORMS[column]) if column in _FORMS else "yes" if value else "no"

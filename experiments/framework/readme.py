@@ -20,13 +20,10 @@ from experiments.framework.experiment import AnyExperiment, Finding
 from experiments.framework.manifest import disagreements, read_manifest
 from experiments.framework.results import Part, read_parts
 
-PAGES = Path("README.md"), Path("docs")
-"""Pages that may hold blocks, and folders of such."""
+CITATION = "CITATION.cff"
 
-CITATION = Path("CITATION.cff")
-
-_OPENING = re.compile(r"<!-- table: (\S+(?: \S+)*) -->")
-_CLOSING = "<!-- /table -->"
+_BLOCK = re.compile(r"^<!-- table: ([^\n]+) -->$.*?^<!-- /table -->$", re.MULTILINE | re.DOTALL)
+_MARKER = re.compile(r"^<!-- (?:table: .+|/table) -->$", re.MULTILINE)
 
 
 def blocks(results: Path, experiments: Sequence[AnyExperiment]) -> dict[str, str]:
@@ -56,59 +53,24 @@ def _item(finding: Finding) -> str:
     return f"- {finding.text}" + (f" *({finding.evidence.value})*" if finding.evidence else "")
 
 
-def fill(text: str, contents: Mapping[str, str]) -> tuple[str, list[str]]:
+def fill(text: str, contents: Mapping[str, str]) -> str:
     """A page with its blocks filled.
-
-    Returns:
-        The new text, and the names of what was not shown as it should be.
 
     Raises:
         UserError: if the markers do not match, or name something that there is not.
     """
-    filled: list[str] = []
-    stale: list[str] = []
-    names: list[str] = []
-    opened, start = 0, 0  # the line that opens the block, and where it is in `filled`
-    for number, line in enumerate(text.split("\n"), 1):
-        opening, closes = _OPENING.fullmatch(line.strip()), line.strip() == _CLOSING
-        if opening and opened:
-            raise UserError(f"line {number}: {line} inside the block that line {opened} opens")
-        if closes and not opened:
-            raise UserError(f"line {number}: {_CLOSING} closes a block that nothing opens")
-        if opening:
-            names, opened, start = opening[1].split(), number, len(filled) + 1
-            if unknown := [name for name in names if name not in contents]:
-                known = ", ".join(contents)
-                raise UserError(f"no table is called {unknown[0]!r}; there are {known}")
-        if closes:
-            shown = "\n".join(contents[name].strip() for name in names)
-            if filled[start:] != (due := ["", *shown.split("\n"), ""]):
-                stale += names
-            filled[start:] = due
-            opened = 0
-        filled.append(line)
-    if opened:
-        raise UserError(f"line {opened}: the block opened here lacks its {_CLOSING}")
-    return "\n".join(filled), stale
 
+    def filled(block: re.Match[str]) -> str:
+        if unknown := [name for name in block[1].split() if name not in contents]:
+            known = ", ".join(contents)
+            raise UserError(f"no table is called {unknown[0]!r}; there are {known}")
+        shown = "\n".join(contents[name].strip() for name in block[1].split())
+        return f"<!-- table: {block[1]} -->\n\n{shown}\n\n<!-- /table -->"
 
-def pages(paths: Sequence[Path]) -> list[Path]:
-    """The pages among `paths` and in the folders among them that have blocks.
-
-    Raises:
-        UserError: if there is no such file or folder.
-    """
-    missing = [str(path) for path in paths if not path.exists()]
-    if missing:
-        raise UserError(f"there is no {missing[0]}; run this where the README is, or give --page")
-    files = (sorted(path.rglob("*.md")) if path.is_dir() else [path] for path in paths)
-    marks = ("<!-- table: ", _CLOSING)
-    return [
-        page
-        for found in files
-        for page in found
-        if any(mark in page.read_text(encoding="utf-8") for mark in marks)
-    ]
+    new, count = _BLOCK.subn(filled, text)
+    if len(markers := _MARKER.findall(text)) != 2 * count:
+        raise UserError(f"blocks are not opened and closed in turn: {' '.join(markers)}")
+    return new
 
 
 def cited(text: str, results: Path) -> str:
@@ -132,35 +94,27 @@ def _check_one_run(results: Path, experiments: Sequence[AnyExperiment]) -> None:
 
 
 def command(
-    page: Annotated[
-        list[Path] | None,
-        typer.Option(help="Page, or folder of pages.", show_default="README.md and docs"),
-    ] = None,
     results: Annotated[Path, typer.Option(help="Folder of the study.")] = Path("results"),
     check: Annotated[
         bool, typer.Option("--check", help="Change nothing; exit 1 if a block is out of date.")
     ] = False,
 ) -> None:
     """Rewrite the tables of the README and of docs/, and CITATION.cff, from committed results."""
-    found, experiments = pages(page or PAGES), load_experiments()
-    if check and found:
+    experiments = load_experiments()
+    if check:
         _check_one_run(results, experiments)
-    contents = blocks(results, experiments) if found else {}
-    updates = [(path, *fill(path.read_text(encoding="utf-8"), contents)) for path in found]
-    if page is None and CITATION.exists():
-        old = CITATION.read_text(encoding="utf-8")
-        new = cited(old, results)
-        updates.append((CITATION, new, ["references"] if new != old else []))
-    any_stale = False
-    for path, new, stale in updates:
-        any_stale |= bool(stale)
-        if not stale:
-            typer.echo(f"{path} is up to date")
-        elif check:
-            typer.echo(f"{path} does not show what {results} holds: {', '.join(stale)}", err=True)
+    contents, stale = blocks(results, experiments), False
+    for page in (Path("README.md"), *sorted(Path("docs").rglob("*.md")), Path(CITATION)):
+        old = page.read_text(encoding="utf-8")
+        new = cited(old, results) if page.name == CITATION else fill(old, contents)
+        if new == old:
+            continue
+        stale = True
+        if check:
+            typer.echo(f"{page} does not show what {results} holds", err=True)
         else:
-            path.write_text(new, encoding="utf-8")
-            typer.echo(f"{path}: {', '.join(stale)} rewritten")
-    if any_stale and check:
+            page.write_text(new, encoding="utf-8")
+            typer.echo(f"{page} rewritten")
+    if stale and check:
         typer.echo("run `python -m experiments readme`", err=True)
         raise typer.Exit(1)

@@ -25,7 +25,7 @@ from experiments.framework.manifest import read_manifest, write_manifest
 from experiments.framework.overview import overview
 from experiments.framework.plots import svg
 from experiments.framework.quotable import quotable
-from experiments.framework.results import Part, describe, drawn, read_parts, write_figures
+from experiments.framework.results import Part, drawn, read_parts, write_figures
 from experiments.loading import short_name
 
 QUESTION = (
@@ -98,7 +98,7 @@ class _Picture(NamedTuple):
 
 def _picture(name: str, figure: Figure) -> _Picture:
     drawn = Markup(svg(figure, salt=name))
-    return _Picture(drawn, describe(figure) or name, round(96 * figure.get_figwidth()))
+    return _Picture(drawn, str(figure.get_label()), round(96 * figure.get_figwidth()))
 
 
 def _pictures(part: Part) -> list[_Picture]:

@@ -7,7 +7,7 @@ better layout, without running anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,12 +52,10 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
     table.to_csv(path, index=False, lineterminator="\n")
 
 
-def write_results(tables: Tables, figures: Mapping[str, Figure], folder: Path) -> None:
-    """Write tables and figures into `folder`, made if absent, under their names."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_tables(tables: Tables, folder: Path) -> None:
+    """Write tables into a folder that is there, under their names."""
     for name, table in tables.items():
         write_table(table, folder / f"{name}.csv")
-    write_figures(figures, folder)
 
 
 def write_figures(figures: Mapping[str, Figure], folder: Path) -> None:
@@ -90,24 +88,7 @@ def drawn(experiment: AnyExperiment, tables: Tables) -> tuple[dict[str, Figure],
     """
     figures = experiment.figures(tables)
     check_names(experiment.name, figures)
-    return figures, {name: describe(figure) for name, figure in figures.items()}
-
-
-def describe(figure: Figure) -> str:
-    """What a figure shows, in words: its label (`Figure.set_label`), else its titles and axes."""
-    if figure.get_label():
-        return str(figure.get_label())
-    titles = [axes.get_title(loc) for axes in figure.axes for loc in ("left", "center", "right")]
-    vertical = [axes.get_ylabel() for axes in figure.axes]
-    horizontal = [axes.get_xlabel() for axes in figure.axes]
-    drawn = " against ".join(filter(None, (_listed(vertical), _listed(horizontal))))
-    named = _listed([figure.get_suptitle(), *titles])
-    return ": ".join(filter(None, (named, drawn)))
-
-
-def _listed(texts: Iterable[str]) -> str:
-    """The texts that say something, each once, in one line."""
-    return "; ".join(dict.fromkeys(" ".join(text.split()) for text in texts if text))
+    return figures, {name: str(figure.get_label()) for name, figure in figures.items()}
 
 
 def read_parts(folder: Path, experiments: Sequence[AnyExperiment]) -> list[Part]:

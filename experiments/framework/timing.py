@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -19,40 +19,6 @@ Array = np.ndarray[Any, Any]
 
 def _nothing() -> None:
     return None
-
-
-def in_turn(
-    scopes: Mapping[ConditionT, Callable[[], AbstractContextManager[Any]]],
-    run: Callable[[], object],
-    *,
-    rounds: int,
-    repeats: int = 1,
-    prepare: Callable[[], object] = _nothing,
-    advance: Callable[[], object] = _nothing,
-) -> dict[ConditionT, Array]:
-    """Time `run` inside every scope, in turn.
-
-    Args:
-        rounds: how often; one round more goes before them and is not counted.
-        repeats: runs in a row, of which the quickest counts: the others were interrupted.
-        prepare: called before each `run`, inside the scope, and not timed.
-        advance: called after each round.
-
-    Returns:
-        Per condition `(rounds,)` seconds.
-    """
-
-    def timed_once() -> float:
-        prepare()
-        start = perf_counter()
-        run()
-        return perf_counter() - start
-
-    def timed(condition: ConditionT) -> float:
-        with scopes[condition]():
-            return min(timed_once() for _ in range(repeats))
-
-    return each_in_turn(list(scopes), timed, rounds=rounds, advance=advance)
 
 
 def each_in_turn(

@@ -22,7 +22,7 @@ IMPORT = "import"
 
 def audit_subject(distribution: str, subject: str) -> dict[str, Any]:
     """One row: what a subject did, or why it did nothing. For a process of its own."""
-    (library,) = (library for library in LIBRARIES if library.distribution == distribution)
+    library = LIBRARIES[distribution]
     model, importing = build("llama"), partial(import_module, library.module)
     changes, error = [], ""
     try:
@@ -42,10 +42,9 @@ def audit_subject(distribution: str, subject: str) -> dict[str, Any]:
 def main(names: list[str]) -> None:
     """Audit `names` (distributions), or all that are installed; the last line printed is JSON."""
     subjects = [
-        (library.distribution, subject)
-        for library in LIBRARIES
-        if (not names or library.distribution in names)
-        and find_spec(library.module.split(".")[0]) is not None
+        (name, subject)
+        for name, library in LIBRARIES.items()
+        if (not names or name in names) and find_spec(library.module.split(".")[0]) is not None
         for subject in (IMPORT, *library.subjects)
     ]
     # A fork each: the parent has torch and transformers loaded, and nothing else.

@@ -33,13 +33,11 @@ class Library:
     """A library under audit.
 
     Attributes:
-        distribution: its name on PyPI.
         module: what is imported.
         subjects: what is audited beside the import, by name.
         runs: whether the model can be run meanwhile, on a CPU.
     """
 
-    distribution: str
     module: str
     subjects: dict[str, Scope]
     runs: bool = True

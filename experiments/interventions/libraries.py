@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from experiments.interventions.intervention import Intervention, Library
@@ -32,25 +29,15 @@ def kvpress_adakv(model: PreTrainedModel) -> Any:
     return AdaKVPress(KnormPress(0.5))(model)
 
 
-@contextmanager
-def interrupted(scope: AbstractContextManager[Any]) -> Iterator[None]:
-    """`scope`, left by a `KeyboardInterrupt`."""
-    with suppress(KeyboardInterrupt), scope:
-        yield
-        raise KeyboardInterrupt
-
-
 # ---- accelerate: modules whose weights live elsewhere, brought in by a wrapper of each forward ---
 
 
 @contextmanager
-def accelerate_hooks(
-    find: Callable[[PreTrainedModel], list[nn.Module]], model: PreTrainedModel
-) -> Iterator[PreTrainedModel]:
-    """A hook that does nothing, on the modules that `find` gives and off again."""
+def accelerate_hooks(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """A hook that does nothing, on the attention modules and off again."""
     from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 
-    modules = find(model)
+    modules = [site.module for site in attention_sites(model)]
     for module in modules:
         add_hook_to_module(module, ModelHook())
     try:
@@ -60,22 +47,13 @@ def accelerate_hooks(
             remove_hook_from_module(module)
 
 
-def _attention(model: PreTrainedModel) -> list[nn.Module]:
-    return [site.module for site in attention_sites(model)]
-
-
 @contextmanager
-def accelerate_weights(how: str, model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Weights that are brought to their modules call by call: "dispatched" or "offloaded"."""
-    from accelerate import cpu_offload, dispatch_model
+def accelerate_offload(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Weights that are brought to their modules call by call."""
+    from accelerate import cpu_offload
     from accelerate.hooks import remove_hook_from_submodules
 
-    if how == "dispatched":
-        parts = ("embed_tokens", "norm", "rotary_emb", "layers.0", "layers.1")
-        device_map = dict.fromkeys((*(f"model.{part}" for part in parts), "lm_head"), "cpu")
-        dispatch_model(model, device_map, main_device="cpu", force_hooks=True)
-    else:
-        cpu_offload(model, execution_device=torch.device("cpu"))
+    cpu_offload(model, execution_device=torch.device("cpu"))
     try:
         yield model
     finally:
@@ -138,20 +116,18 @@ def quanto_int8(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 
 @contextmanager
-def liger(on: str, model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+def liger(**on: Any) -> Iterator[None]:
     """Liger-Kernel's Triton kernels in the place of functions and classes of the modeling file.
 
-    They need a GPU to run, but not to be put in place. The library's own tests reload the file.
+    They need a GPU to run, but not to be put in place.
 
     Args:
-        on: "instance", "class", or "reloaded": the class, whose file is reloaded afterwards.
+        on: the `model` whose modules are changed; nothing: the class of all Llamas.
     """
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
-    apply_liger_kernel_to_llama(**({"model": model} if on == "instance" else {}))
-    yield model
-    if on == "reloaded":
-        importlib.reload(sys.modules[type(model).__module__])
+    apply_liger_kernel_to_llama(**on)
+    yield
 
 
 @contextmanager
@@ -174,52 +150,35 @@ def nnsight(model: PreTrainedModel) -> Iterator[Any]:
     yield wrapper
 
 
-LIBRARIES = (
-    Library(
-        "kvpress",
-        "kvpress",
-        {
-            "KnormPress": kvpress_knorm,
-            "KnormPress, interrupted": lambda model: interrupted(kvpress_knorm(model)),
-            "AdaKVPress": kvpress_adakv,
-        },
-    ),
-    Library(
-        "accelerate",
+LIBRARIES = {
+    "kvpress": Library("kvpress", {"KnormPress": kvpress_knorm, "AdaKVPress": kvpress_adakv}),
+    "accelerate": Library(
         "accelerate",
         {
-            "add_hook_to_module, remove_hook_from_module": partial(
-                accelerate_hooks, lambda model: [model]
-            ),
-            "dispatch_model, remove_hook_from_submodules": partial(
-                accelerate_weights, "dispatched"
-            ),
-            "cpu_offload, remove_hook_from_submodules": partial(accelerate_weights, "offloaded"),
+            "add_hook_to_module, remove_hook_from_module": accelerate_hooks,
+            "cpu_offload, remove_hook_from_submodules": accelerate_offload,
         },
     ),
-    Library(
-        "peft",
+    "peft": Library(
         "peft",
         {f"LoRA, {leave}": partial(peft_lora, leave) for leave in ("unload", "merge_and_unload")},
     ),
-    Library(
-        "liger-kernel",
+    "liger-kernel": Library(
         "liger_kernel.transformers",
         {
-            "apply_liger_kernel_to_llama(model)": partial(liger, "instance"),
-            "apply_liger_kernel_to_llama()": partial(liger, "class"),
-            "apply_liger_kernel_to_llama(), reload": partial(liger, "reloaded"),
+            "apply_liger_kernel_to_llama(model)": lambda model: liger(model=model),
+            "apply_liger_kernel_to_llama()": lambda _: liger(),
         },
         runs=False,
     ),
-    Library("transformer-lens", "transformer_lens", {"TransformerBridge": transformer_lens}),
-    Library("nnsight", "nnsight", {"NNsight": nnsight}),
-)
-"""What is audited."""
+    "transformer-lens": Library("transformer_lens", {"TransformerBridge": transformer_lens}),
+    "nnsight": Library("nnsight", {"NNsight": nnsight}),
+}
+"""What is audited, by name on PyPI."""
 
 COMPANIONS = {
-    "accelerate hook": Intervention(partial(accelerate_hooks, _attention)),
-    "accelerate cpu offload": Intervention(partial(accelerate_weights, "offloaded")),
+    "accelerate hook": Intervention(accelerate_hooks),
+    "accelerate cpu offload": Intervention(accelerate_offload),
     "PEFT LoRA": Intervention(partial(peft_lora, "unload")),
     "PEFT LoRA, merged": Intervention(peft_merged),
     "quanto int8 weights": Intervention(quanto_int8),

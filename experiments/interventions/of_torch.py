@@ -51,21 +51,6 @@ def wrapped_layers(model: PreTrainedModel) -> Iterator[Runs]:
 
 
 @contextmanager
-def replica(model: PreTrainedModel) -> Iterator[Runs]:
-    """A copy of every module for each call, as `nn.DataParallel` makes them for each device."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        copies = {module: module._replicate_for_data_parallel() for module in model.modules()}
-        for module, clone in copies.items():
-            for name, child in module._modules.items():
-                clone._modules[name] = None if child is None else copies[child]
-            clone._parameters.update(module._parameters)
-        return copies[model](*args, **kwargs)
-
-    yield run
-
-
-@contextmanager
 def functional(model: PreTrainedModel) -> Iterator[Runs]:
     """Called with its weights as an argument."""
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -130,7 +115,6 @@ def compiled(model: PreTrainedModel) -> Iterator[Runs]:
 
 COMPANIONS = {
     "wrapped layers, as FSDP does": Intervention(wrapped_layers),
-    "replicas, as DataParallel makes": Intervention(replica),
     "torch.func.functional_call": Intervention(functional),
     "autocast to bfloat16": Intervention(
         partial(called_inside, partial(torch.autocast, "cpu", torch.bfloat16)), tolerance=0.05

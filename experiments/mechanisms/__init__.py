@@ -27,8 +27,6 @@ from experiments.mechanisms.forwards import (
 )
 from experiments.mechanisms.functions import (
     attention_interface,
-    function_mode,
-    function_patch,
     registry_patch,
 )
 
@@ -38,10 +36,8 @@ MECHANISMS: dict[str, Callable[[float], Opens]] = {
     "patches": patch_impl.KnormPress,
     "plain instance patch": plain_patch,
     "attention interface": attention_interface,
-    "function mode": function_mode,
     "registry patch": registry_patch,
     "class patch": class_patch,
-    "function patch": function_patch,
     "permanent class patch": permanent_class_patch,
 }
 """From a compression ratio to the press, by name: from what reaches least to what reaches most."""
@@ -49,4 +45,17 @@ MECHANISMS: dict[str, Callable[[float], Opens]] = {
 OURS = ("hooks", "patches")
 """The two mechanisms of this project."""
 
-__all__ = ["MECHANISMS", "OURS", "Opens"]
+TRIED: dict[str, Opens] = {
+    **{name: make(0.5) for name, make in MECHANISMS.items()},
+    **{
+        f"{name}, {press}": opens
+        for name, package in zip(OURS, (hooks_impl, patch_impl), strict=True)
+        for press, opens in (
+            ("SnapKV", package.SnapKVPress(0.5, window_size=4)),
+            ("AdaKV", package.AdaKVPress(package.KnormPress(0.5))),
+        )
+    },
+}
+"""Every mechanism at ratio 0.5, and ours with presses that read queries, or keep heads apart."""
+
+__all__ = ["MECHANISMS", "OURS", "TRIED", "Opens"]

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 
 @contextmanager
 def contained(model: PreTrainedModel) -> Iterator[None]:
-    """The model's classes, the attention registries and torch's modes, afterwards as before.
+    """The model's classes and the attention registries, afterwards as before.
 
     What is left on `model` itself stays: use another one.
     """
@@ -21,7 +20,6 @@ def contained(model: PreTrainedModel) -> Iterator[None]:
     attributes = {cls: dict(vars(cls)) for cls in own}
     mappings = [cls._global_mapping for cls in (AttentionInterface, AttentionMaskInterface)]
     entries = [dict(mapping) for mapping in mappings]
-    depth = len(_get_current_function_mode_stack())
     try:
         yield
     finally:
@@ -30,8 +28,6 @@ def contained(model: PreTrainedModel) -> Iterator[None]:
         for mapping, former in zip(mappings, entries, strict=True):
             mapping.clear()
             mapping.update(former)
-        while len(_get_current_function_mode_stack()) > depth:
-            _pop_mode()
 
 
 def _restore(cls: type, former: dict[str, Any]) -> None:

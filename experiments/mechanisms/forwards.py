@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 import patch_impl
 from attention_patch import wrap
 from press_core import attention_sites
-from press_core.cache.caches import known
-from press_core.engine import after_attention, prune_before
+from press_core.engine import after_attention
 from press_core.forward import Arguments, Forward, Progress
 from press_core.observing import Passed
 from press_core.scope import bound_to
@@ -47,34 +46,18 @@ class Pruner:
         return output
 
     def after(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
     ) -> None:
         """Prune the layer that a forward has filled."""
-        passed = self._passed(module, args, kwargs, output)
-        n_tokens = passed.forward.n_tokens
-        if passed.cache is not None and self._n_seen(passed) == n_tokens:  # it was a prefill
-            passed.forward.progress[self.scope] = Progress()
-            after_attention(self.scope, self.scope.press, passed)
-
-    def late(self, module: nn.Module, named: Mapping[str, Any]) -> None:
-        """Prune, before a forward, what an earlier one has left whole."""
-        passed = self._passed(module, (), named, None)
-        if passed.cache is None or not self._n_seen(passed):
-            return
-        if not known(passed.cache, passed.site.layer_idx).is_pruned:
-            prune_before(self.scope, passed.forward, passed.site)
-
-    def _n_seen(self, passed: Passed) -> int:
-        return int(passed.cache.get_seq_length(passed.site.layer_idx))
-
-    def _passed(
-        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
-    ) -> Passed:
         site = replace(self.scope.sites[0], module=module, layer_idx=module.layer_idx)
         given = Arguments(args, kwargs, site.signature.parameters)
         cache, hidden_states = given.get(site.signature.cache_name), given.get("hidden_states")
         of_decoder = given.replace(past_key_values=cache, inputs_embeds=hidden_states)
-        return Passed(Forward(module, of_decoder), site, given, output, None)
+        forward = Forward(module, of_decoder)
+        if cache is not None and cache.get_seq_length(site.layer_idx) == forward.n_tokens:
+            forward.progress[self.scope] = Progress()  # it was a prefill
+            passed = Passed(forward, site, given, output, None)
+            after_attention(self.scope, self.scope.press, passed)
 
 
 # ---- of each module ------------------------------------------------------------------------------
@@ -84,7 +67,11 @@ class Pruner:
 @contextmanager
 def plain_hook(model: PreTrainedModel, compression_ratio: float) -> Iterator[None]:
     """A closure as forward hook of each attention module."""
-    prune = Pruner(model, compression_ratio).after
+    pruner = Pruner(model, compression_ratio)
+
+    def prune(*call: Any) -> None:
+        pruner.after(*call)
+
     with ExitStack() as hooks:
         for site in attention_sites(model):
             hooks.enter_context(site.module.register_forward_hook(prune, with_kwargs=True))
@@ -97,9 +84,13 @@ def plain_patch(model: PreTrainedModel, compression_ratio: float) -> Iterator[No
     """A closure assigned to the forward of each attention module, and the old one put back."""
     pruner = Pruner(model, compression_ratio)
     former = {site.module: site.module.forward for site in attention_sites(model)}
+
+    def patched(module: nn.Module, forward: Any) -> Any:
+        return lambda *args, **kwargs: pruner.call(module, forward, *args, **kwargs)
+
     try:
         for module, forward in former.items():
-            module.forward = partial(pruner.call, module, forward)
+            module.forward = patched(module, forward)
         yield
     finally:
         for module, forward in former.items():

@@ -1,24 +1,19 @@
-"""On functions that attention modules call: the attention function, and `apply_rotary_pos_emb`."""
+"""On the attention function, which attention modules call."""
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
-from types import FrameType
 from typing import Any
 
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attention_patch import wrap
 from experiments import UserError
-from experiments.mechanisms.forwards import Pruner, as_press
+from experiments.mechanisms.forwards import as_press
 from press_core import attention_sites
 from press_core.budget import n_kept
 from press_core.presses.keys import knorm_scores
@@ -28,34 +23,24 @@ _number = count()
 
 
 def _evicting(attend: Any, compression_ratio: float) -> Any:
-    """An attention function that evicts once `attend` has been called."""
+    """An attention function that evicts once `attend` has been called in a prefill.
+
+    An attention function is not given the cache. It is given the very tensors that a `DynamicCache`
+    holds (without gradients), and these can be made smaller.
+    """
 
     def attend_and_evict(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
     ) -> Any:
         output = attend(module, query, key, value, mask, **kwargs)
-        _evict_in_place(compression_ratio, query, key, value)
+        n = n_kept(key.shape[2], compression_ratio)
+        if query.shape[2] == key.shape[2] != n:  # as many queries as keys: the layer was empty
+            kept = top_positions(knorm_scores(key), n)
+            for states in (key, value):
+                states.data = gather_tokens(states, kept)
         return output
 
     return attend_and_evict
-
-
-def _evict_in_place(compression_ratio: float, query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Shrink the keys and values that an attention function was given, after a prefill.
-
-    An attention function is not given the cache. It is given the very tensors that a `DynamicCache`
-    holds (without gradients), and these can be made smaller.
-
-    Args:
-        query: `(B, H, q, d)`; a forward that found its layer empty has as many queries as keys.
-        key, value: `(B, H_kv, S, d)`.
-    """
-    n = n_kept(key.shape[2], compression_ratio)
-    if query.shape[2] != key.shape[2] or n == key.shape[2]:
-        return
-    kept = top_positions(knorm_scores(key), n)
-    for states in (key, value):
-        states.data = gather_tokens(states, kept)
 
 
 @as_press
@@ -95,57 +80,3 @@ def registry_patch(model: PreTrainedModel, compression_ratio: float) -> Iterator
         for registry in {id(registry): registry for registry in registries}.values():
             patches.callback(wrap(registry, "get_interface", get_evicting).remove)
         yield
-
-
-class _Evicting(TorchFunctionMode):
-    def __init__(self, model: PreTrainedModel, compression_ratio: float) -> None:
-        super().__init__()
-        self.compression_ratio = compression_ratio
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        output = function(*args, **(kwargs or {}))
-        if function is F.scaled_dot_product_attention:
-            _evict_in_place(self.compression_ratio, *args[:3])
-        return output
-
-
-function_mode = as_press(_Evicting)
-"""Neither hook nor patch: a mode of torch, which sees every function that this thread calls.
-
-It prunes after each scaled dot-product attention, of whatever model.
-"""
-
-
-@as_press
-@contextmanager
-def function_patch(model: PreTrainedModel, compression_ratio: float) -> Iterator[None]:
-    """A reversible wrapper of `apply_rotary_pos_emb` in the file of the model's attention.
-
-    It is given queries and keys of new tokens, before the cache is: neither values nor older keys.
-    What it needs it has to take from the frame of its caller, and what the prefill stored it can
-    evict only when the layer is called again. The mask of that call is made already: it fits one
-    new token, and not more.
-    """
-    pruner = Pruner(model, compression_ratio)
-
-    def rotate(apply_rotary_pos_emb: Any, *args: Any, **kwargs: Any) -> Any:
-        pruner.late(*_caller(inspect.currentframe()))
-        return apply_rotary_pos_emb(*args, **kwargs)
-
-    files = {sys.modules[type(site.module).__module__] for site in attention_sites(model)}
-    with ExitStack() as patches:
-        for file in files:
-            patches.callback(wrap(file, "apply_rotary_pos_emb", rotate).remove)
-        yield
-
-
-def _caller(frame: FrameType | None) -> tuple[nn.Module, dict[str, Any]]:
-    """The attention module whose forward is calling, and its local variables."""
-    while frame is not None:
-        module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module):
-            return module, frame.f_locals
-        frame = frame.f_back
-    raise LookupError("apply_rotary_pos_emb was not called by a module")

@@ -8,16 +8,18 @@ from __future__ import annotations
 import logging
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 import pandas as pd
+import torch
 import typer
 from matplotlib.figure import Figure
 from rich.progress import Progress
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
 from experiments.framework.experiment import Experiment, Tables
 from experiments.framework.heatmap import OutcomeMatrix
@@ -25,10 +27,36 @@ from experiments.framework.options import one_of
 from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
 from experiments.framework.wording import in_one_line
 from experiments.mechanisms.contain import contained
-from experiments.testbed.families import FAMILIES
-from experiments.testbed.response import Response
+from experiments.testbed.families import FAMILIES, build
+from experiments.testbed.response import Response, random_tokens, states_of
 
 OptionsT = TypeVar("OptionsT")
+
+
+CONTEXT, LENGTH = 24, 26
+"""Tokens that are read at once, and with those that follow one by one."""
+
+
+@torch.no_grad()
+def prefill(model: Any, cache: DynamicCache) -> list[Tensor]:
+    return [model(random_tokens(LENGTH)[:, :CONTEXT], past_key_values=cache).logits]
+
+
+@torch.no_grad()
+def decoded(model: Any, cache: DynamicCache, before: Sequence[Tensor] = ()) -> Response:
+    """What single tokens, as `generate` would pass them, and their cache amount to."""
+    logits = list(before)
+    for i in range(CONTEXT, LENGTH):
+        ids, position = random_tokens(LENGTH)[:, i : i + 1], torch.tensor([[i]])
+        logits.append(model(ids, position_ids=position, past_key_values=cache).logits)
+    seen = [int(layer.get_seq_length()) for layer in cache.layers]
+    return Response(logits, states_of(cache), seen)
+
+
+def answer(model: Any) -> Response:
+    """A prefill and two steps on a new cache."""
+    cache = DynamicCache()
+    return decoded(model, cache, prefill(model, cache))
 
 
 class Moment(NamedTuple):
@@ -50,17 +78,13 @@ class Wrong(NamedTuple):
 
     Attributes:
         when: as in `Moment`; empty: in opening or closing something.
-        text: the difference, or the error.
+        detail: when and in what the answer differs, or the error.
         is_error: whether an error was raised.
     """
 
     when: str
-    text: str
+    detail: str
     is_error: bool
-
-    @property
-    def detail(self) -> str:
-        return f"{self.when}: {self.text}" if self.when else self.text
 
 
 def wrongs(scenario: Iterator[Moment], model: PreTrainedModel) -> list[Wrong]:
@@ -83,8 +107,9 @@ def _asked(moment: Moment) -> list[Wrong]:
     try:
         difference = moment.right.difference(moment.ask(), moment.tolerance)
     except Exception as error:
-        return [Wrong(moment.when, in_one_line(error), is_error=True)]
-    return [Wrong(moment.when, difference, is_error=False)] if difference else []
+        return [Wrong(moment.when, f"{moment.when}: {in_one_line(error)}", is_error=True)]
+    told = f"{moment.when}: {difference}"
+    return [Wrong(moment.when, told, is_error=False)] if difference else []
 
 
 @contextmanager
@@ -115,18 +140,15 @@ class Scenarios(Experiment[OptionsT]):
     """What came of mechanisms in scenarios: a table with `mechanism`, a case and its `outcome`.
 
     Attributes:
-        case: column that names the scenario.
+        columns: that name a cell: the mechanism, the case, and what else is tried.
         looks: see `OutcomeMatrix`.
         shows: what the figure shows.
-        try_out: from a cell and the family of the models to its row: what was tried, its `outcome`,
-            and a `detail` of what is not right.
         seconds: that the quick options take.
     """
 
-    case: ClassVar[str]
+    columns: ClassVar[tuple[str, ...]]
     looks: ClassVar[dict[str, tuple[str, str]]]
     shows: ClassVar[str]
-    try_out: ClassVar[Callable[..., dict[str, str]]]
     seconds: ClassVar[float]
 
     def on(self, own: OwnModel) -> Planned[OptionsT]:
@@ -143,14 +165,35 @@ class Scenarios(Experiment[OptionsT]):
     def cells(self, options: OptionsT) -> list[tuple[str, ...]]:
         """What to try out."""
 
+    @abstractmethod
+    def scenario(self, *cell: Any, **_: Any) -> Iterator[Moment]:
+        """Whom to ask in a cell, and what is right, on models of the family that comes last."""
+
+    @abstractmethod
+    def named(self, wrong: Wrong) -> str:
+        """The outcome of what is not right: one of `looks` but the first."""
+
+    def outcome(self, scenario: Iterator[Moment], family: str) -> tuple[str, str]:
+        """The worst that came of a scenario, and in what it showed."""
+        order = list(self.looks)
+        found = [(self.named(wrong), wrong.detail) for wrong in wrongs(scenario, build(family))]
+        return max(found, key=lambda pair: order.index(pair[0]), default=(order[0], ""))
+
+    def try_out(self, *cell: str, family: str = "llama") -> dict[str, str]:
+        """A row of the table: what was tried, its `outcome`, and a `detail` of what is wrong."""
+        outcome, detail = self.outcome(self.scenario(*cell, family), family)
+        tried = dict(zip(self.columns, cell, strict=True))
+        return {**tried, "outcome": outcome, "detail": detail}
+
     def measure(self, options: OptionsT, progress: Progress) -> Tables:
         """A table of all cells, which has the experiment's name."""
         chosen: Any = options
         cells = progress.track(self.cells(options), description=self.name)
-        return {self.name: pd.DataFrame([self.try_out(*cell, chosen.family) for cell in cells])}
+        rows = [self.try_out(*cell, family=chosen.family) for cell in cells]
+        return {self.name: pd.DataFrame(rows)}
 
     def matrix(self, tables: Tables) -> OutcomeMatrix:
-        return OutcomeMatrix.of(tables[self.name], self.case, self.looks)
+        return OutcomeMatrix.of(tables[self.name], self.columns[1], self.looks)
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
         return {self.name: self.matrix(tables).figure(self.shows)}

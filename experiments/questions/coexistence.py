@@ -14,75 +14,61 @@ from functools import lru_cache, partial
 from typing import Annotated, Any, ClassVar
 
 import pandas as pd
-import torch
 from transformers import DynamicCache, PreTrainedModel
 
-import hooks_impl
-import patch_impl
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Finding, Tables
 from experiments.framework.tables import ResultTable
 from experiments.interventions import COMPANIONS, NOTHING, Intervention
-from experiments.mechanisms import MECHANISMS, OURS
-from experiments.mechanisms.scenarios import Family, Moment, Scenarios, some_of, wrongs
+from experiments.mechanisms import OURS, TRIED
+from experiments.mechanisms.scenarios import (
+    CONTEXT,
+    Family,
+    Moment,
+    Scenarios,
+    Wrong,
+    decoded,
+    prefill,
+    some_of,
+)
 from experiments.testbed.families import HYBRID, build
-from experiments.testbed.response import Response, random_tokens, states_of
+from experiments.testbed.response import Response, random_tokens
 from press_core.budget import n_kept
 from press_core.select import top_positions
 
-RATIO, CONTEXT = 0.5, 24
 BEFORE, INSIDE, AFTER = PHASES = ("before", "inside", "after")
 """When the companion comes: before the scope opens, inside of it, after it was closed."""
 
-RIGHT, ERROR, WRONG = OUTCOMES = ("right", "error", "wrong")
+RIGHT, ERROR, WRONG = "right", "error", "wrong"
 
 # ---- answers -------------------------------------------------------------------------------------
 
 
 def ask(run: Callable[..., Any], companion: Intervention, by_hand: bool = False) -> Response:
-    """What `run` answers: a prefill, what the cache holds of it, and a decode step.
+    """What `run` answers: a prefill, what the cache holds of it, and two decode steps.
 
     Args:
-        by_hand: whether to leave only the keys of least norm in the cache before the decode step.
+        by_hand: whether to leave only the keys of least norm in the cache before the decode steps.
     """
-    context, following = random_tokens(CONTEXT + 1).split(CONTEXT, dim=1)
     if companion.answers:
-        return Response([run(context)])
+        return Response([run(random_tokens(CONTEXT))])
     cache = DynamicCache()
-    with torch.no_grad():
-        logits = [run(context, past_key_values=cache).logits.clone()]
-        if by_hand:
-            _evict_by_hand(cache)
-        states = states_of(cache)
-        position = torch.tensor([[CONTEXT]])
-        logits.append(run(following, past_key_values=cache, position_ids=position).logits.clone())
-    return Response([x.float() for x in logits], [x.float() for x in states])
+    logits = [x.clone() for x in prefill(run, cache)]
+    if by_hand:
+        _evict_by_hand(cache)
+    found = decoded(run, cache, logits)
+    return Response([x.float() for x in found.logits], [x.float() for x in found.states])
 
 
 def _evict_by_hand(cache: DynamicCache) -> None:
     for layer in cache.layers:
-        kept = top_positions(-layer.keys.float().norm(dim=-1), n_kept(CONTEXT, RATIO))
+        kept = top_positions(-layer.keys.float().norm(dim=-1), n_kept(CONTEXT, 0.5))
         index = kept.unsqueeze(-1).expand(-1, -1, -1, layer.keys.shape[-1])
         layer.keys, layer.values = (s.gather(2, index) for s in (layer.keys, layer.values))
 
 
-# ---- mechanisms ----------------------------------------------------------------------------------
-
-
-_PACKAGES = {"hooks": hooks_impl, "patches": patch_impl}
-_PRESSES: dict[str, Callable[[str], Any]] = {
-    "": lambda name: MECHANISMS[name](RATIO),
-    ", SnapKV": lambda name: _PACKAGES[name].SnapKVPress(RATIO, window_size=4),
-    ", AdaKV": lambda name: _PACKAGES[name].AdaKVPress(_PACKAGES[name].KnormPress(RATIO)),
-}
-"""Presses of this project that read keys, queries, and keep heads apart."""
-
-MINE = tuple(name + press for press in _PRESSES for name in OURS)
-TRIED: dict[str, Callable[[], Any]] = {
-    **{name + press: partial(make, name) for press, make in _PRESSES.items() for name in OURS},
-    **{name: partial(press, RATIO) for name, press in MECHANISMS.items() if name not in OURS},
-}
-"""What makes the press that is tried, by name: ours, and the other mechanisms."""
+MINE = tuple(name for name in TRIED if name.partition(", ")[0] in OURS)
+"""Ours, among what is tried."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +100,7 @@ def pressed(mechanism: str, companion: str, family: str) -> Response:
             return ask(run, beside, by_hand=True)
         package, comma, name = mechanism.partition(", ")
         other = "patches" if package == "hooks" else "hooks"
-        with TRIED[f"{other}{comma}{name}"]()(model):
+        with TRIED[f"{other}{comma}{name}"](model):
             return ask(run, beside)
 
 
@@ -126,49 +112,6 @@ def alone(companion: str, family: str) -> Response:
 
 
 # ---- the matrix ----------------------------------------------------------------------------------
-
-
-def try_out(mechanism: str, companion: str, phase: str, family: str = "llama") -> dict[str, str]:
-    """One cell of the matrix, as a row: what is not right first is what counts."""
-    found = wrongs(_moments(mechanism, companion, phase, family), small(family))
-    return {
-        "mechanism": mechanism,
-        "companion": companion,
-        "phase": phase,
-        "outcome": RIGHT if not found else ERROR if found[0].is_error else WRONG,
-        "detail": found[0].detail if found else "",
-    }
-
-
-def _moments(mechanism: str, companion: str, phase: str, family: str) -> Iterator[Moment]:
-    """The model, or what the companion gives in its place, inside of the scope and after it."""
-    model = small(family)
-    scope, begun = TRIED[mechanism]()(model), COMPANIONS[companion].scope
-
-    def moment(when: str, run: Callable[..., Any] = model, beside: str = NOTHING) -> Moment:
-        is_open, done = when.startswith("inside"), COMPANIONS[beside]
-        right = pressed(mechanism, beside, family) if is_open else alone(beside, family)
-        return Moment(when, right, partial(ask, run, done), done.tolerance)
-
-    if phase == BEFORE:
-        with begun(model) as run:
-            with scope:
-                yield moment("inside", run, companion)
-            yield moment("after the scope", run, companion)
-    elif phase == INSIDE:
-        with scope:
-            with begun(model) as run:
-                yield moment("inside", run, companion)
-            yield moment("inside, alone again")
-        yield moment("after the scope")
-    else:
-        with scope:
-            yield moment("inside, alone")
-        with begun(model) as run:
-            yield moment("after the scope", run, companion)
-
-
-# ---- reading the table ---------------------------------------------------------------------------
 
 
 class Coexistence(Scenarios[Options]):
@@ -195,8 +138,7 @@ class Coexistence(Scenarios[Options]):
         companion=tuple(n for n, done in COMPANIONS.items() if not done.is_slow),
     )
 
-    case = "companion"
-    try_out = staticmethod(try_out)
+    columns = ("mechanism", "companion", "phase")
     looks: ClassVar = {
         RIGHT: ("\N{MIDDLE DOT}", "#e3eef4"),
         ERROR: ("!", "#f3c969"),
@@ -217,6 +159,36 @@ class Coexistence(Scenarios[Options]):
             for phase in PHASES
             if not COMPANIONS[companion].is_slow or (mechanism in MINE and phase != AFTER)
         ]
+
+    def scenario(self, mechanism: str, companion: str, phase: str, family: str) -> Iterator[Moment]:
+        """The model, or what the companion gives in its place, inside of the scope and after it."""
+        model = small(family)
+        scope, begun = TRIED[mechanism](model), COMPANIONS[companion].scope
+
+        def moment(when: str, run: Callable[..., Any] = model, beside: str = NOTHING) -> Moment:
+            is_open, done = when.startswith("inside"), COMPANIONS[beside]
+            right = pressed(mechanism, beside, family) if is_open else alone(beside, family)
+            return Moment(when, right, partial(ask, run, done), done.tolerance)
+
+        if phase == BEFORE:
+            with begun(model) as run:
+                with scope:
+                    yield moment("inside", run, companion)
+                yield moment("after the scope", run, companion)
+        elif phase == INSIDE:
+            with scope:
+                with begun(model) as run:
+                    yield moment("inside", run, companion)
+                yield moment("inside, alone again")
+            yield moment("after the scope")
+        else:
+            with scope:
+                yield moment("inside, alone")
+            with begun(model) as run:
+                yield moment("after the scope", run, companion)
+
+    def named(self, wrong: Wrong) -> str:
+        return ERROR if wrong.is_error else WRONG
 
     def findings(self, tables: Tables) -> list[Finding]:
         table = tables["coexistence"]
@@ -243,15 +215,15 @@ def _is_own(table: pd.DataFrame) -> pd.Series[bool]:
 
 
 def _finding(name: str, part: pd.DataFrame) -> Finding:
-    counts = {outcome: int((part["outcome"] == outcome).sum()) for outcome in OUTCOMES}
+    wrong, errors = (int((part["outcome"] == outcome).sum()) for outcome in (WRONG, ERROR))
     who = {"own": "hooks and patches of this project", "others": "the other mechanisms"}[name]
     text = (
         f"Beside other libraries, {who} are silently wrong in "
-        f"**{counts[WRONG]}** of {len(part)} trials and raise an error in {counts[ERROR]}."
+        f"**{wrong}** of {len(part)} trials and raise an error in {errors}."
     )
     if name == "others":
         return Finding(name, text)
-    verdict: Any = "breaks" if counts[WRONG] else "costs" if counts[ERROR] else "works"
+    verdict: Any = "breaks" if wrong else "costs" if errors else "works"
     return Finding(name, text, "use presses beside accelerate, PEFT and torch.compile", verdict)
 
 

@@ -6,7 +6,7 @@ and at the end, and the logits of every forward, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +35,7 @@ from experiments.framework.works import KVPRESS, SNAPKV
 from experiments.loading import ModelNotFoundError, load_model, short_name
 from experiments.testbed.compare import Inputs, PressPair, compare
 from experiments.testbed.families import FAMILIES, HYBRID, build, supported_implementations
-from experiments.testbed.recipes import DELIMITER, fitted_pair, recipe_pair
+from experiments.testbed.recipes import DELIMITER, fitted_pair, press_name, recipe_pair
 from press_core import PressError
 from press_core.scope import InstalledPress
 
@@ -146,18 +146,24 @@ def run_grid(
         presses: makers by name.
 
     Returns:
-        A row per cell: `press`, `ratio`, `family` (or the name of the user's model), `dtype`,
-        `attn_implementation`, whether it was `padded`, and what `_compare` says.
+        A row per `press`, `ratio`, `family` (or the name of the user's model) and `dtype`, of all
+        attention implementations, padded and not: `cells`, how many there are; `compared`, those
+        that were not refused; `differ`, those with a difference; `tokens`, run with each mechanism,
+        padding not counted; the first `difference`, with the cell it was found in, and why both
+        refuse alike, the `refusal`, empty where there is none.
     """
     rows = []
     for name, dtype, attn in progress.track(variants(options), description="equivalence"):
         model = _load(options, name, dtype, attn)
         for (press, make), ratio, padded in product(presses.items(), options.ratio, (False, True)):
             place = {"press": press, "ratio": ratio, "family": short_name(name), "dtype": dtype}
-            place |= {"attn_implementation": attn, "padded": padded}
+            cell = f"{attn}, {'' if padded else 'not '}padded"
             inputs = _inputs(model, options.length, padded, press)
-            rows.append(place | _compare(model, make(ratio), inputs))
-    return pd.DataFrame(rows)
+            rows.append(place | _compare(model, make(ratio), inputs, cell))
+    sums = dict.fromkeys(("cells", "compared", "differ", "tokens"), "sum")
+    told = pd.DataFrame(rows).groupby(["press", "ratio", "family", "dtype"], sort=False)
+    counted = told.agg(sums | {"difference": "first", "refusal": "first"})
+    return counted.fillna({"difference": "", "refusal": ""}).reset_index()
 
 
 def _inputs(model: PreTrainedModel, length: int, padded: bool, press: str) -> Inputs:
@@ -166,43 +172,18 @@ def _inputs(model: PreTrainedModel, length: int, padded: bool, press: str) -> In
     return inputs.with_delimiter(DELIMITER, question=6) if press == "FinchPress" else inputs
 
 
-def _compare(model: PreTrainedModel, presses: PressPair, inputs: Inputs) -> dict[str, Any]:
-    """One comparison.
-
-    Returns:
-        `tokens`, run with each mechanism, padding not counted; the first `difference`, empty where
-        no bit differs; and the `refusal`: why both refuse alike, empty where they don't.
-    """
+def _compare(
+    model: PreTrainedModel, presses: PressPair, inputs: Inputs, cell: str
+) -> dict[str, Any]:
+    """What `run_grid` says of one cell."""
+    row = {"cells": 1, "compared": 0, "differ": 0, "tokens": 0, "difference": None, "refusal": None}
     try:
         both = fitted_pair(presses, model)
         difference = compare(model, both.hook, both.patch, inputs)
     except PressError as refusal:
-        return {"tokens": 0, "difference": "", "refusal": str(refusal)}
-    return {"tokens": inputs.n_tokens, "difference": str(difference or ""), "refusal": ""}
-
-
-def counted(cells: pd.DataFrame) -> pd.DataFrame:
-    """Cells of a grid in one row per press, ratio, model and dtype.
-
-    Returns:
-        Those four; `cells`, how many there are; `compared`, those that were not refused; `differ`,
-        those with a difference; `tokens`, run with each mechanism; the first `difference`, with the
-        cell it was found in, and the `refusal`, empty where there is none.
-    """
-    batch = cells["padded"].map({True: "padded", False: "not padded"})
-    where = cells["attn_implementation"] + ", " + batch + ": " + cells["difference"]
-    differ = cells["difference"] != ""
-    told = cells.assign(compared=cells["tokens"] > 0, differ=differ, difference=where.where(differ))
-    told["refusal"] = cells["refusal"].where(cells["refusal"] != "")
-    rows = told.groupby(["press", "ratio", "family", "dtype"], sort=False).agg(
-        cells=("tokens", "size"),
-        compared=("compared", "sum"),
-        differ=("differ", "sum"),
-        tokens=("tokens", "sum"),
-        difference=("difference", "first"),
-        refusal=("refusal", "first"),
-    )
-    return rows.fillna({"difference": "", "refusal": ""}).reset_index()
+        return row | {"refusal": str(refusal)}
+    row |= {"compared": 1, "tokens": inputs.n_tokens}
+    return row | {"differ": 1, "difference": f"{cell}: {difference}"} if difference else row
 
 
 # ---- what was asked for --------------------------------------------------------------------------
@@ -211,10 +192,8 @@ def counted(cells: pd.DataFrame) -> pd.DataFrame:
 def _press_option(text: str) -> tuple[str, PressMaker]:
     """A value of `--press` as a name for the table and a maker."""
     if ":" not in text:
-        if text not in hooks_impl.PRESSES:
-            known = ", ".join(sorted(hooks_impl.PRESSES))
-            raise UserError(f"press {text!r} is unknown; choose from {known}")
-        return text, partial(recipe_pair, text)
+        name = press_name(text)
+        return name, partial(recipe_pair, name)
     parts = text.split(",")
     if len(parts) != 2:
         raise UserError(
@@ -281,16 +260,6 @@ def _label(rows: pd.DataFrame) -> str:
     return f"{compared - differ}/{compared}" if compared else "refused"
 
 
-def _remarks(cells: pd.DataFrame) -> Iterator[str]:
-    """What both refuse, and the first differences."""
-    refused = cells[cells["compared"] == 0].drop_duplicates(["press", "family"])
-    for cell in refused.itertuples():
-        yield f"- Both refuse {cell.press} on {cell.family}: {cell.refusal}"
-    for cell in cells[cells["differ"] > 0].head(5).itertuples():
-        place = f"{cell.press} at ratio {cell.ratio} on {cell.family}, {cell.dtype}"
-        yield f"- {place}, {cell.difference} ({cell.differ} of {cell.compared} cells differ)"
-
-
 class Equivalence(Experiment[Options]):
     """Run presses as hooks and as patches, and compare caches and logits bit for bit.
 
@@ -329,11 +298,11 @@ class Equivalence(Experiment[Options]):
         makers = dict(map(_press_option, options.press or sorted(hooks_impl.PRESSES)))
         # More threads only get in the way of models as small as those of the families.
         with threads(1) if options.model is None else nullcontext():
-            return {"equivalence": counted(run_grid(makers, options, progress))}
+            return {"equivalence": run_grid(makers, options, progress)}
 
     def findings(self, tables: Tables) -> list[Finding]:
         cells = tables["equivalence"]
-        compared, differ = int(cells["compared"].sum()), int(cells["differ"].sum())
+        compared, differ = cells[["compared", "differ"]].sum()
         if not compared:
             n_cells = cells["cells"].sum()
             text = f"Nothing was compared: both mechanisms refuse all **{n_cells}** cells."
@@ -359,15 +328,23 @@ class Equivalence(Experiment[Options]):
         return [ResultTable(note, ["press", *dtypes, "all"], rows)]
 
     def remarks(self, tables: Tables) -> list[str]:
-        notes = list(_remarks(tables["equivalence"]))
+        """What both refuse, and the first differences."""
+        cells = tables["equivalence"]
+        refused = cells[cells["compared"] == 0].drop_duplicates(["press", "family"])
+        notes = [
+            f"- Both refuse {cell.press} on {cell.family}: {cell.refusal}"
+            for cell in refused.itertuples()
+        ]
+        for cell in cells[cells["differ"] > 0].head(5).itertuples():
+            place = f"{cell.press} at ratio {cell.ratio} on {cell.family}, {cell.dtype}"
+            notes.append(f"- {place}, {cell.difference} ({cell.differ} of {cell.compared} cells)")
         return ["\n".join(notes)] if notes else []
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
         return {"equivalence": _figure(tables["equivalence"])}
 
     def related(self, tables: Tables) -> list[Related]:
-        cells = tables["equivalence"]
-        compared, differ = int(cells["compared"].sum()), int(cells["differ"].sum())
+        compared, differ = tables["equivalence"][["compared", "differ"]].sum()
         equal = f"{compared - differ:,} of {compared:,} combinations"
         return [
             Related(

@@ -13,8 +13,6 @@ from typing import Annotated, Any
 import pandas as pd
 import torch
 import typer
-from matplotlib import colormaps
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from rich.progress import Progress
 from torch import Tensor
@@ -24,7 +22,7 @@ import hooks_impl
 from experiments import UserError
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Experiment, Finding, Tables
-from experiments.framework.heatmap import draw_cells
+from experiments.framework.frames import frame_table, heat_maps
 from experiments.framework.options import (
     AutoDevice,
     Dtype,
@@ -33,7 +31,7 @@ from experiments.framework.options import (
     several,
 )
 from experiments.framework.own_model import OwnModel, Planned
-from experiments.framework.plots import new_figure, press_label, style
+from experiments.framework.plots import press_label
 from experiments.framework.tables import ResultTable
 from experiments.loading import load_model, short_name
 from experiments.testbed.facts import VOCABULARY, draw
@@ -45,7 +43,7 @@ DRAWN = (
     *("SnapKVPress", "AdaKVPress", "ExpectedAttentionPress", "TOVAPress", "KVzipPress"),
     *("KeyDiffPress", "KnormPress", "StreamingLLMPress", "RandomPress"),
 )
-"""Presses of the figure."""
+"""Presses of the figure, before others."""
 
 EXPLAINED = 1e-3
 """Largest difference of logits up to which what a press kept explains what comes of it."""
@@ -199,38 +197,23 @@ def _table(error: pd.DataFrame, logits: pd.DataFrame) -> ResultTable:
         "same answer": found["same_token"].map("{:.0%}".format),
         "mask explains": (found["unexplained"] <= EXPLAINED).map({True: "yes", False: "no"}),
     }
-    return ResultTable(note, list(shown), pd.DataFrame(shown).to_numpy().tolist())
+    return frame_table(note, pd.DataFrame(shown))
 
 
 def _figure(error: pd.DataFrame) -> Figure:
     """The error of each head's attention output by itself: layer by head, a panel per press."""
-    drawn = [name for name in DRAWN if name in set(error["press"])]
-    names = drawn or list(error["press"].unique()[: len(DRAWN)])
-    layers, heads = (list(map(str, error[axis].unique())) for axis in ("layer", "head"))
-    columns, most = min(3, len(names)), error["alone"].max()
-    n_rows = -(-len(names) // columns)
-    width, height = 0.6 + columns * (0.6 + 0.4 * len(heads)), n_rows * (0.9 + 0.24 * len(layers))
-    figure, axes = new_figure(n_rows, columns, width=width, height=height)
-    with style():
-        for panel, name in zip(axes, names, strict=False):
-            cells = {
-                (str(row["layer"]), str(row["head"])): (
-                    f"{100 * row['alone']:.0f}",
-                    to_hex(colormaps["Blues"](row["alone"] / most)),
-                )
-                for row in error[error["press"] == name].to_dict("records")
-            }
-            draw_cells(panel, layers, heads, cells)
-            panel.set_title(press_label(name))
-        for panel in axes[len(names) :]:
-            panel.set_visible(False)
-        figure.supxlabel("KV head", fontsize=9)
-        figure.supylabel("layer", fontsize=9)
-    figure.set_label(
-        f"How far the attention output of each KV head is off when it alone evicts "
-        f"{error['ratio'].iloc[0]:.0%}, over its norm: layer (rows) by head, a panel per press"
+    by_press: Any = dict(
+        list(error.astype({"layer": str, "head": str}).groupby("press", sort=False))
     )
-    return figure
+    return heat_maps(
+        {
+            press_label(name): by_press[name].pivot_table("alone", "layer", "head", sort=False)
+            for name in sorted(by_press, key=lambda name: name not in DRAWN)[: len(DRAWN)]
+        },
+        f"How far (in %) the attention output of each KV head is off when it alone evicts "
+        f"{error['ratio'].iloc[0]:.0%}, over its norm: layer (rows) by head, a panel per press",
+        columns=3,
+    )
 
 
 class Error(Experiment[Options]):

@@ -8,9 +8,7 @@ from __future__ import annotations
 import re
 from functools import partial
 
-import matplotlib
 import pandas as pd
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
@@ -22,10 +20,9 @@ from experiments.answers.settings import STUDIED, Settings
 from experiments.answers.sweep import command, press_words, shown
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Experiment, Finding, Tables
-from experiments.framework.heatmap import draw_cells
-from experiments.framework.intervals import METHOD, bracket
+from experiments.framework.frames import heat_maps, wide_table
+from experiments.framework.intervals import METHOD, bracketed
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
-from experiments.framework.plots import new_figure, style
 from experiments.framework.tables import ResultTable
 
 __all__ = ["EXPERIMENT", "Evaluate", "command"]
@@ -104,10 +101,11 @@ class Evaluate(Experiment[Settings]):
                 "these tasks to tell presses apart."
             )
             return [Finding("best", text), _finding_on_agreement(table)]
-        most = _ratios(table)[-1]
-        means = _accuracy(table, most).mean(axis=1)
+        rows = _compared(table)
+        most = rows["ratio"].max()
+        means = rows[rows["ratio"] == most].groupby("press", sort=False)["score"].mean()
         text = (
-            f"With {most:.0%} of the context evicted, {press_words(str(means.idxmax()))} answers "
+            f"With {most:.0%} of the context evicted, {means.idxmax()} answers "
             f"**{means.max():.0%}** right, averaged over the tasks."
         )
         need = "ask of a context that was compressed before"
@@ -121,43 +119,21 @@ class Evaluate(Experiment[Settings]):
             f"is known, {table['questions'].iloc[0]} questions in each cell, with {METHOD} over "
             f"contexts (none below six, or where all agree). {_bare(table)}"
         )
-        columns: dict[str, pd.Series[str]] = {}
-        for ratio in _ratios(table):
-            scores, *ends = (_accuracy(table, ratio, of) for of in ("score", "low", "high"))
-            for task in scores.columns:
-                numbers = zip(scores[task], *(end[task] for end in ends), strict=True)
-                said = [f"{score:.1%}{bracket(low, high, '.0%')}" for score, low, high in numbers]
-                columns[f"{task}, {ratio:.0%} evicted"] = pd.Series(said, scores.index)
-        shown = pd.DataFrame(columns).rename(index=press_words)
-        rows = [[press, *cells] for press, *cells in shown.itertuples()]
-        return [ResultTable(note.strip(), ["press", *shown.columns], rows)]
+        rows = _compared(table)
+        cells = [bracketed(row, "score", ".1%") for row in rows.to_dict("records")]
+        asked = rows["task"] + rows["ratio"].map(", {:.0%} evicted".format)
+        return [wide_table(note.strip(), rows.assign(asked=asked), ["press"], "asked", cells)]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
         """Right answers by press and task, a panel per ratio."""
-        table = tables[self.name]
-        colours = matplotlib.colormaps["Blues"]
-        with style():
-            ratios = _ratios(table)
-            height = len(ratios) * (0.9 + 0.26 * table["press"].nunique())
-            figure, axes = new_figure(rows=len(ratios), width=4.9, height=height, sharex=True)
-            for panel, ratio in zip(axes, ratios, strict=True):
-                scores = _accuracy(table, ratio).rename(index=press_words)
-                cells = {
-                    (str(press), str(task)): (f"{score:.0%}", to_hex(tuple(colours(score / 1.15))))
-                    for task, column in scores.items()
-                    for press, score in column.items()
-                }
-                draw_cells(panel, list(scores.index), list(scores.columns), cells)
-                panel.xaxis.tick_bottom()
-                panel.set_xticks(range(scores.shape[1]), scores.columns, rotation=0, ha="center")
-                panel.set_title(f"{ratio:.0%} of the context evicted")
-            figure.set_label("Share of right answers by press (rows) and task (columns)")
-        return {self.name: figure}
-
-
-def _ratios(table: pd.DataFrame) -> list[float]:
-    """What presses were told to evict, the most last."""
-    return sorted(table[table["press"] != NO_PRESS]["ratio"].unique())
+        panels = {
+            f"{ratio:.0%} of the context evicted": rows.pivot_table(
+                "score", "press", "task", sort=False
+            )
+            for ratio, rows in _compared(tables[self.name]).groupby("ratio")
+        }
+        label = "Share of right answers by press (rows) and task (columns)"
+        return {self.name: heat_maps(panels, label)}
 
 
 def _tasks(table: pd.DataFrame) -> pd.Series[str]:
@@ -165,16 +141,14 @@ def _tasks(table: pd.DataFrame) -> pd.Series[str]:
     return names.map(lambda name: TASKS.get(name, name))
 
 
-def _accuracy(table: pd.DataFrame, ratio: float, value: str = "score") -> pd.DataFrame:
-    """Scores by press (the best on average first) and task, of one mechanism."""
-    pressed = table[table["press"] != NO_PRESS]
-    first = pressed["mechanism"].iloc[0]
-    at = pressed[(pressed["ratio"] == ratio) & (pressed["mechanism"] == first)]
-    wide = at.assign(task=_tasks(at)).pivot_table(
-        index="press", columns="task", values=value, sort=False, dropna=False
-    )
-    order = pressed.groupby("press")["score"].mean()
-    return wide.loc[order.sort_values(ascending=False, kind="stable").index]
+def _compared(table: pd.DataFrame) -> pd.DataFrame:
+    """Rows of one mechanism, with presses in words and the `task`; the best press first."""
+    rows = table[table["press"] != NO_PRESS].drop_duplicates(["dataset", "press", "ratio"])
+    means = rows.groupby("press")["score"].mean()
+    best = list(means.sort_values(ascending=False, kind="stable").index)
+    named = rows.assign(rank=rows["press"].map(best.index), task=_tasks(rows))
+    named["press"] = named["press"].map(press_words)
+    return named.sort_values(["ratio", "rank"], kind="stable")
 
 
 def _finding_on_agreement(table: pd.DataFrame) -> Finding:

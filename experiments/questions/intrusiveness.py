@@ -21,29 +21,25 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import pandas as pd
-import torch
 import typer
 from matplotlib.figure import Figure
 from rich.progress import Progress
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-import hooks_impl
-import patch_impl
 from experiments import UserError
-from experiments.audit import LEFT, OPEN, REACHES, RUNNING, audit, differences, snapshot
+from experiments.audit import CALL, LEFT, OPEN, REACHES, RUNNING, audit, differences, snapshot
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Claim, Contrast, Experiment, Finding, Related, Tables
-from experiments.framework.heatmap import draw_cells
-from experiments.framework.plots import new_figure, style
+from experiments.framework.frames import frame_table, heat_maps
 from experiments.framework.tables import ResultTable
 from experiments.framework.wording import in_one_line
 from experiments.framework.works import KVPRESS
 from experiments.interventions import LIBRARIES
-from experiments.mechanisms import MECHANISMS, OURS, Opens
+from experiments.mechanisms import OURS, TRIED, Opens
 from experiments.mechanisms.contain import contained
+from experiments.mechanisms.scenarios import answer
 from experiments.testbed.families import build
 
-RATIO = 0.5
 ENVIRONMENTS = (".venv-subjects", ".venv-oldest")
 """Where the libraries under audit may be installed, beside this package."""
 INSTALL = "make subjects"
@@ -67,16 +63,6 @@ class PlantedError(RuntimeError):
     """Raised on purpose."""
 
 
-def mechanisms() -> dict[str, Opens]:
-    """What is audited, by name: every mechanism, and presses that need more than the keys."""
-    opened = {name: press(RATIO) for name, press in MECHANISMS.items()}
-    for name, package in zip(OURS, (hooks_impl, patch_impl), strict=True):
-        snapkv = package.SnapKVPress(compression_ratio=RATIO, window_size=4)
-        opened[f"{name}, SnapKV"] = snapkv
-        opened[f"{name}, AdaKV(SnapKV)"] = package.AdaKVPress(snapkv)
-    return opened
-
-
 # ---- what is touched ---------------------------------------------------------------------------
 
 
@@ -90,18 +76,9 @@ def touched(opens: Opens) -> pd.DataFrame:
 # ---- what is left ------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def _run(model: PreTrainedModel) -> None:
-    """A prefill and a step: whatever acts one forward late acts too."""
-    cache = DynamicCache()
-    for length, start in ((24, 0), (1, 24)):
-        ids = torch.arange(start, start + length)
-        model(3 + ids[None], position_ids=ids[None], past_key_values=cache)
-
-
 def _at_its_end(model: PreTrainedModel, opens: Opens) -> None:
     with opens(model):
-        _run(model)
+        answer(model)
 
 
 def _by_an_error(error: type[BaseException], model: PreTrainedModel, opens: Opens) -> None:
@@ -116,7 +93,7 @@ def _by_an_error(error: type[BaseException], model: PreTrainedModel, opens: Open
 def _by_closing_a_generator(model: PreTrainedModel, opens: Opens) -> None:
     def stream() -> Generator[None]:
         with opens(model):
-            _run(model)
+            answer(model)
             yield
 
     steps = stream()
@@ -129,7 +106,7 @@ def _out_of_order(model: PreTrainedModel, opens: Opens) -> None:
     outer.__enter__()
     inner.__enter__()
     outer.__exit__(None, None, None)
-    _run(model)
+    answer(model)
     inner.__exit__(None, None, None)
 
 
@@ -147,7 +124,7 @@ def leftovers(opens: Opens, exit_name: str) -> dict[str, Any]:
     """How much is left after a way of leaving, an example, and the error that leaving raised."""
     model, error = build("llama"), ""
     with contained(model):
-        _run(model)
+        answer(model)
         before = snapshot(model)
         try:
             EXITS[exit_name](model, opens)
@@ -180,11 +157,11 @@ def of_libraries(audited: Iterable[list[dict[str, Any]]]) -> pd.DataFrame:
     """
     found, rows = list(chain.from_iterable(audited)), []
     for library in LIBRARIES:
-        own = [row for row in found if row["library"] == library.distribution]
+        own = [row for row in found if row["library"] == library]
         own = [row for row in own if row["transformers"] == own[0]["transformers"]]
         if not own:
             error = f"not run: none of the environments has it; `{INSTALL}` installs it"
-            rows.append({"library": library.distribution, "subject": "", "error": error})
+            rows.append({"library": library, "subject": "", "error": error})
         for row in own:
             rows += [{**row, **change} for change in row["changes"] or [{"changes": 0}]]
     return pd.DataFrame(rows, columns=_SUBJECT_COLUMNS)
@@ -211,16 +188,12 @@ def audit_libraries(environment: Path) -> list[dict[str, Any]]:
 # ---- reading the tables ------------------------------------------------------------------------
 
 
-def by_reach(table: pd.DataFrame, names: list[str], when: str) -> pd.DataFrame:
+def by_reach(table: pd.DataFrame, names: list[str], *when: str) -> pd.DataFrame:
     """Changes counted by `names` (rows) and reach (columns); imports are not counted."""
-    chosen = table[(table["when"] == when) & (table["kind"] != "imported module")]
+    chosen = table[table["when"].isin(when) & (table["kind"] != "imported module")]
     counted = chosen.groupby([*names, "reach"])["changes"].sum().unstack(fill_value=0)
     rows = table.drop_duplicates(names).set_index(names)[[]]
     return rows.join(counted).reindex(columns=list(REACHES)).fillna(0).astype(int)
-
-
-def _while_open(changes: pd.DataFrame) -> pd.DataFrame:
-    return by_reach(changes, ["mechanism"], OPEN) + by_reach(changes, ["mechanism"], RUNNING)
 
 
 def _left(exits: pd.DataFrame, ours: bool) -> pd.Series[int]:
@@ -229,70 +202,34 @@ def _left(exits: pd.DataFrame, ours: bool) -> pd.Series[int]:
     return left[left.index.map(lambda name: (name.split(",")[0] in OURS) == ours)]
 
 
-_TITLE_PAD = 80
-"""Points that slanted labels need above a matrix."""
-_OPEN_COLOURS = ("#d7e6f2", "#8dbbdd", "#3f8ac4", "#0b5394")
-_LEFT_COLOURS = ("#fbe0cf", "#f4ae84", "#e2783b", "#D55E00")
-
-
-def _shade(count: int, colours: tuple[str, ...]) -> tuple[str, str]:
-    """Text and colour of a count: the more digits, the darker."""
-    if not count:
-        return "0", "#f5f5f5"
-    return str(count), colours[min(len(colours), len(str(count)) + (count > 4)) - 1]
-
-
-def _figure(changes: pd.DataFrame, exits: pd.DataFrame) -> Figure:
-    """Two matrices side by side: what is touched, and what is left."""
-    names, ways = exits["mechanism"].unique(), exits["exit"].unique()
-    left = exits.pivot(index="mechanism", columns="exit", values="leftovers").loc[names, ways]
-    sides = {
-        "touched while open, by reach": (_while_open(changes).loc[names], _OPEN_COLOURS),
-        "left behind, by way of leaving": (left, _LEFT_COLOURS),
-    }
-    with style():
-        figure, panels = new_figure(1, 2, width=9.4, height=1.7 + 0.26 * len(names), sharey=True)
-        for panel, (title, (counts, colours)) in zip(panels, sides.items(), strict=True):
-            panel.set_title(title, y=1, pad=_TITLE_PAD)
-            cells: dict[Any, int] = counts.stack().to_dict()
-            looks = {place: _shade(count, colours) for place, count in cells.items()}
-            draw_cells(panel, list(counts.index), list(counts.columns), looks)
-    figure.set_label(
-        "Entries touched while a scope is open, by mechanism and reach, and entries left behind, "
-        "by mechanism and way of leaving"
+def _touched_table(changes: pd.DataFrame, exits: pd.DataFrame) -> ResultTable:
+    left = [f"{name} ({n})" for name, n in _left(exits, ours=False).items() if n]
+    note = (
+        "Entries that differ from before, on a Llama of two layers: hooks, attributes, registry "
+        "entries, frames on the stack as the first layer stores its keys, and so on. Of the other "
+        f"mechanisms something is left by {', '.join(left) or 'none'}."
     )
-    return figure
-
-
-def _touched_table(changes: pd.DataFrame, exits: pd.DataFrame) -> pd.DataFrame:
-    opened = _while_open(changes)
-    opened["left, at most"] = exits.groupby("mechanism")["leftovers"].max()
+    touched = by_reach(changes, ["mechanism"], OPEN, RUNNING)
+    touched["left, at most"] = exits.groupby("mechanism")["leftovers"].max()
     kinds = changes[changes["when"] == OPEN].groupby("mechanism")["kind"].unique()
-    opened["what"] = kinds.map(", ".join).reindex(opened.index, fill_value="")
-    return opened.reset_index()
+    touched["what"] = kinds.map(", ".join).reindex(touched.index, fill_value="")
+    return frame_table(note, touched.reset_index(), None)
 
 
-def _library_tables(libraries: pd.DataFrame) -> list[ResultTable]:
-    """What was audited, and what was not and why, as far as there are such."""
-    keys, is_failed = ["library", "version", "subject"], libraries["error"].fillna("") != ""
-    failed, audited = libraries[is_failed], libraries[~is_failed]
-    tables = []
-    if not audited.empty:
-        left = by_reach(audited, keys, LEFT).drop(columns=REACHES[0]).add_prefix("left: ")
-        left.insert(0, "while open", by_reach(audited, keys, OPEN).sum(axis=1))
-        note = (
-            "Libraries, audited in the same way: entries that differ while open (all reaches), "
-            "and those that are left, by reach. Modules that an import loads are not counted."
-        )
-        tables.append(_result(note, left.reset_index()))
-    if not failed.empty:
-        shown = failed[["library", "subject", "error"]].fillna("")
-        tables.append(_result("Libraries that were not audited:", shown))
-    return tables
-
-
-def _result(note: str, table: pd.DataFrame) -> ResultTable:
-    return ResultTable(note, list(table.columns), list(table.itertuples(index=False)), left=None)
+def _library_table(libraries: pd.DataFrame) -> ResultTable:
+    """What libraries touch and leave; of those that were not audited, why."""
+    note = (
+        "Libraries, audited in the same way: entries that differ while open (all reaches), and "
+        "those that are left, by reach. Modules that an import loads are not counted."
+    )
+    keys = ["library", "version", "subject"]
+    told = libraries.fillna(dict.fromkeys((*keys, "error"), ""))
+    found = by_reach(told, keys, LEFT).drop(columns=CALL).add_prefix("left: ")
+    found.insert(0, "while open", by_reach(told, keys, OPEN).sum(axis=1))
+    found = found.astype(object)
+    found["error"] = told.drop_duplicates(keys).set_index(keys)["error"]
+    found.loc[found["error"] != "", found.columns[:-1]] = ""
+    return frame_table(note, found.reset_index(), None)
 
 
 class Intrusiveness(Experiment[Options]):
@@ -331,13 +268,12 @@ class Intrusiveness(Experiment[Options]):
                     f"{folder} holds no virtual environment: there is no bin/python in it"
                 )
         environments = options.environment or [ROOT / name for name in ENVIRONMENTS]
-        opened = mechanisms()
         changes, exits = [], []
         with ThreadPoolExecutor() as pool:
             libraries = pool.map(audit_libraries, environments)
-            for name in progress.track(opened, description=self.name):
-                changes.append(touched(opened[name]).assign(mechanism=name))
-                exits += [{"mechanism": name, **leftovers(opened[name], how)} for how in EXITS]
+            for name in progress.track(TRIED, description=self.name):
+                changes.append(touched(TRIED[name]).assign(mechanism=name))
+                exits += [{"mechanism": name, **leftovers(TRIED[name], how)} for how in EXITS]
         table = pd.concat(changes, ignore_index=True)
         return {
             "intrusiveness": table[["mechanism", *table.columns.drop("mechanism")]],
@@ -357,34 +293,34 @@ class Intrusiveness(Experiment[Options]):
         return [Finding("left", text, "get the model back as it was", verdict)]
 
     def views(self, tables: Tables) -> list[ResultTable]:
-        changes, exits = tables["intrusiveness"], tables["intrusiveness_exits"]
-        left = [f"{name} ({n})" for name, n in _left(exits, ours=False).items() if n]
-        touched_note = (
-            "Entries that differ from before, on a Llama of two layers: hooks, attributes, "
-            "registry entries, frames on the stack as the first layer stores its keys, and so on. "
-            f"Of the other mechanisms something is left by {', '.join(left) or 'none'}."
-        )
-        return [
-            _result(touched_note, _touched_table(changes, exits)),
-            *_library_tables(tables["intrusiveness_libraries"]),
-        ]
+        touched = _touched_table(tables["intrusiveness"], tables["intrusiveness_exits"])
+        return [touched, _library_table(tables["intrusiveness_libraries"])]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
-        return {"intrusiveness": _figure(tables["intrusiveness"], tables["intrusiveness_exits"])}
+        """Two heat maps side by side: what is touched, and what is left."""
+        exits = tables["intrusiveness_exits"]
+        left = exits.pivot_table("leftovers", "mechanism", "exit", sort=False)
+        touched = by_reach(tables["intrusiveness"], ["mechanism"], OPEN, RUNNING).loc[left.index]
+        panels = {"touched while open, by reach": touched, "left behind, by way of leaving": left}
+        label = (
+            "Entries touched while a scope is open, by mechanism and reach, and entries left "
+            "behind, by mechanism and way of leaving"
+        )
+        return {"intrusiveness": heat_maps(panels, label, "{:.0f}", columns=2)}
 
     def related(self, tables: Tables) -> list[Related]:
-        own, left = tables["intrusiveness_exits"], tables["intrusiveness_libraries"]
-        kvpress = (left["library"] == "kvpress") & (left["when"] == LEFT)
-        # What an import loads is not what it changes.
-        theirs = left[kvpress & (left["kind"] != "imported module")]
+        exits, libraries = tables["intrusiveness_exits"], tables["intrusiveness_libraries"]
+        theirs = libraries[(libraries["library"] == "kvpress") & libraries["when"].notna()]
         if theirs.empty:
             return []
-        version, ours = theirs["version"].iloc[0], _left(own, ours=True).sum()
-        by = theirs.groupby("subject")["changes"].sum()
-        behind = ", ".join(f"{subject} {count:.0f}" for subject, count in by.items())
+        counts = by_reach(theirs, ["subject"], LEFT).sum(axis=1)
+        behind = ", ".join(f"{subject} {count}" for subject, count in counts.items() if count)
         says = "A press is a context manager: its hooks are there for the block."
-        here = f"Entries that kvpress {version} leaves behind, in the same audit: {behind}; "
-        return [Related("left", KVPRESS, says, f"{here}here {ours}.")]
+        here = (
+            f"Entries that kvpress {theirs['version'].iloc[0]} leaves behind, in the same audit: "
+            f"{behind}; here {_left(exits, ours=True).sum()}."
+        )
+        return [Related("left", KVPRESS, says, here)]
 
     def contrasts(self, tables: Tables) -> list[Contrast]:
         own, others = (_left(tables["intrusiveness_exits"], ours) for ours in (True, False))

@@ -29,6 +29,7 @@ from transformers import DynamicCache, PreTrainedModel
 import hooks_impl
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Claim, Contrast, Experiment, Finding, Tables
+from experiments.framework.frames import wide_table
 from experiments.framework.intervals import METHOD, bracket, bracketed, median_interval
 from experiments.framework.options import Device, Dtype, at_least, several
 from experiments.framework.own_model import OwnModel, Planned
@@ -79,6 +80,7 @@ class Options:
     ] = (4, 28, 64)
     press: Annotated[tuple[str, ...], several(str, "Press to measure, such as SnapKV.")] = (
         "KnormPress",  # needs no queries
+        "DecodingPress",  # counts every step, and is between its intervals
         "SnapKVPress",
     )
     context: Annotated[int, typer.Option(min=2, help="Tokens of the context.")] = 256
@@ -165,6 +167,17 @@ def can_compile(device: str, progress: Progress) -> bool:
     return True
 
 
+def between_intervals(
+    condition: Condition, model: PreTrainedModel, **asked: Any
+) -> Callable[[], Any]:
+    """`scope_of`; of a press that prunes at intervals, one whose interval is not over."""
+    opens = scope_of(condition, model, **asked)
+    if condition.press != "DecodingPress":
+        return opens
+    press: Any = opens.func  # type: ignore[attr-defined]
+    return partial(replace(press, compression_interval=1 << 20), model)
+
+
 def compare(times: Mapping[Condition, Array], **told: str) -> Iterator[dict[str, Any]]:
     """Every press against the bare model, and other mechanisms against hooks.
 
@@ -204,7 +217,7 @@ def rows_of(
     """
     models = {spec.name: spec.load() for spec in specs}
     asked = conditions(presses, [RATIO], ("hook", "patch" if of_kvpress is None else NAME))
-    scope = partial(scope_of, context=context, of_kvpress=of_kvpress)
+    scope = partial(between_intervals, context=context, of_kvpress=of_kvpress)
     scopes = {name: {one: scope(one, model) for one in asked} for name, model in models.items()}
     turns = {"rounds": rounds, "advance": advance}
     for name, model in models.items():
@@ -242,6 +255,8 @@ def measure(options: Options, progress: Progress) -> pd.DataFrame:
     if python is None:
         return table
     progress.update(task, description=NAME)
+    # kvpress's has something to do at once: the cache is longer than its target.
+    asked["presses"] = [name for name in presses if name != "DecodingPress"]
     return pd.concat([table, rows_with_kvpress(python, __name__, **asked)], ignore_index=True)
 
 
@@ -328,17 +343,13 @@ class Overhead(Experiment[Options]):
         return found
 
     def views(self, tables: Tables) -> list[ResultTable]:
-        table = tables["overhead"]
-        cells = table.assign(
-            over=table["mechanism"] + " / " + table["baseline"],
-            cell=[bracketed(row, "ratio") for row in table.to_dict("records")],
-            press=table["press"].map(press_label),
+        rows = tables["overhead"]
+        rows = rows.assign(
+            over=rows["mechanism"] + " / " + rows["baseline"], press=rows["press"].map(press_label)
         )
-        keys = ["model", "phase", "press"]
-        shown = cells.pivot_table("cell", keys, "over", aggfunc="first", sort=False, fill_value="")
+        cells = [bracketed(row, "ratio") for row in rows.to_dict("records")]
         note = f"Ratios of times of decode steps: medians, with {METHOD} over rounds."
-        rows = shown.reset_index().to_numpy().tolist()
-        return [ResultTable(note, [*keys, *shown.columns], rows, left=3)]
+        return [wide_table(note, rows, ["model", "phase", "press"], "over", cells)]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
         shown = tables["overhead"].query("baseline == 'bare'")

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar
 
 import pandas as pd
 import torch
 import typer
-from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
 from rich.progress import Progress
 from torch import Tensor
@@ -25,19 +24,13 @@ import hooks_impl
 from experiments import UserError
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Claim, Experiment, Finding, Related, Tables
-from experiments.framework.heatmap import draw_cells
-from experiments.framework.intervals import METHOD, bracket, mean_interval
+from experiments.framework.frames import heat_maps, wide_table
+from experiments.framework.intervals import METHOD, bracketed, mean_interval
 from experiments.framework.options import Device, Dtype, checked_positive_share, several
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
-from experiments.framework.plots import (
-    NO_PRESS,
-    mechanism_colour,
-    new_figure,
-    press_label,
-    style,
-)
+from experiments.framework.plots import NO_PRESS, press_label
 from experiments.framework.tables import ResultTable
-from experiments.framework.works import KNORM, KVZIP, SNAPKV
+from experiments.framework.works import KNORM, KVZIP
 from experiments.loading import load_model, short_name
 from experiments.testbed.asking import (
     SEEN,
@@ -48,7 +41,7 @@ from experiments.testbed.asking import (
     check_vocabulary,
 )
 from experiments.testbed.facts import draw
-from experiments.testbed.recipes import MECHANISMS, press_name, recipe
+from experiments.testbed.recipes import press_name, recipe_pair
 from press_core import PressError
 
 LEFT_OUT: dict[str, tuple[str, ...]] = {
@@ -84,12 +77,9 @@ class Options:
         tuple[float, ...],
         several(float, "Share of the tokens to evict, in (0, 1).", checked_positive_share),
     ] = (0.8, 0.9)
-    samples: Annotated[int, typer.Option(min=1, help="Contexts compressed without a question.")] = (
+    samples: Annotated[int, typer.Option(min=1, help="Contexts, with or without a question.")] = (
         Task.samples
     )
-    seen_samples: Annotated[
-        int, typer.Option(min=1, help="Contexts compressed together with a question.")
-    ] = Task.seen_samples
     context: Annotated[int, typer.Option(min=2, help="Words in a context.")] = Task.context
     facts: Annotated[int, typer.Option(min=1, help="Facts in a context.")] = Task.facts
     model: Annotated[
@@ -102,26 +92,7 @@ class Options:
     @property
     def task(self) -> Task:
         """How the questions are drawn."""
-        return Task(self.context, self.facts, self.samples, self.seen_samples, self.seed)
-
-
-class Condition(NamedTuple):
-    """One curve point: what compresses, by which mechanism, and how much."""
-
-    press: str
-    mechanism: str
-    ratio: float
-
-    def make(self, length: int) -> Any:
-        """The press for contexts of `length` tokens, None where there is none."""
-        if self.press == NO_PRESS:
-            return None
-        return recipe(MECHANISMS[self.mechanism], self.press, self.ratio, length)
-
-    @property
-    def questions(self) -> tuple[str, ...]:
-        """The kinds of question that it can be asked."""
-        return (SEEN,) if self.press in NEEDS_QUESTION else (UNSEEN, SEEN)
+        return Task(self.context, self.facts, self.samples, self.samples, self.seed)
 
 
 def press_names() -> list[str]:
@@ -129,79 +100,82 @@ def press_names() -> list[str]:
     return sorted(set(hooks_impl.PRESSES) - set(NOT_COMPARED))
 
 
-def conditions(model: PreTrainedModel, options: Options, progress: Progress) -> Iterator[Condition]:
-    """The bare model, and every press with every mechanism at every ratio.
-
-    Presses that do not suit the model are left out, and named.
+def suited(model: PreTrainedModel, options: Options, progress: Progress) -> Iterator[str]:
+    """Names of the presses to measure; those that do not suit the model are left out, and told.
 
     Raises:
-        UserError: if a press that was asked for is not compared, or does not suit the model.
+        UserError: if a press that was asked for is not compared.
+        PressError: if one that was asked for does not suit the model.
     """
-    yield Condition(NO_PRESS, "bare", 0.0)
-    names = [press_name(name) for name in options.press] or press_names()
-    for name, mechanism in product(names, MECHANISMS):
+    for name in [press_name(given) for given in options.press] or press_names():
         if name in NOT_COMPARED:
             known = ", ".join(map(press_label, press_names()))
             reason = NOT_COMPARED[name]
             raise UserError(f"{name} is not compared here ({reason}); choose from {known}")
-        own = [Condition(name, mechanism, ratio) for ratio in options.ratio]
         try:
-            for condition in own:
-                condition.make(options.context).register(model).remove()
+            for ratio in options.ratio:
+                for press in recipe_pair(name, ratio, options.context):
+                    press.register(model).remove()
         except PressError as error:
-            refusal = f"{name} ({mechanism}): {error}"
             if options.press:
-                raise UserError(refusal) from error
-            progress.console.print(f"left out: {refusal}", style="yellow", markup=False)
+                raise
+            progress.console.print(f"left out: {name}: {error}", style="yellow", markup=False)
         else:
-            yield from own
+            yield name
 
 
 def measure(
-    model: PreTrainedModel, conditions: Sequence[Condition], task: Task, progress: Progress
+    model: PreTrainedModel,
+    presses: Sequence[str],
+    ratios: Sequence[float],
+    task: Task,
+    progress: Progress,
 ) -> Tables:
-    """Answer the questions of `task` under every condition.
+    """Answer the questions of `task` without a press, and with each press at each ratio.
 
     Returns:
-        `quality`: a row per condition and kind of question; shares in [0, 1], `low` and `high` the
-        interval over contexts. `quality_agreement`: per press, ratio and kind of question that both
-        mechanisms answered, how many answers (tokens) are the same.
+        `quality`: a row per press, ratio, mechanism and kind of question; shares in [0, 1], `low`
+        and `high` the interval over contexts. `quality_agreement`: per press, ratio and kind of
+        question, how many answers (tokens) of the two mechanisms are the same.
     """
     batches = {question: task.batches(question) for question in _PROTOCOLS}
-    work = [(question, c) for question in _PROTOCOLS for c in conditions if question in c.questions]
     rows: list[dict[str, Any]] = []
-    answered: dict[tuple[str, float, str], dict[str, Tensor]] = {}
-    for question, condition in progress.track(work, description="quality"):
-        press, answer = condition.make(task.context), _PROTOCOLS[question]
-        answers = torch.cat([answer(model, press, batch) for batch in batches[question]])
-        truth = torch.cat([b.answer_ids[:, : answers.shape[1]] for b in batches[question]])
-        right = (answers == truth).double().mean(dim=1)  # of each context
-        low, high = mean_interval(right)
-        rows.append(
-            condition._asdict()
-            | {"question": question, "accuracy": float(right.mean()), "low": low, "high": high}
-            | {"samples": len(truth), "answers": truth.numel()}
-            | {"context": task.context, "facts": task.facts}
-        )
-        key = condition.press, condition.ratio, question
-        answered.setdefault(key, {})[condition.mechanism] = answers
-    return {"quality": pd.DataFrame(rows), "quality_agreement": _agreement(answered)}
+    agreement: list[dict[str, Any]] = []
+    work = [(NO_PRESS, 0.0), *product(presses, ratios)]
+    for press, ratio in progress.track(work, description="quality"):
+        made: dict[str, Any] = {"bare": None}
+        if press != NO_PRESS:
+            made = recipe_pair(press, ratio, task.context)._asdict()
+        for question, answer in _PROTOCOLS.items():
+            if question == UNSEEN and press in NEEDS_QUESTION:
+                continue
+            asked = {"press": press, "ratio": ratio, "question": question}
+            answers = {
+                mechanism: torch.cat([answer(model, opens, batch) for batch in batches[question]])
+                for mechanism, opens in made.items()
+            }
+            truth = torch.cat([batch.answer_ids for batch in batches[question]])
+            for mechanism, given in answers.items():
+                rows.append(asked | {"mechanism": mechanism} | _marks(given, truth))
+            if press != NO_PRESS:
+                same = int((answers["hook"] == answers["patch"]).sum())
+                agreement.append(asked | {"answers": answers["hook"].numel(), "same": same})
+    quality = pd.DataFrame(rows).assign(context=task.context, facts=task.facts)
+    return {"quality": quality, "quality_agreement": pd.DataFrame(agreement)}
 
 
-def _agreement(answered: dict[tuple[str, float, str], dict[str, Tensor]]) -> pd.DataFrame:
-    rows = [
-        (*key, answers["hook"].numel(), int((answers["hook"] == answers["patch"]).sum()))
-        for key, answers in answered.items()
-        if {"hook", "patch"} <= set(answers)
-    ]
-    return pd.DataFrame(rows, columns=["press", "ratio", "question", "answers", "same"])
+def _marks(answers: Tensor, truth: Tensor) -> dict[str, Any]:
+    right = (answers == truth[:, : answers.shape[1]]).double().mean(dim=1)  # of each context
+    low, high = mean_interval(right)
+    shares = {"accuracy": float(right.mean()), "low": low, "high": high}
+    return shares | {"samples": len(answers), "answers": answers.numel()}
 
 
 # ---- reading the tables --------------------------------------------------------------------------
 
 
 def compared(quality: pd.DataFrame) -> pd.DataFrame:
-    """A row per press, ratio and kind of question, of one mechanism; the best press first.
+    """A row per kind of question, press and ratio, of one mechanism; the best press first.
 
     The best is the one that answers most unseen questions, on average over ratios; last come those
     that were asked seen questions only.
@@ -209,38 +183,25 @@ def compared(quality: pd.DataFrame) -> pd.DataFrame:
     pressed = quality[quality["press"] != NO_PRESS]
     rows = pressed.drop_duplicates(["press", "ratio", "question"])
     means = rows.pivot_table(index="press", columns="question", values="accuracy")
-    order = [question for question in (UNSEEN, SEEN) if question in means]
-    best_first = list(means.sort_values(order, ascending=False).index)
-    return rows.sort_values("press", key=lambda names: names.map(best_first.index), kind="stable")
+    best = means.sort_values(list(means.columns[::-1]), ascending=False).index  # unseen first
+    rank = rows["press"].map(list(best).index)
+    order = ["question", "rank", "ratio"]
+    return rows.assign(rank=rank).sort_values(order, ascending=[False, True, True])
 
 
 def _figure(quality: pd.DataFrame) -> Figure:
     """Accuracy by press and compression ratio, a panel per kind of question."""
     rows = compared(quality)
-    names = [press_label(name) for name in rows["press"].unique()]
-    ratios = [f"{ratio:.0%}" for ratio in sorted(rows["ratio"].unique())]
-    width, height = 1.9 + 0.55 * 2 * len(ratios), 1.2 + 0.2 * len(names)
-    figure, axes = new_figure(columns=2, width=width, height=height, sharey=True)
-    with style():
-        for panel, question in zip(axes, (UNSEEN, SEEN), strict=True):
-            cells = {
-                (press_label(row["press"]), f"{row['ratio']:.0%}"): (
-                    f"{row['accuracy']:.0%}",
-                    to_hex(_SHADES(row["accuracy"])),
-                )
-                for row in rows[rows["question"] == question].to_dict("records")
-            }
-            draw_cells(panel, names, ratios, cells)
-            panel.set_title(question)
-            panel.set_xlabel("tokens evicted")
-    figure.set_label(
-        "Right answers in %, by press and share of the tokens evicted, the question unseen (left) "
-        "and seen (right) by the press"
+    named = rows.assign(
+        press=rows["press"].map(press_label), ratio=rows["ratio"].map("{:.0%}".format)
     )
-    return figure
-
-
-_SHADES = LinearSegmentedColormap.from_list("accuracy", ["#ffffff", mechanism_colour("hook")])
+    wide = named.pivot_table("accuracy", "press", ["question", "ratio"], sort=False)
+    return heat_maps(
+        {question: wide[question] for question in rows["question"].unique()},
+        "Right answers in %, by press and share of the tokens evicted, the question unseen (left) "
+        "and seen (right) by the press",
+        columns=rows["question"].nunique(),
+    )
 
 
 def _table(quality: pd.DataFrame) -> ResultTable:
@@ -249,24 +210,16 @@ def _table(quality: pd.DataFrame) -> ResultTable:
     bare = quality[quality["press"] == NO_PRESS].set_index("question")["accuracy"]
     whole = " and ".join(f"{share:.1%} ({question})" for question, share in bare.items())
     note = (
-        f"Right answers in % of `{first['model']}` about contexts of {first['context']} words with "
+        f"Right answers of `{first['model']}` about contexts of {first['context']} words with "
         f"{first['facts']} facts, by whether the press saw the question, with {METHOD} over "
         f"contexts (none where all contexts agree). With nothing evicted it is {whole}."
     )
-    cells = [
-        f"{100 * row['accuracy']:.0f}{bracket(100 * row['low'], 100 * row['high'], '.0f')}"
-        for row in rows.to_dict("records")
-    ]
-    by_press = rows.assign(cell=cells).pivot(
-        index="press", columns=["question", "ratio"], values="cell"
+    cells = [bracketed(row, "accuracy", ".0%") for row in rows.to_dict("records")]
+    named = rows.assign(
+        press=rows["press"].map(press_label),
+        asked=rows["question"] + rows["ratio"].map(", {:.0%} evicted".format),
     )
-    columns: list[Any] = sorted(
-        by_press.columns, key=lambda column: (column[0] != UNSEEN, column[1])
-    )
-    lines = by_press.loc[rows["press"].unique(), columns].fillna("")
-    head = [f"{question}, {ratio:.0%} evicted" for question, ratio in columns]
-    shown = [[press_label(str(name)), *line] for name, line in lines.iterrows()]
-    return ResultTable(note, ["press", *head], shown)
+    return wide_table(note, named, ["press"], "asked", cells)
 
 
 _GOOD = 0.8
@@ -303,10 +256,6 @@ _PAPERS = {
         KVZIP,
         "Caches become three to four times smaller with negligible loss, the question unseen.",
     ),
-    "SnapKVPress": (
-        SNAPKV,
-        "Chooses tokens by what the end of the prompt, the question among it, attends to.",
-    ),
     "KnormPress": (
         KNORM,
         "Evicts half of the cache in needle-in-a-haystack tests, and 90% in passkey retrieval, "
@@ -335,7 +284,7 @@ class Quality(Experiment[Options]):
     )
     evidence = Evidence.MODEL
     full = Options()
-    quick = Options(ratio=(0.8,), samples=6, seen_samples=6)
+    quick = Options(ratio=(0.8,), samples=6)
     claims: ClassVar = {
         "agreement": Claim(replace(quick, press=("SnapKVPress", "AdaKVPress", "KnormPress"))),
     }
@@ -350,8 +299,8 @@ class Quality(Experiment[Options]):
             raise UserError(f"--context, --facts: {error}") from error
         model, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
         check_vocabulary(tokenizer, options.model)
-        measured = list(conditions(model, options, progress))
-        tables = measure(model, measured, options.task, progress)
+        presses = list(suited(model, options, progress))
+        tables = measure(model, presses, options.ratio, options.task, progress)
         quality = tables["quality"].assign(model=short_name(options.model))
         return tables | {"quality": quality}
 

@@ -41,7 +41,7 @@ from experiments.framework.experiment import Claim, Experiment, Finding, Related
 from experiments.framework.intervals import METHOD, bracket, mean_interval
 from experiments.framework.options import Device, Dtype
 from experiments.framework.own_model import OwnModel, Planned
-from experiments.framework.plots import INK, MUTED, label_lines, new_figure, press_colour, style
+from experiments.framework.plots import GREEN, INK, MUTED, ORANGE, PURPLE, new_figure, style
 from experiments.framework.tables import ResultTable
 from experiments.framework.timing import threads
 from experiments.framework.works import STREAMING_LLM
@@ -67,9 +67,9 @@ a tenth higher."""
 
 COLOURS = {
     FULL: INK,
-    WINDOW: press_colour("KnormPress"),
-    SINKS: press_colour("ExpectedAttentionPress"),
-    IN_CACHE: press_colour("ObservedAttentionPress"),
+    WINDOW: ORANGE,
+    SINKS: PURPLE,
+    IN_CACHE: GREEN,
 }
 """How streams are drawn."""
 
@@ -101,9 +101,6 @@ class Options:
         Path | None,
         typer.Option(help="Text to stream; by default Python's standard library, held out."),
     ] = None
-    threads: Annotated[
-        int, typer.Option(min=1, help="Threads of torch; small models want one.")
-    ] = 1
     dtype: Dtype = "float32"
     device: Device = "cpu"
 
@@ -219,16 +216,16 @@ def _figure(streaming: pd.DataFrame) -> Figure:
     """Loss along the text, above that of a recomputed window."""
     length = streaming["end"].max()
     with style():
-        figure, (panel,) = new_figure(width=5.4, height=3.2)
+        figure, (panel,) = new_figure(width=5.4, height=3.7)
         for cache, colour in COLOURS.items():
-            rows, label = rows_of(streaming, cache), str(cache).replace(", ", ",\n")
+            rows, label = rows_of(streaming, cache), str(cache)
             panel.plot(rows["first"], rows["above"], color=colour, linewidth=1.2, label=label)
         evicts = streaming["capacity"].iloc[0] + 1
         panel.axvline(evicts, color=MUTED, linewidth=1, linestyle=":")
         panel.set(xlim=(0, length), xlabel="tokens read")
         panel.set_ylabel("nats per token above a recomputed window")
         panel.xaxis.set_major_formatter("{x:,.0f}")
-        label_lines(panel, gap=0.07)
+        figure.legend(loc="outside lower left", ncols=2)
     figure.set_label(
         f"Loss of {streaming['model'].iloc[0]} along a text of {length:,} tokens, above that of a "
         "window recomputed for each query. Dotted: bounded caches begin to evict"
@@ -348,7 +345,7 @@ class Streaming(Experiment[Options]):
         model, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
         size = size_for(model, options)
         text = read_text(tokenizer, size.tokens, options.text)
-        with threads(options.threads):
+        with threads(1):  # more only get in the way of small models
             streaming = stream_text(model, text, size, progress)
         return {"streaming": streaming.assign(model=short_name(options.model))}
 

@@ -19,9 +19,7 @@ from typing import Annotated, Any
 import pandas as pd
 import torch
 import typer
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch as Swatch
 from rich.progress import Progress
 from transformers import DynamicCache, PreTrainedModel
 
@@ -53,8 +51,7 @@ _CALLED = {
     ("patch", "_decoder"): "wrapper of the decoder",
 }
 """What events call the functions of the two files."""
-_CONCLUDING = ("forward hook", "wrapper")
-"""What is done with a layer when it returns."""
+_ATTENDED = "attention has run over"
 
 
 @dataclass(frozen=True)
@@ -107,9 +104,7 @@ class Recorder:
         self._forwards = {inspect.unwrap(type(module).forward).__code__ for module in modules}
         self._file = _MECHANISMS[mechanism].__file__
         self._held: dict[int, _Held] = {}  # by layer, at the last event
-        self._before: dict[tuple[int, int], int] = {}  # keys that layers held, by step and layer
-        self._done: set[tuple[int, int]] = set()  # where attention has run
-        self._open: list[tuple[FrameType, int | None, int]] = []  # calls of the mechanism
+        self._open: list[FrameType] = []  # calls of the mechanism
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -125,56 +120,43 @@ class Recorder:
         code, begins, ends = frame.f_code, what == "call", what == "return"
         if code in self._forwards and (begins or (ends and result is not None)):
             site = self._sites.get(id(frame.f_locals["self"]))
-            if site is not None:
-                (self._enters if begins else self._attended)(site, frame)
+            if site is not None and begins:
+                n = frame.f_locals["hidden_states"].shape[1]
+                enter = "hidden states enter" if n > 1 else "hidden state enters"
+                self._tell(site.layer_idx, f"{n} {enter}")
+            elif site is not None:
+                held = self._holds()[site.layer_idx]
+                self._tell(site.layer_idx, f"{_ATTENDED} {held} keys")
         elif ends and code is TokenScorer.checked_scores.__code__ and result is not None:
             press, layer = frame.f_locals["self"], frame.f_locals["call"].site.layer_idx
             name = press_label(type(press).__name__)
             self._tell(layer, f"{name} scores {result.shape[-1]} keys")
         elif begins and code.co_filename == self._file and self._name(code):
             self._calls(frame)
-        elif ends and self._open and self._open[-1][0] is frame:
+        elif ends and self._open and self._open[-1] is frame:
             self._returns(self._name(code))
 
-    def _tell(self, layer: int, event: str, **known: int) -> None:
+    def _tell(self, layer: int, event: str) -> None:
         self._held = self._holds()
-        place = {"mechanism": self.mechanism, "step": self.step, "layer": layer}
-        self.events.append({**place, "event": event, **known})
-
-    def _enters(self, site: AttentionSite, frame: FrameType) -> None:
-        n, place = frame.f_locals["hidden_states"].shape[1], (self.step, site.layer_idx)
-        known = {} if place in self._before else {"hidden_states_length": n}  # not run again
-        event = f"{n} hidden states enter" if n > 1 else "1 hidden state enters"
-        self._tell(site.layer_idx, event, **known)
-        self._before.setdefault(place, self._held.get(site.layer_idx, _Held()).mean)
-
-    def _attended(self, site: AttentionSite, frame: FrameType) -> None:
-        held, place = self._holds()[site.layer_idx], (self.step, site.layer_idx)
-        known = {} if place in self._done else {"keys_made": held.mean - self._before[place]}
-        self._done.add(place)
-        self._tell(site.layer_idx, f"attention has run over {held} keys", **known)
+        keys = self._held.get(layer, _Held()).mean
+        told = {"mechanism": self.mechanism, "step": self.step, "layer": layer}
+        self.events.append({**told, "event": event, "keys": keys})
 
     def _calls(self, frame: FrameType) -> None:
-        """Torch calls a hook, or the model a wrapper: of a layer or, None, of the decoder."""
-        given = [self._sites.get(id(value), value) for value in frame.f_locals.values()]
-        layers = [site.layer_idx for site in given if isinstance(site, AttentionSite)]
-        self._open.append((frame, layers[0] if layers else None, len(self.events)))
-        if layers:
-            self._tell(layers[0], self._name(frame.f_code))
+        """Torch calls a hook, or the model a wrapper: of a layer or of the decoder."""
+        self._open.append(frame)
+        for site in (self._sites.get(id(value), value) for value in frame.f_locals.values()):
+            if isinstance(site, AttentionSite):
+                self._tell(site.layer_idx, self._name(frame.f_code))
+                break
 
     def _returns(self, name: str) -> None:
         """What was called has ended: tell what it did to the layers."""
-        _, own, began = self._open.pop()
-        if own is not None and len(self.events) == began + 1:
-            self.events.pop()  # nothing has happened in between: one line is enough
-        before, after = self._held, self._holds()
-        for layer, held in after.items():
-            known: dict[str, int] = {}
-            did = f" prunes {before[layer]} → {held}" if held != before.get(layer, held) else ""
-            if layer == own and (self.step, layer) in self._done and name in _CONCLUDING:
-                did, known = did or f" leaves {held} keys", {"keys_kept": held.mean}
-            if did or layer == own:
-                self._tell(layer, name + did, **known)
+        self._open.pop()
+        before = self._held
+        for layer, held in self._holds().items():
+            if held != before.get(layer, held):
+                self._tell(layer, f"{name} prunes {before[layer]} → {held}")
 
     def _name(self, code: CodeType) -> str:
         return _CALLED.get((self.mechanism, code.co_name), "")
@@ -183,9 +165,6 @@ class Recorder:
         own = {site.layer_idx for site in self._sites.values()}
         lengths = enumerate(kept_lengths(self.cache))
         return {layer: _Held(of.flatten().tolist()) for layer, of in lengths if layer in own}
-
-
-_LENGTHS = ["hidden_states_length", "keys_made", "keys_kept"]
 
 
 def trace(
@@ -204,10 +183,8 @@ def trace(
 
     Returns:
         A row per event, in order: the `mechanism`, "hook" or "patch"; the `step`, 0 for the
-        prefill; the `layer`; the `event`, in words. Where they are a matter of the event:
-        `hidden_states_length`, tokens whose hidden states entered; `keys_made`, keys per head that
-        the layer added to its cache; and `keys_kept`, keys per head that the cache holds once the
-        hook or wrapper of the attention module is done, the mean where heads differ.
+        prefill; the `layer`; the `event`, in words; and how many `keys` per head the cache of the
+        layer then holds, the mean where heads differ.
 
     Raises:
         PressError: if a press does not fit the model.
@@ -225,17 +202,17 @@ def trace(
                     logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
                 ids = logits[:, -1:].argmax(dim=-1)
         events += recorder.events
-    table = pd.DataFrame(events, columns=["mechanism", "step", "layer", "event", *_LENGTHS])
-    return table.astype(dict.fromkeys(_LENGTHS, "Int64"))
+    return pd.DataFrame(events)
 
 
 # ---- reading the table ---------------------------------------------------------------------------
 
 
 def _prefill(trace: pd.DataFrame, mechanism: str) -> pd.DataFrame:
-    """What came into each layer in the prefill, was made and kept there, with one mechanism."""
+    """Keys that each layer made and kept in the prefill, with one mechanism."""
     rows = trace[(trace["step"] == 0) & (trace["mechanism"] == mechanism)]
-    return rows.groupby("layer")[_LENGTHS].last().astype("Int64")
+    made = rows[rows["event"].str.startswith(_ATTENDED)].groupby("layer")["keys"].first()
+    return pd.DataFrame({"made": made, "kept": rows.groupby("layer")["keys"].last()})
 
 
 def _event_table(trace: pd.DataFrame) -> ResultTable:
@@ -254,31 +231,24 @@ def _event_table(trace: pd.DataFrame) -> ResultTable:
     return ResultTable(note, ["", "hooks", "patches"], lines, left=None)
 
 
-_LEGEND = {"hidden states that enter": GRID, "keys made": "#b9b9b9", "keys kept": "#555555"}
-
-
 def _figure(trace: pd.DataFrame) -> Figure:
-    """What enters, is made and stays in each layer, a panel per mechanism."""
-    height = 1.4 + min(0.6 * trace["layer"].nunique(), 10)
-    figure, axes = new_figure(columns=2, width=9.0, height=height, sharex=True, sharey=True)
+    """Keys that each layer makes and keeps in the prefill, a panel per mechanism."""
+    height = 1.2 + min(0.4 * trace["layer"].nunique(), 10)
+    figure, axes = new_figure(columns=2, width=7.2, height=height, sharex=True, sharey=True)
     with style():
         for panel, mechanism in zip(axes, _MECHANISMS, strict=True):
-            layers, colour = _prefill(trace, mechanism), mechanism_colour(mechanism)
-            layers.index = pd.Index([f"layer {layer}" for layer in layers.index])
-            pale = tuple(1 - 0.35 * (1 - channel) for channel in to_rgb(colour))
-            looks: Any = {"color": [GRID, pale, colour], "width": 0.8, "legend": False}
-            layers.astype(float).plot.barh(ax=panel, **looks)
+            layers = _prefill(trace, mechanism).rename(index="layer {}".format)
+            looks: Any = {"color": [GRID, mechanism_colour(mechanism)], "width": 0.8}
+            layers.plot.barh(ax=panel, legend=mechanism == "hook", **looks)
             bars: Any
             for bars in panel.containers:
                 panel.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=7.5)
-            panel.set(title={"hook": "hooks", "patch": "patches"}[mechanism], xlabel="tokens")
+            panel.set(title={"hook": "hooks", "patch": "patches"}[mechanism], xlabel="keys")
             panel.grid(axis="y", visible=False)
         axes[0].invert_yaxis()  # the forward runs from the top to the bottom
-        handles = [Swatch(color=colour, label=label) for label, colour in _LEGEND.items()]
-        figure.legend(handles=handles, loc="outside lower center", ncols=3)
     figure.set_label(
-        "Hidden states that enter each layer, keys that it makes, and keys that are kept once its "
-        "press has acted, during the prefill, with hooks (left) and with patches (right)"
+        "Keys that each layer makes, and keys that are kept once its press has acted, during the "
+        "prefill, with hooks (left) and with patches (right)"
     )
     return figure
 
@@ -322,8 +292,8 @@ class Trace(Experiment[Options]):
     def findings(self, tables: Tables) -> list[Finding]:
         hook, patch = (_prefill(tables["trace"], mechanism) for mechanism in _MECHANISMS)
         text = (
-            f"Of {hook['keys_made'].mean():,.0f} keys per head a layer keeps "
-            f"**{hook['keys_kept'].mean():,.0f}** once its own hook has run; a patch keeps "
+            f"Of {hook['made'].mean():,.0f} keys per head a layer keeps "
+            f"**{hook['kept'].mean():,.0f}** once its own hook has run; a patch keeps "
             f"{'as many' if hook.equals(patch) else 'others'}, at the same moment."
         )
         return [Finding("layers", text)]

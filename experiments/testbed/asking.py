@@ -119,6 +119,6 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """
     if not reads_facts(tokenizer):
         raise UserError(
-            f"{name!r} has another vocabulary than the facts task; give facts-llama, or a model "
-            "trained by `python -m experiments train facts`"
+            f"{name!r} has another vocabulary than the facts task; give facts-llama, a model "
+            "trained by `python -m experiments train facts`, or another task, such as synthetic"
         )

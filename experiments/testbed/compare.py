@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -171,6 +170,16 @@ class LayerState:
     values: Tensor
     positions: Tensor | None
 
+    def facts(self) -> dict[str, Any]:
+        """What has to be equal before tensors can be compared, by what it is."""
+        return {
+            "kinds of layer": self.kind,
+            "tokens seen": self.seen,
+            "shapes of the keys": _shape(self.keys),
+            "shapes of the values": _shape(self.values),
+            "positions known": _shape(self.positions),
+        }
+
     def position(self, row: int, head: int, slot: int) -> int:
         """Place in the sequence (padding counted) of what lies in `slot`.
 
@@ -200,18 +209,18 @@ class Difference:
 
     Attributes:
         where: what differs, and when.
+        hook_value, patch_value: what the two runs have there.
         layer, row, head: the first place where it does; None where there is no such thing.
         position: token of the sequence, padding counted.
-        hook_value, patch_value: what the two runs have there.
     """
 
     where: str
-    layer: int | None
-    row: int | None
-    head: int | None
-    position: int | None
     hook_value: int | float | str
     patch_value: int | float | str
+    layer: int | None = None
+    row: int | None = None
+    head: int | None = None
+    position: int | None = None
 
     def __str__(self) -> str:
         places = ("layer", "row", "head", "position")
@@ -245,10 +254,9 @@ def compare(
     if refusals[0] is not None and type(refusals[0]) is type(refusals[1]):
         raise refusals[0]
     if any(refusals):
-        said = [f"{type(r).__name__}: {r}" if r else "runs" for r in refusals]
-        return Difference("refusals", None, None, None, None, *said)
-    pairs = zip(*(_parts(run) for run in runs if isinstance(run, Trace)), strict=False)
-    return next(filter(None, starmap(_difference, pairs)), None)
+        said = (f"{type(r).__name__}: {r}" if r else "runs" for r in refusals)
+        return Difference("refusals", next(said), next(said))
+    return next(_differences(*(run for run in runs if isinstance(run, Trace))), None)
 
 
 def run(model: PreTrainedModel, presses: Presses, inputs: Inputs) -> Trace:
@@ -290,69 +298,40 @@ def _state(layer: Any) -> LayerState:
     return LayerState(kind, seen, keys, values, positions)
 
 
-class Part(NamedTuple):
-    """One thing that a run left, and where.
-
-    Attributes:
-        where: what it is, and when.
-        layer: index of its layer; None: it is of none.
-        value: a fact or a tensor.
-        state: what the layer holds.
-        past: of logits, the tokens before their forward.
-    """
-
-    where: str
-    layer: int | None
-    value: Any
-    state: LayerState | None = None
-    past: int = 0
-
-
-def _parts(trace: Trace) -> Iterator[Part]:
-    """All that is compared, in order: where tensors follow, their shapes are the same."""
-    yield from _parts_of_cache("after the prefill", trace.pruned)
+def _differences(hook: Trace, patch: Trace) -> Iterator[Difference]:
+    """What differs, in the order in which it came about."""
+    yield from _between_caches("after the prefill", hook.pruned, patch.pruned)
     past = 0
-    for index, logits in enumerate(trace.logits):
+    for index, logits in enumerate(zip(hook.logits, patch.logits, strict=False)):
         forward = f"forward {index} after the prefill" if index else "the prefill"
-        yield Part(f"logits of {forward}", None, logits, past=past)
-        past += logits.shape[1]
-    yield from _parts_of_cache("at the end", trace.final)
+        if at := _first_unequal(*logits):
+            mine, theirs = (float(of_one[tuple(at)]) for of_one in logits)
+            place = {"row": at[0], "position": past + at[1]}
+            yield Difference(f"logits of {forward}", mine, theirs, **place)
+        past += logits[0].shape[1]
+    yield from _between_caches("at the end", hook.final, patch.final)
 
 
-def _parts_of_cache(when: str, layers: list[LayerState]) -> Iterator[Part]:
-    yield Part(f"numbers of layers {when}", None, len(layers))
-    for index, state in enumerate(layers):
-        parts = {
-            "kinds of layer": state.kind,
-            "tokens seen": state.seen,
-            "shapes of the keys": _shape(state.keys),
-            "shapes of the values": _shape(state.values),
-            "positions known": _shape(state.positions),
-            "kept positions": state.positions,
-            "keys": state.keys,
-            "values": state.values,
-        }
-        for what, value in parts.items():
-            yield Part(f"{what} {when}", index, value, state)
-
-
-def _difference(hook: Part, patch: Part) -> Difference | None:
-    """The first place in which two values differ; None if they are the same."""
-    if not isinstance(hook.value, Tensor):
-        if hook.value == patch.value:
-            return None
-        return Difference(hook.where, hook.layer, None, None, None, hook.value, patch.value)
-    at = _first_unequal(hook.value, patch.value)
-    if at is None:
-        return None
-    values = [part.value[tuple(at)].item() for part in (hook, patch)]
-    if hook.state is None:
-        return Difference(hook.where, None, at[0], None, hook.past + at[1], *values)
-    position = hook.state.position(*at[:3])
-    if hook.value is hook.state.positions:
-        # The smaller is kept by one of the two only; -1 marks a slot that is empty there.
-        position = max(values) if min(values) < 0 else min(values)
-    return Difference(hook.where, hook.layer, at[0], at[1], position, *values)
+def _between_caches(
+    when: str, hook: list[LayerState], patch: list[LayerState]
+) -> Iterator[Difference]:
+    if len(hook) != len(patch):
+        yield Difference(f"numbers of layers {when}", len(hook), len(patch))
+    for layer, states in enumerate(zip(hook, patch, strict=False)):
+        facts = [state.facts() for state in states]
+        for what, value in facts[0].items():
+            if value != facts[1][what]:
+                yield Difference(f"{what} {when}", value, facts[1][what], layer)
+        for what in ("positions", "keys", "values"):
+            both = [getattr(state, what) for state in states]
+            if at := None if both[0] is None else _first_unequal(*both):
+                values = [of_one[tuple(at)].item() for of_one in both]
+                position = states[0].position(*at[:3])
+                if what == "positions":
+                    # The smaller is kept by one of the two only; -1 marks a slot that is empty.
+                    position = max(values) if min(values) < 0 else min(values)
+                named = f"{'kept ' * (what == 'positions')}{what} {when}"
+                yield Difference(named, values[0], values[1], layer, at[0], at[1], position)
 
 
 def _shape(states: Tensor | None) -> str:

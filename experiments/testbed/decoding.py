@@ -7,8 +7,8 @@ and are compared round by round with the full cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from experiments.framework.intervals import median_interval
-from experiments.framework.timing import in_turn
+from experiments.framework.timing import Stopwatch, each_in_turn
 from experiments.testbed.variants import VARIANTS
 from experiments.testbed.variants import Kept as KeptByHeads
 from press_core import RaggedLayer, attention_sites, cache_nbytes
@@ -57,21 +56,18 @@ class Timed(NamedTuple):
     ratio: float = 0.0
 
 
-class Held(NamedTuple):
-    """A cache, and the scope that decodes it."""
-
-    cache: Cache
-    open: Callable[[], AbstractContextManager[Any]]
+Held = tuple[Cache, Callable[[], AbstractContextManager[Any]]]
+"""A cache, and what opens the scope that decodes it."""
 
 
 # ---- caches --------------------------------------------------------------------------------------
 
 
-def full_cache(model: PreTrainedModel, context: int, batch: int = 1) -> DynamicCache:
-    """A cache of `context` random tokens in each row."""
+def full_cache(model: PreTrainedModel, context: int) -> DynamicCache:
+    """A cache of `context` random tokens."""
     cache, generator = DynamicCache(config=model.config), torch.Generator().manual_seed(context)
     for site in attention_sites(model):
-        shape = 2, batch, site.num_kv_heads, context, site.head_dim
+        shape = 2, 1, site.num_kv_heads, context, site.head_dim
         states = torch.randn(shape, generator=generator).to(model.device, model.dtype)
         cache.update(states[0].clone(), states[1].clone(), site.layer_idx)
     return cache
@@ -108,56 +104,38 @@ def uniform_cache(full: Cache, ratio: float) -> DynamicCache:
 def caches(model: PreTrainedModel, context: int, ratios: tuple[float, ...]) -> dict[Timed, Held]:
     """Everything that is timed at one context length."""
     full = full_cache(model, context)
-    held = {Timed(FULL): Held(full, nullcontext)}
+    held: dict[Timed, Held] = {Timed(FULL): (full, nullcontext)}
     for ratio in ratios:
         uniform, kept = uniform_cache(full, ratio), head_budgets(full, ratio)
-        held[Timed(UNIFORM, ratio)] = Held(uniform, nullcontext)
+        held[Timed(UNIFORM, ratio)] = (uniform, nullcontext)
         for variant in VARIANTS.values():
             opened = partial(variant.open, model, kept)
             name = Timed(variant.name, ratio)
-            held[name] = Held(variant.cache(full, kept), opened)
+            held[name] = (variant.cache(full, kept), opened)
     return held
 
 
 # ---- times ---------------------------------------------------------------------------------------
 
 
-class Decoder:
-    """Runs one decode step after the other, each time on the cache whose turn it is."""
+@torch.inference_mode()
+def step_seconds(model: PreTrainedModel, cache: Cache, context: int) -> float:
+    """What it takes to decode one token, which is taken away again: `context` tokens stay.
 
-    def __init__(self, model: PreTrainedModel, context: int, batch: int = 1) -> None:
-        self.model, self.context = model, context
-        self.token = torch.ones(batch, 1, dtype=torch.int64, device=model.device)
-        self.cache: Any = None
-        self.states: list[tuple[Tensor, Tensor]] = []
-
-    @contextmanager
-    def turn(self, held: Held) -> Iterator[None]:
-        """The time in which `held` is decoded."""
-        self.cache = held.cache
-        self.states = [(layer.keys, layer.values) for layer in held.cache.layers]
-        with held.open():
-            yield
-        self.restore()
-
-    def step(self) -> None:
-        """Decode one token."""
-        self.model(input_ids=self.token, past_key_values=self.cache)
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
-
-    def restore(self) -> None:
-        """Take the token away again: no state that was there has been written to.
-
-        The first three variants share the tensors of the full cache, which are put back, as a
-        step leaves longer copies; ragged layers write into the room that they have.
-        """
-        for layer, states in zip(self.cache.layers, self.states, strict=True):
-            decoded = layer.get_seq_length() - self.context
-            if decoded and isinstance(layer, RaggedLayer):
-                layer.crop(-decoded)
-            elif decoded:
-                layer.keys, layer.values = states
+    The first three variants share the tensors of the full cache, which are put back, as a step
+    leaves longer copies; ragged layers write into the room that they have.
+    """
+    before = [(layer.keys, layer.values) for layer in cache.layers]
+    token = torch.ones(1, 1, dtype=torch.int64, device=model.device)
+    watch = Stopwatch(model.device)
+    model(input_ids=token, past_key_values=cache)
+    watch.lap()
+    for layer, states in zip(cache.layers, before, strict=True):
+        if isinstance(layer, RaggedLayer):
+            layer.crop(context - layer.get_seq_length())
+        else:
+            layer.keys, layer.values = states
+    return watch.seconds()[0]
 
 
 @torch.inference_mode()
@@ -171,11 +149,15 @@ def decode_times(
         full cache over rounds, `low` and `high` its interval; `ms` and `full_ms` the median
         milliseconds, for context; `bytes` and `full_bytes` that the caches hold; `rounds`.
     """
-    held, decoder = caches(model, context, size.ratios), Decoder(model, context)
-    n_bytes = {name: cache_nbytes(one.cache) for name, one in held.items()}
-    scopes = {name: partial(decoder.turn, one) for name, one in held.items()}
-    run = partial(in_turn, scopes, decoder.step, prepare=decoder.restore, advance=advance)
-    times, full = run(rounds=size.rounds, repeats=size.repeats), Timed(FULL)
+    held = caches(model, context, size.ratios)
+
+    def quickest(name: Timed) -> float:
+        cache, opened = held[name]
+        with opened():
+            return min(step_seconds(model, cache, context) for _ in range(size.repeats))
+
+    times = each_in_turn(list(held), quickest, rounds=size.rounds, advance=advance)
+    n_bytes, full = {name: cache_nbytes(cache) for name, (cache, _) in held.items()}, Timed(FULL)
     rows = []
     for name, seconds in times.items():
         ratios = seconds / times[full]

@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import torch
 import yaml
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 _WORDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 KEYS: tuple[str, ...] = tuple(_WORDS["keys"].split())
@@ -37,28 +36,16 @@ _FIRST_VALUE = VOCABULARY.index(VALUES[0])
 _FIRST_FILLER = VOCABULARY.index(FILLER[0])
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The word-level tokenizer of `VOCABULARY`, which starts a text with ``<bos>``.
+def build_tokenizer() -> PreTrainedTokenizerBase:
+    """The word-level tokenizer of `VOCABULARY`, which ships with facts-llama.
 
-    With ``add_special_tokens=False`` it does not. A question mark is a token of its own, also
-    when no space separates it from a word. There is no end-of-sequence token: an answer is one
-    token long, so generation ends with ``max_new_tokens=1``.
+    It starts a text with ``<bos>``; with ``add_special_tokens=False`` it does not. A question mark
+    is a token of its own, also when no space separates it from a word. There is no end-of-sequence
+    token: an answer is one token long, so generation ends with ``max_new_tokens=1``.
     """
-    tokenizer = Tokenizer(
-        models.WordLevel({word: index for index, word in enumerate(VOCABULARY)}, unk_token=UNKNOWN)
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, _BOS_ID)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        bos_token=BOS,
-        unk_token=UNKNOWN,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
+    tokenizer: PreTrainedTokenizerBase
+    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[1] / "models" / "facts-llama")
+    return tokenizer
 
 
 def reads_facts(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from experiments import UserError
-from experiments.testbed.variants import Kept, mask_by_hook
-from press_core import AttentionSite, PressError, attention_sites, kept_lengths, kept_positions
+from experiments.testbed.variants import Kept, kept_in, mask_by_hook
+from press_core import AttentionSite, PressError, attention_sites
 from press_core.scope import InstalledPress
 
 
@@ -74,7 +74,7 @@ class Reader:
         with torch.random.fork_rng(devices=[]), press(self.model):
             torch.default_generator.manual_seed(0)
             cache = self._prefilled()
-            kept = kept_in(cache, self.context.shape[1])
+            kept = kept_in(cache)
             return self._read(cache), kept
 
     def _prefilled(self) -> DynamicCache:
@@ -111,22 +111,6 @@ def _projection(site: AttentionSite) -> nn.Module:
         f"{site.name} ({type(site.module).__name__}) has no output projection called o_proj, "
         "dense, out_proj or c_proj, before which its heads could be told apart"
     )
-
-
-def kept_in(cache: Cache, n_seen: int) -> Kept:
-    """What each head keeps of a context of `n_seen` tokens.
-
-    Raises:
-        UnsupportedCacheError: if a press did not say.
-    """
-    kept = {}
-    held = zip(kept_positions(cache), kept_lengths(cache), strict=True)
-    for index, (positions, lengths) in enumerate(held):
-        if lengths.numel():
-            slots = positions.expand(*lengths.shape, -1).remainder(n_seen + 1)  # empty ones: last
-            room = torch.zeros(*lengths.shape, n_seen + 1, dtype=torch.bool, device=slots.device)
-            kept[index] = room.scatter(-1, slots, True)[..., :-1]
-    return kept
 
 
 def by_kv_head(site: AttentionSite, of_queries: Tensor) -> Tensor:

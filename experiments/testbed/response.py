@@ -33,24 +33,18 @@ class Response:
         Args:
             tolerance: by how much numbers may differ, as a share of the largest; 0: in no bit.
         """
-        if _shapes(self) != _shapes(other):
-            return f"layers hold {_slots(other)} slots, not {_slots(self)}"
+        mine, theirs = ([states.shape for states in each.states] for each in (self, other))
+        if mine != theirs:
+            slots = ([shape[2] for shape in shapes[::2]] for shapes in (theirs, mine))
+            return "layers hold {} slots, not {}".format(*slots)
         if self.seen != other.seen:
             return f"has seen {max(other.seen)} tokens, not {max(self.seen)}"
         for what in ("logits", "states"):
-            for mine, theirs in zip(getattr(self, what), getattr(other, what), strict=True):
-                off = float((mine - theirs).abs().max() / mine.abs().max())
-                if not (torch.equal(mine, theirs) or off <= tolerance):
+            for own, its in zip(getattr(self, what), getattr(other, what), strict=True):
+                off = float((own - its).abs().max() / own.abs().max())
+                if not (torch.equal(own, its) or off <= tolerance):
                     return f"{what} off by {off:.2g} of the largest"
         return ""
-
-
-def _shapes(response: Response) -> list[torch.Size]:
-    return [states.shape for states in response.states]
-
-
-def _slots(response: Response) -> list[int]:
-    return [keys.shape[2] for keys in response.states[::2]]
 
 
 def states_of(cache: Cache) -> list[Tensor]:

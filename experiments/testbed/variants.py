@@ -41,6 +41,8 @@ from press_core import (
     UnsupportedInputError,
     UnsupportedModelError,
     attention_sites,
+    kept_lengths,
+    kept_positions,
 )
 from press_core.cache.masks import causal, columns_seen, in_form
 from press_core.cache.tokens import Kept as Seen
@@ -82,20 +84,28 @@ def prefill(model: Any, press: InstalledPress, **inputs: Tensor) -> tuple[Cache,
     """The whole cache of a prefill, and what a head-wise `press` keeps of it."""
     with press(model):
         pruned = model(**inputs, use_cache=True).past_key_values
-    return model(**inputs, use_cache=True).past_key_values, kept_in(pruned)
+    kept = kept_in(pruned).items()
+    ragged = {
+        index: heads for index, heads in kept if isinstance(pruned.layers[index], RaggedLayer)
+    }
+    return model(**inputs, use_cache=True).past_key_values, ragged
 
 
 def kept_in(cache: Cache) -> Kept:
-    """What each head keeps in the layers that a head-wise press has pruned."""
-    layers = enumerate(cache.layers)
-    return {index: _kept(layer) for index, layer in layers if isinstance(layer, RaggedLayer)}
+    """What each head keeps of the tokens that its layer has seen, padding never.
 
-
-def _kept(layer: RaggedLayer) -> Tensor:
-    positions, n_seen = layer.all_positions(), layer.n_seen
-    kept = torch.zeros(*positions.shape[:2], n_seen + 1, dtype=torch.bool, device=layer.device)
-    places = positions.remainder(n_seen + 1)  # empty slots, at -1, come last
-    return kept.scatter(-1, places, True)[..., :-1]
+    Raises:
+        UnsupportedCacheError: if a press did not say.
+    """
+    kept = {}
+    held = zip(cache.layers, kept_positions(cache), kept_lengths(cache), strict=True)
+    for index, (layer, positions, lengths) in enumerate(held):
+        if lengths.numel():
+            n_seen = int(layer.get_seq_length())
+            slots = positions.expand(*lengths.shape, -1).remainder(n_seen + 1)  # empty ones: last
+            room = torch.zeros(*lengths.shape, n_seen + 1, dtype=torch.bool, device=slots.device)
+            kept[index] = room.scatter(-1, slots, True)[..., :-1]
+    return kept
 
 
 def evicted(full: Cache, kept: Kept) -> DynamicCache:

@@ -10,20 +10,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from press_core.cache.pruned import PrunedLayer, pruned_layer
-from press_core.cache.storage import HybridLayer, kind_of
+from press_core.cache.kinds import as_pruned
+from press_core.cache.pruned import PrunedLayer
 from press_core.errors import UnsupportedCacheError
 from press_core.forward import own_cache
-
-
-def is_growing(layer: Any) -> bool:
-    """Whether a fresh layer of `transformers` keeps all tokens, in tensors of any length."""
-    return type(layer) in (DynamicLayer, HybridLayer)
-
-
-def has_linear_state(layer: Any) -> bool:
-    """Whether a layer keeps the state of a linear attention too."""
-    return HybridLayer is not None and isinstance(layer, HybridLayer)
 
 
 def known(cache: Any, layer_idx: int) -> PrunedLayer:
@@ -37,17 +27,15 @@ def known(cache: Any, layer_idx: int) -> PrunedLayer:
             f"cannot prune a {type(cache).__name__}; pass a DynamicCache as past_key_values, or "
             "nothing and let the model make one"
         )
-    layer = cache.layers[layer_idx]
-    if isinstance(layer, PrunedLayer):
-        return layer
-    kind = kind_of(layer)
-    if kind is None:
+    stored = cache.layers[layer_idx]
+    layer = as_pruned(stored)
+    if layer is None:
         raise UnsupportedCacheError(
             f"cannot prune layer {layer_idx} of a {type(cache).__name__}: it is a "
-            f"{type(layer).__name__}, and only layers that hold all tokens (DynamicCache, "
+            f"{type(stored).__name__}, and only layers that hold all tokens (DynamicCache, "
             "QuantizedCache, StaticCache) can give tokens up"
         )
-    return pruned_layer(kind(layer))
+    return layer
 
 
 def check_prunable(cache: Any, layer_idx: int) -> None:
@@ -86,15 +74,8 @@ def mask_layer(cache: Cache) -> Any:
 
 def columns_of(layer: Any, n_new: int) -> int:
     """Columns of the model's mask for `n_new` tokens more, if it is made for `layer`."""
-    if isinstance(layer, PrunedLayer):
-        return layer.columns(n_new)
-    kind = kind_of(layer)
-    return int(layer.get_seq_length()) + n_new if kind is None else kind(layer).columns(n_new)
-
-
-def model_count(cache: Cache) -> int:
-    """How many tokens the model takes `cache` to have seen: it counts positions from there."""
-    return int(cache.get_seq_length())
+    words = as_pruned(layer)
+    return int(layer.get_seq_length()) + n_new if words is None else words.columns(n_new)
 
 
 def row_alone(cache: Cache, row: int, slots: Tensor | None) -> Cache:
@@ -109,12 +90,9 @@ def row_alone(cache: Cache, row: int, slots: Tensor | None) -> Cache:
     alone = DynamicCache()
     for layer in cache.layers:
         if type(layer) is DynamicLayer:
-            own = DynamicLayer()
-            own.lazy_initialization(layer.keys, layer.values)
             states = (layer.keys[row : row + 1], layer.values[row : row + 1])
-            own.keys, own.values = (
-                x if slots is None else x.index_select(2, slots) for x in states
-            )
+            keys, values = (x if slots is None else x.index_select(2, slots) for x in states)
+            own = PrunedLayer(DynamicLayer()).holding(keys, values).inner
         elif slots is not None:
             raise UnsupportedCacheError(
                 f"rows of a padded batch cannot be told apart in a {type(layer).__name__}; run "
@@ -164,11 +142,9 @@ def _has_tokens(layer: Any) -> bool:
 def _lengths(layer: Any) -> Tensor:
     if not _has_tokens(layer):
         return torch.zeros(0, 0, dtype=torch.int64)
-    if isinstance(layer, PrunedLayer):
-        return layer.lengths()
-    kind = kind_of(layer)
-    if kind is not None:
-        return pruned_layer(kind(layer)).lengths()
+    words = as_pruned(layer)
+    if words is not None:
+        return words.lengths()
     n = min(layer.keys.shape[2], int(layer.get_seq_length()))
     return torch.full(layer.keys.shape[:2], n, device=layer.keys.device)
 
@@ -176,10 +152,9 @@ def _lengths(layer: Any) -> Tensor:
 def _positions(layer: Any, index: int) -> Tensor:
     if not _has_tokens(layer):
         return torch.zeros(1, 1, 0, dtype=torch.int64)
-    kind = kind_of(layer)
-    if isinstance(layer, PrunedLayer) or kind is not None:
-        whole = layer if kind is None else pruned_layer(kind(layer))
-        found: Tensor | None = whole.all_positions()
+    words = as_pruned(layer)
+    if words is not None:
+        found = words.all_positions()
         if found is None:
             raise UnsupportedCacheError(
                 f"the press that pruned layer {index} did not say which tokens it kept; let its "
@@ -193,20 +168,15 @@ def _positions(layer: Any, index: int) -> Tensor:
 
 def cache_nbytes(cache: Cache) -> int:
     """Bytes of key and value storage that `cache` holds, spare capacity included."""
+    own = own_cache(cache)
     storages = {
         storage.data_ptr(): storage.nbytes()
-        for part in _parts(cache)
+        for part in ([cache] if own is cache else [own, cache.cross_attention_cache])
         for layer in part.layers
         for states in _stored(layer)
         if (storage := states.untyped_storage()).nbytes()
     }
     return sum(storages.values())
-
-
-def _parts(cache: Any) -> list[Any]:
-    """`cache`, or both caches of an encoder-decoder."""
-    own = getattr(cache, "self_attention_cache", None)
-    return [cache] if own is None else [own, cache.cross_attention_cache]
 
 
 def _stored(layer: Any) -> Iterator[Tensor]:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from press_core.cache.tokens import Kept
@@ -36,8 +35,6 @@ def check_given_mask(kept: Kept, n_seen: int, count: int, n_new: int) -> None:
     Args:
         n_seen: tokens that the layer has seen; `count` of them as the model counts.
     """
-    if torch.compiler.is_compiling():
-        return
     frame = innermost_frame("transformers.masking_utils")
     mask = None if frame is None else frame.f_locals.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2:
@@ -62,7 +59,7 @@ def check_given_mask(kept: Kept, n_seen: int, count: int, n_new: int) -> None:
 
 def check_given_tokens(n_seen: int, count: int) -> None:
     """Refuse tokens of which `generate` takes some for new that may have been seen."""
-    if count == n_seen or torch.compiler.is_compiling():
+    if count == n_seen:
         return
     frame = innermost_frame("transformers.generation.utils", ("_prefill",))
     # transformers 5.2 always cuts; later releases only where they are told all tokens.
@@ -81,8 +78,6 @@ def check_given_tokens(n_seen: int, count: int) -> None:
 
 def check_mask_in_use(n_seen: int, n_slots: int, n_new: int) -> None:
     """Refuse a mask over all tokens that the model was given ready-made, for fewer slots."""
-    if torch.compiler.is_compiling():
-        return
     mask = _mask_of_caller(sys._getframe(1))
     if (
         isinstance(mask, Tensor)

@@ -51,13 +51,8 @@ def columns_seen(mask: Any, n_queries: int, n: int) -> Tensor | None:
     if mask is None:
         return None
     if isinstance(mask, BlockMask):
-        device, (batch, heads) = mask.kv_num_blocks.device, mask.shape[:2]
-        rows, of_heads = (torch.arange(size, device=device) for size in (batch, heads))
         first = mask.seq_lengths[0] - n_queries, mask.seq_lengths[1] - n
-        queries = first[0] + torch.arange(n_queries, device=device)[:, None]
-        keys = first[1] + torch.arange(n, device=device)
-        seen = mask.mask_mod(rows.view(-1, 1, 1, 1), of_heads.view(-1, 1, 1), queries, keys)
-        return seen.expand(batch, heads, n_queries, n)
+        return _asked(mask, first[0] + torch.arange(n_queries)[:, None], first[1] + torch.arange(n))
     columns = is_visible(mask[..., mask.shape[-1] - n :])
     if mask.dim() == 2:
         return columns[:, None, None] & causal(n_queries, n, mask.device)
@@ -131,7 +126,7 @@ def later_tokens(mask: Any, n: int) -> Tensor | None:
     tokens = torch.arange(n)
     if isinstance(mask, BlockMask):
         first = mask.seq_lengths[0] - n, mask.seq_lengths[1] - n
-        if not bool(_ask(mask, first[0] + tokens[:-1], first[1] + tokens[1:]).any()):
+        if not bool(_asked(mask, first[0] + tokens[None, :-1], first[1] + tokens[1:]).any()):
             return None
         raise UnsupportedInputError(
             "a press reads attention weights, and under flex attention it is not known which later "
@@ -150,7 +145,7 @@ def _is_not_causal(mask: Any, tokens: Tensor) -> Tensor:
     """
     n = tokens.shape[1]
     if isinstance(mask, BlockMask):  # asked about the diagonal only: it has no dense form
-        itself = _ask(mask, torch.arange(n), torch.arange(n))
+        itself = _asked(mask, torch.arange(n)[None], torch.arange(n))[:, 0, 0]
         return (itself != tokens.to(itself.device)).any(dim=-1)
     tokens = tokens.to(mask.device)
     if mask.dim() == 2:
@@ -161,12 +156,13 @@ def _is_not_causal(mask: Any, tokens: Tensor) -> Tensor:
     return packed.any(dim=-1) | missed.flatten(1).any(dim=-1)
 
 
-def _ask(mask: BlockMask, queries: Tensor, keys: Tensor) -> Tensor:
-    """`(B, n)` bool: whether each of `n` queries may see the key beside it."""
-    batch, device = mask.shape[0], mask.kv_num_blocks.device
-    rows = torch.arange(batch, device=device)[:, None]
-    asked = mask.mask_mod(rows, torch.zeros_like(rows), queries.to(device), keys.to(device))
-    return asked.expand(batch, len(keys))
+def _asked(mask: BlockMask, queries: Tensor, keys: Tensor) -> Tensor:
+    """`(B, 1 or H, q, n)` bool: whether `queries` `(q, 1)` or `(1, n)` may see `keys` `(n,)`."""
+    device, (batch, heads) = mask.kv_num_blocks.device, mask.shape[:2]
+    rows, of_heads = (torch.arange(size, device=device) for size in (batch, heads))
+    of_heads, rows = of_heads.view(-1, 1, 1), rows.view(-1, 1, 1, 1)
+    seen = mask.mask_mod(rows, of_heads, queries.to(device), keys.to(device))
+    return seen.expand(batch, heads, len(queries), len(keys))
 
 
 def in_form(seen: Tensor, form: str, dtype: torch.dtype, n_heads: int) -> Any:

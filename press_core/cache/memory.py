@@ -74,10 +74,6 @@ class Memory:
         ticks, all_ticks = self.ticks + 1, self.all_ticks + 1
         return Memory(ticks, all_ticks, self.steps, self.slots, self.in_prefill, self.n_known)
 
-    def _with(self, steps: tuple[Step, ...], n_known: int) -> Memory:
-        # Written out: `replace` takes longer than all else in a decoding step.
-        return Memory(self.ticks, self.all_ticks, steps, self.slots, self.in_prefill, n_known)
-
     def with_step(self, step: Step, limit: int | None = None) -> Memory:
         """The same with what was observed of the latest tokens.
 
@@ -91,7 +87,9 @@ class Memory:
             over, steps = over - steps[0].n, steps[1:]
         if over:
             steps = (steps[0].cut(over, steps[0].n), *steps[1:])
-        return self._with((*steps, step), n_known)
+        # Written out: `replace` takes longer than all else in a decoding step.
+        ticks, steps = (self.ticks, self.all_ticks), (*steps, step)
+        return Memory(*ticks, steps, self.slots, self.in_prefill, n_known)
 
     def last(self, limit: int | None = None) -> dict[str, Tensor]:
         """By name, what was observed of the last `limit` tokens, `(B, ..., limit, channels)`."""
@@ -114,19 +112,6 @@ class Memory:
     def of_slots(self, n: int) -> dict[str, Tensor]:
         """What is known of the first `n` slots, zeros of those that came since."""
         return {name: pad(x, (0, n - x.shape[-1])) for name, x in self.slots.items()}
-
-    def of_rows(self, rows: Tensor, batch: int) -> Memory:
-        """The same for some rows of the batch, which had `batch`."""
-
-        def chosen(x: Tensor) -> Tensor:
-            return x[rows.to(x.device)] if len(x) == batch else x  # the same for all rows
-
-        steps = tuple(
-            Step(step.n, {name: chosen(x) for name, x in step.states.items()})
-            for step in self.steps
-        )
-        slots = {name: x[rows.to(x.device)] for name, x in self.slots.items()}
-        return replace(self, steps=steps, slots=slots)
 
     def without_last(self, n: int, n_slots: int) -> Memory:
         """The same without the last `n` tokens, which were taken back; a forward for each.

@@ -15,10 +15,12 @@ def tokens_seen(layer: PrunedLayer, occupied: Tensor | None) -> tuple[int, ...]:
     Args:
         occupied: `(B, S)` bool, which slots hold tokens; None: all.
     """
-    padding = layer.kept.padding()
-    if padding is None and occupied is None:
+    real = layer.kept.real
+    if real is None and occupied is None:
         return (layer.n_seen,) * layer.batch
-    empty = torch.zeros(layer.batch, dtype=torch.int64) if padding is None else padding.cpu()
+    empty = torch.zeros(layer.batch, dtype=torch.int64)
+    if real is not None:
+        empty = (~real).sum(dim=-1).cpu()
     if occupied is not None:
         since = occupied[:, occupied.shape[1] - layer.n_recent :]
         empty = empty + (~since).sum(dim=-1).cpu()

@@ -8,17 +8,18 @@ correctly. Every kind of pruned layer answers in the same words.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer
 
 from press_core.cache.given import check_given_mask, check_given_tokens, check_mask_in_use
 from press_core.cache.memory import Key, Memory
-from press_core.cache.storage import HybridStorage, Storage
-from press_core.cache.tokens import Kept, ReadingNeeds, Rerotation, extended
+from press_core.cache.recent import Recent
+from press_core.cache.tokens import Kept, ReadingNeeds, Rerotation, extended, of_rows
+from press_core.copies import copied
 from press_core.errors import ScopeError, UnsupportedCacheError, UnsupportedInputError
 from press_core.forward import here
 
@@ -26,15 +27,25 @@ from press_core.forward import here
 _CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 
 
+def _of_inner(name: str) -> Any:
+    return property(
+        lambda layer: getattr(layer.inner, name),
+        lambda layer, states: setattr(layer.inner, name, states),
+    )
+
+
 class PrunedLayer(DynamicLayer):
     """A layer that has lost tokens, or may lose some; as many of each head.
 
     It counts the tokens that it has *seen* (`get_seq_length`), so that positions continue, and
     tells the mask builder which columns are still there (`get_mask_sizes`). Tokens that arrive
-    later are appended as in the layer that stores them.
+    later are appended as in the layer of `transformers` that stores them. Other layers than growing
+    ones are stored by subclasses; see `kinds`.
 
     Attributes:
-        storage: how the states are stored.
+        inner: that layer.
+        keys, values: what is stored, `(B, H_kv, n_slots, d)` each; of a quantized layer what waits
+            to be.
         kept: which tokens are left of those that it had seen when it was pruned last.
         rerotation: where their keys were rotated to, or None: where they had been.
         needs: what a forward needs to read this layer.
@@ -42,13 +53,27 @@ class PrunedLayer(DynamicLayer):
         memories: by scope, what it remembers of the layer.
         is_first: whether the model makes its one mask for this layer.
         is_unusable: whether an exception ended the forward that it was pruned in.
+        is_always_masked: whether the model always makes a mask, also for one token that sees
+            everything.
+        refusal: why no press can prune what is left; empty: one can.
+        unreadable: what is said of a forward without the help that it needs.
     """
 
     is_unusable = False
     is_first = False
+    is_always_masked = False
+    refusal = ""
+    unreadable = (
+        "this cache holds rows or layers of different lengths, which the model's own attention "
+        "mask does not fit, or other positions than it counts with; keep the scope of the "
+        "press open while decoding: `with press(model): model.generate(...)`"
+    )
 
-    def __init__(self, storage: Storage) -> None:
-        self.storage = storage  # in place of tensors of its own
+    keys: Any = _of_inner("keys")
+    values: Any = _of_inner("values")
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
         self._know_nothing()
 
     def _know_nothing(self) -> None:
@@ -60,34 +85,17 @@ class PrunedLayer(DynamicLayer):
         self._has_told_sizes = False
 
     def __getattr__(self, name: str) -> Any:
-        storage = vars(self).get("storage")  # of some layers, and while one is copied, None
-        if storage is None:
+        inner = vars(self).get("inner")  # of some layers, and while one is copied, None
+        if inner is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(storage.layer, name)
-
-    @property
-    def keys(self) -> Any:
-        """What is stored, `(B, H_kv, n_slots, d)`; of a quantized layer what waits to be."""
-        return self.storage.layer.keys
-
-    @keys.setter
-    def keys(self, keys: Any) -> None:
-        self.storage.layer.keys = keys
-
-    @property
-    def values(self) -> Any:
-        return self.storage.layer.values
-
-    @values.setter
-    def values(self, values: Any) -> None:
-        self.storage.layer.values = values
+        return getattr(inner, name)
 
     # ---- what is held ----------------------------------------------------------------------------
 
     @property
     def n_slots(self) -> int:
         """Slots physically held per head."""
-        return self.storage.n_slots
+        return int(self.inner.values.shape[-2]) if self.inner.is_initialized else 0
 
     @property
     def n_recent(self) -> int:
@@ -102,11 +110,11 @@ class PrunedLayer(DynamicLayer):
     @property
     def batch(self) -> int:
         """`B`."""
-        return self.storage.batch
+        return len(self.values)
 
     def columns(self, n_new: int) -> int:
         """Columns of the model's mask for `n_new` tokens more, if it is made for this layer."""
-        return self.storage.columns(n_new)
+        return self.n_slots + n_new
 
     @property
     def n_old(self) -> int:
@@ -147,22 +155,12 @@ class PrunedLayer(DynamicLayer):
         Returns:
             `(q, n)` bool; None: it is as long as what it holds.
         """
-        return self.storage.seen_of_buffer(self.kept.n_slots, n_queries, n, n_held)
+        return None
 
     @property
     def is_pruned(self) -> bool:
         """Whether tokens were evicted, or padding dropped, since the layer was last reset."""
         return self.kept.n_seen > 0
-
-    @property
-    def is_always_masked(self) -> bool:
-        """Whether the model always makes a mask, also for one token that sees everything."""
-        return self.storage.is_always_masked
-
-    @property
-    def refusal(self) -> str:
-        """Why no press can prune what is left; empty: one can."""
-        return ""
 
     @property
     def positions(self) -> Tensor | None:
@@ -171,7 +169,7 @@ class PrunedLayer(DynamicLayer):
 
     def states(self) -> tuple[Tensor, Tensor]:
         """Keys and values of all slots, `(B, H_kv, n, d)` each."""
-        return self.storage.states()
+        return self.keys, self.values
 
     def all_positions(self) -> Tensor | None:
         """Position in the sequence of every slot, `(1 or B, 1 or H_kv, n_slots)`; None: unknown."""
@@ -201,15 +199,33 @@ class PrunedLayer(DynamicLayer):
 
     def holding(self, keys: Tensor, values: Tensor) -> PrunedLayer:
         """A layer like this that stores other states, and does not know yet which they are."""
-        return pruned_layer(self.storage.holding(keys, values))
+        inner = copied(self.inner)
+        if not inner.is_initialized:
+            inner.lazy_initialization(keys, values)
+        inner.keys, inner.values = keys, values
+        return type(self)(inner)
 
-    def settle(self) -> None:
-        """Store the states for good, once they have been judged and all are left."""
-        self.storage = self.storage.settled()
+    def check_shape(self, left: str) -> None:
+        """Refuse, if states of which `left` is what is left cannot be stored as these are.
 
-    def carried_to(self, _: int) -> dict[str, Tensor]:
-        """What the press left with the layer, in a forward of so many tokens."""
-        return self.carried
+        Raises:
+            UnsupportedCacheError: if so.
+        """
+
+    def recent_like(self, keys: Tensor, values: Tensor) -> Recent:
+        """Where heads of different lengths, with such states, put tokens to come."""
+        return Recent.like(keys, values)
+
+    def settled(self) -> PrunedLayer:
+        """What stores the states for good, once they have been judged and all are left."""
+        return self
+
+    def emptied(self) -> Any:
+        """An empty layer of `transformers` of the same kind."""
+        inner = copied(self.inner)
+        inner.keys = inner.values = None
+        inner.is_initialized = False
+        return inner
 
     def remember(self, key: Key, memory: Memory | None) -> None:
         """Keep what a scope knows of this layer; None: nothing any more."""
@@ -220,13 +236,14 @@ class PrunedLayer(DynamicLayer):
     # ---- what caches do --------------------------------------------------------------------------
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        self.storage.layer.lazy_initialization(*args, **kwargs)
+        self.inner.lazy_initialization(*args, **kwargs)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         self.check_readable(key_states.shape[2])
-        return self.storage.update(key_states, value_states, *args, **kwargs)
+        keys, values = self.inner.update(key_states, value_states, *args, **kwargs)
+        return keys, values
 
     def give_up(self) -> None:
         """Let nobody read it any more: an exception ended the forward that it was pruned in."""
@@ -249,18 +266,10 @@ class PrunedLayer(DynamicLayer):
         alone = ReadingNeeds.MASK_OF_MANY if n_new == 1 else ReadingNeeds.NOTHING
         if not helped and self.needs not in (ReadingNeeds.NOTHING, alone):
             raise ScopeError(self.unreadable)
-        if self.is_first and not helped and not self._has_told_sizes and self.is_pruned:
+        told = helped or self._has_told_sizes or torch.compiler.is_compiling()
+        if self.is_first and self.is_pruned and not told:
             check_mask_in_use(self.n_seen, self.n_slots, n_new)
         self._has_told_sizes = False
-
-    @property
-    def unreadable(self) -> str:
-        """What is said of a forward without the help that it needs."""
-        return (
-            "this cache holds rows or layers of different lengths, which the model's own attention "
-            "mask does not fit, or other positions than it counts with; keep the scope of the "
-            "press open while decoding: `with press(model): model.generate(...)`"
-        )
 
     def get_seq_length(self) -> Any:
         shift = 0 if self.rerotation is None else self.rerotation.shift
@@ -270,7 +279,7 @@ class PrunedLayer(DynamicLayer):
         if isinstance(query_length, Tensor):  # transformers 5.2 passes cache_position
             query_length = len(query_length)
         self._has_told_sizes = True
-        if self.is_pruned:
+        if self.is_pruned and not torch.compiler.is_compiling():
             count = self.get_seq_length()
             if here.forward is None:
                 check_given_mask(self.kept, self.n_seen, count, query_length)
@@ -305,23 +314,21 @@ class PrunedLayer(DynamicLayer):
 
     def drop_last(self, n: int) -> None:
         """Forget the last `n` tokens of every head."""
-        self.storage.drop_last(n)
+        self.keys, self.values = self.keys[..., :-n, :], self.values[..., :-n, :]
 
     def reset(self) -> None:
-        self.storage, self.is_unusable = self.storage.emptied(), False
+        self.inner, self.is_unusable = self.emptied(), False
         self._know_nothing()
 
     def offload(self) -> None:
-        self.storage.layer.offload()
+        self.inner.offload()
 
     def prefetch(self) -> None:
-        self.storage.layer.prefetch()
+        self.inner.prefetch()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.is_initialized:
-            batch = self.batch
-            self.storage.reorder(beam_idx)
-            self.know_rows(beam_idx, batch)
+            self._hold_rows(beam_idx, self.reorder_rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.is_initialized:
@@ -331,43 +338,18 @@ class PrunedLayer(DynamicLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.is_initialized:
             rows = torch.arange(self.batch, device=indices.device)[indices]  # of a mask, too
-            batch = self.batch
-            self.select_rows(rows)
-            self.know_rows(rows, batch)
+            self._hold_rows(rows, self.select_rows)
+
+    def _hold_rows(self, rows: Tensor, select: Callable[[Tensor], None]) -> None:
+        batch = self.batch
+        select(rows)
+        known = self.kept, self.rerotation, self.carried, self.memories
+        self.kept, self.rerotation, self.carried, self.memories = of_rows(known, rows, batch)
 
     def select_rows(self, rows: Tensor) -> None:
-        """Hold some rows of the batch."""
-        self.storage.select_rows(rows)
+        """Store some rows of the batch."""
+        self.inner.batch_select_indices(rows)
 
-    def know_rows(self, rows: Tensor, batch: int) -> None:
-        """Know the tokens of some rows of the batch, which were `batch`."""
-        self.kept = self.kept.of_rows(rows)
-        self.rerotation = self.rerotation and self.rerotation.of_rows(rows)
-        self.carried = {name: x[rows.to(x.device)] for name, x in self.carried.items()}
-        self.memories = {key: m.of_rows(rows, batch) for key, m in self.memories.items()}
-
-
-class _PrunedHybridLayer(PrunedLayer):
-    """A pruned layer that keeps the state of a linear attention beside its keys and values."""
-
-    def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
-        return self.storage.layer.update_conv_state(*args, **kwargs)
-
-    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
-        return self.storage.layer.update_recurrent_state(*args, **kwargs)
-
-
-if hasattr(cache_utils, "LinearAttentionCacheLayerMixin"):
-    # The state of a layer is written only to a layer that is known to have one.
-    cache_utils.LinearAttentionCacheLayerMixin.register(_PrunedHybridLayer)
-
-LAYERS: dict[type[Storage], type[PrunedLayer]] = {
-    Storage: PrunedLayer,
-    HybridStorage: _PrunedHybridLayer,
-}
-"""By kind of storage, the layer that goes with it."""
-
-
-def pruned_layer(storage: Storage) -> PrunedLayer:
-    """A layer over `storage` that nothing was evicted from yet."""
-    return LAYERS[type(storage)](storage)
+    def reorder_rows(self, rows: Tensor) -> None:
+        """The same, for beam search."""
+        self.inner.reorder_cache(rows)

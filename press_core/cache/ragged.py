@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from press_core.cache.in_place import UNREADABLE, InPlaceLayer
 from press_core.cache.layout import Blocks
-from press_core.cache.pruned import PrunedLayer
 from press_core.cache.recent import Recent
-from press_core.cache.storage import Storage
 from press_core.cache.tokens import Kept, ReadingNeeds
-from press_core.errors import ScopeError, UnsupportedCacheError
 
 
-class RaggedLayer(PrunedLayer):
+class RaggedLayer(InPlaceLayer):
     """Keys and values of heads that hold different numbers of tokens.
 
     A head is one KV head of one row of the batch; there are `N = B * H_kv` of them, row by row.
@@ -40,6 +38,11 @@ class RaggedLayer(PrunedLayer):
             that evicts tokens some time after it has judged them.
         attended_by: the kernel of `attention_patch` that attended over it last.
     """
+
+    refusal = "heads of different lengths"
+    unreadable = "the heads of this cache hold different numbers of tokens" + UNREADABLE
+    called = "a head-wise compressed cache"
+    had = "head-wise compressed"
 
     keys: Any = None
     values: Any = None
@@ -60,7 +63,7 @@ class RaggedLayer(PrunedLayer):
         chosen: Tensor,
         positions: Tensor,
         kept: Kept,
-        storage: Storage | None = None,
+        recent: Recent | None = None,
     ) -> RaggedLayer:
         """The layer that holds what is `chosen` `(B, H_kv, S)` bool of the tokens seen.
 
@@ -70,11 +73,9 @@ class RaggedLayer(PrunedLayer):
             keys, values: `(B, H_kv, S, d)`.
             positions: `(1 or B, 1 or H_kv, S)`, in the sequence.
             kept: how many tokens were seen, and which of them were padding.
-            storage: what stored them; tokens to come are stored likewise. None: in growing tensors.
+            recent: where tokens to come are put; None: in growing tensors.
         """
-        n = chosen.shape[0] * chosen.shape[1]
-        storage = Storage(None) if storage is None else storage
-        layer = cls(kept, chosen.shape[1], storage.recent(n, keys, values))
+        layer = cls(kept, chosen.shape[1], recent or Recent.like(keys, values))
         layer.lay_out(
             keys.flatten(0, 2),
             values.flatten(0, 2),
@@ -114,13 +115,17 @@ class RaggedLayer(PrunedLayer):
             self.keys = self.keys.mT.contiguous().mT
         self.values, self.slots = packed(values, 0), packed(positions, -1)
 
-    def packed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Copies of what heads hold, one after the other, recent tokens left out.
+    def packed(self, heads: Sequence[int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Copies of what (some) heads hold, one after the other, recent tokens left out.
 
         Returns:
             Keys and values `(sum(held), d)`, and their positions in the sequence.
         """
-        index = self.blocks.slots(self.held).to(self.keys.device)
+        index = self.blocks.slots(self.held)
+        if heads is not None:
+            of_heads = index.split(self.held)
+            index = torch.cat([of_heads[h] for h in heads])
+        index = index.to(self.keys.device)
         states = (self.keys.flatten(0, 1), self.values.flatten(0, 1), self.slots.flatten())
         keys, values, positions = (x.index_select(0, index) for x in states)
         return keys, values, positions
@@ -159,12 +164,8 @@ class RaggedLayer(PrunedLayer):
         return self.recent.seen_of_buffer(n_queries, n, n_held)
 
     @property
-    def is_always_masked(self) -> bool:
+    def is_always_masked(self) -> bool:  # type: ignore[override]
         return self.recent.is_static
-
-    @property
-    def refusal(self) -> str:
-        return "heads of different lengths"
 
     @property
     def positions(self) -> Tensor | None:
@@ -183,7 +184,7 @@ class RaggedLayer(PrunedLayer):
 
     def head(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one head, copies of `(n, d)`."""
-        keys, values, _, _ = self.tokens([index])
+        keys, values, _ = (x.split(self.counts)[index] for x in self.tokens())
         return keys, values
 
     def newest(self, n: int) -> tuple[Tensor, Tensor]:
@@ -197,7 +198,7 @@ class RaggedLayer(PrunedLayer):
 
     def dense(self) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values and positions `(B, H_kv, n, ...)`; zeros, and -1, where there is nothing."""
-        keys, values, positions, counts = self.tokens(range(len(self.held)))
+        (keys, values, positions), counts = self.tokens(), self.counts
         longest, held = max(counts), torch.tensor(counts)
         ends = (torch.arange(len(counts)) + 1) * longest
         shift = ends - held.cumsum(0)
@@ -210,17 +211,12 @@ class RaggedLayer(PrunedLayer):
 
         return padded(keys, 0), padded(values, 0), padded(positions, -1)
 
-    def tokens(self, heads: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-        """Copies of what `heads` hold, recent tokens included, one head after the other.
-
-        Returns:
-            Keys, values, positions, and how many each of them holds.
-        """
+    def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and positions of all that heads hold, copies, one head after the other."""
         of_heads, n_slots, n = self.blocks.slots(self.held), self.slots.numel(), self.n_recent
-        old = of_heads.split(self.held)
-        index = torch.cat(
-            [x for h in heads for x in (old[h], n_slots + h * n + torch.arange(n))]
-        ).to(self.keys.device)
+        later = n_slots + torch.arange(len(self.held) * n).view(len(self.held), n)
+        both = zip(of_heads.split(self.held), later, strict=True)
+        index = torch.cat([part for head in both for part in head]).to(self.keys.device)
         keys, values = (x[:, :n] for x in self.recent.states())
         first = self.kept.n_seen
         new = torch.arange(first, first + n, dtype=torch.int32, device=keys.device)
@@ -228,7 +224,6 @@ class RaggedLayer(PrunedLayer):
             torch.cat((self.keys.flatten(0, 1), keys.flatten(0, 1)))[index],
             torch.cat((self.values.flatten(0, 1), values.flatten(0, 1)))[index],
             torch.cat((self.slots.flatten(), new.repeat(len(self.held))))[index],
-            [self.held[h] + n for h in heads],
         )
 
     # ---- tokens that are evicted some time after they came ---------------------------------------
@@ -252,7 +247,7 @@ class RaggedLayer(PrunedLayer):
             gone: `(B, H_kv, m)` bool, which of the last `m`.
             real: see `Kept`.
         """
-        keys, values, positions, counts = self.tokens(range(len(self.held)))
+        (keys, values, positions), counts = self.tokens(), self.counts
         ends, width = torch.tensor(counts, device=self.device).cumsum(0), gone.shape[-1]
         index = ends[:, None] - width + torch.arange(width, device=self.device)
         left = torch.ones(sum(counts), dtype=torch.bool, device=self.device)
@@ -264,33 +259,11 @@ class RaggedLayer(PrunedLayer):
 
     # ---- what caches do --------------------------------------------------------------------------
 
-    @property
-    def unreadable(self) -> str:
-        return (
-            "the heads of this cache hold different numbers of tokens, which the model's own "
-            "attention cannot read; decode inside the scope of the press, or inside "
-            "`with attention_patch.headwise(model): ...`"
-        )
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Append `(B, H_kv, q, d)` states to every head.
-
-        Returns:
-            The new states alone; attention over all of them needs the layer itself.
-
-        Raises:
-            ScopeError: if no scope is open that attends over it.
-        """
-        if not self.is_initialized:  # reset
-            raise ScopeError("this cache was reset while head-wise compressed; make a new one")
-        self.check_readable(key_states.shape[2])
+    def append(self, keys: Tensor, values: Tensor) -> None:
         grows = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if grows and self.keys.is_inference():  # which autograd refuses to keep
             self.keys, self.values = self.keys.clone(), self.values.clone()
-        self.recent.append(key_states.flatten(0, 1), value_states.flatten(0, 1))
-        return key_states, value_states
+        self.recent.append(keys.flatten(0, 1), values.flatten(0, 1))
 
     def get_seq_length(self) -> Any:
         return self.recent.count(self.kept.n_seen) if self.is_initialized else 0
@@ -318,21 +291,9 @@ class RaggedLayer(PrunedLayer):
         nothing = self.recent.keys.new_empty(0, 0, 0)
         self.recent = Recent(nothing, nothing)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
     def select_rows(self, rows: Tensor) -> None:
         heads = [row * self.n_heads + h for row in rows.tolist() for h in range(self.n_heads)]
-        of_heads = self.blocks.slots(self.held).split(self.held)
-        index = torch.cat([of_heads[h] for h in heads]).to(self.keys.device)
-        states = (self.keys.flatten(0, 1), self.values.flatten(0, 1), self.slots.flatten())
-        keys, values, positions = (x.index_select(0, index) for x in states)
+        keys, values, positions = self.packed(heads)
         chosen = torch.arange(len(keys), device=keys.device)
         self.lay_out(keys, values, positions, chosen, [self.held[h] for h in heads])
         self.recent.select(torch.tensor(heads, device=keys.device))
-
-    def offload(self) -> None:
-        raise UnsupportedCacheError(
-            "a head-wise compressed cache cannot be offloaded: attention reads it in place; use a "
-            "DynamicCache without offloading"
-        )

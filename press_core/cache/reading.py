@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from press_core.cache.caches import columns_of, mask_layer, model_count
+from press_core.cache.caches import columns_of, mask_layer
 from press_core.cache.masks import causal, columns_seen, in_form, is_visible, visible_tokens
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import ReadingNeeds
@@ -47,8 +47,11 @@ def needs_help(forward: Forward, layers: list[PrunedLayer]) -> bool:
             return True
     if not layers or mask is None:
         return False
-    is_2d = isinstance(mask, Tensor) and mask.dim() == 2
-    return hidden_context(forward) is not None or not (is_2d or _fits(mask, layers[0], forward))
+    if hidden_context(forward) is not None:
+        return True
+    is_2d, mask = isinstance(mask, Tensor) and mask.dim() == 2, _for_full_attention(mask)
+    fits = is_2d or mask is None or mask.shape[-1] == layers[0].columns(forward.n_tokens)
+    return not fits
 
 
 def _hides_recent(mask: Any, layer: PrunedLayer, forward: Forward) -> bool:
@@ -56,11 +59,6 @@ def _hides_recent(mask: Any, layer: PrunedLayer, forward: Forward) -> bool:
     if torch.compiler.is_compiling() or not isinstance(mask, Tensor) or mask.dim() != 2:
         return False
     return not bool(mask[:, -layer.n_recent - forward.n_tokens :].all())
-
-
-def _fits(mask: Any, layer: PrunedLayer, forward: Forward) -> bool:
-    mask = _for_full_attention(mask)
-    return mask is None or mask.shape[-1] == layer.columns(forward.n_tokens)
 
 
 def _for_full_attention(mask: Any) -> Any:
@@ -83,7 +81,7 @@ def with_counted_columns(forward: Forward, layers: list[PrunedLayer]) -> Argumen
     turned = [layer for layer in layers if layer.rerotation and layer.rerotation.shift]
     if not turned:
         return given
-    n_columns = model_count(forward.cache) + forward.n_tokens
+    n_columns = int(forward.cache.get_seq_length()) + forward.n_tokens
     if mask.shape[1] <= n_columns:
         return given
     layer = turned[0]
@@ -192,14 +190,15 @@ def _recent(forward: Forward, mask: Any, layer: PrunedLayer, n: int, n_held: int
     filled = layer.seen_of_buffer(q, n, n_held)  # of slots that hold nothing yet nothing is seen
     if mask is None:
         return (causal(q, n, layer.device) if filled is None else filled)[None, None]
-    if filled is None:
-        found = columns_seen(mask, q, n)
-        assert found is not None
-        return found.to(layer.device)
-    first = mask_layer(forward.cache)
-    start = first.n_old if isinstance(first, PrunedLayer) else layer.kept.n_seen
-    found = columns_seen(mask, q, mask.shape[-1] - start)
+    n_columns = n
+    if filled is not None:
+        first = mask_layer(forward.cache)
+        start = first.n_old if isinstance(first, PrunedLayer) else layer.kept.n_seen
+        n_columns = mask.shape[-1] - start
+    found = columns_seen(mask, q, n_columns)
     assert found is not None
+    if filled is None:
+        return found.to(layer.device)
     return pad(found[..., :n], (0, max(0, n - found.shape[-1]))) & filled
 
 
@@ -294,8 +293,8 @@ def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> Readin
         needs |= ReadingNeeds.MASK_OF_MANY if unmasked else ReadingNeeds.MASK
     if layer.rerotation is not None:
         keeps_count = layer.kept.is_padded or site.place.keeps_count
-        if keeps_count or model_count(cache) != int(layer.get_seq_length()):
-            needs |= ReadingNeeds.POSITIONS
+        if keeps_count or int(cache.get_seq_length()) != int(layer.get_seq_length()):
+            needs |= ReadingNeeds.MASK
     return needs
 
 
@@ -310,19 +309,16 @@ def occupied_slots(mask: Any, layer: PrunedLayer, n_tokens: int, n_held: int) ->
         n_tokens: of that forward.
         n_held: how many of these the layer holds already: none before it, all after it.
     """
-    n_recent = layer.n_recent
+    n_recent, old = layer.n_recent, layer.kept.occupied(layer.device)
     recent = visible_tokens(mask, n_recent + n_tokens - n_held, layer.batch)
-    recent = None if recent is None else recent[:, :n_recent]
-    if not layer.is_pruned:
-        return None if recent is None or bool(recent.all()) else recent
-    old = layer.kept.occupied(layer.device)
+    recent = None if recent is None or bool(recent[:, :n_recent].all()) else recent[:, :n_recent]
     if old is None and recent is None:
         return None
-    if old is None:
-        old = torch.ones(layer.batch, layer.n_old, dtype=torch.bool, device=layer.device)
-    if recent is None:
-        recent = torch.ones(layer.batch, n_recent, dtype=torch.bool, device=layer.device)
-    return torch.cat((old, recent.to(layer.device)), dim=-1)
+    filled = [
+        torch.ones(layer.batch, n, dtype=torch.bool) if part is None else part
+        for part, n in ((old, layer.n_old), (recent, n_recent))
+    ]
+    return torch.cat([part.to(layer.device) for part in filled], dim=-1)
 
 
 def first_position(given: Arguments, layer: PrunedLayer, n_tokens: int) -> Tensor:

@@ -26,6 +26,12 @@ class Recent:
         """Hold `keys` and `values` `(N, n, d)`."""
         self.keys, self.values = pad(keys, (0, 0, AHEAD, 0)), pad(values, (0, 0, AHEAD, 0))
 
+    @classmethod
+    def like(cls, keys: Tensor, values: Tensor) -> Recent:
+        """None yet, of heads with such states as `keys` and `values` `(B, H_kv, S, d)`."""
+        n = keys.shape[0] * keys.shape[1]
+        return cls(*(x.new_empty(n, 0, x.shape[-1]) for x in (keys, values)))
+
     @property
     def n(self) -> int:
         """How many there are."""

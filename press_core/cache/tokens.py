@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass, replace
 from enum import Flag, auto
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class ReadingNeeds(Flag):
@@ -15,11 +18,9 @@ class ReadingNeeds(Flag):
 
     NOTHING = 0
     MASK = auto()
-    """A mask of its own."""
+    """A mask, or positions, of its own."""
     MASK_OF_MANY = auto()
     """A mask of its own where several tokens come at once."""
-    POSITIONS = auto()
-    """Positions other than those that the model counts."""
     ATTENTION = auto()
     """An attention function of its own."""
 
@@ -53,26 +54,12 @@ class Kept:
     def is_padded(self) -> bool:
         return self.rows is not None
 
-    def padding(self) -> Tensor | None:
-        """How many of the tokens seen were padding, `(B,)` int64; None: none."""
-        return None if self.real is None else (~self.real).sum(dim=-1)
-
     def occupied(self, device: torch.device) -> Tensor | None:
         """`(B, n)` bool: which slots hold a token; None: all."""
         if self.rows is None:
             return None
         slots = torch.arange(self.n_slots, device=device)
         return slots >= self.n_slots - torch.tensor(self.rows, device=device)[:, None]
-
-    def of_rows(self, rows: Tensor) -> Kept:
-        """The same for some rows of the batch."""
-        return replace(
-            self,
-            positions=rows_of(self.positions, rows),
-            rows=numbers_of(self.rows, rows),
-            real=rows_of(self.real, rows),
-            rotary=rows_of(self.rotary, rows),
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,20 +76,26 @@ class Rerotation:
     shift: int = 0
     lag: tuple[int, ...] | None = None
 
-    def of_rows(self, rows: Tensor) -> Rerotation:
-        """The same for some rows of the batch."""
-        index = rows.to(self.positions.device)
-        return Rerotation(self.positions[index], self.shift, numbers_of(self.lag, rows))
 
+def of_rows(known: T, rows: Tensor, batch: int) -> T:
+    """What is `known` of the `batch` rows of a layer, of some of them.
 
-def rows_of(x: Tensor | None, rows: Tensor) -> Tensor | None:
-    """Some rows of `x`, if there is one."""
-    return None if x is None else x[rows.to(x.device)]
+    Of tensors whatever has as many rows, of tuples a number for each; the rest is the same for all.
+    """
 
+    def chosen(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x[rows.to(x.device)] if len(x) == batch else x
+        if isinstance(x, Mapping):
+            return {name: chosen(part) for name, part in x.items()}
+        if isinstance(x, tuple) and all(type(part) is int for part in x):
+            return tuple([x[row] for row in rows.tolist()]) if x else x
+        if isinstance(x, tuple):
+            return tuple(map(chosen, x))
+        return replace(x, **chosen(vars(x))) if is_dataclass(x) else x  # type: ignore[type-var]
 
-def numbers_of(numbers: Sequence[int] | None, rows: Tensor) -> tuple[int, ...] | None:
-    """Of one number for each row, those of some rows."""
-    return None if numbers is None else tuple([numbers[row] for row in rows.tolist()])
+    result: T = chosen(known)
+    return result
 
 
 def extended(positions: Tensor, recent: Tensor) -> Tensor:

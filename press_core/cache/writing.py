@@ -63,12 +63,12 @@ def _leave_whole(
     cache: Any, index: int, former: PrunedLayer, slots: Mapping[str, Tensor], key: Key
 ) -> None:
     """Let a layer be what it is without a press, and hold what that remembers."""
-    former.settle()
     memory = former.memories.get(key)
+    layer = former.settled()
     if slots or memory is not None:
-        former.remember(key, (memory or Memory()).after_pruning(slots, by_this_scope=True))
-    keeps = isinstance(cache.layers[index], PrunedLayer) or former.memories
-    cache.layers[index] = former if keeps else former.storage.layer
+        layer.remember(key, (memory or Memory()).after_pruning(slots, by_this_scope=True))
+    keeps = isinstance(cache.layers[index], PrunedLayer) or layer.memories
+    cache.layers[index] = layer if keeps else layer.inner
 
 
 def _kept(former: PrunedLayer, left: Left) -> Kept:
@@ -76,9 +76,9 @@ def _kept(former: PrunedLayer, left: Left) -> Kept:
     rows = left.rows
     if rows is None and former.kept.is_padded:
         rows = left.numbers(lambda eviction: eviction.length)
-    slots = left.slots() if rows is None else left.known_slots()
-    before = former.all_positions() if former.is_pruned else None
-    positions = slots if not former.is_pruned else left.of_slots(before)
+    if rows is not None:
+        left.check_slots()
+    positions = _positions(former, left)
     rotary = None
     if rows is not None and left.call.when.decoding:
         rotary = left.of_slots(left.call.at.rotary)
@@ -92,6 +92,11 @@ def _kept(former: PrunedLayer, left: Left) -> Kept:
     )
 
 
+def _positions(former: PrunedLayer, left: Left) -> Tensor | None:
+    """Position in the sequence of what is left, `(B, H_kv, n)`, -1: nothing; None: nobody knows."""
+    return left.of_slots(former.all_positions()) if former.is_pruned else left.slots()
+
+
 def real_tokens(former: PrunedLayer, left: Left) -> Tensor | None:
     """Which of the tokens seen were no padding, `(B, n_seen)` bool; None: all."""
     padded = [group for group in left.groups if group.slots is not None]
@@ -102,11 +107,13 @@ def real_tokens(former: PrunedLayer, left: Left) -> Tensor | None:
     real = torch.ones(batch, n_seen, dtype=torch.bool, device=device)
     if former.kept.real is not None:
         real[:, : former.kept.n_seen] = former.kept.real
+    end = min(former.n_slots, left.call.length)  # which may be about the latest alone
+    n_new = min(n_recent, end)
     for group in padded:  # of the tokens that came since the last pruning
         assert group.slots is not None
-        occupied = torch.zeros(former.n_slots, dtype=torch.bool, device=device)
-        occupied[group.slots[group.slots < former.n_slots]] = True
-        real[group.rows, n_seen - n_recent :] = occupied[former.n_slots - n_recent :]
+        occupied = torch.zeros(left.call.length, dtype=torch.bool, device=device)
+        occupied[group.slots] = True
+        real[group.rows, n_seen - n_new :] = occupied[end - n_new : end]
     return None if bool(real.all()) else real
 
 
@@ -116,8 +123,9 @@ def _even(former: PrunedLayer, site: AttentionSite, left: Left) -> PrunedLayer:
     states = left.joined(lambda e: e.keys), left.joined(lambda e: e.values)
     if left.any("channels"):
         channels = left.per_row(lambda e: _required(e.channels))
-        storage = former.storage.of_other_shape("some channels of the keys").holding(*states)
-        layer: PrunedLayer = ChannelPrunedLayer(storage, channels, left.call.keys.shape[-1])
+        former.check_shape("some channels of the keys")
+        inner = former.holding(*states).inner
+        layer: PrunedLayer = ChannelPrunedLayer(inner, channels, left.call.keys.shape[-1])
     else:
         layer = former.holding(*states)
     layer.kept, layer.rerotation = kept, _rerotation(former, site, left, kept.is_padded)
@@ -201,15 +209,16 @@ def _ragged(former: PrunedLayer, left: Left) -> RaggedLayer:
 
     late = ", and evicts some later" if any(e.carried for e in left.evictions) else ""
     kept = Kept(n_seen=former.n_seen, real=real_tokens(former, left))
-    before = former.all_positions() if former.is_pruned else None
-    positions = left.slots() if not former.is_pruned else left.of_slots(before)
+    former.check_shape(f"other tokens for each head{late}")
+    keys, values = left.joined(lambda e: e.keys), left.joined(lambda e: e.values)
+    positions = _required(_positions(former, left))
     layer = RaggedLayer.of(
-        left.joined(lambda e: e.keys),
-        left.joined(lambda e: e.values),
+        keys,
+        values,
         left.joined(chosen),
-        _required(positions).clamp(max=former.n_seen - 1),  # what joins counts as the last token
+        positions.clamp(max=former.n_seen - 1),  # what joins counts as the last token
         kept,
-        former.storage.of_other_shape(f"other tokens for each head{late}"),
+        former.recent_like(keys, values),
     )
     layer.carry(_of_recent(left))
     return layer
@@ -228,12 +237,13 @@ def _evict_late(layer: RaggedLayer, left: Left) -> None:
         if group.slots is not None:
             padding[group.rows] = True
             padding[torch.tensor(group.rows)[:, None], :, group.slots.to(layer.device)] = False
+    real = real_tokens(layer, left)
     if bool(padding.any()):
-        layer.evict(padding, _extended(layer, ~padding[:, 0]))
+        layer.evict(padding, real)
     layer.carry(_of_recent(left))
     late = left.joined(_late_of, False)
     if bool(late.any()):
-        layer.evict(late, _extended(layer, None))
+        layer.evict(late, real)
 
 
 def _late_of(eviction: Eviction) -> Tensor:
@@ -241,16 +251,3 @@ def _late_of(eviction: Eviction) -> Tensor:
     recent = next(iter({**eviction.call.carried, **eviction.carried}.values()))
     stays, late = torch.zeros_like(recent, dtype=torch.bool), eviction.late_mask
     return stays if late is None else torch.cat((late, stays), dim=-1)
-
-
-def _extended(layer: RaggedLayer, new: Tensor | None) -> Tensor | None:
-    """Which of all tokens seen were no padding, where `new` `(B, q)` came last; None: all."""
-    real = layer.kept.real
-    if real is None and new is None:
-        return None
-    whole = torch.ones(layer.batch, layer.n_seen, dtype=torch.bool, device=layer.device)
-    if real is not None:
-        whole[:, : real.shape[1]] = real
-    if new is not None:
-        whole[:, layer.n_seen - new.shape[1] :] = new
-    return whole

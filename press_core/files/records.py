@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from press_core.cache.channels import ChannelPrunedLayer
-from press_core.cache.pruned import PrunedLayer, pruned_layer
+from press_core.cache.kinds import PrunedHybridLayer, kind_of
+from press_core.cache.pruned import PrunedLayer
 from press_core.cache.ragged import RaggedLayer
 from press_core.cache.recent import Recent
-from press_core.cache.storage import HybridStorage, Storage, kind_of
 from press_core.cache.tokens import Kept, Rerotation
 from press_core.errors import UnsupportedCacheError
 from press_core.files.files import require
@@ -48,9 +48,9 @@ def record_of(layer: Any) -> Record:
     if isinstance(layer, RaggedLayer):
         return {"kind": "ragged", **known, **_ragged_state(layer)}
     if not layer.is_initialized:
-        return record_of(layer.storage.layer)  # it was reset, and knows nothing
+        return record_of(layer.inner)  # it was reset, and knows nothing
     known["rerotation"] = layer.rerotation and vars(layer.rerotation)
-    known["storage"] = record_of(layer.storage.layer)
+    known["storage"] = record_of(layer.inner)
     if isinstance(layer, ChannelPrunedLayer):
         channels = {"channels": layer.channels, "recent_keys": layer.recent_keys}
         return {"kind": "channels", **known, **channels}
@@ -74,7 +74,7 @@ def _ragged_state(layer: RaggedLayer) -> Record:
 
 def _state_of(layer: Any) -> Record:
     """The attributes of a layer of `transformers`."""
-    if kind_of(layer) not in (None, Storage, HybridStorage):
+    if kind_of(layer) not in (None, PrunedLayer, PrunedHybridLayer):
         raise UnsupportedCacheError(
             f"cannot save a {type(layer).__name__}, whose states lie in a buffer or in the format "
             "of a library; use a DynamicCache"
@@ -153,15 +153,13 @@ def _kept(record: Record, positions: Tensor | None) -> Kept:
 
 
 def _pruned_layer(record: Record, stored: Any) -> PrunedLayer:
-    storage: Any = kind_of(stored)
+    kind: Any = kind_of(stored)
     if record["kind"] == "channels":
         recent_keys = record["recent_keys"]
-        layer: PrunedLayer = ChannelPrunedLayer(
-            storage(stored), record["channels"], recent_keys.shape[-1]
-        )
+        layer: PrunedLayer = ChannelPrunedLayer(stored, record["channels"], recent_keys.shape[-1])
         layer.recent_keys = recent_keys
     else:
-        layer = pruned_layer(storage(stored))
+        layer = kind(stored)
     layer.kept, layer.carried = _kept(record, record["kept"]["positions"]), record["carried"]
     if record["rerotation"] is not None:
         layer.rerotation = Rerotation(**record["rerotation"])

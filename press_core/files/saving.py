@@ -22,13 +22,13 @@ import transformers
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
-from press_core.cache.caches import kept_lengths, mask_layer
+from press_core.cache.caches import kept_lengths, known, mask_layer
 from press_core.cache.positions import tokens_seen
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.reading import reading_needs
 from press_core.errors import UnsupportedCacheError, UnsupportedModelError
 from press_core.files import files
-from press_core.files.files import CacheFileError, read, read_header, refused, unsealed
+from press_core.files.files import read, read_header, refused, require, unsealed
 from press_core.files.identity import identity, name_of
 from press_core.files.records import Record, layer_from, record_of
 from press_core.model.sites import AttentionSite
@@ -36,7 +36,6 @@ from press_core.press import Press
 from press_core.probe import attention_sites
 
 _CACHES = ("self_attention_cache", "cross_attention_cache")
-_INPUTS = ("input_ids", "attention_mask")
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,8 +112,8 @@ def save_cache(
             "cache is a part of one; save caches of a model that is in one piece"
         )
     tensors: dict[str, Tensor] = {}
-    given = zip(_INPUTS, (input_ids, attention_mask), strict=True)
-    inputs = {name: ids.long() for name, ids in given if ids is not None}
+    given = {"input_ids": input_ids, "attention_mask": attention_mask}
+    inputs = {name: ids.long() for name, ids in given.items() if ids is not None}
     about = {
         "kind": files.KIND,
         "version": files.FORMAT_VERSION,
@@ -174,10 +173,8 @@ def _summary(cache: Any, sites: list[AttentionSite]) -> dict[str, Any]:
     for site in sites:
         if site.layer_idx >= len(lengths) or not lengths[site.layer_idx].numel():
             continue
-        layer = own.layers[site.layer_idx]
-        pruned = isinstance(layer, PrunedLayer)
-        of_rows = tokens_seen(layer, None) if pruned else (int(layer.get_seq_length()),)
-        most = max(most, layer.n_seen if pruned else of_rows[0])
+        layer = known(own, site.layer_idx)
+        of_rows, most = tokens_seen(layer, None), max(most, layer.n_seen)
         seen += sum(of_rows) / len(of_rows)
         kept += float(lengths[site.layer_idx].double().mean())
     return {"n_seen": most, "evicted": max(0.0, 1 - kept / seen) if seen else 0.0}
@@ -215,9 +212,16 @@ def load_cache(
     path = Path(path)
     about = read_header(path)
     now = identity(model)
-    with refused(path, "is damaged"):
-        _check_versions(path, about["made_with"]["transformers"], any_version)
-        _check_model(path, about["model"], now, any_version)
+    with refused(path, "cannot be read"):
+        made_with = about["made_with"]["transformers"]
+        require(
+            any_version or made_with == transformers.__version__,
+            f"it was written with transformers {made_with!s:.20}, and {transformers.__version__} "
+            "is installed, which may compute other keys and values: pass any_version=True to try",
+        )
+        differing = _differences(about["model"], now, any_version)
+        name = f"{about['model']['name']!s:.60}"
+        require(not differing, f"it is a cache of another model ({name!r}): {differing}")
         parts = unsealed(about["caches"], read(path, "cache")[1])
         return _cache(parts, model, None if device is None else torch.device(device))
 
@@ -230,7 +234,7 @@ def about_cache(path: str | Path) -> SavedCache:
     """
     path = Path(path)
     about = read_header(path)
-    with refused(path, "is damaged"):
+    with refused(path, "cannot be read"):
         return SavedCache(
             path,
             str(about["model"]["name"]),
@@ -243,19 +247,8 @@ def about_cache(path: str | Path) -> SavedCache:
         )
 
 
-def _check_versions(path: Path, former: Any, any_version: bool) -> None:
-    if former != transformers.__version__ and not any_version:
-        raise CacheFileError(
-            f"{str(path)!r} was written with transformers {former!s:.20}, and "
-            f"{transformers.__version__} is installed, which may compute other keys and values; "
-            "make the cache anew, or pass any_version=True"
-        )
-
-
-def _check_model(
-    path: Path, former: dict[str, Any], now: dict[str, Any], any_version: bool
-) -> None:
-    """Refuse a model other than the one that has filled the cache."""
+def _differences(former: dict[str, Any], now: dict[str, Any], any_version: bool) -> str:
+    """What tells a model from the one that has filled a cache; empty: nothing."""
     there, here = former["config"], now["config"]
     # Releases differ in which fields they know.
     names = here.keys() & there.keys() if any_version else here.keys() | there.keys()
@@ -265,12 +258,8 @@ def _check_model(
         if there.get(name) != here.get(name)
     ]
     if not differing and former["weights"] != now["weights"]:
-        differing = ["it has the same configuration, and other weights or adapters"]
-    if differing:
-        raise CacheFileError(
-            f"{str(path)!r} is a cache of another model ({former['name']!s:.60}): "
-            f"{'; '.join(differing[:3])}"
-        )
+        return "it has the same configuration, and other weights or adapters"
+    return "; ".join(differing[:2])
 
 
 def _cache(parts: Any, model: Any, device: torch.device | None) -> Any:

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import huggingface_hub
+import numpy as np
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save
 from torch import Tensor
 
 from press_core.errors import PressError, UnsupportedModelError, first_line
-from press_core.files.files import METADATA, check_version, read, refused
+from press_core.files.files import METADATA, check_version, read, refused, require
 from press_core.model.decoder import device_of
 from press_core.model.sites import AttentionSite, n_layers_of
 from press_core.press import Press
@@ -49,8 +50,9 @@ def sized(dims: str, published: str = "", **default: Any) -> Any:
     """A field for a tensor.
 
     Args:
-        dims: the names of its dimensions, such as `"layers heads head_dim"`.
-        published: what others call it, if not as the field is called.
+        dims: the names of its dimensions, or their sizes, such as `"99 layers kv_heads"`.
+        published: what others call it, if not as the field is called; with a `*` for the layer
+            where each has a tensor of its own.
     """
     return field(metadata={"dims": dims, "published": published}, **default)
 
@@ -67,28 +69,20 @@ class Calibration:
         made_by: class attribute; the call of a press that makes one.
         file_names: class attribute; what the file is called in a folder, first the preferred name.
         published_files: class attribute; what the files are called that others publish on the hub.
-        fixed_sizes: class attribute; of dimensions that are the same for every model.
-        limits: class attribute; the least and the largest number in a tensor, where not any finite
-            ones will do.
-        readers: class attribute; by suffix, what reads other files than safetensors.
+        within: class attribute; the least and the largest number; None: files hold finite ones.
     """
 
     kind: ClassVar[str] = ""
     made_by: ClassVar[str] = "fit(model, token_batches)"
     file_names: ClassVar[tuple[str, ...]] = ()
     published_files: ClassVar[tuple[str, ...]] = ("model.safetensors",)
-    fixed_sizes: ClassVar[Mapping[str, int]] = {}
-    limits: ClassVar[Mapping[str, tuple[float, float]]] = {}
-    readers: ClassVar[Mapping[str, Callable[[Path], dict[str, Tensor]]]] = {}
-
-    def __post_init__(self) -> None:
-        self.check()
+    within: ClassVar[tuple[float, float] | None] = None
 
     def dims(self) -> dict[str, str]:
         """The names of the dimensions of each tensor."""
         return {field.name: field.metadata["dims"] for field in fields(self)}
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Check that the tensors are those of `dims`, fit each other, and hold what they may.
 
         Raises:
@@ -99,14 +93,15 @@ class Calibration:
             raise CalibrationError(f"{named}: one is empty")
         if sizes.get("heads", 0) % sizes.get("kv_heads", 1):
             raise CalibrationError(f"{named}: {sizes} are no heads that share KV heads evenly")
-        for name, (low, high) in self.limits.items():
-            tensor = self.tensors[name]
-            if not bool(((tensor >= low) & (tensor <= high)).all()):
-                raise CalibrationError(f"{name} of {self.kind} must be from {low} to {high}")
+        if self.within is not None:
+            low, high = self.within
+            if not all(bool(((x >= low) & (x <= high)).all()) for x in self.tensors.values()):
+                raise CalibrationError(f"{named} must be from {low} to {high}")
 
     def _sizes(self) -> dict[str, int]:
         """The sizes of all dimensions by their names; equal names have to have equal sizes."""
-        sizes, tensors, dims = dict(self.fixed_sizes), self.tensors, self.dims()
+        tensors, dims = self.tensors, self.dims()
+        sizes = {n: int(n) for names in dims.values() for n in names.split() if n.isdigit()}
         named = [(dims.get(name, "").split(), x.shape) for name, x in tensors.items()]
         fits = dims.keys() == tensors.keys() and all(
             len(names) == len(shape)
@@ -118,16 +113,6 @@ class Calibration:
             wanted = ", ".join(f"{n} ({dims[n]})" for n in dims)
             raise CalibrationError(f"{self.kind} of {found:.300}: it must have {wanted:.300}")
         return sizes
-
-    def check_numbers(self) -> None:
-        """Check what was read from a file: numbers that are none decide nothing.
-
-        Raises:
-            CalibrationError: naming the tensor.
-        """
-        for name, tensor in self.tensors.items():
-            if name not in self.limits and not bool(tensor.isfinite().all()):
-                raise CalibrationError(f"{name} of {self.kind} is not finite everywhere")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -193,19 +178,16 @@ class Calibration:
         """
         names = dict.fromkeys((*(file_names or cls.file_names), cls.published_files[0]))
         path = _found(cls, source, tuple(names))
-        tensors, holds = _read(
-            path.resolve(), path.stat().st_mtime_ns, cls.readers.get(path.suffix)
-        )
+        tensors, holds = _read(path.resolve(), path.stat().st_mtime_ns)
         if holds not in (cls.kind, ""):
             raise CalibrationError(f"{str(path)!r} holds {holds!r:.80}, not {cls.kind}")
-        names_found = ", ".join(f"{name!r:.80}" for name in sorted(tensors)[:8]) or "nothing"
-        what = (
-            f"holds no {cls.kind.removeprefix('a ')}, neither as {cls.__name__}.save writes them "
-            f"nor as they are published on the hub; it holds {names_found}"
-        )
+        names_found = ", ".join(f"{name!r:.80}" for name in sorted(tensors)[:8])
+        what = f"holds no {cls.kind.removeprefix('a ')}; it holds {names_found}"
         with refused(path, what, CalibrationError):
             fitted = cls.of(tensors if holds else cls.published(tensors, path.parent))
-        fitted.check_numbers()
+            if cls.within is None:
+                finite = all(bool(x.isfinite().all()) for x in fitted.tensors.values())
+                require(finite, "not all of its numbers are finite")
         return fitted
 
     @classmethod
@@ -219,12 +201,16 @@ class Calibration:
         Raises:
             KeyError: if one is missing.
         """
-        named = {x.name: x.metadata["published"] or x.name for x in fields(cls)}
-        return {name: tensors[published] for name, published in named.items()}
+        if [*tensors] == [""]:  # an array
+            return {fields(cls)[0].name: tensors[""]}
+        return {x.name: called(tensors, x.metadata["published"] or x.name) for x in fields(cls)}
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
-        return f"{type(self).__name__}({sizes})"
+        return f"{type(self).__name__}({_said(self.sizes)})"
+
+
+def _said(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 # ---- files and repositories ----------------------------------------------------------------------
@@ -232,42 +218,36 @@ class Calibration:
 
 def _found(kind: type[Calibration], source: str | Path, names: tuple[str, ...]) -> Path:
     """The file at `source`, or the first of `names` in that folder or repository on the hub."""
-    path, called = Path(source).expanduser(), " and no ".join(names)
+    path, wanted = Path(source).expanduser(), " and no ".join(names)
     for place in (path, *(path / name for name in names)):
         if place.is_file():
             return place
-    if path.is_dir():
+    is_hub_id = isinstance(source, str) and _HUB_ID.fullmatch(source) and not path.is_dir()
+    if not is_hub_id or str(source).endswith(".safetensors"):
         raise CalibrationError(
-            f"there is no {called} in the folder {str(path)!r}; {kind.__name__}.save writes the "
-            "first"
-        )
-    if isinstance(source, Path) or not _HUB_ID.fullmatch(source) or source.endswith(".safetensors"):
-        raise CalibrationError(
-            f"there is no file or folder {str(source)!r}; give a {kind.__name__}, a file that its "
+            f"there is no {wanted} at {str(source)!r}; give a {kind.__name__}, a file that its "
             "save wrote, a folder that holds one, or a hub id such as owner/name"
         )
     cause: Exception = LookupError()
     # What is on this machine is taken as it is: presses are opened often, and may be so offline.
     for offline, name in product((True, False), names):
-        wanted = kind.published_files if name == kind.published_files[0] else (name,)
+        parts = kind.published_files if name == kind.published_files[0] else (name,)
         download = partial(huggingface_hub.hf_hub_download, source, local_files_only=offline)
         try:
-            paths = [download(part) for part in wanted]
+            paths = [download(part) for part in parts]
             return Path(paths[0])
         except (OSError, ValueError, RuntimeError) as error:
             cause = error
         if not offline and isinstance(cause, LocalEntryNotFoundError):
             break  # nobody answered: do not wait for that again
     raise CalibrationError(
-        f"there is no file or folder {source!r}, and the hub gave no {called} of that id (no "
+        f"there is no file or folder {source!r}, and the hub gave no {wanted} of that id (no "
         f"network, no such id, or no permission); the cause was: {first_line(cause)}"
     ) from cause
 
 
 @lru_cache(maxsize=4)
-def _read(
-    path: Path, _modified: int, reader: Callable[[Path], dict[str, Tensor]] | None
-) -> tuple[dict[str, Tensor], str]:
+def _read(path: Path, _modified: int) -> tuple[dict[str, Tensor], str]:
     """The tensors in the file at `path` and what it says they are, remembered: presses open often.
 
     Raises:
@@ -279,30 +259,44 @@ def _read(
             "safetensors once, if you trust it, as docs/learned.md says"
         )
     with refused(path, "cannot be read", CalibrationError):
-        about, tensors = read(path) if reader is None else ({}, reader(path))
+        if path.suffix in ARRAYS:  # one tensor without a name
+            return floats({"": torch.as_tensor(ARRAYS[path.suffix](path))}), ""
+        about, tensors = read(path)
         if about:
             check_version(about, FORMAT_VERSION)
-        return floats(tensors, path), about["kind"] if about else ""
+        return floats(tensors), about["kind"] if about else ""
 
 
-def floats(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """The `tensors` read at `path` in float32 or better.
+def floats(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The `tensors` of a file in float32 or better.
 
     Raises:
-        CalibrationError: if some are no floating-point numbers.
+        ValueError: if some are no floating-point numbers.
     """
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point():
-            raise CalibrationError(
-                f"{str(path)!r} holds {name!r:.80} as {tensor.dtype}, not as floats"
-            )
+        require(tensor.is_floating_point(), f"{name!r:.80} is of {tensor.dtype}, not of floats")
     return {name: upcast(x) for name, x in tensors.items()}
 
 
-def of_layers(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """What published files hold layer by layer as `layers.0.{name}` and so on, stacked."""
+def called(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """The tensor of a `name`; those of all layers, stacked, where it has a `*` for the layer."""
+    if "*" not in name:
+        return tensors[name]
     n_layers = len({key.split(".")[1] for key in tensors})
-    return torch.stack([tensors[f"layers.{i}.{name}"] for i in range(n_layers)])
+    return torch.stack([tensors[name.replace("*", str(i))] for i in range(n_layers)])
+
+
+def _table(path: Path) -> list[list[float]]:
+    """A row of numbers per line."""
+    rows = [[float(x) for x in line.split()] for line in path.read_text().splitlines()]
+    return [row for row in rows if row]
+
+
+ARRAYS: dict[str, Callable[[Path], Any]] = {
+    ".tsv": _table,
+    ".npy": partial(np.load, allow_pickle=False),
+}
+"""By suffix, what reads the numbers that authors of papers publish in files of other formats."""
 
 
 # ---- presses that have learned -------------------------------------------------------------------
@@ -355,23 +349,21 @@ class LearnedPress(Press):
     def _search(self, kind: type[Calibration], model: Any) -> Calibration:
         fit = f"{type(self).__name__}.{kind.made_by}"
         name = str(getattr(getattr(model, "config", None), "name_or_path", None) or "")
-        advice, source = f"hand over what {fit} returns", ""
+        source, published, advice = "", "", f"hand over what {fit} returns"
         if name and Path(name).is_dir():
             source = str(Path(name) / (self.file_names() or kind.file_names)[0])
             advice = f"make it once, {fit}.save({name!r}), or {advice}"
-            if published := self.hub_id(Path(name).resolve().name):
-                advice += f" or a hub id, such as {published!r} if it is published"
+            published = self.hub_id(Path(name).resolve().name)
         elif _HUB_ID.fullmatch(name):
-            source = self.hub_id(name)
-        if not source:
-            raise CalibrationError(
-                f"nothing was learned about this {type(model).__name__} that could be found by "
-                f"itself; {advice}"
-            )
+            source = published = self.hub_id(name)
+        if published:
+            advice += f" or a hub id, such as {published!r} if it is published"
         try:
+            require(bool(source), "nothing was learned that could be found by itself")
             return kind.load(source, kind.published_files[:1])
-        except CalibrationError as error:
-            raise CalibrationError(f"{error}. For {name}, {advice}") from error
+        except ValueError as error:
+            about = name or f"this {type(model).__name__}"
+            raise CalibrationError(f"{error}. For {about}, {advice}") from error
 
 
 def model_sizes(site: AttentionSite) -> dict[str, int]:
@@ -390,10 +382,7 @@ def check_fits(fitted: Calibration, site: AttentionSite) -> None:
     sizes = model_sizes(site)
     model = {name: sizes[name] for name in fitted.sizes}
     if model != fitted.sizes:
-        theirs, ours = (
-            ", ".join(f"{name}={n}" for name, n in x.items()) for x in (fitted.sizes, model)
-        )
         raise UnsupportedModelError(
-            f"{type(fitted).__name__} of a model with {theirs} cannot serve one with {ours} "
-            f"({site.name}); fit it to this model"
+            f"{type(fitted).__name__} of a model with {_said(fitted.sizes)} cannot serve one with "
+            f"{_said(model)} ({site.name}); fit it to this model"
         )

@@ -23,12 +23,6 @@ from press_core.presses.positions import layer_generator
 from press_core.traits import Evicts
 
 
-def read_table(path: Path) -> dict[str, Tensor]:
-    """`full_attention_heads.tsv`, as the paper's authors publish it: a row of numbers per layer."""
-    rows = [[float(x) for x in line.split()] for line in path.read_text().splitlines()]
-    return {"scores": torch.tensor([row for row in rows if row])}
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class HeadScores(Calibration):
     """How much each KV head retrieves from the middle of a context.
@@ -40,8 +34,7 @@ class HeadScores(Calibration):
     kind = "DuoAttention head scores"
     made_by = "measure(model, token_batches)"
     file_names = ("duo_head_scores.safetensors",)
-    limits = {"scores": (-inf, inf)}  # noqa: RUF012
-    readers = {".tsv": read_table}  # noqa: RUF012
+    within = (-inf, inf)
 
     scores: Tensor = sized("layers kv_heads")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +19,13 @@ from press_core.engine import store_left
 from press_core.errors import PressError
 from press_core.eviction import Eviction
 from press_core.fields import count, share
-from press_core.forward import Forward, own_cache
-from press_core.learned.calibration import Calibration, learned, of_layers, sized
-from press_core.learned.running import Batch, Examples, Scores, TaughtPress, taught
+from press_core.forward import Forward
+from press_core.learned.calibration import Calibration, learned, sized
+from press_core.learned.running import Examples, TaughtPress, taught
 from press_core.model.sites import AttentionSite
 from press_core.observed import Moment
 from press_core.press import RatioPress
+from press_core.replay.rows import cache_after
 from press_core.rows import Left, RowGroup
 from press_core.scope import ScopeState
 from press_core.select import best_first, leading, trailing, upcast
@@ -107,13 +108,13 @@ class KVzipGates(Calibration):
     kind = "Fast KVzip gates"
     file_names = ("fast_kvzip_gates.safetensors",)
 
-    query_weight: Tensor = sized("layers heads rank hidden_size")
-    query_bias: Tensor = sized("layers heads rank")
-    key_weight: Tensor = sized("layers kv_heads rank hidden_size")
-    query_norm: Tensor = sized("layers rank")
-    key_norm: Tensor = sized("layers rank")
-    base: Tensor = sized("layers kv_heads n_base rank")
-    bias: Tensor = sized("layers heads")
+    query_weight: Tensor = sized("layers heads rank hidden_size", "layers.*.q_proj.weight")
+    query_bias: Tensor = sized("layers heads rank", "layers.*.q_proj.bias")
+    key_weight: Tensor = sized("layers kv_heads rank hidden_size", "layers.*.k_proj.weight")
+    query_norm: Tensor = sized("layers rank", "layers.*.q_norm.weight")
+    key_norm: Tensor = sized("layers rank", "layers.*.k_norm.weight")
+    base: Tensor = sized("layers kv_heads n_base rank", "layers.*.k_base")
+    bias: Tensor = sized("layers heads", "layers.*.b")
 
     def of_layer(self, layer_idx: int) -> Gate:
         """The gate of one layer."""
@@ -121,14 +122,65 @@ class KVzipGates(Calibration):
 
     @classmethod
     def published(cls, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
-        projections = {"query_weight": "q_proj.weight", "query_bias": "q_proj.bias"}
-        projections["key_weight"] = "k_proj.weight"
-        norms = {"query_norm": "q_norm.weight", "key_norm": "k_norm.weight"}
-        names = {**projections, **norms, "base": "k_base", "bias": "b"}
-        found = {field: of_layers(tensors, name) for field, name in names.items()}
-        for field in projections:
-            found[field] = found[field].unflatten(1, (-1, found["query_norm"].shape[-1]))
+        found = super().published(tensors, folder)
+        for name in ("query_weight", "query_bias", "key_weight"):
+            found[name] = found[name].unflatten(1, (-1, found["query_norm"].shape[-1]))
         return found | {"base": found["base"].squeeze(2), "bias": found["bias"].flatten(1)}
+
+
+# ---- learning ------------------------------------------------------------------------------------
+
+
+def fit_gates(
+    examples: Examples, rank: int = 16, n_base: int = 16, steps: int = 2_000, seed: int = 0
+) -> KVzipGates:
+    """The gates whose outputs come closest to the examples, layer by layer.
+
+    Raises:
+        CalibrationError: if there are none.
+    """
+
+    def learn(states: Tensor, targets: Tensor) -> Gate:
+        """The gate after `steps` steps of AdamW towards `targets`."""
+        states, targets = states.float(), targets.clamp(0, 1)
+        scale = states.square().mean().sqrt().clamp(min=1e-12)  # folded into the weights afterwards
+
+        def loss_of(parameters: Sequence[Tensor], rows: Tensor) -> Tensor:
+            told = Gate(*parameters)(states[rows][None] / scale)[0].mT
+            return binary_cross_entropy(told, targets[rows])
+
+        start = _first_gate(examples.site, rank, n_base, targets, states.shape[1], seed)
+        generator = torch.Generator().manual_seed(seed)
+        gate = Gate(*taught(start, loss_of, len(states), steps, generator))
+        query, key = gate.query_weight / scale, gate.key_weight / scale
+        return gate._replace(query_weight=query, key_weight=key)
+
+    return KVzipGates(*examples.taught(learn))
+
+
+def _first_gate(
+    site: AttentionSite, rank: int, n_base: int, targets: Tensor, width: int, seed: int
+) -> Gate:
+    """A gate at random that says of all tokens about what `targets` say on average."""
+    n_heads, n_kv, generator = site.num_heads, site.num_kv_heads, torch.Generator()
+    generator.manual_seed(seed)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    mean = targets.mean(dim=0).clamp(1e-4, 1 - 1e-4)
+    return Gate(
+        query_weight=drawn(n_heads, rank, width) * width**-0.5,
+        query_bias=torch.zeros(n_heads, rank),
+        key_weight=drawn(n_kv, rank, width) * width**-0.5,
+        query_norm=torch.ones(rank),
+        key_norm=torch.ones(rank),
+        base=0.1 * drawn(n_kv, n_base, rank),
+        bias=(mean.logit() + torch.tensor(n_base).log()).repeat_interleave(n_heads // n_kv),
+    )
+
+
+# ---- the press -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -157,6 +209,7 @@ class FastKVzip(TaughtPress, RatioPress):
     gates: KVzipGates | str | Path | None = learned(KVzipGates)
 
     evicts = Evicts.PER_HEAD
+    learn = staticmethod(fit_gates)
 
     @property
     def needs(self) -> Needs:
@@ -233,9 +286,7 @@ class FastKVzip(TaughtPress, RatioPress):
 
     def after_decoder(self, scope: ScopeState, forward: Forward, output: Any) -> None:
         """Evict from all layers, after the prefill of a context."""
-        cache = forward.cache
-        if cache is None:
-            cache = own_cache(getattr(output, "past_key_values", None))
+        cache = cache_after(forward, output)
         if cache is None:
             return
         memories = [known(cache, site.layer_idx).memories.get(scope.key) for site in scope.sites]
@@ -264,93 +315,3 @@ class FastKVzip(TaughtPress, RatioPress):
             eviction = Eviction.keep_per_head(call, site.ranks.own(keeps, keys.shape[1]))
             group = RowGroup(list(range(len(keys))), None, eviction)
             store_left(scope, cache, site, Left(call, [group]))
-
-    # ---- learning --------------------------------------------------------------------------------
-
-    @classmethod
-    def fit(
-        cls,
-        model: Any,
-        token_batches: Iterable[Batch],
-        scores: Scores | None = None,
-        *,
-        rank: int = 16,
-        n_base: int = 16,
-        max_tokens: int = 32_768,
-        steps: int = 2_000,
-        seed: int = 0,
-    ) -> KVzipGates:
-        """Learn to tell the scores of KVzip from hidden states.
-
-        The same seed gives the same gates on the same device.
-
-        Args:
-            model: left as it was.
-            token_batches: token ids `(B, S)`, or dicts with `input_ids` and `attention_mask` where
-                rows are padded on the left; those rows are scored one by one.
-            scores: what to learn, in [0, 1]. None: the scores of KVzip, which needs the model's
-                tokenizer; without one, `KVzipPress(prompts=...).scores`.
-            rank: channels of the gate's queries and keys, 16 in the paper.
-            n_base: keys that those of tokens are compared with, 16 in the paper.
-            max_tokens: tokens to learn from, at most; their hidden states are held in memory.
-            steps: of AdamW.
-            seed: of what the gates start from, and of the batches of tokens.
-
-        Returns:
-            The gates, float32: to hand over as `gates`, or to save beside the model.
-
-        Raises:
-            CalibrationError: if there is no token to learn from, or if scores have another shape.
-        """
-        examples = cls.examples(model, token_batches, scores, max_tokens)
-        return fit_gates(examples, rank, n_base, steps, seed)
-
-
-# ---- learning ------------------------------------------------------------------------------------
-
-
-def fit_gates(examples: Examples, rank: int, n_base: int, steps: int, seed: int) -> KVzipGates:
-    """The gates whose outputs come closest to the examples, layer by layer.
-
-    Raises:
-        CalibrationError: if there are none.
-    """
-
-    def learn(states: Tensor, targets: Tensor) -> Gate:
-        """The gate after `steps` steps of AdamW towards `targets`."""
-        states, targets = states.float(), targets.clamp(0, 1)
-        scale = states.square().mean().sqrt().clamp(min=1e-12)  # folded into the weights afterwards
-
-        def loss_of(parameters: Sequence[Tensor], rows: Tensor) -> Tensor:
-            told = Gate(*parameters)(states[rows][None] / scale)[0].mT
-            return binary_cross_entropy(told, targets[rows])
-
-        start = _first_gate(examples.site, rank, n_base, targets, states.shape[1], seed)
-        generator = torch.Generator().manual_seed(seed)
-        gate = Gate(*taught(start, loss_of, len(states), steps, generator))
-        query, key = gate.query_weight / scale, gate.key_weight / scale
-        return gate._replace(query_weight=query, key_weight=key)
-
-    return KVzipGates(*examples.taught(learn))
-
-
-def _first_gate(
-    site: AttentionSite, rank: int, n_base: int, targets: Tensor, width: int, seed: int
-) -> Gate:
-    """A gate at random that says of all tokens about what `targets` say on average."""
-    n_heads, n_kv, generator = site.num_heads, site.num_kv_heads, torch.Generator()
-    generator.manual_seed(seed)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    mean = targets.mean(dim=0).clamp(1e-4, 1 - 1e-4)
-    return Gate(
-        query_weight=drawn(n_heads, rank, width) * width**-0.5,
-        query_bias=torch.zeros(n_heads, rank),
-        key_weight=drawn(n_kv, rank, width) * width**-0.5,
-        query_norm=torch.ones(rank),
-        key_norm=torch.ones(rank),
-        base=0.1 * drawn(n_kv, n_base, rank),
-        bias=(mean.logit() + torch.tensor(n_base).log()).repeat_interleave(n_heads // n_kv),
-    )

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,16 +21,12 @@ from press_core.learned.running import Batch, LayerMeans, rows_alone, run
 from press_core.model.sites import AttentionSite
 from press_core.press import Press
 from press_core.scope import bound_to
+from press_core.scoring import BudgetPress
 from press_core.select import best_first, leading, trailing, upcast
 from press_core.traits import Evicts, Needs
 
 PER_CENT = 99
 """Curves have a value for each per cent of the tokens that may be evicted, from 1 to 99."""
-
-
-def read_array(path: Path) -> dict[str, Tensor]:
-    """Curves as the paper's authors publish them, `.npy`."""
-    return {"rates": torch.from_numpy(np.load(path, allow_pickle=False))}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -45,15 +40,13 @@ class BudgetCurves(Calibration):
     kind = "LU-KV budget curves"
     made_by = "fit(model, token_batches, press)"
     file_names = ("lukv_curves.safetensors",)
-    fixed_sizes = {"per_cent": PER_CENT}  # noqa: RUF012
-    limits = {"rates": (0, 1)}  # noqa: RUF012
-    readers = {".npy": read_array}  # noqa: RUF012
+    within = (0, 1)
 
-    rates: Tensor = sized("per_cent layers kv_heads")
+    rates: Tensor = sized(f"{PER_CENT} layers kv_heads")
 
 
 @dataclass
-class LUKV(LearnedPress, Around):
+class LUKV(LearnedPress, Around, BudgetPress):
     """Gives each KV head the budget that pays most in the long run (LU-KV, arXiv 2602.08585).
 
     How well a press tells which tokens will be needed differs from head to head. Curves that were
@@ -91,10 +84,8 @@ class LUKV(LearnedPress, Around):
 
     # ---- the formula -----------------------------------------------------------------------------
 
-    def compress(self, call: AttentionCall) -> Eviction:
-        if self.budget(call) >= call.length:
-            return Eviction.nothing(call)
-        scores = self.scorer.checked_scores(call.with_budget(self.budget(call)))
+    def spend(self, call: AttentionCall, n: int) -> Eviction:
+        scores = self.scorer.checked_scores(call.with_budget(n))
         ranked = ranks_protected(scores, call.keys, self.sink, self.window)
         counts = torch.tensor(self.head_counts(call), device=scores.device).view(1, -1, 1)
         return Eviction.keep_per_head(call, best_first(ranked, counts.expand(len(scores), -1, -1)))
@@ -147,19 +138,19 @@ class LUKV(LearnedPress, Around):
         told, means = cls(press, sink=sink, window=window), LayerMeans()
         scope = bound_to(told.scorer, model)
         for ids in rows_alone(token_batches):
-            gains: list[tuple[AttentionSite, Tensor]] = []
+            sites, gains = list[AttentionSite](), list[Tensor]()
 
             def see(call: AttentionCall) -> None:
                 n_future = call.length // 8 or 1 if horizon is None else horizon
                 n = call.length - n_future
                 if n > sink + window and told.is_long_enough(n):
-                    gains.append((call.site, told.gains(call.replace(scope=scope), n)))  # noqa: B023
+                    sites.append(call.site)  # noqa: B023
+                    gains.append(told.gains(call.replace(scope=scope), n))  # noqa: B023
 
             run(model, [ids], cls.collector(see, reads=told.scorer.needs | Needs.QUERIES))
-            of_layers = sorted(gains, key=lambda pair: pair[0].layer_idx)
-            for texts in zip(*(of_layer for _, of_layer in of_layers), strict=True):
-                rates = best_rates(torch.stack(texts), sink + window)
-                for (site, _), of_layer in zip(of_layers, rates.unbind(dim=1), strict=True):
+            for text in zip(*gains, strict=True):
+                rates = best_rates(torch.stack(text), sink + window)
+                for site, of_layer in zip(sites, rates.unbind(dim=1), strict=True):
                     means.add(site, 1, of_layer)
         those = f"{sink} + {window} protected tokens and those that stand for the future"
         (rates,) = means.stacked(because=f": no text is longer than {those}")

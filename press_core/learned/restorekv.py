@@ -30,7 +30,7 @@ from press_core.model.decoder import decoder_of, device_of
 from press_core.model.sites import AttentionSite
 from press_core.probe import attention_sites
 from press_core.replay.kvzip import KVzip, RepeatPrompts
-from press_core.replay.rows import Judged, Row, in_this_thread
+from press_core.replay.rows import Chosen, Joining, Row, in_this_thread
 from press_core.scope import ScopeState
 
 N_TOKENS = 8
@@ -88,15 +88,12 @@ class RestoreAdapter(Calibration):
         """An adapter as PEFT saves it, and embeddings; its scaling is multiplied into `up`."""
         _, embeddings, config = (folder / name for name in cls.published_files)
         about = json.loads(config.read_text())
-        odd = [name for name in ("use_dora", "rank_pattern", "alpha_pattern") if about.get(name)]
-        if about.get("peft_type") != "LORA" or about.get("bias", "none") != "none" or odd:
-            what = ", ".join(odd) or f"{about.get('peft_type')} with bias={about.get('bias')}"
-            raise CalibrationError(
-                f"{str(folder)!r} holds an adapter of another kind than LoRA: {what}"
-            )
+        odd = any(about.get(name) for name in ("use_dora", "rank_pattern", "alpha_pattern"))
+        if odd or about.get("peft_type") != "LORA" or about.get("bias", "none") != "none":
+            raise ValueError("it holds an adapter of another kind than LoRA")
         rank = about["r"] ** 0.5 if about.get("use_rslora") else about["r"]
         parts = {"A": ("down", 1.0), "B": ("up", about["lora_alpha"] / rank)}
-        adapter = {"embeddings": floats(read(embeddings)[1], embeddings)["restore_embeddings"]}
+        adapter = {"embeddings": floats(read(embeddings)[1])["restore_embeddings"]}
         for name, tensor in tensors.items():
             layer, _, part = name.removesuffix(".weight").rpartition(".lora_")
             if part in parts:
@@ -113,7 +110,7 @@ def first_adapter(model: Any, rank: int, seed: int) -> RestoreAdapter:
     down, up = {}, {}
     sites = attention_sites(model)
     own = {id(child) for site in sites for child in site.module.children()}
-    for name, layer in _decoder(model, sites).named_modules():
+    for name, layer in decoder_of(model, [site.name for site in sites]).named_modules():
         if id(layer) in own and isinstance(layer, nn.Linear):
             n_out, n_in = layer.weight.shape
             drawn = torch.randn(rank, n_in, generator=generator) / n_in**0.5
@@ -123,10 +120,6 @@ def first_adapter(model: Any, rank: int, seed: int) -> RestoreAdapter:
 
 
 # ---- the adapter on its layers -------------------------------------------------------------------
-
-
-def _decoder(model: nn.Module, sites: list[AttentionSite]) -> nn.Module:
-    return decoder_of(model, [site.name for site in sites])
 
 
 def adapted_layers(
@@ -143,7 +136,8 @@ def adapted_layers(
             f"embeddings of width {adapter.sizes['hidden_size']} cannot serve "
             f"{type(model).__name__}, whose tokens have {width}; fit some to this model"
         )
-    named = dict(model.named_modules()) | dict(_decoder(model, sites).named_modules())
+    decoder = decoder_of(model, [site.name for site in sites])
+    named = dict(model.named_modules()) | dict(decoder.named_modules())
     for name, down in adapter.down.items():
         wanted = len(adapter.up[name]), down.shape[1]
         found = getattr(named.get(name), "weight", torch.empty(0)).shape
@@ -211,21 +205,19 @@ class RestoreKV(LearnedPress, KVzip):
 
     # ---- rows ------------------------------------------------------------------------------------
 
-    def judge(self, row: Row) -> Judged:
+    def judge(self, row: Row) -> tuple[Chosen, Joining]:
         n, told = len(self.adapter_of(row.scope).embeddings), self.compression_ratio
         whole_up_to = told.n if isinstance(told, Tokens) else 0
         if row.length <= max(n, whole_up_to):
             ones = partial(torch.ones, dtype=torch.bool, device=row.tokens.device)
-            everything = {s.layer_idx: ones(s.num_kv_heads, row.length) for s in row.scope.sites}
-            return Judged(row.slots, everything)
-        chosen = self.choose(self.score_row(row), n_joining=n)
-        return Judged(row.slots, chosen, self.restored(row))
+            return {s.layer_idx: ones(s.num_kv_heads, row.length) for s in row.scope.sites}, {}
+        return self.choose(self.score_row(row), n_joining=n), self.restored(row)
 
     def adapter_of(self, scope: ScopeState) -> RestoreAdapter:
         """The adapter for the model of `scope`."""
         return scope.prepared(self)[1]
 
-    def restored(self, row: Row) -> dict[int, tuple[Tensor, Tensor]]:
+    def restored(self, row: Row) -> Joining:
         """Keys and values of the tokens that restore `row`, `(1, H_kv, n, d)` each, by layer."""
         scope, adapter = row.scope, self.adapter_of(row.scope)
         press: Any = self  # which its mechanism installs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -59,15 +59,13 @@ class LayerMeans:
 
     def __init__(self) -> None:
         self.n_layers = 0
-        self._counts = Counter[int]()
-        self._sums: dict[int, tuple[Tensor, ...]] = {}
+        self._sums: dict[int, tuple[Tensor, ...]] = {}  # first how many there were
 
     def add(self, site: AttentionSite, n: int, *sums: Tensor) -> None:
         """Take in the sums over `n` more queries, texts or the like."""
         layer, self.n_layers = site.layer_idx, n_layers_of(site)
-        before = self._sums.get(layer)
-        self._sums[layer] = sums if before is None else tuple(map(torch.add, before, sums))
-        self._counts[layer] += n
+        now, before = (torch.tensor(n), *sums), self._sums.get(layer)
+        self._sums[layer] = now if before is None else tuple(map(torch.add, before, now))
 
     def stacked(self, unseen: float = 0.0, because: str = "") -> list[Tensor]:
         """The means of all layers, `(L, ...)` float64 on the CPU.
@@ -79,11 +77,11 @@ class LayerMeans:
         Raises:
             CalibrationError: if nothing was taken in.
         """
-        if not self._counts.total():
+        if not any(bool(n) for n, *_ in self._sums.values()):
             raise CalibrationError(f"token_batches holds no token to learn from{because}")
         means = {
-            layer: [x.cpu() / max(1, self._counts[layer]) for x in sums]
-            for layer, sums in self._sums.items()
+            layer: [x.cpu() / n.clamp(min=1) for x in sums]
+            for layer, (n, *sums) in self._sums.items()
         }
         return stacked(means, self.n_layers, unseen)
 
@@ -181,25 +179,56 @@ class TaughtPress(LearnedPress):
 
     Attributes:
         teacher: class attribute; makes the press whose `scores` are learned, KVzip.
+        of_teacher: class attribute; the fields of that.
+        learn: class attribute; from `Examples`, `steps`, a `seed` and what else `fit` was told to
+            what is learned.
     """
 
     teacher: ClassVar[Callable[..., Any]]
+    of_teacher: ClassVar[Mapping[str, Any]] = {}
+    learn: ClassVar[Callable[..., Any]]
 
     @classmethod
-    def examples(
+    def fit(
         cls,
         model: Any,
         token_batches: Iterable[Batch],
-        scores: Scores | None,
-        max_tokens: int,
-        **of_teacher: Any,
-    ) -> Examples:
-        """What `model` makes of some texts, with the scores of their tokens: by default, KVzip's.
+        scores: Scores | None = None,
+        *,
+        max_tokens: int = 32_768,
+        steps: int = 2_000,
+        seed: int = 0,
+        **shape: Any,
+    ) -> Any:
+        """Learn to tell the scores of tokens from their hidden states.
+
+        The same seed teaches the same on the same device.
+
+        Args:
+            model: left as it was.
+            token_batches: token ids `(B, S)`, or dicts with `input_ids` and `attention_mask` where
+                rows are padded on the left; those rows are scored one by one.
+            scores: what to learn: KVzap their logarithm, Fast KVzip scores in [0, 1]. None: the
+                scores of KVzip+ and of KVzip, which need the model's tokenizer; without one,
+                `KVzipPress(prompts=...).scores`.
+            max_tokens: tokens to learn from, at most; their hidden states are held in memory.
+            steps: of AdamW.
+            seed: of what the learned numbers start from, and of the batches of tokens.
+            shape: of what is learned. For KVzap `model_type`, "mlp" or "linear" (ridge regression),
+                and `hidden_dim`, the width of the hidden layer (None: an eighth of the hidden
+                states'). For Fast KVzip `rank`, channels of the gate's queries and keys, and
+                `n_base`, keys that those of tokens are compared with (16 each, as in the paper).
+
+        Returns:
+            What was learned, float32: to hand over as the field of the press, or to save beside the
+            model.
 
         Raises:
-            CalibrationError: if scores have another shape.
+            CalibrationError: if there is no token to learn from, or if scores have another shape.
+            TypeError: if what is learned has no such `shape`.
         """
-        scored = cls.teacher(**of_teacher).scores if scores is None else scores
+        inspect.signature(cls.learn).bind(None, **shape)  # before the model is run for long
+        scored = cls.teacher(**cls.of_teacher).scores if scores is None else scores
         examples = Examples(max_tokens)
         for ids in rows_alone(token_batches):
             ids = ids.to(device_of(model))
@@ -207,7 +236,7 @@ class TaughtPress(LearnedPress):
             examples.label(scored(model, ids))
             if examples.full:
                 break
-        return examples
+        return cls.learn(examples, steps=steps, seed=seed, **shape)
 
 
 def taught(

@@ -33,24 +33,14 @@ def last_layer(model: nn.Module, sites: list[AttentionSite]) -> nn.Module:
     Raises:
         UnsupportedModelError: if `sites` do not lie in layers of one list.
     """
-    lists = [_list_around(model, site.name) for site in sites]
-    layers = lists[0]
-    if layers is None or any(other is not layers for other in lists):
-        raise UnsupportedModelError(
-            f"the attention modules of {type(model).__name__} do not lie in one list of layers, so "
-            "that nobody knows which is the last"
-        )
-    return layers[-1]
-
-
-def _list_around(model: nn.Module, name: str) -> nn.ModuleList | None:
-    """The outermost list of modules that the module called `name` lies in."""
-    parts = name.split(".")
-    for depth in range(1, len(parts)):
-        module = model.get_submodule(".".join(parts[:depth]))
-        if isinstance(module, nn.ModuleList):
-            return module
-    return None
+    for name, module in model.named_modules():  # the outermost come first
+        inside = all(site.name.startswith(f"{name}.") for site in sites)
+        if inside and isinstance(module, nn.ModuleList):
+            return module[-1]
+    raise UnsupportedModelError(
+        f"the attention modules of {type(model).__name__} do not lie in one list of layers, so "
+        "that nobody knows which is the last"
+    )
 
 
 def device_of(module: nn.Module) -> torch.device:

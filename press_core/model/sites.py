@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from press_core.errors import UnsupportedInputError, UnsupportedModelError
@@ -126,22 +125,20 @@ class AttentionSite:
 
     def grouped(self, of_heads: Tensor) -> Tensor:
         """`(B, H, ...)` with the query heads of each KV head next to each other: `h // G`."""
-        if self._is_in_order:
-            return of_heads
-        return of_heads[:, self._group_order(of_heads)]
+        return of_heads if self._order is None else of_heads[:, self._order]
 
     def ungrouped(self, of_heads: Tensor) -> Tensor:
         """Undo `grouped`."""
-        if self._is_in_order:
+        order = self._order
+        if order is None:
             return of_heads
-        return of_heads[:, self._group_order(of_heads).argsort()]
+        return of_heads[:, sorted(range(len(order)), key=order.__getitem__)]
 
     @cached_property
-    def _is_in_order(self) -> bool:
-        return self.head_order is None or list(self.head_order) == sorted(self.head_order)
-
-    def _group_order(self, like: Tensor) -> Tensor:
-        return torch.tensor(self.head_order, device=like.device).argsort(stable=True)
+    def _order(self) -> list[int] | None:
+        """The query heads, those of each KV head next to each other; None: they are."""
+        heads = list(self.head_order or ())
+        return None if heads == sorted(heads) else sorted(range(len(heads)), key=heads.__getitem__)
 
     @property
     def sinks(self) -> Tensor | None:

@@ -13,6 +13,7 @@ from press_core.call import AttentionCall
 from press_core.composite import Wrapper
 from press_core.eviction import Eviction
 from press_core.fields import count, require
+from press_core.scoring import BudgetPress
 from press_core.select import best_first, top_positions, upcast
 from press_core.traits import Needs, Phase
 
@@ -43,7 +44,7 @@ class Chunk(Wrapper):
 
 
 @dataclass
-class ChunkKV(Wrapper):
+class ChunkKV(Wrapper, BudgetPress):
     """Keeps whole chunks of neighbouring tokens (Liu et al., arXiv 2502.00299).
 
     Of `ceil(S / chunk_length)` chunks it keeps the share that the wrapped press keeps of tokens, at
@@ -58,11 +59,9 @@ class ChunkKV(Wrapper):
 
     row_by_row = True  # rows choose other chunks
 
-    def compress(self, call: AttentionCall) -> Eviction:
+    def spend(self, call: AttentionCall, n: int) -> Eviction:
         if call.length < self.chunk_length:
             return self.press.evict(call)
-        if self.budget(call) >= call.length:
-            return Eviction.nothing(call)
         per_token = upcast(self.scorer.checked_scores(call)).sum(dim=(0, 1))
         positions = self.choose(call, per_token).sort().values
         return Eviction.keep(call, positions.expand(*call.keys.shape[:2], -1))
@@ -105,7 +104,7 @@ class EntropyGatedChunkKV(ChunkKV):
 
 
 @dataclass
-class Block(Wrapper):
+class Block(Wrapper, BudgetPress):
     """Prunes block by block: what is kept so far and the next block compete for the budget.
 
     The block-wise eviction of KeyDiff (Park et al., arXiv 2504.15364), for any score. Where that
@@ -124,10 +123,7 @@ class Block(Wrapper):
         reads = Needs.QUERIES | Needs.ROPE | Needs.FORWARD | Needs.HIDDEN_STATES
         return Phase.PREFILL if self.press.needs & reads else Phase.IN_PREFILL
 
-    def compress(self, call: AttentionCall) -> Eviction:
-        n = self.budget(call)
-        if n >= call.length:
-            return Eviction.nothing(call)
+    def spend(self, call: AttentionCall, n: int) -> Eviction:
         tokens = torch.arange(call.length, device=call.keys.device).expand(call.keys.shape[:3])
         kept = tokens[..., :n]
         for block in tokens[..., n:].split(self.block_size, dim=-1):

@@ -192,7 +192,7 @@ class KeyRerotation(Wrapper):
         Raises:
             UnsupportedInputError: if `module` does not come from an open scope, or has no RoPE.
         """
-        site = site_of(module)
+        site = site_of(getattr(module, "_site", module))  # a view holds it in a slot
         if site.rotary is None:
             raise UnsupportedInputError(f"{site.name} has no rotary position embeddings to turn")
         positions = torch.arange(indices.shape[-1], device=keys.device).view(1, 1, -1)

@@ -18,7 +18,7 @@ from press_core.composite import Around, Composition, acts_in_prefill_only, scor
 from press_core.eviction import Eviction
 from press_core.fields import count, require, share, told_amount
 from press_core.press import Press, RatioPress
-from press_core.scoring import RatioScorer
+from press_core.scoring import BudgetPress, RatioScorer
 from press_core.select import protect, top_positions, trailing
 from press_core.traits import Evicts, Needs, Phase
 
@@ -54,7 +54,7 @@ class Accumulating(Press):
 
 
 @dataclass
-class H2O(Accumulating, RatioPress):
+class H2O(Accumulating, RatioPress, BudgetPress):
     """Keeps the heavy hitters and the recent tokens, while decoding too (H2O, arXiv 2306.14048).
 
     A token's weight is all attention that it has received since it came, from every query of its
@@ -80,10 +80,7 @@ class H2O(Accumulating, RatioPress):
         n_new = call.hidden_states.shape[1]
         return call.length - n_new if self.compression_ratio else call.length
 
-    def compress(self, call: AttentionCall) -> Eviction:
-        n = self.budget(call)
-        if n >= call.length:
-            return Eviction.nothing(call)
+    def spend(self, call: AttentionCall, n: int) -> Eviction:
         recent = trailing(call.keys, n - int(n * (1 - self.recent_ratio)))
         return Eviction.keep(call, top_positions(protect(call.memory[RECEIVED], recent), n))
 
@@ -124,6 +121,10 @@ class AtIntervals(Composition):
 
     def is_due(self, n_steps: int, n_new: int) -> bool:
         return n_steps >= self.compression_interval
+
+    def is_awaited(self, n_steps: int, n_new: int) -> bool:
+        # Each step brings a token at least, so no more of them can be asked for.
+        return n_steps + max(1, self.buffered_tokens) > self.compression_interval
 
     def compress(self, call: AttentionCall) -> Eviction:
         return self.base_press.evict(call.with_budget(self.budget(call)))
@@ -182,7 +183,7 @@ class CompressionRatioDecoding(AtIntervals):
 
 
 @dataclass
-class EveryTurn(Around):
+class EveryTurn(Around, BudgetPress):
     """Bounds the cache of a conversation: every turn is pruned, together with what is left before.
 
     A turn is a forward of several tokens: the context, and later each question. Once its attention
@@ -221,10 +222,8 @@ class EveryTurn(Around):
     def is_due(self, n_steps: int, n_new: int) -> bool:
         return n_new > 1
 
-    def compress(self, call: AttentionCall) -> Eviction:
-        if call.length <= self.target_size:
-            return Eviction.nothing(call)
-        return self.press.evict(call.with_budget(self.target_size))
+    def spend(self, call: AttentionCall, n: int) -> Eviction:
+        return self.press.evict(call.with_budget(n))
 
 
 @dataclass
@@ -277,3 +276,6 @@ class PrefillDecoding(Composition):
 
     def is_due(self, n_steps: int, n_new: int) -> bool:
         return self.decoding_press is not None and self.decoding_press.is_due(n_steps, n_new)
+
+    def is_awaited(self, n_steps: int, n_new: int) -> bool:
+        return self.decoding_press is not None and self.decoding_press.is_awaited(n_steps, n_new)

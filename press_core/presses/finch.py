@@ -105,10 +105,10 @@ class Finch(RatioPress):
             return Eviction.nothing(call)
         row = call.when.batch_rows[0] if call.when.batch_rows else 0
         scores = self.scores(call, int(call.notes["questions"][row]))
-        kept, step = [], self.chunk_length or call.length
+        step = self.chunk_length or call.length
         numbers = kept_of_chunks(call.length, step, self.amount)
-        for start, n in zip(range(0, call.length, step), numbers, strict=True):
-            kept.append(start + top_positions(scores[..., start : start + step], n))
+        chunks = enumerate(zip(scores.split(step, dim=-1), numbers, strict=True))
+        kept = [i * step + top_positions(chunk, n) for i, (chunk, n) in chunks]
         eviction = Eviction.keep(call, torch.cat(kept, dim=-1))
         return eviction.rerotated() if self.rerotate_keys else eviction
 

@@ -16,14 +16,14 @@ from press_core.composite import Around, Wrapper
 from press_core.eviction import Eviction
 from press_core.fields import count, limited, number, require, share
 from press_core.model.sites import AttentionSite, output_weight
-from press_core.scoring import TokenScorer
+from press_core.scoring import BudgetPress, TokenScorer
 from press_core.select import best_first, trailing, upcast
 from press_core.tiles import Scratch, rows_at_once
 from press_core.traits import Evicts, Phase
 
 
 @dataclass
-class AdaKV(Wrapper):
+class AdaKV(Wrapper, BudgetPress):
     """Shares one budget per layer over its KV heads, by score (Feng et al., arXiv 2407.11550).
 
     Heads keep different numbers of tokens: `n * H_kv` together, in a layer that stores no more.
@@ -37,10 +37,7 @@ class AdaKV(Wrapper):
 
     evicts = Evicts.PER_HEAD
 
-    def compress(self, call: AttentionCall) -> Eviction:
-        n = self.budget(call)
-        if n >= call.length:
-            return Eviction.nothing(call)
+    def spend(self, call: AttentionCall, n: int) -> Eviction:
         scores = safeguarded(self.scorer.checked_scores(call), n, self.alpha_safeguard)
         return Eviction.keep_per_head(call, self.choose(call, scores, n))
 

@@ -19,12 +19,13 @@ from press_core.eviction import Eviction
 from press_core.fields import count, limited, share
 from press_core.presses.decoding import RECEIVED, Accumulating, Decoding
 from press_core.presses.positions import layer_generator, seed_field
+from press_core.scoring import BudgetPress
 from press_core.select import best_first, gather_tokens, places, upcast
 from press_core.tiles import rows_at_once
 
 
 @dataclass
-class Merging(Wrapper):
+class Merging(Wrapper, BudgetPress):
     """Merges the value of each evicted token into the kept one with the most similar key.
 
     Keys stay as they are, so that positions do.
@@ -39,10 +40,8 @@ class Merging(Wrapper):
     similarity_threshold: float = share(0.0)
     merge_fraction: float = limited(1.0, lambda x: 0 < x <= 1, "a number in (0, 1]")
 
-    def compress(self, call: AttentionCall) -> Eviction:
-        if self.budget(call) >= call.length:
-            return Eviction.nothing(call)
-        chosen = best_first(self.scorer.checked_scores(call), self.budget(call))
+    def spend(self, call: AttentionCall, n: int) -> Eviction:
+        chosen = best_first(self.scorer.checked_scores(call), n)
         kept, evicted = (places(part) for part in (chosen, ~chosen))
         eviction = Eviction.keep(call, kept)
         values = self.merged(eviction, call.select(evicted))

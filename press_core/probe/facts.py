@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from press_core.cache.caches import has_linear_state, is_growing
+from press_core.cache.kinds import PrunedHybridLayer, kind_of
+from press_core.cache.pruned import PrunedLayer
 from press_core.model.ranks import HeadGroup, ranks_of
 from press_core.model.sites import AttentionSite, QueryPlace, Signature, Softmax
 from press_core.probe.rotation import rotation_of
@@ -67,7 +68,7 @@ def judged(seen: Seen, watch: Watch) -> Facts:
     if window is not None:
         why = f"{name} sees a sliding window only, which bounds its cache already"
         return Facts(site, why, window=window)
-    if layer is None or not is_growing(layer):
+    if kind_of(layer) not in (PrunedLayer, PrunedHybridLayer):
         owner = _owner(seen, cache)
         why = f"{name} caches in a {type(layer).__name__}, which this project cannot prune"
         why = why if owner is None else f"{name} reads the cache of another layer"
@@ -78,7 +79,7 @@ def judged(seen: Seen, watch: Watch) -> Facts:
     if len(lengths) > 1:
         return Facts(site, f"{name} attends over other tokens than it is given")
     facts = _with_needs(name, seen, layer, Facts(site), watch)
-    if has_linear_state(layer):
+    if kind_of(layer) is PrunedHybridLayer:
         why = f"{name} shares its layer with a linear state, which a head-wise one has no room for"
         facts = facts.refused(why, "heads")
     if any(_owner(other, cache) == site.layer_idx for other in watch.seen if other is not seen):

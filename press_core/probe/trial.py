@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from press_core.cache.caches import known
+from press_core.cache.masks import columns_seen, in_form
 from press_core.cache.tokens import Kept
 from press_core.forward import Arguments, here, own_cache
 from press_core.model.rotary import Rotary
@@ -20,7 +22,7 @@ from press_core.model.sites import AttentionSite
 from press_core.probe.aside import N_TOKENS, run
 from press_core.probe.facts import Facts
 from press_core.probe.rotation import close
-from press_core.probe.watching import watched
+from press_core.probe.watching import Watch, watched
 
 EVICTED = 3
 
@@ -45,19 +47,21 @@ def with_eviction_tried(
         if found.left_whole and found.owner is not None and found.owner in indices
     ]
     readers = [*pruned, *beside]
-    with watched(model) as watch:
-        masked = _outputs(model, module, copy.deepcopy(cache), readers, hides_one=True)
+    watch, hidden_from = _again(model, module, copy.deepcopy(cache), readers)
+    masked = {seen.name: seen.output for seen in watch.seen}
     for seen in watch.seen:
         if seen.name in facts and not _goes_on(facts[seen.name].site.rotary, seen.embeddings):
             facts = {**facts, seen.name: replace(facts[seen.name], goes_on=False)}
-    if len(masked) < len(readers):  # somebody calls modules in a way that passes their hooks by
+    if len(hidden_from) < len(readers):  # somebody calls modules past their hooks
         return facts
     try:
-        evicted = _outputs(model, module, _without_one(cache, indices), readers)
+        seen_then = _again(model, module, _without_one(cache, indices))[0].seen
     except RuntimeError:  # shapes that do not fit
-        evicted = {}
+        seen_then = []
+    evicted = {seen.name: seen.output for seen in seen_then}
     for site in pruned:
         expected, found = masked[site.name], evicted.get(site.name)
+        assert expected is not None
         tolerance = 4 * torch.finfo(expected.dtype).eps ** 0.5
         if found is None or not close(found, expected, tolerance):
             why = (
@@ -93,36 +97,27 @@ def _without_one(cache: Any, indices: set[int]) -> Any:
     return cache
 
 
-def _outputs(
-    model: nn.Module,
-    module: nn.Module,
-    cache: Any,
-    sites: list[AttentionSite],
-    hides_one: bool = False,
-) -> dict[str, Tensor]:
-    """What `sites` return by name when `module` reads `cache`, with one token hidden from them."""
-    outputs: dict[str, Tensor] = {}
+def _again(
+    model: nn.Module, module: nn.Module, cache: Any, sites: Sequence[AttentionSite] = ()
+) -> tuple[Watch, list[str]]:
+    """What is seen when `module` reads `cache`, and from which of `sites` one token was hidden."""
+    hidden_from: list[str] = []
 
     def before(site: AttentionSite, _: nn.Module, args: Any, kwargs: Any) -> Any:
         if not here.is_apart:  # another thread's forward
             return None
         given = _hiding_one(site, Arguments(args, kwargs, site.signature.parameters))
+        hidden_from.append(site.name)
         return given.args, given.kwargs
-
-    def after(site: AttentionSite, _: nn.Module, __: Any, output: Any) -> None:
-        if here.is_apart:
-            outputs[site.name] = output[0] if isinstance(output, tuple) else output
 
     with ExitStack() as stack:
         for site in sites:
-            if hides_one:
-                hiding = site.module.register_forward_pre_hook(
-                    partial(before, site), with_kwargs=True
-                )
-                stack.callback(hiding.remove)
-            stack.callback(site.module.register_forward_hook(partial(after, site)).remove)
+            hiding = partial(before, site)
+            hook = site.module.register_forward_pre_hook(hiding, with_kwargs=True)
+            stack.callback(hook.remove)
+        watch = stack.enter_context(watched(model))
         run(model, module, cache)
-    return outputs
+    return watch, hidden_from
 
 
 def _hiding_one(site: AttentionSite, given: Arguments) -> Arguments:
@@ -135,12 +130,11 @@ def _hiding_one(site: AttentionSite, given: Arguments) -> Arguments:
     if "attention_mask" not in site.signature.parameters:
         return given
     if isinstance(mask, BlockMask):
-        sees = mask.mask_mod
-        hiding = create_block_mask(
-            lambda b, h, q, kv: sees(b, h, q, kv) & (kv != EVICTED),
-            *(None, None, like.shape[1], mask.seq_lengths[1]),
-            device=str(like.device),
-        )
+        seen = columns_seen(mask, like.shape[1], mask.seq_lengths[1])
+        assert seen is not None
+        seen = seen.clone()
+        seen[..., EVICTED] = False
+        hiding = in_form(seen, "flex_attention", like.dtype, site.num_heads)
         return given.replace(attention_mask=hiding)
     mask = like.new_zeros(1, 1, 1, n_keys) if mask is None else mask.clone()
     mask[..., EVICTED] = torch.finfo(mask.dtype).min if mask.is_floating_point() else 0

@@ -6,6 +6,7 @@ of a Python function, and is put back afterwards.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,6 +69,7 @@ class Seen:
         interface: the registry that it asked for one.
         rotations: what the functions may be that it gave its cosines and sines.
         outputs: by name, what its submodules returned, the latest last.
+        output: what it returned itself.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Seen:
     interface: Any = None
     rotations: list[Rotary] = field(default_factory=list)
     outputs: dict[str, Tensor] = field(default_factory=dict)
+    output: Tensor | None = None
 
     @property
     def cache_name(self) -> str:
@@ -175,6 +178,8 @@ class Watch:
         if not isinstance(first, Tensor):
             return
         if frame.f_code.co_name == "_call_impl":  # what hooks get: ranks have put it together
+            if id(module) in self._by_module:
+                self._by_module[id(module)].output = first
             if id(module) in self._children:
                 seen, name = self._children[id(module)]
                 seen.outputs.pop(name, None)
@@ -184,15 +189,11 @@ class Watch:
 
 
 def _note_arguments(seen: Seen, frame: FrameType) -> None:
-    code = frame.f_code
-    n = code.co_argcount + code.co_kwonlyargcount
-    given, names = dict(frame.f_locals), code.co_varnames[1:n]
-    has_extra = bool(code.co_flags & 0x08)  # takes **kwargs, which come last
-    n_starred = bool(code.co_flags & 0x04)  # takes *args
-    extra = given[code.co_varnames[n + n_starred]] if has_extra else {}
-    seen.arguments = {name: given[name] for name in names} | dict(extra)
-    seen.extra = tuple(extra) if has_extra else None
-    seen.parameters = (*names, *(("kwargs",) if has_extra else ()))
+    names, _, starred, given = inspect.getargvalues(frame)
+    extra = given[starred] if starred else {}
+    seen.arguments = {name: given[name] for name in names[1:]} | dict(extra)
+    seen.extra = tuple(extra) if starred else None
+    seen.parameters = (*names[1:], *(("kwargs",) if starred else ()))
     seen.n_forwards += 1
 
 

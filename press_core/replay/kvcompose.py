@@ -12,7 +12,7 @@ from press_core.attention import attention_tiles
 from press_core.budget import Tokens, n_kept
 from press_core.call import AttentionCall
 from press_core.fields import choice, count
-from press_core.replay.rows import ReplayPress, Row
+from press_core.replay.rows import Chosen, ReplayPress, Row
 from press_core.select import best_first, upcast
 from press_core.traits import Evicts
 
@@ -59,15 +59,12 @@ class KVCompose(ReplayPress):
 
     def score_row(self, row: Row) -> dict[int, Tensor]:
         received: dict[int, Tensor] = {}
-        norms: dict[int, Tensor] = {}
 
         def see(call: AttentionCall) -> None:
             layer, groups = call.site.layer_idx, call.site.num_heads // call.site.num_kv_heads
             if layer not in received:
-                norms[layer] = upcast(call.values[:, :, : row.length]).norm(dim=-1)
-                received[layer] = (
-                    torch.zeros_like(norms[layer]).unsqueeze(2).repeat(1, 1, groups, 1)
-                )
+                zeros = torch.zeros_like(upcast(call.values[:, :, : row.length, 0]))
+                received[layer] = zeros.unsqueeze(2).repeat(1, 1, groups, 1)
             for tile in attention_tiles(call.site, call.queries(), call.keys):
                 weights, of_heads = tile.weights[..., : row.length], received[layer][:, tile.heads]
                 if self.agg_task == "max":
@@ -79,18 +76,19 @@ class KVCompose(ReplayPress):
             cache = row.alone()
             for start in range(0, row.length, AT_A_TIME):
                 row.run(cache, start, input_ids=row.tokens[None, start : start + AT_A_TIME])
-        return {layer: self._scores(received[layer], norms[layer]) for layer in received}
+        values = {i: cache.layers[i].values[:, :, : row.length] for i in received}
+        return {layer: self._scores(x, values[layer]) for layer, x in received.items()}
 
-    def _scores(self, received: Tensor, norms: Tensor) -> Tensor:
+    def _scores(self, received: Tensor, values: Tensor) -> Tensor:
         """Scores `(1, H_kv, S)` from what each query head gave, `(1, H_kv, G, S)`, and values."""
         received = received / received.shape[-1] if self.agg_task == "mean" else received
         scores = received.amax(dim=2) if self.agg_group == "max" else received.mean(dim=2)
-        scores = scores * norms if self.add_v_norm else scores
+        scores = scores * upcast(values).norm(dim=-1) if self.add_v_norm else scores
         if self.add_mean_across_heads:
             scores = scores + scores.mean(dim=1, keepdim=True)
         return scores
 
-    def choose(self, scores: dict[int, Tensor]) -> dict[int, Tensor]:
+    def choose(self, scores: dict[int, Tensor]) -> Chosen:
         stacked = torch.stack([layer[0] for layer in scores.values()])  # (L, H_kv, S)
         if self.structured:
             kept = self.budgets(stacked).view(-1, 1, 1).expand(*stacked.shape[:2], 1)

@@ -22,7 +22,7 @@ from press_core.fields import count, limited
 from press_core.model.decoder import last_layer, tokenizer_of
 from press_core.model.sites import AttentionSite, output_weight
 from press_core.probe import attention_sites, run_aside
-from press_core.replay.rows import ReplayPress, Row, in_this_thread
+from press_core.replay.rows import Chosen, ReplayPress, Row, in_this_thread
 from press_core.select import best_first, upcast
 from press_core.traits import Evicts
 
@@ -162,8 +162,8 @@ class KVzip(ReplayPress):
         prefix = of_chunks[0].new_full(shape, float("inf"))  # each answer needs it
         return torch.cat((prefix, *of_chunks), dim=-1)
 
-    def choose(self, scores: dict[int, Tensor], n_joining: int = 0) -> dict[int, Tensor]:
-        """Which tokens of a row each head keeps, `(H_kv, S)` bool per layer; from its scores.
+    def choose(self, scores: dict[int, Tensor], n_joining: int = 0) -> Chosen:
+        """Which tokens of a row are kept, from its scores.
 
         Args:
             n_joining: tokens that join every head, and are to have room.

@@ -11,7 +11,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from press_core.call import AttentionCall
 from press_core.engine import store_left
 from press_core.errors import UnsupportedCacheError, UnsupportedInputError
 from press_core.eviction import Eviction
-from press_core.forward import Arguments, Forward
+from press_core.forward import Arguments, Forward, own_cache
 from press_core.model.sites import AttentionSite, n_layers_of
 from press_core.observed import Moment
 from press_core.press import RatioPress
@@ -83,18 +83,11 @@ class Row:
         )
 
 
-class Judged(NamedTuple):
-    """What is left of one row.
+Chosen = dict[int, Tensor]
+"""By layer `(H_kv, S)` bool, which tokens of a row each head keeps."""
 
-    Attributes:
-        slots: `(S,)` int64, where its tokens lie in the cache; None: everywhere.
-        chosen: by layer `(H_kv, S)` bool, which of them each head keeps.
-        joining: by layer keys and values `(1, H_kv, n, d)` that join the cache; None: none do.
-    """
-
-    slots: Tensor | None
-    chosen: dict[int, Tensor]
-    joining: dict[int, tuple[Tensor, Tensor]] | None = None
+Joining = dict[int, tuple[Tensor, Tensor]]
+"""By layer keys and values `(1, H_kv, n, d)` that join the cache of a row; empty: none do."""
 
 
 @dataclass
@@ -112,12 +105,12 @@ class ReplayPress(RatioPress):
         """Scores of the tokens of one row, `(1, H_kv, S)` by layer, the higher the better."""
 
     @abstractmethod
-    def choose(self, scores: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Which tokens of a row each head keeps, `(H_kv, S)` bool per layer; from its scores."""
+    def choose(self, scores: dict[int, Tensor]) -> Chosen:
+        """Which tokens of a row are kept, from its scores."""
 
-    def judge(self, row: Row) -> Judged:
-        """What is left of `row`."""
-        return Judged(row.slots, self.choose(self.score_row(row)))
+    def judge(self, row: Row) -> tuple[Chosen, Joining]:
+        """What is left of `row`, and what joins it."""
+        return self.choose(self.score_row(row)), {}
 
     def scores(self, model: Any, input_ids: Tensor) -> list[Tensor]:
         """Scores of all tokens of contexts without padding, `(B, H_kv, S)` for each layer.
@@ -154,8 +147,7 @@ class ReplayPress(RatioPress):
 
     def after_decoder(self, scope: ScopeState, forward: Forward, output: Any) -> None:
         """Evict after the prefill of a context."""
-        cache = forward.cache
-        cache = getattr(output, "past_key_values", None) if cache is None else cache
+        cache = cache_after(forward, output)
         if cache is None or self.compression_ratio == 0:
             return
         for site in scope.sites:
@@ -172,30 +164,31 @@ class ReplayPress(RatioPress):
         for index in range(len(ids)):
             slots = None if tokens is None else tokens[index].nonzero().squeeze(1)
             own = ids[index] if slots is None else ids[index, slots]
-            judged.append(self.judge(Row(scope, cache, index, own, slots, following[index])))
+            row = Row(scope, cache, index, own, slots, following[index])
+            judged.append((row, *self.judge(row)))
         for site in scope.sites:
-            store_left(scope, cache, site, self.left_of_layer(scope, cache, site, judged))
+            store_left(scope, cache, site, self.left_of_layer(site, judged))
 
-    def left_of_layer(
-        self, scope: ScopeState, cache: Any, site: AttentionSite, judged: list[Judged]
-    ) -> Left:
+    def left_of_layer(self, site: AttentionSite, judged: list[tuple[Row, Chosen, Joining]]) -> Left:
         """What is left of the layer of `site`, of all rows, and behind it what joins them."""
-        layer, even = cache.layers[site.layer_idx], self.evicts is Evicts.TOKENS
-        length = layer.keys.shape[2]
-        joining = [None if j.joining is None else j.joining[site.layer_idx] for j in judged]
-        keys = _joined(layer.keys, [None if x is None else x[0] for x in joining])
-        values = _joined(layer.values, [None if x is None else x[1] for x in joining])
-        seen = tuple(length if j.slots is None else len(j.slots) for j in judged)
+        scope, even, index = judged[0][0].scope, self.evicts is Evicts.TOKENS, site.layer_idx
+        layer = judged[0][0].cache.layers[index]
+        length, joining = layer.keys.shape[2], [joins.get(index) for _, _, joins in judged]
+        keys, values = (
+            _joined(x, [None if joins is None else joins[part] for joins in joining])
+            for part, x in enumerate((layer.keys, layer.values))
+        )
+        seen = tuple(row.length for row, *_ in judged)
         nothing = keys.new_empty(keys.shape[0], keys.shape[2], 0)  # of the hidden states
         call = AttentionCall(site, nothing, keys, values, when=Moment(seen=seen), scope=scope)
         groups, behind = [], torch.arange(length, keys.shape[2], device=keys.device)
-        for index, row in enumerate(judged):
+        for row, chosen, joins in judged:
             slots = None if row.slots is None else torch.cat((row.slots, behind))
-            part = call if slots is None and len(judged) == 1 else call.of_rows([index], slots)
-            own = site.ranks.own(row.chosen[site.layer_idx], keys.shape[1], dim=0)
-            own = pad(own, (0, len(behind)), value=row.joining is not None)[None]
+            part = call if slots is None and len(judged) == 1 else call.of_rows([row.index], slots)
+            own = site.ranks.own(chosen[index], keys.shape[1], dim=0)
+            own = pad(own, (0, len(behind)), value=bool(joins))[None]
             left = Eviction.keep(part, places(own)) if even else Eviction.keep_per_head(part, own)
-            groups.append(RowGroup([index], slots, left))
+            groups.append(RowGroup([row.index], slots, left))
         return Left(call, groups)
 
     def _real_tokens(self, forward: Forward) -> Tensor | None:
@@ -217,6 +210,13 @@ class ReplayPress(RatioPress):
                 f"got {tuple(mask.shape)}"
             )
         return prefill_tokens(mask, ids.shape[1], len(ids))
+
+
+def cache_after(forward: Forward, output: Any) -> Any:
+    """The cache that a forward of the decoder has filled with its own keys; None: it has not."""
+    if forward.cache is not None:
+        return forward.cache
+    return own_cache(getattr(output, "past_key_values", None))
 
 
 def _joined(states: Tensor, joining: list[Tensor | None]) -> Tensor:

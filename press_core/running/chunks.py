@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +33,8 @@ class _Announced(threading.local):
 
 
 _announced = _Announced()
-_under_way: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Caches whose prefill is under way, and how many tokens are to come."""
+_under_way: WeakSet[Any] = WeakSet()
+"""Caches whose prefill is under way."""
 
 
 def prefill(
@@ -110,10 +111,10 @@ def announce(scope: ScopeState, forward: Forward) -> None:
             "a prefill; leave out prefill_chunk_size"
         )
     if forward.n_to_come:
-        _under_way[cache] = forward.n_to_come
-        forward.at_failure.append(lambda: _under_way.pop(cache, None))  # type: ignore[arg-type]
-    else:
-        forward.at_end.append(lambda: _under_way.pop(cache, None))  # type: ignore[arg-type]
+        _under_way.add(cache)
+    # As long as more is to come a failure alone ends it.
+    when = forward.at_failure if forward.n_to_come else forward.at_end
+    when.append(partial(_under_way.discard, cache))
 
 
 def _n_to_come(forward: Forward) -> int:

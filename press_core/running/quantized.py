@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, QuantizedLayer
 
-from press_core.cache.pruned import LAYERS, PrunedLayer
-from press_core.cache.storage import KINDS, OPEN_KINDS, Storage
-from press_core.copies import copied
+from press_core.cache.kinds import KINDS, OPEN_KINDS
+from press_core.cache.pruned import PrunedLayer
 from press_core.errors import UnsupportedCacheError
 from press_core.forward import Forward
 from press_core.scope import ScopeState
@@ -20,45 +19,44 @@ from press_core.traits import Evicts, Phase
 _REORDERS = hasattr(QuantizedLayer, "_apply_pending_reorder")
 
 
-class QuantizedStorage(Storage):
-    """Of a layer that quantizes groups of states, and keeps the latest as they are."""
+class PrunedQuantizedLayer(PrunedLayer):
+    """A pruned layer that quantizes groups of states, and keeps the latest as they are."""
 
     @property
     def n_slots(self) -> int:
-        return int(self.layer.get_seq_length())
+        return int(self.inner.get_seq_length())
 
     @property
     def batch(self) -> int:
-        return len(self.layer.values) if self.layer.values.numel() else len(self.states()[1])
+        return len(self.values) if self.values.numel() else len(self.states()[1])
 
     def states(self) -> tuple[Tensor, Tensor]:
         def whole(quantized: Any, recent: Tensor) -> Tensor:
-            states = self.layer._dequantize(quantized)
-            pending = getattr(self.layer, "_pending_beam_idx", None)
+            states = self.inner._dequantize(quantized)
+            pending = getattr(self.inner, "_pending_beam_idx", None)
             if pending is not None:
                 states = states.index_select(0, pending.to(states.device))
             return torch.cat((states, recent), dim=-2) if recent.numel() else states
 
-        layer = self.layer
-        keys, values = layer._quantized_keys, layer._quantized_values
-        return whole(keys, layer.keys), whole(values, layer.values)
+        inner = self.inner
+        keys, values = inner._quantized_keys, inner._quantized_values
+        return whole(keys, inner.keys), whole(values, inner.values)
 
-    def holding(self, keys: Tensor, values: Tensor) -> Storage:
-        storage = self.emptied()
-        storage.layer.update(keys, values)
-        return storage
+    def holding(self, keys: Tensor, values: Tensor) -> PrunedLayer:
+        layer = PrunedQuantizedLayer(self.emptied())
+        layer.inner.update(keys, values)
+        return layer
 
-    def emptied(self) -> Storage:
-        empty: Any = copied(self.layer)
-        empty.keys = empty.values = None
-        empty.is_initialized, empty.cumulative_length = False, 0
+    def emptied(self) -> Any:
+        empty = super().emptied()
+        empty.cumulative_length = 0
         empty._quantized_keys = empty._quantized_values = None
         empty._pending_beam_idx = None
-        return QuantizedStorage(empty)
+        return empty
 
-    def of_other_shape(self, left: str) -> Storage:
+    def check_shape(self, left: str) -> None:
         raise UnsupportedCacheError(
-            f"the press keeps {left}, which a {type(self.layer).__name__} cannot store; use a "
+            f"the press keeps {left}, which a {type(self.inner).__name__} cannot store; use a "
             "DynamicCache"
         )
 
@@ -72,10 +70,10 @@ class QuantizedStorage(Storage):
             "transformers 5.2; use a DynamicCache, or a newer transformers for beam search"
         )
 
-    def reorder(self, rows: Tensor) -> None:
+    def reorder_rows(self, rows: Tensor) -> None:
         if not _REORDERS:
             self.select_rows(rows)
-        self.layer.reorder_cache(rows)
+        self.inner.reorder_cache(rows)
 
 
 class StagingLayer(DynamicLayer):
@@ -86,21 +84,20 @@ class StagingLayer(DynamicLayer):
         self.quantized = quantized
 
 
-class StagingStorage(Storage):
+class PrunedStagingLayer(PrunedLayer):
     """Of exact states that are to be quantized."""
 
-    def holding(self, keys: Tensor, values: Tensor) -> Storage:
-        return QuantizedStorage(self.layer.quantized).holding(keys, values)
+    def holding(self, keys: Tensor, values: Tensor) -> PrunedLayer:
+        return PrunedQuantizedLayer(self.inner.quantized).holding(keys, values)
 
-    def of_other_shape(self, left: str) -> Storage:
-        return QuantizedStorage(self.layer.quantized).of_other_shape(left)
+    def check_shape(self, left: str) -> None:
+        PrunedQuantizedLayer(self.inner.quantized).check_shape(left)
 
-    def settled(self) -> Storage:
+    def settled(self) -> PrunedLayer:
         return self.holding(*self.states())
 
 
-KINDS |= {QuantizedLayer: QuantizedStorage, StagingLayer: StagingStorage}
-LAYERS |= {QuantizedStorage: PrunedLayer, StagingStorage: PrunedLayer}
+KINDS |= {QuantizedLayer: PrunedQuantizedLayer, StagingLayer: PrunedStagingLayer}
 OPEN_KINDS.append(QuantizedLayer)
 
 
@@ -116,7 +113,7 @@ def stage(scope: ScopeState, forward: Forward) -> None:
         if scope.press.evicts.needs_attention:
             by_channel = scope.press.evicts is Evicts.CHANNELS
             left = "some channels of the keys" if by_channel else "other tokens for each head"
-            QuantizedStorage(layer).of_other_shape(left)
+            PrunedQuantizedLayer(layer).check_shape(left)
         if forward.n_to_come or Phase.AFTER_DECODER in scope.traits.phases:
             raise UnsupportedCacheError(
                 "a quantized cache gives back no exact keys of earlier chunks or layers, which a "

@@ -41,28 +41,20 @@ def _tagging(tag: str) -> Any:
     return override
 
 
-def test_a_call_that_carries_an_override_is_run_by_it() -> None:
-    registry = Registry()
-    seen: list[Any] = []
+def test_a_call_that_carries_an_override_is_run_by_it_and_no_other() -> None:
+    registry, seen = Registry(), []
 
     def override(function: Any, *args: Any, **kwargs: Any) -> str:
         seen.append((args, kwargs))
         return f"over {function(*args, **kwargs)}"
 
     patch = intercept(registry)
+    assert _asked(registry) == "module(1, 2)"
     assert _asked(registry, **with_override({"mask": 7}, override)) == "over module(1, 2)"
+    assert _asked(registry) == "module(1, 2)"
     assert seen == [(("module", 1, 2), {"scaling": 0.5, "mask": 7})]
-    assert registry.calls == [{"scaling": 0.5, "mask": 7}]  # no trace of the override
-    patch.remove()
-
-
-def test_other_calls_get_the_function_as_it_is() -> None:
-    registry = Registry()
-    patch = intercept(registry)
-    assert _asked(registry) == "module(1, 2)"
-    assert _asked(registry, **with_override({}, _tagging("over"))) == "over[module(1, 2)]"
-    assert _asked(registry) == "module(1, 2)"
-    assert registry.calls == [{"scaling": 0.5}] * 3
+    plain = {"scaling": 0.5}
+    assert registry.calls == [plain, {**plain, "mask": 7}, plain]  # no trace of the override
     assert registry.get_interface("unknown", lambda x: x + 1)(1) == 2  # the default too
     patch.remove()
 
@@ -128,23 +120,3 @@ def test_an_override_reaches_each_attention_of_its_forward() -> None:
     patch.remove()
     assert shapes == [(0, (1, 4, 9, 16)), (1, (1, 4, 9, 16))]
     assert torch.equal(logits, expected)
-
-
-def test_an_override_changes_its_own_forward_and_no_other() -> None:
-    one, other = build("llama"), build("qwen2", attn_implementation="eager")
-    expected = [model(IDS).logits for model in (one, other)]
-    before, names = dict(vars(ALL_ATTENTION_FUNCTIONS)), list(ALL_ATTENTION_FUNCTIONS)
-
-    def blind(function: Any, module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        output, weights = function(module, query, *args, **kwargs)
-        return torch.zeros_like(output), weights
-
-    patch = intercept(ALL_ATTENTION_FUNCTIONS)
-    blinded = one(IDS, **with_override({}, blind)).logits
-    during = [model(IDS).logits for model in (one, other)]
-    assert list(ALL_ATTENTION_FUNCTIONS) == names
-    patch.remove()
-    assert (vars(ALL_ATTENTION_FUNCTIONS), list(ALL_ATTENTION_FUNCTIONS)) == (before, names)
-    assert not torch.allclose(blinded, expected[0])
-    for logits, before in zip(during, expected, strict=True):
-        assert torch.equal(logits, before)

@@ -24,7 +24,7 @@ from press_core import (
 from press_core.cache import layout
 from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.masks import causal
-from press_core.cache.storage import Storage
+from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import Kept
 from press_core.model.sites import Softmax
 from tests.support import build, reading
@@ -112,8 +112,8 @@ def pruned(dtype: torch.dtype = torch.float64) -> tuple[ChannelPrunedLayer, Tens
     """A layer with three of eight channels, and its keys with zeros in the others and values."""
     keys, values = (random(2, 2, 12, 8, seed=seed, dtype=dtype) for seed in (1, 2))
     index = CHANNELS.unsqueeze(2).expand(-1, -1, 12, -1)
-    storage = Storage(DynamicLayer()).holding(keys.gather(-1, index), values)
-    layer = ChannelPrunedLayer(storage, CHANNELS, 8)
+    stored = PrunedLayer(DynamicLayer()).holding(keys.gather(-1, index), values)
+    layer = ChannelPrunedLayer(stored.inner, CHANNELS, 8)
     layer.kept = Kept(torch.arange(12, dtype=torch.int32).expand(2, 2, 12), 12, 12)
     return layer, torch.zeros_like(keys).scatter(-1, index, keys.gather(-1, index)), values
 
@@ -234,11 +234,6 @@ def test_precision(kind, dtype, n_queries):
     assert_equal(output, slowly(case))
 
 
-def test_the_first_tokens_after_the_pruning():
-    case = example(n_queries=4, n_before=0)
-    assert_equal(run(None, case), slowly(case))
-
-
 def test_what_lies_in_empty_slots_is_not_read():
     case = example(n_queries=3)
     expected, layer = run(None, case), case.layer
@@ -246,14 +241,6 @@ def test_what_lies_in_empty_slots_is_not_read():
     assert empty.any() or layer.blocks.n == 1
     layer.keys[empty], layer.values[empty] = 1e4, 1e4
     assert torch.equal(run(None, case), expected)
-
-
-def test_after_many_steps():
-    case = example(n_before=0)
-    for _ in range(20):
-        update(case.layer, *torch.randn(2, 2, 2, 1, 16))
-    case = case._replace(n_recent=21)
-    assert_equal(run(None, case), slowly(case))
 
 
 # ---- what is seen --------------------------------------------------------------------------------

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 import experiments
+from experiments.answers.answerer import ContextAnswerer
 from experiments.framework.experiment import Experiment
+from experiments.testbed.facts import build_tokenizer
 from tests.experiments.tiny import ONE, TWO, study
 
 
@@ -36,3 +38,15 @@ def registered(monkeypatch):
             monkeypatch.setitem(sys.modules, f"experiments.questions.{experiment.name}", module)
 
     return register
+
+
+@pytest.fixture
+def tokenizer():
+    """That of facts-llama, to be changed."""
+    return build_tokenizer()
+
+
+@pytest.fixture
+def answerer(model, tokenizer):
+    """Of the model of a test file."""
+    return ContextAnswerer(model, tokenizer)

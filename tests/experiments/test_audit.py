@@ -93,33 +93,16 @@ def patching(undo):
     return undo.enter_context(pytest.MonkeyPatch.context())
 
 
-def shift(tensor):
+def shift(model, undo):
     """Change a tensor in place, past its version counter."""
-
-    def plant(model, undo):
-        data = tensor(model).data
-        former = data.clone()
-        data[..., 0] += 1
-        undo.callback(data.copy_, former)
-
-    return plant
+    data = attention(model).q_proj.weight.data
+    former = data.clone()
+    data[..., 0] += 1
+    undo.callback(data.copy_, former)
 
 
 def swap_class(model, undo):
-    module = attention(model)
-    undo.callback(setattr, module, "__class__", type(module))
-    module.__class__ = OtherAttention
-
-
-def swap_code(_, undo):
-    function = modeling_llama.rotate_half
-    undo.callback(setattr, function, "__code__", function.__code__)
-    function.__code__ = (lambda x: x).__code__
-
-
-def no_grad(_, undo):
-    undo.callback(torch.set_grad_enabled, torch.is_grad_enabled())
-    torch.set_grad_enabled(False)
+    patching(undo).setattr(attention(model), "__class__", OtherAttention)
 
 
 def double(_, undo):
@@ -127,53 +110,35 @@ def double(_, undo):
     torch.set_default_dtype(torch.float64)
 
 
-def importer(_, undo):
-    finder = types.SimpleNamespace(find_spec=planted)
-    sys.meta_path.append(finder)
-    undo.callback(sys.meta_path.remove, finder)
-
-
-def global_hook(_, undo):
-    hook = torch.nn.modules.module.register_module_forward_hook(planted)
-    undo.callback(hook.remove)
-
-
 PLANTS = {
     # by reach: what is found, as kind | owner | beginning of the name, and what is planted
     INSTANCE: {
         "hook | self_attn | _forward_hooks[": add(attention, "register_forward_hook", planted),
-        "hook | self_attn | _state_dict_hooks[": add(
-            attention, "register_state_dict_post_hook", planted
-        ),
         "hook flag | self_attn | _forward_hooks_with_kwargs[9]": into(
             "_forward_hooks_with_kwargs", 9, True
         ),
         "attribute | self_attn | scaling": own(attention, "scaling", 0.5),
-        "attribute |  | note": own(lambda model: model, "note", "x"),
         "parameter | self_attn | weight": into(
             "_parameters", "weight", nn.Parameter(torch.ones(2))
         ),
-        "content of a tensor | q_proj | weight": shift(lambda m: attention(m).q_proj.weight),
-        "content of a tensor | rotary_emb | inv_freq": shift(lambda m: m.model.rotary_emb.inv_freq),
+        "content of a tensor | q_proj | weight": shift,
         "buffer | self_attn | mask": into("_buffers", "mask", torch.ones(2)),
         "submodule | self_attn | extra": into("_modules", "extra", nn.Linear(2, 2)),
         "class of a module | self_attn | __class__": swap_class,
         "configuration | config | hidden_size": own(lambda m: m.config, "hidden_size", 3),
-        "configuration | generation_config | note": own(lambda m: m.generation_config, "note", 3),
     },
     CLASS: {
         "class attribute | LlamaAttention | forward": put(
             modeling_llama.LlamaAttention, "forward", modeling_llama.LlamaMLP.forward
         ),
         "module global | modeling_llama | rotate_half": put(modeling_llama, "rotate_half", planted),
-        "module global | modeling_llama | rotate_half.__code__": swap_code,
+        "module global | modeling_llama | rotate_half.__code__": put(
+            modeling_llama.rotate_half, "__code__", (lambda x: x).__code__
+        ),
     },
     PROCESS: {
         "attention registry | AttentionInterface | _global_mapping['mine']": entry(
             AttentionInterface._global_mapping, "mine", planted
-        ),
-        "attention registry | of transformers | _local_mapping['sdpa']": entry(
-            ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", planted
         ),
         "attention registry | of transformers | get_interface": own(
             lambda _: ALL_ATTENTION_FUNCTIONS, "get_interface", planted
@@ -186,21 +151,22 @@ PLANTS = {
             F, "scaled_dot_product_attention", planted
         ),
         "class attribute | torch.Tensor | note": put(torch.Tensor, "note", planted),
-        "class attribute | linear.Linear | note": put(nn.Linear, "note", planted),
         "class attribute | module.Module | note": put(nn.Module, "note", planted),
         "class attribute | cache_utils.DynamicCache | note": put(DynamicCache, "note", planted),
-        "module global | torch.nn.modules.module | _global_forward_hooks[": global_hook,
+        "module global | torch.nn.modules.module | _global_forward_hooks[": add(
+            lambda _: nn.modules.module, "register_module_forward_hook", planted
+        ),
         "module global | builtins | note": put(builtins, "note", 1),
         "imported module | sys.modules | planted": entry(
             sys.modules, "planted", types.ModuleType("planted")
         ),
-        "import system | sys | meta_path[": importer,
+        "import system | sys | meta_path[": put(sys, "meta_path", [*sys.meta_path, planted]),
         "setting | torch | default dtype": double,
     },
     THREAD: {
         "torch mode | function_mode | 0": enter(Mode),
         "torch mode | dispatch_mode | 0": enter(Dispatch),
-        "setting | torch | gradients": no_grad,
+        "setting | torch | gradients": enter(torch.no_grad),
     },
 }
 no_run = lambda *_: None  # noqa: E731 - a plant may well break the model

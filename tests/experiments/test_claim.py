@@ -2,59 +2,33 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Annotated
-
-import pandas as pd
 import pytest
-import typer
-from rich.console import Console
 from typer.testing import CliRunner
 
-import experiments
 from experiments import load_experiments
+from experiments.claim import measured_again
 from experiments.cli import app
-from experiments.framework.experiment import Claim, Experiment, Finding
-from experiments.study import run_study
+from experiments.framework.experiment import Claim, Finding
+from tests.experiments.tiny import Options, study, tiny
 
 
-@dataclass(frozen=True)
-class Options:
-    grams: Annotated[float, typer.Option(help="What the scale says.")] = 1234.5
-
-
-class Weight(Experiment[Options]):
-    """Weigh one thing."""
-
-    name, title, question, method = "weight", "Weight", "How heavy is it?", "It is weighed."
-    full = quick = Options()
-
-    def __init__(self, again, within=0.0):
-        self.claims = {"grams": Claim(Options(again), within)}
-
-    def measure(self, options, progress):
-        return {"weight": pd.DataFrame({"grams": [options.grams]})}
-
-    def findings(self, tables):
-        grams = tables["weight"]["grams"][0]
-        return [
-            Finding("grams", f"It weighs **{grams:,.1f}** grams."),
-            Finding("once", "It was weighed **1** time."),
-        ]
+def findings(tables):
+    grams = tables["weight"]["x"].iloc[-1]
+    return [
+        Finding("grams", f"It weighs **{grams:,.1f}** grams."),
+        Finding("once", "It was weighed **1** time."),
+    ]
 
 
 @pytest.fixture
-def claim(monkeypatch, tmp_path):
+def claim(registered, tmp_path):
     """Run `claim` where 1,234.5 grams are committed, and something else may be measured."""
 
     def run(*args, again=1234.5, within=0.0):
-        weight = Weight(again, within)
-        monkeypatch.setattr(experiments, "EXPERIMENTS", {"weight": ""})
-        module = SimpleNamespace(EXPERIMENT=weight)
-        monkeypatch.setitem(sys.modules, "experiments.questions.weight", module)
-        assert run_study([weight], tmp_path, Console(quiet=True), full=True) == []
+        claims = {"grams": Claim(Options(again), within)}
+        weight = tiny("weight", full=Options(1234.5), findings=findings, claims=claims)
+        registered(weight)
+        assert study([weight], tmp_path)[0] == []
         return CliRunner().invoke(app, ["claim", *args, "--results", str(tmp_path)])
 
     return run
@@ -90,15 +64,8 @@ def test_other_names_are_refused(claim):
 
 
 def test_the_first_page_can_be_measured_again():
-    claims = {f"{one.name}-{name}" for one in load_experiments() for name in one.claims}
-    assert {
-        *("equivalence-bits", "intrusiveness-left"),
-        *("overhead-decode", "headwise-freeing"),
-    } <= claims
-
-
-def test_a_finding_of_the_study_is_measured_again():
-    (headwise,) = (one for one in load_experiments() if one.name == "headwise")
-    from experiments.claim import measured_again
-
-    assert measured_again(headwise, "freeing").number == pytest.approx(0.2, abs=0.01)
+    claims = {f"{one.name}-{name}": one for one in load_experiments() for name in one.claims}
+    first = {"equivalence-bits", "intrusiveness-left", "overhead-decode", "headwise-freeing"}
+    assert first <= set(claims)
+    again = measured_again(claims["headwise-freeing"], "freeing")
+    assert again.number == pytest.approx(0.2, abs=0.01)

@@ -13,7 +13,6 @@ from experiments.loading import ModelNotFoundError
 from press_core import HyperparameterError
 
 runner = CliRunner()
-ALL = [*COMMANDS, "train"]
 
 
 def offer(monkeypatch, error: Exception) -> None:
@@ -34,7 +33,6 @@ def test_help_lists_every_command_with_its_help():
     text = " ".join(result.output.replace("│", " ").split())
     places = [text.index(f"{name} {entry.help[:30]}") for name, entry in COMMANDS.items()]
     assert places == sorted(places)
-    assert "train Train the small models" in text
     assert set(EXPERIMENTS) <= set(COMMANDS)
     assert "equivalence" in runner.invoke(app, []).output
 
@@ -49,7 +47,7 @@ def test_help_comes_without_torch():
     assert run.stdout.splitlines() == ["0", "[]"]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_of_its_own(name):
     result = runner.invoke(app, [name, "--help"])
     assert result.exit_code == 0, result.output
@@ -86,36 +84,13 @@ def test_a_misspelt_command_is_told_its_name():
     assert "Did you mean 'equivalence'?" in result.output
 
 
-@pytest.mark.parametrize("name", ["facts", "stdlib", "sink"])
+@pytest.mark.parametrize("name", ["facts", "stdlib", "sink", "fitted"])
 def test_train(monkeypatch, tmp_path, name):
     seen = []
-    fake = SimpleNamespace(train=lambda output, *, seed: seen.append((output, seed)))
+    fake = SimpleNamespace(train=lambda *args, **named: seen.append((*args, *named.values())))
     monkeypatch.setitem(sys.modules, f"experiments.testbed.training.{name}", fake)
     result = runner.invoke(app, ["train", name, "--output", str(tmp_path), "--seed", "7"])
     assert result.exit_code == 0, result.output
-    assert seen == [(tmp_path, 7)]
-
-
-def test_trace_from_the_command_line(tmp_path):
-    args = ["trace", "--model", "llama", "--press", "knorm", "--length", "12", "--decode", "0"]
-    result = runner.invoke(app, [*args, "--output", str(tmp_path)], env={"COLUMNS": "160"})
-    assert result.exit_code == 0, result.output
-    assert "forward hook prunes 12 → 6" in result.output
-    assert "wrapper prunes 12 → 6" in result.output
-    assert {path.name for path in tmp_path.iterdir()} == {"trace.csv", "trace.svg"}
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["--press", "nosuch"], "there is no press 'nosuch'; there are AdaKV, Block, CAM, CUR"),
-        (["--ratio", "1.5"], "compression_ratio=1.5: it must be a number in [0, 1)"),
-        (["--model", "gpt2", "--press", "ExpectedAttention"], "needs rotary position embeddings"),
-        (["--model", "no/such/folder"], "there is no folder 'no/such/folder'"),
-    ],
-)
-def test_trace_refuses_in_one_line(args, words):
-    result = runner.invoke(app, ["trace", "--model", "llama", *args])
-    assert result.exit_code == 2
-    assert words in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert seen == [("facts-llama", tmp_path) if name == "fitted" else (tmp_path, 7)]
+    nowhere = runner.invoke(app, ["train", name])
+    assert nowhere.exit_code == (0 if name == "fitted" else 2)

@@ -31,7 +31,7 @@ from experiments.answers import sweep as sweeps
 from experiments.answers.cells import NO_PRESS, Cell, Prediction, Result, plan, run_cell
 from experiments.answers.datasets import load
 from experiments.answers.engines import Failure, on_ray, serial
-from experiments.answers.presses import make_press, takes
+from experiments.answers.presses import make_press
 from experiments.answers.settings import Settings, settings_from
 from experiments.answers.setup import model_fingerprint, setup_of
 from experiments.answers.store import Store
@@ -121,21 +121,6 @@ def test_a_press_is_what_its_text_says(text, amount, python):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("SnapKVPress", {"ratio", "budget"}),
-        ("DecodingPress(KnormPress(), target_size=64)", {"budget"}),
-        (DUO, {"ratio"}),
-        ("SimLayerKVPress(n_recent=budget)", {"budget"}),
-        ("ThinKPress()", set()),
-    ],
-)
-def test_what_a_press_can_be_told(text, told):
-    for mechanism in ("hook", "patch"):
-        assert {kind for kind in ("ratio", "budget") if takes(text, mechanism, kind)} == told
-
-
-@pytest.mark.parametrize(
     ("text", "amount", "words"),
     [
         *REFUSED["presses"],
@@ -221,11 +206,29 @@ def test_code_is_run_where_a_flag_says_so(tmp_path, monkeypatch):
     assert list(tmp_path.rglob("ran"))
 
 
+WORDS = [
+    "SnapKVPress",
+    "AdaKVPress",
+    "ratio",
+    "compression_ratio",
+    *"()[]{}=:,.-\\'",
+    "0.5",
+    "lambda ",
+]
+ATOMS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.dates()
+VALUES = st.recursive(
+    ATOMS | st.lists(st.sampled_from(WORDS), max_size=14).map("".join),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(ATOMS, inner, max_size=3),
+    max_leaves=6,
+)
+SETTINGS = st.dictionaries(st.sampled_from([f.name for f in fields(Settings)]) | ATOMS, VALUES)
+
+
 def test_presses_and_settings_read_anything_without_a_traceback(tmp_path):
     """Whatever a file says is settings that can be planned, or is refused in words."""
     file = tmp_path / "sweep.yaml"
 
-    @given(yaml_texts())
+    @given(st.binary(max_size=40) | SETTINGS.map(lambda told: yaml.safe_dump(told).encode()))
     @drawn(deadline=None)
     def read(text):
         file.write_bytes(text)
@@ -234,42 +237,6 @@ def test_presses_and_settings_read_anything_without_a_traceback(tmp_path):
 
     read()
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.yaml"]
-
-
-_ATOMS = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=9), st.dates()
-)
-_PRESS_WORDS = ("SnapKVPress", "AdaKVPress", "ratio", "compression_ratio", "window_size", "press")
-
-
-@st.composite
-def press_texts(draw):
-    signs = "(", ")", "[", "]", "{", "}", "=", ":", ",", "0.5", "-", "lambda ", ".", "'", "\\"
-    words = st.sampled_from([*_PRESS_WORDS, *signs])
-    return draw(st.one_of(st.text(max_size=30), st.lists(words, max_size=14).map("".join)))
-
-
-def yaml_texts():
-    """YAML with the names of settings and values of all kinds, and bytes that are none."""
-    names = [field.name for field in fields(Settings)]
-    values = st.recursive(
-        st.one_of(_ATOMS, press_texts()),
-        lambda inner: st.one_of(
-            st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=9), inner, max_size=3)
-        ),
-        max_leaves=6,
-    )
-    wild = st.dictionaries(st.one_of(st.sampled_from(names), _ATOMS), values, max_size=4)
-    return st.one_of(
-        st.binary(max_size=40), wild.map(lambda found: yaml.safe_dump(found).encode("utf-8"))
-    )
-
-
-@given(press_texts(), st.sampled_from([None, 0.5]))
-@drawn(deadline=None)
-def test_press_texts_make_a_press_or_an_error_in_words(text, ratio):
-    with contextlib.suppress(UserError, HyperparameterError):
-        make_press(text, "hook", ratio, 0)
 
 
 def test_cells_are_the_grid_each_once():
@@ -295,7 +262,7 @@ def test_cells_are_the_grid_each_once():
 def test_cells_of_budgets():
     settings = Settings(
         dataset=("facts/single",),
-        press=("SnapKVPress", DECODING, DUO, "ThinKPress"),
+        press=("SnapKVPress", DECODING, DUO, "SimLayerKVPress(n_recent=budget)", "ThinKPress"),
         ratio=(0.5,),
         budget=(64, 32),
         mechanism=("hook",),
@@ -309,6 +276,8 @@ def test_cells_of_budgets():
         (DECODING, None, 64),
         (DECODING, None, 32),
         (DUO, 0.5, None),
+        ("SimLayerKVPress(n_recent=budget)", None, 64),
+        ("SimLayerKVPress(n_recent=budget)", None, 32),
         ("ThinKPress", None, None),
     ]
     made = [cell.make(0) for cell in cells[1:4]]
@@ -354,17 +323,6 @@ def test_a_cell_scores_what_the_model_answers():
         assert row.prediction == tokenizer.decode(logits[0, -1].argmax())
         assert row.score == float(row.prediction == sample.answers[0])
         assert (row.question, row.answers) == (sample.question, list(sample.answers))
-
-
-@pytest.mark.parametrize("press", ["SnapKVPress(window_size=8)", "AdaKVPress(KnormPress())"])
-def test_a_cell_keeps_its_budget(press):
-    """Of contexts of 49 tokens, with either mechanism."""
-    hook, patch = (
-        run_cell(SMALL, Cell("facts/multiquery@48", press, None, mechanism, 12))
-        for mechanism in ("hook", "patch")
-    )
-    assert hook.evicted == patch.evicted == pytest.approx(1 - 12 / 49)
-    assert hook.predictions == patch.predictions
 
 
 def test_a_cell_is_the_same_whatever_ran_before():
@@ -634,8 +592,7 @@ def test_the_set_up_says_what_made_the_results(tmp_path):
     assert not {"press", "ratio", "mechanism", "dataset"} & set(made)
     Store(tmp_path, made)
     Store(tmp_path, setup_of(replace(SMALL, press=("KnormPress",), ratio=(0.9,))))
-    with pytest.raises(UserError, match="seed was 0, is 1"):
-        Store(tmp_path, setup_of(replace(SMALL, seed=1)))
+    assert made | {"seed": 1} == setup_of(replace(SMALL, seed=1)) | {"made_with": made["made_with"]}
 
 
 def test_other_weights_are_another_model(tmp_path):
@@ -747,35 +704,10 @@ def tables(tmp_path_factory):
     return {"evaluate": read_table(path)}
 
 
-def test_the_study_reads_its_tables(tables):
+def test_the_study_claims_the_agreement_that_is_there(tables):
     text = evaluate.EXPERIMENT.markdown(tables)
     assert "Hook and patch gave the same answers in all of **12** cells." in text
-    assert "| press | one fact, 50% evicted | 1 of 16 facts, 50% evicted |" in text
-    table = tables["evaluate"]
-    value = table[
-        (table["dataset"] == "facts/multikey@96")
-        & (table["press"] == "KnormPress")
-        & (table["ratio"] == 0.8)
-    ]["score"].iloc[0]
-    line = next(line for line in text.splitlines() if line.startswith("| Knorm |"))
-    assert line.split("|")[6].strip() == f"{value:.1%}"
-    assert "| AdaKV(SnapKV(window_size=8)) |" in text
-
-
-def test_the_study_does_not_claim_agreement_that_is_not_there(tables):
     table = tables["evaluate"].copy()
     table.loc[(table["mechanism"] == "patch").idxmax(), "answers"] = "something else"
     text = evaluate.EXPERIMENT.markdown({"evaluate": table})
     assert "Hook and patch gave other answers in **1** of 12 cells." in text
-
-
-def test_the_figure_shows_every_score(tables):
-    figure = evaluate.EXPERIMENT.figures(tables)["evaluate"]
-    assert [axes.get_title("left") for axes in figure.axes] == [
-        "50% of the context evicted",
-        "80% of the context evicted",
-    ]
-    shown = [text.get_text() for axes in figure.axes for text in axes.texts]
-    table = tables["evaluate"]
-    hooks = table[table["mechanism"] == "hook"]
-    assert sorted(shown) == sorted(f"{score:.0%}" for score in hooks["score"])

@@ -7,28 +7,26 @@ from copy import deepcopy
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hooks_impl
 from experiments.questions.headwise.trials import (
     ERROR,
     IMPLEMENTATIONS,
     MISSING,
-    N_TRIALS,
     OTHER,
     SAME,
-    reach,
     trials,
 )
 from experiments.testbed.decoding import (
     FULL,
     UNIFORM,
-    Decoder,
     Size,
     caches,
     decode_times,
     full_cache,
     head_budgets,
+    step_seconds,
     uniform_cache,
 )
 from experiments.testbed.families import supported_implementations
@@ -37,7 +35,6 @@ from experiments.testbed.variants import (
     VARIANTS,
     Variant,
     evicted,
-    fake_keys,
     head_mask,
     kept_in,
     prefill,
@@ -46,7 +43,7 @@ from experiments.testbed.variants import (
 )
 from press_core import (
     UnsupportedInputError,
-    UnsupportedModelError,
+    attention_sites,
     cache_nbytes,
     kept_lengths,
 )
@@ -90,10 +87,10 @@ def test_variants_give_the_logits_of_the_reference_on(family, flex_was_used):
     for implementation in (*IMPLEMENTATIONS, offered[0]):  # transformers notes it on the class
         with suppress(ValueError):
             model.set_attn_implementation(implementation)
-    before, advanced = snapshot(model), []
-    table = trials(model, lengths=(40, 32), advance=lambda: advanced.append(1))
+    before = snapshot(model)
+    table = trials(model, lengths=(40, 32))
     assert snapshot(model) == before
-    assert len(table) == len(advanced) == N_TRIALS == 2 * len(IMPLEMENTATIONS) * len(VARIANTS)
+    assert len(table) == 2 * len(IMPLEMENTATIONS) * len(VARIANTS)
     of = table[table["implementation"].isin(offered)]
     for (name, question), rows in of.groupby(["condition", "question"]):
         # No key is overlooked by more queries than a head has channels, or under capped logits.
@@ -101,24 +98,25 @@ def test_variants_give_the_logits_of_the_reference_on(family, flex_was_used):
         assert set(rows["outcome"]) == {ERROR if fails else SAME}, (name, question)
     unsupported = table[~table["implementation"].isin(offered)]
     assert set(unsupported["outcome"]) <= {MISSING}
-    assert (table["why"].fillna("") != "").equals(table["outcome"].isin([ERROR, MISSING]))
+    assert (table["why"] == "").equals(table["outcome"] == SAME)
 
 
 @every_variant
 def test_where_heads_agree_it_is_a_shorter_cache(model, variant):
     """A reference without any mask: the same tokens cut out of the cache."""
-    ids, kept_tokens = token_ids(1, 30), torch.arange(30) % 3 != 1
+    ids, question, kept_tokens = (
+        token_ids(1, 30),
+        token_ids(1, 3, seed=1),
+        torch.arange(30) % 3 != 1,
+    )
     with torch.no_grad():
         full = model(ids, use_cache=True).past_key_values
+        cut = deepcopy(full)
+        for layer in cut.layers:
+            layer.keys, layer.values = (s[:, :, kept_tokens] for s in (layer.keys, layer.values))
+        places = torch.arange(30, 33)[None]
+        expected = model(question, past_key_values=cut, position_ids=places).logits
     kept = {layer: kept_tokens.expand(1, 2, 30).clone() for layer in range(2)}
-    cut = DynamicCache()
-    for index, layer in enumerate(full.layers):
-        cut.update(layer.keys[:, :, kept_tokens], layer.values[:, :, kept_tokens], index)
-    question = token_ids(1, 3, seed=1)
-    with torch.no_grad():
-        expected = model(
-            question, past_key_values=cut, position_ids=torch.arange(30, 33)[None]
-        ).logits
     ours = logits(model, variant, full, kept, [question])
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
 
@@ -143,15 +141,16 @@ def test_scopes_leave_nothing_and_touch_what_is_told(model, pruned, variant):
     logits(model, variant, full, kept, [token_ids(2, 3, seed=1)])
     assert snapshot(model) == before
     with variant.open(model, kept):
-        assert snapshot(model) != before
+        hooks = [site.module._forward_pre_hooks for site in attention_sites(model)]
+        patched = ["forward" in vars(site.module) for site in attention_sites(model)]
+        patched.append("get_interface" in vars(ALL_ATTENTION_FUNCTIONS))
+        hooked = variant.name == "mask by hook"
+        assert patched == [not hooked] * 3
+        assert [bool(of_site) for of_site in hooks] == [hooked] * 2
         assert torch.equal(model(ids).logits, expected)  # a prefill is as ever
     with pytest.raises(RuntimeError, match="inside"), variant.open(model, kept):
         raise RuntimeError("inside")
     assert snapshot(model) == before
-    hooked = variant.name == "mask by hook"
-    forwards, hooks = (0, 2) if hooked else (2, 0)
-    touched = {"hooks": hooks, "forwards": forwards, "registry": not hooked}
-    assert reach(model, variant, kept) == touched
     held = cache_nbytes(variant.cache(full, kept)) / cache_nbytes(full)
     assert held <= 0.6 if variant.name == "ragged" else held == 1
 
@@ -204,15 +203,6 @@ def test_queries_on_all_sides_have_no_fake_key():
         unattended(opposed, 1, 0.5)
 
 
-def test_fake_keys_are_refused_where_logits_are_capped_and_nothing_is_installed():
-    model = build("gemma2", attn_implementation="eager")
-    _, kept = prefill(model, PRESS, input_ids=token_ids(1, 40))
-    before = snapshot(model)
-    with pytest.raises(UnsupportedModelError, match="±20"), fake_keys(model, kept):
-        pass
-    assert snapshot(model) == before
-
-
 # ---- times ---------------------------------------------------------------------------------------
 
 
@@ -248,19 +238,16 @@ def test_budgets_come_out_even(model):
 
 def test_every_timed_step_starts_from_the_same_cache(model):
     """A second step gives the logits of the first, and no variant spoils the cache of another."""
-    held, decoder, given = caches(model, 64, (0.5,)), Decoder(model, 64), {}
+    given = {}
     hook = model.register_forward_hook(lambda *seen: outputs.append(seen[-1].logits))
     with hook, torch.inference_mode():
-        for _ in range(2):
-            for name, one in held.items():
-                outputs = []
-                with decoder.turn(one):
-                    decoder.step()
-                    decoder.restore()
-                    decoder.step()
-                assert torch.equal(*outputs)
-                assert torch.equal(given.setdefault(name, outputs[0]), outputs[0])
-    by_name = {name.condition: states for name, states in given.items()}
+        for name, (cache, opened) in 2 * list(caches(model, 64, (0.5,)).items()):
+            outputs = []
+            with opened():
+                for _ in range(2):
+                    step_seconds(model, cache, 64)
+            assert torch.equal(*outputs)
+            assert torch.equal(given.setdefault(name.condition, outputs[0]), outputs[0])
     for name in VARIANTS:
-        torch.testing.assert_close(by_name[name], by_name["ragged"], rtol=0, atol=1e-5)
-    assert not torch.allclose(by_name[FULL], by_name["ragged"], atol=1e-3)
+        torch.testing.assert_close(given[name], given["ragged"], rtol=0, atol=1e-5)
+    assert not torch.allclose(given[FULL], given["ragged"], atol=1e-3)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import pandas as pd
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from experiments.audit import differences, snapshot
-from experiments.cli import app
 from experiments.framework.command import progress_bar
-from experiments.mechanisms.scenarios import Moment, wrongs
+from experiments.mechanisms.scenarios import Moment, answer
 from experiments.questions.isolation import (
     AFTER,
     ERROR,
@@ -21,10 +18,7 @@ from experiments.questions.isolation import (
     SITUATIONS,
     UNTOUCHED,
     Options,
-    answer,
     in_thread,
-    outcome,
-    try_out,
 )
 from experiments.testbed.response import Response
 from tests.support import build
@@ -70,7 +64,7 @@ def test_outcomes(mine):
             yield Moment(AFTER, mine, after)
             then()
 
-        return outcome(wrongs(scenario(), build("llama")))
+        return EXPERIMENT.outcome(scenario(), "llama")
 
     same, other = (lambda: mine), (lambda: theirs)
     assert became(same, same) == (UNTOUCHED, "")
@@ -97,46 +91,32 @@ def test_hooks_and_patches_reach_nobody(name, table):
         ("plain hook", "a deep copy made inside", FOR_GOOD),
         ("plain instance patch", "two scopes, the outer closed first", FOR_GOOD),
         ("attention interface", "an instance with the same config", RECOVERS),
-        ("attention interface", "an instance with the same weights", UNTOUCHED),
         ("attention interface", "a deep copy made inside", ERROR),
-        ("attention interface", "with hooks, the outer closed first", ERROR),
-        ("function mode", "instances of other classes", RECOVERS),
-        ("function mode", "an instance in another thread", UNTOUCHED),
-        ("function mode", "the model, in another thread", RECOVERS),
-        ("function mode", "two scopes, the outer closed first", RECOVERS),
         ("registry patch", "an instance in another thread", RECOVERS),
         ("class patch", "instances of the class", RECOVERS),
         ("class patch", "instances of other classes", UNTOUCHED),
         ("class patch", "one press on two models", RECOVERS),
-        ("function patch", "a cache filled before", FOR_GOOD),
         ("permanent class patch", "the model, after", FOR_GOOD),
         ("permanent class patch", "instances of the class", FOR_GOOD),
     ],
 )
 def test_what_reaches_whom(name, situation, expected):
-    row = try_out(name, situation)
+    row = EXPERIMENT.try_out(name, situation)
     assert row["outcome"] == expected, row
     assert (row["detail"] == "") == (expected == UNTOUCHED)
 
 
-@pytest.mark.parametrize("name", ["permanent class patch", "attention interface", "function mode"])
+@pytest.mark.parametrize("name", ["permanent class patch", "attention interface"])
 def test_nothing_is_carried_over_to_the_next_cell(name):
     model = build("llama")
     answer(model)
     before = snapshot(model)
-    one, other = (try_out(name, "two scopes, the outer closed first") for _ in range(2))
+    one, other = (EXPERIMENT.try_out(name, "two scopes, the outer closed first") for _ in range(2))
     assert differences(before, snapshot(model)) == ()
     assert one["outcome"] == other["outcome"]
 
 
 # ---- figure, summary, command ------------------------------------------------------------------
-
-
-def test_figure_has_a_cell_per_row(table):
-    panel = EXPERIMENT.figures({"isolation": table})["isolation"].axes[0]
-    assert len(panel.patches) == len(table)
-    texts = [text.get_text() for text in panel.texts]
-    assert texts.count("on") == (table["outcome"] == FOR_GOOD).sum() > 0
 
 
 def test_what_is_found_of_ours_and_of_others(table):
@@ -145,26 +125,9 @@ def test_what_is_found_of_ours_and_of_others(table):
     assert (
         f"With hooks and patches, bystanders give the same bits in **{total}** of {total}" in text
     )
-    assert f"hooks {total}, patches {total}, plain hook " in text
     (found,) = EXPERIMENT.findings({"isolation": table})
     assert found.verdict == "works"
     others = table[table["mechanism"] == "plain hook"]
     assert EXPERIMENT.findings({"isolation": others})[0].verdict is None
     broken = others.assign(mechanism="hooks")
     assert EXPERIMENT.findings({"isolation": broken})[0].verdict == "breaks"
-
-
-def test_command(tmp_path):
-    def invoke(*more):
-        arguments = ["isolation", "--mechanism", *more]
-        return CliRunner().invoke(app, arguments, env={"COLUMNS": "140"})
-
-    result = invoke("patches", "--output", str(tmp_path))
-    assert result.exit_code == 0, result.output
-    assert "a deep copy made inside" in result.output
-    assert set(pd.read_csv(tmp_path / "isolation.csv")["mechanism"]) == {"patches"}
-    assert (tmp_path / "isolation.svg").stat().st_size > 3_000
-    result = invoke("magic")
-    assert result.exit_code == 2
-    assert "'magic'" in result.output
-    assert "class patch" in result.output

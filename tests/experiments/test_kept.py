@@ -14,12 +14,11 @@ import patch_impl
 from experiments import UserError
 from experiments.cli import app
 from experiments.loading import load_model
-from experiments.pipeline import TASK, ContextAnswerer, SavedContext
-from experiments.testbed.facts import build_tokenizer, draw
+from experiments.pipeline import TASK, SavedContext
+from experiments.testbed.facts import draw
 from press_core import CacheFileError, UnsupportedCacheError, about_cache, save_cache
-from tests.support import PIPELINE_PRESSES, snapshot
+from tests.support import PIPELINE_PRESSES, both, snapshot
 
-both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 ACT_LATER = {"decoding", "streaming", "dms"}
 TEMPLATE = "{% for m in messages %}river {{ m.content }}{% endfor %} stone"
 
@@ -27,16 +26,6 @@ TEMPLATE = "{% for m in messages %}river {{ m.content }}{% endfor %} stone"
 @pytest.fixture(scope="module")
 def model():
     return load_model("facts-llama")[0]
-
-
-@pytest.fixture
-def tokenizer():
-    return build_tokenizer()
-
-
-@pytest.fixture
-def answerer(model, tokenizer):
-    return ContextAnswerer(model, tokenizer)
 
 
 def facts():

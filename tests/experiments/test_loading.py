@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import huggingface_hub.constants
 import pytest
 import torch
@@ -57,12 +59,6 @@ def test_transformers_shows_progress_as_before(folder, enabled):
         switch[before]()
 
 
-def test_a_shipped_model_that_is_not_there_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "_MODELS", tmp_path)
-    with pytest.raises(ModelNotFoundError, match=r"facts-llama.*missing"):
-        load_model("facts-llama")
-
-
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("name", ["facts-lama", "owner/no-such-model"])
 def test_a_name_that_only_the_hub_could_know(name):
@@ -73,18 +69,19 @@ def test_a_name_that_only_the_hub_could_know(name):
     assert all(shipped in str(caught.value) for shipped in SHIPPED)
 
 
-def test_a_folder_that_holds_no_model(tmp_path):
-    with pytest.raises(ModelNotFoundError, match=r"folder with a config\.json") as caught:
-        load_model(str(tmp_path))
-    assert str(tmp_path) in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["/no/such/folder", "./here/not/there", "two words", "a/b/c"])
-def test_a_path_that_does_not_exist_is_not_looked_for_on_the_hub(name, monkeypatch):
+@pytest.mark.parametrize(
+    "name",
+    ["facts-llama", "TMP", "/no/such/folder", "./here/not/there", "two words", "a/b/c"],
+)
+def test_a_path_that_holds_no_model_is_not_looked_for_on_the_hub(name, monkeypatch, tmp_path):
+    monkeypatch.setattr(loading, "_MODELS", tmp_path)
     monkeypatch.setattr(loading, "_load", lambda *_: pytest.fail("asked the hub"))
-    with pytest.raises(ModelNotFoundError, match="there is no folder") as caught:
+    name = name.replace("TMP", str(tmp_path))
+    with pytest.raises(
+        ModelNotFoundError, match=r"there is no folder .* with a config\.json"
+    ) as no:
         load_model(name)
-    assert repr(name) in str(caught.value)
+    assert Path(name).name in str(no.value)
 
 
 def test_a_broken_model_is_not_said_to_be_missing(tmp_path):

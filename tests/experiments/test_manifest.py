@@ -1,20 +1,14 @@
 """The study's folder: whose files it takes, what it reads of a manifest, and how it resumes."""
 
 import json
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pandas as pd
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-import experiments
-from experiments import EXPERIMENTS, UserError
+from experiments import UserError
 from experiments.cli import app
-from experiments.framework.environment import environment_info
-from experiments.framework.manifest import MANIFEST, Manifest, read_manifest, write_manifest
+from experiments.framework.manifest import MANIFEST, read_manifest
 from experiments.framework.report import write_report
 from experiments.framework.results import read_parts
 from tests.experiments.tiny import Options, study, tiny
@@ -108,14 +102,6 @@ def test_the_command_says_how_to_go_on(monkeypatch, tmp_path):
     assert "the same command goes on" in " ".join(result.stderr.split())
     write_report(tmp_path, chosen)
     assert "The a" in (tmp_path / "report.html").read_text()
-
-
-def test_the_committed_manifest_can_list_every_experiment(tmp_path):
-    manifest = read_manifest(Path(experiments.__file__).parents[1] / "results")
-    entries = {name: {"tables": [name], "figures": {name: "It."}} for name in EXPERIMENTS}
-    told = manifest.model_dump() | {"experiments": entries}
-    write_manifest(Manifest.model_validate(told), tmp_path)
-    assert read_manifest(tmp_path) == Manifest.model_validate(told)
 
 
 # ---- files of others ---------------------------------------------------------------------------
@@ -232,40 +218,3 @@ def test_the_folder_is_checked_before_the_work(monkeypatch, tmp_path, command):
     assert result.exit_code == 2, result.exception
     assert "cannot write to the folder" in result.stderr
     assert result.stderr.count("\n") == 1
-
-
-# ---- whatever a manifest holds -----------------------------------------------------------------
-
-NAMES = st.sampled_from(["a", "a_b", "../a", "a/../../victim", "run", "tables", "a\u0000", "b"])
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | NAMES,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.text(max_size=10) | NAMES, inner, max_size=3)
-    ),
-    max_leaves=8,
-)
-VALID = environment_info() | {"experiments": {}}
-MANIFESTS = st.builds(
-    lambda changed: VALID | changed,
-    st.dictionaries(st.sampled_from(list(Manifest.model_fields)), VALUES, max_size=2),
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.binary(max_size=200) | (VALUES | MANIFESTS).map(lambda value: json.dumps(value).encode()))
-def test_whatever_a_manifest_holds_is_read_or_refused_and_nothing_is_lost(content):
-    with TemporaryDirectory() as place:
-        folder, victim = Path(place) / "study", Path(place) / "victim.csv"
-        folder.mkdir()
-        for path in (victim, folder / "notes.csv"):
-            path.write_text("mine")
-        (folder / MANIFEST).write_bytes(content)
-        try:
-            study(three([])[:1], folder)
-        except UserError:
-            assert {path.name for path in folder.iterdir()} == {MANIFEST, "notes.csv"}
-            assert (folder / MANIFEST).read_bytes() == content
-        else:
-            assert list(read_manifest(folder).experiments) == ["a"]
-        assert {victim.read_text(), (folder / "notes.csv").read_text()} == {"mine"}

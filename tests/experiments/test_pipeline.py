@@ -11,16 +11,13 @@ import yaml
 from transformers import DynamicCache, QuantizedCache, pipeline, set_seed
 
 import hooks_impl
-import patch_impl
 from experiments import UserError
 from experiments.loading import load_model
 from experiments.pipeline import TASK, ContextAnswerer
 from experiments.testbed.asking import answer_seen, answer_unseen
 from experiments.testbed.facts import build_tokenizer, draw
 from press_core import RaggedLayer, kept_lengths
-from tests.support import PIPELINE_PRESSES, in_turn, snapshot
-
-both = pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
+from tests.support import PIPELINE_PRESSES, both, in_turn, snapshot
 
 PRESSES = {**PIPELINE_PRESSES, "finch": lambda p: p.FinchPress(0.4)}
 STAY_OPEN = {"adakv", "pyramid", "channels", "decoding", "streaming", "dms", "kvzip"}
@@ -30,16 +27,6 @@ presses = pytest.mark.parametrize("name", list(PRESSES))
 @pytest.fixture(scope="module")
 def model():
     return load_model("facts-llama")[0].double()  # no rounding error decides an answer
-
-
-@pytest.fixture
-def tokenizer():
-    return build_tokenizer()
-
-
-@pytest.fixture
-def answerer(model, tokenizer):
-    return ContextAnswerer(model, tokenizer)
 
 
 def facts(contexts=3, words=48, n=4, seed=0):
@@ -335,21 +322,11 @@ def test_a_configuration_that_asks_for_more_than_texts(model, tokenizer, monkeyp
     assert answerer("river alice tea of", ["? alice"], max_new_tokens=1) == ["tea"]
 
 
-@both
-def test_lengths_are_logged(answerer, caplog, package):
-    (text,) = facts(1)[1]
-    with caplog.at_level("DEBUG", logger="experiments"):
-        answerer(text.context, ["? alice"], press=package.KnormPress(0.5), max_new_tokens=1)
-    said = [record.getMessage() for record in caplog.records]
-    assert said == ["context length: 49 tokens", "compressed length: 24.0 tokens"]
-
-
-@both
-@pytest.mark.parametrize("together", [False, True], ids=["unseen", "seen"])
+@in_turn("together", [False, True])
 def test_a_budget_is_kept_of_every_context(model, answerer, package, together):
     """Of each row of a padded batch, by presses told a ratio, a number, or how much to keep."""
-    _, texts = facts()
-    contexts, questions = uneven(texts), [text.questions for text in texts]
+    _, texts = facts(2)
+    contexts, questions = uneven(texts), [text.questions[:2] for text in texts]
     options = {"compress_questions": together, "max_new_tokens": 1}
     for name in ("snapkv", "adakv", "finch"):
         given = PRESSES[name](package)
@@ -360,7 +337,7 @@ def test_a_budget_is_kept_of_every_context(model, answerer, package, together):
         assert given == PRESSES[name](package)
         if not together and name != "finch":  # else the cache has been copied
             kept = torch.stack(kept_lengths(cache)).double().mean(dim=(0, 2))
-            assert kept.tolist() == [20.0, 20.0, 20.0]
+            assert kept.tolist() == [20.0, 20.0]
     whole = answerer.answered(contexts, questions, press=PRESSES["snapkv"](package), budget=500)
     assert whole.evicted == 0
 
@@ -468,10 +445,10 @@ def test_the_pipeline_answers_as_the_class_does(answerer, pipe, package):
 @pytest.mark.parametrize(
     ("inputs", "options", "words"),
     [
-        ("river alice tea", {"questions": []}, "give a list of at least one question"),
+        ("river alice tea", {"questions": []}, r"questions is \[\]"),
         ("river alice tea", {"question": "? a", "questions": ["? a"]}, "give one of the two"),
-        ([], {"question": "? a"}, "there is no context"),
-        ([], {}, "there is no context"),
+        ([], {"question": "? a"}, r"contexts is \[\]"),
+        ([], {}, r"contexts is \[\]"),
         (None, {"question": "? a"}, "contexts is None"),
     ],
 )
@@ -500,26 +477,14 @@ def touched(model):
     return {key: value for key, value in snapshot(model).items() if "_parameters" not in key}
 
 
-@both
-@pytest.mark.parametrize("name", ["snapkv", "adakv", "finch", "kvzip", "decoding"])
-@pytest.mark.parametrize("place", ["cpu", "disk"])
-def test_dispatched_models(model, answerer, tmp_path, package, name, place):
+@in_turn("name", ["snapkv", "adakv", "finch", "kvzip", "decoding"])
+def test_models_whose_weights_are_on_a_disk(model, answerer, tmp_path, package, name):
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     texts = facts()[1]
     options = {"press": PRESSES[name](package), "max_new_tokens": 3}
     args = uneven(texts), [t.questions[:2] for t in texts]
-    offloaded = copy.deepcopy(model)
-    spread = {f"model.layers.{i}": "cpu" if i < 2 else place for i in range(4)}
-    rest = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
-    offloaded = accelerate.dispatch_model(
-        offloaded,
-        spread | dict.fromkeys(rest, "cpu"),
-        main_device="cpu",
-        offload_dir=tmp_path,
-        force_hooks=True,
-    )
+    offloaded = accelerate.disk_offload(copy.deepcopy(model), tmp_path, torch.device("cpu"))
     before = touched(offloaded)
-    assert ContextAnswerer(offloaded, answerer.tokenizer)(*args, **options) == answerer(
-        *args, **options
-    )
+    found = ContextAnswerer(offloaded, answerer.tokenizer)(*args, **options)
+    assert found == answerer(*args, **options)
     assert touched(offloaded) == before

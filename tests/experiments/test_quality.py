@@ -5,31 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 import matplotlib
-import pandas as pd
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import hooks_impl
 import patch_impl
 from experiments import UserError
-from experiments.cli import app
 from experiments.framework.command import progress_bar
 from experiments.loading import load_model
 from experiments.questions import quality
-from experiments.questions.quality import EXPERIMENT, Condition, Options
+from experiments.questions.quality import EXPERIMENT, Options
 from experiments.testbed.asking import Task, answer_seen, answer_unseen, check_vocabulary
-from experiments.testbed.facts import FactBatch, build_tokenizer, draw
-from press_core import kept_lengths
+from experiments.testbed.facts import build_tokenizer, draw
+from experiments.testbed.recipes import recipe_pair
+from press_core import PressError, kept_lengths
 from tests.support import both, build, snapshot
 
 protocols = pytest.mark.parametrize("answer", [answer_unseen, answer_seen])
 SILENT = progress_bar(disable=True)
 SMALL = Task(context=32, facts=4, samples=3, seen_samples=10)
-BARE = [Condition("no press", "bare", 0.0)]
-MEASURED = [
-    Condition("KnormPress", side, ratio) for side in ("hook", "patch") for ratio in (0.5, 0.8)
-]
 
 
 @pytest.fixture(scope="module")
@@ -83,21 +77,6 @@ def test_what_is_left_of_the_context_is_asked(model, package, answer):
         assert torch.equal(lengths, torch.full((12 if unseen else 3, 4), 8))
 
 
-@pytest.mark.parametrize("press", [None, hooks_impl.KeyDiffPress(compression_ratio=0.5)])
-def test_questions_do_not_see_each_other(model, press):
-    """Each is answered as if it were the only one; without a press, as in one long forward."""
-    batch = batch_of()
-    together = answer_unseen(model, press, batch)
-    for i in range(batch.answer_ids.shape[1]):
-        one = slice(i, i + 1)
-        parts = batch.question_ids, batch.answer_ids, batch.positions
-        alone = FactBatch(batch.context_ids, *(ids[:, one] for ids in parts))
-        assert torch.equal(answer_unseen(model, press, alone)[:, 0], together[:, i])
-        if press is None:
-            text = torch.cat((batch.context_ids, batch.question_ids[:, i]), dim=1)
-            assert torch.equal(model(text).logits[:, -1].argmax(-1), together[:, i])
-
-
 def test_the_shipped_model_tells_seen_from_unseen(model):
     """Read again at its own place, a question is understood; TOVA keeps what it looks at."""
     batch = batch_of(rows=24, context=64, facts=8, seed=1)
@@ -115,17 +94,17 @@ def test_the_shipped_model_tells_seen_from_unseen(model):
 # ---- tables --------------------------------------------------------------------------------------
 
 
-def measured(model, conditions, task=SMALL):
-    tables = quality.measure(model, conditions, task, SILENT)
+def measured(model, *presses, task=SMALL):
+    tables = quality.measure(model, presses, (0.5, 0.8), task, SILENT)
     return tables | {"quality": tables["quality"].assign(model="tiny")}
 
 
 @pytest.fixture(scope="module")
 def tables(model):
-    return measured(model, [*BARE, *MEASURED])
+    return measured(model, "KnormPress")
 
 
-def test_a_row_per_condition_and_kind_of_question(tables):
+def test_a_row_per_press_ratio_mechanism_and_kind_of_question(tables):
     table = tables["quality"]
     assert len(table) == 2 * (1 + 2 * 2)
     assert not table.duplicated(["press", "mechanism", "ratio", "question"]).any()
@@ -150,7 +129,7 @@ def test_accuracy_counts_right_answers_and_contexts_are_its_units(monkeypatch, m
         return answers
 
     monkeypatch.setitem(quality._PROTOCOLS, "unseen", every_other)
-    table = measured(model, BARE, replace(SMALL, samples=10))["quality"]
+    table = measured(model, task=replace(SMALL, samples=10))["quality"]
     row = table.set_index("question").loc["unseen"]
     assert row["accuracy"] == 0.5
     assert row["low"] < 0.3
@@ -163,7 +142,7 @@ def test_a_mechanism_that_answers_otherwise_is_noticed(monkeypatch, model):
             return -super().score(*arguments)
 
     monkeypatch.setitem(patch_impl.PRESSES, "KnormPress", Other)
-    tables = measured(model, MEASURED)
+    tables = measured(model, "KnormPress")
     assert tables["quality_agreement"]["same"].sum() < tables["quality_agreement"]["answers"].sum()
     assert EXPERIMENT.findings(tables)[1].verdict == "breaks"
 
@@ -171,45 +150,27 @@ def test_a_mechanism_that_answers_otherwise_is_noticed(monkeypatch, model):
 # ---- choosing presses ----------------------------------------------------------------------------
 
 
-def test_every_press_is_compared_or_there_is_a_reason():
-    assert set(quality.NOT_COMPARED) < set(hooks_impl.PRESSES)
-    assert len(quality.press_names()) == len(hooks_impl.PRESSES) - len(quality.NOT_COMPARED)
-
-
-@pytest.mark.parametrize("name", quality.press_names())
-def test_presses_evict_what_they_are_told(name, model):
-    """Of a context as long as those compared, on the model that they are compared on."""
-    press, batch = Condition(name, "patch", 0.75).make(256), batch_of(rows=1, context=256)
-    answer = answer_seen if name in quality.NEEDS_QUESTION else answer_unseen
-    ((_, kept, _),) = caches_when_asked(model, answer, press, batch)
-    share = torch.cat(kept).double().mean() / batch.context_ids.shape[1]
-    # by heads (there are 16) and by chunks (of 20 tokens) not to the token
-    assert 0.75 - 1 / 16 <= 1 - share <= 0.75 + 1 / 16
-
-
 def test_random_eviction_repeats():
-    assert Condition("RandomPress", "hook", 0.5).make(512).seed is not None
+    assert recipe_pair("RandomPress", 0.5, 512).hook.seed is not None
 
 
-@pytest.mark.parametrize("mechanism", ["hook", "patch"])
-def test_finch_sees_the_question_and_the_model_no_delimiter(model, mechanism):
-    batch, whole = batch_of(), Condition("FinchPress", mechanism, 0.0).make(32)
-    assert torch.equal(answer_seen(model, whole, batch), answer_seen(model, None, batch))
-    pruning = Condition("FinchPress", mechanism, 0.75)
-    ((asked, kept, _),) = caches_when_asked(model, answer_seen, pruning.make(32), batch)
-    assert torch.equal(asked, batch.question_ids[:, 0, 1:])
-    assert all(torch.equal(lengths, torch.full((3, 4), 8)) for lengths in kept)
-    assert pruning.questions == ("seen",)
+def test_finch_sees_the_question_and_the_model_no_delimiter(model):
+    batch, answers = batch_of(), answer_seen(model, None, batch_of())
+    for whole, press in zip(*(recipe_pair("FinchPress", n, 32) for n in (0.0, 0.75)), strict=True):
+        assert torch.equal(answer_seen(model, whole, batch), answers)
+        ((asked, kept, _),) = caches_when_asked(model, answer_seen, press, batch)
+        assert torch.equal(asked, batch.question_ids[:, 0, 1:])
+        assert all(torch.equal(lengths, torch.full((3, 4), 8)) for lengths in kept)
+    assert set(measured(model, "FinchPress")["quality_agreement"]["question"]) == {"seen"}
 
 
 def test_a_press_that_the_model_does_not_suit_is_left_out(monkeypatch):
     names, options = ["ExpectedAttentionPress", "KnormPress"], Options(ratio=(0.5,))
     monkeypatch.setattr(quality, "press_names", lambda: names)
-    found = list(quality.conditions(build("gpt2"), options, SILENT))
-    assert found == [*BARE, *(Condition("KnormPress", side, 0.5) for side in ("hook", "patch"))]
+    assert list(quality.suited(build("gpt2"), options, SILENT)) == ["KnormPress"]
     asked = replace(options, press=("ExpectedAttention",))
-    with pytest.raises(UserError, match=r"ExpectedAttentionPress \(hook\): "):
-        list(quality.conditions(build("gpt2"), asked, SILENT))
+    with pytest.raises(PressError, match="ExpectedAttentionPress"):
+        list(quality.suited(build("gpt2"), asked, SILENT))
 
 
 def test_another_vocabulary_is_refused():
@@ -220,7 +181,7 @@ def test_another_vocabulary_is_refused():
         check_vocabulary(tokenizer, "zoo")
 
 
-# ---- figure, summary, command --------------------------------------------------------------------
+# ---- figure, summary --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("left_out", ["", "unseen"])
@@ -231,52 +192,9 @@ def test_the_figure_has_a_cell_per_press_ratio_and_question_measured(tables, lef
     panels = EXPERIMENT.figures(tables | {"quality": table})["quality"].axes
     assert dict(matplotlib.rcParams) == before
     rows = table[table["ratio"] > 0].drop_duplicates(["press", "ratio", "question"])
+    assert [panel.get_title("left") for panel in panels] == list(rows["question"].unique())
     for panel in panels:
         shown = [text.get_text() for text in panel.texts]
         own = rows[rows["question"] == panel.get_title("left")]
         assert shown == [f"{share:.0%}" for share in own["accuracy"]]
         assert [label.get_text() for label in panel.get_xticklabels()] == ["50%", "80%"]
-
-
-def test_the_table_has_a_row_per_press_the_best_first(tables):
-    table = tables["quality"].assign(accuracy=0.5, low=0.25, high=0.75)
-    better = table[table["press"] == "KnormPress"].assign(press="AdaKVPress", accuracy=0.9)
-    tables = tables | {"quality": pd.concat((table, better))}
-    text = EXPERIMENT.markdown(tables)
-    lines = [line for line in text.splitlines() if line.startswith("| ")]
-    assert [line.split()[1] for line in lines] == ["press", "AdaKV", "Knorm"]
-    assert lines[2].count("50 [25, 75]") == 4
-    assert "unseen, 80% evicted" in lines[0]
-    assert "With 80% of the context evicted, the question unseen, AdaKV still answers" in text
-    assert "Not compared: Composed (a combination of presses " in text
-
-
-def run(*options):
-    small = ["--context", "32", "--facts", "4", "--samples", "2", "--seen-samples", "2"]
-    return CliRunner().invoke(app, ["quality", *small, *options], env={"COLUMNS": "120"})
-
-
-def test_command_writes_what_it_shows(tmp_path):
-    options = ["--press", "Knorm", "--ratio", "0.5"]
-    result = run(*options, "--output", str(tmp_path))
-    assert result.exit_code == 0, result.output
-    assert "Knorm" in result.output
-    table = pd.read_csv(tmp_path / "quality.csv")
-    assert set(table["mechanism"]) == {"bare", "hook", "patch"}
-    assert set(table["model"]) == {"facts-llama"}
-    assert (tmp_path / "quality.svg").stat().st_size > 1_000
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--press", "NoSuchPress"], "there is no press 'NoSuchPress'; there are AdaKV, "),
-        (["--press", "thinkpress"], "evicts channels of the keys"),
-        (["--ratio", "1.5"], "1.5 is not above 0 and below 1"),
-        (["--facts", "40"], "facts"),
-    ],
-)
-def test_command_says_what_is_wrong(options, message):
-    result = run(*options)
-    assert result.exit_code == 2
-    assert message in result.output

@@ -8,15 +8,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from experiments import UserError
-from experiments.cli import app
 from experiments.framework.command import progress_bar
 from experiments.loading import load_model
 from experiments.questions import streaming
 from experiments.questions.streaming import EXPERIMENT, Options, rows_of, size_for
-from experiments.testbed.facts import KEYS, build_tokenizer
 from experiments.testbed.streams import (
     FULL,
     IGNORED,
@@ -243,12 +240,13 @@ def test_the_table_and_the_figure_have_a_line_per_cache(table):
     lines = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
     assert [line[0] for line in lines[1:]] == [f"| {cache}" for cache in STREAMED]
     assert "nan" not in text
-    (panel,) = EXPERIMENT.figures(tables)["streaming"].axes
+    figure = EXPERIMENT.figures(tables)["streaming"]
+    (panel,), (legend,) = figure.axes, figure.legends
     drawn = [line for line in panel.get_lines() if len(line.get_xdata()) > 2]
     assert len(drawn) == len(STREAMED)
     losses = [rows_of(table, cache)["loss"].to_numpy() for cache in (WINDOW, RECOMPUTED)]
     assert drawn[1].get_ydata() == pytest.approx(losses[0] - losses[1])
-    assert {text.get_text() for text in panel.texts} == {line.get_label() for line in drawn}
+    assert [text.get_text() for text in legend.get_texts()] == list(map(str, STREAMED))
 
 
 # ---- command -------------------------------------------------------------------------------------
@@ -262,39 +260,3 @@ def test_sizes_follow_the_model(model):
     assert size_for(shipped, Options()) == Size(Options.tokens, stretch=stretch)
     given = Options(tokens=500, capacity=31, n_sink=1, full=64)
     assert size_for(shipped, given) == Size(500, 31, 64, 1)
-
-
-@pytest.fixture(scope="module")
-def cli(model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    model.save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
-    words = folder / "text.txt"
-    words.write_text(" ".join(KEYS[:50] * 10), encoding="utf-8")
-    arguments = ["streaming", "--model", str(folder), "--text", str(words)]
-    return lambda *more: CliRunner().invoke(app, [*arguments, *more], env={"COLUMNS": "120"})
-
-
-def test_command_writes_what_it_shows(cli, tmp_path):
-    sizes = ["--tokens", "495", "--capacity", "31", "--n-sink", "2", "--full", "200"]
-    result = cli(*sizes, "--output", str(tmp_path))
-    assert result.exit_code == 0, result.output
-    assert "tiny, 495 tokens one by one (full cache: 200)" in result.output
-    table = pd.read_csv(tmp_path / "streaming.csv")
-    assert set(table["cache"]) == {cache.cache for cache in (*STREAMED, RECOMPUTED)}
-    assert table["end"].max() == 495
-    assert (tmp_path / "streaming.svg").stat().st_size > 3_000
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--tokens", "300"], "300 tokens are too few to see what a cache of 1,023 evicts"),
-        (["--tokens", "495", "--capacity", "31", "--n-sink", "31"], "max_capacity must be"),
-        (["--tokens", "900", "--capacity", "31"], "cannot stream 900 tokens"),
-    ],
-)
-def test_command_says_what_is_wrong(cli, options, message):
-    result = cli(*options)
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())

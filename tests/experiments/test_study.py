@@ -9,7 +9,6 @@ import pandas as pd
 import pytest
 import torch
 from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 import experiments
@@ -22,7 +21,7 @@ from experiments.framework.manifest import MANIFEST
 from experiments.framework.overview import overview
 from experiments.framework.readme import blocks
 from experiments.framework.report import MAX_ROWS, related, write_report
-from experiments.framework.results import describe, read_parts, read_table, write_table
+from experiments.framework.results import read_parts, read_table, write_table
 from tests.experiments.tiny import BROKEN, ONE, TWO, failing, line_figure, note, study, tiny
 
 runner = CliRunner()
@@ -299,18 +298,6 @@ def test_figures_take_the_colours_of_the_page():
     assert drawn == plots.svg(figure, "salt")
 
 
-def test_what_a_figure_shows():
-    figure = Figure()
-    left, right = figure.subplots(1, 2)
-    for axes, title in ((left, "Left\nside"), (right, "Right")):
-        axes.set_title(title, loc="left")
-        axes.set_xlabel("ratio")
-    left.set_ylabel("answers")
-    assert describe(figure) == "Left side; Right: answers against ratio"
-    figure.set_label("Answers by ratio")
-    assert describe(figure) == "Answers by ratio"
-
-
 # ---- commands ----------------------------------------------------------------------------------
 
 
@@ -336,7 +323,7 @@ def test_study_and_report_commands(registered, tmp_path):
 def test_a_report_follows_its_tables_and_figures(registered, folder):
     def relabelled(tables):
         figure = line_figure(tables)
-        figure.axes[0].set_title("A better title")
+        figure.set_label("A better label")
         return {"one": figure}
 
     registered(tiny("one", figures=relabelled), TWO)
@@ -345,8 +332,8 @@ def test_a_report_follows_its_tables_and_figures(registered, folder):
     runner.invoke(app, ["report", "--input", str(folder)], catch_exceptions=False)
     assert "The mean of one is **7.000**." in markdown(folder)
     assert (folder / "one.svg").read_bytes() != before
-    assert Page(folder).images[0] == "A better title: x against row"
-    assert "![A better title: x against row](one.svg)" in markdown(folder)
+    assert Page(folder).images[0] == "A better label"
+    assert "![A better label](one.svg)" in markdown(folder)
 
 
 def test_report_refuses_a_folder_that_holds_no_study(registered, finished, tmp_path):

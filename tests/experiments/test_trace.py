@@ -4,7 +4,6 @@ import re
 import sys
 from itertools import product
 
-import pandas as pd
 import pytest
 import torch
 from transformers import DynamicCache
@@ -64,10 +63,10 @@ def test_a_prefill_in_order(snapkv, layer):
     ]
 
 
-def test_decode_steps(snapkv):
+@both_sides
+def test_decode_steps(snapkv, mechanism):
     runs = ["1 hidden state enters", "attention has run over 42 keys"]
-    assert [e for e in events_of(snapkv, "hook", 2, 1) if e in runs] == runs
-    assert events_of(snapkv, "patch", 2, 1) == ["wrapper", *runs, "wrapper leaves 42 keys"]
+    assert [e for e in events_of(snapkv, mechanism, 2, 1) if e in runs] == runs
     assert not snapkv.loc[snapkv["step"] > 0, "event"].str.contains("prunes|scores").any()
 
 
@@ -80,32 +79,28 @@ def test_numbers_are_those_of_an_untraced_prefill(model, snapkv, mechanism):
     cache, (package, _) = DynamicCache(), SIDES[mechanism]
     with torch.inference_mode(), package.SnapKVPress(0.5)(model):
         model(token_ids(1, LENGTH), past_key_values=cache)
-    kept = own.loc[own["step"] == 0, "keys_kept"].dropna().tolist()
+    kept = own[own["step"] == 0].groupby("layer")["keys"].last().tolist()
     assert kept == [int(lengths.max()) for lengths in kept_lengths(cache)] == [40, 40]
-    step = own.loc[own["step"] == 1, ["hidden_states_length", "keys_made"]]
-    assert set(step.stack().dropna()) == {1}
 
 
-@pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
-def test_any_press_can_be_traced(model, name):
+@pytest.mark.parametrize(
+    "name",
+    [f"{press}Press" for press in ("AdaKV", "CAM", "Composed", "DMS", "Finch", "KVzip", "ThinK")],
+)
+def test_any_kind_of_press_can_be_traced(model, name):
     before = snapshot(model)
     events = of_press(model, name)
     assert snapshot(model) == before
     assert sys.getprofile() is None
     table = events.assign(model="llama", press=name, ratio=0.5)
-    columns = ["hidden_states_length", "keys_made", "keys_kept"]
-    prefill = table[table["step"] == 0].groupby(["mechanism", "layer"])[columns].last()
-    pd.testing.assert_frame_equal(prefill.loc["hook"], prefill.loc["patch"])
-    assert set(prefill.loc["hook"].index) == {0, 1}
-    assert prefill.notna().all(axis=None)
     assert "a patch keeps as many, at the same moment" in EXPERIMENT.markdown({"trace": table})
 
 
 @both_sides
 def test_what_evicts_nothing_leaves_all(model, mechanism):
     events = events_of(of_press(model, "KnormPress", ratio=0.0), mechanism, 0, 1)
-    assert events[-1] == f"{SIDES[mechanism][1]} leaves 80 keys"
-    assert not any("scores" in event for event in events)
+    assert "attention has run over 80 keys" in events
+    assert not any("scores" in event or "prunes" in event for event in events)
 
 
 def test_a_composition_names_the_presses_that_score(model):
@@ -123,10 +118,9 @@ def test_heads_of_different_lengths(model, mechanism):
     pruned = events_of(events, mechanism, 0, 0)[-1]
     low, high = map(int, re.fullmatch(rf"{who} prunes 200 → (\d+) to (\d+)", pruned).groups())
     assert low < 140 < high
-    assert set(events.loc[events["event"] == pruned, "keys_kept"]) == {140}
+    assert set(events.loc[events["event"] == pruned, "keys"]) == {140}
     step = events_of(events, mechanism, 1, 0)
     assert f"attention has run over {low + 1} to {high + 1} keys" in step
-    assert step[-1] == f"{who} leaves {low + 1} to {high + 1} keys"
 
 
 def test_pruning_around_the_decoder_is_told(model):
@@ -140,7 +134,6 @@ def test_pruning_around_the_decoder_is_told(model):
         told = events_of(events, mechanism, 0, 1)
         assert told.count("84 hidden states enter") == 1
         assert told[-1].startswith(f"{who} of the decoder prunes 80 → ")
-    assert set(events.loc[events["step"] == 0, "hidden_states_length"].dropna()) == {80}
 
 
 @pytest.mark.parametrize(
@@ -182,4 +175,4 @@ def test_figure_and_summary_come_from_the_csv_file(snapkv, tmp_path):
     for panel, name in zip(figure.axes, ("hooks", "patches"), strict=True):
         assert panel.get_title(loc="left") == name
         widths = [bar.get_width() for bar in panel.patches]
-        assert widths == [80, 80, 80, 80, 40, 40]  # entered, made and kept, of two layers
+        assert widths == [80, 80, 40, 40]  # made and kept, of two layers

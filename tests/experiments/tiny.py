@@ -13,8 +13,9 @@ from rich.console import Console
 
 from experiments.framework.experiment import Experiment, Finding
 from experiments.framework.manifest import MANIFEST
+from experiments.framework.plan import plan_study
 from experiments.framework.tables import ResultTable
-from experiments.study import run_study
+from experiments.study import run_plan
 
 COMMIT = "0" * 40
 
@@ -54,9 +55,8 @@ class Tiny(Experiment[Options]):
 
 def line_figure(tables):
     figure = Figure(figsize=(3, 2))
-    axes = figure.subplots()
-    axes.plot(next(iter(tables.values()))["x"])
-    axes.set(title="A line", xlabel="row", ylabel="x")
+    figure.subplots().plot(next(iter(tables.values()))["x"])
+    figure.set_label("A line: x against row")
     return figure
 
 
@@ -72,11 +72,11 @@ def failing(*_):
     raise RuntimeError("no <luck>\n [today]")
 
 
-def study(chosen, folder, full=True, **kwargs):
+def study(chosen, folder, full=True, only=()):
     """Run a study; returns who failed, and what was printed."""
     console = Console(file=StringIO(), width=200)
     with patch("experiments.framework.environment.commit", return_value=COMMIT):
-        failed = run_study(chosen, folder, console, full=full, **kwargs)
+        failed = run_plan(plan_study(chosen, only, full=full), chosen, folder, console)
     return failed, console.file.getvalue()
 
 

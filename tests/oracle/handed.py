@@ -38,41 +38,13 @@ from press_core.presses.merging import uniform
 from press_core.replay import kvzip
 from press_core.replay.rows import ReplayPress
 from tests.oracle.running import Context, token_ids
+from tests.press_core.drawn import as_published, learned
 
 N_LAYERS, N_HEADS, N_KV, D, WIDTH = 3, 4, 2, 16, 64
 """Of the models in `running`."""
 
 PROMPTS = kvzip.RepeatPrompts(first=[5, 8, 6], following=[5, 9, 6, 7, 4], suffix=[3])
 DELIMITER = 1
-
-
-def learned(layers: int, heads: int, kv: int, d: int, width: int) -> dict[str, Any]:
-    """What presses might have learned about a model of these sizes, by the names in `cases`."""
-    hidden, rank, per_cent = 24, 16, torch.arange(1, 100).view(-1, 1, 1) / 100
-
-    def random(*shape: int) -> Tensor:
-        generator = torch.Generator().manual_seed(len(shape))
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    root = random(layers, heads, d, d) / d
-    weight, bias = random(layers, kv, hidden), random(layers, kv)
-    return {
-        "FILTERS": QFilters(random(layers, kv, d)),
-        "STATS": ExpectedAttentionStats(random(layers, heads, d), root @ root.mT),
-        "LINEAR": KVzapRegressor(random(layers, kv, width), bias),
-        "MLP": KVzapRegressor(weight, bias, random(layers, hidden, width), random(layers, hidden)),
-        "HEAD_SCORES": HeadScores(random(layers, kv)),
-        "GATES": KVzipGates(
-            random(layers, heads, rank, width),
-            random(layers, heads, rank),
-            random(layers, kv, rank, width),
-            1 + random(layers, rank) / 4,
-            1 - random(layers, rank) / 4,
-            random(layers, kv, rank, rank),
-            random(layers, heads),
-        ),
-        "CURVES": BudgetCurves(per_cent + random(99, layers, kv).sigmoid() * (1 - per_cent) / 3),
-    }
 
 
 def _adapter() -> RestoreAdapter:
@@ -103,57 +75,42 @@ GIVEN = learned(N_LAYERS, N_HEADS, N_KV, D, WIDTH) | {
 
 
 def _q_filters(press: Any, filters: QFilters) -> None:
-    module = qfilter_press.QFilters(*filters.directions.shape)
-    _from_the_hub(press, module, {"q_filters": filters.directions})
+    _from_the_hub(press, qfilter_press.QFilters(*filters.directions.shape), filters)
 
 
 def _stats(press: Any, stats: ExpectedAttentionStats) -> None:
     about = {"dataset_name": "", "model_name": "", "num_samples": 0, "sample_seq_len": 0}
     module = with_stats.ExpectedAttentionStats(*stats.mean.shape, n_sink=4, **about)
-    _from_the_hub(press, module, {"query_mean": stats.mean, "query_cov": stats.covariance})
+    _from_the_hub(press, module, stats)
 
 
 def _kvzap(press: Any, regressor: KVzapRegressor) -> None:
-    n_layers, n_kv = regressor.bias.shape
-    hidden = None if regressor.hidden_bias is None else regressor.hidden_bias.shape[1]
-    width = regressor.sizes["hidden_size"]
+    sizes, hidden = regressor.sizes, regressor.hidden_bias
     config = kvzap_press.KVzapConfig(
-        input_dim=width, output_dim=n_kv, n_modules=n_layers, hidden_dim=hidden
+        input_dim=sizes["hidden_size"],
+        output_dim=sizes["kv_heads"],
+        n_modules=sizes["layers"],
+        hidden_dim=None if hidden is None else hidden.shape[1],
     )
-    last = "" if hidden is None else "2."
-    parts = {f"{last}weight": regressor.weight, f"{last}bias": regressor.bias}
-    if hidden is not None:
-        parts |= {"0.weight": regressor.hidden_weight, "0.bias": regressor.hidden_bias}
-    tensors = {f"layers.{i}.{name}": x[i] for name, x in parts.items() for i in range(n_layers)}
-    _from_the_hub(press, kvzap_press.KVzapModel(config), tensors)
+    _from_the_hub(press, kvzap_press.KVzapModel(config), regressor)
 
 
-def _from_the_hub(press: Any, found: torch.nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Have `press` find `found` wherever it looks for one."""
+def _from_the_hub(press: Any, found: torch.nn.Module, fit: Any) -> None:
+    """Have `press` find `found`, with what `fit` has learned, wherever it looks for one."""
+    tensors = as_published(fit)
     found.to(next(iter(tensors.values())).dtype).load_state_dict(tensors)
     _loading(press, type(found), "from_pretrained", found)
 
 
 def _gates(press: Any, gates: KVzipGates) -> None:
-    modules, sizes = [], gates.sizes
-    n_kv, width = sizes["kv_heads"], sizes["hidden_size"]
-    for i in range(sizes["layers"]):
-        module = fastkvzip_press.FastKVzipGate(
-            i, width, n_kv, sizes["heads"] // n_kv, torch.float32
-        )
-        gate = gates.of_layer(i)
-        parts = {
-            "q_proj.weight": gate.query_weight.flatten(0, 1),
-            "q_proj.bias": gate.query_bias.flatten(),
-            "k_proj.weight": gate.key_weight.flatten(0, 1),
-            "q_norm.weight": gate.query_norm,
-            "k_norm.weight": gate.key_norm,
-            "k_base": gate.base.unsqueeze(1),
-            "b": gate.bias.view(n_kv, 1, -1),
-        }
-        module.load_state_dict(parts)
-        modules.append(module)
-    _loading(press, fastkvzip_press, "load_fastkvzip", modules)
+    sizes = gates.sizes
+    n_kv, group = sizes["kv_heads"], sizes["heads"] // sizes["kv_heads"]
+    modules = torch.nn.ModuleList(
+        fastkvzip_press.FastKVzipGate(i, sizes["hidden_size"], n_kv, group, torch.float32)
+        for i in range(sizes["layers"])
+    )
+    torch.nn.ModuleDict({"layers": modules}).load_state_dict(as_published(gates))
+    _loading(press, fastkvzip_press, "load_fastkvzip", [*modules])
 
 
 def _loading(press: Any, where: Any, name: str, found: Any) -> None:

@@ -7,12 +7,8 @@ Presses that call projections get them computed.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 from unittest.mock import patch
@@ -30,9 +26,6 @@ N_LAYERS, N_HEADS, N_KV, D, VOCABULARY = 2, 16, 4, 64, 4096
 WIDTH = N_HEADS * D
 REPLAYED = 3072
 """Tokens that may come after the context, when KVzip has it repeated."""
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler tells of each start and stop
-
 
 # ---- what is measured ----------------------------------------------------------------------------
 
@@ -66,64 +59,27 @@ class Clock:
             self._counting.pop()
 
 
-class Memory:
-    """Measures how much more is allocated at most than when the press began, hook by hook.
-
-    Attributes:
-        peak: bytes.
-    """
-
-    def __init__(self) -> None:
-        self.peak, self._measuring = 0, False
-
-    @contextmanager
-    def at(self, press: bool) -> Iterator[None]:
-        """While a press is at work, or the model."""
-        if self._measuring or not press:
-            yield
-            return
-        self._measuring = True
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-            yield
-        self._measuring = False
-        held = 0
-        for n_bytes in _allocations(profile):
-            held += n_bytes
-            self.peak = max(self.peak, held)
-
-
-def _allocations(profile: Any) -> list[int]:
-    """Bytes allocated, and (negative) freed again, in their order."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    found = [event for event in events if event["name"] == "[memory]"]
-    return [event["args"]["Bytes"] for event in sorted(found, key=lambda event: event["ts"])]
-
-
-def _metered(function: Callable[..., Any], meter: Callable[[], Any]) -> Callable[..., Any]:
+def _timed(function: Callable[..., Any], clock: Callable[[], Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        with meter():
+        with clock():
             return function(*args, **kwargs)
 
     return call
 
 
 @contextmanager
-def _hooks_metered(meter: Any) -> Iterator[None]:
+def _hooks_timed(clock: Clock) -> Iterator[None]:
     """All hooks registered meanwhile are the press's."""
 
-    def metering(register: Callable[..., Any]) -> Callable[..., Any]:
-        def register_metered(module: nn.Module, hook: Any, **kwargs: Any) -> Any:
-            return register(module, _metered(hook, lambda: meter.at(press=True)), **kwargs)
+    def timing(register: Callable[..., Any]) -> Callable[..., Any]:
+        def register_timed(module: nn.Module, hook: Any, **kwargs: Any) -> Any:
+            return register(module, _timed(hook, lambda: clock.at(press=True)), **kwargs)
 
-        return register_metered
+        return register_timed
 
     with ExitStack() as patches:
         for name in ("register_forward_hook", "register_forward_pre_hook"):
-            patches.enter_context(patch.object(nn.Module, name, metering(getattr(nn.Module, name))))
+            patches.enter_context(patch.object(nn.Module, name, timing(getattr(nn.Module, name))))
         yield
 
 
@@ -135,10 +91,9 @@ class StandIn:
 
     Attributes:
         model: to open presses on.
-        weights: `(1, H, S, S)`, the attention weights that all its layers return, or None.
     """
 
-    def __init__(self, length: int, eager: bool = False) -> None:
+    def __init__(self, length: int) -> None:
         total = length + REPLAYED
         config = LlamaConfig(
             vocab_size=VOCABULARY,
@@ -149,18 +104,17 @@ class StandIn:
             num_key_value_heads=N_KV,
             head_dim=D,
             max_position_embeddings=total,
-            attn_implementation="eager" if eager else "sdpa",
+            attn_implementation="sdpa",
         )
         torch.manual_seed(0)
-        self.length, self.model = length, LlamaForCausalLM(config).eval()
+        self.model = LlamaForCausalLM(config).eval()
         for layer in self.model.model.layers:  # kvpress leaves it there: another kind of model
             layer.self_attn.rotary_emb = self.model.model.rotary_emb
         attention_sites(self.model)  # verified while it still computes something
         self.ids = torch.randint(10, VOCABULARY, (1, length + 1))
         self.hidden = torch.randn(1, total, WIDTH)
         self.positions = torch.arange(total)[None]
-        self.weights: Tensor | None = None
-        self._meter: Any = Clock()
+        self._clock = Clock()
         self._attending = False
         with torch.no_grad():
             self.rotation = self.model.model.rotary_emb(self.hidden, self.positions)
@@ -168,50 +122,37 @@ class StandIn:
                 attention = layer.self_attn
                 for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
                     nn.init.normal_(projection.weight, std=WIDTH**-0.5)
-                if eager and self.weights is None:
-                    self.weights = self._weights(attention)
                 self._replace(attention)
         self.model.model.forward = self._as_model(self._body)
 
-    def measure(
-        self, meter: Any, press: Any, ids: Tensor, then: int = 0, attending: bool = False
-    ) -> None:
-        """Run once with a press.
+    def measure(self, press: Any, ids: Tensor, then: int = 0, attending: bool = False) -> float:
+        """Run once with a press: the seconds that it takes.
 
         Args:
             ids: `(1, S)`, the context.
             then: tokens that are decoded afterwards.
             attending: whether they attend to the context, which then counts as the press's work.
         """
-        self._meter, self._attending = meter, attending
+        self._clock = clock = Clock()
+        self._attending = attending
         past = DynamicCache()
         for layer in self.model.model.layers:  # kvpress's attention does so in a prefill
             layer.self_attn.masked_key_indices = None
-        with torch.no_grad(), _hooks_metered(meter):
+        with torch.no_grad(), _hooks_timed(clock):
             scope = press(self.model)
             scope.__enter__()
             self.model(ids, past_key_values=past, logits_to_keep=1)
             for _ in range(then):
                 self.model(self.ids[:, :1], past_key_values=past, logits_to_keep=1)
-            with meter.at(press=True):  # where KVzip of kvpress does its work
+            with clock.at(press=True):  # where KVzip of kvpress does its work
                 scope.__exit__(None, None, None)
+        return clock.spent
 
     def _as_model(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return _metered(function, lambda: self._meter.at(press=False))
+        return _timed(function, lambda: self._clock.at(press=False))
 
     def _states(self, projection: nn.Module) -> Tensor:
         return projection(self.hidden).unflatten(-1, (-1, D)).transpose(1, 2)
-
-    def _weights(self, attention: Any) -> Tensor:
-        """Causal attention weights `(1, H, S, S)`, head by head to save memory."""
-        length = self.length
-        query, key = (self._states(p)[:, :, :length] for p in (attention.q_proj, attention.k_proj))
-        weights = torch.empty(1, N_HEADS, length, length)
-        future = torch.ones(length, length, dtype=torch.bool).triu(1)
-        for head in range(N_HEADS):
-            logits = query[0, head] @ key[0, head * N_KV // N_HEADS].T / D**0.5
-            weights[0, head] = logits.masked_fill_(future, -torch.inf).softmax(dim=-1)
-        return weights
 
     def _replace(self, attention: Any) -> None:
         project = attention.q_proj.forward
@@ -233,14 +174,14 @@ class StandIn:
             asked.pop()
             new = key[:, :, now], value[:, :, now]
             if start and self._attending:
-                with self._meter.at(press=True):
+                with self._clock.at(press=True):
                     held = past_key_values.update(*new, attention.layer_idx)
                     attend = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
                     mask = kwargs.pop("attention_mask")
                     attend(attention, heads, *held, mask, 0.0, scaling=attention.scaling, **kwargs)
             else:
                 past_key_values.update(*new, attention.layer_idx)
-            return hidden_states, self.weights
+            return hidden_states, None
 
         attention.q_proj.forward = q_proj
         attention.forward = self._as_model(forward)

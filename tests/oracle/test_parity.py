@@ -18,10 +18,8 @@ GRID = [
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize(("case", "ratio"), GRID)
-def test_same_kept_sets(case, ratio, mechanism, record_property):
+def test_same_kept_sets(case, ratio, mechanism):
     found = agreement(case, ratio, mechanism)
-    for name, value in (("combination", case.press), ("heads", found.heads), ("same", found.same)):
-        record_property(name, value)  # for the summary at the end
     assert found.heads >= case.setting.n_layers
     assert found, found.first
 

@@ -1,12 +1,11 @@
-"""Time and memory that presses take, against kvpress: `python -m tests.oracle.timing`.
+"""Time that presses take, against kvpress: `python -m tests.oracle.timing`.
 
 What is measured is what a press adds to a model: all hooks that its scope registers, whatever they
 are for, and the end of the scope (where KVzip of kvpress does its work), on a `StandIn` of 2
 layers, 16 query and 4 KV heads of 64, float32. Both sides run in turn, round by round; times are
 the medians per layer, the ratio is the median of the ratios of the rounds, `low` and `high` its 95%
-bootstrap interval. Memory is what is allocated at most beyond what was there before, once. Each
-press and length has a process of its own: how long a large temporary takes depends on what was
-allocated before.
+bootstrap interval. Each press has a process of its own: how long a large temporary takes depends on
+what was allocated before.
 
 kvpress evicts from single heads by a mask that it works in at every later step. So of the presses
 that do, there are two rows: one as of all others, and one with 16 tokens decoded, in which cache
@@ -22,7 +21,6 @@ import sys
 from dataclasses import dataclass
 from multiprocessing import get_context
 from time import perf_counter
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -34,7 +32,7 @@ from experiments.framework.intervals import LEAST, median_interval
 from tests.oracle import handed
 from tests.oracle.cases import press_of
 from tests.oracle.differences import NOT_IN_KVPRESS
-from tests.oracle.stand_in import N_HEADS, N_KV, N_LAYERS, WIDTH, Clock, D, Memory, StandIn
+from tests.oracle.stand_in import N_HEADS, N_KV, N_LAYERS, WIDTH, D, StandIn
 
 LENGTH = 8192
 """Tokens of the context."""
@@ -46,26 +44,24 @@ DECODED = 16
 """Tokens decoded with `HEADWISE` presses."""
 
 SNAP, ONCE = "SnapKVPress(0.5)", "KnormPress(), compression_interval=4"
+NOT_TIMED = {
+    "KVComposePress": "has the model read the whole context again, and the stand-in reads nothing",
+    "KVgradPress": "asks for gradients, and the stand-in computes nothing",
+    "ObservedAttentionPress": "reads the weights of attention, and the stand-in makes none",
+    "RestoreKVPress": "adapts the linear layers of the model, and the stand-in has none at work",
+}
+"""Presses whose time is that of a model."""
+
 TIMED = {
+    name: f"{name}(0.5)"
+    for name in hooks_impl.PRESSES
+    if name not in NOT_TIMED and name not in NOT_IN_KVPRESS
+}
+TIMED |= {
     press.partition("(")[0]: press
     for press in (
-        "RandomPress(0.5)",
-        "KnormPress(0.5)",
-        "StreamingLLMPress(0.5)",
-        SNAP,
-        "PyramidKVPress(0.5)",
-        "TOVAPress(0.5)",
-        "ObservedAttentionPress(0.5)",
-        "ExpectedAttentionPress(0.5)",
         "ExpectedAttentionStatsPress(0.5, stats=STATS)",
         "QFilterPress(0.5, filters=FILTERS)",
-        "LagKVPress(0.5)",
-        "KeyDiffPress(0.5)",
-        "LeverageScorePress(0.5)",
-        "NonCausalAttnPress(0.5)",
-        "CompactorPress(0.5)",
-        "CapPress(0.5)",
-        "CURPress(0.5)",
         "KVzapPress(0.5, regressor=MLP)",
         f"CriticalKVPress({SNAP})",
         f"ComposedPress([{SNAP}, KnormPress(0.5)])",
@@ -83,7 +79,6 @@ TIMED = {
         f"CAMPress({ONCE}, target_size={LENGTH // 2})",
         f"CompressionRatioDecodingPress({ONCE})",
         f"PrefillDecodingPress({SNAP}, DecodingPress({ONCE}, target_size={LENGTH // 4}))",
-        "ThinKPress(0.5)",
         "SimLayerKVPress(lazy_threshold=0.0)",
         "DuoAttentionPress(0.5, head_scores=HEAD_SCORES)",
         "FastKVzipPress(0.5, gates=GATES)",
@@ -100,13 +95,6 @@ HEADWISE = (
 )
 """Presses of which kvpress leaves the evicting to the steps that follow."""
 
-NOT_TIMED = {
-    "KVComposePress": "has the model read the whole context again, and the stand-in reads nothing",
-    "KVgradPress": "asks for gradients, and the stand-in computes nothing",
-    "RestoreKVPress": "adapts the linear layers of the model, and the stand-in has none at work",
-}
-"""Presses whose time is that of a model."""
-
 GIVEN = handed.GIVEN | {
     name: fit.of({part: tensor.float() for part, tensor in fit.tensors.items()})
     for name, fit in handed.learned(N_LAYERS, N_HEADS, N_KV, D, WIDTH).items()
@@ -119,8 +107,6 @@ class Row:
 
     Attributes:
         low, high: the interval of the ratio.
-        ours_mib, kvpress_mib: allocated at most; with the attention weights, where kvpress cannot
-            do without. What is measured here then runs under sdpa, which returns none.
     """
 
     press: str
@@ -132,8 +118,6 @@ class Row:
     ratio: float
     low: float
     high: float
-    ours_mib: float
-    kvpress_mib: float
 
 
 class Comparison:
@@ -141,34 +125,20 @@ class Comparison:
 
     def __init__(self, name: str) -> None:
         self.name, self.then = name, 4 if "Decoding" in name or name == "CAMPress" else 0
-        needs_weights = name == "ObservedAttentionPress"
-        self.stand_ins = {eager: StandIn(LENGTH, eager) for eager in {False, needs_weights}}
-        self.ids = self.stand_ins[False].ids[:, :LENGTH].clone()
+        self.stand_in = StandIn(LENGTH)
+        self.ids = self.stand_in.ids[:, :LENGTH].clone()
         if name == "FinchPress":
             self.ids[0, -65] = handed.DELIMITER
 
-    def measure(self, meter: Any, whose: str, decoded: int, eager: bool) -> StandIn:
-        press = press_of(TIMED[self.name], whose, 0.5, GIVEN)
-        stand_in = self.stand_ins[eager]
-        stand_in.measure(meter, press, self.ids, decoded or self.then, attending=decoded > 0)
-        return stand_in
-
     def milliseconds(self, whose: str, decoded: int) -> float:
-        clock = Clock()
+        press = press_of(TIMED[self.name], whose, 0.5, GIVEN)
         gc.disable()
-        self.measure(clock, whose, decoded, max(self.stand_ins))
+        spent = self.stand_in.measure(press, self.ids, decoded or self.then, attending=decoded > 0)
         gc.enable()
-        return 1000 * clock.spent / N_LAYERS
-
-    def mib(self, whose: str, decoded: int) -> float:
-        memory = Memory()
-        eager = max(self.stand_ins) and whose == "kvpress"
-        weights = self.measure(memory, whose, decoded, eager).weights
-        return (memory.peak + (0 if weights is None else weights.nbytes)) / 2**20
+        return 1000 * spent / N_LAYERS
 
     def row(self, decoded: int = 0) -> Row:
         sides = "hooks", "kvpress"
-        memory = [self.mib(whose, decoded) for whose in sides]
         rounds: list[list[float]] = []
         began = perf_counter()
         for number in range(-1, ROUNDS):
@@ -180,9 +150,8 @@ class Comparison:
                 rounds.append([times[whose] for whose in sides])
         ratios = [ours / theirs for ours, theirs in rounds]
         times_of_sides = map(statistics.median, zip(*rounds, strict=True))
-        ratio, ends = statistics.median(ratios), median_interval(ratios)
         what = self.name, LENGTH, decoded, len(rounds)
-        return Row(*what, *times_of_sides, ratio, *ends, *memory)
+        return Row(*what, *times_of_sides, statistics.median(ratios), *median_interval(ratios))
 
 
 def _compare(name: str) -> list[Row]:
@@ -196,8 +165,6 @@ def _compare(name: str) -> list[Row]:
 
 
 def main(names: list[str]) -> None:
-    known = TIMED.keys() | NOT_TIMED.keys() | NOT_IN_KVPRESS.keys()
-    assert known == hooks_impl.PRESSES.keys()
     threads = torch.get_num_threads()
     print(f"torch {torch.__version__}, {threads} threads, {os.cpu_count()} cores", file=sys.stderr)
     context, found = get_context("forkserver"), list[Row]()

@@ -95,7 +95,6 @@ def drawn_call(
 
     positions = torch.arange(length)[None]
     rotary = site().rotary
-    assert rotary is not None
     known = {
         "site": site(),
         "hidden_states": draw(length, WIDTH),
@@ -135,7 +134,6 @@ def rotated(x: Tensor, position: int) -> Tensor:
 
 def attention_row(call: AttentionCall, row: int, head: int, token: int) -> Tensor:
     """What the query of `token` puts on each of the keys up to its own, `(token + 1,)`."""
-    assert call.query is not None
     assert not call.query.is_rotated
     query = rotated(call.query.states[row, head, token], token)
     keys = call.keys[row, head // GROUP, : token + 1]
@@ -166,6 +164,30 @@ def fitted(kind: type[F], *names: str, **sizes: int) -> F:
     return kind(**{n: drawn(*[known[x] for x in of], seed=seed) for seed, (n, of) in drawn_with})
 
 
+def learned(
+    layers: int, heads: int, kv_heads: int, head_dim: int, hidden_size: int
+) -> dict[str, Any]:
+    """What presses might have learned about a model of these sizes, by names in capitals."""
+    sizes = {"layers": layers, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    sizes["hidden_size"] = hidden_size
+    stats = fitted(ExpectedAttentionStats, **sizes)
+    gates = fitted(KVzipGates, rank=16, n_base=16, **sizes)
+    per_cent, root = torch.arange(1, 100).view(-1, 1, 1) / 100, stats.covariance / head_dim
+    return {
+        "FILTERS": fitted(QFilters, **sizes),
+        "STATS": replace(stats, covariance=root @ root.mT),
+        "LINEAR": fitted(KVzapRegressor, "weight", "bias", **sizes | {"width": hidden_size}),
+        "MLP": fitted(KVzapRegressor, **sizes | {"width": 24}),
+        "HEAD_SCORES": fitted(HeadScores, **sizes),
+        "GATES": replace(
+            gates, query_norm=1 + gates.query_norm / 4, key_norm=1 - gates.key_norm / 4
+        ),
+        "CURVES": BudgetCurves(
+            per_cent + drawn(99, layers, kv_heads).sigmoid() * (1 - per_cent) / 3
+        ),
+    }
+
+
 FITS: dict[str, Any] = {
     "filters": fitted(QFilters),
     "stats": fitted(ExpectedAttentionStats),
@@ -183,40 +205,37 @@ FITS: dict[str, Any] = {
 """One of everything that presses learn."""
 
 
-def by_layer(stacked: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each tensor in parts, by the names that published files have."""
-    parts = stacked.items()
-    return {f"layers.{i}.{name}": x.contiguous() for name, of in parts for i, x in enumerate(of)}
+def as_published(fit: Any) -> dict[str, Tensor]:
+    """In the layout of nthngdy/*_qfilt, alessiodevoto/exp_att_stats_* or KVzap-*.
+
+    Gates in that of the published pickle, which `docs/learned.md` turns into safetensors.
+    """
+    if isinstance(fit, QFilters):
+        return {"q_filters": fit.directions}
+    if isinstance(fit, ExpectedAttentionStats):
+        return {"query_mean": fit.mean, "query_cov": fit.covariance}
+    if isinstance(fit, KVzipGates):
+        parts = {
+            "q_proj.weight": fit.query_weight.flatten(1, 2),
+            "q_proj.bias": fit.query_bias.flatten(1),
+            "k_proj.weight": fit.key_weight.flatten(1, 2),
+            "q_norm.weight": fit.query_norm,
+            "k_norm.weight": fit.key_norm,
+            "k_base": fit.base.unsqueeze(2),
+            "b": fit.bias.view(*fit.base.shape[:2], 1, -1),
+        }
+    elif fit.hidden_weight is None:
+        parts = fit.tensors
+    else:
+        parts = {"0.weight": fit.hidden_weight, "0.bias": fit.hidden_bias}
+        parts |= {"2.weight": fit.weight, "2.bias": fit.bias}
+    stacked = parts.items()
+    return {f"layers.{i}.{name}": x.contiguous() for name, of in stacked for i, x in enumerate(of)}
 
 
-_LINEAR, _MLP, _GATES = (FITS[name] for name in ("linear", "mlp", "gates"))
-PUBLISHED: dict[str, dict[str, Tensor]] = {
-    "filters": {"q_filters": FITS["filters"].directions},
-    "stats": {"query_mean": FITS["stats"].mean, "query_cov": FITS["stats"].covariance},
-    "linear": by_layer(_LINEAR.tensors),
-    "mlp": by_layer(
-        {
-            **{"0.weight": _MLP.hidden_weight, "0.bias": _MLP.hidden_bias},
-            **{"2.weight": _MLP.weight, "2.bias": _MLP.bias},
-        }
-    ),
-    "gates": by_layer(
-        {
-            "q_proj.weight": _GATES.query_weight.flatten(1, 2),
-            "q_proj.bias": _GATES.query_bias.flatten(1),
-            "k_proj.weight": _GATES.key_weight.flatten(1, 2),
-            "q_norm.weight": _GATES.query_norm,
-            "k_norm.weight": _GATES.key_norm,
-            "k_base": _GATES.base.unsqueeze(2),
-            "b": _GATES.bias.view(LAYERS, KV_HEADS, 1, -1),
-        }
-    ),
+PUBLISHED = {
+    name: as_published(FITS[name]) for name in ("filters", "stats", "linear", "mlp", "gates")
 }
-"""In the layouts of nthngdy/*_qfilt, alessiodevoto/exp_att_stats_* and KVzap-*.
-
-The gates are in that of the published pickle, as `docs/learned.md` says how to turn it into
-safetensors.
-"""
 
 
 @dataclass

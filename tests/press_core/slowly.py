@@ -77,10 +77,6 @@ def observed_attention(call: AttentionCall, _: Any, row: int, head: int) -> Tens
     return torch.stack([rows[j:, j].mean() for j in range(call.length)])
 
 
-def received_attention(call: AttentionCall, row: int, head: int) -> Tensor:
-    return call.length * mean([of_group(call, row, head, token) for token in range(call.length)])
-
-
 def expected_attention(call: AttentionCall, press: Any, row: int, head: int) -> Tensor:
     n_sink, future = press.n_sink, range(call.length, call.length + press.n_future_positions)
 
@@ -88,7 +84,6 @@ def expected_attention(call: AttentionCall, press: Any, row: int, head: int) -> 
         return mean([rotated(state, position) for position in future])
 
     def of_member(member: int) -> Tensor:
-        assert call.query is not None
         queries = call.query.states[row, member, n_sink:]
         anchor, logits = queries.mean(dim=0), []
         deviations = [turned(state - anchor) for state in queries]
@@ -106,7 +101,6 @@ def expected_attention(call: AttentionCall, press: Any, row: int, head: int) -> 
 
 
 def cap(call: AttentionCall, press: Any, row: int, head: int) -> Tensor:
-    assert call.query is not None
     tokens = range(press.n_sink, call.length)
     future = range(call.length, call.length + press.n_future_positions)
     keys, values = (x[row, head, press.n_sink :] for x in (call.keys, call.values))

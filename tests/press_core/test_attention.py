@@ -8,46 +8,31 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+import hooks_impl
 from experiments.testbed.families import FAMILIES
-from press_core import attention_sites
+from press_core import attention_sites, kept_lengths
 from press_core.attention import (
     attention_tiles,
     mean_attention,
-    received_attention,
     window_attention,
 )
 from press_core.tiles import NUMBERS
-from tests.press_core import slowly
 from tests.press_core.drawn import (
     BATCH,
     GROUP,
-    KV,
     KV_HEADS,
-    SITES,
     called,
     drawn_call,
     of_family,
     with_sinks,
 )
+from tests.support import build, token_ids
 
 LENGTH = 23
-
-
-@pytest.mark.parametrize("kind", SITES)
-@pytest.mark.parametrize("window", [1, 5, LENGTH])
-def test_window_attention_is_an_explicit_softmax(kind: str, window: int) -> None:
-    call = drawn_call(LENGTH, site=SITES[kind]())
-    weights = window_attention(call, window)
-    assert weights.shape == (BATCH, KV_HEADS, GROUP, window, LENGTH)
-    for row, head in KV:
-        for member in range(GROUP):
-            for query in {0, window // 2, window - 1}:
-                position = LENGTH - window + query
-                expected = slowly.weights(call, row, head * GROUP + member, position)
-                found = weights[row, head, member, query]
-                torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("at_once", [1, 4, 100, 1000, 100_000])
@@ -118,9 +103,34 @@ def test_weights_are_scaled_as_the_options_of_gpt2_say(option: dict[str, bool]) 
     torch.testing.assert_close(weights, output.attentions[2], atol=1e-5, rtol=1e-4)
 
 
-def test_received_attention_adds_up_over_all_queries() -> None:
-    call = drawn_call(15)
-    found = received_attention(call)
-    for row, head in KV:
-        expected = slowly.received_attention(call, row, head)
-        torch.testing.assert_close(found[row, head], expected, atol=1e-6, rtol=0)
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that anything makes."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, Tensor):
+                self.numbers = max(self.numbers, leaf.numel())
+        return made
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["ObservedAttentionPress", "KVComposePress"])
+def test_weights_that_nobody_returns_take_no_matrix(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under sdpa twice the context takes twice the memory, not four times."""
+    monkeypatch.setitem(NUMBERS, "cpu", 2**16)
+    monkeypatch.setattr("press_core.replay.kvcompose.AT_A_TIME", 64)
+    press, model = hooks_impl.PRESSES[name](compression_ratio=0.5), build("llama", num_layers=1)
+    sizes = list[int]()
+    for length in (512, 1024, 2048):
+        ids, cache = token_ids(1, length), DynamicCache()
+        with press(model), Largest() as largest:
+            model(ids, past_key_values=cache)
+        assert int(kept_lengths(cache)[0][0, 0]) == length // 2
+        sizes.append(largest.numbers)
+    assert sizes[2] <= 2.05 * sizes[1] <= 4.2 * sizes[0]
+    assert sizes[2] < 2048 * 2048 / 2

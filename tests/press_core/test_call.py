@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import patch_impl
 from experiments.testbed.families import FAMILIES
 from press_core import AttentionCall, UnsupportedInputError
-from tests.press_core.drawn import called, drawn_call
+from tests.press_core.drawn import called
 
 LENGTH = 7
-LEFT = torch.tensor([[[0, 3, 5], [1, 4, 6]], [[2, 4, 5], [3, 5, 6]]])
-"""By row and KV head, tokens that another press has left."""
 Record = Callable[..., Any]
 
 
@@ -39,13 +38,8 @@ def _as_patched(recorded: Any) -> AttentionCall:
     return _call(recorded, query=recorded.query, query_is_rotated=True)
 
 
-def _weights(call: AttentionCall) -> Tensor:
-    assert call.attentions is not None
-    return call.attentions
-
-
 @pytest.mark.parametrize(  # with as many tokens as heads, the shape does not tell the layout
-    ("length", "last"), [(LENGTH, None), (LENGTH, 1), (LENGTH, 3), (4, None), (1, None)]
+    ("length", "last"), [(LENGTH, None), (LENGTH, 3), (4, None)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -68,6 +62,9 @@ def test_queries_before_rope_agree_bit_for_bit_and_are_those_of_the_model(
     by_hook = _call(recorded).queries_before_rope()
     assert torch.equal(by_hook, _as_patched(recorded).queries_before_rope())
     torch.testing.assert_close(by_hook, recorded.collected[0], atol=1e-5, rtol=1e-4)
+    if recorded.site.rotary is not None:
+        half = _as_patched(record(family, LENGTH, torch.bfloat16))
+        assert half.queries_before_rope().dtype == torch.float32
 
 
 def test_what_nobody_collected_or_prepared_is_missed_by_name(record: Record) -> None:
@@ -78,122 +75,75 @@ def test_what_nobody_collected_or_prepared_is_missed_by_name(record: Record) -> 
         call.prepared(patch_impl.QFilterPress(0.5))
 
 
-def test_the_next_position_follows_the_last(record: Record) -> None:
+# ---- some of the rows, tokens or keys ------------------------------------------------------------
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=80)
+def test_narrowed_calls_are_about_what_is_left(record: Record, data: st.DataObject) -> None:
+    """`select`, `chunk` and `of_rows` one after the other, against positions that are tracked."""
     recorded = record("llama", LENGTH)
-    rows = torch.tensor([[0, 0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6]])
-    assert _call(recorded).next_position.tolist() == [[LENGTH]]
-    assert _call(recorded, position_ids=rows).next_position.tolist() == [[5], [7]]
-    assert _call(recorded, position_ids=None).next_position.tolist() == [[LENGTH]]
+    rows, tokens, selected, budget = torch.arange(2), torch.arange(LENGTH), False, 3
+    left = tokens.expand(2, 2, -1)  # by row and KV head, positions of the keys
+    ids, begins = tokens + torch.tensor([[0], [50]]), torch.tensor([0, 50])
+    call = _call(recorded, position_ids=ids, memory={"at": left}, carried={"row": rows})
+    whole = call = call.replace(when=replace(call.when, seen=(7, 6))).with_budget(budget)
+    for how in data.draw(st.lists(st.sampled_from(["select", "chunk", "of_rows"]), max_size=3)):
+        n = call.length
+        some = torch.tensor(sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1))))
+        if how == "select":
+            positions = torch.stack((some, n - 1 - some.flip(0))).expand(len(rows), -1, -1)
+            call, left = call.select(positions), left.gather(-1, positions)
+            selected, budget = True, None
+            continue
+        if how == "of_rows":
+            row = st.integers(0, len(rows) - 1)
+            chosen = data.draw(st.lists(row, min_size=1, max_size=2, unique=True))
+            call, rows, left = call.of_rows(chosen, some), rows[chosen], left[chosen]
+            assert call.when.batch_rows == tuple(chosen)
+        else:
+            some = torch.arange(n)[some[0] : some[-1] + 1]
+            end = int(some[-1]) + 1
+            call, budget = call.chunk(int(some[0]), end if end < n else n + 5), None
+        left = left[..., some]
+        tokens = tokens if selected else tokens[some]
 
-
-def test_a_budget_holds_for_the_whole_call_alone(record: Record) -> None:
-    call = _call(record("llama", LENGTH))
-    budgeted = call.with_budget(3)
-    assert (call.budget, budgeted.budget) == (None, 3)
-    assert budgeted.keys is call.keys
-    assert budgeted.select(LEFT).budget is None
-    assert budgeted.chunk(2, 5).budget is None
-
-
-# ---- some of the keys ----------------------------------------------------------------------------
-
-
-def _assert_follow(selected: AttentionCall, left: Tensor, recorded: Any) -> None:
-    """Keys, values and queries are those of the tokens that are left."""
-    assert selected.length == left.shape[-1]
-    for row in range(2):
-        for head in range(4):  # two query heads to a KV head
-            kept = left[row, head // 2]
-            query, before = recorded.query[row, head, kept], recorded.collected[0][row, head, kept]
-            assert torch.equal(selected.queries()[row, head], query)
-            assert torch.equal(selected.queries(1)[row, head], query[-1:])
-            found = selected.queries_before_rope()[row, head]
-            torch.testing.assert_close(found, before, atol=1e-5, rtol=1e-4)
-            for name in ("keys", "values"):
-                states = getattr(recorded, name)[row, head // 2, kept]
-                assert torch.equal(getattr(selected, name)[row, head // 2], states)
-
-
-def test_selecting_keys_leaves_their_values_and_queries(record: Record) -> None:
-    recorded = record("llama", LENGTH)
-    once = _call(recorded).select(LEFT)
-    again = once.select(torch.tensor([0, 2]).expand(2, 2, -1))
-    chunk = once.chunk(1, 3)
-    for selected, left in (
-        (once, LEFT),
-        (again, LEFT[..., [0, 2]]),
-        (chunk, LEFT[..., 1:3]),
+    assert (call.budget, call.when.seen) == (budget, tuple((7, 6)[row] for row in rows))
+    assert torch.equal(call.carried["row"], rows)
+    assert torch.equal(call.memory["at"], left)
+    assert torch.equal(call.align_to_keys(tokens.expand(*left.shape[:2], -1)), left)
+    assert torch.equal(call.hidden_states, recorded.hidden_states[rows][:, tokens])
+    assert torch.equal(call.key_positions().expand_as(left), left + begins[rows].view(-1, 1, 1))
+    assert call.next_position.flatten().tolist() == (tokens[-1] + 1 + begins[rows]).tolist()
+    if selected:  # weights over other keys than those that are left
+        assert call.attentions is None
+    else:
+        assert torch.equal(call.attentions, recorded.weights[rows][:, :, tokens][..., tokens])
+    of_heads = left.repeat_interleave(2, dim=1)  # two query heads to a KV head
+    before_rope = recorded.collected[0]
+    for found, of_all, positions, atol in (
+        (call.keys, recorded.keys, left, 0),
+        (call.values, recorded.values, left, 0),
+        (call.queries(), recorded.query, of_heads, 0),
+        (call.queries(1), recorded.query, of_heads[..., -1:], 0),
+        (call.queries_before_rope(), before_rope, of_heads, 1e-5),
+        (call.keys_before_rope(), whole.keys_before_rope(), left, 1e-5),
     ):
-        assert selected.attentions is None  # weights over other keys than those that are left
-        assert selected.key_positions().tolist() == left.tolist()
-        _assert_follow(selected, left, recorded)
+        wanted = of_all[rows].gather(2, positions[..., None].expand(-1, -1, -1, 16))
+        torch.testing.assert_close(found, wanted, atol=atol, rtol=10 * atol)
 
 
-def test_selected_keys_before_rope_are_those_of_the_model(record: Record) -> None:
-    call = _call(record("llama", LENGTH))
-    whole, selected = call.keys_before_rope(), call.select(LEFT).keys_before_rope()
-    wanted = whole.gather(2, LEFT.unsqueeze(-1).expand_as(selected))
-    torch.testing.assert_close(selected, wanted, atol=1e-5, rtol=1e-4)
-
-
-def test_a_chunk_is_the_call_over_its_tokens(record: Record) -> None:
+def test_what_is_known_of_some_tokens_is_not_aligned_to_all_keys(record: Record) -> None:
     recorded = record("llama", LENGTH)
-    call = _call(recorded, position_ids=None)
-    chunk = call.chunk(2, 5)
-    assert torch.equal(chunk.keys, call.keys[:, :, 2:5])
-    assert torch.equal(chunk.values, call.values[:, :, 2:5])
-    assert torch.equal(chunk.hidden_states, call.hidden_states[:, 2:5])
-    assert torch.equal(chunk.queries(), recorded.query[:, :, 2:5])
-    assert torch.equal(_weights(chunk), recorded.weights[:, :, 2:5, 2:5])
-    assert chunk.key_positions().tolist() == [[[2, 3, 4]]]
-    assert call.chunk(5, 100).length == LENGTH - 5
-
-
-def test_what_is_known_of_tokens_is_aligned_to_keys(record: Record) -> None:
-    recorded = record("llama", LENGTH)
-    per_token = torch.arange(LENGTH).expand(2, 2, LENGTH)
-    call = _call(recorded)
-    assert call.align_to_keys(per_token) is per_token
-    assert call.select(LEFT).align_to_keys(per_token).tolist() == LEFT.tolist()
     decoding = _call(recorded, hidden_states=recorded.hidden_states[:, -2:])
     with pytest.raises(UnsupportedInputError, match=r"7 keys .* those of 2 tokens"):
-        decoding.align_to_keys(per_token[..., :2])
+        decoding.align_to_keys(torch.zeros(2, 2, 2))
 
 
-# ---- some of the rows ----------------------------------------------------------------------------
-
-
-def test_rows_are_taken_of_everything_that_has_them() -> None:
-    ids = torch.arange(4)[:, None] + torch.arange(LENGTH)
-    call = drawn_call(LENGTH, batch=4, position_ids=ids)
-    scores, received = torch.randn(4, 2, 3), torch.randn(4, 2, LENGTH)
-    call = replace(call, carried={"a": scores}, memory={"b": received})
-    call = call.replace(when=replace(call.when, seen=(7, 6, 5, 4)))
-    rows = [0, 2]
-    part = call.of_rows(rows, torch.arange(2, LENGTH))
-    assert torch.equal(part.keys, call.keys[rows, :, 2:])
-    assert torch.equal(part.hidden_states, call.hidden_states[rows, 2:])
-    assert part.position_ids is not None
-    assert torch.equal(part.position_ids, ids[rows, 2:])
-    assert torch.equal(part.carried["a"], scores[rows])
-    assert torch.equal(part.memory["b"], received[rows, :, 2:])
-    assert part.when.seen == (7, 5)
-
-
-@pytest.mark.parametrize("slots", [[3, 4, 5, 6], [1, 2, 4, 6]], ids=["padding", "holes"])
-def test_rows_hold_only_the_slots_of_their_tokens(slots: list[int], record: Record) -> None:
-    call = _call(record("llama", LENGTH))
-    part = call.of_rows([1], torch.tensor(slots))
-    assert part.when.batch_rows == (1,)
-    assert part.length == 4
-    assert torch.equal(part.hidden_states, call.hidden_states[1:, slots])
-    assert torch.equal(part.keys, call.keys[1:, :, slots])
-    assert torch.equal(part.values, call.values[1:, :, slots])
-    assert torch.equal(_weights(part), _weights(call)[1:][:, :, slots][..., slots])
-    assert torch.equal(part.queries(), call.queries()[1:, :, slots])
-    assert torch.equal(part.queries(2), call.queries()[1:, :, slots[-2:]])
-    assert part.key_positions().tolist() == [[slots]]
-    assert part.next_position.tolist() == [[LENGTH]]
+def test_positions_that_a_model_does_not_tell_count_from_zero(record: Record) -> None:
+    call = _call(record("llama", LENGTH), position_ids=None)
+    assert call.next_position.tolist() == [[LENGTH]]
+    assert call.chunk(2, 5).key_positions().tolist() == [[[2, 3, 4]]]
 
 
 def test_rows_of_a_decoding_step_keep_what_is_known_of_its_tokens(record: Record) -> None:
@@ -210,7 +160,6 @@ def test_rows_of_a_decoding_step_keep_what_is_known_of_its_tokens(record: Record
     assert part.length == 4
     assert torch.equal(part.hidden_states, recorded.hidden_states[:1, -2:])
     assert torch.equal(part.queries(), recorded.query[:1, :, -2:])
-    assert part.position_ids is not None
     assert part.position_ids.tolist() == [[5, 6]]
 
 

@@ -13,16 +13,9 @@ from torch import Tensor
 
 from press_core import AttentionCall, UnsupportedInputError
 from press_core.eviction import Eviction
-from press_core.model.rotary import Rotary
 from tests.press_core.drawn import BATCH, HEADS, KV, KV_HEADS, drawn, drawn_call, site
 
 LENGTH = 9
-
-
-def _rotary() -> Rotary:
-    rotary = site().rotary
-    assert rotary is not None
-    return rotary
 
 
 def _call() -> AttentionCall:
@@ -34,24 +27,13 @@ def _positions(*heads: list[int]) -> Tensor:
     return torch.tensor(heads).expand(BATCH, KV_HEADS, -1)
 
 
-ALL, SOME = _positions(list(range(LENGTH))), _positions([0, 3, 8], [1, 2, 6])
+ALL = _positions(list(range(LENGTH)))
 
 
 def _at(states: Tensor, positions: Tensor) -> Tensor:
     """`(B, H_kv, n, d)`, one token after the other."""
     rows = [torch.stack([states[row, head, p] for p in positions[row, head]]) for row, head in KV]
     return torch.stack(rows).view(BATCH, KV_HEADS, -1, states.shape[-1])
-
-
-def _rerotated(call: AttentionCall, positions: Tensor) -> Tensor:
-    """Keys of a fresh prefill rotated from where they are to `0 ... n - 1`, token by token."""
-    found = _at(call.keys, positions)
-    for row, head in KV:
-        for slot, position in enumerate(positions[row, head].tolist()):
-            key = found[row : row + 1, head : head + 1, slot : slot + 1]
-            key = _rotary().rotate_from(key, torch.tensor([[[position]]]))
-            found[row, head, slot] = _rotary().rotate_to(key, torch.tensor([[[slot]]]))
-    return found
 
 
 # ---- the kinds -----------------------------------------------------------------------------------
@@ -76,15 +58,6 @@ def test_calls_and_evictions_are_values(field: str) -> None:
         setattr(value, name, None)
 
 
-def test_keeping_gathers_what_each_head_keeps() -> None:
-    call = _call()
-    keys, values = eviction = Eviction.keep(call, SOME)
-    assert torch.equal(keys, _at(call.keys, SOME))
-    assert torch.equal(values, _at(call.values, SOME))
-    assert eviction.known_kept is SOME
-    assert (eviction.length, eviction.is_whole) == (3, False)
-
-
 def test_heads_that_differ_keep_their_states_until_they_are_stored() -> None:
     call = _call()
     mask, carried = torch.rand(BATCH, KV_HEADS, LENGTH) > 0.5, {"scores": torch.rand(2, 2, 2)}
@@ -93,23 +66,11 @@ def test_heads_that_differ_keep_their_states_until_they_are_stored() -> None:
     assert (eviction.head_mask is mask, eviction.carried is carried) == (True, True)
     late = Eviction.late(call, mask[..., :3], carried)
     assert (late.head_mask, late.carried is carried) == (None, True)
-    assert late.late_mask is not None
     assert torch.equal(late.late_mask, mask[..., :3])
     for found in (eviction, late):
         assert not found.is_whole
         with pytest.raises(UnsupportedInputError, match="return the Eviction as it is"):
             _, _ = found
-
-
-def test_channels_are_taken_out_of_the_keys_alone() -> None:
-    call, channels = _call(), _positions([0, 5, 7], [2, 3, 4])
-    eviction = Eviction.keep_channels(call, channels)
-    for head in range(KV_HEADS):
-        wanted = call.keys[:, head][..., channels[0, head]]
-        assert torch.equal(eviction.keys[:, head], wanted)
-    assert eviction.values is call.values
-    assert torch.equal(eviction.known_kept, ALL)
-    assert not eviction.is_whole
 
 
 def test_states_alone_do_not_say_what_was_kept() -> None:
@@ -130,26 +91,6 @@ def test_states_of_all_tokens_are_all_tokens() -> None:
     assert Eviction.of(call, eviction) is eviction
 
 
-# ---- the next call -------------------------------------------------------------------------------
-
-
-def test_the_next_press_sees_what_is_left_and_no_budget_of_another() -> None:
-    call = _call().with_budget(3)
-    after = Eviction.keep(call, SOME).next_call()
-    assert torch.equal(after.keys, _at(call.keys, SOME))
-    assert torch.equal(after.key_positions(), SOME)
-    assert (after.budget, after.attentions) == (None, None)
-    whole = Eviction.nothing(call).next_call()
-    assert (whole.budget, whole.attentions) == (None, call.attentions)
-
-
-def test_the_next_press_sees_where_keys_were_rerotated_to() -> None:
-    after = Eviction.keep(_call(), SOME).rerotated().next_call()
-    assert torch.equal(after.key_positions(), _positions([0, 1, 2]))
-    assert after.at.tokens is not None
-    assert torch.equal(after.at.tokens, SOME)
-
-
 # ---- rerotated -----------------------------------------------------------------------------------
 
 
@@ -168,25 +109,18 @@ def test_rerotating_everything_or_twice_changes_no_key() -> None:
 
 
 def _then(first: Eviction, positions: Tensor, rerotate: bool = False) -> Eviction:
-    later = Eviction.keep(first.next_call(), positions)
+    left = first.next_call()
+    is_all = positions.shape[-1] == left.length
+    later = Eviction.nothing(left) if is_all else Eviction.keep(left, positions)
     return first.then(later.rerotated() if rerotate else later)
-
-
-def test_rerotating_all_that_another_press_has_left_rotates_its_keys() -> None:
-    call = _call()
-    first = Eviction.keep(call, SOME)
-    both = first.then(Eviction.nothing(first.next_call()).rerotated())
-    torch.testing.assert_close(both.keys, _rerotated(call, SOME))
-    assert torch.equal(both.known_kept, SOME)
-    assert both.next_position == 3
 
 
 def test_rerotating_a_whole_context_at_other_positions_rotates_its_keys() -> None:
     ids = torch.arange(LENGTH)[None] + 7
-    there = _rotary().embeddings(torch.zeros(1).double(), ids)
+    there = site().rotary.embeddings(torch.zeros(1).double(), ids)
     call = drawn_call(LENGTH, position_ids=ids, position_embeddings=there)
-    before = _rotary().rotate_from(call.keys, ids[None])
-    expected = _rotary().rotate_to(before, torch.arange(LENGTH).view(1, 1, -1))
+    before = site().rotary.rotate_from(call.keys, ids[None])
+    expected = site().rotary.rotate_to(before, torch.arange(LENGTH).view(1, 1, -1))
     torch.testing.assert_close(Eviction.nothing(call).rerotated().keys, expected)
 
 
@@ -218,7 +152,7 @@ def _steps(draw: Any) -> list[tuple[Tensor, bool]]:
 @given(_steps())
 def test_evictions_may_be_nested_in_any_way(steps: list[tuple[Tensor, bool]]) -> None:
     """`(a, b), c` is `a, (b, c)`, and both are the positions taken step by step."""
-    call = _call()
+    call = _call().with_budget(3)
     nothing = Eviction.nothing(call)
     from_left = _then(_then(_then(nothing, *steps[0]), *steps[1]), *steps[2])
     first = _then(nothing, *steps[0])
@@ -232,20 +166,28 @@ def test_evictions_may_be_nested_in_any_way(steps: list[tuple[Tensor, bool]]) ->
         if rerotate:
             following = positions.shape[-1]
             rotary = _positions(list(range(following)))
+    keys, is_whole = _at(call.keys, kept), torch.equal(kept, ALL) and rotary is None
+    if rotary is not None:  # as far as they are rerotated, keys of a context of tokens alone
+        keys = site().rotary.rotate_to(site().rotary.rotate_from(keys, kept), rotary)
     for eviction in (from_left, from_right):
+        after = eviction.next_call()
         assert eviction.call is call
+        assert (eviction.length, eviction.is_whole) == (kept.shape[-1], is_whole)
         assert torch.equal(eviction.known_kept, kept)
         assert torch.equal(eviction.values, _at(call.values, kept))
         assert eviction.next_position == following
-        torch.testing.assert_close(eviction.keys, from_left.keys, atol=1e-9, rtol=1e-9)
         assert (eviction.rotary_positions is None) == (rotary is None)
-        if rotary is not None:
-            assert torch.equal(eviction.rotary_positions, rotary)  # type: ignore[arg-type]
-    if rotary is None:
-        assert torch.equal(from_left.keys, _at(call.keys, kept))
-    else:  # as far as they are rerotated, the keys of a context of tokens alone
-        before = _rotary().rotate_from(_at(call.keys, kept), kept)
-        torch.testing.assert_close(from_left.keys, _rotary().rotate_to(before, rotary))
+        assert torch.equal(
+            after.key_positions().expand_as(kept), kept if rotary is None else rotary
+        )
+        assert after.budget is None, "of another press"
+        assert after.attentions is (call.attentions if is_whole else None)
+        if rotary is None:
+            assert torch.equal(eviction.keys, keys)
+        for found in (eviction.keys, after.keys):
+            torch.testing.assert_close(found, keys, atol=1e-9, rtol=1e-9)
+        if not is_whole:
+            assert torch.equal(after.at.tokens, kept)
 
 
 def test_heads_that_differ_come_last_and_count_in_the_first_call() -> None:

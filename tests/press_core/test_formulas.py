@@ -65,13 +65,13 @@ FORMULAS = [
     *(
         Formula(press, slowly.expected_attention, range(press.n_sink))
         for press in (
-            formulas.ExpectedAttention(n_future_positions=17),
-            formulas.ExpectedAttention(n_future_positions=17, n_sink=0),
+            formulas.ExpectedAttention(n_future_positions=5),
+            formulas.ExpectedAttention(n_future_positions=5, n_sink=0),
             formulas.ExpectedAttention(n_future_positions=1),
-            formulas.ExpectedAttention(n_future_positions=17, use_covariance=False),
-            formulas.ExpectedAttention(n_future_positions=17, use_vnorm=False),
-            formulas.ExpectedAttention(n_future_positions=17, epsilon=0.02),
-            formulas.ExpectedAttention(0.5, 17, 7, use_covariance=False, use_vnorm=False),
+            formulas.ExpectedAttention(n_future_positions=5, use_covariance=False),
+            formulas.ExpectedAttention(n_future_positions=5, use_vnorm=False),
+            formulas.ExpectedAttention(n_future_positions=5, epsilon=0.02),
+            formulas.ExpectedAttention(0.5, 5, 7, use_covariance=False, use_vnorm=False),
         )
     ),
     *(  # The rotation is averaged in the dtype of the model's own cosines, float32.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,25 +166,6 @@ def test_a_hub_without_network_is_an_error_that_names_the_id(
     assert len(asked_online) == 1, "nobody waits for a dead network twice"
 
 
-@pytest.mark.parametrize(
-    "source", [Path("owner/thing"), "a/b/c", "/no/where", "owner/q.safetensors", "~/x", ""]
-)
-def test_a_path_that_is_missing_is_not_looked_for_on_the_hub(
-    source: str | Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub = Hub(monkeypatch)
-    with pytest.raises(CalibrationError, match=r"no file or folder|no qfilters\.safetensors"):
-        QFilters.load(source)
-    assert not hub.asked
-
-
-def test_a_folder_without_the_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        CalibrationError, match=r"no qfilters\.safetensors and no model\.safetensors"
-    ):
-        QFilters.load(tmp_path)
-
-
 # ---- finding what belongs to a model -------------------------------------------------------------
 
 
@@ -192,29 +174,34 @@ def looked_for(given: Any, name: str | None) -> Calibration:
     return QFilter(0.5, given).find(SimpleNamespace(config=config))
 
 
-def test_the_file_beside_the_model_is_found(tmp_path: Path) -> None:
-    FILTERS.save(tmp_path)
-    assert same(looked_for(None, str(tmp_path)), FILTERS)
+FIT = r"QFilter\.fit\(model, token_batches\)"
+MISSING: list[tuple[Callable[[Path], Any], str]] = [
+    *(
+        (lambda _, source=source: QFilters.load(source), r"no file or folder|no qfilters\.saf")
+        for source in (Path("owner/thing"), "a/b/c", "/no/where", "owner/q.safetensors", "~/x", "")
+    ),
+    (QFilters.load, r"no qfilters\.safetensors and no model\.safetensors"),
+    (
+        lambda folder: looked_for(None, str(folder)),
+        rf"qfilters\.safetensors.*{FIT}\.save\('.*a-model'\).*'nthngdy/a-model_qfilt'",
+    ),
+    *(
+        (lambda _, name=name: looked_for(None, name), r"hand over what QFilter\.fit\(model")
+        for name in (None, "", "/no/such/folder")
+    ),
+]
 
 
-def test_a_folder_without_it_is_told_how_to_get_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("look", "match"), MISSING)
+def test_what_is_missing_here_is_not_looked_for_on_the_hub(
+    look: Any, match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Unasked; it is told how to get one."""
     hub = Hub(monkeypatch)
     (tmp_path / "a-model").mkdir()
-    folder = str(tmp_path / "a-model")
-    fit = re.escape(f"QFilter.fit(model, token_batches).save({folder!r})")
-    with pytest.raises(
-        CalibrationError, match=rf"qfilters\.safetensors.*{fit}.*'nthngdy/a-model_qfilt'"
-    ):
-        looked_for(None, folder)
-    assert not hub.asked, "a local model is not looked up on the hub unasked"
-
-
-@pytest.mark.parametrize("name", [None, "", "/no/such/folder"])
-def test_a_model_of_no_origin_is_told_how_to_get_one(name: str | None) -> None:
-    with pytest.raises(CalibrationError, match=r"hand over what QFilter\.fit\(model"):
-        looked_for(None, name)
+    with pytest.raises(CalibrationError, match=match):
+        look(tmp_path / "a-model")
+    assert not hub.asked
 
 
 def test_a_model_of_the_hub_gets_what_is_published_or_is_told_how_to_get_one(
@@ -233,6 +220,7 @@ def test_what_is_given_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     Hub(monkeypatch, {"owner/mine/qfilters.safetensors": path})
     for given in (FILTERS, path, str(path), tmp_path, "owner/mine"):
         assert same(looked_for(given, None), FILTERS)
+    assert same(looked_for(None, str(tmp_path)), FILTERS), "beside the model"
     STATS.save(tmp_path)
     press = ExpectedAttentionWithStats(stats_folder=str(tmp_path))
     assert same(press.find(None), STATS)

@@ -24,7 +24,6 @@ from press_core.presses.expected_attention import ExpectedAttention, query_stati
 from tests.press_core.drawn import (
     BATCH,
     DIM,
-    HEADS,
     KV_HEADS,
     LAYERS,
     WIDTH,
@@ -110,29 +109,19 @@ def left_over(given: KVzapRegressor, learned: Examples) -> float:
     return float((scores - targets).var() / targets.var())
 
 
-def test_ridge_regression_finds_a_linear_function() -> None:
-    learned = examples(a_line)
-    given = fit_regressor(learned, "linear", None, 0, 0)
-    assert given.model_type == "linear"
-    assert given.sizes == {"layers": LAYERS, "kv_heads": KV_HEADS, "hidden_size": WIDTH}
-    assert left_over(given, learned) < 1e-4
-    torch.testing.assert_close(given.weight[1].double(), WEIGHT, atol=1e-3, rtol=1e-2)
-
-
-def test_a_hidden_layer_finds_what_a_linear_function_cannot() -> None:
-    learned = examples(a_bend)
-    straight = left_over(fit_regressor(learned, "linear", None, 0, 0), learned)
-    given = fit_regressor(learned, "mlp", 16, 1000, 0)
+def test_regression_finds_a_line_and_a_hidden_layer_what_is_none() -> None:
+    learned, bent = examples(a_line), examples(a_bend)
+    line = fit_regressor(learned, "linear", None, 0, 0)
+    assert line.model_type == "linear"
+    assert line.sizes == {"layers": LAYERS, "kv_heads": KV_HEADS, "hidden_size": WIDTH}
+    assert left_over(line, learned) < 1e-4
+    torch.testing.assert_close(line.weight[1].double(), WEIGHT, atol=1e-3, rtol=1e-2)
+    straight = left_over(fit_regressor(bent, "linear", None, 0, 0), bent)
+    given = fit_regressor(bent, "mlp", 16, 1000, 0)
     assert given.model_type == "mlp"
-    assert given.hidden_weight is not None
-    assert given.hidden_weight.shape == (LAYERS, 16, WIDTH)
-    assert left_over(given, learned) < 0.25 * straight
-
-
-def test_the_width_of_the_hidden_layer_is_an_eighth_by_default() -> None:
-    given = fit_regressor(examples(a_line), "mlp", None, 1, 0)
-    assert given.hidden_bias is not None
-    assert given.hidden_bias.shape == (LAYERS, WIDTH // 8)
+    assert left_over(given, bent) < 0.25 * straight
+    for regressor, width in ((given, 16), (fit_regressor(learned, "mlp", None, 1, 0), WIDTH // 8)):
+        assert regressor.hidden_bias.shape == (LAYERS, width)
 
 
 def gate_examples(target: Gate, n: int = 600) -> Examples:
@@ -151,12 +140,7 @@ def test_gates_learn_what_a_gate_says() -> None:
     before = fit_gates(learned, RANK, N_BASE, 0, 0).of_layer(1)(states)
     given = fit_gates(learned, RANK, N_BASE, 600, 0)
     after, wanted = given.of_layer(1)(states), target(states)
-    assert given.sizes == {
-        "layers": LAYERS,
-        "heads": HEADS,
-        "kv_heads": KV_HEADS,
-        "hidden_size": WIDTH,
-    }
+    assert given.sizes == GATES.sizes
     assert float((after - wanted).square().mean()) < 0.1 * float(wanted.var())
     assert float((before - wanted).square().mean()) > 0.5 * float(wanted.var())
     torch.testing.assert_close(before.mean(dim=-1), wanted.mean(dim=-1), atol=0.15, rtol=0)
@@ -196,23 +180,17 @@ def test_no_more_tokens_are_held_than_asked_for() -> None:
     assert len(torch.cat(learned.states[1])) == len(torch.cat(learned.targets[1])) == 250
 
 
-def test_scores_of_zero_can_be_learned() -> None:
-    learned = Examples(1000)
-    call = a_call(dtype=torch.float32)
-    learned.see(call)
-    learned.label(of_layer_1(torch.zeros(BATCH, KV_HEADS, LENGTH)))
-    assert fit_regressor(learned, "linear", None, 0, 0).bias.isfinite().all()
-
-
-def test_tokens_of_infinite_score_are_not_learned_from() -> None:
+def test_tokens_of_infinite_score_are_not_learned_from_those_of_zero_are() -> None:
     learned, call = Examples(1000), a_call(dtype=torch.float32)
     scores = torch.ones(BATCH, KV_HEADS, LENGTH)
+    scores[1, 0, 5] = 0
     scores[0, 1, :3] = float("inf")  # such as those that a chat template begins with
     learned.see(call)
     learned.label(of_layer_1(scores))
     assert learned.n_tokens == BATCH * LENGTH - 3
     assert torch.equal(learned.states[1][0], call.hidden_states.flatten(0, 1)[3:])
-    assert bool((learned.targets[1][0] == 1).all())
+    assert int((learned.targets[1][0] != 1).sum()) == 1
+    assert fit_regressor(learned, "linear", None, 0, 0).bias.isfinite().all()
 
 
 def test_scores_of_another_shape_are_refused() -> None:

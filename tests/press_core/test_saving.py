@@ -8,7 +8,6 @@ import pickle
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ from press_core import (
 from press_core.cache.memory import Key, Memory
 from press_core.files import files, saving
 from press_core.files.files import METADATA
-from press_core.files.identity import identity, name_of
+from press_core.files.identity import identity
 from press_core.learned.query_statistics import QFilters
 from tests.support import build, example_for, left_padded, token_ids
 
@@ -107,12 +106,6 @@ def test_padding_does_not_count_as_evicted(tmp_path):
     assert about_cache(path).evicted == pytest.approx(1 - (21 + 17) / (41 + 34))
 
 
-@pytest.mark.parametrize("name", ["SnapKVPress", "AdaKVPress"])
-def test_equal_caches_make_equal_files(name, tmp_path):
-    files = [save_cache(cache_of(name), tmp_path / f"{i}", model_of()).read_bytes() for i in "ab"]
-    assert files[0] == files[1]
-
-
 def test_other_releases_of_transformers(path):
     versions = header_of(path)["made_with"]
     rewrite(path, made_with=versions | {"torch": "2.6.0", "hook-or-patch": "0.0.1"})
@@ -178,15 +171,6 @@ def test_the_same_model_by_other_ways(path, tmp_path):
     for model in (again, again.model):
         assert identity(model) == identity(model_of())
         load_cache(path, model)
-
-
-def test_names_of_models():
-    def named(name: str) -> Any:
-        return SimpleNamespace(config=SimpleNamespace(name_or_path=name))
-
-    assert name_of(named("owner/model")) == "owner/model"
-    assert name_of(named("/home/somebody/models/llama")) == "llama"
-    assert name_of(named("")) == ""
 
 
 def test_a_part_of_the_heads(monkeypatch, tmp_path):

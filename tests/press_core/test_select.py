@@ -10,51 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from press_core.budget import Tokens, kept_of_chunks, n_kept, ratio_of
-from press_core.select import (
-    best_first,
-    protect,
-    top_positions,
-)
-
-
-@pytest.mark.parametrize(
-    ("length", "ratio", "kept"),
-    [(10, 0.5, 5), (11, 0.5, 5), (100, 0.25, 75), (7, 0.0, 7), (3, 0.9, 1), (1, 0.5, 1)],
-)
-def test_a_ratio_keeps_the_rest_rounded_down_and_never_nothing(
-    length: int, ratio: float, kept: int
-) -> None:
-    assert n_kept(length, ratio) == kept
+from press_core.select import best_first, protect, top_positions
 
 
 @given(st.data())
 @settings(deadline=None)
-def test_the_best_scores_are_kept_in_temporal_order(data: st.DataObject) -> None:
-    length = data.draw(st.integers(1, 20))
-    n = data.draw(st.integers(1, length))
-    scores = torch.tensor(
-        data.draw(
-            st.lists(
-                st.lists(st.integers(-3, 3), min_size=length, max_size=length),
-                min_size=3,
-                max_size=3,
-            )
-        )
-    ).double()[None]
-
-    kept = top_positions(scores, n)
-
-    assert kept.shape == (1, 3, n)
-    assert kept.dtype == torch.int64
-    for row, positions in zip(scores[0].tolist(), kept[0].tolist(), strict=True):
-        assert positions == sorted(set(positions))
-        dropped = [row[j] for j in range(length) if j not in positions]
-        assert not dropped or max(dropped) <= min(row[j] for j in positions)
-
-
-@given(st.data())
-@settings(deadline=None)
-def test_of_equal_scores_the_first_are_the_best(data: st.DataObject) -> None:
+def test_the_best_are_kept_in_temporal_order_of_equal_scores_the_first(data: st.DataObject) -> None:
     length = data.draw(st.integers(1, 12))
     numbers = st.sampled_from([-math.inf, -1.0, 0.0, 1.0, math.inf])
     rows = data.draw(st.lists(st.lists(numbers, min_size=length, max_size=length), min_size=1))
@@ -65,8 +26,11 @@ def test_of_equal_scores_the_first_are_the_best(data: st.DataObject) -> None:
         order = sorted(range(length), key=lambda token: -row[token])  # sorting is stable
         return [token in order[:n] for token in range(length)]
 
-    alike = best_first(scores, counts[0])
-    assert alike[0].tolist() == [slow(counts[0], row) for row in rows]
+    wanted = [slow(counts[0], row) for row in rows]
+    assert best_first(scores, counts[0])[0].tolist() == wanted
+    positions = top_positions(scores, counts[0])
+    assert positions.dtype == torch.int64
+    assert positions[0].tolist() == [[t for t in range(length) if row[t]] for row in wanted]
     apart = best_first(scores.bfloat16(), torch.tensor(counts)[None, :, None])
     assert apart[0].tolist() == [slow(n, row) for n, row in zip(counts, rows, strict=True)]
 
@@ -81,9 +45,8 @@ def test_scores_that_are_no_numbers_take_no_place_away() -> None:
 def test_protected_tokens_stand_above_all_others_the_latest_highest(data: st.DataObject) -> None:
     length = data.draw(st.integers(2, 24))
     magnitude = data.draw(st.sampled_from([1e-3, 1.0, 1e3, 1e6]))
-    protected = torch.tensor(
-        data.draw(st.lists(st.booleans(), min_size=length, max_size=length)), dtype=torch.bool
-    )
+    flags = st.lists(st.booleans(), min_size=length, max_size=length)
+    protected = torch.tensor(data.draw(flags), dtype=torch.bool)
     seed = data.draw(st.integers(0, 1000))
     scores = magnitude * torch.randn(2, 3, length, generator=torch.Generator().manual_seed(seed))
 
@@ -111,7 +74,10 @@ def test_chunks_share_a_number_of_tokens(length: int, step: int) -> None:
     assert sum(numbers) == max(min(30, length), len(sizes))
 
 
-def test_numbers_of_tokens() -> None:
+def test_ratios_and_numbers_of_tokens() -> None:
+    """What a ratio leaves is rounded down, and never nothing."""
+    kept = {(10, 0.5): 5, (11, 0.5): 5, (100, 0.25): 75, (7, 0.0): 7, (3, 0.9): 1, (1, 0.5): 1}
+    assert {of: n_kept(*of) for of in kept} == kept
     assert [Tokens(30).of(length) for length in (1, 30, 31, 500)] == [1, 30, 30, 30]
     assert [Tokens(10, 0.5).of(length) for length in (9, 40, 1000)] == [9, 20, 100]
     assert n_kept(500, Tokens(30)) == 30

@@ -1,25 +1,30 @@
-"""Files of caches that somebody has tampered with: read, or refused in one line."""
+"""Files that somebody has tampered with, of caches and of what was learned: read, or refused."""
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
+from collections.abc import Callable
 from functools import lru_cache
+from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 from transformers import DynamicCache
 
 from press_core import (
     CacheFileError,
+    PressError,
     about_cache,
     cache_nbytes,
     kept_lengths,
@@ -27,93 +32,126 @@ from press_core import (
     save_cache,
 )
 from press_core.files.files import METADATA, _seal
-from tests.press_core.drawn import JSON
+from press_core.learned.calibration import Calibration, CalibrationError, check_fits
+from press_core.learned.restorekv import RestoreAdapter
+from tests.press_core.drawn import FITS, JSON, PUBLISHED, WIDTH, site
 from tests.press_core.test_saving import cache_of, header_of, model_of
 from tests.support import token_ids
 
-KINDS = {
+CACHES = {
     "SnapKVPress": "llama", "AdaKVPress": "llama", "DMSPress": "llama", "ThinKPress": "llama",
     "KeyRerotationPress": "gemma2",
 }  # fmt: skip
+KINDS = st.sampled_from([*CACHES, *FITS])
 WORDS = st.sampled_from(
     ["ragged", "pruned", "channels", "DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer",
      "float32", "int64", "tensor", "of", "self_attention_cache"]
 )  # fmt: skip
 NUMBERS = st.sampled_from([-1, 0, 1, 2**31, 2**40, 2**63, 10**400, 0.5])
-TENSORS = st.tuples(
-    st.lists(st.integers(0, 5), max_size=5),
-    st.sampled_from([torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.bool]),
-    st.sampled_from([-(2**31), -1, 0, 1, 7, 2**31 - 1]),
+DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64),
+    *(torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2),
 )
+VALUES = (-(2**31), -1, 0, 0.5, 1, 7, 2**31 - 1, float("nan"), float("inf"), 1e38)
 
-N_EXAMPLES = {"short": 100, "long": 20_000}.get(os.environ.get("HYPOTHESIS_PROFILE", ""), 400)
+N_EXAMPLES = {"short": 100, "long": 20_000}.get(os.environ.get("HYPOTHESIS_PROFILE", ""), 500)
 FUZZED = settings(
     max_examples=N_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+SOME = settings(FUZZED, max_examples=N_EXAMPLES // 4)
+RANK = 3
 
 
 @lru_cache
 def whole_file(name: str) -> bytes:
     with TemporaryDirectory() as folder:
-        family = KINDS[name]
-        path = save_cache(cache_of(name, family), Path(folder) / "a", model_of(family),
-                          input_ids=token_ids(2, 4))  # fmt: skip
+        path = Path(folder) / "a.safetensors"
+        if name in FITS:
+            return FITS[name].save(path).read_bytes()
+        family = CACHES[name]
+        save_cache(cache_of(name, family), path, model_of(family), input_ids=token_ids(2, 4))
         return path.read_bytes()
 
 
-def load_or_refuse(path: Path, name: str) -> None:
-    """What is read is a cache, or else an error of one line; the folder is as it was."""
-    before = path.read_bytes()
-    for read in (about_cache, lambda path: load_cache(path, model_of(KINDS[name]))):
-        said, found = "", None
-        try:
-            found = read(path)
-        except CacheFileError as error:
-            said = str(error)
-        assert "\n" not in said
-        assert len(said) < 1000
-        if isinstance(found, DynamicCache):
-            assert len(kept_lengths(found)) == len(found.layers)
-            assert cache_nbytes(found) < 2**21
-    assert path.read_bytes() == before
-    assert [file.name for file in path.parent.iterdir()] == [path.name]
+def read(name: str, content: bytes, suffix: str = ".safetensors") -> Any:
+    """What a file holds; None if it was refused, in one line. The folder is left as it was."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / f"a{suffix}"
+        path.write_bytes(content)
+        if name in CACHES:
+            refused(lambda: about_cache(path), CacheFileError)
+            found = refused(lambda: load_cache(path, model_of(CACHES[name])), CacheFileError)
+        else:
+            found = refused(lambda: type(FITS[name]).load(path), CalibrationError)
+        assert path.read_bytes() == content
+        assert [file.name for file in path.parent.iterdir()] == [path.name]
+    if isinstance(found, DynamicCache):
+        assert len(kept_lengths(found)) == len(found.layers)
+        assert cache_nbytes(found) < 2**21
+    if isinstance(found, Calibration):
+        assert isinstance(found, type(FITS[name]))
+        assert all(x.is_floating_point() and not x.isnan().any() for x in found.tensors.values())
+        repr(found)
+        refused(lambda: check_fits(found, site()), PressError)
+    return found
+
+
+def refused(call: Callable[[], Any], kind: type[PressError]) -> Any:
+    """What `call` returns, or None if it refuses, with an error of a `kind`."""
+    try:
+        return call()
+    except kind as error:
+        said = str(error)
+    assert said
+    assert len(said.splitlines()) == 1
+    assert len(said) < 1000
+    return None
 
 
 @FUZZED
-@given(st.data())
-def test_bytes_that_were_changed(data):
-    name = data.draw(st.sampled_from(sorted(KINDS)))
+@given(KINDS, st.data())
+def test_bytes_that_were_changed(name: str, data: Any) -> None:
     content = bytearray(whole_file(name))
     header = 8 + int.from_bytes(content[:8], "little")
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, min(len(content), 2 * header) - 1))
         end = place + data.draw(st.integers(0, 40))
         content[place:end] = data.draw(st.binary(max_size=40))
-    content = content[: data.draw(st.sampled_from([len(content), len(content) // 2, 7, header]))]
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "a"
-        path.write_bytes(content)
-        load_or_refuse(path, name)
+    ends = st.sampled_from([len(content), len(content) // 2, 7, header])
+    read(name, bytes(content[: data.draw(ends | st.integers(0, len(content)))]))
 
 
 @FUZZED
-@given(st.data())
-def test_headers_and_tensors_that_were_changed(data):
+@given(KINDS, st.data())
+def test_headers_and_tensors_that_were_changed(name: str, data: Any) -> None:
     """The file is sound; what it says, or what it holds, is not."""
-    name = data.draw(st.sampled_from(sorted(KINDS)))
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "a"
-        path.write_bytes(whole_file(name))
-        tensors, header = load_file(path), header_of(path)
-        for _ in range(data.draw(st.integers(1, 3))):
-            if data.draw(st.booleans()):
-                header = changed(data, header)
-            else:
-                key = data.draw(st.sampled_from(sorted(tensors)))
-                tensors[key] = other_tensor(data, tensors[key])
-        path.unlink()
-        save_file(tensors, path, {METADATA: json.dumps(header)})
-        load_or_refuse(path, name)
+    content = whole_file(name)
+    tensors = load(content)
+    metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+    header = json.loads(metadata[METADATA])
+    for _ in range(data.draw(st.integers(1, 3))):
+        how = data.draw(st.sampled_from(["header", "tensor", "tensor", "gone", "renamed"]))
+        if how == "header" or not tensors:
+            header = changed(data, header)
+            continue
+        key = data.draw(st.sampled_from(sorted(tensors)))
+        tensor = tensors.pop(key)
+        if how == "tensor":
+            tensors[key] = other_tensor(data, tensor)
+        elif how == "renamed":
+            tensors[data.draw(st.text(max_size=8))] = tensor
+    said = st.sampled_from(["{", "[" * 5000, ""])
+    about = json.dumps(header) if data.draw(st.integers(0, 19)) else data.draw(said)
+    read(name, save(tensors, {METADATA: about}))
+
+
+@SOME
+@given(st.sampled_from([*FITS]), st.data())
+def test_files_in_the_names_of_what_is_published(name: str, data: Any) -> None:
+    known = [*PUBLISHED.get(name, FITS[name].tensors)]
+    names = st.lists(st.sampled_from(known) | st.text(max_size=10), unique=True)
+    shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+    read(name, save({called: torch.rand(data.draw(shapes)) for called in data.draw(names)}))
 
 
 def changed(data: Any, node: Any) -> Any:
@@ -131,7 +169,8 @@ def changed(data: Any, node: Any) -> Any:
 
 
 def other_tensor(data: Any, tensor: Tensor) -> Tensor:
-    shape, dtype, value = data.draw(TENSORS)
+    shape = data.draw(st.lists(st.integers(0, 5), max_size=5))
+    dtype, value = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from(VALUES))
     if data.draw(st.booleans()):
         shape = [data.draw(st.just(n) | st.integers(0, 3)) for n in tensor.shape]
     if data.draw(st.booleans()):
@@ -157,4 +196,112 @@ def test_counts_and_positions_are_bounded_whoever_has_sealed_them(tmp_path, name
     path.unlink()
     save_file(tensors | own, path, {METADATA: json.dumps(header)})
     with pytest.raises(CacheFileError, match="beyond"):
-        load_cache(path, model_of(KINDS[name]))
+        load_cache(path, model_of(CACHES[name]))
+
+
+# ---- other files of what was learned -------------------------------------------------------------
+
+
+@given(text=st.text(alphabet="0123456789.einf-\t \nx", max_size=40) | st.text(max_size=20))
+@SOME
+def test_tables_of_head_scores(text: str) -> None:
+    read("head scores", text.encode("utf-8", "surrogatepass"), ".tsv")
+
+
+def npy(array: Any) -> bytes:
+    file = BytesIO()
+    np.save(file, array, allow_pickle=True)
+    return file.getvalue()
+
+
+@given(data=st.binary(max_size=100).map(lambda tail: b"\x93NUMPY\x01\x00" + tail) | st.binary())
+@SOME
+def test_arrays_of_any_bytes(data: bytes) -> None:
+    assert read("curves", data, ".npy") is None
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros((99, 2, 2), dtype=np.int64),
+        np.zeros((99, 2, 2), dtype=np.complex64),
+        np.zeros((99, 2, 2), dtype="U3"),
+        np.array([{}, None], dtype=object),
+        np.full((99, 2, 2), np.nan),
+        np.full((99, 2, 2), 1.5),
+        np.zeros((98, 2, 2)),
+        np.zeros((99, 0, 2)),
+        np.zeros(()),
+    ],
+    ids=str,
+)
+def test_arrays_that_are_no_curves(array: Any) -> None:
+    assert read("curves", npy(array), ".npy") is None
+
+
+def test_arrays_as_they_are_published_are_curves() -> None:
+    curves = FITS["curves"].rates.float()
+    for array in (curves.numpy(), curves.double().numpy(), np.asfortranarray(curves.numpy())):
+        found = read("curves", npy(array), ".npy")
+        torch.testing.assert_close(found.tensors["rates"].float(), curves)
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("a pickle was run",)
+
+
+@pytest.mark.parametrize("name", FITS)
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".npy", ".tsv"])
+def test_no_pickle_is_run(name: str, suffix: str) -> None:
+    assert read(name, pickle.dumps(Bomb()), suffix) is None
+    assert read(name, npy(np.array([Bomb()], dtype=object)), suffix) is None
+
+
+LORA = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2}
+_LAYER = "base_model.model.q_proj.lora_"
+
+
+_UP = {_LAYER + "B.weight": torch.rand(WIDTH, RANK)}
+
+
+@pytest.mark.parametrize(
+    ("about", "tensors"),
+    [
+        *((about, _UP) for about in ("[", "[]", "{}", '{"peft_type": "LORA"}', "1", "[" * 5000)),
+        *(
+            (json.dumps(LORA), tensors)
+            for tensors in (
+                {_LAYER + "A.weight": torch.rand(RANK, WIDTH)},
+                {_LAYER + "A.weight": torch.rand(3), _LAYER + "B.weight": torch.rand(())},
+                {_LAYER + "A.weight": torch.rand(2, WIDTH), _LAYER + "B.weight": torch.rand(9, 3)},
+                {"restore_embeddings": torch.full((8, WIDTH), float("nan"))},
+                {"restore_embeddings": torch.rand(8)},
+                {"other_embeddings": torch.rand(8, WIDTH)},
+            )
+        ),
+    ],
+)
+def test_adapters_of_peft_that_are_none(
+    about: str, tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    assert adapter_of(about, tensors, tmp_path) is None
+
+
+def test_an_adapter_of_peft(tmp_path: Path) -> None:
+    down, up = torch.rand(RANK, WIDTH), torch.rand(WIDTH, RANK)
+    tensors = {_LAYER + "A.weight": down, _LAYER + "B.weight": up}
+    adapter = adapter_of(json.dumps(LORA), tensors, tmp_path)
+    assert torch.equal(adapter.down["q_proj"], down)
+    assert torch.equal(adapter.up["q_proj"], up * (2 / RANK))
+
+
+def adapter_of(about: str, tensors: dict[str, Tensor], folder: Path) -> RestoreAdapter | None:
+    """What a folder as PEFT saves it holds; None if it was refused, which has to be in one line."""
+    embeddings = {name: x for name, x in tensors.items() if "embeddings" in name}
+    others = {name: x for name, x in tensors.items() if name not in embeddings}
+    embeddings = embeddings or {"restore_embeddings": torch.rand(8, WIDTH)}
+    (folder / "adapter_config.json").write_text(about)
+    (folder / "restore_embeddings.safetensors").write_bytes(save(embeddings))
+    (folder / "adapter_model.safetensors").write_bytes(save(others))
+    return refused(lambda: RestoreAdapter.load(folder), CalibrationError)  # type: ignore[no-any-return]

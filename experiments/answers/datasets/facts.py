@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from experiments import UserError
 from experiments.answers.sample import Sample
-from experiments.testbed.facts import draw, reads_facts
+from experiments.testbed.asking import check_vocabulary
+from experiments.testbed.facts import draw
 
 if TYPE_CHECKING:
     from experiments.answers.settings import Settings
@@ -36,11 +37,7 @@ def make(
     Raises:
         UserError: if the model speaks other words, or the context is too short for its facts.
     """
-    if not reads_facts(tokenizer):
-        raise UserError(
-            f"the dataset facts is in the words of facts-llama, which {settings.model!r} does not "
-            "share; use synthetic, which any tokenizer can read"
-        )
+    check_vocabulary(tokenizer, settings.model)
     n_facts, asked = TASKS[task]
     n_contexts = -(-settings.samples // asked)
     try:

@@ -114,7 +114,6 @@ class Bench:
     """
 
     def __init__(self, model: Any, image: bool = False) -> None:
-        self.models = {"eager": model}
         self.image = image
         generator = torch.Generator().manual_seed(1)
         ids = 5 + torch.randperm(90, generator=generator)[: LENGTH + 4][None]
@@ -123,7 +122,7 @@ class Bench:
         self._with_positions = True
         once = lru_cache(None)
         self._outcome, self._itself = once(self._find_outcome), once(self._find_itself)
-        self._scores = once(self._find_scores)
+        self._scores, self._model = once(self._find_scores), once(self._find_model)
         self._known: dict[tuple[Any, ...], list[Tensor]] = {}
         try:
             self.run = reference.run_in_full(model, self.ids)
@@ -134,22 +133,15 @@ class Bench:
 
     def outcome(self, cell: Cell) -> tuple[str, str]:
         """One of `OUTCOMES` for `cell`, and why."""
-        if self._makes_plain_layers:  # as `DynamicCache()` does, so that there is no difference
+        layers = getattr(self.run.cache, "layers", [None])
+        if all(type(layer) is DynamicLayer for layer in layers):  # as `DynamicCache()` makes them
             cell = replace(cell, cache="default")
         return self._outcome(cell)
 
-    @property
-    def _makes_plain_layers(self) -> bool:
-        layers = getattr(self.run.cache, "layers", [None])
-        return all(type(layer) is DynamicLayer for layer in layers)
-
     def _find_outcome(self, cell: Cell) -> tuple[str, str]:
-        try:
-            model = self._model(cell.attention)
-            if reason := self._itself(cell.attention, cell.cache, cell.padded):
-                raise NotApplicableError(reason)
-        except NotApplicableError as reason:
-            return "not applicable", str(reason)
+        if reason := self._itself(cell.attention, cell.cache, cell.padded):
+            return "not applicable", reason
+        model = self._model(cell.attention)
         scope = SUBJECTS[cell.press].make(MECHANISMS[cell.mechanism])(model)
         try:
             scope.open()
@@ -174,25 +166,19 @@ class Bench:
 
     # ---- what the model does by itself -----------------------------------------------------------
 
-    def _model(self, attention: str) -> Any:
-        if attention not in self.models:
-            model = copy.deepcopy(self.models["eager"])
-            try:
-                model.set_attn_implementation(attention)
-            except Exception as error:
-                self.models[attention] = f"no {attention}: {in_one_line(error)}"
-            else:
-                self.models[attention] = model
-        if isinstance(self.models[attention], str):
-            raise NotApplicableError(self.models[attention])
-        return self.models[attention]
+    def _find_model(self, attention: str) -> Any:
+        if attention == "eager":
+            return self.run.model
+        model: Any = copy.deepcopy(self.run.model)
+        model.set_attn_implementation(attention)
+        return model
 
     def _find_itself(self, attention: str, cache: str, padded: bool) -> str:
         """Why the model does not do the same as ever under these conditions; if it does: ""."""
         what = "padding" if padded else f"{attention} attention, {cache} cache"
         alike = f"{what} makes a difference without a press too"
-        model = self._model(attention)
         try:
+            model = self._model(attention)
             if not padded:
                 logits, _ = self._found(model, _cache(cache))
                 return "" if _difference(logits, self.plain) < TOLERANCE else alike

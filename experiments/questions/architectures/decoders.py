@@ -34,11 +34,8 @@ SIZES = {name: size for size, names in _TOLD["sizes"].items() for name in names.
 DEMANDS: dict[str, dict[str, Any]] = _TOLD["demands"]
 """What a configuration needs besides `SIZES`, by model type."""
 
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = _TOLD["variants"]
-"""Types whose default leaves a kind of layer out: name, type and what its configuration is told."""
-
-IMAGES: dict[str, dict[str, Any]] = _TOLD["images"]
-"""Types that are run with an image too, and what their vision model is told to make few tokens."""
+VARIANTS: dict[str, dict[str, Any]] = _TOLD["variants"]
+"""Types that are built in another way too, or run with an image: what is told, by name."""
 
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _DERIVED_UNLESS_SET = ("num_key_value_heads", "head_dim")  # None: as many as there are queries
@@ -79,14 +76,10 @@ def decoders() -> dict[str, Decoder]:
             seq2seq = loader is AutoModelForSeq2SeqLM
             name = f"{model_type} (seq2seq)" if seq2seq else model_type
             found.setdefault(name, Decoder(name, model_type, loader, DEMANDS.get(model_type, {})))
-    for name, (model_type, fields) in VARIANTS.items():
-        found[name] = dataclasses.replace(found[model_type], name=name, fields=fields)
-    for model_type in IMAGES.keys() & found.keys():
-        plain, name = found[model_type], f"{model_type} (image)"
-        fields = plain.fields
-        if IMAGES[model_type]:
-            fields = {**fields, "vision_config": IMAGES[model_type]}
-        found[name] = dataclasses.replace(plain, name=name, fields=fields, image=True)
+    for name, told in VARIANTS.items():
+        if plain := found.get(told["type"]):
+            fields, image = plain.fields | told.get("fields", {}), told.get("image", False)
+            found[name] = dataclasses.replace(plain, name=name, fields=fields, image=image)
     return dict(sorted(found.items()))
 
 

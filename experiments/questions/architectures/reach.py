@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from experiments.framework.plots import new_figure, style
 from experiments.framework.tables import ResultTable
@@ -92,24 +90,19 @@ def _presses(refused: pd.Series) -> str:
 
 
 def figure(table: pd.DataFrame) -> Figure:
-    """Decoders (columns, the best reached first) by presses (rows)."""
-    reached, looks = reach(table), list(COLOURS)
-    found = reached.pivot(index="press", columns="type", values="reach").map(looks.index)
-    presses = [press for press in SUBJECTS if press in found.index]
-    ranks = found.sort_values(presses, axis=1)
+    """How many decoders each mechanism is right on, by press."""
+    reached = reach(table)
+    counts = pd.crosstab(reached["press"], reached["reach"])
+    counts = counts.reindex([press for press in SUBJECTS if press in counts.index][::-1])
     with style():
         drawn, (axes,) = new_figure(height=2.8)
-        for y, press in enumerate(presses):
-            row = ranks.loc[press].to_numpy()
-            cuts = np.flatnonzero(np.diff(row, prepend=-1, append=-1))  # where another reach begins
-            colours = [COLOURS[looks[rank]][1] for rank in row[cuts[:-1]]]
-            axes.barh(y + 0.45, np.diff(cuts), 0.9, left=cuts[:-1], color=colours)
-        axes.set_yticks([y + 0.45 for y in range(len(presses))], presses)
-        axes.invert_yaxis()
-        axes.set_xlim(0, ranks.shape[1])
-        axes.set_xlabel(f"{ranks.shape[1]} decoders of the installed transformers")
+        left = pd.Series(0, counts.index)
+        for name, (label, colour) in COLOURS.items():
+            if name in counts:
+                axes.barh(counts.index, counts[name], left=left, color=colour, label=label)
+                left += counts[name]
+        axes.set_xlabel(f"{reached['type'].nunique()} decoders of the installed transformers")
         axes.grid(False)
-        seen = [name for name in COLOURS if name in set(reached["reach"])]
-        handles = [Patch(color=COLOURS[name][1], label=COLOURS[name][0]) for name in seen]
-        drawn.legend(handles=handles, loc="outside lower center", ncols=2)
+        drawn.legend(loc="outside lower center", ncols=2)
+    drawn.set_label("Decoders by press (rows) and the mechanisms that are right on them")
     return drawn

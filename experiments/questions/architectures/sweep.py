@@ -6,8 +6,9 @@ import multiprocessing
 import os
 import signal
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -36,7 +37,7 @@ SECONDS = 120
 
 
 def measure(
-    types: Iterable[str] | None = None,
+    types: Sequence[str],
     choose: Callable[[Cell], bool] = lambda cell: True,
     progress: Callable[[str], None] = lambda name: None,
 ) -> pd.DataFrame:
@@ -45,32 +46,18 @@ def measure(
     As many decoders run at a time as there are processors; a process that dies is an outcome too.
 
     Args:
-        types: names of decoders; None: all.
+        types: names of decoders.
         choose: which cells to run.
         progress: told the name of each decoder that is done.
     """
     known, rows = decoders(), []
-    waiting = deque(known[name] for name in types or known)
-    running: deque[tuple[Decoder, Any, Any]] = deque()
-    with threads(1):  # in each of the processes
+    with threads(1):  # what is forked must not count on threads that are not there
         _warm_up(known["llama"])
-        try:
-            while waiting or running:
-                while waiting and len(running) < (os.cpu_count() or 1):
-                    running.append(_started(waiting.popleft(), choose))
-                decoder, process, receiver = running[0]
-                try:
-                    rows += receiver.recv()
-                except EOFError:
-                    process.join()
-                    reason = f"its process ended with {process.exitcode}"
-                    rows.append(_row(decoder, None, "crash", reason))
-                running.popleft()
-                process.join()
-                progress(decoder.name)
-        finally:
-            for _, process, _ in running:
-                process.kill()
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            found = pool.map(partial(_rows_apart, choose), [known[name] for name in types])
+            for name, of_decoder in zip(types, found, strict=True):
+                rows += of_decoder
+                progress(name)
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
@@ -80,18 +67,24 @@ def _warm_up(decoder: Decoder) -> None:
     model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=2, pad_token_id=0)
 
 
-def _started(decoder: Decoder, choose: Callable[[Cell], bool]) -> tuple[Decoder, Any, Any]:
-    """A decoder, the process that measures it, and where its rows will come from."""
+def _rows_apart(choose: Callable[[Cell], bool], decoder: Decoder) -> list[tuple[Any, ...]]:
+    """The rows of one decoder, measured in a process of its own."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(
-        target=_send_rows, args=(decoder, choose, sender)
+        target=_send_rows, args=(decoder, choose, sender), daemon=True
     )
     process.start()
     sender.close()
-    return decoder, process, receiver
+    try:
+        rows: list[tuple[Any, ...]] = receiver.recv()
+    except EOFError:
+        process.join()
+        return [_row(decoder, None, "crash", f"its process ended with {process.exitcode}")]
+    return rows
 
 
 def _send_rows(decoder: Decoder, choose: Callable[[Cell], bool], sender: Any) -> None:
+    torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(SECONDS)
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
@@ -128,21 +121,13 @@ def condensed(rows: pd.DataFrame) -> pd.DataFrame:
         `cells` that ran, and how many of them are `bad`; and the `reason` of the worst outcome,
         in short.
     """
-    rank = {outcome: n for n, outcome in enumerate(_BY_WEIGHT)}
-    found = []
-    for (kind, press), group in rows.groupby(["type", "press"], sort=False):
-        ordered = group.sort_values("outcome", key=lambda column: column.map(rank), kind="stable")
-        worst = ordered.groupby("mechanism")["outcome"].last()
-        found.append(
-            {
-                "type": kind,
-                "press": press,
-                "hook": worst.get("hook", worst.iloc[0]),
-                "patch": worst.get("patch", worst.iloc[0]),
-                "cells": int((group["outcome"] != "not applicable").sum()),
-                "bad": int(group["outcome"].isin(BAD).sum()),
-                "reason": why(ordered["reason"].iloc[-1])[:160],
-            }
-        )
-    columns = ["type", "press", "hook", "patch", "cells", "bad", "reason"]
-    return pd.DataFrame(found, columns=columns)
+    key = ["type", "press"]
+    ordered = rows.sort_values("outcome", key=lambda o: o.map(_BY_WEIGHT.index), kind="stable")
+    ordered["cells"] = ordered["outcome"] != "not applicable"
+    ordered["bad"] = ordered["outcome"].isin(BAD)
+    table = ordered.groupby(key).agg({"cells": "sum", "bad": "sum", "reason": "last"})
+    table["reason"] = table["reason"].map(lambda reason: why(reason)[:160])
+    worst = ordered.pivot_table("outcome", key, "mechanism", aggfunc="last")
+    worst = worst.reindex(columns=["hook", "patch", ""]).bfill(axis=1).ffill(axis=1)
+    in_order = pd.MultiIndex.from_frame(rows[key].drop_duplicates())
+    return worst[["hook", "patch"]].join(table).loc[in_order].reset_index()

@@ -7,15 +7,13 @@ let heads compete, on the same questions: see `experiments.questions.headwise.bu
 different numbers of tokens, read in four ways, all timed in turn: see
 `experiments.testbed.variants` and `decoding`.
 
-*Conditions*: what each of the four ways touches, and on which models and with which attention
-implementations it gives the right logits: see `trials`.
-
-*Shapes*: a step over heads that hold different numbers of tokens against one over as many bytes in
-heads of one length, by shape of the model: see `shapes`.
+*Conditions*: on which models and with which attention implementations each of the four ways gives
+the right logits: see `trials`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -30,16 +28,15 @@ from rich.progress import Progress
 from experiments import UserError
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Claim, Contrast, Experiment, Finding, Related, Tables
+from experiments.framework.intervals import bracket
 from experiments.framework.options import Device, Dtype, checked_positive_share
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
 from experiments.framework.works import ADAKV, DUO_ATTENTION, KVPRESS
 from experiments.loading import load_model, short_name
 from experiments.questions.headwise import reading
-from experiments.questions.headwise.asked import asked
 from experiments.questions.headwise.budgets import ALL, COMPARED, N_PAIRS, UNIFORM, compare
-from experiments.questions.headwise.shapes import SHAPES, shape_times
-from experiments.questions.headwise.trials import MISSING, N_TRIALS, SAME, trials
+from experiments.questions.headwise.trials import MISSING, SAME, trials
 from experiments.testbed.asking import Task
 from experiments.testbed.decoding import FULL, Size, decode_times
 from experiments.testbed.facts import draw
@@ -59,11 +56,6 @@ TIMED = random_llama(
 )
 _BY_HOOK, _RAGGED = "mask by hook", "ragged"
 
-LONG, MANY = 4096, 32
-"""Tokens, or heads in all rows, from which on attention over ragged heads is worth it."""
-
-UNDECIDED = "made no difference that could be shown"
-
 
 class Part(str, Enum):
     """What there is to measure."""
@@ -71,7 +63,6 @@ class Part(str, Enum):
     BUDGETS = "budgets"
     DECODING = "decoding"
     CONDITIONS = "conditions"
-    SHAPES = "shapes"
 
 
 @dataclass(frozen=True)
@@ -127,8 +118,9 @@ class Headwise(Experiment[Options]):
         "Each press is paired with one that has the same scores and the other kind of budget; "
         "both answer the same questions about the same contexts, and are compared context by "
         "context. A decode step is timed in turn on the full cache, on a uniform one, and on a "
-        "head-wise one read in four ways, whose logits are checked against float64. A larger "
-        "model, whose heads differ more, may gain more, and times on a GPU differ."
+        "head-wise one read in four ways, whose logits are checked against the full cache behind a "
+        "mask for each head. A larger model, whose heads differ more, may gain more, and times on "
+        "a GPU differ."
     )
     evidence = Evidence.MODEL
     full = Options()
@@ -152,7 +144,7 @@ class Headwise(Experiment[Options]):
         contexts = own.at_most(1024)
         options = self.quick_on(own, **asked, contexts=contexts, family=(own.model_type,))
         n_caches = (1 + 2 * N_PAIRS * len(options.ratio)) * samples
-        tokens = n_caches * 2 * (3 * words + 6 * facts)  # a word is a few tokens, or one
+        tokens = n_caches * (3 * words + 6 * facts)  # a word is a few tokens, or one
         timed = options.rounds * 6 * 2 if own.keeps_all else 0
         return Planned(options, tokens=tokens, steps=n_caches * facts + timed, seconds=5)
 
@@ -160,10 +152,9 @@ class Headwise(Experiment[Options]):
         """Whichever parts are asked for.
 
         Returns:
-            `headwise_accuracy` and `headwise_difference`: see `budgets.compare`;
+            `headwise_accuracy` and `headwise_difference`: see `budgets.compare`, and the `model`;
             `headwise_decoding`: `decoding.decode_times` at every context length, and the `model`;
-            `headwise_conditions`: `trials.trials` on each family, its `model`;
-            `headwise_shapes`: see `shapes.shape_times`.
+            `headwise_conditions`: `trials.trials` on each family, its `model`.
         """
         tables: Tables = {}
         for part in options.part or Part:
@@ -171,13 +162,14 @@ class Headwise(Experiment[Options]):
         return tables
 
     def findings(self, tables: Tables) -> list[Finding]:
-        return [find(tables) for needed, find in _FINDINGS.items() if needed in tables]
+        return [one for name, find in _FINDINGS.items() if name in tables for one in find(tables)]
 
     def views(self, tables: Tables) -> list[ResultTable]:
         return [show(tables[name]) for name, show in reading.VIEWS.items() if name in tables]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
-        return {n: draw(tables[n]) for n, draw in reading.FIGURES.items() if n in tables}
+        name = "headwise_difference"
+        return {name: reading.draw_difference(tables[name])} if name in tables else {}
 
     def related(self, tables: Tables) -> list[Related]:
         return related(tables)
@@ -185,8 +177,9 @@ class Headwise(Experiment[Options]):
     def contrasts(self, tables: Tables) -> list[Contrast]:
         if "headwise_decoding" not in tables:
             return []
-        ratio, share = _shares(tables)
-        bars = {"hooks": share[_BY_HOOK], "patches": share[_RAGGED]}
+        rows = _most_evicted(tables)
+        bars = {"hooks": rows[_BY_HOOK]["share"], "patches": rows[_RAGGED]["share"]}
+        ratio = rows[_RAGGED]["ratio"]
         return [Contrast(f"Bytes held with {ratio:.0%} evicted, of the full cache", bars)]
 
 
@@ -206,14 +199,12 @@ def measure_budgets(options: Options, progress: Progress) -> Tables:
         draw(1, options.context, options.facts, torch.Generator())
     except ValueError as error:
         raise UserError(f"cannot draw these contexts and facts: {error}") from error
-    name, ratios = options.model or "facts-llama", options.ratio or RATIOS
+    name = options.model or "facts-llama"
     model, tokenizer = load_model(name, dtype=options.dtype, device=options.device)
     task = Task(options.context, options.facts, options.samples, seed=options.seed)
-    bar = progress.add_task("head budgets", total=1 + 2 * N_PAIRS * len(ratios))
-    advance = partial(progress.advance, bar)
-    return compare(
-        model, asked(tokenizer, task), ratios, model_name=short_name(name), advance=advance
-    )
+    found = compare(model, tokenizer, task, options.ratio or RATIOS, progress)
+    found["headwise_accuracy"]["model"] = short_name(name)
+    return found
 
 
 def measure_decoding(options: Options, progress: Progress) -> Tables:
@@ -232,94 +223,88 @@ def measure_decoding(options: Options, progress: Progress) -> Tables:
     return {"headwise_decoding": pd.concat(parts, ignore_index=True).assign(model=name)}
 
 
-def measure_variants(options: Options, progress: Progress) -> Tables:
+def measure_conditions(options: Options, progress: Progress) -> Tables:
     """The four ways tried on a random model of each family."""
-    bar = progress.add_task("conditions", total=N_TRIALS * len(options.family))
     parts = []
-    for family in options.family:
+    for family in progress.track(options.family, description="conditions"):
         model = build(family, attn_implementation=supported_implementations(family)[0])
-        found = trials(model, advance=partial(progress.advance, bar))
-        parts.append(found.assign(model=family))
+        parts.append(trials(model).assign(model=family))
     return {"headwise_conditions": pd.concat(parts, ignore_index=True)}
 
 
-def measure_shapes(options: Options, progress: Progress) -> Tables:
-    """Times of decode steps, by shape of the model."""
-    bar = progress.add_task("shapes", total=len(SHAPES) * len(options.contexts))
-    advance = partial(progress.advance, bar)
-    return {"headwise_shapes": shape_times(options.contexts, min(options.rounds, 6), advance)}
+_MEASURES = {
+    Part.BUDGETS: measure_budgets,
+    Part.DECODING: measure_decoding,
+    Part.CONDITIONS: measure_conditions,
+}
 
 
 # ---- findings ----------------------------------------------------------------------------------
 
 
-def find_worth(tables: Tables) -> Finding:
+def find_worth(tables: Tables) -> Iterator[Finding]:
     """Whether head-wise budgets helped, and by how much."""
     difference, accuracy = tables["headwise_difference"], tables["headwise_accuracy"]
     overall = difference[difference["ratio"].isna() & (difference["pair"] == ALL)].iloc[0]
-    mean, _, interval = reading.points(overall).partition(" ")
+    mean, *interval = reading.points(overall).split(" ", 1)
     works: Any = "works" if overall["low"] > 0 else "costs" if overall["high"] < 0 else None
-    said = {"works": "helped", "costs": "cost answers"}.get(works, UNDECIDED)
-    text = (
-        f"Head-wise budgets {said} on {accuracy['model'].iloc[0]}: **{mean}** points "
-        f"{f'{interval} ' if interval else ''}of right answers against uniform ones of the same "
-        "scores."
-    )
-    return Finding("worth", text, "let heads share a budget", works)
+    undecided = "made no difference that could be shown"
+    said = {"works": "helped", "costs": "cost answers"}.get(works, undecided)
+    text = f"Head-wise budgets {said} on {accuracy['model'].iloc[0]}: **{mean}** points"
+    text = " ".join([text, *interval, "of right answers against uniform ones of the same scores."])
+    yield Finding("worth", text, "let heads share a budget", works)
 
 
-def find_patching(tables: Tables) -> Finding:
+def find_patching(tables: Tables) -> Iterator[Finding]:
     """Whether head-wise eviction needs a patch to be right."""
     conditions = tables["headwise_conditions"]
     tried = conditions[(conditions["condition"] == _BY_HOOK) & (conditions["outcome"] != MISSING)]
-    right = tried[tried["outcome"] == SAME]
-    patched = bool((tried["forwards"] > 0).any() or tried["registry"].any())
-    needless = len(right) == len(tried) and not patched
+    n_right = int((tried["outcome"] == SAME).sum())
+    needless = n_right == len(tried)
     text = (
         f"Head-wise eviction {'needs no patch' if needless else 'needs a patch'} to be right: a "
-        f"mask per head, set by a hook, gives the right logits in **{len(right)}** of "
+        f"mask per head, set by a hook, gives the right logits in **{n_right}** of "
         f"{len(tried)} trials."
     )
     need = "decode with different tokens in each head, without a patch"
     works: Any = "works" if needless else "breaks"
-    return Finding("patching", text, need, works, Evidence.REFERENCE)
+    yield Finding("patching", text, need, works, Evidence.REFERENCE)
 
 
-def _shares(tables: Tables) -> tuple[float, dict[str, float]]:
-    """The most that was evicted, and the shares of the full cache's bytes that are held then."""
+def _most_evicted(tables: Tables) -> dict[str, Any]:
+    """The rows in which most was evicted, of some 4,096 tokens, by cache, and the `share` held."""
     decoding = tables["headwise_decoding"]
     pressed = decoding[decoding["condition"] != FULL]
     context = min(pressed["context"].unique(), key=lambda context: abs(context - 4096))
-    ratio = pressed["ratio"].max()
-    rows = pressed[(pressed["context"] == context) & (pressed["ratio"] == ratio)]
-    rows = rows.set_index("condition")
-    return ratio, (rows["bytes"] / rows["full_bytes"]).to_dict()
+    rows = pressed[(pressed["context"] == context) & (pressed["ratio"] == pressed["ratio"].max())]
+    share = rows["bytes"] / rows["full_bytes"]
+    return rows.assign(share=share).set_index("condition").to_dict("index")
 
 
-def find_freeing(tables: Tables) -> Finding:
-    """What the mask by a hook and ragged storage hold."""
-    ratio, share = _shares(tables)
+def find_freeing(tables: Tables) -> Iterator[Finding]:
+    """What the mask by a hook and ragged storage hold, and how quickly the latter is read."""
+    rows = _most_evicted(tables)
+    ragged = rows[_RAGGED]
     text = (
-        f"With {ratio:.0%} evicted head by head, ragged storage (patched attention) holds "
-        f"**{share[_RAGGED]:.2f}** of the full cache's bytes; a mask set by a hook, "
-        f"{share[_BY_HOOK]:.2f}."
+        f"With {ragged['ratio']:.0%} evicted head by head, ragged storage (patched attention) "
+        f"holds **{ragged['share']:.2f}** of the full cache's bytes; a mask set by a hook, "
+        f"{rows[_BY_HOOK]['share']:.2f}."
     )
-    frees: Any = "works" if share[_RAGGED] < 1 else "breaks"
-    return Finding("freeing", text, "free memory head by head", frees, Evidence.BYTES)
-
-
-def find_shapes(tables: Tables) -> Finding:
-    """From which size on ragged heads are quicker than even ones."""
-    shapes = tables["headwise_shapes"]
-    even = shapes[shapes["against"] == UNIFORM]
-    large = (even["context"] >= LONG) | (even["batch"] * even["kv_heads"] >= MANY)
-    quick = even["high"] < 1
+    frees: Any = "works" if ragged["share"] < 1 else "breaks"
+    yield Finding("freeing", text, "free memory head by head", frees, Evidence.BYTES)
     text = (
-        f"From {LONG:,} tokens or {MANY} heads on, ragged heads decode quicker than even ones in "
-        f"**{(quick & large).sum()}** of {large.sum()} cases, below that in "
-        f"{(quick & ~large).sum()} of {(~large).sum()}."
+        f"At {ragged['context']:,} tokens, {ragged['ratio']:.0%} evicted, ragged heads decode in "
+        f"**{ragged['time']:.2f}**{bracket(ragged['low'], ragged['high'])} of the time on the full "
+        f"cache, even heads in {rows[UNIFORM]['time']:.2f}."
     )
-    return Finding("shapes", text, evidence=Evidence.TIME)
+    yield Finding("ragged", text, evidence=Evidence.TIME)
+
+
+_FINDINGS = {
+    "headwise_difference": find_worth,
+    "headwise_conditions": find_patching,
+    "headwise_decoding": find_freeing,
+}
 
 
 def related(tables: Tables) -> list[Related]:
@@ -328,49 +313,37 @@ def related(tables: Tables) -> list[Related]:
     if "headwise_difference" in tables:
         difference, accuracy = tables["headwise_difference"], tables["headwise_accuracy"]
         means = difference[difference["ratio"].isna()].set_index("pair")
-        uniform = accuracy[accuracy["budgets"] == UNIFORM].groupby("pair")["press"].first()
-        for pair, (work, says) in _PAPERS.items():
-            if pair in means.index:
-                here = (
-                    f"On {accuracy['model'].iloc[0]}, against {uniform[pair]}: "
-                    f"{reading.points(means.loc[pair])} points of right answers, averaged over the "
-                    "ratios."
-                )
-                lines.append(Related("worth", work, says, here))
+        for pair, work, says in _PAPERS:
+            here = (
+                f"On {accuracy['model'].iloc[0]}, against uniform budgets: "
+                f"{reading.points(means.loc[pair])} points of right answers, averaged over the "
+                "ratios."
+            )
+            lines.append(Related("worth", work, says, here))
     if "headwise_decoding" in tables:
-        ratio, share = _shares(tables)
+        rows = _most_evicted(tables)
         here = (
-            f"With {ratio:.0%} evicted, keys that are only masked hold {share['fake keys']:.2f} of "
-            f"the full cache's bytes, ragged storage {share[_RAGGED]:.2f}."
+            f"With {rows[_RAGGED]['ratio']:.0%} evicted, keys that are only masked hold "
+            f"{rows['fake keys']['share']:.2f} of the full cache's bytes, ragged storage "
+            f"{rows[_RAGGED]['share']:.2f}."
         )
         says = "Heads that share a budget keep all their keys, and those evicted are masked."
         lines.append(Related("freeing", KVPRESS, says, here))
     return lines
 
 
-_PAPERS = {
-    "AdaKV(SnapKV)": (
+_PAPERS = (
+    (
+        "AdaKV(SnapKV)",
         ADAKV,
         "Budgets that heads share improve quality substantially, on 13 data sets of RULER and 16 "
         "of LongBench.",
     ),
-    "DuoAttention": (
+    (
+        "DuoAttention",
         DUO_ATTENTION,
         "Only retrieval heads need a full cache; the others keep sinks and recent tokens, with "
         "little loss in accuracy.",
     ),
-}
-"""By pair of presses: whose work, and what it says."""
-
-_FINDINGS = {
-    "headwise_difference": find_worth,
-    "headwise_conditions": find_patching,
-    "headwise_decoding": find_freeing,
-    "headwise_shapes": find_shapes,
-}
-_MEASURES = {
-    Part.BUDGETS: measure_budgets,
-    Part.DECODING: measure_decoding,
-    Part.CONDITIONS: measure_variants,
-    Part.SHAPES: measure_shapes,
-}
+)
+"""Pairs of presses, whose work, and what it says."""

@@ -1,106 +1,159 @@
 """Uniform against head-wise budgets: the same scores, shared out in two ways.
 
 Each pair judges tokens in one way. Its *uniform* press keeps as many tokens in every head; its
-*head-wise* press keeps as many in all, and lets heads (of a layer, or of the model) compete for
-them. Both compress the same contexts of the facts task before any question is known, and answer
-the same questions, so that they are compared context by context. DuoAttention is paired with
-StreamingLLM: what its streaming heads keep, all heads keep.
+*head-wise* press keeps as many in all, and lets the heads of a layer compete for them. Both
+compress the same contexts of the facts task before any question is known, and answer the same
+questions, so that they are compared context by context. DuoAttention is paired with StreamingLLM:
+what its streaming heads keep, all heads keep.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from math import ceil, isnan
 from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
+from rich.progress import Progress
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hooks_impl
 from experiments.framework.intervals import mean_interval
 from experiments.framework.plots import NO_PRESS
-from experiments.questions.headwise.asked import Asked, prefill_only
+from experiments.testbed.asking import UNSEEN, Task
 from press_core import attention_sites, cache_nbytes, kept_lengths
-from press_core.budget import n_kept
 from press_core.learned.calibration import CalibrationError
 from press_core.learned.duo_attention import HeadScores
 from press_core.scope import InstalledPress
-from press_core.select import best_first
 
 UNIFORM, HEADWISE = "uniform", "head-wise"
 ALL = "all"
 """What the table of differences calls the mean over all pairs."""
 
-_WINDOW = 16
-"""Of SnapKV: its default of 64 would leave nothing to choose where less than that is kept."""
 _SINK, _LEAST = 4, 16
 """First tokens that streaming heads keep, and the fewest tokens that they keep in all."""
 
+_SCORERS: dict[str, Callable[[float], Any]] = {
+    # Its default window of 64 would leave nothing to choose where less than that is kept.
+    "SnapKV": partial(hooks_impl.SnapKVPress, window_size=16),
+    "ExpectedAttention": hooks_impl.ExpectedAttentionPress,
+    "Knorm": hooks_impl.KnormPress,
+}
+"""Presses by which tokens are judged with both kinds of budget, from the share to evict."""
 
-class Pair(NamedTuple):
-    """One way to judge tokens, with two kinds of budget.
+COMPARED = (*(f"{name}Press" for name in _SCORERS), "AdaKVPress", "StreamingLLMPress")
+"""The presses of the pairs, but DuoAttention, for which heads are measured first."""
+
+N_PAIRS = len(_SCORERS) + 1
+
+
+# ---- questions in words --------------------------------------------------------------------------
+
+
+class Words:
+    """The facts task in words, as any tokenizer reads them.
 
     Attributes:
-        name: of the pair, that of its head-wise press.
-        uniform_name: of the other press.
-        uniform, headwise: make the presses from the share of tokens to evict.
+        contexts: token ids of each context, `(S,)`.
+        asked: by context, token ids of each question and of its answer.
     """
 
-    name: str
-    uniform_name: str
-    uniform: Callable[[float], InstalledPress]
-    headwise: Callable[[float], InstalledPress]
+    def __init__(self, task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
+        batches = task.batches(UNSEEN)
+        texts = [batch.text(row) for batch in batches for row in range(len(batch.context_ids))]
+        own: Any = tokenizer
+
+        def ids(words: str, start: bool = False) -> Tensor:
+            # What continues a text begins without special tokens.
+            return torch.tensor(own(words, add_special_tokens=start).input_ids)
+
+        self.contexts = [ids(text.context, start=True) for text in texts]
+        self.asked = [
+            [(ids(f" {q}"), ids(f" {a}")) for q, a in zip(*text[1:], strict=True)] for text in texts
+        ]
+
+
+class Answered(NamedTuple):
+    """What came of all questions.
+
+    Attributes:
+        right: `(contexts, facts)` bool: an answer is if each of its tokens is the likeliest.
+        evicted: share of the tokens, mean over heads and contexts.
+        n_bytes: of key and value storage after the prefills, spare room included.
+    """
+
+    right: Tensor
+    evicted: float
+    n_bytes: int
+
+
+@torch.inference_mode()
+def answered(model: PreTrainedModel, press: InstalledPress | None, words: Words) -> Answered:
+    """Compress each context, then ask every question of what is left."""
+    right, kept, n_bytes, sites = [], [], 0, attention_sites(model)
+    for ids, asked in zip(words.contexts, words.asked, strict=True):
+        with nullcontext() if press is None else press(model):
+            # Without the language-modelling head: nobody reads logits over the context.
+            context = ids[None].to(model.device)
+            cache = model.base_model(input_ids=context, use_cache=True).past_key_values
+            n_bytes += cache_nbytes(cache)
+            lengths = kept_lengths(cache)
+            kept += [float(lengths[s.layer_idx].float().mean()) / len(ids) for s in sites]
+            right.append(_right(model, cache, asked))
+    return Answered(torch.tensor(right), 1 - sum(kept) / len(kept), n_bytes)
+
+
+def _right(model: PreTrainedModel, cache: Any, asked: list[tuple[Tensor, Tensor]]) -> list[bool]:
+    """Whether answers are right, each question with a copy of the cache; shorter ones are padded
+    behind, where nothing attends."""
+    rows = pad_sequence([torch.cat(pair)[:-1] for pair in asked], batch_first=True)
+    cache.reorder_cache(torch.zeros(len(rows), dtype=torch.int64))
+    logits = model(input_ids=rows.to(model.device), past_key_values=cache).logits
+    likeliest = zip(logits.argmax(dim=-1).cpu(), asked, strict=True)
+    return [torch.equal(row[len(q) - 1 :][: len(a)], a) for row, (q, a) in likeliest]
 
 
 # ---- the pairs -----------------------------------------------------------------------------------
 
 
-def pairs(model: PreTrainedModel, task: Asked) -> list[Pair]:
+Make = Callable[[float], InstalledPress]
+"""A press from the share of tokens to evict."""
+
+
+def pairs(
+    model: PreTrainedModel, task: Task, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, tuple[str, Make, Make]]:
     """Everything that is compared, installed by hooks (patches leave the same bits).
 
-    Args:
-        task: what will be asked; where nobody has measured the heads of `model` for DuoAttention,
-            they are measured on other contexts of the same kind.
+    Where nobody has measured the heads of `model` for DuoAttention, they are measured on contexts
+    that are drawn as those of `task` are, and never asked about.
+
+    Returns:
+        By name of the head-wise press: the name of the uniform one, how that is made, and how the
+        head-wise one is.
     """
-    duo = partial(streaming, scores=head_scores(model, task), length=task.length)
-    return [
-        _shared("SnapKV", _snapkv),
-        _shared("ExpectedAttention", hooks_impl.ExpectedAttentionPress),
-        _shared("Knorm", hooks_impl.KnormPress),
-        Pair(
-            "CriticalAdaKV(SnapKV)",
-            "CriticalKV(SnapKV)",
-            lambda ratio: hooks_impl.CriticalKVPress(_snapkv(ratio)),
-            lambda ratio: hooks_impl.CriticalAdaKVPress(_snapkv(ratio)),
-        ),
-        Pair("DuoAttention", "StreamingLLM", hooks_impl.StreamingLLMPress, duo),
-        Pair("KVzip", "KVzip, uniform", EvenKVzipPress, hooks_impl.KVzipPress),
-    ]
+    found: dict[str, tuple[str, Make, Make]] = {
+        f"AdaKV({name})": (name, make, partial(_shared, make)) for name, make in _SCORERS.items()
+    }
+    others = Words(replace(task, samples=8, seed=task.seed + 1), tokenizer).contexts
+    length = len(others[0])
+    try:
+        scores: Any = hooks_impl.DuoAttentionPress().find(model)
+    except CalibrationError:
+        contexts = [ids[None] for ids in others]
+        scores = hooks_impl.DuoAttentionPress.measure(model, contexts, _SINK, length // 4)
+    duo = partial(streaming, scores=scores, length=length)
+    return found | {"DuoAttention": ("StreamingLLM", hooks_impl.StreamingLLMPress, duo)}
 
 
-def _shared(name: str, scorer: Callable[[float], Any]) -> Pair:
-    return Pair(f"AdaKV({name})", name, scorer, lambda r: hooks_impl.AdaKVPress(scorer(r)))
-
-
-def _snapkv(ratio: float) -> hooks_impl.SnapKVPress:
-    return hooks_impl.SnapKVPress(ratio, window_size=_WINDOW)
-
-
-class EvenKVzipPress(hooks_impl.KVzipPress):
-    """KVzip whose heads keep as many tokens each."""
-
-    def choose(self, scores: dict[int, Tensor], n_joining: int = 0) -> dict[int, Tensor]:
-        """Which tokens of a row each head keeps, `(H_kv, S)` bool per layer; from its scores."""
-        chosen = {}
-        for index, layer in scores.items():
-            raised = layer.clone()
-            raised[..., : self.n_sink] = float("inf")
-            chosen[index] = best_first(raised, n_kept(layer.shape[-1], self.compression_ratio))[0]
-        return chosen
+def _shared(make: Callable[[float], Any], ratio: float) -> hooks_impl.AdaKVPress:
+    return hooks_impl.AdaKVPress(make(ratio))
 
 
 def streaming(ratio: float, scores: HeadScores, length: int) -> hooks_impl.DuoAttentionPress:
@@ -122,103 +175,50 @@ def streaming(ratio: float, scores: HeadScores, length: int) -> hooks_impl.DuoAt
     )
 
 
-def head_scores(model: PreTrainedModel, task: Asked) -> HeadScores:
-    """DuoAttention's scores of the heads: what lies beside the model, or else measured."""
-    try:
-        known = hooks_impl.DuoAttentionPress().find(model)
-    except CalibrationError:
-        contexts = [ids for batch in task.others() for ids in task.contexts(batch)]
-        return hooks_impl.DuoAttentionPress.measure(model, contexts, _SINK, task.length // 4)
-    assert isinstance(known, HeadScores)
-    return known
-
-
 # ---- measuring -----------------------------------------------------------------------------------
-
-
-class Held(NamedTuple):
-    """What a press leaves of a cache.
-
-    Attributes:
-        shares: of its tokens that each head keeps, `(L, H_kv)`, mean over contexts.
-        bytes: of key and value storage, spare room included.
-    """
-
-    shares: Tensor
-    bytes: int
-
-
-@torch.inference_mode()
-def held(model: PreTrainedModel, press: InstalledPress | None, contexts: Sequence[Tensor]) -> Held:
-    """What is held of contexts after their prefill."""
-    shares, n_bytes = [], 0
-    for ids in contexts:
-        with nullcontext() if press is None else press(model):
-            cache = prefill_only(model, ids)
-        lengths = torch.stack([kept_lengths(cache)[s.layer_idx] for s in attention_sites(model)])
-        shares.append(lengths.transpose(0, 1) / ids.shape[1])  # (rows, L, H_kv)
-        n_bytes += cache_nbytes(cache)
-    return Held(torch.cat(shares).mean(dim=0).cpu(), n_bytes)
 
 
 def compare(
     model: PreTrainedModel,
-    task: Asked,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
     ratios: Sequence[float],
-    *,
-    model_name: str,
-    advance: Callable[[], None] = lambda: None,
+    progress: Progress,
 ) -> dict[str, pd.DataFrame]:
     """Answer all questions from caches with uniform and with head-wise budgets.
 
     Args:
         ratios: shares of the tokens to evict, in (0, 1).
-        model_name: what the tables call the model.
-        advance: called after each press.
 
     Returns:
         `headwise_accuracy`: a row per press and ratio: `pair`, `budgets`, `press`, `ratio`;
         `accuracy` with its interval over contexts, `low`, `high`; `evicted` share of tokens and
-        `bytes` over those of the full cache, as measured on the first contexts; `contexts`,
-        `answers`, `context` (words), `facts`, `model`.
+        `bytes` over those of the full cache, as measured; `contexts`, `answers`, `context` (words),
+        `facts`.
         `headwise_difference`: head-wise minus uniform accuracy by `pair` and `ratio`, see
         `differences`.
     """
-    first = task.contexts(task.batches[0])
-    full = held(model, None, first).bytes
     presses: list[tuple[str, str, str, float, Any]] = [(NO_PRESS, "full", NO_PRESS, 0.0, None)]
-    for pair in pairs(model, task):
+    for pair, (uniform, make_uniform, make_headwise) in pairs(model, task, tokenizer).items():
         for ratio in ratios:
-            presses += [
-                (pair.name, UNIFORM, pair.uniform_name, ratio, pair.uniform(ratio)),
-                (pair.name, HEADWISE, pair.name, ratio, pair.headwise(ratio)),
-            ]
-    rows, right = [], {}
-    for name, budgets, press_name, ratio, press in presses:
-        answers = torch.cat([task.right(model, press, batch) for batch in task.batches])
-        right[name, ratio, budgets] = answers
-        left = held(model, press, first)
-        low, high = mean_interval(answers.double().mean(dim=1))
+            presses.append((pair, UNIFORM, uniform, ratio, make_uniform(ratio)))
+            presses.append((pair, HEADWISE, pair, ratio, make_headwise(ratio)))
+    words, rows, right = Words(task, tokenizer), [], {}
+    for name, budgets, press_name, ratio, press in progress.track(presses, description="budgets"):
+        found = answered(model, press, words)
+        right[name, ratio, budgets] = found.right
+        low, high = mean_interval(found.right.double().mean(dim=1))
         rows.append(
             {"pair": name, "budgets": budgets, "press": press_name, "ratio": ratio}
-            | {"accuracy": int(answers.sum()) / answers.numel(), "low": low, "high": high}
-            | {"evicted": 1 - float(left.shares.mean()), "bytes": left.bytes / full}
-            | {"contexts": len(answers), "answers": answers.numel()}
-            | {"context": task.task.context, "facts": task.task.facts, "model": model_name}
+            | {"accuracy": float(found.right.double().mean()), "low": low, "high": high}
+            | {"evicted": found.evicted, "bytes": found.n_bytes}
+            | {"contexts": len(found.right), "answers": found.right.numel()}
+            | {"context": task.context, "facts": task.facts}
         )
-        advance()
+    accuracy = pd.DataFrame(rows)
+    accuracy["bytes"] /= accuracy["bytes"].iloc[0]
     del right[NO_PRESS, 0.0, "full"]
-    return {"headwise_accuracy": pd.DataFrame(rows), "headwise_difference": differences(right)}
-
-
-COMPARED = (
-    *("SnapKVPress", "ExpectedAttentionPress", "KnormPress", "AdaKVPress", "KVzipPress"),
-    *("CriticalKVPress", "CriticalAdaKVPress", "StreamingLLMPress"),
-)
-"""The presses of the pairs, but DuoAttention, for which heads are measured first."""
-
-N_PAIRS = 6
-"""How many pairs there are: `compare` calls `advance` twice for each and ratio, and once more."""
+    return {"headwise_accuracy": accuracy, "headwise_difference": differences(right)}
 
 
 # ---- differences ---------------------------------------------------------------------------------

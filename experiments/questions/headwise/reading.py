@@ -11,10 +11,8 @@ from experiments.framework.intervals import METHOD, bracket, bracketed
 from experiments.framework.ratios import ratio_figure
 from experiments.framework.tables import ResultTable
 from experiments.questions.headwise.budgets import ALL
-from experiments.questions.headwise.shapes import RATIO
 from experiments.questions.headwise.trials import MISSING
 from experiments.testbed.decoding import FULL
-from experiments.testbed.variants import VARIANTS
 
 
 def points(row: Any) -> str:
@@ -26,19 +24,24 @@ def points(row: Any) -> str:
 # ---- tables --------------------------------------------------------------------------------------
 
 
+def _spread(cells: pd.DataFrame, lines: list[str], columns: str, note: str) -> ResultTable:
+    """The texts in a column `cell`, a line for each of `lines`."""
+    shown = cells.pivot_table("cell", lines, columns, aggfunc="first", sort=False).reset_index()
+    return ResultTable(note, list(shown.columns), shown.to_numpy().tolist(), left=len(lines))
+
+
 def show_difference(difference: pd.DataFrame) -> ResultTable:
     """A line per pair of presses, a column per share evicted."""
+    evicted = [f"{ratio:.0%} evicted" for ratio in difference["ratio"].fillna(2)]
     cells = difference.assign(
         cell=[points(row) for row in difference.to_dict("records")],
-        evicted=[f"{ratio:.0%} evicted" for ratio in difference["ratio"].fillna(2)],
+        evicted=pd.Series(evicted).replace("200% evicted", "mean"),
     )
-    shown = cells.pivot_table("cell", "pair", "evicted", aggfunc="first", sort=False)
-    head = ["head-wise press", *shown.rename(columns={"200% evicted": "mean"})]
     note = (
         "Right answers, head-wise minus uniform budgets, in percentage points, with "
         f"{METHOD} over contexts (differences are taken context by context)."
     )
-    return ResultTable(note, head, shown.reset_index().to_numpy().tolist())
+    return _spread(cells, ["pair"], "evicted", note)
 
 
 def show_decoding(decoding: pd.DataFrame) -> ResultTable:
@@ -47,64 +50,34 @@ def show_decoding(decoding: pd.DataFrame) -> ResultTable:
     cells = pressed.assign(
         cell=[bracketed(row, "time") for row in pressed.to_dict("records")],
         tokens=[f"{context:,} tokens" for context in pressed["context"]],
-        cache=pressed["condition"] + [f", {ratio:.0%} evicted" for ratio in pressed["ratio"]],
+        evicted=pressed["ratio"].map("{:.0%}".format),
         held=pressed["bytes"] / pressed["full_bytes"],
     )
-    shown = cells.pivot_table("cell", "cache", "tokens", aggfunc="first", sort=False)
-    held = cells.groupby("cache", sort=False)["held"].max().map("{:.3f}".format)
-    shown.insert(0, "bytes", held)
+    held = cells.groupby(["condition", "evicted"])["held"].transform("max")
+    cells["bytes"] = held.map("{:.3f}".format)
     first = pressed.iloc[0]
     note = (
         f"A decode step of {first['model']}, in times of one on the full cache: median of "
         f"{first['rounds']} rounds in which all took turns, with {METHOD} over rounds; and bytes "
         "of the cache over those of the full one:"
     )
-    return ResultTable(note, ["cache", *shown.columns], shown.reset_index().to_numpy().tolist())
+    return _spread(cells, ["condition", "evicted", "bytes"], "tokens", note)
 
 
 def show_conditions(conditions: pd.DataFrame) -> ResultTable:
-    """A line per model and attention implementation, a column per way of decoding."""
-    offered = conditions[conditions["outcome"] != MISSING]
-    cells = offered.assign(
-        asked=offered["model"] + ", " + offered["implementation"],
-        question=[f"{n} tokens" for n in offered["question"]],
-    )
-    shown = cells.pivot_table(
-        "outcome", ["asked", "question"], "condition", aggfunc="first", sort=False
-    )
-    rows = shown[list(VARIANTS)].reset_index().to_numpy().tolist()
-    kinds = ["hooks", "forwards", "registry"]
-    most = conditions.groupby("condition")[kinds].max().to_dict("index")
-    touched = [", ".join(kind for kind in kinds if most[name][kind]) for name in VARIANTS]
-    rows.append(["touches", "", *touched])
-    frees = ["yes" if variant.frees else "no" for variant in VARIANTS.values()]
-    rows.append(["frees memory", "", *frees])
+    """A line per model, attention implementation and question, a column per way of decoding."""
+    offered = conditions[conditions["outcome"] != MISSING].rename(columns={"outcome": "cell"})
     note = (
         "Padded batches, decoded after a short and a long question: are the logits those of a "
         "reference that masks the full cache, within rounding?"
     )
-    return ResultTable(note, ["", "question", *VARIANTS], rows, left=None)
-
-
-def show_shapes(shapes: pd.DataFrame) -> ResultTable:
-    """A line per shape."""
-    cells = shapes.assign(cell=[bracketed(row, "time") for row in shapes.to_dict("records")])
-    keys = ["batch", "heads", "context"]
-    shown = cells.pivot_table("cell", keys, "against", aggfunc="first", sort=False)
-    head = [*keys, *(f"step / {against}" for against in shown)]
-    note = (
-        "A decode step over ragged heads, in times of one over as many bytes in heads of one "
-        f"length (uniform) and over everything (full), {RATIO:.0%} evicted, by KV heads x queries "
-        f"of each x channels: medians, with {METHOD} over rounds:"
-    )
-    return ResultTable(note, head, shown.reset_index().to_numpy().tolist(), left=0)
+    return _spread(offered, ["model", "implementation", "question"], "condition", note)
 
 
 VIEWS = {
     "headwise_difference": show_difference,
     "headwise_decoding": show_decoding,
     "headwise_conditions": show_conditions,
-    "headwise_shapes": show_shapes,
 }
 
 
@@ -130,6 +103,3 @@ def draw_difference(table: pd.DataFrame) -> Figure:
         f"by press and share evicted; bars are {METHOD} over contexts"
     )
     return figure
-
-
-FIGURES = {"headwise_difference": draw_difference}

@@ -2,13 +2,13 @@
 
 *Speed and memory*: a context is read and tokens are decoded, without a press and with each press
 and mechanism, in turn; see `speed` and `memory`. *First token*: every press.
-*Fits*: the longest context and the largest batch within a limit of memory, by bisection, beside
-what arithmetic says; see `memory`. *kvpress*: time inside presses, here and in kvpress.
+*Fits*: the longest context within a limit of memory, by bisection; see `memory`. *kvpress*: time
+inside presses, here and in kvpress.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -19,7 +19,6 @@ import pandas as pd
 import typer
 from matplotlib.figure import Figure
 from rich.progress import Progress
-from transformers import PreTrainedModel
 
 import hooks_impl
 from experiments import UserError
@@ -38,14 +37,7 @@ from experiments.framework.options import (
 from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.tables import ResultTable
 from experiments.questions.throughput import reading
-from experiments.questions.throughput.memory import (
-    BATCH,
-    CONTEXT,
-    Arithmetic,
-    Run,
-    fitting_row,
-    peak_of,
-)
+from experiments.questions.throughput.memory import cache_bytes, longest, peak_of
 from experiments.questions.throughput.speed import speeds
 from experiments.testbed.recipes import press_name
 from experiments.testbed.timed_models import (
@@ -132,9 +124,8 @@ class Options:
     limit: Annotated[
         str | None,
         typer.Option(
-            help="Memory in which contexts and batches are to fit, weights included, such as 8GiB: "
-            "the longest context of the smallest --batch, the largest batch of the shortest "
-            "--context.",
+            help="Memory in which the longest context of the smallest --batch is to fit, weights "
+            "included, such as 8GiB.",
             callback=checked_size,
             show_default="128MiB",
         ),
@@ -145,9 +136,8 @@ class Options:
     @property
     def parts(self) -> tuple[Part, ...]:
         """What is measured where nothing is said."""
-        if self.part or self.model is None:
-            return self.part or tuple(Part)
-        return (Part.SPEED, *([Part.FITS] if self.limit else []))
+        of_model = (Part.SPEED, *([Part.FITS] if self.limit else []))
+        return self.part or (tuple(Part) if self.model is None else of_model)
 
     @property
     def presses(self) -> list[str]:
@@ -209,21 +199,17 @@ class Throughput(Experiment[Options]):
             hooks also `speed_over_hook`; `first_ms`, `tokens_per_s`; `bytes` that the cache holds
             after the first token, `predicted` ones, and `peak`, bytes beyond the model's at most.
             `throughput_first`: the same of every press, with hooks.
-            `throughput_fits`: see `memory.fitting_row`.
+            `throughput_fits`: by `press` and `ratio` the longest context, `measured`, of a `batch`
+            that fits in `limit` bytes.
             `throughput_kvpress`: time and memory inside presses and inside kvpress's, where that
             is installed; see `tests.oracle.timing.Row`.
         """
         tables: Tables = {}
-        if Part.SPEED in options.parts:
-            tables["throughput"] = measure_speed(options, progress)
-        if Part.FIRST_TOKEN in options.parts:
-            tables["throughput_first"] = measure_first(options, progress)
-        if Part.FITS in options.parts:
-            tables["throughput_fits"] = measure_fits(options, progress)
-        python = python_with_kvpress() if options.kvpress else None
-        if Part.KVPRESS in options.parts and python is not None:
-            rows = output_of(python, "tests.oracle.timing", *INSIDE)
-            tables["throughput_kvpress"] = pd.read_csv(StringIO(rows))
+        for part in options.parts:
+            name, make = _MEASURES[part]
+            table = make(options, progress)
+            if table is not None:
+                tables[name] = table
         return tables
 
     def findings(self, tables: Tables) -> list[Finding]:
@@ -233,45 +219,14 @@ class Throughput(Experiment[Options]):
         return [show(tables[name]) for name, show in reading.VIEWS.items() if name in tables]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
-        return {n: draw(tables[n]) for n, draw in reading.FIGURES.items() if n in tables}
+        name = "throughput"
+        return {name: reading.draw_speeds(tables[name])} if name in tables else {}
 
 
 EXPERIMENT = Throughput()
 
 
-# ---- speed and memory ----------------------------------------------------------------------------
-
-
-def rows_of(
-    spec: ModelSpec,
-    asked: Sequence[Condition],
-    contexts: Sequence[int],
-    batches: Sequence[int],
-    tokens: int,
-    rounds: int,
-    of_kvpress: Mapping[str, type[Any]] | None = None,
-    advance: Callable[[], object] = lambda: None,
-) -> Iterator[dict[str, Any]]:
-    """Rows of `speeds` for every context and batch.
-
-    Raises:
-        PressError: if the model does not suit a press; before anything is measured.
-    """
-    model = spec.load()
-    opened = {n: {one: scope_of(one, model, n, of_kvpress) for one in asked} for n in contexts}
-    for context in contexts:
-        for batch in batches:
-            for row in speeds(model, opened[context], context, batch, tokens, rounds, advance):
-                yield {"model": spec.name, **row}
-
-
-def beside_kvpress(
-    spec: list[Any], presses: list[str], ratios: list[float], **sizes: Any
-) -> list[dict[str, Any]]:
-    """Rows of kvpress, in the interpreter that has it."""
-    asked = conditions(presses, ratios, ["hook", NAME])
-    rows = rows_of(ModelSpec(*spec), asked, **sizes, of_kvpress=presses_of_kvpress())
-    return [row for row in rows if row["mechanism"] == NAME]
+# ---- measuring -----------------------------------------------------------------------------------
 
 
 def measure_speed(options: Options, progress: Progress) -> pd.DataFrame:
@@ -285,16 +240,14 @@ def measure_speed(options: Options, progress: Progress) -> pd.DataFrame:
     sizes |= {"tokens": options.tokens, "rounds": options.rounds}
     total = len(options.context) * len(options.batch) * options.rounds
     advance = partial(progress.advance, progress.add_task("speed", total=total))
-    asked = conditions(options.presses, options.ratio)
-    rows = list(rows_of(spec, asked, **sizes, advance=advance))
-    arithmetic = _arithmetic(spec.load())
+    rows = list(speeds(spec, conditions(options.presses, options.ratio), **sizes, advance=advance))
+    model = spec.load()
     for row in progress.track(rows, description="memory"):
         condition = Condition(row["press"], row["mechanism"], row["ratio"])
-        if arithmetic is not None:
-            row["predicted"] = arithmetic.cache_bytes(row["batch"] * row["context"], condition)
+        row["predicted"] = cache_bytes(model, row["batch"] * row["context"], condition)
         if options.memory:
-            run = Run(condition, row["context"], row["batch"], options.tokens)
-            row["peak"] = peak_of(spec, run)
+            size = row["context"], row["batch"], options.tokens
+            row["peak"] = peak_of(spec, condition, *size)
     table = pd.DataFrame(rows)
     python = python_with_kvpress() if options.kvpress else None
     if python is None:
@@ -305,52 +258,62 @@ def measure_speed(options: Options, progress: Progress) -> pd.DataFrame:
     return pd.concat([table, theirs], ignore_index=True)
 
 
-def _arithmetic(model: PreTrainedModel) -> Arithmetic | None:
-    """None for a model with sliding windows."""
-    try:
-        return Arithmetic.of(model)
-    except UserError:
-        return None
-
-
-# ---- first token, and what fits ------------------------------------------------------------------
+def beside_kvpress(
+    spec: list[Any], presses: list[str], ratios: list[float], **sizes: Any
+) -> list[dict[str, Any]]:
+    """Rows of kvpress, in the interpreter that has it."""
+    asked = conditions(presses, ratios, ["hook", NAME])
+    rows = speeds(ModelSpec(*spec), asked, **sizes, of_kvpress=presses_of_kvpress())
+    return [row for row in rows if row["mechanism"] == NAME]
 
 
 def measure_first(options: Options, progress: Progress) -> pd.DataFrame:
     """The table `throughput_first`: every press that a model suits, with hooks."""
     spec, context = options.spec(NARROW), min(options.context)
-    model, rounds = spec.load(), options.rounds
+    model, asked = spec.load(), []
     presses = options.presses if options.press else sorted(hooks_impl.PRESSES)
-    opened = {}
     for condition in conditions(presses, options.ratio, ["hook"]):
         try:
-            opened[condition] = scope_of(condition, model, context)
+            scope_of(condition, model, context)
         except PressError as error:
             text = f"left out: {condition.press}: {error}"
             progress.console.print(text, style="yellow", markup=False)
-    advance = partial(progress.advance, progress.add_task("first token", total=rounds))
-    tokens = min(options.tokens, 8)
-    table = pd.DataFrame(speeds(model, opened, context, 1, tokens, rounds, advance))
-    table.insert(0, "model", spec.name)
-    return table
+        else:
+            asked.append(condition)
+    advance = partial(progress.advance, progress.add_task("first token", total=options.rounds))
+    sizes = [context], [1], min(options.tokens, 8), options.rounds
+    return pd.DataFrame(speeds(spec, asked, *sizes, advance=advance))
 
 
 def measure_fits(options: Options, progress: Progress) -> pd.DataFrame:
     """The table `throughput_fits`: without a press, and every press with hooks."""
     limit, spec = n_bytes(options.limit or "128MiB"), options.spec(DEEP)
-    budget = Arithmetic.of(spec.load())
-    if budget.weights >= limit:
+    weights = sum(parameter.nbytes for parameter in spec.load().parameters())
+    if weights >= limit:
         raise UserError(
-            f"the weights of {spec.name} alone take {budget.weights / 2**20:,.0f} MiB, and the "
-            f"limit is {limit / 2**20:,.0f} MiB; give a larger --limit"
+            f"the weights of {spec.name} alone take {weights / 2**20:,.0f} MiB, and the limit is "
+            f"{limit / 2**20:,.0f} MiB; give a larger --limit"
         )
-    asked = [
-        (condition, limit, what, other)
-        for what, other in ((CONTEXT, min(options.batch)), (BATCH, min(options.context)))
-        for condition in conditions(options.presses, options.ratio, ["hook"])
-    ]
-    rows = [
-        {"model": spec.name, **fitting_row(spec, budget, *one)}
-        for one in progress.track(asked, description="what fits")
-    ]
+    batch, rows = min(options.batch), []
+    asked = conditions(options.presses, options.ratio, ["hook"])
+    for condition in progress.track(asked, description="what fits"):
+        measured = longest(spec, condition, limit - weights, batch, min(options.context))
+        row = {"model": spec.name, "batch": batch, **condition._asdict()}
+        rows.append(row | {"limit": limit, "measured": measured})
     return pd.DataFrame(rows)
+
+
+def measure_kvpress(options: Options, progress: Progress) -> pd.DataFrame | None:
+    """The table `throughput_kvpress`, where kvpress is installed."""
+    python = python_with_kvpress() if options.kvpress else None
+    if python is None:
+        return None
+    return pd.read_csv(StringIO(output_of(python, "tests.oracle.timing", *INSIDE)))
+
+
+_MEASURES: dict[Part, tuple[str, Callable[[Options, Progress], pd.DataFrame | None]]] = {
+    Part.SPEED: ("throughput", measure_speed),
+    Part.FIRST_TOKEN: ("throughput_first", measure_first),
+    Part.FITS: ("throughput_fits", measure_fits),
+    Part.KVPRESS: ("throughput_kvpress", measure_kvpress),
+}

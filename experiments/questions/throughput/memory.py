@@ -16,35 +16,28 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from experiments import UserError
 from experiments.questions.throughput.speed import answer
 from experiments.testbed.timed_models import FULL, Condition, ModelSpec, random_context, scope_of
 from press_core import UnsupportedModelError, attention_sites
 
 
-class Run(NamedTuple):
-    """One answer whose memory is measured."""
-
-    condition: Condition
-    context: int
-    batch: int
-    tokens: int
-
-
-def peak_of(spec: ModelSpec, run: Run) -> int | None:
-    """Bytes that a run takes at most, beyond those that the loaded model takes.
+def peak_of(
+    spec: ModelSpec, condition: Condition, context: int, batch: int, tokens: int
+) -> int | None:
+    """Bytes that an answer takes at most, beyond those that the loaded model takes.
 
     Returns:
         None if there was not enough memory; a process that asks for too much may be ended.
     """
+    asked = spec, condition, context, batch, tokens, torch.get_num_threads()
     try:
         with ProcessPoolExecutor(1, _processes()) as process:
-            return process.submit(_in_process, spec, run, torch.get_num_threads()).result()
+            return process.submit(_in_process, *asked).result()
     except (BrokenProcessPool, MemoryError, torch.OutOfMemoryError):
         return None
 
@@ -62,34 +55,31 @@ def _processes() -> Any:
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
-def _in_process(spec: ModelSpec, run: Run, threads: int) -> int:
+def _in_process(
+    spec: ModelSpec, condition: Condition, context: int, batch: int, tokens: int, threads: int
+) -> int:
     torch.set_num_threads(threads)
     with suppress(AttributeError, OSError, TypeError):  # other C libraries than glibc
         libc = ctypes.CDLL(None)
         for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
             libc.mallopt(parameter, 2**16)
     model = spec.load()
-    opens = scope_of(run.condition, model, run.context)
-    ids = random_context(model, run.batch, run.context)
-    answer(model, ids[:1, :16], scope_of(FULL, model, 16), run.tokens)  # threads and their buffers
+    opens, ids = scope_of(condition, model, context), random_context(model, batch, context)
+    answer(model, ids[:1, :16], scope_of(FULL, model, 16), tokens)  # threads and their buffers
     if model.device.type == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        answer(model, ids, opens, run.tokens)
+        answer(model, ids, opens, tokens)
         return torch.cuda.max_memory_allocated() - before
-    before = _resident("VmRSS")
     with suppress(OSError):  # else the peak includes that of loading
         Path("/proc/self/clear_refs").write_text("5")
-    answer(model, ids, opens, run.tokens)
-    return max(0, _resident("VmHWM") - before)
+    before = _most_resident()
+    answer(model, ids, opens, tokens)
+    return _most_resident() - before
 
 
-def _resident(name: str) -> int:
-    """Resident bytes of this process, now or at most; at most, if the system tells only that."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        (line,) = (line for line in status.read_text().splitlines() if line.startswith(f"{name}:"))
-        return 1024 * int(line.split()[1])
+def _most_resident() -> int:
+    """Resident bytes of this process, at most."""
     try:
         import resource
     except ImportError:
@@ -100,61 +90,15 @@ def _resident(name: str) -> int:
     return most if sys.platform == "darwin" else 1024 * most
 
 
-# ---- by arithmetic -------------------------------------------------------------------------------
-
-
-class Arithmetic(NamedTuple):
-    """What a model whose layers all attend to all tokens takes while it reads a context.
-
-    Attributes:
-        weights: bytes of the model.
-        cache: of the whole cache, per token.
-        layer: of one layer's share of it, which is there whole before it is pruned.
-        working: of what a layer computes with, per token.
-    """
-
-    weights: int
-    cache: float
-    layer: float
-    working: float
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> Arithmetic:
-        """That of a model.
-
-        Raises:
-            UserError: if some layers keep a sliding window.
-        """
-        sites, config = attention_sites(model), model.config.get_text_config()
-        if len(sites) < config.num_hidden_layers:
-            raise UserError(
-                f"some layers of this {type(model).__name__} keep a sliding window, and the "
-                "arithmetic is that of layers which keep all tokens; give a model without them"
-            )
-        weights = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
-        width, inner = config.hidden_size, getattr(config, "intermediate_size", 0)
-        heads = config.num_attention_heads * sites[0].head_dim
-        keys = 2 * sites[0].num_kv_heads * sites[0].head_dim
-        # In attention the stream, its norm, queries and keys before and after rotation, the output;
-        # in the MLP the stream, its norm, and the gate, what it gates and their product.
-        attention, mlp = 2 * width + 3 * heads + 2 * keys, 2 * width + 3 * inner
-        size, layer = model.dtype.itemsize, keys * model.dtype.itemsize
-        return cls(weights, layer * len(sites), layer, size * max(attention, mlp))
-
-    def cache_bytes(self, tokens: int, condition: Condition) -> float:
-        """Of a pruned cache, of all rows together."""
-        return self.cache * tokens * (1 - _evicted(condition))
-
-    def tokens(self, limit: float, condition: Condition) -> int:
-        """How many tokens of context fit in `limit` bytes, in all rows together."""
-        share = _evicted(condition)
-        per_token = self.cache * (1 - share) + self.layer * share + self.working
-        return max(0, int((limit - self.weights) / per_token))
-
-
-def _evicted(condition: Condition) -> float:
-    """Share of a cache's bytes that a condition frees; a ThinKPress drops channels of keys only."""
-    return condition.ratio / (2 if condition.press == "ThinKPress" else 1)
+def cache_bytes(model: PreTrainedModel, tokens: int, condition: Condition) -> float:
+    """Bytes that a pruned cache should take; NaN for a model some of whose layers keep a window."""
+    sites = attention_sites(model)
+    if len(sites) < model.config.get_text_config().num_hidden_layers:
+        return float("nan")
+    channels = sum(2 * site.num_kv_heads * site.head_dim for site in sites)
+    # A ThinKPress drops channels of keys only.
+    evicted = condition.ratio / (2 if condition.press == "ThinKPress" else 1)
+    return model.dtype.itemsize * channels * tokens * (1 - evicted)
 
 
 # ---- what fits -----------------------------------------------------------------------------------
@@ -162,13 +106,8 @@ def _evicted(condition: Condition) -> float:
 PRECISION = 1 / 16
 """Of what is found, as a share of it."""
 
-MOST = 2**24
-"""Beyond which nothing is tried."""
 
-CONTEXT, BATCH = "context", "batch"
-
-
-def largest(fits: Callable[[int], bool], guess: int, most: int = MOST) -> tuple[int, int]:
+def largest(fits: Callable[[int], bool], guess: int, most: int = 2**24) -> int:
     """The largest number that fits, by bisection, if all smaller ones do.
 
     Args:
@@ -176,36 +115,26 @@ def largest(fits: Callable[[int], bool], guess: int, most: int = MOST) -> tuple[
         most: beyond which nothing is tried.
 
     Returns:
-        The number, no more than `PRECISION` below the first that does not fit; 0: none does. And
-        how often `fits` was called.
+        The number, no more than `PRECISION` below the first that does not fit; 0: none does.
     """
-    fitting, too_large, n_tried = 0, most + 1, 0
+    fitting, too_large = 0, most + 1
     tried = max(1, min(guess, most))
     while too_large - fitting > max(1, PRECISION * fitting):
-        n_tried += 1
         if fits(tried):
             fitting = tried
         else:
             too_large = tried
         tried = (fitting + too_large) // 2
         if too_large > most and fitting:
-            tried = min(most, max(fitting + 1, int(1.25 * fitting)))
-    return fitting, n_tried
+            tried = min(most, max(fitting + 1, int(1.5 * fitting)))
+    return fitting
 
 
-def fitting_row(
-    spec: ModelSpec, budget: Arithmetic, condition: Condition, limit: int, what: str, other: int
-) -> dict[str, Any]:
-    """The longest context at a batch of `other`, or the largest batch at a context of `other`."""
-    peaks: dict[int, int | None] = {}
+def longest(spec: ModelSpec, condition: Condition, room: int, batch: int, guess: int) -> int:
+    """Tokens of the longest context with which an answer takes no more than `room` bytes."""
 
-    def fits(n: int) -> bool:
-        sizes = (n, other) if what == CONTEXT else (other, n)
-        peak = peaks[n] = peak_of(spec, Run(condition, *sizes, tokens=1))
-        return peak is not None and budget.weights + peak <= limit
+    def fits(context: int) -> bool:
+        peak = peak_of(spec, condition, context, batch, tokens=1)
+        return peak is not None and peak <= room
 
-    predicted = budget.tokens(limit, condition) // other
-    measured, n_tried = largest(fits, max(predicted, 16 if what == CONTEXT else 1))
-    row = {"what": what, "other": other, **condition._asdict(), "limit": limit}
-    row |= {"measured": measured, "predicted": predicted}
-    return row | {"peak": peaks.get(measured), "tried": n_tried}
+    return largest(fits, guess)

@@ -16,7 +16,6 @@ from experiments.framework.options import size_of
 from experiments.framework.plots import NO_PRESS, press_label
 from experiments.framework.ratios import ratio_figure
 from experiments.framework.tables import ResultTable
-from experiments.questions.throughput.memory import CONTEXT
 
 SLOW = 1.1
 """Times as long as without a press, up to which a first token is said to come as soon."""
@@ -38,7 +37,7 @@ def _bold(row: Any, name: str) -> str:
 
 
 def on_speed(table: pd.DataFrame) -> Iterator[Finding]:
-    """How much faster a press decodes, mechanism by mechanism, and what its cache holds."""
+    """How much faster a press decodes, here and in kvpress, and what its cache holds."""
     hooked = table[table["mechanism"] == "hook"].sort_values(["context", "batch", "speed"])
     best = hooked.iloc[-1]
     text = (
@@ -47,18 +46,14 @@ def on_speed(table: pd.DataFrame) -> Iterator[Finding]:
     )
     works: Any = "works" if best["speed_low"] > 1 else "costs" if best["speed_high"] < 1 else None
     yield Finding("speed", text, "decode faster", works)
-    for name, mechanism, subject in (
-        ("mechanisms", "patch", "Patches decode"),
-        ("kvpress", "kvpress", "kvpress decodes"),
-    ):
-        rows = table[table["mechanism"] == mechanism]
-        if len(rows):
-            worst = rows.sort_values("speed_over_hook").iloc[0]
-            text = (
-                f"{subject} at least {_bold(worst, 'speed_over_hook')} times as many tokens per "
-                f"second as hooks ({press_label(worst['press'])}, {_at(worst)})."
-            )
-            yield Finding(name, text)
+    theirs = table[table["mechanism"] == "kvpress"]
+    if len(theirs):
+        worst = theirs.sort_values("speed_over_hook").iloc[0]
+        text = (
+            f"kvpress decodes at least {_bold(worst, 'speed_over_hook')} times as many tokens per "
+            f"second as hooks ({press_label(worst['press'])}, {_at(worst)})."
+        )
+        yield Finding("kvpress", text)
     ours = table[table["mechanism"] != "kvpress"]
     over = (ours["bytes"] / ours.get("predicted", float("nan"))).dropna()
     if len(over):
@@ -87,9 +82,8 @@ def on_first(table: pd.DataFrame) -> Iterator[Finding]:
 
 def on_fits(table: pd.DataFrame) -> Iterator[Finding]:
     """How much longer a context fits."""
-    rows = table[table["what"] == CONTEXT]
-    best = rows.sort_values("measured").iloc[-1]
-    whole = rows.loc[rows["press"] == NO_PRESS, "measured"].max()
+    best = table.sort_values("measured").iloc[-1]
+    whole = table.loc[table["press"] == NO_PRESS, "measured"].max()
     if best["press"] != NO_PRESS and whole:
         text = (
             f"Within {size_of(best['limit'])} {press_label(best['press'])} with "
@@ -139,21 +133,14 @@ def _named(row: Any) -> str:
 
 
 def show_fits(table: pd.DataFrame) -> ResultTable:
-    """A line per press and what is sought."""
+    """A line per press."""
+    first = table.iloc[0]
     note = (
-        f"{table['model'].iloc[0]}: what fits in {size_of(table['limit'].iloc[0])}, weights "
-        "included, found by bisection, and what arithmetic predicts; hooks:"
+        f"{first['model']}: the longest context, batch {first['batch']}, that fits in "
+        f"{size_of(first['limit'])}, weights included, found by bisection; hooks:"
     )
-    whole = table[table["press"] == NO_PRESS].set_index("what")["measured"]
-    lines = []
-    for row in table.to_dict("records"):
-        what, other, measured = row["what"], row["other"], row["measured"]
-        sought = f"largest batch of {other:,} tokens"
-        if what == CONTEXT:
-            sought = f"longest context, batch {other:,}"
-        share = f"{measured / whole[what]:.2f}" if whole[what] else ""
-        lines.append([sought, _named(row), f"{measured:,}", f"{row['predicted']:,}", share])
-    return ResultTable(note, ["", "press", "measured", "predicted", "/ no press"], lines, left=2)
+    lines = [[_named(row), f"{row['measured']:,}"] for row in table.to_dict("records")]
+    return ResultTable(note, ["press", "tokens"], lines)
 
 
 # ---- figures -------------------------------------------------------------------------------------
@@ -163,7 +150,13 @@ def draw_speeds(table: pd.DataFrame) -> Figure:
     """Tokens per second over those without a press, a panel per context and batch."""
     sizes: Any = _pressed(table).groupby(["context", "batch"], sort=False)
     panels = {
-        f"{n:,} tokens, batch {batch}": _as_ratios(rows, "speed") for (n, batch), rows in sizes
+        f"{n:,} tokens, batch {batch}": rows.assign(
+            label=[f"{_named(row)}, {row['mechanism']}" for row in rows.to_dict("records")],
+            ratio=rows["speed"],
+            low=rows["speed_low"],
+            high=rows["speed_high"],
+        )
+        for (n, batch), rows in sizes
     }
     figure = ratio_figure(panels, "tokens per second / those without a press")
     figure.set_label(
@@ -173,23 +166,6 @@ def draw_speeds(table: pd.DataFrame) -> Figure:
     return figure
 
 
-def draw_firsts(table: pd.DataFrame) -> Figure:
-    """Time to the first token over that without a press, a dot per press, soonest first."""
-    rows = _as_ratios(_pressed(table).sort_values("first"), "first")
-    figure = ratio_figure({f"{table['context'].iloc[0]:,} tokens": rows}, "time / no press")
-    figure.set_label(
-        "Time to the first token with each press over that without, hooks: medians with "
-        f"{METHOD} over rounds"
-    )
-    return figure
-
-
-def _as_ratios(rows: pd.DataFrame, name: str) -> pd.DataFrame:
-    named = {name: "ratio", f"{name}_low": "low", f"{name}_high": "high"}
-    labels = [f"{_named(row)}, {row['mechanism']}" for row in rows.to_dict("records")]
-    return rows.drop(columns="ratio").rename(columns=named).assign(label=labels)
-
-
 FINDINGS: dict[str, Callable[[pd.DataFrame], Iterator[Finding]]] = {
     "throughput": on_speed,
     "throughput_first": on_first,
@@ -197,4 +173,3 @@ FINDINGS: dict[str, Callable[[pd.DataFrame], Iterator[Finding]]] = {
     "throughput_kvpress": on_kvpress,
 }
 VIEWS = {"throughput": show_speeds, "throughput_fits": show_fits}
-FIGURES = {"throughput": draw_speeds, "throughput_first": draw_firsts}

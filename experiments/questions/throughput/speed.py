@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,31 +12,30 @@ from transformers import DynamicCache, PreTrainedModel
 
 from experiments.framework.intervals import median_interval
 from experiments.framework.timing import Array, Stopwatch, each_in_turn
-from experiments.testbed.timed_models import FULL, Condition, Opens, random_context
+from experiments.testbed.timed_models import (
+    FULL,
+    Condition,
+    ModelSpec,
+    Opens,
+    random_context,
+    scope_of,
+)
 from press_core import cache_nbytes
 
 
-class Answer(NamedTuple):
-    """What one answer took.
-
-    Attributes:
-        first: seconds from the context to the first token.
-        step: seconds of each further token.
-        n_bytes: of the cache after the first token.
-    """
-
-    first: float
-    step: float
-    n_bytes: int
-
-
 @torch.inference_mode()
-def answer(model: PreTrainedModel, ids: Tensor, opens: Opens, tokens: int) -> Answer:
+def answer(
+    model: PreTrainedModel, ids: Tensor, opens: Opens, tokens: int
+) -> tuple[float, float, int]:
     """Read a context and decode greedily, the scope open all the while.
 
     Args:
         ids: `(B, S)`.
         tokens: to decode after the first.
+
+    Returns:
+        Seconds from the context to the first token, seconds of each further token, and bytes of the
+        cache after the first token.
     """
     with opens():
         cache = DynamicCache(config=model.config)
@@ -44,12 +43,12 @@ def answer(model: PreTrainedModel, ids: Tensor, opens: Opens, tokens: int) -> An
         token = _next(model, ids, cache, logits_to_keep=1)
         watch.lap()
         n_bytes = cache_nbytes(cache)
-        decoding = Stopwatch(model.device)
+        watch.lap()
         for _ in range(tokens):
             token = _next(model, token, cache)
-        decoding.lap()
-        (first,), (rest,) = watch.seconds(), decoding.seconds()
-    return Answer(first, rest / tokens, n_bytes)
+        watch.lap()
+        first, _, rest = watch.seconds()
+    return first, rest / tokens, n_bytes
 
 
 def _next(model: Any, ids: Tensor, cache: DynamicCache, **more: Any) -> Tensor:
@@ -59,33 +58,45 @@ def _next(model: Any, ids: Tensor, cache: DynamicCache, **more: Any) -> Tensor:
 
 
 def speeds(
-    model: PreTrainedModel,
-    opened: Mapping[Condition, Opens],
-    context: int,
-    batch: int,
+    spec: ModelSpec,
+    asked: Sequence[Condition],
+    contexts: Sequence[int],
+    batches: Sequence[int],
     tokens: int,
     rounds: int,
+    of_kvpress: Mapping[str, type[Any]] | None = None,
     advance: Callable[[], object] = lambda: None,
 ) -> Iterator[dict[str, Any]]:
-    """A row per condition; see `Throughput.measure`.
+    """A row per context, batch and condition; see `Throughput.measure`.
 
     Args:
-        opened: what each condition opens; `FULL` among them.
+        asked: the conditions, `FULL` among them.
         tokens: decoded in each answer, after the first.
         rounds: in which all take their turn.
+        of_kvpress: its presses, where it is imported.
         advance: called after each round.
+
+    Raises:
+        PressError: if the model does not suit a press; before anything is measured.
     """
-    ids, held = random_context(model, batch, context), {}
+    model = spec.load()
+    opened = {n: {one: scope_of(one, model, n, of_kvpress) for one in asked} for n in contexts}
+    for context, scopes in opened.items():
+        for batch in batches:
+            ids = random_context(model, batch, context)
 
-    def timed(condition: Condition) -> tuple[float, float]:
-        took = answer(model, ids, opened[condition], tokens)
-        held[condition] = took.n_bytes
-        return took.first, took.step
+            def timed(one: Condition, ids: Tensor = ids, scopes: Any = scopes) -> Any:
+                return answer(model, ids, scopes[one], tokens)
 
-    times = each_in_turn(list(opened), timed, rounds=rounds, advance=advance)
+            times = each_in_turn(list(scopes), timed, rounds=rounds, advance=advance)
+            for row in _rows(times, batch):
+                yield {"model": spec.name, "context": context, "batch": batch} | row
+
+
+def _rows(times: Mapping[Condition, Array], batch: int) -> Iterator[dict[str, Any]]:
     for condition, taken in times.items():
-        first, step = taken.T
-        row = {"context": context, "batch": batch, **condition._asdict(), "rounds": rounds}
+        first, step, held = taken.T
+        row = {**condition._asdict(), "rounds": len(taken)}
         row |= _interval("first", first / times[FULL][:, 0])
         row |= _interval("speed", times[FULL][:, 1] / step)
         hook = times.get(condition._replace(mechanism="hook"))
@@ -93,7 +104,7 @@ def speeds(
             row |= _interval("speed_over_hook", hook[:, 1] / step)
         row |= {"first_ms": 1e3 * float(np.median(first))}
         row |= {"tokens_per_s": batch / float(np.median(step))}
-        yield row | {"bytes": held[condition]}
+        yield row | {"bytes": int(held[-1])}
 
 
 def _interval(name: str, ratios: Array) -> dict[str, float]:

@@ -1,1 +1,43 @@
-"""How the models that ship with the experiments were trained."""
+"""How the models that ship with the experiments were trained: `python -m experiments train`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from experiments import UserError
+
+
+def command(
+    what: Annotated[
+        Literal["facts", "stdlib", "sink", "fitted"], typer.Argument(help="What to train.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder to write to.", show_default="of fitted: the model's own"),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of weights and data; fitted has its own.")] = 0,
+    model: Annotated[
+        str, typer.Option(help="Of fitted: a model that knows the facts task.")
+    ] = "facts-llama",
+) -> None:
+    """Train the small models that ship with the study.
+
+    facts: facts-llama, which retrieves facts from a context; about an hour on two cores.
+
+    stdlib: stdlib-neox, a GPT-NeoX that writes Python as the standard library does.
+
+    sink: stdlib-neox-sink, which is stdlib-neox with an attention sink.
+
+    fitted: what KVzapPress and other presses know about facts-llama; two minutes.
+    """
+    train = import_module(f"{__name__}.{what}").train
+    if what == "fitted":
+        train(model, output)
+    elif output is None:
+        raise UserError(f"{what} has no folder to write to; give --output")
+    else:
+        train(output, seed=seed)

@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from experiments.testbed.asking import answer_unseen
-from experiments.testbed.facts import BOS, PAD, VOCABULARY, FactBatch, build_tokenizer, draw
-from experiments.testbed.training.loop import descend, save
+from experiments.testbed.facts import FactBatch, build_tokenizer, draw
+from experiments.testbed.training.loop import descend, save, untrained
 
 STAGES: tuple[tuple[int, int], ...] = (
     *((8, 4), (16, 4), (16, 8), (32, 8), (64, 12)),
@@ -39,30 +40,10 @@ EVALUATION_TOKENS = 65_536
 """Cached tokens held at once by the evaluation, about 2 KiB each."""
 
 
-def build_model() -> LlamaForCausalLM:
-    """The untrained model: 0.95 M float32 parameters, drawn from torch's global generator."""
-    config = LlamaConfig(
-        vocab_size=len(VOCABULARY),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=16,
-        max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
-        tie_word_embeddings=False,
-        pad_token_id=VOCABULARY.index(PAD),
-        bos_token_id=VOCABULARY.index(BOS),
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config)
-
-
 class Curriculum:
     """Contexts of the newest stage, with some of stages passed before, until all are passed."""
 
-    def __init__(self, model: LlamaForCausalLM, seed: int) -> None:
+    def __init__(self, model: Any, seed: int) -> None:
         self.model, self.generator = model, torch.Generator().manual_seed(seed)
         self.stage, self.accuracy = 0, 0.0
 
@@ -104,7 +85,7 @@ def _draw_step(context: int, facts: int, generator: torch.Generator) -> FactBatc
     return draw(max(1, TOKENS_PER_STEP // (1 + context + 2 * facts)), context, facts, generator)
 
 
-def loss_of(model: LlamaForCausalLM, batch: FactBatch) -> tuple[Tensor, float]:
+def loss_of(model: Any, batch: FactBatch) -> tuple[Tensor, float]:
     """The loss of all answers about a batch, and the share that is right."""
     facts = batch.answer_ids.shape[1]
     pairs = torch.stack([batch.question_ids[:, :, 1], batch.answer_ids], dim=2).flatten(1)
@@ -130,7 +111,7 @@ def train(
     The same seed gives the same model as long as torch and its number of threads are the same.
     """
     torch.manual_seed(seed)
-    model = build_model()
+    model = untrained("facts-llama")
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.05)
     curriculum = Curriculum(model, seed)
     steps = takewhile(lambda _: not curriculum.passed, range(curriculum_steps))

@@ -9,7 +9,16 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from experiments.loading import load_model
+
+
+def untrained(name: str) -> PreTrainedModel:
+    """A shipped model with its weights drawn anew, from torch's global generator."""
+    config = load_model(name)[0].config
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
 
 
 def descend(

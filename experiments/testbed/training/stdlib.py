@@ -16,17 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import (
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from experiments.loading import load_model
-from experiments.testbed.sinks import attention_to_first
 from experiments.testbed.stdlib_text import token_stream
-from experiments.testbed.training.loop import descend, save
+from experiments.testbed.training.loop import descend, save, untrained
 
 LENGTH = 256
 """Tokens in a training sequence, ``<bos>`` included."""
@@ -37,7 +31,7 @@ LEARNING_RATE = 1e-2
 WARM_UP = 1 / 7
 """Share of the steps."""
 WEIGHT_DECAY = 0.1
-PAD_ID, BOS_ID, UNK_ID = range(3)
+BOS_ID, UNK_ID = 1, 2
 IGNORED = -100
 """Label that `cross_entropy` leaves out."""
 
@@ -54,29 +48,6 @@ class Text(NamedTuple):
         """The text of this machine's Python."""
         tokenizer = load_model("stdlib-neox")[1]
         return cls(tokenizer, token_stream(tokenizer, "train"), token_stream(tokenizer, "held-out"))
-
-
-def build_model(vocabulary: int) -> GPTNeoXForCausalLM:
-    """The untrained model: 0.86 M float32 parameters, drawn from torch's global generator."""
-    config = GPTNeoXConfig(
-        vocab_size=vocabulary,
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=LENGTH,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 10_000.0,
-            "partial_rotary_factor": 0.25,
-        },
-        use_parallel_residual=True,
-        tie_word_embeddings=True,
-        pad_token_id=PAD_ID,
-        bos_token_id=BOS_ID,
-        eos_token_id=BOS_ID,
-    )
-    return GPTNeoXForCausalLM(config)
 
 
 def blocks(stream: Tensor) -> Tensor:
@@ -113,7 +84,7 @@ def train(output: Path, *, seed: int = 0, steps: int = STEPS) -> None:
     """
     text = Text.load()
     torch.manual_seed(seed)
-    model = build_model(len(text.tokenizer))
+    model = untrained("stdlib-neox")
     fit(model, text, seed, steps, LEARNING_RATE, lambda tokens, _: objective(model, tokens))
     save(model, text.tokenizer, output)
     report(model, text.held_out)
@@ -161,6 +132,16 @@ def report(model: PreTrainedModel, stream: Tensor) -> None:
         total += float(objective(model, tokens)) * known
         count += known
     print(f"{total / count:.3f} nats per held-out token")
-    attention = attention_to_first(model, blocks(stream)[:ROWS])
-    for layer, shares in attention.groupby("layer")["share"]:
+    for layer, shares in enumerate(paid_to_first(model, blocks(stream)[:ROWS])):
         print(f"heads of layer {layer} pay <bos> {', '.join(map('{:.1%}'.format, shares))}")
+
+
+@torch.inference_mode()
+def paid_to_first(model: PreTrainedModel, tokens: Tensor) -> list[list[float]]:
+    """By layer, the share of its attention that each head pays the first token.
+
+    Of queries in the later half; the model is left with eager attention, which returns weights.
+    """
+    model.set_attn_implementation("eager")
+    weights = model(input_ids=tokens, use_cache=False, output_attentions=True).attentions
+    return [of_layer[:, :, tokens.shape[1] // 2 :, 0].mean((0, 2)).tolist() for of_layer in weights]

@@ -19,7 +19,6 @@ from experiments.framework.timing import threads
 from experiments.questions.architectures.decoders import build, decoders
 from press_core import UnsupportedModelError, attention_sites, kept_lengths, probe
 from press_core.model.rotary import NoRotation
-from press_core.probe import verified
 from tests.support import snapshot
 
 KNOWN = decoders()
@@ -80,13 +79,6 @@ def test_layers_without_positions_are_told_from_those_that_rotate() -> None:
     assert all(type(site.rotary) is NoRotation for site in attention_sites(tiny("cohere2")))
 
 
-def test_heads_are_paired_as_the_model_does() -> None:
-    (site, *_) = attention_sites(tiny("jetmoe"))
-    heads = torch.arange(4).view(1, 4, 1)
-    assert site.grouped(heads).flatten().tolist() == [0, 2, 1, 3]
-    assert torch.equal(site.ungrouped(site.grouped(heads)), heads)
-
-
 @pytest.mark.parametrize("name", ["glm4v", "ernie4_5_vl_moe", "qwen3_vl"])
 def test_positions_in_three_dimensions(name: str) -> None:
     """Cosines and sines at positions of one's own are those that the model makes of them."""
@@ -95,13 +87,6 @@ def test_positions_in_three_dimensions(name: str) -> None:
     assert site.rotary is not None
     cos, _ = site.rotary.embeddings(torch.zeros(1), torch.arange(7)[None])
     assert cos.shape[:2] == (1, 7)
-
-
-def test_layers_that_share_a_cache_are_known_with_its_owner() -> None:
-    known = verified(tiny("gemma3n_text"))
-    assert [site.layer_idx for site in known.sites] == [1, 3]
-    owners = {other.site.layer_idx: other.owner for other in known.bystanders}
-    assert owners[5] == 3
 
 
 @pytest.mark.parametrize(
@@ -123,6 +108,16 @@ def test_what_a_model_does_not_do_is_refused_by_need(name: str, need: str) -> No
         assert need in site.refusals
         if name == "nanochat":  # its norm, without weights, commutes with rotations
             assert "rope" not in site.refusals
+
+
+def test_sites_are_named_and_tell_the_implementation_in_force() -> None:
+    model = tiny("llama")
+    sites = attention_sites(model)
+    assert [site.name for site in sites] == [f"model.layers.{i}.self_attn" for i in range(4)]
+    assert all(site.module is model.get_submodule(site.name) for site in sites)
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        assert sites[0].attn_implementation == implementation
 
 
 # ---- what it leaves ------------------------------------------------------------------------------
@@ -213,7 +208,6 @@ def test_a_probe_of_a_small_model_is_quick() -> None:
 # ---- layers beside those that are pruned ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 @torch.no_grad()
 def test_a_bare_cache_slides_where_the_model_does(package: Any) -> None:
     model = tiny("qwen2 (sliding)")
@@ -224,7 +218,6 @@ def test_a_bare_cache_slides_where_the_model_does(package: Any) -> None:
     assert [layer.is_sliding for layer in cache.layers] == [False, True, False, True]
 
 
-@pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 @torch.no_grad()
 def test_an_encoder_decoder_is_pruned_where_its_decoder_attends_to_itself(package: Any) -> None:
     model = tiny("bart (seq2seq)")

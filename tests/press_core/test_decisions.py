@@ -1,23 +1,30 @@
-"""Merging on eviction, and CaM's, against slow references."""
+"""What presses keep and merge, against slow references, without a model."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from statistics import fmean
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import patch_impl
-from press_core import AttentionCall, Eviction
+from press_core import AttentionCall, Tokens
 from press_core.observed import Moment
+from press_core.presses.chunks import gated_order
 from press_core.presses.decoding import RECEIVED
 from press_core.presses.merging import most_similar, uniform
 from press_core.tiles import NUMBERS
-from tests.press_core.drawn import BATCH, KV_HEADS, drawn, drawn_call
+from tests.press_core.drawn import BATCH, KV, KV_HEADS, drawn, drawn_call
 
 LENGTH = 24
 
 
-def slow(
+def slow_merge(
     call: AttentionCall, kept: list[int], row: int, head: int, threshold: float, fraction: float
 ) -> Tensor:
     """Values of one head after merging, one evicted token at a time."""
@@ -46,27 +53,20 @@ def slow(
     ("threshold", "fraction"), [(0.0, 1.0), (0.4, 1.0), (0.0, 0.35), (0.3, 0.6), (1.0, 1.0)]
 )
 @pytest.mark.parametrize("ratio", [0.25, 0.8])
-def test_against_the_slow_reference(ratio: float, threshold: float, fraction: float) -> None:
+def test_merging_against_the_slow_reference(
+    ratio: float, threshold: float, fraction: float
+) -> None:
     call = drawn_call(LENGTH)
     inner = patch_impl.KnormPress(ratio)
     press = patch_impl.MergingPress(inner, threshold, fraction)
     merged, plain = press.evict(call), inner.evict(call)
-    assert isinstance(merged, Eviction)
     assert torch.equal(merged.known_kept, plain.known_kept)
     assert torch.equal(merged.keys, plain.keys)
     for row in range(BATCH):
         for head in range(KV_HEADS):
             kept = plain.known_kept[row, head].tolist()
-            expected = slow(call, kept, row, head, threshold, fraction)
+            expected = slow_merge(call, kept, row, head, threshold, fraction)
             torch.testing.assert_close(merged.values[row, head], expected)
-
-
-def test_equal_values_stay_what_they_are() -> None:
-    """A weighted mean of equal values."""
-    call = drawn_call(LENGTH)
-    call = drawn_call(LENGTH, values=call.values[:, :, :1].expand_as(call.values))
-    values = patch_impl.MergingPress(patch_impl.KnormPress(0.5)).evict(call).values
-    torch.testing.assert_close(values, call.values[:, :, :12])
 
 
 def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,3 +125,82 @@ def test_numbers_depend_on_seed_layer_and_forward() -> None:
     found = [uniform((2, 9), *key) for key in [(0, 0, 1), (1, 0, 1), (0, 1, 1), (0, 0, 2)]]
     assert torch.equal(found[0], uniform((2, 9), 0, 0, 1))
     assert all(not torch.equal(found[0], other) for other in found[1:])
+
+
+# ---- H2O -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recent_ratio", "n", "recent"),
+    [(0.5, 8, 4), (0.5, 7, 4), (0.0, 8, 0), (1.0, 8, 8), (0.2, 5, 1)],
+)
+def test_recent_and_heavy_share_the_budget(recent_ratio: float, n: int, recent: int) -> None:
+    call = drawn_call(15)
+    press = patch_impl.H2OPress(Tokens(n), recent_ratio)
+    memory = press.remember(call)
+    kept = press.evict(replace(call, memory=memory)).known_kept
+    weights = next(iter(memory.values()))
+    for row, head in KV:
+        before = weights[row, head, : 15 - recent].tolist()
+        heavy = sorted(range(len(before)), key=lambda j: -before[j])[: n - recent]
+        expected = sorted([*heavy, *range(15 - recent, 15)])
+        assert kept[row, head].tolist() == expected
+
+
+def test_what_it_has_received_adds_up() -> None:
+    press = patch_impl.H2OPress(0.5)
+    call = drawn_call(15)
+    first = press.remember(call)
+    again = press.remember(replace(call, memory=first))
+    for name, known in first.items():
+        torch.testing.assert_close(again[name], 2 * known)
+
+
+# ---- ChunkKV with a gate, which fills a budget chunk by chunk -----------------------------------
+
+
+def entropy(scores: list[float]) -> float:
+    least = min(0.0, *scores)
+    raised = [score - least for score in scores]
+    total = sum(raised)
+    if total <= 0 or len(scores) == 1:
+        return 0.0
+    return -sum(x / total * math.log(x / total) for x in raised if x > 0) / math.log(len(scores))
+
+
+def lower_median(numbers: list[float]) -> float:
+    return sorted(numbers)[(len(numbers) - 1) // 2]
+
+
+def slow_gated(scores: list[float], budget: int, chunk_length: int, low: int) -> list[int]:
+    """Which tokens are kept."""
+    starts = range(0, len(scores), chunk_length)
+    chunks = [list(range(s, min(s + chunk_length, len(scores)))) for s in starts]
+    means = [fmean(scores[t] for t in chunk) for chunk in chunks]
+    entropies = [entropy([scores[t] for t in chunk]) for chunk in chunks]
+    kept: list[int] = []
+    for i in sorted(range(len(chunks)), key=lambda i: -means[i]):
+        best = sorted(chunks[i], key=lambda t: -scores[t])
+        if means[i] >= lower_median(means) and entropies[i] < lower_median(entropies):
+            best = best[:low]
+        kept += best[: budget - len(kept)]
+    rest = sorted(set(range(len(scores))) - set(kept), key=lambda t: -scores[t])
+    return sorted(kept + rest[: budget - len(kept)])
+
+
+@st.composite
+def scored(draw: st.DrawFn) -> Tensor:
+    length, seed = draw(st.integers(3, 60)), draw(st.integers(0, 2**16))
+    scores = torch.rand(length, generator=torch.Generator().manual_seed(seed)).double()
+    return scores ** draw(st.sampled_from([1, 4])) - draw(st.sampled_from([0.0, 0.3]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(scored(), st.integers(2, 12), st.data())
+def test_gated_chunks_against_the_slow_reference(
+    scores: Tensor, chunk_length: int, data: st.DataObject
+) -> None:
+    low = data.draw(st.integers(1, chunk_length - 1))
+    budget = data.draw(st.integers(1, len(scores)))
+    kept = gated_order(scores, chunk_length, low)[:budget].sort().values
+    assert kept.tolist() == slow_gated(scores.tolist(), budget, chunk_length, low)

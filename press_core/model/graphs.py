@@ -16,6 +16,12 @@ def may_break() -> bool:
     return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
 
 
+def n_compiled() -> int:
+    """How many graphs `torch.compile` has made in this process."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return 0 if dynamo is None else dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 def forget_graphs(sites: list[AttentionSite]) -> None:
     """Let what `torch.compile` has made of attention modules like these be made anew when it runs.
 
@@ -23,6 +29,12 @@ def forget_graphs(sites: list[AttentionSite]) -> None:
     guards out (`torch._dynamo.config.skip_nnmodule_hook_guards`, True by default). Graphs belong to
     the code of a function and not to a model, so others of the same code are compiled again too.
     """
+    for code in graphs_of(sites):
+        sys.modules["torch._dynamo"].eval_frame.reset_code(code)
+
+
+def graphs_of(sites: list[AttentionSite]) -> Iterator[CodeType]:
+    """The code that was compiled with attention modules like these in it, and may miss hooks."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None or not dynamo.config.skip_nnmodule_hook_guards:
         return
@@ -34,7 +46,7 @@ def forget_graphs(sites: list[AttentionSite]) -> None:
         entries = dynamo.eval_frame._debug_get_cache_entry_list(code)
         guards = [str(entry.guard_manager) for entry in entries]
         if any(member in text for text in guards for member in members):
-            dynamo.eval_frame.reset_code(code)
+            yield code
 
 
 def _compiled() -> Iterator[CodeType]:

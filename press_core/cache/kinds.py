@@ -1,0 +1,66 @@
+"""Which layers of `transformers` can be pruned, and the layer that takes the place of each.
+
+Kinds that are not here (static buffers, quantized states) register themselves, see
+`press_core.running`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import cache_utils
+from transformers.cache_utils import DynamicLayer
+
+from press_core.cache.pruned import PrunedLayer
+from press_core.errors import UnsupportedCacheError
+
+
+class PrunedHybridLayer(PrunedLayer):
+    """A pruned layer that keeps the state of a linear attention beside its keys and values."""
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.update_recurrent_state(*args, **kwargs)
+
+    def drop_last(self, n: int) -> None:
+        raise UnsupportedCacheError(
+            "a pruned layer with a linear state cannot give back its latest tokens"
+        )
+
+    def emptied(self) -> Any:
+        inner = super().emptied()
+        inner.reset()
+        return inner
+
+
+HybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
+"""The layer of models that attend and keep a linear state in one; transformers 5.2 has none."""
+
+KINDS: dict[type, type[PrunedLayer]] = {DynamicLayer: PrunedLayer}
+"""By type of a layer of `transformers`, what takes its place once it is pruned."""
+
+OPEN_KINDS: list[type] = []
+"""Types of `KINDS` whose subclasses are pruned in the same way."""
+
+if HybridLayer is not None:
+    KINDS[HybridLayer] = PrunedHybridLayer
+    # The state of a layer is written only to a layer that is known to have one.
+    cache_utils.LinearAttentionCacheLayerMixin.register(PrunedHybridLayer)
+
+
+def kind_of(layer: Any) -> type[PrunedLayer] | None:
+    """What takes the place of a layer of `transformers`; None: it cannot be pruned."""
+    known = KINDS.get(type(layer))
+    if known is None:  # layers that quantize are of a class for each library
+        known = next((KINDS[kind] for kind in OPEN_KINDS if isinstance(layer, kind)), None)
+    return known
+
+
+def as_pruned(layer: Any) -> PrunedLayer | None:
+    """A layer in the words of pruned layers, if it is of a kind that can be pruned, or None."""
+    if isinstance(layer, PrunedLayer):
+        return layer
+    kind = kind_of(layer)
+    return None if kind is None else kind(layer)

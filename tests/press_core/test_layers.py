@@ -1,0 +1,397 @@
+"""Layers that have lost tokens, against lists of lists; heads of different lengths in one."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+import patch_impl
+from press_core import AttentionCall, ScopeError, UnsupportedCacheError, cache_nbytes, kept_lengths
+from press_core.cache import layout
+from press_core.cache.layout import Blocks
+from press_core.cache.recent import AHEAD
+from press_core.eviction import Eviction
+from tests.support import build, filled, held, left_padded, reading
+
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
+N_PROGRAMS = {"short": 15, "long": 1000}.get(PROFILE, 60)
+DIM = 4
+# transformers 5.2 crops to a length, later releases crop a number of tokens away.
+CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
+
+
+def states(batch: int, n_heads: int, n: int, seed: int = 0) -> tuple[Tensor, ...]:
+    """Random keys and values, `(batch, n_heads, n, dim)` each."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = batch, n_heads, n, DIM
+    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def pruned(
+    evict: Callable[[AttentionCall], Eviction],
+    n: int,
+    padding: Sequence[int] = (0,),
+    n_heads: int = 2,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Any, Tensor, Tensor]:
+    """A layer that a press has pruned, and all keys and values that it was given.
+
+    Args:
+        padding: of each row, on its left; `evict` is asked about each row's tokens.
+    """
+
+    class Own(patch_impl.BasePress):
+        def compress(self, call: AttentionCall) -> Eviction:
+            return evict(call)
+
+    sizes = {"num_layers": 1, "num_heads": n_heads, "num_kv_heads": n_heads, "head_dim": DIM}
+    model = build("llama", dtype=dtype, **sizes)
+    ids, mask, positions = left_padded(len(padding), n, [*padding])
+    given = {"attention_mask": mask, "position_ids": positions}
+    (layer,), (whole,) = (filled(model, press, ids, **given).layers for press in (Own(), None))
+    return layer, whole.keys, whole.values
+
+
+def ragged(kept: list[list[list[int]]], n: int, **options: Any) -> tuple[Any, Tensor, Tensor]:
+    """A layer that holds the positions `kept` of each row and head out of `n`, and all states."""
+    mask = torch.zeros(len(kept), len(kept[0]), n, dtype=torch.bool)
+    for row, of_row in enumerate(kept):
+        for head, positions in enumerate(of_row):
+            mask[row, head, positions] = True
+    return pruned(lambda call: Eviction.keep_per_head(call, mask), n, [0] * len(kept), **options)
+
+
+def update(layer: Any, *new: Tensor) -> tuple[Tensor, ...]:
+    """Append `new` keys and values, as whoever attends over the layer does."""
+    with reading(layer):
+        return layer.update(*new)
+
+
+def append(layer: Any, n: int, seed: int = 1) -> tuple[Tensor, ...]:
+    return update(layer, *states(layer.batch, layer.n_heads, n, seed))
+
+
+def cat(*parts: Tensor) -> Tensor:
+    return torch.cat(parts)
+
+
+def cache_of(layer: Any) -> DynamicCache:
+    cache = DynamicCache()
+    cache.layers.append(layer)
+    return cache
+
+
+# ---- drawn sequences of operations ---------------------------------------------------------------
+
+
+Head = tuple[Tensor, ...]
+"""What a head holds: positions `(n,)`, keys and values `(n, d)`."""
+
+
+KINDS = "ragged", "ragged", "even", "unsaid", "channels"
+
+
+class AgainstLists(RuleBasedStateMachine):
+    """A pruned layer, and per row and head a list of the tokens that it should hold.
+
+    Heads hold different numbers of tokens, or as many (rows fewer, with empty slots on the left;
+    nobody says which; without some channels of the keys).
+    """
+
+    layer: Any
+    rows: list[list[Head]]
+
+    @initialize(
+        data=st.data(),
+        kind=st.sampled_from(KINDS),
+        batch=st.integers(1, 3),
+        n_heads=st.integers(1, 3),
+    )
+    def prefill(self, data: Any, kind: str, batch: int, n_heads: int) -> None:
+        n = data.draw(st.sampled_from([1, 2, 7, 20, 130]))
+        self.kind, self.seen, self.recent, chosen = kind, n, 0, {}
+        empty = [data.draw(st.integers(0, n - 1)) for _ in range(batch)]
+        empty = empty if kind == "even" else [0] * batch
+
+        def evict(call: AttentionCall) -> Eviction:
+            rows, length = call.when.batch_rows or range(batch), call.length
+            n_kept = data.draw(st.integers(1, length))
+            of_rows = torch.rand(len(rows), n_heads, length, generator=generator).argsort(dim=-1)
+            kept = of_rows[..., :n_kept].sort().values
+            eviction = Eviction.keep(call, kept)
+            if kind == "ragged":
+                flags = [[data.draw(some_of(n_kept)) for _ in range(n_heads)] for _ in rows]
+                mask = torch.tensor(flags)
+                eviction = eviction.then(Eviction.keep_per_head(eviction.next_call(), mask))
+            elif kind == "channels":
+                kept = torch.arange(length).expand(len(rows), n_heads, -1)
+                channels = torch.tensor([0, 2]).expand(len(rows), n_heads, -1)
+                eviction = Eviction.keep_channels(call, channels)
+            elif kind == "unsaid":
+                eviction = Eviction.from_states(call, *eviction)
+            for index, row in enumerate(rows):
+                chosen[row] = [empty[row] + of_head for of_head in kept[index]]
+                if kind == "ragged":
+                    chosen[row] = [x[m] for x, m in zip(chosen[row], mask[index], strict=True)]
+            return eviction
+
+        generator = torch.Generator().manual_seed(n)
+        self.layer, keys, values = pruned(evict, n, empty, n_heads)
+        if kind == "channels":
+            keys = keys * torch.tensor([1, 0, 1, 0])
+        self.rows = [
+            [(at, keys[row, h, at], values[row, h, at]) for h, at in enumerate(chosen[row])]
+            for row in range(batch)
+        ]
+        self.context = max(len(at) for row in self.rows for at, *_ in row)
+        self.unsaid = kind == "unsaid" and self.context < n  # of all tokens it is clear
+
+    def each(self, change: Callable[..., Head]) -> None:
+        self.rows = [
+            [change(b, h, *head) for h, head in enumerate(row)] for b, row in enumerate(self.rows)
+        ]
+
+    @property
+    def is_ragged(self) -> bool:
+        return self.kind == "ragged"
+
+    @rule(n=st.sampled_from([1, 1, 1, 2, 5, 40]))
+    def update(self, n: int) -> None:
+        keys, values = states(len(self.rows), len(self.rows[0]), n, self.seen)
+        found = update(self.layer, keys, values)
+        if self.kind in ("ragged", "channels"):  # attention reads the layer itself
+            assert found[0] is keys
+            assert found[1] is values
+        else:
+            assert all(map(torch.equal, found, self.layer.states()))
+        new = torch.arange(self.seen, self.seen + n)
+        self.each(
+            lambda b, h, at, *x: (cat(at, new), cat(x[0], keys[b, h]), cat(x[1], values[b, h]))
+        )
+        self.seen, self.recent = self.seen + n, self.recent + n
+
+    @precondition(lambda self: self.is_ragged and self.layer.lengths().min() > 0)
+    @rule(data=st.data())
+    def evict(self, data: Any) -> None:
+        """Some of the last tokens of each head, of the context or later."""
+        m = data.draw(st.integers(1, int(self.layer.lengths().min())))
+        gone = torch.tensor([[data.draw(some_of(m)) for _ in row] for row in self.rows])
+        self.layer.evict(gone, None)
+        self.each(lambda b, h, *head: tuple(cat(x[:-m], x[-m:][~gone[b, h]]) for x in head))
+        self.recent = 0
+
+    @rule(data=st.data(), to_length=st.booleans())
+    def crop(self, data: Any, to_length: bool) -> None:
+        """What was evicted does not come back, so that only what came later can be taken away."""
+        too_many = self.recent + data.draw(st.integers(1, 3))
+        with pytest.raises(UnsupportedCacheError, match=f"{too_many} tokens.*: {self.recent} came"):
+            self.layer.crop(-too_many)
+        n = data.draw(st.integers(0, self.recent))
+        if to_length and CROPS_TO_LENGTH:
+            self.layer.crop(self.seen + 100)  # to more than was seen
+            self.layer.crop(self.seen - n)
+        elif n or not CROPS_TO_LENGTH:
+            self.layer.crop(-n)
+        if n:
+            self.each(lambda _, __, *head: tuple(x[:-n] for x in head))
+        self.seen, self.recent = self.seen - n, self.recent - n
+
+    @rule(data=st.data(), beams=st.booleans())
+    def select(self, data: Any, beams: bool) -> None:
+        size = len(self.rows) if beams else data.draw(st.integers(1, 4))
+        row = st.integers(0, len(self.rows) - 1)
+        chosen = data.draw(st.lists(row, min_size=size, max_size=size))
+        select = self.layer.reorder_cache if beams else self.layer.batch_select_indices
+        select(torch.tensor(chosen))
+        self.rows = [self.rows[row] for row in chosen]
+
+    @precondition(lambda self: len(self.rows) <= 3)
+    @rule(repeats=st.integers(1, 2))
+    def repeat(self, repeats: int) -> None:
+        self.layer.batch_repeat_interleave(repeats)
+        self.rows = [row for row in self.rows for _ in range(repeats)]
+
+    @rule(deep=st.booleans())
+    def copy(self, deep: bool) -> None:
+        """Goes on with a copy; what becomes of the former must not matter."""
+        former = self.layer
+        self.layer = copy.deepcopy(former) if deep else pickle.loads(pickle.dumps(former))
+        assert type(self.layer) is type(former)
+        names = "keys", "values", "slots", "channels", "recent_keys"
+        mine, its = (
+            [x for name in names if isinstance(x := getattr(layer, name, None), Tensor)]
+            + ([layer.recent.keys, layer.recent.values] if self.is_ragged else [])
+            for layer in (self.layer, former)
+        )
+        assert not {x.data_ptr() for x in mine if x.numel()} & {x.data_ptr() for x in its}
+        former.reset()
+
+    @invariant()
+    def holds_the_same(self) -> None:
+        """Rows and heads that hold less than others have empty slots on the left."""
+        layer, lengths = self.layer, [[len(at) for at, *_ in row] for row in self.rows]
+        n_slots = max(map(max, lengths)) if self.is_ragged else self.context + self.recent
+        assert (layer.get_seq_length(), layer.n_recent) == (self.seen, self.recent)
+        assert (layer.batch, layer.n_slots) == (len(self.rows), n_slots)
+        columns = self.seen if self.is_ragged else n_slots
+        for asked in (3, torch.arange(3)):  # transformers 5.2 asks with positions
+            assert layer.get_mask_sizes(asked) == (columns + 3, self.seen - columns)
+        assert kept_lengths(cache_of(layer))[0].tolist() == lengths
+        (keys, values), positions = layer.states(), layer.all_positions()
+        assert keys.shape == values.shape == (*torch.tensor(lengths).shape, n_slots, DIM)
+        assert (positions is None) == self.unsaid
+        for b, h in itertools.product(range(layer.batch), range(len(lengths[0]))):
+            n_empty, (at, *head) = n_slots - lengths[b][h], self.rows[b][h]
+            found = keys[b, h, n_empty:], values[b, h, n_empty:]
+            assert all(map(torch.equal, found, head))
+            if positions is not None:
+                assert positions[b, h].tolist() == [-1] * n_empty + at.tolist()
+            if self.is_ragged:
+                assert all(map(torch.equal, layer.head(b * len(lengths[0]) + h), head))
+                assert not keys[b, h, :n_empty].any()
+                assert not values[b, h, :n_empty].any()
+
+    @precondition(lambda self: self.is_ragged)
+    @invariant()
+    def stores_little_more_than_it_holds(self) -> None:
+        """At most 3% of the context, and a few slots ahead; it knows which slots are empty."""
+        layer = self.layer
+        context = sum(layer.counts) - layer.n_recent * len(layer.counts)
+        assert layer.keys.shape == layer.values.shape == (*layer.slots.shape, DIM)
+        assert layer.slots.numel() <= 1.03 * context or not context
+        assert int((layer.slots >= 0).sum()) == context
+        for of_recent in (layer.recent.keys, layer.recent.values):
+            assert of_recent.shape == (len(layer.counts), layer.n_recent + AHEAD, DIM)
+
+
+def some_of(n: int) -> st.SearchStrategy[list[bool]]:
+    """Which of `n` tokens: all, or some, and never none."""
+    some = st.integers(1, 2**n - 1).map(lambda bits: [bool(bits >> i & 1) for i in range(n)])
+    return st.one_of(st.just([True] * n), some)
+
+
+TestAgainstLists = AgainstLists.TestCase
+TestAgainstLists.settings = settings(
+    max_examples=N_PROGRAMS,
+    stateful_step_count=12,
+    derandomize=PROFILE != "long",
+    database=None,
+    deadline=None,
+)
+
+
+@given(
+    n_heads=st.integers(1, 4),
+    batch=st.integers(1, 3),
+    few=st.sampled_from([-1, 2**18]),
+    data=st.data(),
+)
+@settings(max_examples=6 * N_PROGRAMS, derandomize=PROFILE != "long", database=None, deadline=None)
+def test_every_head_reads_its_own_tokens_once_and_no_others(
+    n_heads: int, batch: int, few: int, data: st.DataObject
+) -> None:
+    n = n_heads * batch
+    counts = data.draw(st.lists(st.integers(0, 400), min_size=n, max_size=n))
+    counts[0] += 1  # not all of them empty
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "FEW", few)
+        blocks = Blocks.of(counts, n_heads, torch.zeros(1, DIM))
+    slots = blocks.slots(counts)
+    owner = torch.full((blocks.n * blocks.size,), -1)
+    owner[slots] = torch.arange(n).repeat_interleave(torch.tensor(counts))
+    assert int((owner >= 0).sum()) == sum(counts)
+    assert len(owner) <= (1 + layout.WASTE) * sum(counts)
+    n_own = blocks.n_own
+    n_readers = (len(blocks.heads) - n_own) // max(1, blocks.n - n_own)
+    read = torch.arange(blocks.n)
+    read = torch.cat((read[:n_own], read[n_own:].repeat_interleave(n_readers)))
+    own = owner.view(blocks.n, blocks.size)[read] == blocks.heads[:, None]
+    seen = blocks.hidden[:, 0] == 0
+    assert not (seen & ~own).any()
+    assert int(seen.sum()) == sum(counts)
+    assert blocks.hidden[:, 0][~seen].isneginf().all()
+    if blocks.of_rows:
+        assert blocks.heads.tolist() == list(range(n))
+
+
+# ---- one by one ----------------------------------------------------------------------------------
+
+KEPT = [[[0, 3, 4, 9], [1]], [[2, 5], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_states_keep_their_dtype_and_their_bits(dtype: torch.dtype) -> None:
+    layer, keys, values = ragged([[[0, 2, 3], [1]]], 5, dtype=dtype)
+    new_keys, new_values = states(1, 2, 1)
+    update(layer, new_keys, new_values)  # float32, as under autocast
+    assert layer.keys.dtype == layer.values.dtype == layer.states()[0].dtype == dtype
+    expected = torch.cat((keys[0, 0, [0, 2, 3]], new_keys[0, 0].to(dtype)))
+    assert torch.equal(layer.head(0)[0], expected)
+    expected = torch.cat((values[0, 1, [1]], new_values[0, 1].to(dtype)))
+    assert torch.equal(layer.head(1)[1], expected)
+
+
+def test_a_layer_made_in_inference_mode_goes_on_outside_of_it() -> None:
+    with torch.inference_mode():
+        layer, *_ = ragged([[list(range(100)), [3]]], 100)
+        append(layer, 1)
+    assert layer.recent.keys.is_inference()
+    append(layer, 1)
+    with torch.inference_mode():
+        append(layer, 1)
+    assert held(cache_of(layer))[0][0][1] == [3, 100, 101, 102]
+
+
+def test_a_cache_reaches_it_as_any_other_layer() -> None:
+    layer, *_ = ragged(KEPT, 10)
+    cache = cache_of(layer)
+    assert cache.get_seq_length() == 10
+    assert kept_lengths(cache)[0].tolist() == [[4, 1], [2, 10]]
+    assert cache_nbytes(cache) == 2 * 4 * DIM * (17 + 4 * AHEAD)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert layer.get_mask_sizes(4) == (4, 0)
+    assert kept_lengths(cache)[0].numel() == 0
+    cache.crop(0)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0]))
+    with pytest.raises(ScopeError, match="was reset while head-wise compressed; make a new one"):
+        update(layer, *states(2, 2, 1))
+
+
+# ---- scores of tokens not yet judged -------------------------------------------------------------
+
+INF = float("inf")
+
+
+@given(st.integers(0, 3), st.integers(1, 3), st.integers(0, 2))
+def test_what_is_known_of_the_last_tokens_is_carried_on(
+    n_cropped: int, n_new: int, n_unjudged: int
+) -> None:
+    """Of tokens taken back it is forgotten; those that came while nobody judged are not evicted."""
+    layer, *_ = ragged(KEPT, 10)
+    append(layer, 3)
+    scores = torch.arange(16.0).view(2, 2, 4)
+    layer.carry({"scores": scores})
+    layer.crop(-n_cropped) if n_cropped else None
+    append(layer, n_unjudged + n_new)
+    known = layer.carried_to(n_new)["scores"]
+    left = scores[..., : 4 - n_cropped]
+    assert torch.equal(known, torch.nn.functional.pad(left, (0, n_unjudged), value=INF))
+    layer.batch_select_indices(torch.tensor([1, 1, 0]))
+    assert torch.equal(layer.carried_to(n_new)["scores"], known[[1, 1, 0]])

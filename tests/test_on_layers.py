@@ -1,0 +1,194 @@
+"""What scopes put on attention modules is there while forwards need it, and only then."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from press_core import kept_positions
+from tests.support import both, build, example_for, token_ids
+
+CONTEXT, NEXT = token_ids(1, 40), token_ids(1, 1)
+OFF, ON = [False] * 3, [True] * 3
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return build("llama", num_layers=3)
+
+
+def covered(model: PreTrainedModel) -> list[bool]:
+    """Whether there is anything on each attention module that an untouched one has not."""
+    modules = [layer.self_attn for layer in model.model.layers]
+    return [
+        bool(m._forward_hooks or m._forward_pre_hooks or m.q_proj._forward_hooks)
+        or "forward" in vars(m)
+        for m in modules
+    ]
+
+
+def step(model: PreTrainedModel, cache: Any, n: int = 1) -> None:
+    model(token_ids(1, n), past_key_values=cache)
+
+
+def lengths(cache: DynamicCache) -> list[int]:
+    return [layer.shape[-1] for layer in kept_positions(cache)]
+
+
+def prefilled(model: PreTrainedModel) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    model(CONTEXT, past_key_values=cache)
+    return cache
+
+
+@both
+@pytest.mark.parametrize("name", ["KnormPress", "SnapKVPress", "StreamingLLMPress"])
+def test_a_step_in_which_nothing_acts_finds_untouched_layers(package, name, model):
+    press = example_for(package, name, 0.5, model)
+    with press(model):
+        assert covered(model) == ON
+        cache = prefilled(model)
+        step(model, cache)
+        assert covered(model) == OFF
+        again = prefilled(model)
+        step(model, cache)
+        assert covered(model) == OFF
+    assert lengths(again) == [20] * 3
+
+
+@both
+def test_layers_that_need_help_keep_it(package, model):
+    press = package.AdaKVPress(package.SnapKVPress(compression_ratio=0.5, window_size=4))
+    with press(model):
+        cache = prefilled(model)
+        for _ in range(2):
+            step(model, cache)
+            assert covered(model) == ON
+
+
+@both
+def test_steps_are_observed_when_their_tokens_may_be_asked_for(package, model):
+    base = package.SnapKVPress(window_size=2)
+    press = package.DecodingPress(
+        base, compression_interval=6, target_size=16, hidden_states_buffer_size=3
+    )
+    seen = []
+    with press(model):
+        cache = prefilled(model)
+        for _ in range(12):
+            step(model, cache)
+            seen.append(covered(model) == ON)
+    assert seen == [False, False, False, True, True, True] * 2
+    assert lengths(cache) == [16] * 3
+
+
+@both
+def test_nested_scopes_come_back_in_their_order(package, model):
+    inner = package.StreamingLLMPress(compression_ratio=0.25)
+    with package.KnormPress(compression_ratio=0.5)(model), inner(model):
+        fresh = kept_positions(prefilled(model))
+        step(model, prefilled(model))
+        assert covered(model) == OFF
+        back = kept_positions(prefilled(model))
+    assert all(torch.equal(a, b) for a, b in zip(fresh, back, strict=True))
+    with inner(model), package.KnormPress(compression_ratio=0.5)(model):
+        other = kept_positions(prefilled(model))
+    assert not all(torch.equal(a, b) for a, b in zip(fresh, other, strict=True))
+
+
+@both
+def test_an_outer_scope_that_has_nothing_to_do_leaves_the_inner_one_on(package, model):
+    inner = package.DecodingPress(package.SnapKVPress(window_size=2), compression_interval=9)
+    with package.KnormPress(compression_ratio=0.5)(model), inner(model):
+        cache = prefilled(model)
+        for _ in range(2):
+            step(model, cache)
+            assert covered(model) == ON
+
+
+@both
+def test_they_stay_for_a_forward_of_another_thread(package, model):
+    inside, go = threading.Event(), threading.Event()
+    caches: list[DynamicCache] = []
+
+    def hold(*_: Any) -> None:
+        if threading.get_ident() != main:
+            inside.set()
+            go.wait(20)
+
+    main = threading.get_ident()
+    with package.KnormPress(compression_ratio=0.5)(model):
+        cache = prefilled(model)
+        handle = model.model.layers[0].register_forward_pre_hook(hold)
+        thread = threading.Thread(target=lambda: caches.append(prefilled(model)))
+        thread.start()
+        assert inside.wait(20)
+        step(model, cache)
+        assert covered(model) == ON
+        go.set()
+        thread.join(20)
+        handle.remove()
+        step(model, cache)
+        assert covered(model) == OFF
+    assert lengths(caches[0]) == [20] * 3
+
+
+@both
+def test_what_cannot_be_put_back_leaves_nothing_half(package, model):
+    class Failing(package.KnormPress):
+        fails = False
+
+        def install_on_layers(self, scope: Any) -> Any:
+            for n, removable in enumerate(super().install_on_layers(scope)):
+                yield removable
+                if n == 1 and type(self).fails:
+                    raise RuntimeError("on purpose")
+
+    with Failing(compression_ratio=0.5)(model):
+        cache = prefilled(model)
+        step(model, cache)
+        Failing.fails = True
+        with pytest.raises(RuntimeError, match="on purpose"):
+            prefilled(model)
+        assert covered(model) == OFF
+        Failing.fails = False
+        assert lengths(prefilled(model)) == [20] * 3
+    assert covered(model) == OFF
+
+
+@both
+def test_a_compiled_step_that_needs_help_puts_it_back(package, model):
+    def press() -> Any:
+        return package.AdaKVPress(package.SnapKVPress(compression_ratio=0.5, window_size=4))
+
+    whole = prefilled(model)
+    with press()(model):
+        cache = prefilled(model)
+    other = copy.deepcopy(cache)
+    with press()(model):
+        expected = [model(NEXT, past_key_values=other).logits for _ in range(3)]
+    compiled = torch.compile(model.forward, backend="eager")
+    with press()(model):
+        step(model, whole)
+        assert covered(model) == OFF
+        found = [compiled(input_ids=NEXT, past_key_values=cache).logits for _ in range(3)]
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@both
+def test_they_stay_where_graphs_were_compiled_around_them(package, model):
+    with package.KnormPress(compression_ratio=0.5)(model):
+        fresh = kept_positions(prefilled(model))
+    for layer in model.model.layers:
+        layer.forward = torch.compile(layer.forward, backend="eager")
+    with package.KnormPress(compression_ratio=0.5)(model):
+        for _ in range(2):
+            cache = prefilled(model)
+            assert all(torch.equal(a, b) for a, b in zip(fresh, kept_positions(cache), strict=True))
+            step(model, cache)
+            assert covered(model) == ON
