@@ -15,7 +15,6 @@ from experiments.testbed.recipes import PROMPTS
 from press_core import (
     PressError,
     ScopeError,
-    UnsupportedInputError,
 )
 from tests.support import both, build, example_for, left_padded, token_ids
 
@@ -53,19 +52,6 @@ def test_a_padded_row_is_replayed_as_alone(package, counted):
             assert [p for p in head if p >= 0] == [p + 11 for p in other if p >= 0]
 
 
-@pytest.mark.parametrize("wrong", ["right", "all", "hole"])
-def test_kvzip_is_refused_other_padding(package, wrong):
-    model, mask = build("llama"), torch.ones(2, 40, dtype=torch.long)
-    mask[1, {"right": slice(30, 40), "all": slice(0, 40), "hole": slice(9, 12)}[wrong]] = 0
-    cache = DynamicCache(config=model.config)
-    with (
-        kvzip(package)(model),
-        pytest.raises(UnsupportedInputError, match="row 1 of the batch masks other tokens"),
-    ):
-        model(token_ids(2, 40), attention_mask=mask, past_key_values=cache)
-    assert cache.get_seq_length() == 0
-
-
 # ---- gradients -----------------------------------------------------------------------------------
 
 
@@ -91,29 +77,6 @@ def test_an_exception_inside_the_forward_does_not_leave_a_layer_open(package, na
     states = torch.zeros(1, 2, 3, 16)
     with pytest.raises(ScopeError, match=r"inside the scope|the scope of the press open"):
         cache.layers[1].update(states, states)
-
-
-def four_dimensional(wrong: str) -> Tensor:
-    mask = torch.ones(20, 20, dtype=torch.bool).tril().expand(1, 4, 20, 20).clone()
-    if wrong == "per head":
-        mask[:, 1, :, 5] = False
-    elif wrong == "hole":
-        mask[:, :, :, 7] = False
-    elif wrong == "window":
-        mask &= ~torch.ones(20, 20, dtype=torch.bool).tril(-8)
-    return mask if wrong == "per head" else mask[:, :1]
-
-
-@both
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("wrong", ["per head", "hole", "window"])
-def test_masks_that_hide_more_than_padding_are_refused(package, wrong, implementation):
-    model = build("llama", attn_implementation=implementation)
-    mask = four_dimensional(wrong)
-    if implementation == "eager":
-        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-    with package.KnormPress(0.5)(model), pytest.raises(UnsupportedInputError):
-        model(token_ids(1, 20), attention_mask=mask)
 
 
 # ---- what a press returns ------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from experiments.testbed.compare import Inputs, run
 from experiments.testbed.families import VOCABULARY
 from experiments.testbed.recipes import recipe_pair
 from press_core import HyperparameterError, Tokens, kept_lengths
+from tests.slow import votes
 from tests.support import build, context_for, example_for, forwards, held, make, watched
 
 # ---- H2O -----------------------------------------------------------------------------------------
@@ -34,12 +35,8 @@ class SlowH2O:
         self.received += [0.0] * n_new
         self.seen += n_new
         assert len(keys) == len(self.positions)
-        for of_member in queries:
-            for index, query in enumerate(of_member):
-                visible = keys[: len(keys) - n_new + index + 1]
-                weights = (visible @ query * keys.shape[1] ** -0.5).softmax(dim=0)
-                for place, weight in enumerate(weights.tolist()):
-                    self.received[place] += weight / len(queries)
+        for place, mean in enumerate(votes(queries, keys)):
+            self.received[place] += mean * n_new
 
     def evict(self, n: int) -> None:
         n_recent = n - int(n * (1 - self.recent_ratio))

@@ -162,6 +162,7 @@ def test_what_cannot_be_put_back_leaves_nothing_half(package, model):
 
 
 @both
+@pytest.mark.filterwarnings("ignore:AdaKVPress evicted nothing")
 def test_a_compiled_step_that_needs_help_puts_it_back(package, model):
     def press() -> Any:
         return package.AdaKVPress(package.SnapKVPress(compression_ratio=0.5, window_size=4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from typing import Any
 
 import pytest
@@ -209,20 +210,12 @@ def test_what_is_read_is_pruned_and_written_back(package, backend, nbits, model)
     assert pruned == 6
 
 
-def collected(model: Any, cache: Any, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+def collected(model, cache, ids):
     """The exact new keys and values per layer of a forward."""
-    found: list[tuple[Tensor, Tensor]] = []
-    update = type(cache).update
-
-    def watching(self: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
-        found.append((keys, values))
-        return update(self, keys, values, *args, **kwargs)
-
-    cache.update = watching.__get__(cache)
-    try:
-        model(ids, past_key_values=cache)
-    finally:
-        del cache.update
+    found, update = [], cache.update
+    cache.update = lambda *given: found.append(given[:2]) or update(*given)
+    model(ids, past_key_values=cache)
+    del cache.update
     return found
 
 
@@ -289,7 +282,6 @@ def test_rows_are_reordered_or_it_is_refused(package, backend, nbits, n_later, m
         model(token_ids(3, LENGTH), past_key_values=cache)
         for step in range(n_later):
             model(token_ids(3, 1, seed=step), past_key_values=cache)
-    expected = [everything(layer) for layer in cache.layers]
     for operate in (
         lambda: cache.batch_select_indices(torch.tensor([1])),
         lambda: cache.batch_repeat_interleave(2),
@@ -300,16 +292,11 @@ def test_rows_are_reordered_or_it_is_refused(package, backend, nbits, n_later, m
         with pytest.raises(UnsupportedCacheError, match="rows of a quantized layer"):
             cache.reorder_cache(rows)
         return
+    untouched = pickle.loads(pickle.dumps(cache))
     cache.reorder_cache(rows)
-    new = collected(model, cache, token_ids(3, 1))
-    for layer, old, own in zip(cache.layers, expected, new, strict=True):
-        read = layer.update(*(x[:, :, :0] for x in own))
-        for states, before, last in zip(read, old, own, strict=True):
-            found = states[:, :, : before.shape[2]]
-            if layer.keys.numel():  # else it was quantized once more
-                assert torch.equal(found, before[rows])
-                assert torch.equal(states[:, :, before.shape[2] :], last)
-            torch.testing.assert_close(found, before[rows], rtol=0, atol=0.8)
+    for ids in token_ids(3, 2).split(1, dim=1):
+        found = model(ids[rows], past_key_values=cache).logits
+        assert torch.equal(found, model(ids, past_key_values=untouched).logits[rows])
     with pytest.raises(PressError):
         cache.crop(-1)
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from typer.testing import CliRunner
 
 from experiments import load_experiments
 from experiments.claim import measured_again
-from experiments.cli import app
 from experiments.framework.experiment import Claim, Finding
-from tests.experiments.tiny import Options, study, tiny
+from tests.experiments.tiny import Options, run_cli, study, tiny
 
 
 def findings(tables):
@@ -29,7 +27,7 @@ def claim(registered, tmp_path):
         weight = tiny("weight", full=Options(1234.5), findings=findings, claims=claims)
         registered(weight)
         assert study([weight], tmp_path)[0] == []
-        return CliRunner().invoke(app, ["claim", *args, "--results", str(tmp_path)])
+        return run_cli("claim", *args, "--results", tmp_path)
 
     return run
 

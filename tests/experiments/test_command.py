@@ -10,9 +10,8 @@ import typer
 from typer.testing import CliRunner
 
 from experiments.framework.command import command_of
-from experiments.framework.experiment import Experiment, Finding
 from experiments.framework.options import Device, checked_positive_share, checked_share, one_of
-from experiments.framework.tables import ResultTable
+from tests.experiments.tiny import Tiny
 
 
 class Colour(str, Enum):
@@ -34,25 +33,17 @@ class Options:
     device: Device = "cpu"
 
 
-class Echo(Experiment[Options]):
+class Echo(Tiny):
     """Tell what was asked for.
 
     At some length.
     """
 
-    name, title, question, method = "echo", "Echo", "What?", "Nothing is done."
     full = quick = Options()
-    seen: Options
 
     def measure(self, options, progress):
         self.seen = options
         return {"echo": pd.DataFrame({"x": [options.many_rounds]})}
-
-    def findings(self, tables):
-        return [Finding("rounds", f"There were **{tables['echo']['x'][0]}** rounds.")]
-
-    def views(self, tables):
-        return [ResultTable("All rounds.", ["x"], tables["echo"].to_numpy().tolist(), left=0)]
 
     def passed(self, tables):
         return tables["echo"]["x"][0] < 10
@@ -60,7 +51,7 @@ class Echo(Experiment[Options]):
 
 @pytest.fixture
 def echo():
-    return Echo()
+    return Echo("echo")
 
 
 def invoke(experiment, *arguments):
@@ -95,11 +86,11 @@ def test_help_is_the_docstring_and_the_fields(echo):
 def test_tables_findings_files_and_status(echo, tmp_path):
     result = invoke(echo, "--output", str(tmp_path / "new"))
     words = " ".join(result.output.split())
-    assert words.index("All rounds.") < words.index("There were 3 rounds.")
+    assert words.index("The last.") < words.index("The mean of echo is 3.000.")
     assert (tmp_path / "new" / "echo.csv").read_text() == "x\n3\n"
     result = invoke(echo, "--many-rounds", "10")
     assert result.exit_code == 1
-    assert "There were 10 rounds." in result.output
+    assert "The mean of echo is 10.000." in result.output
 
 
 @pytest.mark.parametrize(

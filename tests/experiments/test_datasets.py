@@ -298,20 +298,16 @@ def test_a_needle_in_essays(hub, tokenizer):
         ("longbench/qasper", {"text": "c", "input": "q"}, "needs context and answers or answer or"),
         ("math500/math", {"problem": "p", "answer": ""}, "row 0.*empty context or answer"),
         ("math500/math", {"problem": " ", "answer": "1"}, "row 0.*empty context or answer"),
+        ("ruler/vt", ROW | {"answer": ["a"]}, "lacks a column: it needs task"),
     ],
 )
 def test_columns_that_are_missing_are_named(hub, tokenizer, task, row, words):
     name, _, config = task.partition("/")
-    path = "test.jsonl" if name == "math500" else f"{config}/test.jsonl"
-    data = hub(name, {path: [row]}, "" if name == "math500" else configs(config))
+    paths = {"math500": "test.jsonl", "ruler": "4096/test.jsonl"}
+    path = paths.get(name, f"{config}/test.jsonl")
+    data = hub(name, {path: [row]}, "" if name in paths else configs(config))
     with pytest.raises(UserError, match=words):
         load(task, 9, 0, tokenizer, data=data)
-
-
-def test_copies_that_are_not_there(hub, tokenizer):
-    data = hub("ruler", {"4096/test.jsonl": [{"context": "c", "question": "q", "answer": ["a"]}]})
-    with pytest.raises(UserError, match="lacks a column: it needs task"):
-        load("ruler/vt", 9, 0, tokenizer, data=data)
     with pytest.raises(UserError, match=r"cannot load loogle .*--data.* simonjegou/loogle"):
         load("loogle/shortdep_qa", 9, 0, tokenizer, data=data)
 

@@ -11,12 +11,10 @@ import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
-from typer.testing import CliRunner
 
 import hooks_impl
 import patch_impl
 from experiments import strategies
-from experiments.cli import app
 from experiments.framework.command import progress_bar
 from experiments.questions.equivalence import EXPERIMENT, Options, run_grid
 from experiments.testbed.compare import Difference, Inputs, compare, pair, run
@@ -24,6 +22,7 @@ from experiments.testbed.families import VOCABULARY
 from experiments.testbed.recipes import recipe_pair
 from press_core import UnsupportedModelError
 from press_core.press import RatioPress
+from tests.experiments.tiny import run_cli
 from tests.support import build
 
 SILENT = progress_bar(disable=True)
@@ -31,7 +30,7 @@ SMALL = ["--family", "llama", "--dtype", "float32", "--attn", "sdpa", "--length"
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(app, ["equivalence", *arguments])
+    return run_cli("equivalence", *arguments)
 
 
 def words(result):

@@ -206,15 +206,7 @@ def test_code_is_run_where_a_flag_says_so(tmp_path, monkeypatch):
     assert list(tmp_path.rglob("ran"))
 
 
-WORDS = [
-    "SnapKVPress",
-    "AdaKVPress",
-    "ratio",
-    "compression_ratio",
-    *"()[]{}=:,.-\\'",
-    "0.5",
-    "lambda ",
-]
+WORDS = [*"()[]{}=:,.-\\' ", "SnapKVPress", "AdaKVPress", "ratio", "window_size", "0.5", "lambda "]
 ATOMS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.dates()
 VALUES = st.recursive(
     ATOMS | st.lists(st.sampled_from(WORDS), max_size=14).map("".join),

@@ -31,7 +31,6 @@ from experiments.testbed.decoding import (
 )
 from experiments.testbed.families import supported_implementations
 from experiments.testbed.variants import (
-    FAR,
     VARIANTS,
     Variant,
     evicted,
@@ -39,7 +38,6 @@ from experiments.testbed.variants import (
     kept_in,
     prefill,
     sites_of,
-    unattended,
 )
 from press_core import (
     UnsupportedInputError,
@@ -177,7 +175,7 @@ def test_what_is_kept_is_read_off_the_cache(model, pruned):
         assert torch.equal(layer.keys, untouched.keys)
 
 
-# ---- masks and fake keys -------------------------------------------------------------------------
+# ---- masks ---------------------------------------------------------------------------------------
 
 
 def test_masks_per_head_are_refused_where_there_are_none(model, pruned, monkeypatch):
@@ -185,22 +183,6 @@ def test_masks_per_head_are_refused_where_there_are_none(model, pruned, monkeypa
     monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
     with pytest.raises(UnsupportedInputError, match="one mask for all heads"):
         head_mask(site, heads, None, torch.zeros(2, 1, 64), 41)
-
-
-@pytest.mark.parametrize(("n_queries", "scaling"), [(1, 0.25), (8, 0.25), (4, 1.0)])
-def test_a_fake_key_is_overlooked_by_all_queries(n_queries, scaling):
-    queries = torch.randn(3, 4, n_queries, 32, generator=torch.Generator().manual_seed(0))
-    keys = unattended(queries, 2, scaling)
-    of_heads = keys.repeat_interleave(2, dim=1).unsqueeze(2)
-    assert keys.shape == (3, 2, 32)
-    assert ((queries * of_heads).sum(dim=-1) * scaling).max() <= -0.99 * FAR
-
-
-def test_queries_on_all_sides_have_no_fake_key():
-    query = torch.randn(1, 1, 1, 8)
-    opposed = torch.cat((query, -query), dim=2)
-    with pytest.raises(UnsupportedInputError, match="ask fewer tokens"):
-        unattended(opposed, 1, 0.5)
 
 
 # ---- times ---------------------------------------------------------------------------------------

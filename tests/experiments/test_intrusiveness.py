@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from typer.testing import CliRunner
 
 from experiments import UserError
 from experiments.audit import CALL, CLASS, INSTANCE, LEFT, OPEN, PROCESS, RUNNING
-from experiments.cli import app
 from experiments.interventions import LIBRARIES
 from experiments.mechanisms import TRIED
 from experiments.questions import intrusiveness
@@ -26,6 +24,7 @@ from experiments.questions.intrusiveness import (
     of_libraries,
     touched,
 )
+from tests.experiments.tiny import run_cli
 
 OURS = [name for name in TRIED if name.split(",")[0] in ("hooks", "patches")]
 every_exit = pytest.mark.parametrize("how", EXITS)
@@ -39,9 +38,9 @@ def reaches(name, when):
 # ---- touched and left --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", [*OURS, "plain hook", "registry patch", "class patch"])
 @every_exit
-def test_nothing_of_ours_is_left(name, how):
+def test_nothing_is_left(name, how):
     row = leftovers(TRIED[name], how)
     assert (row["leftovers"], row["error"]) == (0, ""), row
 
@@ -169,7 +168,7 @@ def tables(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(intrusiveness, "TRIED", {name: TRIED[name] for name in chosen})
         options = ["intrusiveness", "--environment", str(folder), "--output", str(output)]
-        result = CliRunner().invoke(app, options, env={"COLUMNS": "160"})
+        result = run_cli(*options)
     assert result.exit_code == 0, result.output
     assert "make subjects" in result.output
     assert (output / "intrusiveness.svg").stat().st_size > 3_000

@@ -12,11 +12,9 @@ import torch
 from rich.console import Console
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, processors
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from typer.testing import CliRunner
 
 from experiments import EXPERIMENTS, UserError, load_experiments
 from experiments.answers.datasets.published import SETS
-from experiments.cli import app
 from experiments.framework.manifest import read_manifest
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.plan import plan_on
@@ -26,12 +24,11 @@ from experiments.study import run_plan
 from experiments.testbed import getting_to_know
 from experiments.testbed.facts import FILLER
 from experiments.testbed.getting_to_know import get_to_know
+from tests.experiments.tiny import run_cli
 from tests.support import build
 
 FAMILIES = ("llama", "gemma3_text", "gpt_neox")
 TRAINED = 512
-
-runner = CliRunner(env={"COLUMNS": "200"})
 
 
 def tokenizer_for(family: str) -> PreTrainedTokenizerFast:
@@ -183,7 +180,7 @@ def test_the_command_tells_what_it_takes(folders, tmp_path, monkeypatch):
 
     monkeypatch.setattr("experiments.study.measured", measured)
     folder = folders["llama"]
-    first = runner.invoke(app, ["study", "--model", str(folder), "--output", str(tmp_path)])
+    first = run_cli("study", "--model", folder, "--output", tmp_path)
     assert first.exit_code == 130, first.output
     told = " ".join(first.stderr.split())
     for words in (
@@ -194,7 +191,7 @@ def test_the_command_tells_what_it_takes(folders, tmp_path, monkeypatch):
     ):
         assert re.search(words, told)
     assert read_manifest(tmp_path).waiting[:2] == ["equivalence", "architectures"]
-    other = runner.invoke(app, ["study", "--output", str(tmp_path)])
+    other = run_cli("study", "--output", tmp_path)
     assert other.exit_code == 2
     assert f"holds a study of {folder}" in " ".join(other.stderr.split())
 
@@ -225,7 +222,7 @@ def test_what_cannot_be_is_told_in_a_line(tmp_path, monkeypatch, args, words):
         return an_own_model()
 
     monkeypatch.setattr("experiments.study.get_to_know", known)
-    refused = runner.invoke(app, ["study", *args])
+    refused = run_cli("study", *args)
     assert refused.exit_code == 2, refused.exception
     assert words in " ".join(refused.stderr.split())
 

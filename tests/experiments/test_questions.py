@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from typer.testing import CliRunner
 
 from experiments import load_experiment
-from experiments.cli import app
 from experiments.framework.results import read_table
 from experiments.testbed.facts import KEYS, build_tokenizer
+from tests.experiments.tiny import run_cli
 from tests.support import build
 
 
@@ -26,7 +25,7 @@ def folder(tmp_path_factory):
 def run(folder):
     def invoke(name, options, *more):
         given = [option.replace("TINY", str(folder)) for option in options.split()]
-        return CliRunner().invoke(app, [name, *given, *more], env={"COLUMNS": "200"})
+        return run_cli(name, *given, *more)
 
     return invoke
 

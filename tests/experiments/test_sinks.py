@@ -23,14 +23,6 @@ def model():
 # ---- the push ------------------------------------------------------------------------------------
 
 
-def test_the_push_ends_before_the_training():
-    shares = [sink.push_share(step, 100) for step in range(100)]
-    assert shares[0] == shares[75] == 1
-    assert shares[80] == pytest.approx(0.5)
-    assert shares == sorted(shares, reverse=True)
-    assert not any(shares[85:])
-
-
 def attentions_paying(share, layers=2):
     """Weights of heads all of whose queries pay the first of 16 tokens that much."""
     weights = torch.full((3, 4, 16, 16), (1 - share) / 15)

@@ -32,18 +32,6 @@ def test_the_shipped_model_passes_the_evaluation():
     assert (found > 0.95).all(axis=None)
 
 
-def test_stages_are_passed_one_after_the_other(monkeypatch):
-    monkeypatch.setattr(facts, "STAGES", ((8, 1), (256, 1)))
-    monkeypatch.setattr(facts, "loss_of", lambda *_: (torch.zeros(()), 1.0))
-    curriculum, rates = facts.Curriculum(loop.untrained("facts-llama"), 0), []
-    while not curriculum.passed:
-        rates.append(curriculum.rate / facts.LEARNING_RATE)
-        curriculum.loss(0)
-    assert rates[:34] == [1.0] * 34  # 1 - 0.9 ** n passes 0.97 with the 34th batch
-    assert set(rates[34:]) == {0.5}
-    assert len(rates) > 2 * 34  # some batches were of the first stage again
-
-
 @pytest.mark.parametrize("training", [stdlib, sink], ids=["stdlib", "sink"])
 def test_a_model_of_the_standard_library_is_trained_and_saved(
     tmp_path, monkeypatch, capsys, training

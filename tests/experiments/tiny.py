@@ -10,7 +10,9 @@ import pandas as pd
 import typer
 from matplotlib.figure import Figure
 from rich.console import Console
+from typer.testing import CliRunner
 
+from experiments.cli import app
 from experiments.framework.experiment import Experiment, Finding
 from experiments.framework.manifest import MANIFEST
 from experiments.framework.plan import plan_study
@@ -66,6 +68,12 @@ def tiny(name, **changed):
     for attribute, value in changed.items():
         setattr(experiment, attribute, value)
     return experiment
+
+
+def run_cli(*arguments, **options):
+    """Invoke `python -m experiments` with these arguments."""
+    runner = CliRunner(env={"COLUMNS": "200"})
+    return runner.invoke(app, [str(argument) for argument in arguments], **options)
 
 
 def failing(*_):

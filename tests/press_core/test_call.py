@@ -144,34 +144,3 @@ def test_positions_that_a_model_does_not_tell_count_from_zero(record: Record) ->
     call = _call(record("llama", LENGTH), position_ids=None)
     assert call.next_position.tolist() == [[LENGTH]]
     assert call.chunk(2, 5).key_positions().tolist() == [[[2, 3, 4]]]
-
-
-def test_rows_of_a_decoding_step_keep_what_is_known_of_its_tokens(record: Record) -> None:
-    recorded = record("llama", LENGTH)
-    call = _call(
-        recorded,
-        hidden_states=recorded.hidden_states[:, -3:],
-        query=recorded.query[:, :, -3:],
-        query_is_rotated=True,
-        attentions=None,
-        position_ids=torch.tensor([[4, 5, 6]]),
-    )
-    part = call.of_rows([0], torch.tensor([0, 2, 5, 6]))  # of the last three, the first is a hole
-    assert part.length == 4
-    assert torch.equal(part.hidden_states, recorded.hidden_states[:1, -2:])
-    assert torch.equal(part.queries(), recorded.query[:1, :, -2:])
-    assert part.position_ids.tolist() == [[5, 6]]
-
-
-def test_rows_of_tokens_that_are_left_keep_counting_from_the_forwards_start(
-    record: Record,
-) -> None:
-    recorded = record("llama", LENGTH)
-    call = _call(recorded)
-    left = torch.tensor([[[2, 3, 6]] * 2, [[0, 4, 6]] * 2])
-    left[1, :, 0] = -1  # an empty slot in the second row
-    call = call.replace(keys=call.keys[:, :, :3], at=replace(call.at, tokens=left))
-    part = call.of_rows([1], torch.tensor([1, 2]))
-    assert part.length == 2
-    assert torch.equal(part.queries(), recorded.query[1:, :, [4, 6]])
-    assert part.attentions is None  # weights over other keys than those that are left

@@ -82,6 +82,13 @@ def test_padding_elsewhere_is_refused_by_its_row(form: Any, row: str) -> None:
         prefill_tokens(form(tokens("xxxxxx", row)), LENGTH, 2)
 
 
+@pytest.mark.parametrize("form", DENSE)
+def test_a_window_is_no_padding(form: str) -> None:
+    seen = visible(tokens("xxxxxx")).triu(-2)
+    with pytest.raises(UnsupportedInputError):
+        prefill_tokens(DENSE[form](seen), LENGTH, 1)
+
+
 @pytest.mark.parametrize("function", [prefill_tokens, visible_tokens])
 @pytest.mark.parametrize("form", ["bool", "float"])
 def test_a_mask_that_differs_from_head_to_head_is_refused(form: str, function: Any) -> None:
