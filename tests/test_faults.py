@@ -52,9 +52,6 @@ def test_a_padded_row_is_replayed_as_alone(package, counted):
             assert [p for p in head if p >= 0] == [p + 11 for p in other if p >= 0]
 
 
-# ---- gradients -----------------------------------------------------------------------------------
-
-
 # ---- caches and scopes that end early ------------------------------------------------------------
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from press_core import kept_positions
+import hooks_impl
+from press_core import ScopeError, kept_positions
 from tests.support import both, build, example_for, token_ids
 
 CONTEXT, NEXT = token_ids(1, 40), token_ids(1, 1)
@@ -159,6 +160,15 @@ def test_what_cannot_be_put_back_leaves_nothing_half(package, model):
         Failing.fails = False
         assert lengths(prefilled(model)) == [20] * 3
     assert covered(model) == OFF
+
+
+def test_a_module_that_was_replaced_meanwhile_is_not_taken_for_the_verified_one(model):
+    with hooks_impl.SnapKVPress(compression_ratio=0.5, window_size=4)(model):
+        step(model, prefilled(model))
+        attention = model.model.layers[1].self_attn
+        attention.q_proj = copy.deepcopy(attention.q_proj)
+        with pytest.raises(ScopeError, match="was replaced after this scope had opened"):
+            prefilled(model)
 
 
 @both

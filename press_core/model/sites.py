@@ -151,9 +151,9 @@ class AttentionSite:
         """Name of the attention implementation in force: "eager", "sdpa" and so on."""
         return str(self.module.config._attn_implementation)  # type: ignore[union-attr]
 
-    @property
+    @cached_property
     def query_module(self) -> nn.Module:
-        """The submodule whose output holds the query, for a hook.
+        """The submodule whose output holds the query, for a hook; the one that was verified.
 
         Raises:
             UnsupportedModelError: if there is none. A patch sees queries all the same.

@@ -136,7 +136,9 @@ ORDERS = list(itertools.permutations(range(4)))
 def test_scopes_of_both_packages_closed_in_any_order(order, model):
     """As long as one of those that attend is open, the cache can be decoded; all the same bits."""
     before = snapshot(model)
-    expected = ask_inside(model, compressed(model))
+    whole = compressed(model)
+    with headwise(model):
+        expected = ask(model, copy.deepcopy(whole))
     presses = [ada(hooks_impl), ada(patch_impl), hooks_impl.SnapKVPress(0.0)]
     opened: list[Any] = [press.register(model) for press in presses]
     scope = headwise(model)
@@ -144,7 +146,7 @@ def test_scopes_of_both_packages_closed_in_any_order(order, model):
     opened.append(scope)
     attending = {0, 1, 3}
     for index in order:
-        cache = compressed_by_copy(model)
+        cache = copy.deepcopy(whole)
         if attending:
             assert torch.equal(ask(model, cache), expected)
         else:
@@ -153,16 +155,6 @@ def test_scopes_of_both_packages_closed_in_any_order(order, model):
         attending -= {index}
         opened[index].__exit__(None, None, None)
     assert snapshot(model) == before
-
-
-def ask_inside(model: Any, cache: DynamicCache) -> Tensor:
-    with headwise(model):
-        return ask(model, cache)
-
-
-def compressed_by_copy(model: Any) -> DynamicCache:
-    """As `compressed`, on a model of the same weights on which nothing is open."""
-    return compressed(build("llama", num_layers=len(model.model.layers)))
 
 
 def test_copies_made_inside_are_free_of_it(model):

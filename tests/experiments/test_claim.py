@@ -7,7 +7,7 @@ import pytest
 from experiments import load_experiments
 from experiments.claim import measured_again
 from experiments.framework.experiment import Claim, Finding
-from tests.experiments.tiny import Options, run_cli, study, tiny
+from tests.experiments.tiny import Options, cli, study, tiny
 
 
 def findings(tables):
@@ -27,7 +27,7 @@ def claim(registered, tmp_path):
         weight = tiny("weight", full=Options(1234.5), findings=findings, claims=claims)
         registered(weight)
         assert study([weight], tmp_path)[0] == []
-        return run_cli("claim", *args, "--results", tmp_path)
+        return cli("claim", *args, "--results", tmp_path)
 
     return run
 

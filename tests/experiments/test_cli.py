@@ -10,7 +10,7 @@ from experiments import EXPERIMENTS, UserError
 from experiments.cli import COMMANDS
 from experiments.loading import ModelNotFoundError
 from press_core import HyperparameterError
-from tests.experiments.tiny import run_cli
+from tests.experiments.tiny import cli
 
 
 def offer(monkeypatch, error: Exception) -> None:
@@ -25,14 +25,14 @@ def offer(monkeypatch, error: Exception) -> None:
 
 
 def test_help_lists_every_command_with_its_help():
-    result = run_cli("--help")
+    result = cli("--help")
     assert result.exit_code == 0
     assert "must you patch its code" in result.output
     text = " ".join(result.output.replace("│", " ").split())
     places = [text.index(f"{name} {entry.help[:30]}") for name, entry in COMMANDS.items()]
     assert places == sorted(places)
     assert set(EXPERIMENTS) <= set(COMMANDS)
-    assert "equivalence" in run_cli().output
+    assert "equivalence" in cli().output
 
 
 def test_help_comes_without_torch():
@@ -47,7 +47,7 @@ def test_help_comes_without_torch():
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_of_its_own(name):
-    result = run_cli(name, "--help")
+    result = cli(name, "--help")
     assert result.exit_code == 0, result.output
     assert f"{name} [OPTIONS]" in result.output
 
@@ -57,7 +57,7 @@ def test_every_command_has_help_of_its_own(name):
 )
 def test_errors_of_the_user_take_one_line(monkeypatch, kind):
     offer(monkeypatch, kind("KnormPress(ratio=2):\n  must be\n  smaller"))
-    result = run_cli("trace")
+    result = cli("trace")
     assert result.exit_code == 2
     assert result.stderr == "error: KnormPress(ratio=2): must be smaller\n"
     assert result.stdout == ""
@@ -73,11 +73,11 @@ def test_errors_of_the_user_take_one_line(monkeypatch, kind):
 )
 def test_bugs_keep_their_traceback_and_others_can_have_it(monkeypatch, error, args, env):
     offer(monkeypatch, error)
-    assert run_cli(*args, "trace", env=env).exception is error
+    assert cli(*args, "trace", env=env).exception is error
 
 
 def test_a_misspelt_command_is_told_its_name():
-    result = run_cli("equivalense")
+    result = cli("equivalense")
     assert result.exit_code == 2
     assert "Did you mean 'equivalence'?" in result.output
 
@@ -87,8 +87,8 @@ def test_train(monkeypatch, tmp_path, name):
     seen = []
     fake = SimpleNamespace(train=lambda *args, **named: seen.append((*args, *named.values())))
     monkeypatch.setitem(sys.modules, f"experiments.testbed.training.{name}", fake)
-    result = run_cli("train", name, "--output", tmp_path, "--seed", "7")
+    result = cli("train", name, "--output", tmp_path, "--seed", "7")
     assert result.exit_code == 0, result.output
     assert seen == [("facts-llama", tmp_path) if name == "fitted" else (tmp_path, 7)]
-    nowhere = run_cli("train", name)
+    nowhere = cli("train", name)
     assert nowhere.exit_code == (0 if name == "fitted" else 2)

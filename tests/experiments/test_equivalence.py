@@ -22,7 +22,7 @@ from experiments.testbed.families import VOCABULARY
 from experiments.testbed.recipes import recipe_pair
 from press_core import UnsupportedModelError
 from press_core.press import RatioPress
-from tests.experiments.tiny import run_cli
+from tests.experiments.tiny import cli
 from tests.support import build
 
 SILENT = progress_bar(disable=True)
@@ -30,7 +30,7 @@ SMALL = ["--family", "llama", "--dtype", "float32", "--attn", "sdpa", "--length"
 
 
 def invoke(*arguments):
-    return run_cli("equivalence", *arguments)
+    return cli("equivalence", *arguments)
 
 
 def words(result):

@@ -262,6 +262,3 @@ def test_what_ragged_storage_frees_and_takes(tables):
     assert finding("freeing", headwise_decoding=freed).text.endswith("by a hook, 0.50.")
     kept = table.assign(bytes=table["full_bytes"])
     assert finding("freeing", headwise_decoding=kept).verdict == "breaks"
-
-
-# ---- command -------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from experiments.questions.intrusiveness import (
     of_libraries,
     touched,
 )
-from tests.experiments.tiny import run_cli
+from tests.experiments.tiny import cli
 
 OURS = [name for name in TRIED if name.split(",")[0] in ("hooks", "patches")]
 every_exit = pytest.mark.parametrize("how", EXITS)
@@ -167,8 +167,7 @@ def tables(tmp_path_factory):
     folder = environment(tmp_path_factory.mktemp("env") / "e", output=json.dumps(rows))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(intrusiveness, "TRIED", {name: TRIED[name] for name in chosen})
-        options = ["intrusiveness", "--environment", str(folder), "--output", str(output)]
-        result = run_cli(*options)
+        result = cli("intrusiveness", "--environment", folder, "--output", output)
     assert result.exit_code == 0, result.output
     assert "make subjects" in result.output
     assert (output / "intrusiveness.svg").stat().st_size > 3_000

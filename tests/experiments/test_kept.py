@@ -15,7 +15,7 @@ from experiments.loading import load_model
 from experiments.pipeline import TASK, SavedContext
 from experiments.testbed.facts import draw
 from press_core import CacheFileError, UnsupportedCacheError, about_cache, save_cache
-from tests.experiments.tiny import run_cli
+from tests.experiments.tiny import cli
 from tests.support import PIPELINE_PRESSES, both, snapshot
 
 ACT_LATER = {"decoding", "streaming", "dms"}
@@ -141,12 +141,12 @@ def test_compress_and_ask(tmp_path):
     text, path = tmp_path / "context.txt", tmp_path / "context.safetensors"
     texts, _ = facts()
     text.write_text("river alice tea garden over hector lamp morning " + texts[0])
-    done = run_cli("compress", "--context", text, "--press", "SnapKVPress(window_size=8)",
+    done = cli("compress", "--context", text, "--press", "SnapKVPress(window_size=8)",
                "--ratio", 0.5, "--output", path)  # fmt: skip
     assert done.exit_code == 0, done.output
     said = "57 tokens, 51% evicted by SnapKVPress(compression_ratio=0.5, window_size=8"
     assert said in done.stdout.replace("\n", "")
-    done = run_cli("ask", "--cache", path, "--question", "? alice", "--question", "? hector",
+    done = cli("ask", "--cache", path, "--question", "? alice", "--question", "? hector",
                "--max-new-tokens", 1)  # fmt: skip
     assert done.stdout.splitlines() == ["tea", "lamp"]
 
@@ -156,7 +156,7 @@ def test_compress_and_ask(tmp_path):
 )
 def test_a_text_from_standard_input_loses_half_if_nothing_is_said(tmp_path, press, evicted):
     path, text = tmp_path / "a", "river alice tea " + "meadow march " * 40
-    done = run_cli("compress", "--output", path, *press, input=text)
+    done = cli("compress", "--output", path, *press, input=text)
     assert done.exit_code == 0
     assert (about_cache(path).n_seen, about_cache(path).evicted) == (84, evicted)
     assert ("Nothing was evicted; --ratio 0.5 would evict half" in done.stderr) is (not evicted)
@@ -165,11 +165,11 @@ def test_a_text_from_standard_input_loses_half_if_nothing_is_said(tmp_path, pres
 def test_a_cache_in_16_bits(tmp_path):
     path, text = tmp_path / "a", tmp_path / "text"
     text.write_text("river alice tea " + "meadow march " * 90)
-    done = run_cli("compress", "--output", path, "--context", text, "--dtype", "bfloat16")
+    done = cli("compress", "--output", path, "--context", text, "--dtype", "bfloat16")
     assert done.exit_code == 0, done.output
-    refused = run_cli("ask", "--cache", path, "--question", "? alice")
+    refused = cli("ask", "--cache", path, "--question", "? alice")
     assert "dtype is bfloat16 there and float32 here" in " ".join(refused.stderr.split())
-    done = run_cli("ask", "--cache", path, "--question", "? alice", "--dtype", "bfloat16",
+    done = cli("ask", "--cache", path, "--question", "? alice", "--dtype", "bfloat16",
                "--max-new-tokens", 1)  # fmt: skip
     assert done.stdout.split() == ["tea"]
 
@@ -185,7 +185,7 @@ def test_what_the_commands_refuse(tmp_path):
         "is no compressed cache": ("ask", "--cache", text, "--question", "? alice"),
     }
     for said, arguments in refusals.items():
-        done = run_cli(*arguments)
+        done = cli(*arguments)
         assert done.exit_code == 2
         assert said in done.stderr
         assert done.stderr.count("\n") == 1

@@ -9,7 +9,7 @@ from experiments import UserError
 from experiments.framework.manifest import MANIFEST, read_manifest
 from experiments.framework.report import write_report
 from experiments.framework.results import read_parts
-from tests.experiments.tiny import Options, run_cli, study, tiny
+from tests.experiments.tiny import Options, cli, study, tiny
 
 
 def counted(name, ran, x, error=None):
@@ -93,7 +93,7 @@ def test_the_command_says_how_to_go_on(monkeypatch, tmp_path):
     for each in chosen:
         each.quick = each.full
     monkeypatch.setattr("experiments.study.load_experiments", lambda: chosen)
-    result = run_cli("study", "--output", tmp_path)
+    result = cli("study", "--output", tmp_path)
     assert result.exit_code == 130
     assert "the same command goes on" in " ".join(result.stderr.split())
     write_report(tmp_path, chosen)
@@ -120,9 +120,9 @@ def test_files_of_others_can_be_replaced_if_asked_for(monkeypatch, tmp_path):
     (tmp_path / "a.csv").write_text("mine")
     (tmp_path / MANIFEST).write_text("[]")
     args = ["study", "--output", str(tmp_path)]
-    assert run_cli(*args).exit_code == 2
+    assert cli(*args).exit_code == 2
     assert (tmp_path / "a.csv").read_text() == "mine"
-    assert run_cli(*args, "--overwrite").exit_code == 0
+    assert cli(*args, "--overwrite").exit_code == 0
     assert (tmp_path / "a.csv").read_text() == "x\n2.9\n"
 
 
@@ -184,7 +184,7 @@ def test_what_is_no_manifest_is_told_in_one_line(tmp_path, content, command):
         (tmp_path / MANIFEST).mkdir()
     else:
         (tmp_path / MANIFEST).write_bytes(content.encode("utf-8", "surrogateescape"))
-    result = run_cli(*command, tmp_path)
+    result = cli(*command, tmp_path)
     assert result.exit_code == 2, result.exception
     assert result.stderr.startswith("error: ")
     assert str(tmp_path / MANIFEST) in result.stderr
@@ -210,7 +210,7 @@ def test_the_folder_is_checked_before_the_work(monkeypatch, tmp_path, command):
     monkeypatch.setattr("experiments.study.measured", work)
     monkeypatch.setattr("experiments.framework.command.measured", work)
     (tmp_path / "file").write_text("mine")
-    result = run_cli(command, "--output", tmp_path / "file" / "folder")
+    result = cli(command, "--output", tmp_path / "file" / "folder")
     assert result.exit_code == 2, result.exception
     assert "cannot write to the folder" in result.stderr
     assert result.stderr.count("\n") == 1

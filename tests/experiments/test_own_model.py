@@ -24,7 +24,7 @@ from experiments.study import run_plan
 from experiments.testbed import getting_to_know
 from experiments.testbed.facts import FILLER
 from experiments.testbed.getting_to_know import get_to_know
-from tests.experiments.tiny import run_cli
+from tests.experiments.tiny import cli
 from tests.support import build
 
 FAMILIES = ("llama", "gemma3_text", "gpt_neox")
@@ -180,7 +180,7 @@ def test_the_command_tells_what_it_takes(folders, tmp_path, monkeypatch):
 
     monkeypatch.setattr("experiments.study.measured", measured)
     folder = folders["llama"]
-    first = run_cli("study", "--model", folder, "--output", tmp_path)
+    first = cli("study", "--model", folder, "--output", tmp_path)
     assert first.exit_code == 130, first.output
     told = " ".join(first.stderr.split())
     for words in (
@@ -191,7 +191,7 @@ def test_the_command_tells_what_it_takes(folders, tmp_path, monkeypatch):
     ):
         assert re.search(words, told)
     assert read_manifest(tmp_path).waiting[:2] == ["equivalence", "architectures"]
-    other = run_cli("study", "--output", tmp_path)
+    other = cli("study", "--output", tmp_path)
     assert other.exit_code == 2
     assert f"holds a study of {folder}" in " ".join(other.stderr.split())
 
@@ -222,7 +222,7 @@ def test_what_cannot_be_is_told_in_a_line(tmp_path, monkeypatch, args, words):
         return an_own_model()
 
     monkeypatch.setattr("experiments.study.get_to_know", known)
-    refused = run_cli("study", *args)
+    refused = cli("study", *args)
     assert refused.exit_code == 2, refused.exception
     assert words in " ".join(refused.stderr.split())
 

@@ -7,7 +7,7 @@ import pytest
 from experiments import load_experiment
 from experiments.framework.results import read_table
 from experiments.testbed.facts import KEYS, build_tokenizer
-from tests.experiments.tiny import run_cli
+from tests.experiments.tiny import cli
 from tests.support import build
 
 
@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 def run(folder):
     def invoke(name, options, *more):
         given = [option.replace("TINY", str(folder)) for option in options.split()]
-        return run_cli(name, *given, *more)
+        return cli(name, *given, *more)
 
     return invoke
 

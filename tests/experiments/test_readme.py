@@ -7,7 +7,7 @@ import pytest
 from experiments import UserError
 from experiments.framework.manifest import MANIFEST
 from experiments.framework.readme import blocks, fill
-from tests.experiments.tiny import BROKEN, ONE, TWO, note, run_cli, study
+from tests.experiments.tiny import BROKEN, ONE, TWO, cli, note, study
 
 README = """# Title
 
@@ -57,20 +57,20 @@ RELEASED = "commit: kept\nreferences:\n  - type: data\n    date-released: "
 
 def test_readme_command(site, folder):
     readme, page = site / "README.md", site / "docs" / "deep" / "one.md"
-    stale = run_cli("readme", "--check")
+    stale = cli("readme", "--check")
     assert stale.exit_code == 1
     assert "README.md does not show" in stale.stderr
     assert readme.read_text() == README
-    assert run_cli("readme").exit_code == 0
+    assert cli("readme").exit_code == 0
     date = json.loads((folder / MANIFEST).read_text())["date"][:10]
     assert (site / "CITATION.cff").read_text() == f"{RELEASED}{date}\n"
     fresh = readme.read_text()
     assert page.read_text() == fresh != README
     assert (site / "docs" / "plain.md").read_text() == "# Title\n"
-    assert run_cli("readme", "--check").exit_code == 0
+    assert cli("readme", "--check").exit_code == 0
 
     page.write_text(fresh.replace("- The mean of two is **1.867**.\n- ", "- ... **1.868**.\n- "))
-    stale = run_cli("readme", "--check")
+    stale = cli("readme", "--check")
     assert stale.exit_code == 1
     assert stale.stderr.startswith("docs/deep/one.md does not show what results holds\n")
 
@@ -88,7 +88,7 @@ def test_readme_command(site, folder):
 @pytest.mark.usefixtures("site")
 def test_results_of_more_than_one_run_fail_the_check(folder, changed, words):
     note(folder, "two", **changed)
-    result = run_cli("readme", "--check")
+    result = cli("readme", "--check")
     assert result.exit_code == 2
     assert words in result.stderr
 

@@ -20,17 +20,7 @@ from experiments.framework.overview import overview
 from experiments.framework.readme import blocks
 from experiments.framework.report import MAX_ROWS, related, write_report
 from experiments.framework.results import read_parts, read_table, write_table
-from tests.experiments.tiny import (
-    BROKEN,
-    ONE,
-    TWO,
-    failing,
-    line_figure,
-    note,
-    run_cli,
-    study,
-    tiny,
-)
+from tests.experiments.tiny import BROKEN, ONE, TWO, cli, failing, line_figure, note, study, tiny
 
 
 class Page(HTMLParser):
@@ -309,18 +299,18 @@ def test_figures_take_the_colours_of_the_page():
 
 def test_study_and_report_commands(registered, tmp_path):
     registered(ONE, TWO)
-    result = run_cli("study", "--output", tmp_path)
+    result = cli("study", "--output", tmp_path)
     assert result.exit_code == 0, result.output
     assert "2 of 2: The two experiment" in result.stderr
     written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     for name in ("report.md", "report.html", "one.svg"):
         (tmp_path / name).unlink()
     registered(TWO, ONE)  # the order is that of the study
-    result = run_cli("report", "--input", tmp_path)
+    result = cli("report", "--input", tmp_path)
     assert result.exit_code == 0, result.output
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == written
     registered(BROKEN, TWO)
-    result = run_cli("study", "--output", tmp_path)
+    result = cli("study", "--output", tmp_path)
     assert result.exit_code == 1
     assert "failed: RuntimeError: no <luck> [today]" in result.stderr
     assert "mean of two" in Page(tmp_path).text
@@ -335,7 +325,7 @@ def test_a_report_follows_its_tables_and_figures(registered, folder):
     registered(tiny("one", figures=relabelled), TWO)
     before = (folder / "one.svg").read_bytes()
     (folder / "one.csv").write_text("x,word\n7.0,a\n")
-    run_cli("report", "--input", folder, catch_exceptions=False)
+    cli("report", "--input", folder, catch_exceptions=False)
     assert "The mean of one is **7.000**." in markdown(folder)
     assert (folder / "one.svg").read_bytes() != before
     assert Page(folder).images[0] == "A better label"
@@ -345,7 +335,7 @@ def test_a_report_follows_its_tables_and_figures(registered, folder):
 def test_report_refuses_a_folder_that_holds_no_study(registered, finished, tmp_path):
     registered(ONE)
     for where, words in ((tmp_path, "holds no study"), (finished, "'two', which is not")):
-        result = run_cli("report", "--input", where)
+        result = cli("report", "--input", where)
         assert result.exit_code == 2
         assert words in result.stderr
 

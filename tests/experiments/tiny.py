@@ -70,7 +70,7 @@ def tiny(name, **changed):
     return experiment
 
 
-def run_cli(*arguments, **options):
+def cli(*arguments, **options):
     """Invoke `python -m experiments` with these arguments."""
     runner = CliRunner(env={"COLUMNS": "200"})
     return runner.invoke(app, [str(argument) for argument in arguments], **options)

@@ -35,7 +35,7 @@ from press_core.files.files import METADATA, _seal
 from press_core.learned.calibration import Calibration, CalibrationError, check_fits
 from press_core.learned.restorekv import RestoreAdapter
 from tests.press_core.drawn import FITS, JSON, PUBLISHED, WIDTH, site
-from tests.press_core.test_saving import cache_of, header_of, model_of
+from tests.press_core.test_saving import Evil, cache_of, header_of, model_of
 from tests.support import token_ids
 
 CACHES = {
@@ -246,16 +246,11 @@ def test_arrays_as_they_are_published_are_curves() -> None:
         torch.testing.assert_close(found.tensors["rates"].float(), curves)
 
 
-class Bomb:
-    def __reduce__(self) -> Any:
-        return pytest.fail, ("a pickle was run",)
-
-
 @pytest.mark.parametrize("name", FITS)
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".npy", ".tsv"])
 def test_no_pickle_is_run(name: str, suffix: str) -> None:
-    assert read(name, pickle.dumps(Bomb()), suffix) is None
-    assert read(name, npy(np.array([Bomb()], dtype=object)), suffix) is None
+    assert read(name, pickle.dumps(Evil()), suffix) is None
+    assert read(name, npy(np.array([Evil()], dtype=object)), suffix) is None
 
 
 LORA = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2}
