@@ -25,7 +25,7 @@ LEFT_OUT = {
         (".", "docs house"),
         # How things are measured, which `test_own_model.py` runs, whole, with any release.
         ("experiments", "error evaluate headwise headwise_variants intrusiveness overhead"),
-        ("experiments", "quality sinks streaming throughput trace"),
+        ("experiments", "quality settings sinks streaming sweeps throughput trace"),
     ]
     for name in names.split()
 }

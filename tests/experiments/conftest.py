@@ -6,9 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import experiments
+from experiments.answers import sweep as sweeps
 from experiments.answers.answerer import ContextAnswerer
+from experiments.answers.cells import run_cell
 from experiments.framework.experiment import Experiment
 from experiments.testbed.facts import build_tokenizer
 from tests.experiments.tiny import ONE, TWO, study
@@ -50,3 +53,18 @@ def tokenizer():
 def answerer(model, tokenizer):
     """Of the model of a test file."""
     return ContextAnswerer(model, tokenizer)
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The cells that sweeps run."""
+    seen = []
+    monkeypatch.setattr(sweeps, "run_cell", lambda s, c: seen.append(c) or run_cell(s, c))
+    return seen

@@ -1,0 +1,226 @@
+"""Questions about compressed contexts: what is answered, under which scopes, generated how."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, QuantizedCache, set_seed
+
+from experiments import UserError
+from experiments.loading import load_model
+from experiments.pipeline import ContextAnswerer
+from experiments.testbed.asking import answer_seen, answer_unseen
+from experiments.testbed.facts import build_tokenizer
+from press_core import RaggedLayer, kept_lengths
+from tests.experiments.asked import PRESSES, facts, uneven
+from tests.support import both, in_turn, snapshot
+
+STAY_OPEN = {"adakv", "pyramid", "channels", "decoding", "streaming", "dms", "kvzip"}
+presses = pytest.mark.parametrize("name", list(PRESSES))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model("facts-llama")[0].double()  # no rounding error decides an answer
+
+
+def words(tokenizer, answers):
+    return [[tokenizer.decode(token) for token in row] for row in answers]
+
+
+# ---- answers -----------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize(
+    ("name", "together"),
+    [
+        *((name, False) for name in ("none", "snapkv", "adakv", "rerotated", "dms", "kvzip")),
+        *((name, True) for name in ("none", "snapkv", "adakv")),
+    ],
+)
+def test_answers_are_those_from_the_pruned_cache(model, answerer, package, name, together):
+    batch, texts = facts()
+    press = PRESSES[name](package)
+    expected = words(
+        answerer.tokenizer, (answer_seen if together else answer_unseen)(model, press, batch)
+    )
+    asked = [text.questions[: len(row)] for text, row in zip(texts, expected, strict=True)]
+    options = {"press": press, "compress_questions": together, "max_new_tokens": 1}
+    assert answerer([t.context for t in texts], asked, **options) == expected
+
+
+@in_turn("name, together", PRESSES, [False, True])
+def test_rows_of_a_batch_are_those_of_the_row_alone(answerer, package, name, together):
+    """What they answer, and the share of their tokens that was really evicted."""
+    texts = facts(2)[1]
+    contexts = uneven(texts)
+    questions = [t.questions[: 1 if together else 2] for t in texts]
+    options = {"press": PRESSES[name](package), "max_new_tokens": 4}
+    options["compress_questions"] = together
+    found = answerer.answered(contexts, questions, **options)
+    alone = [answerer.answered(c, q, **options) for c, q in zip(contexts, questions, strict=True)]
+    assert found.answers == [row for each in alone for row in each.answers]
+    shares = [each.evicted for each in alone]
+    assert found.evicted == pytest.approx(sum(shares) / 2, abs=1e-6)
+    if name in ("none", "channels"):
+        assert shares == [0, 0]
+        return
+    assert 0 < max(shares) < 0.8  # short contexts fit into what some presses keep
+    if name in ("snapkv", "rerotated"):
+        for context, (asked, *_), share in zip(contexts, questions, shares, strict=True):
+            length = len(answerer.tokenizer(f"{context} {asked if together else ''}").input_ids)
+            kept = int(length * (0.5 if name == "snapkv" else 0.6))
+            assert share == pytest.approx(1 - kept / length)
+
+
+@in_turn("name", PRESSES)
+def test_no_question_sees_another(answerer, package, name):
+    (text,) = facts(1)[1]
+    options = {"press": PRESSES[name](package), "max_new_tokens": 3}
+    questions = [*text.questions, "? alice ? bob"]  # of other lengths too
+    at_once = answerer(text.context, questions, **options)
+    backwards = answerer(text.context, questions[::-1], **options)
+    assert at_once == backwards[::-1]
+    assert at_once == [answerer(text.context, [q], **options)[0] for q in questions]
+
+
+@both
+@pytest.mark.parametrize("name", [name for name in PRESSES if name != "finch"])
+def test_a_given_cache_holds_the_compressed_context_and_no_question(model, answerer, package, name):
+    (text,) = facts(1)[1]
+    press = PRESSES[name](package)
+    expected, cache = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    ids = answerer.tokenizer(text.context, return_tensors="pt").input_ids
+    with torch.no_grad(), press(model) if press else torch.no_grad():
+        model(ids, past_key_values=expected)
+    answerer(text.context, text.questions, press=press, cache=cache, max_new_tokens=4)
+    for one, other in zip(cache.layers, expected.layers, strict=True):
+        assert one.get_seq_length() == other.get_seq_length()
+        states = [
+            x.dense() if isinstance(x, RaggedLayer) else (x.keys, x.values) for x in (one, other)
+        ]
+        assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
+
+
+def test_a_cache_with_something_in_it_is_refused(model, answerer):
+    cache = DynamicCache(config=model.config)
+    answerer("river alice tea", ["? alice"], cache=cache, max_new_tokens=1)
+    with pytest.raises(UserError, match="holds 4 tokens"):
+        answerer("river alice tea", ["? alice"], cache=cache)
+
+
+@both
+def test_quantized_caches(package):
+    pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
+    answerer, text = ContextAnswerer(*load_model("facts-llama")), facts(1)[1][0]
+    press = package.SnapKVPress(0.3, window_size=8)
+    config, found = answerer.model.config, []
+    for _ in range(2):
+        cache = QuantizedCache("quanto", config, nbits=4, q_group_size=16, residual_length=8)
+        options = {"press": press, "cache": cache, "max_new_tokens": 1}
+        found.append(answerer(text.context, text.questions, **options))
+        assert {int(n) for kept in kept_lengths(cache) for n in kept.flatten()} == {int(49 * 0.7)}
+    assert found[0] == found[1]
+
+
+# ---- Finch -------------------------------------------------------------------------------------
+
+
+@both
+def test_finch_gets_its_delimiter(model, answerer, package):
+    """What the pipeline keeps is what a prompt with a delimiter written by hand keeps."""
+    (text,) = facts(1)[1]
+    tokenizer, press = build_tokenizer(), package.FinchPress(0.5, rerotate_keys=False)
+    cache, expected = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    answerer(text.context, text.questions[:1], press=press, cache=cache, max_new_tokens=1)
+    assert press == package.FinchPress(0.5, rerotate_keys=False)
+    press.update_model_and_tokenizer(model, tokenizer)
+    prompt = f"{text.context} <|finch_sep|> {text.questions[0]}"
+    with torch.no_grad(), press(model):
+        model(tokenizer(prompt, return_tensors="pt").input_ids, past_key_values=expected)
+    for one, other in zip(cache.layers, expected.layers, strict=True):
+        assert torch.equal(one.positions, other.positions)
+        assert torch.equal(one.keys, other.keys)
+
+
+# ---- scopes ------------------------------------------------------------------------------------
+
+
+@both
+@presses
+def test_the_press_is_open_as_long_as_it_is_needed(model, answerer, package, name):
+    clean, seen = snapshot(model), []
+
+    def look(_, args, kwargs):
+        if kwargs["past_key_values"].get_seq_length():
+            seen.append(snapshot(model) != during_nothing)
+
+    with model.register_forward_pre_hook(look, with_kwargs=True):
+        during_nothing = snapshot(model)
+        (text,) = facts(1)[1]
+        options = {"press": PRESSES[name](package), "max_new_tokens": 2}
+        answerer(text.context, text.questions[:1], **options)
+        unpadded = set(seen)
+        seen.clear()
+        answerer([text.context, "river " + text.context], text.questions[:1], **options)
+    assert unpadded == {name in STAY_OPEN}
+    assert set(seen) == {name != "none"}  # a padded batch that was pruned needs its mask
+    assert snapshot(model) == clean
+
+
+@both
+def test_an_error_leaves_nothing_open(model, answerer, package):
+    clean = snapshot(model)
+    with pytest.raises(ValueError, match="temperature"):
+        answerer(
+            "river alice tea", ["? alice"], press=package.KnormPress(0.5), temperature="hot",
+            do_sample=True,
+        )  # fmt: skip
+    assert snapshot(model) == clean
+
+
+# ---- generation --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "temperature": 0.7},
+        {"num_beams": 3},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"repetition_penalty": 5.0},
+    ],
+)
+def test_without_a_press_it_is_generate(model, answerer, options):
+    (text,) = facts(1)[1]
+    prompt = answerer.tokenizer(f"{text.context} {text.questions[0]}", return_tensors="pt")
+    set_seed(1)
+    expected = model.generate(**prompt, max_new_tokens=5, **options)[:, prompt.input_ids.shape[1] :]
+    set_seed(1)
+    (found,) = answerer(text.context, text.questions[:1], max_new_tokens=5, **options)
+    expected = [answerer.tokenizer.decode(row) for row in expected]
+    assert found == (expected if len(expected) > 1 else expected[0])
+
+
+def test_it_is_greedy_unless_asked_to_be_otherwise(model, answerer, monkeypatch):
+    (text,) = facts(1)[1]
+    ask = text.context, text.questions[:1]
+    expected = answerer(*ask, max_new_tokens=8, do_sample=False)
+    hot = copy.deepcopy(model.generation_config)
+    hot.do_sample, hot.temperature = True, 50.0
+    monkeypatch.setattr(model, "generation_config", hot)
+    assert [answerer(*ask, max_new_tokens=8) for _ in range(4)] == [expected] * 4
+    for asked in ({"do_sample": True, "temperature": 50.0}, {"generation_config": hot}):
+        assert answerer(*ask, max_new_tokens=8, **asked) != expected
+
+
+def test_answers_end_before_the_end_of_sequence(model, answerer):
+    (text,) = facts(1)[1]
+    (long,) = answerer(text.context, text.questions[:1], max_new_tokens=6)
+    end = answerer.tokenizer.convert_tokens_to_ids(long.split()[2])
+    (short,) = answerer(text.context, text.questions[:1], max_new_tokens=6, eos_token_id=end)
+    assert short.split() == long.split()[: long.split().index(long.split()[2])]

@@ -1,0 +1,238 @@
+"""Presses as text, settings and the cells that they make: planned, or refused in words."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import settings as drawn
+from hypothesis import strategies as st
+
+import hooks_impl
+import patch_impl
+from experiments import UserError
+from experiments.answers import sweep as sweeps
+from experiments.answers.cells import NO_PRESS, plan
+from experiments.answers.presses import make_press
+from experiments.answers.settings import Settings, settings_from
+from press_core import HyperparameterError, Tokens
+from tests.experiments.sweeping import SMALL, call
+
+EXAMPLES = sorted(Path(sweeps.__file__).parent.glob("examples/*.yaml"))
+REFUSED = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text("utf-8"))
+DECODING = "DecodingPress(KnormPress())"
+DUO = "DuoAttentionPress(head_compression_ratio=ratio)"
+
+
+# ---- presses as text ---------------------------------------------------------------------------
+
+
+BOTH = "ComposedPress([KnormPress({}), TOVAPress({})])"
+
+
+@pytest.mark.parametrize(
+    ("text", "amount", "python"),
+    [
+        ("SnapKVPress", 0.25, "SnapKVPress(0.25)"),
+        ("SnapKVPress()", 0.25, "SnapKVPress(0.25)"),
+        ("SnapKVPress(0.9, window_size=8)", 0.25, "SnapKVPress(0.25, window_size=8)"),
+        ("AdaKVPress(SnapKVPress(), 0.1)", 0.25, "AdaKVPress(SnapKVPress(0.25), 0.1)"),
+        ("RandomPress", 0.25, "RandomPress(0.25, seed=7)"),
+        ("RandomPress(seed=3)", 0.25, "RandomPress(0.25, seed=3)"),
+        (BOTH.format("ratio", "ratio"), 0.25, BOTH.format(0.25, 0.25)),
+        (DUO, 0.25, "DuoAttentionPress(head_compression_ratio=0.25)"),
+        ("SnapKVPress", Tokens(24), "SnapKVPress(Tokens(24))"),
+        ("AdaKVPress(SnapKVPress())", Tokens(24), "AdaKVPress(SnapKVPress(Tokens(24)))"),
+        (DECODING, Tokens(24), "DecodingPress(KnormPress(), target_size=24)"),
+        (BOTH.format(0.5, "Tokens(budget)"), Tokens(24), BOTH.format(0.5, "Tokens(24)")),
+        ("SimLayerKVPress(n_recent=budget)", Tokens(24), "SimLayerKVPress(n_recent=24)"),
+        ("KnormPress(Tokens(8, 0.5))", None, "KnormPress(Tokens(8, 0.5))"),
+    ],
+)
+def test_a_press_is_what_its_text_says(text, amount, python):
+    for mechanism, package in (("hook", hooks_impl), ("patch", patch_impl)):
+        press = make_press(text, mechanism, amount, 7)
+        assert press == eval(python, {**vars(package), "Tokens": Tokens})
+        assert make_press(repr(press), mechanism, None, 0) == press
+
+
+@pytest.mark.parametrize(
+    ("text", "amount", "words"),
+    [
+        *REFUSED["presses"],
+        ("(" * 9999, None, "cannot read the press"),
+        ("-" * 9999 + "1", None, "cannot read the press|is not allowed"),
+    ],
+)
+def test_what_is_no_press_is_refused_in_words(text, amount, words):
+    told = amount and (Tokens(amount["budget"]) if "budget" in amount else amount["ratio"])
+    with pytest.raises(UserError, match=words):
+        make_press(text, "hook", told, 0)
+
+
+# ---- settings and cells ------------------------------------------------------------------------
+
+
+def test_flags_override_the_file(tmp_path):
+    file = tmp_path / "sweep.yaml"
+    file.write_text("press: [KnormPress, TOVAPress]\nratio: 0.25\nsamples: 3\nthreads: null\n")
+    settings = settings_from(file, {"samples": 5, "ratio": None, "dataset": ["facts/single"]})
+    assert settings == Settings(
+        press=("KnormPress", "TOVAPress"), ratio=(0.25,), samples=5, dataset=("facts/single",)
+    )
+    file.write_text("generation: {do_sample: true, temperature: 0.5}")
+    expected = {"do_sample": True, "temperature": 0.5}
+    assert settings_from(file, {}).generation == expected
+    assert settings_from(None, {}) == Settings()
+    file.write_text("budget: 64")  # in place of ratios that nobody gave
+    assert (settings_from(file, {}).ratio, settings_from(file, {}).budget) == ((0.0,), (64,))
+    assert settings_from(file, {"ratio": [0.5]}).ratio == (0.5,)
+    file.write_text("budget: []")
+    assert settings_from(file, {}) == Settings()
+
+
+@pytest.mark.parametrize(("text", "words"), [*REFUSED["settings"], ("[" * 2000, "is not YAML")])
+def test_settings_that_cannot_be_are_named(tmp_path, text, words):
+    (tmp_path / "sweep.yaml").write_text(text)
+    with pytest.raises(UserError, match=words):
+        settings_from(tmp_path / "sweep.yaml", {})
+    with pytest.raises(UserError, match="there is no file"):
+        settings_from(tmp_path / "other.yaml", {})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "generation: {custom_generate: DIR}",
+        "generation: {custom_generate: DIR, trust_remote_code: true}",
+        "generation: {trust_remote_code: true}",
+        "model_kwargs: {trust_remote_code: true}",
+        "custom_generate: DIR",
+        "trust_remote_code: true",
+    ],
+)
+def test_a_file_runs_no_code(tmp_path, text):
+    config = own_generate(tmp_path, text)
+    with pytest.raises(UserError, match=r"not allowed|give it as a flag, --"):
+        settings_from(config, {})
+
+
+def own_generate(folder, text):
+    """A YAML file, and beside it a folder whose `generate` leaves a mark."""
+    code = folder / "own" / "custom_generate"
+    code.mkdir(parents=True)
+    (code / "generate.py").write_text(
+        "import pathlib\n"
+        "def generate(model, **arguments):\n"
+        "    pathlib.Path(__file__).with_name('ran').touch()\n"
+        "    return model.generate(**arguments)\n"
+    )
+    (folder / "sweep.yaml").write_text(text.replace("DIR", str(folder / "own")))
+    return folder / "sweep.yaml"
+
+
+def test_code_is_run_where_a_flag_says_so(tmp_path, monkeypatch):
+    modules = tmp_path / "modules"
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules))
+    config = own_generate(tmp_path, "ratio: 0")
+    result = call(
+        "--config", config, "--custom-generate", tmp_path / "own", "--output", tmp_path / "out"
+    )
+    assert result.exit_code == 0, result.output
+    assert list(tmp_path.rglob("ran"))
+
+
+WORDS = [*"()[]{}=:,.-\\' ", "SnapKVPress", "AdaKVPress", "ratio", "window_size", "0.5", "lambda "]
+ATOMS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.dates()
+VALUES = st.recursive(
+    ATOMS | st.lists(st.sampled_from(WORDS), max_size=14).map("".join),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(ATOMS, inner, max_size=3),
+    max_leaves=6,
+)
+SETTINGS = st.dictionaries(st.sampled_from([f.name for f in fields(Settings)]) | ATOMS, VALUES)
+
+
+def test_presses_and_settings_read_anything_without_a_traceback(tmp_path):
+    """Whatever a file says is settings that can be planned, or is refused in words."""
+    file = tmp_path / "sweep.yaml"
+
+    @given(st.binary(max_size=40) | SETTINGS.map(lambda told: yaml.safe_dump(told).encode()))
+    @drawn(deadline=None)
+    def read(text):
+        file.write_bytes(text)
+        with contextlib.suppress(UserError, HyperparameterError):
+            plan(settings_from(file, {}))
+
+    read()
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.yaml"]
+
+
+def test_cells_are_the_grid_each_once():
+    settings = Settings(
+        dataset=("facts", "facts/single"),
+        press=("SnapKVPress", DECODING, "SnapKVPress"),
+        ratio=(0.0, 0.5, 0.8),
+    )
+    cells = plan(settings)
+    assert len(set(cells)) == len({cell.key for cell in cells}) == len(cells) == 3 * (1 + 4 + 2)
+    single = [cell[1:] for cell in cells if cell.dataset == "facts/single@512"]
+    assert single == [
+        (NO_PRESS, 0.0, "bare", None),
+        ("SnapKVPress", 0.5, "hook", None),
+        ("SnapKVPress", 0.8, "hook", None),
+        ("SnapKVPress", 0.5, "patch", None),
+        ("SnapKVPress", 0.8, "patch", None),
+        (DECODING, None, "hook", None),
+        (DECODING, None, "patch", None),
+    ]
+
+
+def test_cells_of_budgets():
+    settings = Settings(
+        dataset=("facts/single",),
+        press=("SnapKVPress", DECODING, DUO, "SimLayerKVPress(n_recent=budget)", "ThinKPress"),
+        ratio=(0.5,),
+        budget=(64, 32),
+        mechanism=("hook",),
+    )
+    cells = plan(settings)
+    assert len({cell.key for cell in cells}) == len(cells)
+    assert [(cell.press, cell.ratio, cell.budget) for cell in cells] == [
+        ("SnapKVPress", 0.5, None),
+        ("SnapKVPress", None, 64),
+        ("SnapKVPress", None, 32),
+        (DECODING, None, 64),
+        (DECODING, None, 32),
+        (DUO, 0.5, None),
+        ("SimLayerKVPress(n_recent=budget)", None, 64),
+        ("SimLayerKVPress(n_recent=budget)", None, 32),
+        ("ThinKPress", None, None),
+    ]
+    made = [cell.make(0) for cell in cells[1:4]]
+    assert [made[0].amount, made[1].amount, made[2].target_size] == [Tokens(64), Tokens(32), 64]
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"press": ("KnormPress", "nosuch")}, UserError, "there is no press"),
+        ({"dataset": ("nosuch",)}, UserError, "there is no dataset"),
+        ({"press": ("SnapKVPress(window_size=0)",)}, HyperparameterError, "window_size"),
+        ({"press": (DUO,), "ratio": (0.0,), "budget": (64,)}, UserError, "no number of tokens; gi"),
+    ],
+)
+def test_mistakes_show_before_anything_is_run(changed, error, words):
+    with pytest.raises(error, match=words):
+        plan(replace(SMALL, **changed))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
+def test_examples_can_be_planned(path):
+    settings = settings_from(path, {})
+    assert plan(settings)
+    if path.stem == "study":
+        assert settings == Settings()
