@@ -40,14 +40,16 @@ from tests.support import both, build, filled, held, left_padded, token_ids
 
 
 @dataclass
-class EveryOther(BasePress):
-    """Overrides `compress` and tells nobody which positions it kept."""
+class Halving(BasePress):
+    """Returns plain tensors, as a press of kvpress does, and tells nobody which tokens it kept."""
+
+    spares_the_last: bool = False
 
     def post_init_from_model(self, model: nn.Module) -> None:
         self.n_layers = model.config.num_hidden_layers
 
     def compress(self, module, hidden_states, keys, values, attentions, kwargs):
-        if module.layer_idx == self.n_layers - 1:
+        if self.spares_the_last and module.layer_idx == self.n_layers - 1:
             return keys, values
         return keys[:, :, ::2], values[:, :, ::2]
 
@@ -62,7 +64,7 @@ def prefill(press, length=30):
 
 
 def test_compress_with_layers_of_different_length():
-    kept, logits = prefill(EveryOther())
+    kept, logits = prefill(Halving(spares_the_last=True))
     assert kept == [15, 30]
     assert torch.isfinite(logits).all()
 
@@ -72,10 +74,10 @@ def test_a_press_that_does_not_say_what_it_kept_is_refused_where_that_matters():
     model = build("llama", num_layers=2)
     ids, mask, _ = left_padded(2, 30, [0, 7])
     with pytest.raises(UnsupportedInputError, match="padded batch"):
-        filled(model, EveryOther(), ids, attention_mask=mask)
+        filled(model, Halving(), ids, attention_mask=mask)
     with KnormPress(0.5)(model), pytest.raises(UnsupportedInputError, match="inner scope"):
-        filled(model, EveryOther(), ids)
-    with EveryOther()(model):
+        filled(model, Halving(), ids)
+    with Halving(spares_the_last=True)(model):
         cache = filled(model, KnormPress(0.5), ids)
     assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [8, 15]
 
@@ -129,14 +131,6 @@ def test_blocks_hand_a_scorer_the_hidden_states_of_its_keys():
     assert found[0][0] != found[0][1]
 
 
-@dataclass
-class Halving(BasePress):
-    """Returns plain tensors, as a press of kvpress does, and says no more."""
-
-    def compress(self, module, hidden_states, keys, values, attentions, kwargs):
-        return keys[:, :, ::2], values[:, :, ::2]
-
-
 @pytest.mark.parametrize(
     ("press", "kept"),
     [
@@ -160,7 +154,7 @@ def test_plain_tensors_are_taken_where_nobody_asks_whose_they_are(press, kept):
 
 def test_plain_tensors_are_refused_in_words_where_somebody_does():
     with pytest.raises(UnsupportedInputError, match="without saying which tokens") as refused:
-        build_and_run(ComposedPress([Halving(), KnormPress(0.5)]))
+        prefill(ComposedPress([Halving(), KnormPress(0.5)]))
     assert "scope" not in str(refused.value)
     model, cache = build("llama", num_layers=1), DynamicCache()
     press = PrefillDecodingPress(Halving(), DecodingPress(LeverageScorePress(), 1, 10))
@@ -168,10 +162,6 @@ def test_plain_tensors_are_refused_in_words_where_somebody_does():
         model(token_ids(1, 40), past_key_values=cache)
         with pytest.raises(UnsupportedInputError, match="did not say which tokens"):
             model(token_ids(1, 1), past_key_values=cache)
-
-
-def build_and_run(press):
-    filled(build("llama", num_layers=1), press, token_ids(1, 40))
 
 
 # ---- hooks of one's own --------------------------------------------------------------------------
@@ -205,7 +195,7 @@ class Around(KnormPress):
 
 def test_a_press_that_registers_hooks_is_refused_in_words():
     with pytest.raises(UnsupportedInputError, match=r"do not override __call__"):
-        build_and_run(Registering(0.5))
+        prefill(Registering(0.5))
     assert prefill(Around(0.5))[0] == [15, 15]
 
 

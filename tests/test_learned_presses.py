@@ -18,6 +18,7 @@ from press_core import Needs, PressError, UnsupportedModelError, attention_sites
 from press_core.learned.calibration import Calibration, CalibrationError, model_sizes
 from press_core.learned.restorekv import RestoreAdapter, first_adapter
 from tests.press_core.drawn import learned
+from tests.press_core.test_learned import same
 from tests.support import (
     PACKAGES,
     both,
@@ -88,10 +89,6 @@ def learn(name: str, package: Any, model: PreTrainedModel, batches: Any) -> Cali
         RESTORE: lambda: press.fit(model, batches, n_following=8, rank=2, prompts=PROMPTS),
     }
     return ways[name]()
-
-
-def same(one: Calibration, two: Calibration) -> bool:
-    return all(torch.equal(x, two.tensors[key]) for key, x in one.tensors.items())
 
 
 def close(one: Calibration, two: Calibration, atol: float = 1e-4) -> None:

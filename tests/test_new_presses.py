@@ -1,4 +1,4 @@
-"""H2O, CaM, merging, ratios while decoding and budgets in tokens, on whole models."""
+"""H2O and budgets in tokens, on whole models."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import hooks_impl
-import patch_impl
-from experiments.testbed.compare import Inputs, run
-from experiments.testbed.families import VOCABULARY
 from experiments.testbed.recipes import recipe_pair
 from press_core import HyperparameterError, Tokens, kept_lengths
 from tests.slow import votes
@@ -81,21 +78,6 @@ def test_two_scopes_remember_apart(package):
             memories = cache.layers[0].memories.values()
             assert {x.shape[-1] for m in memories for x in m.slots.values()} == {14}
     assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [14, 14]
-
-
-# ---- while decoding ------------------------------------------------------------------------------
-
-
-def test_cam_is_the_same_again_with_its_seed_alone():
-    model, inputs = make(), Inputs.random(VOCABULARY, (30,), question=0, steps=6)
-
-    def values(seed):
-        base = patch_impl.KnormPress()
-        press = patch_impl.CAMPress(base, 3, target_size=12, merge_budget=4, seed=seed)
-        return run(model, press, inputs).final[0].values
-
-    assert torch.equal(values(1), values(1))
-    assert any(not torch.equal(values(1), values(seed)) for seed in range(2, 8))
 
 
 # ---- budgets -------------------------------------------------------------------------------------

@@ -61,9 +61,11 @@ def assert_same_bits(layer: Any, expected: Any) -> None:
     assert layer.keys.shape == expected.keys.shape
 
 
-def filled_by_hand(cache: Any, model: Any, press: Any, ids: Tensor) -> tuple[Any, Any]:
+def filled_by_hand(
+    cache: Any, model: Any, press: Any, ids: Tensor, **given: Any
+) -> tuple[Any, Any]:
     """`cache` with the keys and values that `press` leaves in a plain one; and that one."""
-    plain = filled(model, press, ids)
+    plain = filled(model, press, ids, **given)
     for i, layer in enumerate(plain.layers):
         cache.layers[i].update(layer.keys, layer.values)
     return cache, plain
@@ -78,16 +80,23 @@ AXES = [{"axis_key": k, "axis_value": v, "q_group_size": 8} for k, v in [(0, 0),
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [*itertools.product(EVEN, OPTIONS), *(("KnormPress", axes) for axes in AXES)],
+    ("name", "options", "padding"),
+    [
+        *itertools.product(EVEN, OPTIONS, [0]),
+        *(("KnormPress", axes, 0) for axes in AXES),
+        *(("SnapKVPress", options, 13) for options in OPTIONS),
+    ],
 )
-def test_it_is_what_quantizing_the_pruned_keys_gives(package, name, options, model):
-    press, ids = example_for(package, name, 0.5, model), token_ids(2, LENGTH)
-    expected, plain = filled_by_hand(quantized(model, **options), model, press, ids)
+def test_it_is_what_quantizing_the_pruned_keys_gives(package, name, options, padding, model):
+    """Rows of other lengths share one layer."""
+    press = example_for(package, name, 0.5, model)
+    ids, mask, positions = left_padded(2, LENGTH, [0, padding])
+    given = {"attention_mask": mask, "position_ids": positions}
+    expected, plain = filled_by_hand(quantized(model, **options), model, press, ids, **given)
     cache = quantized(model, **options)
     with press(model):
-        logits = model(ids, past_key_values=cache).logits
-    assert torch.equal(logits, model(ids).logits)  # the prefill itself sees exact keys
+        logits = model(ids, past_key_values=cache, **given).logits
+    assert torch.equal(logits, model(ids, **given).logits)  # the prefill itself sees exact keys
     for layer, by_hand, exact in zip(cache.layers, expected.layers, plain.layers, strict=True):
         assert type(layer) is PrunedQuantizedLayer
         assert_same_bits(layer, by_hand)
@@ -149,22 +158,6 @@ def test_bytes_are_those_of_the_codes(package, backend, nbits):
     assert sizes["quantized", 0.5] == pytest.approx(sizes["quantized", 0.0] / 2, rel=0.01)
     # Per group of 64 numbers: codes, a scale and a shift of up to 4 bytes each.
     assert sizes["quantized", 0.5] <= sizes["plain", 0.5] * (nbits / 32 + 8 / (4 * 64)) * 1.01
-
-
-@kinds
-def test_rows_of_a_padded_batch(package, backend, nbits, model):
-    """Rows of other lengths share one layer; each gives about what it gives alone."""
-    padding, press = [0, 13], package.SnapKVPress(0.5, window_size=4)
-    ids, mask, positions = left_padded(2, LENGTH, padding)
-    cache, exact = quantized(model, backend, nbits), DynamicCache(config=model.config)
-    for one in (cache, exact):
-        with press(model):
-            model(ids, attention_mask=mask, position_ids=positions, past_key_values=one)
-    for layer, plain in zip(cache.layers, exact.layers, strict=True):
-        assert torch.equal(layer.positions, plain.positions)
-        by_hand = quantized(model, backend, nbits).layers[0]
-        by_hand.update(plain.keys, plain.values)
-        assert_same_bits(layer, by_hand)
 
 
 @kinds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from press_core import (
 )
 from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.pruned import ReadingNeeds
+from tests.press_core.test_saving import cache_of
 from tests.support import PACKAGES, build, context_for, example_for, filled, left_padded, token_ids
 
 QUESTION = token_ids(1, 5, seed=3)
@@ -82,6 +84,16 @@ def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
         assert torch.equal(logits, expected)
 
 
+def read_again(model: Any, cache: Any, path: Any, *helpers: Any, **arguments: Any) -> Any:
+    """What is read says the same as what was written, and answers as it does."""
+    loaded = load_cache(save_cache(cache, path, model), model)
+    assert_kept(cache, loaded)
+    for helper in helpers:
+        expected = answers(model, cache, helper, **arguments)
+        assert_same(answers(model, loaded, helper, **arguments), expected)
+    return loaded
+
+
 # ---- every press ---------------------------------------------------------------------------------
 
 
@@ -99,14 +111,9 @@ def test_every_press(name, dtype, tmp_path):
     for package in PACKAGES:
         press = example_for(package, name, 0.5, model)
         cache = filled(model, press, context_for(name, 48))
-        path = save_cache(cache, tmp_path / f"{package.__name__}.safetensors", model)
-        loaded = load_cache(path, model)
-        assert_kept(cache, loaded)
+        path, again = tmp_path / package.__name__, example_for(package, name, 0.5, model)
+        loaded = read_again(model, cache, path, headwise(model), again(model))
         assert list(map(needs, loaded.layers)) == list(map(needs, cache.layers))
-        again = example_for(package, name, 0.5, model)
-        for helper in (headwise(model), again(model)):
-            expected = answers(model, cache, helper)
-            assert_same(answers(model, loaded, helper), expected)
         files.append(path.read_bytes())
     assert files[0] == files[1]
 
@@ -129,24 +136,14 @@ def test_every_press(name, dtype, tmp_path):
 def test_rows_of_different_lengths_that_were_decoded(package, name, fields, kind, has, tmp_path):
     """Padding, what came after the pruning, sinks, scores to be judged late, channels."""
     model = build("llama")
-    ids, mask, positions = left_padded(3, 40, [0, 7, 19])
-    press = example_for(package, name, 0.5, model)
-    for field, value in fields.items():
-        setattr(press, field, value)
-    cache = DynamicCache(config=model.config)
-    with press(model):
-        model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
-        for token in QUESTION[0, 2:4]:
-            mask = torch.cat((mask, torch.ones(3, 1, dtype=torch.int64)), dim=1)
-            place = mask.sum(dim=-1, keepdim=True) - 1
-            model(
-                token.expand(3, 1), attention_mask=mask, position_ids=place, past_key_values=cache
-            )
+    cache = cache_of(name, model=model, package=package, **fields)
+    mask = left_padded(2, 41, [0, 7])[1]
+    press = replace(example_for(package, name, 0.5, model), **fields)
     assert all(type(layer) is kind and getattr(layer, has) for layer in cache.layers)
     path = save_cache(cache, tmp_path / "cache.safetensors", model, attention_mask=mask)
     loaded, given = load_cache(path, model), about_cache(path).inputs["attention_mask"]
     assert_kept(cache, loaded)
-    arguments = {"rows": 3, "attention_mask": given}
+    arguments = {"rows": 2, "attention_mask": given}
     for helper in (headwise(model), press(model)):
         expected = answers(model, cache, helper, **arguments)
         assert_same(answers(model, loaded, helper, **arguments), expected)
@@ -159,11 +156,7 @@ def test_sliding_layers_and_caches_without_a_configuration(package, family, tmp_
     for i, cache in enumerate(caches):
         with package.KnormPress(0.5)(model):
             model(token_ids(1, 40), past_key_values=cache)
-        path = save_cache(cache, tmp_path / f"{i}.safetensors", model)
-        loaded = load_cache(path, model)
-        assert_kept(cache, loaded)
-        expected = answers(model, cache, package.KnormPress(0.5)(model))
-        assert_same(answers(model, loaded, package.KnormPress(0.5)(model)), expected)
+        read_again(model, cache, tmp_path / str(i), package.KnormPress(0.5)(model))
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "falcon_h1", "gemma3n_text", "gemma4_text"])
@@ -181,10 +174,7 @@ def test_layers_that_presses_leave_alone(name, tmp_path):
     with torch.no_grad():
         cache = model(token_ids(1, 40), use_cache=True).past_key_values
     press.remove()
-    loaded = load_cache(save_cache(cache, tmp_path / "cache.safetensors", model), model)
-    assert_kept(cache, loaded)
-    expected = answers(model, cache, headwise(model))
-    assert_same(answers(model, loaded, headwise(model)), expected)
+    read_again(model, cache, tmp_path / "cache.safetensors", headwise(model))
 
 
 def test_an_encoder_decoder(tmp_path):

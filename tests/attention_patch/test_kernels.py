@@ -27,6 +27,7 @@ from press_core.cache.masks import causal
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import Kept
 from press_core.model.sites import Softmax
+from tests.press_core.drawn import drawn
 from tests.support import build, reading
 
 on_gpu = [
@@ -84,8 +85,8 @@ def example(
     generator = torch.Generator().manual_seed(n_kv + 10 * group + 100 * n_queries)
 
     def random(heads: int, n: int) -> Tensor:
-        drawn = torch.randn(batch, heads, n, dim, generator=generator, dtype=torch.float64)
-        return drawn.to(device, dtype)
+        states = torch.randn(batch, heads, n, dim, generator=generator, dtype=torch.float64)
+        return states.to(device, dtype)
 
     if kept is None:
         share = torch.rand(batch, n_kv, 1, generator=generator)
@@ -103,14 +104,9 @@ def example(
 CHANNELS = torch.tensor([[[0, 2, 7], [1, 2, 3]], [[4, 5, 6], [0, 1, 7]]])
 
 
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return drawn.to(dtype)
-
-
 def pruned(dtype: torch.dtype = torch.float64) -> tuple[ChannelPrunedLayer, Tensor, Tensor]:
     """A layer with three of eight channels, and its keys with zeros in the others and values."""
-    keys, values = (random(2, 2, 12, 8, seed=seed, dtype=dtype) for seed in (1, 2))
+    keys, values = (drawn(2, 2, 12, 8, seed=seed).to(dtype) for seed in (1, 2))
     index = CHANNELS.unsqueeze(2).expand(-1, -1, 12, -1)
     stored = PrunedLayer(DynamicLayer()).holding(keys.gather(-1, index), values)
     layer = ChannelPrunedLayer(stored.inner, CHANNELS, 8)
@@ -119,15 +115,15 @@ def pruned(dtype: torch.dtype = torch.float64) -> tuple[ChannelPrunedLayer, Tens
 
 
 def of_kind(kind: str, n_queries: int = 1, dtype: torch.dtype = torch.float64) -> Example:
-    """An example whose heads have lost tokens, or channels."""
-    if kind == "tokens":
-        return example(n_queries=n_queries, dtype=dtype)
+    """An example whose heads have lost tokens, of some shape, or channels."""
+    if kind != "channels":
+        return example(**SHAPES.get(kind, {}), n_queries=n_queries, dtype=dtype)
     layer, keys, values = pruned(dtype)
     for n in (3, n_queries):
-        new = [random(2, 2, n, 8, seed=s, dtype=dtype) for s in (10 + n, -10 - n)]
+        new = [drawn(2, 2, n, 8, seed=s).to(dtype) for s in (10 + n, -10 - n)]
         update(layer, *new)
         keys, values = (torch.cat(x, dim=2) for x in zip((keys, values), new, strict=True))
-    query = random(2, 4, n_queries, 8, dtype=dtype)
+    query = drawn(2, 4, n_queries, 8).to(dtype)
     return Example(layer, query, n_queries, 3 + n_queries, (keys, values))
 
 
@@ -216,15 +212,7 @@ SHAPES = {
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
-@shapes
-@pytest.mark.parametrize("n_queries", [1, 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_step_and_a_question(shape, n_queries, dtype):
-    case = example(**shape, n_queries=n_queries, dtype=dtype)
-    assert_equal(run(None, case), slowly(case))
-
-
-@kinds
+@pytest.mark.parametrize("kind", ["channels", *SHAPES])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("n_queries", [1, 3])
 def test_precision(kind, dtype, n_queries):

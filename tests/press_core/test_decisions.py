@@ -147,15 +147,6 @@ def test_recent_and_heavy_share_the_budget(recent_ratio: float, n: int, recent: 
         assert kept[row, head].tolist() == expected
 
 
-def test_what_it_has_received_adds_up() -> None:
-    press = patch_impl.H2OPress(0.5)
-    call = drawn_call(15)
-    first = press.remember(call)
-    again = press.remember(replace(call, memory=first))
-    for name, known in first.items():
-        torch.testing.assert_close(again[name], 2 * known)
-
-
 # ---- ChunkKV with a gate, which fills a budget chunk by chunk -----------------------------------
 
 

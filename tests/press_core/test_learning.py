@@ -12,7 +12,7 @@ from torch import Tensor
 
 from press_core import AttentionCall
 from press_core.learned.calibration import Calibration, CalibrationError
-from press_core.learned.fast_kvzip import Gate, KVzipGates, fit_gates
+from press_core.learned.fast_kvzip import Gate, fit_gates
 from press_core.learned.kvzap import KVzap, KVzapRegressor, fit_regressor
 from press_core.learned.query_statistics import (
     ExpectedAttentionStats,
@@ -30,13 +30,11 @@ from tests.press_core.drawn import (
     Prepared,
     drawn,
     drawn_call,
-    fitted,
     site,
 )
+from tests.press_core.test_learned_budgets import GATES, N_BASE, RANK
 
-LENGTH, RANK, N_BASE = 17, 5, 4
-GATES = fitted(KVzipGates, rank=RANK, n_base=N_BASE)
-GATES = replace(GATES, query_norm=1 + GATES.query_norm / 4, key_norm=1 + GATES.key_norm / 4)
+LENGTH = 17
 
 
 def a_call(length: int = LENGTH, **fields: Any) -> AttentionCall:

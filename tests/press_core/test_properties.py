@@ -105,14 +105,6 @@ def test_states_that_are_all_alike_give_finite_scores(name: str, fill: float) ->
 
 
 @of_every_formula
-def test_a_row_of_a_batch_scores_as_it_does_alone(name: str) -> None:
-    call = _call()
-    scores = scores_of(name, call)
-    for row in range(BATCH):
-        torch.testing.assert_close(scores_of(name, call.of_rows([row], None))[0], scores[row])
-
-
-@of_every_formula
 def test_scoring_changes_none_of_its_inputs(name: str) -> None:
     call, untouched = _call(dtype=torch.float32), _call(dtype=torch.float32)
     before = torch.get_rng_state()

@@ -16,7 +16,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hooks_impl
 import patch_impl
-from press_core import Tokens, kept_lengths
 from press_core.replay.kvzip import RepeatPrompts
 from tests.press_core.drawn import rotated
 from tests.support import build, token_ids
@@ -298,12 +297,3 @@ def test_heads_compete_where_nothing_is_aligned(seed, bound):
         for place in map(tuple, mask.nonzero().tolist())
     }
     assert found == expected
-
-
-def test_a_number_of_tokens_is_the_mean_over_layers():
-    model, cache = build("llama", num_layers=3), DynamicCache()
-    with torch.no_grad(), hooks_impl.KVComposePress(Tokens(11))(model):
-        model(token_ids(1, 40), past_key_values=cache)
-    lengths = [int(layer[0, 0]) for layer in kept_lengths(cache)]
-    assert sum(lengths) == 33
-    assert lengths[0] == max(lengths)

@@ -39,13 +39,19 @@ def model_of(family: str = "llama", seed: int = 0) -> Any:
     return build(family, attn_implementation="eager", seed=seed)
 
 
-def cache_of(name: str = "SnapKVPress", family: str = "llama") -> Any:
+def cache_of(
+    name: str = "SnapKVPress",
+    family: str = "llama",
+    model: Any = None,
+    package: Any = hooks_impl,
+    **fields: Any,
+) -> Any:
     """A cache of an uneven batch that a press has pruned, and that a token was decoded with."""
-    model, cache = model_of(family), DynamicCache(config=model_of(family).config)
+    model = model or model_of(family)
+    cache = DynamicCache(config=model.config)
     ids, mask, positions = left_padded(2, 40, [0, 7])
-    press = example_for(hooks_impl, name, 0.5, model)
-    if name == "ThinKPress":
-        press.free_memory = True
+    fields |= {"free_memory": True} if name == "ThinKPress" else {}
+    press = replace(example_for(package, name, 0.5, model), **fields)
     with torch.no_grad(), press(model):
         model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
         mask = torch.cat((mask, torch.ones(2, 1, dtype=torch.int64)), dim=1)
