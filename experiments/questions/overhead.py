@@ -172,7 +172,7 @@ def between_intervals(
 ) -> Callable[[], Any]:
     """`scope_of`; of a press that prunes at intervals, one whose interval is not over."""
     opens = scope_of(condition, model, **asked)
-    if condition.press != "DecodingPress":
+    if condition.press != _COUNTING:
         return opens
     press: Any = opens.func  # type: ignore[attr-defined]
     return partial(replace(press, compression_interval=1 << 20), model)
@@ -256,7 +256,7 @@ def measure(options: Options, progress: Progress) -> pd.DataFrame:
         return table
     progress.update(task, description=NAME)
     # kvpress's has something to do at once: the cache is longer than its target.
-    asked["presses"] = [name for name in presses if name != "DecodingPress"]
+    asked["presses"] = [name for name in presses if name != _COUNTING]
     return pd.concat([table, rows_with_kvpress(python, __name__, **asked)], ignore_index=True)
 
 
@@ -268,7 +268,11 @@ def _slowest(table: pd.DataFrame, query: str) -> list[dict[Any, Any]]:
     return table.query(query).nlargest(1, "ratio").to_dict("records")
 
 
-_EAGER, _PRESSED = "phase == 'decode'", "mechanism in ('hook', 'patch') and baseline == 'bare'"
+_COUNTING = "DecodingPress"
+"""A press that counts the steps in which it has nothing to do."""
+
+_EAGER = f"phase == 'decode' and press != '{_COUNTING}'"
+_PRESSED = "mechanism in ('hook', 'patch') and baseline == 'bare'"
 
 _FINDINGS = {
     "decode": (
@@ -280,6 +284,11 @@ _FINDINGS = {
         f"{_EAGER} and {_PRESSED}",
         "With a press open, a decode step takes at most {} as long as without {}.",
         "leave a press open while decoding",
+    ),
+    "counting": (
+        f"press == '{_COUNTING}' and {_PRESSED}",
+        "With one that waits for the end of its interval, it takes at most {} as long {}.",
+        "",
     ),
     "kvpress": (
         f"{_EAGER} and mechanism == 'kvpress' and baseline == 'bare'",
