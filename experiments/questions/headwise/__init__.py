@@ -254,7 +254,7 @@ def find_worth(tables: Tables) -> Iterator[Finding]:
     said = {"works": "helped", "costs": "cost answers"}.get(works, undecided)
     text = f"Head-wise budgets {said} on {accuracy['model'].iloc[0]}: **{mean}** points"
     n = difference["pair"].nunique() - 1
-    against = f"of right answers against uniform ones, in the mean of {n} pairs."
+    against = f"of right answers against uniform ones (mean of {n} pairs)."
     text = " ".join([text, *interval, against])
     yield Finding("worth", text, "let heads share a budget", works)
 
