@@ -32,6 +32,7 @@ from press_core.errors import UnsupportedCacheError
 from press_core.forward import Arguments, Forward, Progress, here, own_cache
 from press_core.model.graphs import may_break
 from press_core.model.sites import AttentionSite, Bystander
+from press_core.on_layers import OnLayers
 from press_core.running import chunks
 from press_core.scope import AROUND, ScopeState
 from press_core.traits import Phase
@@ -79,17 +80,22 @@ def enter(scope: ScopeState, given: Arguments) -> Arguments:
     layers = pruned_layers(forward.cache)
     forward.given = with_counted_columns(forward, layers)
     forward.helps = needs_help(forward, layers)
-    if _is_idle(forward):
-        leave(scope, None)
-        _take_off(scope)
-    elif not scope.on_layers.are_on:
-        torch.compiler.disable(scope.on_layers.put_on)()
+    _note_whole(scope, forward.cache, layers)
+    _settle_layers(scope, forward)
     return forward.given
 
 
-def _take_off(scope: ScopeState) -> None:
-    if not torch.compiler.is_compiling():  # graphs are made with what is there
-        scope.on_layers.take_off(scope)
+def _settle_layers(scope: ScopeState, forward: Forward) -> None:
+    """Have on layers what the forward needs there, and nothing if no scope has to do with it."""
+    if _is_idle(forward):
+        leave(scope, None)
+        if not torch.compiler.is_compiling():  # graphs are made with what is there
+            scope.on_layers.take_off(scope)
+    elif not scope.on_layers.are_on:
+        _put_on_eagerly(scope.on_layers)
+
+
+_put_on_eagerly = torch.compiler.disable(OnLayers.put_on)
 
 
 def runs_eagerly(scope: ScopeState, given: Arguments) -> bool:
@@ -115,9 +121,10 @@ def _passes(scope: ScopeState, forward: Forward) -> bool:
     if not isinstance(cache, Cache) or is_empty(cache, first) or chunks.is_under_way(cache):
         return False
     layers = pruned_layers(cache)
+    if with_counted_columns(forward, layers) is not forward.given or needs_help(forward, layers):
+        return False
     _note_whole(scope, cache, layers)
-    counted = with_counted_columns(forward, layers) is forward.given
-    return counted and not needs_help(forward, layers)
+    return True
 
 
 def _lasting_frame() -> FrameType | None:
@@ -170,7 +177,6 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
         for site in scope.sites:
             prune_before(scope, forward, site)
     if Phase.DECODING not in traits.phases:
-        _note_whole(scope, cache, pruned_layers(cache))
         return
     index = scope.sites[0].layer_idx
     first = known(cache, index)
@@ -182,11 +188,12 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
         forward.acting.append(scope)
 
 
-def _note_whole(scope: ScopeState, cache: Cache, pruned: list[PrunedLayer]) -> None:
+def _note_whole(scope: ScopeState, cache: Any, pruned: list[PrunedLayer]) -> None:
+    """Note how long a cache is that was filled before the scope has seen a context."""
     tally = scope.tally
     if pruned or tally.n_contexts or not scope.traits.phases & AROUND:
         return
-    if not torch.compiler.is_compiling():
+    if isinstance(cache, Cache) and not torch.compiler.is_compiling():
         n_seen = int(cache.get_seq_length(scope.sites[0].layer_idx))
         tally.longest_whole = max(tally.longest_whole, n_seen)
 

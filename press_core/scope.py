@@ -232,11 +232,9 @@ def prepared(press: Press, model: nn.Module) -> dict[int, tuple[Press, Any]]:
     return known
 
 
-def _share(state: ScopeState) -> None:
-    """Let a scope share what is on layers with those that are open on the same decoder."""
-    for other in _open:
-        if other.decoder is state.decoder:
-            state.on_layers = other.on_layers
+def _on_layers_of(decoder: nn.Module) -> OnLayers:
+    """What the scopes that are open on one decoder share."""
+    return next((scope.on_layers for scope in _open if scope.decoder is decoder), OnLayers())
 
 
 class Scope:
@@ -269,7 +267,7 @@ class Scope:
             assert isinstance(state.press, InstalledPress)
             try:
                 state.press.install(state)
-                _share(state)
+                state.on_layers = _on_layers_of(state.decoder)
                 state.on_layers.add(state)
             except BaseException:
                 state.warnings.clear()

@@ -60,6 +60,9 @@ from press_core.errors import first_line
 RATIO = 0.5
 """Share of the tokens that presses evict."""
 
+_COUNTING = "DecodingPress"
+"""A press that counts the steps in which it has nothing to do."""
+
 _SETTLING = 3
 """Steps of a compiled model before the clock runs."""
 
@@ -80,7 +83,7 @@ class Options:
     ] = (4, 28, 64)
     press: Annotated[tuple[str, ...], several(str, "Press to measure, such as SnapKV.")] = (
         "KnormPress",  # needs no queries
-        "DecodingPress",  # counts every step, and is between its intervals
+        _COUNTING,  # counts every step, and is between its intervals
         "SnapKVPress",
     )
     context: Annotated[int, typer.Option(min=2, help="Tokens of the context.")] = 256
@@ -267,9 +270,6 @@ def _slowest(table: pd.DataFrame, query: str) -> list[dict[Any, Any]]:
     """The row of the largest ratio, if there is one."""
     return table.query(query).nlargest(1, "ratio").to_dict("records")
 
-
-_COUNTING = "DecodingPress"
-"""A press that counts the steps in which it has nothing to do."""
 
 _EAGER = f"phase == 'decode' and press != '{_COUNTING}'"
 _PRESSED = "mechanism in ('hook', 'patch') and baseline == 'bare'"

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import os
 import time
-from io import StringIO
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from rich.console import Console
 
 from experiments import UserError
 from experiments.answers.engines import Failure, on_ray
-from experiments.answers.settings import Settings
-from experiments.answers.store import Store
-from experiments.answers.sweep import sweep
+from tests.experiments.sweeping import SMALL, run_sweep
 
 ray = pytest.importorskip("ray", reason="the extra [ray] is not installed")
 
-SETTINGS = Settings(
+SETTINGS = replace(
+    SMALL,
     dataset=("facts/single@48", "facts/multikey@48"),
     press=("AdaKVPress(SnapKVPress(window_size=8))",),
-    ratio=(0.0, 0.5),
     samples=6,
-    threads=1,
 )
 
 
@@ -85,8 +81,7 @@ def test_what_no_node_can_run_is_refused():
 
 
 def sweep_in(folder, **options):
-    kept = Store(folder, {"model": "facts-llama"})
-    results, failures = sweep(SETTINGS, kept, Console(file=StringIO()), **options)
+    results, failures, _ = run_sweep(SETTINGS, folder, **options)
     assert failures == {}
     return results.drop(columns="seconds"), pd.read_csv(folder / "predictions.csv")
 
