@@ -24,6 +24,7 @@ from press_core.cache.pruned import PrunedLayer
 from press_core.cache.reading import (
     helped,
     needs_help,
+    one_mask,
     pruned_layers,
     with_counted_columns,
 )
@@ -56,7 +57,7 @@ def enter(scope: ScopeState, given: Arguments) -> Arguments:
     forward = _joined(scope, given)
     if mine and _passes(scope, forward):
         scope.tally.n_forwards += 1
-        scope.on_layers.take_off(scope)
+        scope.on_layers.take_off(scope, forward)
         return given
     if mine:  # else it is compiled, and counts nothing
         forward.frame = forward.frame or _lasting_frame()
@@ -80,6 +81,9 @@ def enter(scope: ScopeState, given: Arguments) -> Arguments:
     layers = pruned_layers(forward.cache)
     forward.given = with_counted_columns(forward, layers)
     forward.helps = needs_help(forward, layers)
+    if forward.helps:
+        here.reading, forward.given = one_mask(forward, scope.sites[0], layers)
+        forward.helps = here.reading is None
     _note_whole(scope, forward.cache, layers)
     _settle_layers(scope, forward)
     return forward.given
@@ -88,9 +92,10 @@ def enter(scope: ScopeState, given: Arguments) -> Arguments:
 def _settle_layers(scope: ScopeState, forward: Forward) -> None:
     """Have on layers what the forward needs there, and nothing if no scope has to do with it."""
     if _is_idle(forward):
-        leave(scope, None)
+        if here.reading is None:
+            leave(scope, None)
         if not torch.compiler.is_compiling():  # graphs are made with what is there
-            scope.on_layers.take_off(scope)
+            scope.on_layers.take_off(scope, forward)
     elif not scope.on_layers.are_on:
         _put_on_eagerly(scope.on_layers)
 

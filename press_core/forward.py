@@ -11,7 +11,8 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -50,7 +51,7 @@ class Arguments:
                 args[index] = value
             else:
                 kwargs[name] = value
-        return replace(self, args=tuple(args), kwargs=kwargs)
+        return Arguments(tuple(args), kwargs, self.names)
 
 
 def own_cache(cache: Any) -> Any:
@@ -163,6 +164,15 @@ class Forward:
             self.at_end.pop(0)()
 
 
+class OneMask(Enum):
+    """How the one mask that a model makes for all layers reads layers that need help."""
+
+    OF_SLOTS = auto()
+    """The decoder was given one that says which slots hold tokens: they are the same everywhere."""
+    OF_ONE_COLUMN = auto()
+    """A single token sees everything: one column is spread over layers of any length."""
+
+
 class Now:
     """What one thread is in the middle of; see `Here`."""
 
@@ -194,7 +204,8 @@ class Here:
 
     Attributes:
         forward: the forward in progress; None: none in which a scope has anything to do.
-        reading: the cache layer that is about to be read with all the help it needs.
+        reading: the cache layer that is about to be read with all the help it needs, or how the
+            model's one mask reads all of them.
         query: what a hook has collected of the attention module that is running.
         is_apart: whether scopes take no part in forwards of this thread.
     """

@@ -57,15 +57,20 @@ class OnLayers:
                     self.by_scope[scope] = _installed(scope)
             self.are_on, self._n_compiled = True, n_compiled()
 
-    def take_off(self, scope: Any) -> None:
-        """Take all of it off, if the innermost scope finds that nobody needs it."""
+    def take_off(self, scope: Any, entering: Any) -> None:
+        """Take all of it off, if the innermost scope finds that nobody needs it.
+
+        Args:
+            entering: the forward that does not, and has not come to its layers yet.
+        """
         if not self.are_on or self.stay:
             return
         with self._lock:
             if scope not in self.by_scope or scope is not next(reversed(self.by_scope)):
                 return
             self.are_on = False  # before the look: who begins now looks after it has said so
-            if any(forward.runs for other in self.by_scope for forward in other.running.copy()):
+            running = {forward for other in self.by_scope for forward in other.running.copy()}
+            if any(forward.runs for forward in running - {entering}):
                 self.are_on = True
                 return
             if n_compiled() != self._n_compiled and any(graphs_of(scope.sites)):

@@ -9,11 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, OPTConfig, OPTForCausalLM, PreTrainedModel
 
 import hooks_impl
 from press_core import ScopeError, kept_positions
-from tests.support import both, build, example_for, token_ids
+from tests.support import (
+    both,
+    build,
+    example_for,
+    left_padded,
+    make,
+    token_ids,
+    tolerance,
+)
 
 CONTEXT, NEXT = token_ids(1, 40), token_ids(1, 1)
 OFF, ON = [False] * 3, [True] * 3
@@ -83,6 +91,50 @@ def test_layers_that_need_help_keep_it(package, model):
     press = package.AdaKVPress(package.SnapKVPress(compression_ratio=0.5, window_size=4))
     with press(model):
         assert_they_stay(model)
+
+
+@both
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("kind", ["sdpa", "eager", "opt"])
+def test_one_mask_reads_padded_rows(kind, n, package):
+    if kind == "opt":  # which counts positions by the mask where it is not told any
+        sizes = {"hidden_size": 32, "ffn_dim": 32, "num_attention_heads": 2, "vocab_size": 300}
+        config = OPTConfig(**sizes, num_hidden_layers=3, word_embed_proj_dim=32)
+        model: Any = OPTForCausalLM(config).double().eval()
+        attention = [layer.self_attn for layer in model.model.decoder.layers]
+    else:
+        model = make("llama", num_layers=3, attn_implementation=kind)
+        attention = [layer.self_attn for layer in model.model.layers]
+    ids, mask, positions = left_padded(2, 40 + n, [0, 14])
+    cache, alone = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    with torch.no_grad(), package.KnormPress(compression_ratio=0.5)(model):
+        for part in (slice(0, 40), slice(40, 40 + n)):
+            told = {} if kind == "opt" else {"position_ids": positions[:, part]}
+            seen = mask[:, : part.stop]
+            found = model(ids[:, part], attention_mask=seen, past_key_values=cache, **told).logits
+        assert not any(m._forward_hooks or "forward" in vars(m) for m in attention)
+        model(ids[1:, 14:40], past_key_values=alone)
+        expected = model(ids[1:, 40:], past_key_values=alone).logits
+    assert (found[1:] - expected).abs().max() < tolerance(model)
+
+
+@both
+@pytest.mark.parametrize("masked", [True, False], ids=["mask", "no mask"])
+def test_one_column_is_a_mask_for_a_token_over_layers_of_any_length(package, masked):
+    press = package.PyramidKVPress(compression_ratio=0.5, window_size=4, beta=3)
+    ids, model = token_ids(1, 41), build("llama", num_layers=3)
+    told = {"attention_mask": torch.ones(1, 41, dtype=torch.long)} if masked else {}
+    logits = []
+    for kind in ("eager", "sdpa"):
+        model.set_attn_implementation(kind)
+        with torch.no_grad(), press(model):
+            cache = prefilled(model)
+            logits.append(model(ids[:, -1:], past_key_values=cache, **told).logits)
+            assert len(set(lengths(cache))) == 3
+            assert covered(model) == OFF
+            step(model, cache, n=3)  # for which each layer needs a mask of its own
+            assert covered(model) == ON
+    assert (logits[0] - logits[1]).abs().max() < 1e-5
 
 
 @both

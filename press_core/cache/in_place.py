@@ -43,7 +43,7 @@ class InPlaceLayer(PrunedLayer):
         """
         if not self.is_initialized:
             raise ScopeError(f"this cache was reset while {self.had}; make a new one")
-        self.check_readable(key_states.shape[2])
+        self.check_readable(key_states)
         self.append(key_states, value_states)
         return key_states, value_states
 

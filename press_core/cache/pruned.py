@@ -21,7 +21,7 @@ from press_core.cache.recent import Recent
 from press_core.cache.tokens import Kept, ReadingNeeds, Rerotation, extended, of_rows
 from press_core.copies import copied
 from press_core.errors import ScopeError, UnsupportedCacheError, UnsupportedInputError
-from press_core.forward import here
+from press_core.forward import OneMask, here
 
 # transformers 5.2 crops to a length, later releases crop a number of tokens away.
 _CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
@@ -241,16 +241,18 @@ class PrunedLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        self.check_readable(key_states.shape[2])
-        keys, values = self.inner.update(key_states, value_states, *args, **kwargs)
-        return keys, values
+        self.check_readable(key_states)
+        updated: tuple[Tensor, Tensor] = self.inner.update(
+            key_states, value_states, *args, **kwargs
+        )
+        return updated
 
     def give_up(self) -> None:
         """Let nobody read it any more: an exception ended the forward that it was pruned in."""
         self.is_unusable = True
 
-    def check_readable(self, n_new: int) -> None:
-        """Refuse a forward of `n_new` tokens that has not the help it needs.
+    def check_readable(self, keys: Tensor) -> None:
+        """Refuse a forward that brings `keys` `(B, H_kv, q, d)` and has not the help it needs.
 
         Raises:
             ScopeError: saying which scope helps.
@@ -262,7 +264,10 @@ class PrunedLayer(DynamicLayer):
             )
         if self.needs is ReadingNeeds.NOTHING and not self.is_first:
             return
-        helped = here.forward is not None and here.reading is self
+        n_new = keys.shape[2]
+        helped = here.forward is not None and (
+            here.reading is self or isinstance(here.reading, OneMask)
+        )
         alone = ReadingNeeds.MASK_OF_MANY if n_new == 1 else ReadingNeeds.NOTHING
         if not helped and self.needs not in (ReadingNeeds.NOTHING, alone):
             raise ScopeError(self.unreadable)
@@ -285,6 +290,8 @@ class PrunedLayer(DynamicLayer):
                 check_given_mask(self.kept, self.n_seen, count, query_length)
             if query_length > 1:
                 check_given_tokens(self.n_seen, count)
+        if here.reading is OneMask.OF_ONE_COLUMN:
+            return 1, self.n_seen
         shift = 0 if self.rerotation is None else self.rerotation.shift
         return self.columns(query_length), self.kept.n_seen - shift - self.kept.n_slots
 

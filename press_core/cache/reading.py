@@ -13,7 +13,7 @@ from press_core.cache.masks import causal, columns_seen, in_form, is_visible, vi
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import ReadingNeeds
 from press_core.errors import UnsupportedInputError
-from press_core.forward import Arguments, Forward, here
+from press_core.forward import Arguments, Forward, OneMask, here
 from press_core.model.rotary import alike
 from press_core.model.sites import AttentionSite
 
@@ -123,6 +123,63 @@ def _hidden_context(forward: Forward) -> Tensor | None:
     return seen if bool(hides.any()) else None
 
 
+def one_mask(
+    forward: Forward, site: AttentionSite, layers: list[PrunedLayer]
+) -> tuple[OneMask | None, Arguments]:
+    """How the model's one mask reads all pruned `layers`, though they need help.
+
+    Args:
+        site: one of those that read them.
+
+    Returns:
+        None: it does not; and the arguments that the decoder is to get.
+    """
+    mask, needs_own = forward.given.get("attention_mask"), ReadingNeeds.ATTENTION
+    turned = any(needs_own in layer.needs or layer.rerotation is not None for layer in layers)
+    if turned or torch.compiler.is_compiling():
+        return None, forward.given
+    if any(layer.kept.is_padded for layer in layers):
+        of_slots = _mask_of_slots(forward, mask, layers)
+        if of_slots is not None:
+            return OneMask.OF_SLOTS, forward.given.replace(attention_mask=of_slots)
+        return None, forward.given
+    # What eager attention adds to the logits is spread over them.
+    spread = site.attn_implementation == "eager" and site.signature.hands_on
+    spread = spread and mask_layer(forward.cache) in layers and not layers[0].is_always_masked
+    sees_all = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all()))
+    if spread and forward.n_tokens == 1 and sees_all:
+        return OneMask.OF_ONE_COLUMN, forward.given
+    return None, forward.given
+
+
+def _mask_of_slots(forward: Forward, mask: Any, layers: list[PrunedLayer]) -> Tensor | None:
+    """A mask `(B, n_seen + q)` whose last columns say which slots hold tokens; None: there is none.
+
+    Layers have to hold the same slots. The columns before hide as many tokens as keeps the numbers
+    that models count positions by.
+    """
+    first, q = layers[0], forward.n_tokens
+    alike = len(layers) == len(forward.cache.layers) and all(
+        (layer.kept.rows, layer.n_slots, layer.n_seen)
+        == (first.kept.rows, first.n_slots, first.n_seen)
+        for layer in layers
+    )
+    if not alike or not isinstance(mask, Tensor) or mask.shape != (first.batch, first.n_seen + q):
+        return None
+    if hidden_context(forward) is not None:
+        return None
+    kept, visible = first.kept, is_visible(mask)
+    occupied = kept.occupied(mask.device)
+    assert occupied is not None
+    n_before = kept.n_seen - kept.n_slots
+    n_gone = visible[:, : kept.n_seen].sum(dim=1) - occupied.sum(dim=1)
+    if bool(((n_gone < 0) | (n_gone > n_before)).any()):
+        return None
+    before = torch.arange(n_before, device=mask.device) < n_gone[:, None]
+    columns = torch.cat((before, occupied, visible[:, kept.n_seen :]), dim=1)
+    return columns.to(mask.dtype)
+
+
 # ---- layer by layer ------------------------------------------------------------------------------
 
 
@@ -148,10 +205,10 @@ def helped(
     here.reading = layer
     if layer.rerotation is not None:
         given = _with_positions(forward, site, given, layer, n_held)
-    mask = given.get("attention_mask")
+    mask, columns = given.get("attention_mask"), layer.columns(forward.n_tokens - n_held)
     fitting = forward.once(
         lambda: _mask(forward, site, mask, layer, n_held),
-        *("mask", mask, layer.n_slots, layer.n_old, layer.kept.rows or (), n_held),
+        *("mask", mask, columns, layer.n_old, layer.kept.rows or (), n_held),
         *(attends, hidden_context(forward) is not None and layer),
     )
     return given if fitting is mask else given.replace(attention_mask=fitting)
