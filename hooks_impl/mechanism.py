@@ -16,7 +16,7 @@ from press_core import entry
 from press_core.collecting import Collecting
 from press_core.errors import ScopeError
 from press_core.forward import Arguments, Forward, here, names_of
-from press_core.model.graphs import forget_graphs
+from press_core.model.graphs import compile_nothing, forget_graphs
 from press_core.model.sites import AttentionSite, Signature
 from press_core.observed import Query
 from press_core.observing import Passed
@@ -132,7 +132,22 @@ def _enter(
     return None if given is called else (given.args, given.kwargs)
 
 
-_enter_eagerly = torch.compiler.disable(entry.enter)
+def _entered_eagerly(scope: ScopeState, given: Arguments) -> Arguments:
+    """Enter a forward that compiles, which runs as it was written from here to its end."""
+    compile_again = compile_nothing()
+    try:
+        given = entry.enter(scope, given)
+    except BaseException:
+        compile_again()
+        raise
+    if here.forward is None:  # the scope takes no part
+        compile_again()
+    else:
+        here.forward.at_end.append(compile_again)
+    return given
+
+
+_enter_eagerly = torch.compiler.disable(_entered_eagerly, recursive=False)
 
 
 def _leave(scope: ScopeState, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:

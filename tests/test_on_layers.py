@@ -267,3 +267,23 @@ def test_they_stay_where_graphs_were_compiled_around_them(package, model):
             assert all(torch.equal(a, b) for a, b in zip(fresh, kept_positions(cache), strict=True))
             step(model, cache)
             assert covered(model) == ON
+
+
+def n_graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@both
+@pytest.mark.usefixtures("no_graphs_after")
+def test_a_compiled_context_runs_as_it_was_written(package, model):
+    compiled = torch.compile(model.forward, backend="eager", dynamic=True)
+    expected, found = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    press = package.SnapKVPress(compression_ratio=0.5, window_size=4)
+    with torch.no_grad(), press(model):
+        model(CONTEXT, past_key_values=expected)
+        before = n_graphs()
+        compiled(CONTEXT, past_key_values=found)
+        in_context = n_graphs() - before
+    assert in_context == 2  # what is before the decoder, and behind it
+    pairs = zip(kept_positions(expected), kept_positions(found), strict=True)
+    assert all(torch.equal(old, new) for old, new in pairs)

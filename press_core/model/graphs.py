@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import CodeType
+from typing import Any
 
 import torch
 
@@ -14,6 +16,12 @@ from press_core.model.sites import AttentionSite
 def may_break() -> bool:
     """Whether a graph is made that runs eagerly in between: one that is exported must not."""
     return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+
+
+def compile_nothing() -> Callable[[], Any]:
+    """Let this thread run as it was written what it would compile; returns what ends that."""
+    set_eval_frame = sys.modules["torch._dynamo.eval_frame"].set_eval_frame
+    return partial(set_eval_frame, set_eval_frame(None))
 
 
 def n_compiled() -> int:
