@@ -49,10 +49,16 @@ def test_the_same_tokens_and_logits(package, name, attention, padding):
 
 
 @pytest.mark.parametrize(
-    ("name", "is_static"),
-    [("queries", False), ("heads", True), ("layers", False), ("rerotated", True)],
+    ("name", "is_static", "masked"),
+    [
+        ("queries", False, False),
+        ("queries", False, True),
+        ("heads", True, False),
+        ("layers", False, False),
+        ("rerotated", True, False),
+    ],
 )
-def test_a_step_compiles_as_one_graph(package, name, is_static):
+def test_a_step_compiles_as_one_graph(package, name, is_static, masked):
     model, ids = build("llama"), token_ids(1, 26)
     torch.compiler.reset()
     logits = []
@@ -61,7 +67,11 @@ def test_a_step_compiles_as_one_graph(package, name, is_static):
             cache = StaticCache(config=model.config, max_cache_len=48)
             cache = cache if is_static else DynamicCache(config=model.config)
             model(ids[:, :20], past_key_values=cache)
-            steps = [step(x, past_key_values=cache).logits for x in ids[:, 20:].split(1, dim=1)]
+            steps = []
+            for n in range(20, 26):
+                mask = torch.ones(1, n + 1, dtype=torch.long) if masked else None
+                given = {"attention_mask": mask, "past_key_values": cache}
+                steps.append(step(ids[:, n : n + 1], **given).logits)
             logits.append(torch.cat(steps))
     torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
 
@@ -80,10 +90,11 @@ def test_what_a_buffer_cannot_hold_is_refused(press):
         model(token_ids(1, 20), past_key_values=cache)
 
 
-def test_a_full_buffer_is_an_error():
+@pytest.mark.parametrize("name", ["keys", "heads"])
+def test_a_full_buffer_is_an_error(name):
     model = build("llama")
     cache = StaticCache(config=model.config, max_cache_len=22)
-    with hooks_impl.KnormPress(0.5)(model):
+    with PRESSES[name](hooks_impl)(model):
         model(token_ids(1, 20), past_key_values=cache)
         with pytest.raises(UnsupportedCacheError, match="room for 2 tokens"):
             model(token_ids(1, 3), past_key_values=cache)
