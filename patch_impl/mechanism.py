@@ -180,7 +180,8 @@ def _beside(other: Bystander, call_next: Callable[..., Any], *args: Any, **kwarg
 def _lost(scope: ScopeState) -> str | None:
     """A warning about patches that are gone."""
     patches: list[Any] = scope.on_layers.by_scope.get(scope, [])
-    if not scope.tally.missed and not any(patch.is_lost for patch in patches):
+    known = scope.tally.missed or scope.tally.has_lost
+    if not known and not any(patch.is_lost for patch in patches):
         return None
     return (
         ": somebody has put back what this scope had patched (as accelerate's "

@@ -18,6 +18,7 @@ class Tally:
         n_contexts: those that brought (part of) a context.
         longest_whole: length of the longest layer that was found filled, and not pruned.
         missed: depths of attention modules that were not told of a forward that others were.
+        has_lost: whether somebody had put back what was installed on some of them.
     """
 
     n_sites: int = 0
@@ -27,6 +28,7 @@ class Tally:
     n_contexts: int = 0
     longest_whole: int = 0
     missed: set[int] = field(default_factory=set)
+    has_lost: bool = False
 
     def record(self, layer_idx: int, seen: float, kept: float) -> None:
         """Note that a layer was pruned: of `seen` tokens each KV head keeps `kept` on average."""

@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, OPTConfig, OPTForCausalLM, PreTrainedModel
 
 import hooks_impl
+import patch_impl
 from press_core import ScopeError, kept_positions
 from tests.support import (
     both,
@@ -222,6 +223,20 @@ def test_what_cannot_be_put_back_leaves_nothing_half(package, model):
         Failing.fails = False
         assert lengths(prefilled(model)) == [20] * 3
     assert covered(model) == OFF
+
+
+def test_a_patch_that_was_lost_is_told_of_though_it_has_come_off(model):
+    attention = [layer.self_attn for layer in model.model.layers]
+    former = [module.forward for module in attention]
+    with patch_impl.KnormPress(compression_ratio=0.5)(model) as scope:
+        for module, forward in zip(attention, former, strict=True):
+            module.forward = forward
+        cache = prefilled(model)
+        assert lengths(cache) == [40] * 3
+        step(model, cache)
+        assert lengths(prefilled(model)) == [20] * 3  # they have come back
+        with pytest.warns(RuntimeWarning, match="put back what this scope had patched"):
+            scope.remove()
 
 
 def test_a_module_that_was_replaced_meanwhile_is_not_taken_for_the_verified_one(model):
