@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 
 from press_core.budget import Amount
 from press_core.call import AttentionCall
-from press_core.fields import require
+from press_core.fields import limited
 from press_core.press import Press
 from press_core.scoring import TokenScorer
 from press_core.traits import Needs, Phase
+
+SCORER = "a press that scores tokens (a ScorerPress or CriticalKVPress)"
+SCORER_AGAIN = f"{SCORER} and can score them again later"
+READS = Needs.QUERIES | Needs.FORWARD | Needs.HIDDEN_STATES
+"""What a press may read of the forwards that brought the tokens, beside keys and values."""
+
+
+def is_scorer(press: Press) -> bool:
+    """Whether a press gives each token a score."""
+    return isinstance(press, TokenScorer)
+
+
+def scores_again(press: Press) -> bool:
+    """Whether a press scores tokens, and can score them again in later forwards."""
+    return is_scorer(press) and Needs.FORWARD not in press.needs
+
+
+def acts_in_prefill_only(press: Press) -> bool:
+    """Whether a press acts around the attention forwards of a prefill, and at no other time."""
+    return press.phases & ~(Phase.DECODER | Phase.CHUNKS) == Phase.PREFILL
 
 
 @dataclass
 class Composition(Press):
     """A press that leaves part of its work to others, which it never changes."""
+
+    @property
+    def buffered_tokens(self) -> int:
+        """As many as its `hidden_states_buffer_size` says, if a part may ask for them."""
+        may_ask = any(part.needs & READS for part in self.parts)
+        own: int = vars(self).get("hidden_states_buffer_size", 0) if may_ask else 0
+        return max(own, super().buffered_tokens)
 
     @property
     def compression_ratio(self) -> float:
@@ -36,15 +63,7 @@ class Around(Composition):
         press: the press that it wraps, of the same mechanism.
     """
 
-    press: Press
-
-    def validate(self) -> None:
-        super().validate()
-        require(self, "press", *self.takes(self.press))
-
-    def takes(self, press: Press) -> tuple[bool, str]:
-        """Whether `press` can be wrapped, and what can be."""
-        return is_scorer(press)
+    press: Press = limited(MISSING, is_scorer, SCORER)
 
     @property
     def scorer(self) -> TokenScorer:
@@ -76,20 +95,3 @@ class Wrapper(Around):
 
     def with_ratio(self, compression_ratio: Amount) -> Press:
         return self.changed(press=self.press.with_ratio(compression_ratio))
-
-
-def is_scorer(press: Press) -> tuple[bool, str]:
-    """Whether a press gives each token a score, and a word for those that do."""
-    scores = isinstance(press, TokenScorer)
-    return scores, "a press that scores tokens (a ScorerPress or CriticalKVPress)"
-
-
-def scores_again(press: Press) -> tuple[bool, str]:
-    """Whether a press scores tokens, and can score them again in later forwards."""
-    fits, allowed = is_scorer(press)
-    return fits and Needs.FORWARD not in press.needs, f"{allowed} and can score them again later"
-
-
-def acts_in_prefill_only(press: Press) -> bool:
-    """Whether a press acts around the attention forwards of a prefill, and at no other time."""
-    return press.phases & ~(Phase.DECODER | Phase.CHUNKS) == Phase.PREFILL

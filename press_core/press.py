@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import reduce
 from inspect import getattr_static
-from operator import is_, or_
+from operator import or_
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -37,9 +37,12 @@ class Press:
         evicts: class attribute; what it takes out of a layer.
         phases: class attribute; when it acts.
         row_by_row: class attribute; whether rows of a batch may keep different numbers of tokens.
+        whole_up_to: class attribute; fields of numbers of tokens: a context of no more than all of
+            these together is left whole.
     """
 
     mechanism: ClassVar[str] = ""
+    whole_up_to: ClassVar[tuple[str, ...]] = ()
 
     # ---- traits: class attributes of most presses, properties where they depend on fields --------
 
@@ -76,15 +79,10 @@ class Press:
         Raises:
             HyperparameterError: naming the field, its value and what is allowed.
         """
-        check_fields(self)
-        ours = f"a press installed by {self.mechanism}, as this one is"
-        for declared in fields(self):
-            if declared.type in ("Press", "Press | None"):
-                part, may_miss = getattr(self, declared.name), declared.type != "Press"
-                fits = isinstance(part, Press) or (may_miss and part is None)
-                require(self, declared.name, fits, ours + (", or None" if may_miss else ""))
+        check_fields(self, Press)
         for name, part in self._named_parts():
-            require(self, name, part.mechanism == self.mechanism, ours)
+            ours = part.mechanism == self.mechanism
+            require(self, name, ours, f"a press installed by {self.mechanism}, as this one is")
             require(self, name, not _holds(part, self), "no press that holds this one")
             part.validate()
 
@@ -151,7 +149,7 @@ class Press:
 
     def is_long_enough(self, length: int) -> bool:
         """Whether a context of `length` tokens is long enough; a shorter one is left whole."""
-        return True
+        return length > sum(getattr(self, name) for name in self.whole_up_to)
 
     def keeps(self, length: int) -> int:
         """How many of a context of `length` tokens each KV head keeps, on average over layers."""
@@ -240,12 +238,6 @@ class Press:
         """Fill in what depends on the model; called when a scope opens."""
         for part in self.parts:
             part.post_init_from_model(model)
-
-    def bind(self, model: nn.Module) -> Press:
-        """The press as it is to act on `model`: itself, or a copy of one's own making."""
-        bound = {name: _bound(value, model) for name, value in vars(self).items()}
-        copy = copied(self, **bound)
-        return self if all(map(is_, self.parts, copy.parts)) else copy
 
     def prepare(self, model: nn.Module) -> Any:
         """What it has to know of the model, found when a scope opens: `call.prepared(self)`."""
@@ -342,15 +334,6 @@ def also_needs(cls: type[Press], more: Needs) -> None:
         cls.needs = declared | more  # type: ignore[assignment, method-assign]
     else:
         cls.needs = property(lambda self: declared.fget(self) | more)  # type: ignore[assignment]
-
-
-def _bound(value: Any, model: nn.Module) -> Any:
-    """A field in which each press is bound to `model`."""
-    if isinstance(value, Press):
-        return value.bind(model)
-    if isinstance(value, (list, tuple)) and any(isinstance(x, Press) for x in value):
-        return [x.bind(model) if isinstance(x, Press) else x for x in value]
-    return value
 
 
 @dataclass

@@ -210,13 +210,10 @@ def bound_to(press: Press, model: nn.Module) -> ScopeState:
     press.post_init_from_model(model)
     known = verified(model)
     for site in known.sites:
-        Press.check_site(press, site)
-    bound = press.bind(model)
+        press.check_site(site)
     decoder = decoder_of(model, [site.name for site in known.sites])
-    state = ScopeState(bound, model, known.sites, known.bystanders, decoder, Traits.of(bound))
-    state.tally.n_sites, state.known = len(known.sites), prepared(bound, model)
-    for site in known.sites:
-        bound.check_site(site)
+    state = ScopeState(press, model, known.sites, known.bystanders, decoder, Traits.of(press))
+    state.tally.n_sites, state.known = len(known.sites), prepared(press, model)
     return state
 
 

@@ -59,6 +59,7 @@ class DuoAttention(LearnedPress, MeasuredPress):
     recent_size: int = count(256, 1)
 
     evicts = Evicts.PER_HEAD
+    whole_up_to = "sink_size", "recent_size"
 
     def find(self, model: Any) -> Calibration:
         if not self.on_the_fly_scoring or self.head_scores is not None:
@@ -66,9 +67,6 @@ class DuoAttention(LearnedPress, MeasuredPress):
         length = 2 * (self.sink_size + self.recent_size)
         batches = [repeated_random(model, length, seed) for seed in range(4)]
         return type(self).measure(model, batches, self.sink_size, self.recent_size)
-
-    def is_long_enough(self, length: int) -> bool:
-        return length > self.sink_size + self.recent_size
 
     def compress(self, call: AttentionCall) -> Eviction:
         scores = call.prepared(self).scores

@@ -160,9 +160,7 @@ class Compactor(RatioScorer):
     blending: float | None = count(None, of="a number, ")
 
     needs = Needs.QUERIES
-
-    def is_long_enough(self, length: int) -> bool:
-        return length > self.sink_size_start + self.sink_size_end
+    whole_up_to = "sink_size_start", "sink_size_end"
 
     def score(self, call: AttentionCall) -> Tensor:
         """Leverage and non-causal attention of the tokens between the two ends, blended."""
@@ -204,8 +202,7 @@ class CUR(RatioScorer):
     use_local_approximation: bool = True
     local_window_size: int = count(16, 1)
 
-    def is_long_enough(self, length: int) -> bool:
-        return length > self.num_sinks
+    whole_up_to = ("num_sinks",)
 
     def score(self, call: AttentionCall) -> Tensor:
         """Squared norms of keys and values, each as a share of its window, combined."""

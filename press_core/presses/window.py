@@ -32,9 +32,7 @@ class WindowScorer(RatioScorer):
     kernel_size: int = odd(5)
 
     needs = Needs.QUERIES
-
-    def is_long_enough(self, length: int) -> bool:
-        return length > self.window_size
+    whole_up_to = ("window_size",)
 
     def score(self, call: AttentionCall) -> Tensor:
         return with_ends(self.votes(call), last=self.window_size)

@@ -333,9 +333,9 @@ def test_foreign_files(tmp_path, path):
 @pytest.mark.parametrize(
     ("family", "there", "instead"),
     [
-        ("gemma2", '["sliding_window", 16]', '["sliding_window", 17]'),
+        ("gemma2", '"sliding_window": 16, "cumul', '"sliding_window": 17, "cumul'),
         *(
-            ("llama", '["is_initialized", true]', f'["{name}", true]')
+            ("llama", '"is_initialized": true', f'"{name}": true')
             for name in ("update", "__class__", "anything")
         ),
     ],
