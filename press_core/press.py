@@ -111,9 +111,9 @@ class Press:
                 f"{type(self).__name__} cannot be told a compression ratio; wrap a press with the "
                 "field compression_ratio"
             )
-        copy = self.changed(compression_ratio=compression_ratio)
-        vars(copy)["prepared_as"] = vars(self).get("prepared_as", id(self))
-        return copy
+        changed = self.changed(compression_ratio=compression_ratio)
+        vars(changed)["prepared_as"] = vars(self).get("prepared_as", id(self))
+        return changed
 
     def with_budget(self, tokens: int) -> Press:
         """A copy of this press that keeps so many tokens of whatever it is given.
@@ -129,11 +129,11 @@ class Press:
 
     def changed(self, **values: Any) -> Press:
         """A copy of this press, with all that its class has put there, and other fields."""
-        copy = copied(self, **values)
+        changed = copied(self, **values)
         for of_original in ("_last_scope", "prepared_as"):
-            vars(copy).pop(of_original, None)
-        copy.validate()
-        return copy
+            vars(changed).pop(of_original, None)
+        changed.validate()
+        return changed
 
     # ---- budget ----------------------------------------------------------------------------------
 
