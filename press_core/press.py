@@ -83,13 +83,21 @@ class Press:
         for name, part in self._named_parts():
             ours = part.mechanism == self.mechanism
             require(self, name, ours, f"a press installed by {self.mechanism}, as this one is")
-            require(self, name, not _holds(part, self), "no press that holds this one")
+            holds_this = any(inner is self for inner in part.everything())
+            require(self, name, not holds_this, "no press that holds this one")
             part.validate()
 
     @property
     def parts(self) -> Iterator[Press]:
         """The presses that it holds."""
         return (part for _, part in self._named_parts())
+
+    def everything(self) -> list[Press]:
+        """Itself, its parts, their parts and so on."""
+        found: list[Press] = [self]
+        for press in found:  # which grows meanwhile
+            found += [part for part in press.parts if all(part is not known for known in found)]
+        return found
 
     def _named_parts(self) -> Iterator[tuple[str, Press]]:
         for name, value in vars(self).items():
@@ -255,37 +263,28 @@ class Press:
                 raise UnsupportedModelError(
                     f"{name} needs {_NEEDS[need]}, and {site.refusals[need]}"
                 )
-        where = f"{type(site.module).__name__} ({site.name})"
-        if Needs.ROPE in self.needs and site.rotary is None:
-            raise UnsupportedModelError(
-                f"{name} needs rotary position embeddings, and {where} has none; SnapKVPress and "
-                "KnormPress work on any model"
-            )
         moves_earlier = Phase.BEFORE_DECODING in self.phases and Needs.ROPE in self.needs
         if moves_earlier and site.rotary is not None and site.rotary.in_3d:
             raise UnsupportedModelError(
-                f"{name} rotates keys of earlier forwards, and {where} gives images positions in "
-                "three dimensions, which nobody knows any more then; KeyRerotationPress can rotate "
-                "those of the context as it comes"
+                f"{name} rotates keys of earlier forwards, and {site.name} gives images positions "
+                "in three dimensions, which nobody knows any more then; KeyRerotationPress can "
+                "rotate those of the context as it comes"
             )
         for part in self.parts:
             part.check_site(site)
 
-    def site_needs(self) -> Iterator[str]:
+    def site_needs(self) -> list[str]:
         """What it takes for granted of an attention module: keys of `AttentionSite.refusals`."""
         reads_states = Needs.POSITIONS_ALONE not in self.needs
-        if self.evicts is not Evicts.NOTHING:
-            yield "tokens"
-        if reads_states or Needs.SAME_FOR_ALL_HEADS not in self.needs:
-            yield "own tokens"
-        if reads_states:
-            yield "states"
-        if Needs.KEY_NORMS in self.needs:
-            yield "key norms"
-        if Needs.ROPE in self.needs:
-            yield "rope"
-        if self.evicts.needs_attention:
-            yield "heads"
+        needs = {
+            "tokens": self.evicts is not Evicts.NOTHING,
+            "own tokens": reads_states or Needs.SAME_FOR_ALL_HEADS not in self.needs,
+            "states": reads_states,
+            "key norms": Needs.KEY_NORMS in self.needs,
+            "rope": Needs.ROPE in self.needs,
+            "heads": self.evicts.needs_attention,
+        }
+        return [need for need, is_needed in needs.items() if is_needed]
 
     # ---- what a run came to ----------------------------------------------------------------------
 
@@ -312,19 +311,6 @@ class Press:
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: x for name, x in vars(self).items() if name != "_last_scope"}
-
-
-def _holds(press: Press, other: Press) -> bool:
-    """Whether `other` is a part of `press`, of one of its parts and so on, or `press` itself."""
-    waiting, seen = [press], set()
-    while waiting:
-        part = waiting.pop()
-        if part is other:
-            return True
-        if id(part) not in seen:
-            seen.add(id(part))
-            waiting += part.parts
-    return False
 
 
 def also_needs(cls: type[Press], more: Needs) -> None:

@@ -220,12 +220,9 @@ def bound_to(press: Press, model: nn.Module) -> ScopeState:
 def prepared(press: Press, model: nn.Module) -> dict[int, tuple[Press, Any]]:
     """What a press and its parts have to know of a model; see `ScopeState.known`."""
     known: dict[int, tuple[Press, Any]] = {}
-    waiting = [press]
-    while waiting:
-        part = waiting.pop()
+    for part in press.everything():
         known[id(part)] = part, part.prepare(model)
         known.setdefault(vars(part).get("prepared_as", id(part)), known[id(part)])
-        waiting += [other for other in part.parts if id(other) not in known]
     return known
 
 

@@ -217,8 +217,8 @@ def rotation_of(seen: Seen, watch: Watch) -> tuple[Rotary | None, str]:
         takes = any(made.dim() == 3 for _, made, _ in watch.makers)
         if "position_embeddings" in seen.parameters and takes:
             return NoRotation(), ""  # other layers of the model rotate
-        why = "rotates where nobody can see it" if takes else "has no rotary position embeddings"
-        return None, why
+        why = "rotates where nobody can see it" if takes else "has none"
+        return None, f"{why}; SnapKVPress and KnormPress work on any model"
     pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Tensor)
     if not pair or given[0].dim() != 3:
         return None, "rotates by something else than cosines and sines `(B, S, channels)`"

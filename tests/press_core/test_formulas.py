@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from press_core import presses as formulas
+from press_core import formulas
 from press_core.learned.kvzap import KVzap
 from press_core.learned.query_statistics import QFilter
 from tests.press_core import slowly

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import patch_impl
-from press_core import AttentionCall, HyperparameterError
-from press_core import presses as formulas
+from press_core import AttentionCall, HyperparameterError, formulas
 from press_core.attention import window_attention
 from press_core.budget import n_kept
 from press_core.learned.kvzap import KVzap
