@@ -11,8 +11,6 @@ from press_core.press import Press
 from press_core.scoring import TokenScorer
 from press_core.traits import Needs, Phase
 
-SCORER = "a press that scores tokens (a ScorerPress or CriticalKVPress)"
-SCORER_AGAIN = f"{SCORER} and can score them again later"
 READS = Needs.QUERIES | Needs.FORWARD | Needs.HIDDEN_STATES
 """What a press may read of the forwards that brought the tokens, beside keys and values."""
 
@@ -25,6 +23,11 @@ def is_scorer(press: Press) -> bool:
 def scores_again(press: Press) -> bool:
     """Whether a press scores tokens, and can score them again in later forwards."""
     return is_scorer(press) and Needs.FORWARD not in press.needs
+
+
+SCORER = is_scorer, "a press that scores tokens (a ScorerPress or CriticalKVPress)"
+SCORER_AGAIN = scores_again, f"{SCORER[1]} and can score them again later"
+"""What a field for a press may hold: whether it is such, and in words."""
 
 
 def acts_in_prefill_only(press: Press) -> bool:
@@ -63,7 +66,7 @@ class Around(Composition):
         press: the press that it wraps, of the same mechanism.
     """
 
-    press: Press = limited(MISSING, is_scorer, SCORER)
+    press: Press = limited(MISSING, *SCORER)
 
     @property
     def scorer(self) -> TokenScorer:

@@ -148,7 +148,7 @@ class Press:
     @property
     def amount(self) -> Amount:
         """What it is told to evict, a share of the tokens or all but so many; 0: nothing told."""
-        return 0.0
+        return vars(self).get("compression_ratio", 0.0)
 
     @property
     def asked_ratio(self) -> float:
@@ -332,10 +332,6 @@ class RatioPress(Press):
     """
 
     compression_ratio: Amount = told_amount()
-
-    @property
-    def amount(self) -> Amount:
-        return self.compression_ratio
 
 
 @dataclass

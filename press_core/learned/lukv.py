@@ -13,7 +13,7 @@ from torch import Tensor
 from press_core.attention import mean_attention
 from press_core.budget import Amount, Tokens
 from press_core.call import AttentionCall
-from press_core.composite import SCORER, Around, is_scorer
+from press_core.composite import SCORER, Around
 from press_core.eviction import Eviction
 from press_core.fields import count, limited, told_amount
 from press_core.learned.calibration import Calibration, LearnedPress, learned, sized
@@ -62,7 +62,7 @@ class LUKV(LearnedPress, Around, BudgetPress):
             None: the file `lukv_curves.safetensors` beside the model.
     """
 
-    press: Press | None = limited(None, is_scorer, SCORER)  # type: ignore[assignment]
+    press: Press | None = limited(None, *SCORER)  # type: ignore[assignment]
     compression_ratio: Amount = told_amount()  # type: ignore[assignment]
     sink: int = count(4)
     window: int = count(1)
@@ -77,10 +77,6 @@ class LUKV(LearnedPress, Around, BudgetPress):
         if self.press is None:
             self.press = type(self).ranked_by(epsilon=2e-2)
         super().__post_init__()
-
-    @property
-    def amount(self) -> Amount:
-        return self.compression_ratio
 
     # ---- the formula -----------------------------------------------------------------------------
 

@@ -21,20 +21,11 @@ Batch = Tensor | Mapping[str, Tensor]
 
 
 def run(model: nn.Module, token_batches: Iterable[Batch], collector: Any) -> None:
-    """Run `model` on all batches inside the scope of `collector`, without the head on top.
-
-    Rows of a padded batch get the positions that they have by themselves.
-    """
+    """Run `model` on all batches inside the scope of `collector`, without the head on top."""
     body = getattr(model, "base_model", model)
     with collector(model), torch.no_grad():
-        for batch in token_batches:
-            inputs = batch if isinstance(batch, Mapping) else {"input_ids": batch}
-            mask = inputs.get("attention_mask")
-            if mask is not None and "position_ids" not in inputs:
-                positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
-                inputs = {**inputs, "position_ids": positions}
-            device = device_of(model)
-            body(**{name: x.to(device) for name, x in inputs.items()}, use_cache=True)
+        for ids in rows_alone(token_batches):
+            body(input_ids=ids.to(device_of(model)), use_cache=True)
 
 
 def rows_alone(token_batches: Iterable[Batch]) -> Iterator[Tensor]:

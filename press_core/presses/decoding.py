@@ -14,13 +14,7 @@ from torch import Tensor
 from press_core.attention import received_attention
 from press_core.budget import Amount, Tokens, n_kept
 from press_core.call import AttentionCall
-from press_core.composite import (
-    SCORER_AGAIN,
-    Around,
-    Composition,
-    acts_in_prefill_only,
-    scores_again,
-)
+from press_core.composite import SCORER_AGAIN, Around, Composition, acts_in_prefill_only
 from press_core.eviction import Eviction
 from press_core.fields import count, limited, require, share, told_amount
 from press_core.press import Press, RatioPress
@@ -100,7 +94,7 @@ class AtIntervals(Composition):
         compression_interval: forwards after the prefill from one pruning to the next.
     """
 
-    base_press: Press = limited(MISSING, scores_again, SCORER_AGAIN)
+    base_press: Press = limited(MISSING, *SCORER_AGAIN)
     compression_interval: int = count(512, 1)
 
     evicts = Evicts.TOKENS
@@ -193,7 +187,7 @@ class EveryTurn(Around, BudgetPress):
             and queries are kept for `press`, if it may ask for them.
     """
 
-    press: Press = limited(MISSING, scores_again, SCORER_AGAIN)
+    press: Press = limited(MISSING, *SCORER_AGAIN)
     target_size: int = count(2048, 1)
     hidden_states_buffer_size: int = count(256)
 
