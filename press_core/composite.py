@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass
 from press_core.budget import Amount
 from press_core.call import AttentionCall
 from press_core.fields import limited
-from press_core.press import Press
+from press_core.press import MeasuredPress, Press
 from press_core.scoring import TokenScorer
 from press_core.traits import Needs, Phase
 
@@ -36,7 +36,7 @@ def acts_in_prefill_only(press: Press) -> bool:
 
 
 @dataclass
-class Composition(Press):
+class Composition(MeasuredPress):
     """A press that leaves part of its work to others, which it never changes."""
 
     @property
@@ -45,17 +45,6 @@ class Composition(Press):
         may_ask = any(part.needs & READS for part in self.parts)
         own: int = vars(self).get("hidden_states_buffer_size", 0) if may_ask else 0
         return max(own, super().buffered_tokens)
-
-    @property
-    def compression_ratio(self) -> float:
-        """Share of the tokens that was evicted in the scope opened last; before, what is asked."""
-        run = self.last_run
-        return self.asked_ratio if run is None or not run.n_forwards else run.compression_ratio
-
-    @compression_ratio.setter
-    def compression_ratio(self, ratio: Amount) -> None:
-        vars(self).pop("_last_scope", None)
-        vars(self).update(vars(self.with_ratio(ratio)))
 
 
 @dataclass

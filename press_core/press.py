@@ -336,12 +336,18 @@ class RatioPress(Press):
 
 @dataclass
 class MeasuredPress(Press):
-    """A press that is not told a ratio: what it evicts is known when it has."""
+    """A press that holds no ratio: what it evicts is known when it has."""
 
     @property
     def compression_ratio(self) -> float:
-        """Share of the tokens that was evicted in the scope opened last."""
-        return self.evicted_ratio
+        """Share of the tokens that was evicted in the scope opened last; before, what is asked."""
+        run = self.last_run
+        return self.asked_ratio if run is None or not run.n_forwards else run.compression_ratio
+
+    @compression_ratio.setter
+    def compression_ratio(self, ratio: Amount) -> None:
+        vars(self).pop("_last_scope", None)
+        vars(self).update(vars(self.with_ratio(ratio)))
 
 
 _NEEDS = {

@@ -118,10 +118,6 @@ class Examples:
         self.targets: dict[int, list[Tensor]] = {}
         self._seen: list[AttentionCall] = []
 
-    @property
-    def full(self) -> bool:
-        return self.n_tokens >= self.max_tokens
-
     def see(self, call: AttentionCall) -> None:
         """Take in the hidden states of a layer, to be labelled."""
         self._seen.append(call)
@@ -225,7 +221,7 @@ class TaughtPress(LearnedPress):
             ids = ids.to(device_of(model))
             run(model, [ids], cls.collector(examples.see, reads=Needs.NOTHING))
             examples.label(scored(model, ids))
-            if examples.full:
+            if examples.n_tokens >= max_tokens:
                 break
         return cls.learn(examples, steps=steps, seed=seed, **shape)
 
