@@ -14,7 +14,7 @@ from press_core import AttentionCall
 from press_core.learned.calibration import Calibration, CalibrationError
 from press_core.learned.fast_kvzip import Gate, fit_gates
 from press_core.learned.kvzap import KVzap, KVzapRegressor, fit_regressor
-from press_core.learned.query_statistics import (
+from press_core.learned.measured import (
     ExpectedAttentionStats,
     ExpectedAttentionWithStats,
     filter_directions,
