@@ -13,7 +13,6 @@ from torch import Tensor
 from press_core.attention import mean_attention
 from press_core.budget import Amount, Tokens
 from press_core.call import AttentionCall
-from press_core.composite import SCORER, Around
 from press_core.eviction import Eviction
 from press_core.fields import count, limited, told_amount
 from press_core.learned.calibration import Calibration, LearnedPress, learned, sized
@@ -21,7 +20,7 @@ from press_core.learned.running import Batch, LayerMeans, rows_alone, run
 from press_core.model.sites import AttentionSite
 from press_core.press import Press
 from press_core.scope import bound_to
-from press_core.scoring import BudgetPress
+from press_core.scoring import SCORER, Around, BudgetPress
 from press_core.select import best_first, leading, trailing, upcast
 from press_core.traits import Evicts, Needs
 

@@ -10,10 +10,9 @@ from torch.nn.functional import pad
 
 from press_core.budget import Tokens, kept_of_chunks
 from press_core.call import AttentionCall
-from press_core.composite import Wrapper
 from press_core.eviction import Eviction
 from press_core.fields import above, count
-from press_core.scoring import BudgetPress
+from press_core.scoring import BudgetPress, Wrapper
 from press_core.select import best_first, top_positions, upcast
 from press_core.traits import Needs, Phase
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from press_core.budget import Amount, Tokens, is_amount
 from press_core.call import AttentionCall
-from press_core.composite import Composition, Wrapper, acts_in_prefill_only
 from press_core.errors import HyperparameterError, UnsupportedInputError
 from press_core.eviction import Eviction
 from press_core.fields import limited, require
 from press_core.model.sites import AttentionSite, n_layers_of, site_of
 from press_core.press import Press
+from press_core.scoring import Composition, Wrapper, acts_in_prefill_only
 from press_core.select import gather_tokens
 from press_core.traits import Evicts, Needs, Phase
 

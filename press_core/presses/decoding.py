@@ -14,11 +14,17 @@ from torch import Tensor
 from press_core.attention import received_attention
 from press_core.budget import Amount, Tokens, n_kept
 from press_core.call import AttentionCall
-from press_core.composite import SCORER_AGAIN, Around, Composition, acts_in_prefill_only
 from press_core.eviction import Eviction
 from press_core.fields import count, limited, require, share, told_amount
 from press_core.press import Press, RatioPress
-from press_core.scoring import BudgetPress, RatioScorer
+from press_core.scoring import (
+    SCORER_AGAIN,
+    Around,
+    BudgetPress,
+    Composition,
+    RatioScorer,
+    acts_in_prefill_only,
+)
 from press_core.select import protect, top_positions, trailing
 from press_core.traits import Evicts, Needs, Phase
 

@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from press_core.call import AttentionCall
-from press_core.composite import Wrapper
 from press_core.eviction import Eviction
 from press_core.fields import count, limited, share
 from press_core.presses.decoding import RECEIVED, Accumulating, Decoding
 from press_core.presses.positions import layer_generator, seed_field
-from press_core.scoring import BudgetPress
+from press_core.scoring import BudgetPress, Wrapper
 from press_core.select import best_first, gather_tokens, places, upcast
 from press_core.tiles import rows_at_once
 
