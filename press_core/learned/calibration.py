@@ -282,14 +282,8 @@ def called(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     return torch.stack([tensors[name.replace("*", str(i))] for i in range(n_layers)])
 
 
-def _table(path: Path) -> list[list[float]]:
-    """A row of numbers per line."""
-    rows = [[float(x) for x in line.split()] for line in path.read_text().splitlines()]
-    return [row for row in rows if row]
-
-
 ARRAYS: dict[str, Callable[[Path], Any]] = {
-    ".tsv": _table,
+    ".tsv": partial(np.loadtxt, dtype=np.float32, ndmin=2),
     ".npy": partial(np.load, allow_pickle=False),
 }
 """By suffix, what reads the numbers that authors of papers publish in files of other formats."""
