@@ -292,15 +292,9 @@ class UnknownSite:
     def __init__(self, module: Any) -> None:
         self.module, self.name = module, type(module).__name__
 
-    @property
-    def layer_idx(self) -> int:
-        """That of the module."""
-        index = getattr(self.module, "layer_idx", None)
-        if not isinstance(index, int):
-            raise UnsupportedInputError(f"a {self.name} was given; the press needs its layer_idx")
-        return index
-
     def __getattr__(self, name: str) -> Any:
+        if name == "layer_idx" and isinstance(getattr(self.module, name, None), int):
+            return self.module.layer_idx
         raise UnsupportedInputError(
             f"a press that was called outside of any scope asks for the {name} of the attention "
             "module; open it on a model, `with press(model): ...`"

@@ -19,13 +19,13 @@ class Collecting(Press):
     Attributes:
         see: what to show it to; rows of different padding are shown one after the other, without.
         reads: what the calls are to hold.
-        decoding: whether to show forwards that find their layer filled, rather than prefills.
+        phases: which forwards are shown: those that bring a context, or those that come later.
         thread: whose forwards are shown; None: all.
     """
 
     see: Callable[[AttentionCall], Any]
     reads: Needs = Needs.QUERIES
-    decoding: bool = False
+    phases: Phase = Phase.PREFILL
     thread: int | None = None
 
     evicts = Evicts.NOTHING
@@ -33,10 +33,6 @@ class Collecting(Press):
     @property
     def needs(self) -> Needs:
         return self.reads | Needs.HIDDEN_STATES
-
-    @property
-    def phases(self) -> Phase:
-        return Phase.DECODING if self.decoding else Phase.PREFILL
 
     def compress(self, call: AttentionCall) -> Eviction:
         self.see(call)

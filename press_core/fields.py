@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, field, fields
@@ -48,6 +49,11 @@ def told_amount(default: Any = 0.0) -> Any:
     return limited(default, is_amount, "a number in [0, 1), or the Tokens to keep")
 
 
+def above(other: str, default: int) -> Any:
+    """A field for a number of tokens above that in the field `other`."""
+    return field(default=default, metadata={"above": other})
+
+
 def choice(default: str, allowed: Sequence[str]) -> Any:
     """A field for one of some words."""
     return limited(default, lambda x: x in allowed, f"one of {', '.join(allowed)}")
@@ -74,35 +80,41 @@ _PLAIN: dict[str, tuple[type, str]] = {
 """By annotation, the type of the values that a field takes, and what to call them."""
 
 
-def check_fields(press: Any) -> None:
+def check_fields(press: Any, kind: type) -> None:
     """Refuse values that the fields of `press` do not take.
 
-    Types are checked of plain fields alone, for others have their press to check them; but no field
-    is a model.
+    Types are checked of plain fields and of those for one press; but no field is a model.
+
+    Args:
+        kind: what all presses are.
 
     Raises:
         HyperparameterError: naming the field, its value and what is allowed.
     """
+    types = _PLAIN | {"Press": (kind, "a press installed by the same mechanism")}
     for declared in fields(press):
         value, name = getattr(press, declared.name), type(press).__name__
         if isinstance(value, nn.Module) and value is not declared.default:
             meant = "a press is made first and opened on the model then"
             require(press, declared.name, False, f"no model: {meant}, as in {name}(...)(model)")
-        names = _plain_types(declared.type)
-        if names is not None and value is not declared.default:
-            types = tuple(_PLAIN[name][0] for name in names)
-            fits = isinstance(value, types) and (not isinstance(value, bool) or "bool" in names)
-            allowed = " or ".join(_PLAIN[name][1] for name in names)
+        names = _names_of(declared.type)
+        if types.keys() >= set(names) and value is not declared.default:
+            fits = any(isinstance(value, types[name][0]) for name in names)
+            fits = fits and (not isinstance(value, bool) or "bool" in names)
+            allowed = " or ".join(types[name][1] for name in names)
             require(press, declared.name, fits, f"{allowed}, not a {type(value).__name__}")
         if "holds" in declared.metadata:
             holds, allowed = declared.metadata["holds"], declared.metadata["allowed"]
             require(press, declared.name, bool(holds(value)), allowed)
+    for declared in fields(press):
+        if "above" in declared.metadata:
+            other, value = declared.metadata["above"], getattr(press, declared.name)
+            least = getattr(press, other)
+            allowed = f"a number of tokens above {other}={least}"
+            require(press, declared.name, value > least, allowed)
 
 
-def _plain_types(annotation: Any) -> list[str] | None:
-    """The names of which `annotation` is the union; None if one of them is not plain."""
+def _names_of(annotation: Any) -> list[str]:
+    """The names of the types of which `annotation` is the union."""
     written = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
-    if written.startswith("Literal["):
-        return ["str"]
-    names = [name.strip() for name in written.split("|")]
-    return names if all(name in _PLAIN for name in names) else None
+    return ["str"] if written.startswith("Literal[") else re.split(r"\s*\|\s*", written)

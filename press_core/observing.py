@@ -90,19 +90,18 @@ def call_of(
 ) -> AttentionCall:
     """What is known of a forward of an attention module, with other `fields`."""
     device = passed.hidden_states.device  # an offloaded cache is brought back to the model
-    at = Positions(passed.cos_sin, passed.position_ids)
-    call = AttentionCall(
+    return AttentionCall(
         passed.site,
         passed.hidden_states,
         keys.to(device),
         values.to(device),
         query=passed.query,
-        at=at,
+        at=Positions(passed.cos_sin, passed.position_ids),
         kwargs=passed.given.kwargs,
         notes=passed.forward.notes,
         scope=scope,
+        **fields,
     )
-    return call.replace(**fields)
 
 
 def context_call(scope: ScopeState, passed: Passed, layer: PrunedLayer) -> AttentionCall:
@@ -112,10 +111,11 @@ def context_call(scope: ScopeState, passed: Passed, layer: PrunedLayer) -> Atten
         UnsupportedInputError: if an inner scope pruned the layer and did not say what it kept, so
             that nobody knows which queries and positions its keys belong to.
     """
+    call = call_of(scope, passed, *layer.states())
     if not layer.is_pruned:
         weights = passed.output[1] if isinstance(passed.output, tuple) else None
         weights = passed.site.grouped(weights) if isinstance(weights, Tensor) else None
-        return call_of(scope, passed, *layer.states(), attentions=weights)
+        return call.replace(attentions=weights)
     positions, rotary = layer.all_positions(), layer.all_rotary_positions()
     if positions is None:
         raise UnsupportedInputError(
@@ -124,8 +124,7 @@ def context_call(scope: ScopeState, passed: Passed, layer: PrunedLayer) -> Atten
         )
     tokens = positions.long().to(passed.hidden_states.device)
     rotary = None if rotary is None else rotary.long()
-    at = Positions(passed.cos_sin, passed.position_ids, tokens, rotary)
-    return call_of(scope, passed, *layer.states(), at=at)
+    return call.replace(at=replace(call.at, tokens=tokens, rotary=rotary))
 
 
 def step_of(scope: ScopeState, passed: Passed) -> Step:

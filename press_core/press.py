@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import reduce
 from inspect import getattr_static
-from operator import is_, or_
+from operator import or_
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -37,9 +37,12 @@ class Press:
         evicts: class attribute; what it takes out of a layer.
         phases: class attribute; when it acts.
         row_by_row: class attribute; whether rows of a batch may keep different numbers of tokens.
+        whole_up_to: class attribute; fields of numbers of tokens: a context of no more than all of
+            these together is left whole.
     """
 
     mechanism: ClassVar[str] = ""
+    whole_up_to: ClassVar[tuple[str, ...]] = ()
 
     # ---- traits: class attributes of most presses, properties where they depend on fields --------
 
@@ -76,22 +79,25 @@ class Press:
         Raises:
             HyperparameterError: naming the field, its value and what is allowed.
         """
-        check_fields(self)
-        ours = f"a press installed by {self.mechanism}, as this one is"
-        for declared in fields(self):
-            if declared.type in ("Press", "Press | None"):
-                part, may_miss = getattr(self, declared.name), declared.type != "Press"
-                fits = isinstance(part, Press) or (may_miss and part is None)
-                require(self, declared.name, fits, ours + (", or None" if may_miss else ""))
+        check_fields(self, Press)
         for name, part in self._named_parts():
-            require(self, name, part.mechanism == self.mechanism, ours)
-            require(self, name, not _holds(part, self), "no press that holds this one")
+            ours = part.mechanism == self.mechanism
+            require(self, name, ours, f"a press installed by {self.mechanism}, as this one is")
+            holds_this = any(inner is self for inner in part.everything())
+            require(self, name, not holds_this, "no press that holds this one")
             part.validate()
 
     @property
     def parts(self) -> Iterator[Press]:
         """The presses that it holds."""
         return (part for _, part in self._named_parts())
+
+    def everything(self) -> list[Press]:
+        """Itself, its parts, their parts and so on."""
+        found: list[Press] = [self]
+        for press in found:  # which grows meanwhile
+            found += [part for part in press.parts if all(part is not known for known in found)]
+        return found
 
     def _named_parts(self) -> Iterator[tuple[str, Press]]:
         for name, value in vars(self).items():
@@ -113,9 +119,9 @@ class Press:
                 f"{type(self).__name__} cannot be told a compression ratio; wrap a press with the "
                 "field compression_ratio"
             )
-        copy = self.changed(compression_ratio=compression_ratio)
-        vars(copy)["prepared_as"] = vars(self).get("prepared_as", id(self))
-        return copy
+        changed = self.changed(compression_ratio=compression_ratio)
+        vars(changed)["prepared_as"] = vars(self).get("prepared_as", id(self))
+        return changed
 
     def with_budget(self, tokens: int) -> Press:
         """A copy of this press that keeps so many tokens of whatever it is given.
@@ -131,18 +137,18 @@ class Press:
 
     def changed(self, **values: Any) -> Press:
         """A copy of this press, with all that its class has put there, and other fields."""
-        copy = copied(self, **values)
+        changed = copied(self, **values)
         for of_original in ("_last_scope", "prepared_as"):
-            vars(copy).pop(of_original, None)
-        copy.validate()
-        return copy
+            vars(changed).pop(of_original, None)
+        changed.validate()
+        return changed
 
     # ---- budget ----------------------------------------------------------------------------------
 
     @property
     def amount(self) -> Amount:
         """What it is told to evict, a share of the tokens or all but so many; 0: nothing told."""
-        return 0.0
+        return vars(self).get("compression_ratio", 0.0)
 
     @property
     def asked_ratio(self) -> float:
@@ -151,7 +157,7 @@ class Press:
 
     def is_long_enough(self, length: int) -> bool:
         """Whether a context of `length` tokens is long enough; a shorter one is left whole."""
-        return True
+        return length > sum(getattr(self, name) for name in self.whole_up_to)
 
     def keeps(self, length: int) -> int:
         """How many of a context of `length` tokens each KV head keeps, on average over layers."""
@@ -241,12 +247,6 @@ class Press:
         for part in self.parts:
             part.post_init_from_model(model)
 
-    def bind(self, model: nn.Module) -> Press:
-        """The press as it is to act on `model`: itself, or a copy of one's own making."""
-        bound = {name: _bound(value, model) for name, value in vars(self).items()}
-        copy = copied(self, **bound)
-        return self if all(map(is_, self.parts, copy.parts)) else copy
-
     def prepare(self, model: nn.Module) -> Any:
         """What it has to know of the model, found when a scope opens: `call.prepared(self)`."""
         return None
@@ -263,37 +263,28 @@ class Press:
                 raise UnsupportedModelError(
                     f"{name} needs {_NEEDS[need]}, and {site.refusals[need]}"
                 )
-        where = f"{type(site.module).__name__} ({site.name})"
-        if Needs.ROPE in self.needs and site.rotary is None:
-            raise UnsupportedModelError(
-                f"{name} needs rotary position embeddings, and {where} has none; SnapKVPress and "
-                "KnormPress work on any model"
-            )
         moves_earlier = Phase.BEFORE_DECODING in self.phases and Needs.ROPE in self.needs
         if moves_earlier and site.rotary is not None and site.rotary.in_3d:
             raise UnsupportedModelError(
-                f"{name} rotates keys of earlier forwards, and {where} gives images positions in "
-                "three dimensions, which nobody knows any more then; KeyRerotationPress can rotate "
-                "those of the context as it comes"
+                f"{name} rotates keys of earlier forwards, and {site.name} gives images positions "
+                "in three dimensions, which nobody knows any more then; KeyRerotationPress can "
+                "rotate those of the context as it comes"
             )
         for part in self.parts:
             part.check_site(site)
 
-    def site_needs(self) -> Iterator[str]:
+    def site_needs(self) -> list[str]:
         """What it takes for granted of an attention module: keys of `AttentionSite.refusals`."""
         reads_states = Needs.POSITIONS_ALONE not in self.needs
-        if self.evicts is not Evicts.NOTHING:
-            yield "tokens"
-        if reads_states or Needs.SAME_FOR_ALL_HEADS not in self.needs:
-            yield "own tokens"
-        if reads_states:
-            yield "states"
-        if Needs.KEY_NORMS in self.needs:
-            yield "key norms"
-        if Needs.ROPE in self.needs:
-            yield "rope"
-        if self.evicts.needs_attention:
-            yield "heads"
+        needs = {
+            "tokens": self.evicts is not Evicts.NOTHING,
+            "own tokens": reads_states or Needs.SAME_FOR_ALL_HEADS not in self.needs,
+            "states": reads_states,
+            "key norms": Needs.KEY_NORMS in self.needs,
+            "rope": Needs.ROPE in self.needs,
+            "heads": self.evicts.needs_attention,
+        }
+        return [need for need, is_needed in needs.items() if is_needed]
 
     # ---- what a run came to ----------------------------------------------------------------------
 
@@ -322,19 +313,6 @@ class Press:
         return {name: x for name, x in vars(self).items() if name != "_last_scope"}
 
 
-def _holds(press: Press, other: Press) -> bool:
-    """Whether `other` is a part of `press`, of one of its parts and so on, or `press` itself."""
-    waiting, seen = [press], set()
-    while waiting:
-        part = waiting.pop()
-        if part is other:
-            return True
-        if id(part) not in seen:
-            seen.add(id(part))
-            waiting += part.parts
-    return False
-
-
 def also_needs(cls: type[Press], more: Needs) -> None:
     """Let a class of presses need more than it declares."""
     declared: Any = getattr_static(cls, "needs")
@@ -342,15 +320,6 @@ def also_needs(cls: type[Press], more: Needs) -> None:
         cls.needs = declared | more  # type: ignore[assignment, method-assign]
     else:
         cls.needs = property(lambda self: declared.fget(self) | more)  # type: ignore[assignment]
-
-
-def _bound(value: Any, model: nn.Module) -> Any:
-    """A field in which each press is bound to `model`."""
-    if isinstance(value, Press):
-        return value.bind(model)
-    if isinstance(value, (list, tuple)) and any(isinstance(x, Press) for x in value):
-        return [x.bind(model) if isinstance(x, Press) else x for x in value]
-    return value
 
 
 @dataclass
@@ -364,19 +333,21 @@ class RatioPress(Press):
 
     compression_ratio: Amount = told_amount()
 
-    @property
-    def amount(self) -> Amount:
-        return self.compression_ratio
-
 
 @dataclass
 class MeasuredPress(Press):
-    """A press that is not told a ratio: what it evicts is known when it has."""
+    """A press that holds no ratio: what it evicts is known when it has."""
 
     @property
     def compression_ratio(self) -> float:
-        """Share of the tokens that was evicted in the scope opened last."""
-        return self.evicted_ratio
+        """Share of the tokens that was evicted in the scope opened last; before, what is asked."""
+        run = self.last_run
+        return self.asked_ratio if run is None or not run.n_forwards else run.compression_ratio
+
+    @compression_ratio.setter
+    def compression_ratio(self, ratio: Amount) -> None:
+        vars(self).pop("_last_scope", None)
+        vars(self).update(vars(self.with_ratio(ratio)))
 
 
 _NEEDS = {

@@ -210,25 +210,19 @@ def bound_to(press: Press, model: nn.Module) -> ScopeState:
     press.post_init_from_model(model)
     known = verified(model)
     for site in known.sites:
-        Press.check_site(press, site)
-    bound = press.bind(model)
+        press.check_site(site)
     decoder = decoder_of(model, [site.name for site in known.sites])
-    state = ScopeState(bound, model, known.sites, known.bystanders, decoder, Traits.of(bound))
-    state.tally.n_sites, state.known = len(known.sites), prepared(bound, model)
-    for site in known.sites:
-        bound.check_site(site)
+    state = ScopeState(press, model, known.sites, known.bystanders, decoder, Traits.of(press))
+    state.tally.n_sites, state.known = len(known.sites), prepared(press, model)
     return state
 
 
 def prepared(press: Press, model: nn.Module) -> dict[int, tuple[Press, Any]]:
     """What a press and its parts have to know of a model; see `ScopeState.known`."""
     known: dict[int, tuple[Press, Any]] = {}
-    waiting = [press]
-    while waiting:
-        part = waiting.pop()
+    for part in press.everything():
         known[id(part)] = part, part.prepare(model)
         known.setdefault(vars(part).get("prepared_as", id(part)), known[id(part)])
-        waiting += [other for other in part.parts if id(other) not in known]
     return known
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -58,54 +57,27 @@ def top_positions(scores: Tensor, n: int) -> Tensor:
 
 
 def best_first(scores: Tensor, n: int | Tensor) -> Tensor:
-    """`(B, H_kv, S)` bool: the `n` best scores of each KV head; on a CPU, of equal ones the first.
+    """`(B, H_kv, S)` bool: the `n` best scores of each KV head; of equal ones the first.
 
     Args:
         scores: `(B, H_kv, S)`.
         n: the same for all heads, or `(B, H_kv, 1)`.
     """
+    scores, length = scores.detach(), scores.shape[-1]
     if isinstance(n, Tensor):
-        order = scores.argsort(dim=-1, descending=True, stable=True)
-        rank = torch.arange(scores.shape[-1], device=scores.device)
-        return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, rank < n)
-    if _has_numbers_at_hand(scores):
-        return _best_on_cpu(upcast(scores).detach(), n)
-    chosen = torch.zeros_like(scores, dtype=torch.bool)
-    return chosen.scatter_(-1, scores.topk(n, dim=-1, sorted=False).indices, True)
-
-
-def _best(scores: Tensor, n: int) -> Tensor:
-    """`best_first` with numpy, whose `partition` takes an eighth of the time of torch's `topk`."""
-    if n == 0:
-        return torch.zeros_like(scores, dtype=torch.bool)
-    known, parted = scores.numpy(), scores.numpy().copy()
-    parted.partition(known.shape[-1] - n, axis=-1)
-    least = parted[..., -n, None]
-    chosen = ~(known < least)  # NaN is the best, as `partition` has it
-    if np.count_nonzero(chosen) > n * (known.size // known.shape[-1]):
-        better = known > least
-        equal = chosen & ~better
-        room = n - better.sum(axis=-1, keepdims=True)
-        chosen = better | (equal & (equal.cumsum(axis=-1) <= room))
-    return torch.from_numpy(chosen)
+        least = scores.sort(dim=-1).values.gather(-1, length - n.long().clamp(min=1))
+    else:
+        least = scores.kthvalue(length + 1 - max(1, n), dim=-1, keepdim=True).values
+    better = scores > least
+    equal = ~(better | (scores < least))  # NaN is the best, as sorting has it
+    return better | (equal & (equal.cumsum(dim=-1) <= n - better.sum(dim=-1, keepdim=True)))
 
 
 def places(chosen: Tensor) -> Tensor:
     """Where `chosen` `(B, H_kv, S)` is true, as often in each head: `(B, H_kv, n)` int64."""
     batch, n_heads, length = chosen.shape
-    flat = chosen.flatten()
-    rows = _nonzero_on_cpu(flat) if _has_numbers_at_hand(flat) else flat.nonzero()
-    return rows.view(batch, n_heads, -1) - _first_rows(batch, n_heads, length, chosen)
-
-
-# The compiler would give numpy's functions other meanings; they take a sixth of torch's time.
-_best_on_cpu = torch.compiler.disable(_best)
-_nonzero_on_cpu = torch.compiler.disable(lambda x: torch.from_numpy(x.numpy().nonzero()[0]))
-
-
-def _has_numbers_at_hand(x: Tensor) -> bool:
-    """Whether numpy can read it: not on other devices, nor while a graph is traced for export."""
-    return x.device.type == "cpu" and type(x) is Tensor
+    rows = chosen.flatten().nonzero().view(batch, n_heads, -1)
+    return rows - _first_rows(batch, n_heads, length, chosen)
 
 
 def gather_tokens(states: Tensor, positions: Tensor) -> Tensor:

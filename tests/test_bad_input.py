@@ -95,7 +95,7 @@ REFUSED = {
     "PerLayerCompressionPress(decoding, [0.5])": "after the prefill",
     "PerLayerCompressionPress(FastKVzipPress(), [0.2])": "from each layer by itself",
     "DMSPress(knorm, None)": "threshold must be a number",
-    "DMSPress(None, '0.5')": "must be a number, not a str",
+    "DMSPress(knorm, '0.5')": "must be a number, not a str",
     "DMSPress(knorm, float('nan'))": "threshold must be a number",
     "DMSPress(knorm, 0.0, 0)": "sliding_window_size must be",
     "DMSPress(SnapKVPress(), 0.0, decoding=True)": "press must be|decoding must be",

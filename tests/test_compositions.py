@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 import hooks_impl
 from press_core import kept_lengths
-from press_core.learned.duo_attention import HeadScores
+from press_core.learned.measured import HeadScores
 from tests.support import (
     both,
     build,

@@ -23,7 +23,7 @@ from experiments.testbed.training.fitted import (
 )
 from press_core import HyperparameterError, UnsupportedInputError, kept_lengths
 from press_core.learned.calibration import CalibrationError
-from press_core.learned.duo_attention import HeadScores, streaming_heads
+from press_core.learned.measured import HeadScores, streaming_heads
 from tests.press_core.test_learned import same
 from tests.support import both, build, filled, snapshot, token_ids
 from tests.test_learned_presses import close, learn, make

@@ -22,7 +22,7 @@ from patch_impl import PRESSES as PATCH_PRESSES
 from patch_impl import mechanism
 from press_core import PressError, kept_lengths, prefill
 from press_core.cache.ragged import RaggedLayer
-from press_core.learned.duo_attention import HeadScores
+from press_core.learned.measured import HeadScores
 from tests.support import build, token_ids
 
 NAMES = (

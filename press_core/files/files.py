@@ -33,7 +33,7 @@ UNREADABLE: tuple[type[Exception], ...] = (
 KIND = "compressed cache"
 """What files say that they hold."""
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Of the files that are written."""
 
 
@@ -76,30 +76,6 @@ def refused(path: Path, what: str, kind: type[PressError] = CacheFileError) -> I
 _DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if type(x) is torch.dtype}
 
 
-def _packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as JSON has it, with the names of the tensors that go into `tensors`."""
-    if isinstance(value, Tensor):
-        tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
-        return {"tensor": name}
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, dict):
-        return {"of": [[k, _packed(x, f"{name}.{k}", tensors)] for k, x in value.items()]}
-    return value
-
-
-def _unpacked(description: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `_packed` was given."""
-    if isinstance(description, list):
-        return tuple(description)
-    if not isinstance(description, dict):
-        return description
-    ((what, content),) = description.items()
-    if what == "of":
-        return {key: _unpacked(x, tensors) for key, x in content}
-    return tensors[content] if what == "tensor" else _DTYPES[content]
-
-
 def sealed(value: Any, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """`value` as JSON has it, with a seal that breaks where anything is changed later.
 
@@ -108,20 +84,38 @@ def sealed(value: Any, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
         tensors: where they go.
     """
     own: dict[str, Tensor] = {}
-    description = _packed(value, name, own)
+
+    def packed(x: Any) -> dict[str, str]:
+        if isinstance(x, torch.dtype):
+            return {"dtype": str(x).removeprefix("torch.")}
+        key = f"{name}.{len(own)}"
+        own[key] = x.detach().cpu().clone(memory_format=torch.contiguous_format)
+        return {"tensor": key}
+
+    description = json.loads(json.dumps(value, default=packed))
     tensors |= own
     return {"is": description, "seal": _seal(description, own)}
 
 
 def unsealed(description: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `sealed` was given.
+    """What `sealed` was given; lists as tuples.
 
     Raises:
         ValueError: if something is not as it was written.
     """
     whole = description["seal"] == _seal(description["is"], tensors)
     require(whole, "it is not as it was written")
-    return _unpacked(description["is"], tensors)
+
+    def unpacked(x: dict[str, Any]) -> Any:
+        if x.keys() == {"tensor"}:
+            return tensors[x["tensor"]]
+        if x.keys() == {"dtype"}:
+            return _DTYPES[x["dtype"]]
+        # JSON knows no other keys than words, and no tuples.
+        named = {int(key) if key.isdigit() else key: value for key, value in x.items()}
+        return {k: tuple(v) if isinstance(v, list) else v for k, v in named.items()}
+
+    return json.loads(json.dumps(description["is"]), object_hook=unpacked)
 
 
 def _seal(description: Any, tensors: Mapping[str, Tensor]) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from press_core.files.records import Record, layer_from, record_of
 from press_core.model.sites import AttentionSite
 from press_core.press import Press
 from press_core.probe import attention_sites
+from press_core.probe.watching import layers_of
 
 _CACHES = ("self_attention_cache", "cross_attention_cache")
 
@@ -117,7 +118,7 @@ def save_cache(
     about = {
         "kind": files.KIND,
         "version": files.FORMAT_VERSION,
-        "made_with": _versions(),
+        "made_with": {name: _version(name) for name in ("hook-or-patch", "transformers", "torch")},
         "model": {"name": name_of(model), **identity(model)},
         "press": None if press is None else repr(press),
         **_summary(cache, sites),
@@ -154,16 +155,9 @@ def _parts(cache: Any) -> dict[str, Record]:
     }
 
 
-def _versions() -> dict[str, str]:
-    try:
-        own = version("hook-or-patch")
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        own = "unknown"
-    return {
-        "hook-or-patch": own,
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-    }
+def _version(name: str) -> str:
+    """Of a library; unknown of this one, run from a checkout that is not installed."""
+    return next((str(x.version) for x in distributions(name=name)), "unknown")
 
 
 def _summary(cache: Any, sites: list[AttentionSite]) -> dict[str, Any]:
@@ -287,12 +281,9 @@ def _part(record: Record, model: Any, device: torch.device | None) -> DynamicCac
 
 def _devices(model: nn.Module) -> dict[int, torch.device]:
     """Where each layer of a model runs."""
-    found: dict[int, torch.device] = {}
-    for module in model.modules():
-        index = getattr(module, "layer_idx", None)
-        if type(index) is int and index not in found and any(True for _ in module.parameters()):
-            found[index] = _runs_on(module)
-    return found
+    modules: list[tuple[str, Any]] = layers_of(model)  # the first of each layer counts
+    of_layers = [(module.layer_idx, module) for _, module in modules if [*module.parameters()]]
+    return {index: _runs_on(module) for index, module in reversed(of_layers)}
 
 
 def _runs_on(module: nn.Module) -> torch.device:

@@ -37,6 +37,7 @@ FORMAT_VERSION = 1
 SIZES = "layers", "heads", "kv_heads", "head_dim", "hidden_size"
 """Dimensions by which models are told apart."""
 
+_LARGEST = torch.finfo(torch.float32).max
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 F = TypeVar("F", bound="Calibration")
@@ -69,14 +70,14 @@ class Calibration:
         made_by: class attribute; the call of a press that makes one.
         file_names: class attribute; what the file is called in a folder, first the preferred name.
         published_files: class attribute; what the files are called that others publish on the hub.
-        within: class attribute; the least and the largest number; None: files hold finite ones.
+        within: class attribute; the least and the largest number: by default any finite one.
     """
 
     kind: ClassVar[str] = ""
     made_by: ClassVar[str] = "fit(model, token_batches)"
     file_names: ClassVar[tuple[str, ...]] = ()
     published_files: ClassVar[tuple[str, ...]] = ("model.safetensors",)
-    within: ClassVar[tuple[float, float] | None] = None
+    within: ClassVar[tuple[float, float]] = (-_LARGEST, _LARGEST)
 
     def dims(self) -> dict[str, str]:
         """The names of the dimensions of each tensor."""
@@ -93,10 +94,9 @@ class Calibration:
             raise CalibrationError(f"{named}: one is empty")
         if sizes.get("heads", 0) % sizes.get("kv_heads", 1):
             raise CalibrationError(f"{named}: {sizes} are no heads that share KV heads evenly")
-        if self.within is not None:
-            low, high = self.within
-            if not all(bool(((x >= low) & (x <= high)).all()) for x in self.tensors.values()):
-                raise CalibrationError(f"{named} must be from {low} to {high}")
+        low, high = self.within
+        if not all(bool(((x >= low) & (x <= high)).all()) for x in self.tensors.values()):
+            raise CalibrationError(f"{named} must be numbers from {low:g} to {high:g}")
 
     def _sizes(self) -> dict[str, int]:
         """The sizes of all dimensions by their names; equal names have to have equal sizes."""
@@ -184,11 +184,7 @@ class Calibration:
         names_found = ", ".join(f"{name!r:.80}" for name in sorted(tensors)[:8])
         what = f"holds no {cls.kind.removeprefix('a ')}; it holds {names_found}"
         with refused(path, what, CalibrationError):
-            fitted = cls.of(tensors if holds else cls.published(tensors, path.parent))
-            if cls.within is None:
-                finite = all(bool(x.isfinite().all()) for x in fitted.tensors.values())
-                require(finite, "not all of its numbers are finite")
-        return fitted
+            return cls.of(tensors if holds else cls.published(tensors, path.parent))
 
     @classmethod
     def published(cls, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
@@ -286,14 +282,8 @@ def called(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     return torch.stack([tensors[name.replace("*", str(i))] for i in range(n_layers)])
 
 
-def _table(path: Path) -> list[list[float]]:
-    """A row of numbers per line."""
-    rows = [[float(x) for x in line.split()] for line in path.read_text().splitlines()]
-    return [row for row in rows if row]
-
-
 ARRAYS: dict[str, Callable[[Path], Any]] = {
-    ".tsv": _table,
+    ".tsv": partial(np.loadtxt, dtype=np.float32, ndmin=2),
     ".npy": partial(np.load, allow_pickle=False),
 }
 """By suffix, what reads the numbers that authors of papers publish in files of other formats."""

@@ -13,15 +13,14 @@ from torch import Tensor
 from press_core.attention import mean_attention
 from press_core.budget import Amount, Tokens
 from press_core.call import AttentionCall
-from press_core.composite import Around
 from press_core.eviction import Eviction
-from press_core.fields import count, told_amount
+from press_core.fields import count, limited, told_amount
 from press_core.learned.calibration import Calibration, LearnedPress, learned, sized
 from press_core.learned.running import Batch, LayerMeans, rows_alone, run
 from press_core.model.sites import AttentionSite
 from press_core.press import Press
 from press_core.scope import bound_to
-from press_core.scoring import BudgetPress
+from press_core.scoring import SCORER, Around, BudgetPress
 from press_core.select import best_first, leading, trailing, upcast
 from press_core.traits import Evicts, Needs
 
@@ -62,7 +61,7 @@ class LUKV(LearnedPress, Around, BudgetPress):
             None: the file `lukv_curves.safetensors` beside the model.
     """
 
-    press: Press | None = None  # type: ignore[assignment]
+    press: Press | None = limited(None, *SCORER)  # type: ignore[assignment]
     compression_ratio: Amount = told_amount()  # type: ignore[assignment]
     sink: int = count(4)
     window: int = count(1)
@@ -77,10 +76,6 @@ class LUKV(LearnedPress, Around, BudgetPress):
         if self.press is None:
             self.press = type(self).ranked_by(epsilon=2e-2)
         super().__post_init__()
-
-    @property
-    def amount(self) -> Amount:
-        return self.compression_ratio
 
     # ---- the formula -----------------------------------------------------------------------------
 

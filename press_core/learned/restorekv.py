@@ -130,12 +130,6 @@ def adapted_layers(
     Raises:
         UnsupportedModelError: if the model has none of those names and shapes.
     """
-    width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
-    if adapter.sizes["hidden_size"] != width:
-        raise UnsupportedModelError(
-            f"embeddings of width {adapter.sizes['hidden_size']} cannot serve "
-            f"{type(model).__name__}, whose tokens have {width}; fit some to this model"
-        )
     decoder = decoder_of(model, [site.name for site in sites])
     named = dict(model.named_modules()) | dict(decoder.named_modules())
     for name, down in adapter.down.items():
@@ -196,7 +190,7 @@ class RestoreKV(LearnedPress, KVzip):
                 f"{type(self).__name__} adds an adapter to whole linear layers, and ranks share "
                 f"those of {sites[0].name} (tensor parallelism); use KVzipPress"
             )
-        adapter: Any = self.find(model).to(device_of(model))
+        adapter = LearnedPress.prepare(self, model)
         adapted_layers(model, sites, adapter)
         return KVzip.prepare(self, model), adapter
 

@@ -21,20 +21,11 @@ Batch = Tensor | Mapping[str, Tensor]
 
 
 def run(model: nn.Module, token_batches: Iterable[Batch], collector: Any) -> None:
-    """Run `model` on all batches inside the scope of `collector`, without the head on top.
-
-    Rows of a padded batch get the positions that they have by themselves.
-    """
+    """Run `model` on all batches inside the scope of `collector`, without the head on top."""
     body = getattr(model, "base_model", model)
     with collector(model), torch.no_grad():
-        for batch in token_batches:
-            inputs = batch if isinstance(batch, Mapping) else {"input_ids": batch}
-            mask = inputs.get("attention_mask")
-            if mask is not None and "position_ids" not in inputs:
-                positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
-                inputs = {**inputs, "position_ids": positions}
-            device = device_of(model)
-            body(**{name: x.to(device) for name, x in inputs.items()}, use_cache=True)
+        for ids in rows_alone(token_batches):
+            body(input_ids=ids.to(device_of(model)), use_cache=True)
 
 
 def rows_alone(token_batches: Iterable[Batch]) -> Iterator[Tensor]:
@@ -126,10 +117,6 @@ class Examples:
         self.states: dict[int, list[Tensor]] = {}
         self.targets: dict[int, list[Tensor]] = {}
         self._seen: list[AttentionCall] = []
-
-    @property
-    def full(self) -> bool:
-        return self.n_tokens >= self.max_tokens
 
     def see(self, call: AttentionCall) -> None:
         """Take in the hidden states of a layer, to be labelled."""
@@ -234,7 +221,7 @@ class TaughtPress(LearnedPress):
             ids = ids.to(device_of(model))
             run(model, [ids], cls.collector(examples.see, reads=Needs.NOTHING))
             examples.label(scored(model, ids))
-            if examples.full:
+            if examples.n_tokens >= max_tokens:
                 break
         return cls.learn(examples, steps=steps, seed=seed, **shape)
 

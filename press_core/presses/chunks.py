@@ -10,10 +10,9 @@ from torch.nn.functional import pad
 
 from press_core.budget import Tokens, kept_of_chunks
 from press_core.call import AttentionCall
-from press_core.composite import Wrapper
 from press_core.eviction import Eviction
-from press_core.fields import count, require
-from press_core.scoring import BudgetPress
+from press_core.fields import above, count
+from press_core.scoring import BudgetPress, Wrapper
 from press_core.select import best_first, top_positions, upcast
 from press_core.traits import Needs, Phase
 
@@ -89,14 +88,8 @@ class EntropyGatedChunkKV(ChunkKV):
         low_entropy_chunk_length: tokens that are left of such a chunk.
     """
 
-    chunk_length: int = 10
-    low_entropy_chunk_length: int = 4
-
-    def validate(self) -> None:
-        super().validate()
-        fits = 1 <= self.low_entropy_chunk_length < self.chunk_length
-        allowed = f"1 or more, and less than chunk_length={self.chunk_length}"
-        require(self, "low_entropy_chunk_length", fits, allowed)
+    chunk_length: int = above("low_entropy_chunk_length", 10)
+    low_entropy_chunk_length: int = count(4, 1)
 
     def choose(self, call: AttentionCall, scores: Tensor) -> Tensor:
         order = gated_order(scores, self.chunk_length, self.low_entropy_chunk_length)

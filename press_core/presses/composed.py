@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from math import log, prod
 from typing import Any
 
@@ -13,14 +13,19 @@ from torch import Tensor
 
 from press_core.budget import Amount, Tokens, is_amount
 from press_core.call import AttentionCall
-from press_core.composite import Composition, Wrapper, acts_in_prefill_only
 from press_core.errors import HyperparameterError, UnsupportedInputError
 from press_core.eviction import Eviction
-from press_core.fields import require
+from press_core.fields import limited, require
 from press_core.model.sites import AttentionSite, n_layers_of, site_of
 from press_core.press import Press
+from press_core.scoring import Composition, Wrapper, acts_in_prefill_only
 from press_core.select import gather_tokens
 from press_core.traits import Evicts, Needs, Phase
+
+
+def _is_list(given: Any) -> bool:
+    listed = isinstance(given, (list, tuple)) and len(given) > 0
+    return listed and all(isinstance(press, Press) for press in given)
 
 
 @dataclass
@@ -34,13 +39,10 @@ class Composed(Composition):
         presses: of the same mechanism, in the order in which they act.
     """
 
-    presses: Sequence[Press]
+    presses: Sequence[Press] = limited(MISSING, _is_list, "a list of at least one press")
 
     def validate(self) -> None:
         super().validate()
-        given = self.presses if isinstance(self.presses, (list, tuple)) else []
-        listed = len(given) > 0 and all(isinstance(press, Press) for press in given)
-        require(self, "presses", listed, "a list of at least one press")
         fits = all(map(acts_in_prefill_only, self.presses))
         require(self, "presses", fits, "presses that act after the prefill")
         alone = any(press.evicts.needs_attention for press in self.presses[:-1])
@@ -110,20 +112,25 @@ class PerLayerCompression(Wrapper):
             order.
     """
 
-    compression_ratios: Sequence[Amount]
+    press: Press = limited(
+        MISSING,
+        lambda x: (
+            x.evicts in (Evicts.TOKENS, Evicts.PER_HEAD)
+            and acts_in_prefill_only(x)
+            and Phase.AFTER_DECODER not in x.phases
+        ),
+        "a press that evicts tokens after the prefill, from each layer by itself",
+    )
+    compression_ratios: Sequence[Amount] = limited(
+        MISSING,
+        lambda x: isinstance(x, (list, tuple)) and all(map(is_amount, x)),
+        "numbers in [0, 1) or Tokens, one per layer",
+    )
 
     def validate(self) -> None:
         super().validate()
-        ratios = self.compression_ratios
-        fits = isinstance(ratios, (list, tuple)) and all(map(is_amount, ratios))
-        require(self, "compression_ratios", fits, "numbers in [0, 1) or Tokens, one per layer")
         for ratio in self.compression_ratios:
             self.press.with_ratio(ratio)
-
-    def takes(self, press: Press) -> tuple[bool, str]:
-        fits = press.evicts in (Evicts.TOKENS, Evicts.PER_HEAD) and acts_in_prefill_only(press)
-        allowed = "a press that evicts tokens after the prefill, from each layer by itself"
-        return fits and Phase.AFTER_DECODER not in press.phases, allowed
 
     @property
     def asked_ratio(self) -> float:
@@ -168,14 +175,16 @@ class KeyRerotation(Wrapper):
         press: evicts as many tokens of each head.
     """
 
+    press: Press = limited(
+        MISSING,
+        lambda x: x.evicts is Evicts.TOKENS and acts_in_prefill_only(x),
+        "a press that evicts as many tokens of each head, after the prefill",
+    )
+
     needs = Needs.ROPE | Needs.NEW_POSITIONS
 
     def compress(self, call: AttentionCall) -> Eviction:
         return self.press.evict(call).rerotated()
-
-    def takes(self, press: Press) -> tuple[bool, str]:
-        fits = press.evicts is Evicts.TOKENS and acts_in_prefill_only(press)
-        return fits, "a press that evicts as many tokens of each head, after the prefill"
 
     @staticmethod
     def rerotate_keys(module: Any, indices: Tensor, keys: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ H2O (Zhang et al., arXiv 2306.14048) goes on from step to step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 
 import torch
 from torch import Tensor
@@ -14,11 +14,17 @@ from torch import Tensor
 from press_core.attention import received_attention
 from press_core.budget import Amount, Tokens, n_kept
 from press_core.call import AttentionCall
-from press_core.composite import Around, Composition, acts_in_prefill_only, scores_again
 from press_core.eviction import Eviction
-from press_core.fields import count, require, share, told_amount
+from press_core.fields import count, limited, require, share, told_amount
 from press_core.press import Press, RatioPress
-from press_core.scoring import BudgetPress, RatioScorer
+from press_core.scoring import (
+    SCORER_AGAIN,
+    Around,
+    BudgetPress,
+    Composition,
+    RatioScorer,
+    acts_in_prefill_only,
+)
 from press_core.select import protect, top_positions, trailing
 from press_core.traits import Evicts, Needs, Phase
 
@@ -85,10 +91,6 @@ class H2O(Accumulating, RatioPress, BudgetPress):
         return Eviction.keep(call, top_positions(protect(call.memory[RECEIVED], recent), n))
 
 
-READS = Needs.QUERIES | Needs.FORWARD | Needs.HIDDEN_STATES
-"""What a press may read of the forwards that brought the tokens, beside keys and values."""
-
-
 @dataclass
 class AtIntervals(Composition):
     """Prunes a cache that has grown while decoding, every so many steps.
@@ -98,7 +100,7 @@ class AtIntervals(Composition):
         compression_interval: forwards after the prefill from one pruning to the next.
     """
 
-    base_press: Press
+    base_press: Press = limited(MISSING, *SCORER_AGAIN)
     compression_interval: int = count(512, 1)
 
     evicts = Evicts.TOKENS
@@ -106,15 +108,9 @@ class AtIntervals(Composition):
 
     def validate(self) -> None:
         super().validate()
-        require(self, "base_press", *scores_again(self.base_press))
         fits = Needs.QUERIES not in self.base_press.needs or self.buffered_tokens >= 1
         allowed = "0 or more; 1 or more for a base_press that reads queries"
         require(self, "hidden_states_buffer_size", fits, allowed)
-
-    @property
-    def buffered_tokens(self) -> int:
-        size: int = vars(self)["hidden_states_buffer_size"]  # a field that subclasses have
-        return size if self.base_press.needs & READS else 0
 
     def reset(self) -> None:
         """Does nothing: what a run has buffered belongs to its cache, not to the press."""
@@ -197,13 +193,11 @@ class EveryTurn(Around, BudgetPress):
             and queries are kept for `press`, if it may ask for them.
     """
 
+    press: Press = limited(MISSING, *SCORER_AGAIN)
     target_size: int = count(2048, 1)
     hidden_states_buffer_size: int = count(256)
 
     phases = Phase.PREFILL | Phase.DECODING
-
-    def takes(self, press: Press) -> tuple[bool, str]:
-        return scores_again(press)
 
     def with_budget(self, tokens: int) -> Press:
         return self.changed(target_size=tokens)
@@ -214,10 +208,6 @@ class EveryTurn(Around, BudgetPress):
     @property
     def amount(self) -> Amount:
         return Tokens(self.target_size)
-
-    @property
-    def buffered_tokens(self) -> int:
-        return self.hidden_states_buffer_size if self.press.needs & READS else 0
 
     def is_due(self, n_steps: int, n_new: int) -> bool:
         return n_new > 1
@@ -235,21 +225,21 @@ class PrefillDecoding(Composition):
         decoding_press: acts while decoding, at intervals; None: nothing is pruned while decoding.
     """
 
-    prefilling_press: Press | None = None
-    decoding_press: Press | None = None
+    prefilling_press: Press | None = limited(
+        None, lambda x: x is None or acts_in_prefill_only(x), "a press that acts after the prefill"
+    )
+    decoding_press: Press | None = limited(
+        None,
+        lambda x: x is None or isinstance(x, AtIntervals),
+        "a DecodingPress, CAMPress or CompressionRatioDecodingPress",
+    )
 
     def validate(self) -> None:
         super().validate()
-        press = self.prefilling_press
-        if press is not None:
-            fits, allowed = acts_in_prefill_only(press), "a press that acts after the prefill"
-            if self.decoding_press is not None:
-                fits = fits and not press.evicts.needs_attention
-                allowed += " and leaves heads of one length, with all channels, to prune again"
+        if self.prefilling_press is not None and self.decoding_press is not None:
+            fits = not self.prefilling_press.evicts.needs_attention
+            allowed = "one that leaves heads of one length, with all channels, to prune again"
             require(self, "prefilling_press", fits, allowed)
-        fits = self.decoding_press is None or isinstance(self.decoding_press, AtIntervals)
-        allowed = "a DecodingPress, CAMPress or CompressionRatioDecodingPress"
-        require(self, "decoding_press", fits, allowed)
 
     def compress(self, call: AttentionCall) -> Eviction:
         press = self.decoding_press if call.when.decoding else self.prefilling_press

@@ -38,9 +38,7 @@ class ExpectedAttention(RatioScorer):
     epsilon: float = number(0.0, 0)
 
     needs = Needs.QUERIES | Needs.ROPE
-
-    def is_long_enough(self, length: int) -> bool:
-        return length > self.n_sink
+    whole_up_to = ("n_sink",)
 
     def statistics(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Mean `(B or 1, H, d)` and covariance `(B or 1, H, d, d)` of the queries before RoPE."""
@@ -136,9 +134,7 @@ class Cap(RatioScorer):
     epsilon: float = number(1e-6, 0)
 
     needs = Needs.QUERIES | Needs.ROPE
-
-    def is_long_enough(self, length: int) -> bool:
-        return length > self.n_sink
+    whole_up_to = ("n_sink",)
 
     def score(self, call: AttentionCall) -> Tensor:
         keys, values = (upcast(x[:, :, self.n_sink :]) for x in (call.keys, call.values))

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from press_core.call import AttentionCall
-from press_core.composite import Around, Wrapper
 from press_core.eviction import Eviction
 from press_core.fields import count, limited, number, require, share
 from press_core.model.sites import AttentionSite, output_weight
-from press_core.scoring import BudgetPress, TokenScorer
+from press_core.scoring import Around, BudgetPress, TokenScorer, Wrapper
 from press_core.select import best_first, trailing, upcast
 from press_core.tiles import Scratch, rows_at_once
 from press_core.traits import Evicts, Phase

@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from press_core.call import AttentionCall
-from press_core.composite import Wrapper
 from press_core.eviction import Eviction
 from press_core.fields import count, limited, share
 from press_core.presses.decoding import RECEIVED, Accumulating, Decoding
 from press_core.presses.positions import layer_generator, seed_field
-from press_core.scoring import BudgetPress
+from press_core.scoring import BudgetPress, Wrapper
 from press_core.select import best_first, gather_tokens, places, upcast
 from press_core.tiles import rows_at_once
 
@@ -67,15 +66,9 @@ def most_similar(keys: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
         Its cosine, `(B, H_kv, m)` float32, and its place, int64.
     """
     found, directions = (normalize(upcast(x), dim=-1) for x in (keys, others))
-    cosine = found.new_empty(found.shape[:3])
-    place = torch.empty_like(cosine, dtype=torch.int64)
-    n_rows = rows_at_once(keys, len(keys) * others.shape[2])
-    for head in range(keys.shape[1]):
-        for start in range(0, keys.shape[2], n_rows):
-            rows = slice(start, start + n_rows)
-            best = (found[:, head, rows] @ directions[:, head].mT).max(dim=-1)
-            cosine[:, head, rows], place[:, head, rows] = best
-    return cosine, place
+    n_rows = rows_at_once(keys, others[..., 0].numel())
+    best = [(rows @ directions.mT).max(dim=-1) for rows in found.split(n_rows, dim=2)]
+    return torch.cat([x.values for x in best], dim=-1), torch.cat([x.indices for x in best], dim=-1)
 
 
 def add_weighted(values: Tensor, added: Tensor, weights: Tensor, target: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from press_core.attention import mean_attention
 from press_core.call import AttentionCall
 from press_core.eviction import Eviction
-from press_core.fields import count, limited, require, share
+from press_core.fields import above, count, limited, share
 from press_core.press import MeasuredPress, Press
 from press_core.scoring import RatioScorer
 from press_core.select import leading, trailing
@@ -79,9 +79,7 @@ class StreamingLLM(RatioScorer):
     n_sink: int = count(4)
 
     needs = Needs.POSITIONS_ALONE | Needs.SAME_FOR_ALL_HEADS
-
-    def is_long_enough(self, length: int) -> bool:
-        return length > self.n_sink
+    whole_up_to = ("n_sink",)
 
     def score(self, call: AttentionCall) -> Tensor:
         """1 for the sinks and for the recent tokens that the budget leaves room for, 0 between."""
@@ -106,16 +104,11 @@ class StreamingLLMDecoding(MeasuredPress):
             rotated, each time from the keys that they had, and errors do not add up.
     """
 
-    max_capacity: int = 256
+    max_capacity: int = above("n_sink", 256)
     n_sink: int = count(4)
     rerotate: bool = False
 
     phases = Phase.BEFORE_DECODING
-
-    def validate(self) -> None:
-        super().validate()
-        fits = self.max_capacity > self.n_sink
-        require(self, "max_capacity", fits, f"a number of tokens above n_sink={self.n_sink}")
 
     def with_budget(self, tokens: int) -> Press:
         return self.changed(max_capacity=tokens)
@@ -173,19 +166,12 @@ class SimLayerKV(MeasuredPress):
 
     lazy_threshold: float = share(1.0)
     n_last: int = count(1, 1)
-    n_recent: int = 1024
+    n_recent: int = above("n_last", 1024)
     n_initial: int = count(4)
 
     needs = Needs.QUERIES
     row_by_row = True
-
-    def validate(self) -> None:
-        super().validate()
-        fits = self.n_recent > self.n_last
-        require(self, "n_recent", fits, f"a number of tokens above n_last={self.n_last}")
-
-    def is_long_enough(self, length: int) -> bool:
-        return length > self.n_initial + self.n_recent + self.n_last
+    whole_up_to = "n_initial", "n_recent", "n_last"
 
     def compress(self, call: AttentionCall) -> Eviction:
         if not self.is_long_enough(call.length) or self.laziness(call) <= self.lazy_threshold:

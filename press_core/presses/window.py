@@ -5,7 +5,6 @@ SnapKV and its kin score tokens by them; ThinK (Xu et al., arXiv 2407.21018) the
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from dataclasses import dataclass
 
@@ -32,9 +31,7 @@ class WindowScorer(RatioScorer):
     kernel_size: int = odd(5)
 
     needs = Needs.QUERIES
-
-    def is_long_enough(self, length: int) -> bool:
-        return length > self.window_size
+    whole_up_to = ("window_size",)
 
     def score(self, call: AttentionCall) -> Tensor:
         return with_ends(self.votes(call), last=self.window_size)
@@ -190,57 +187,27 @@ def similarity(keys: Tensor, threshold: float, n_retained: int, block: int | Non
     Its own and, of each key, those of the `n_retained` latest that are more similar to it than
     `threshold` count as zero, so that the last mention of something stays.
 
-    All cosines of a key sum to one product with the sum of all keys. Those that count as zero are
-    looked for from the latest on, until each key has its share.
-
     Args:
         keys: `(B, H_kv, S, d)`.
-        block: how many keys to compare with as many at a time; None: what suits the device.
+        block: of how many keys to hold the cosines with all others at a time; None: what suits the
+            device.
     """
     directions = normalize(upcast(keys), dim=-1)
-    total = (directions @ directions.sum(dim=2).unsqueeze(-1)).squeeze(-1)
-    total -= directions.square().sum(dim=-1)
-    left = torch.full(keys.shape[:3], n_retained, device=keys.device)
-    step = block or math.isqrt(rows_at_once(keys, keys.shape[0] * keys.shape[1]))
-    starts = range(0, keys.shape[2], step)
-    pairs = ((a, b) for a in reversed(starts) for b in reversed(starts[a // step :]))
-    for rows, columns in ((slice(a, a + step), slice(b, b + step)) for a, b in pairs):
-        if not bool(left[:, :, rows].any() | left[:, :, columns].any()):
-            continue
-        cosines = directions[:, :, rows] @ directions[:, :, columns].mT
-        if rows == columns:
-            cosines.diagonal(dim1=-2, dim2=-1).zero_()
-        similar = cosines > threshold
-        if not bool(similar.any()):
-            continue
-        excused, left[:, :, rows] = _excused(cosines, similar, left[:, :, rows])
-        total[:, :, columns] -= excused
-        if rows != columns:  # each of a pair repeats the other
-            excused, left[:, :, columns] = _excused(cosines.mT, similar.mT, left[:, :, columns])
-            total[:, :, rows] -= excused
-    return total / keys.shape[2]
-
-
-def _excused(cosines: Tensor, similar: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
-    """What the latest keys that are similar to others are not blamed for.
-
-    Args:
-        cosines, similar: `(B, H_kv, rows, columns)`, whether columns repeat rows.
-        left: `(B, H_kv, rows)` int64, how many columns may still be excused.
-
-    Returns:
-        The sum of each column's cosines that count as zero, and how many may be excused later.
-    """
-    excused = torch.zeros_like(cosines[:, :, 0])
-    columns = torch.arange(cosines.shape[-1], dtype=torch.int32, device=cosines.device)
-    places = torch.where(similar, columns, -1)
-    while bool((found := (left > 0) & ((last := places.amax(dim=-1)) >= 0)).any()):
-        index = last.clamp(min=0).long()
-        values = cosines.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-        excused.scatter_add_(-1, index, values.masked_fill(~found, 0))
-        places.scatter_(-1, index.unsqueeze(-1), -1)
-        left = left - found.long()
-    return excused, left
+    total, length = torch.zeros_like(directions[..., 0]), keys.shape[2]
+    order = torch.arange(1, length + 1, dtype=torch.int32, device=keys.device)
+    step = block or rows_at_once(keys, keys[..., 0].numel())
+    for start in range(0, length, step):
+        cosines = directions[:, :, start : start + step] @ directions.mT
+        cosines.diagonal(start, dim1=-2, dim2=-1).zero_()
+        similar = (cosines > threshold) * order
+        for _ in range(n_retained):
+            latest = similar.amax(dim=-1, keepdim=True)
+            index = (latest.long() - 1).clamp(min=0)
+            counted = cosines.gather(-1, index).masked_fill(latest > 0, 0)
+            cosines.scatter_(-1, index, counted)
+            similar.scatter_(-1, index, 0)
+        total += cosines.sum(dim=2)
+    return total / length
 
 
 @dataclass

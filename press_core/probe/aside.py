@@ -6,7 +6,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,13 +28,8 @@ def as_if_nothing_happened(model: nn.Module) -> Iterator[None]:
     """
     noted = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    with ExitStack() as stack:
-        stack.enter_context(one_at_a_time)
-        stack.enter_context(here.apart())
-        stack.enter_context(torch.random.fork_rng(list(devices)))
-        stack.enter_context(torch.no_grad())
-        if "torch._dynamo" in sys.modules:  # compiled models run as they were written
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+    rng = torch.random.fork_rng(list(devices))
+    with one_at_a_time, here.apart(), rng, torch.no_grad(), _eagerly():
         for module, attributes, _ in noted:
             if "rope_deltas" in attributes:  # of the image before, by which 5.2 counts on
                 module.rope_deltas = None  # type: ignore[assignment]
@@ -44,6 +39,12 @@ def as_if_nothing_happened(model: nn.Module) -> Iterator[None]:
             for module, attributes, buffers in noted:
                 vars(module).update(attributes)
                 module._buffers.update(buffers)
+
+
+def _eagerly() -> Any:
+    """Compiled models run as they were written."""
+    compiles = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if compiles else nullcontext()
 
 
 def run(model: Any, module: Any, cache: Any = None) -> Any:

@@ -20,8 +20,7 @@ from press_core.forward import Arguments, here, own_cache
 from press_core.model.rotary import Rotary
 from press_core.model.sites import AttentionSite
 from press_core.probe.aside import N_TOKENS, run
-from press_core.probe.facts import Facts
-from press_core.probe.rotation import close
+from press_core.probe.facts import Facts, close
 from press_core.probe.watching import Watch, watched
 
 EVICTED = 3

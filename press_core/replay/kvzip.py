@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from press_core.attention import attention_tiles
 from press_core.budget import n_together
 from press_core.call import AttentionCall
-from press_core.errors import PressError, UnsupportedInputError, UnsupportedModelError
+from press_core.errors import (
+    PressError,
+    UnsupportedInputError,
+    UnsupportedModelError,
+    first_line,
+)
 from press_core.fields import count, limited
 from press_core.model.decoder import last_layer, tokenizer_of
 from press_core.model.sites import AttentionSite, output_weight
@@ -258,12 +263,6 @@ class KVgrad(KVzip):
     chunk_size: int = count(512, 1)
 
     def prepare(self, model: Any) -> RepeatPrompts:
-        if any(parameter.is_inference() for parameter in model.parameters()):
-            raise UnsupportedModelError(
-                f"{type(self).__name__} needs gradients, which the parameters of this "
-                f"{type(model).__name__} have no room for, as they were made inside "
-                "torch.inference_mode(); load the model outside of it"
-            )
         self._try_out(model)
         return super().prepare(model)
 
@@ -306,7 +305,8 @@ class KVgrad(KVzip):
             raise UnsupportedModelError(
                 f"{type(self).__name__} gets no gradient of {type(model).__name__} "
                 f"({sites[0].attn_implementation} attention), as "
-                f"{' '.join(str(error).split())[:200]}; KVzipPress needs none"
+                f"{first_line(error)}; load the model outside of torch.inference_mode(), or use "
+                "KVzipPress, which needs none"
             ) from error
 
 

@@ -135,7 +135,7 @@ class ReplayPress(RatioPress):
         """The scope in which `see` is shown what each attention module does in this thread."""
         thread = threading.get_ident()  # others may run the model meanwhile
         press: Any = self
-        return press.collector(see, decoding=True, thread=thread)(row.scope.model)
+        return press.collector(see, phases=Phase.DECODING, thread=thread)(row.scope.model)
 
     # ---- around the decoder ----------------------------------------------------------------------
 

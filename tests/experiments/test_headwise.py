@@ -29,7 +29,7 @@ from experiments.testbed.asking import UNSEEN, Task, answer_unseen
 from experiments.testbed.facts import VOCABULARY, build_tokenizer
 from press_core.budget import n_kept
 from press_core.cache.recent import AHEAD
-from press_core.learned.duo_attention import HeadScores
+from press_core.learned.measured import HeadScores
 from tests.support import build
 
 SMALL = Task(context=96, facts=4, samples=3)

@@ -27,13 +27,12 @@ from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
 import hooks_impl
 from press_core import attention_sites
-from press_core.learned.duo_attention import HeadScores
 from press_core.learned.fast_kvzip import KVzipGates
 from press_core.learned.kvzap import KVzapRegressor
 from press_core.learned.lukv import BudgetCurves
-from press_core.learned.query_statistics import ExpectedAttentionStats, QFilters
+from press_core.learned.measured import ExpectedAttentionStats, HeadScores, QFilters
 from press_core.learned.restorekv import RestoreAdapter
-from press_core.presses.leverage import sketch
+from press_core.presses.keys import sketch
 from press_core.presses.merging import uniform
 from press_core.replay import kvzip
 from press_core.replay.rows import ReplayPress

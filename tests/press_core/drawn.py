@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from press_core import AttentionCall, AttentionSite, attention_sites
 from press_core.learned.calibration import Calibration
-from press_core.learned.duo_attention import HeadScores
 from press_core.learned.fast_kvzip import KVzipGates
 from press_core.learned.kvzap import KVzapRegressor
 from press_core.learned.lukv import BudgetCurves
-from press_core.learned.query_statistics import ExpectedAttentionStats, QFilters
+from press_core.learned.measured import ExpectedAttentionStats, HeadScores, QFilters
 from press_core.learned.restorekv import RestoreAdapter
 from press_core.model.sites import Softmax
 from press_core.observed import Positions, Query

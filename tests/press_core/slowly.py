@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from press_core import AttentionCall
-from press_core.presses.leverage import sketch
+from press_core.presses.keys import sketch
 from tests.press_core.drawn import (
     DIM,
     GROUP,

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from press_core import presses as formulas
+from press_core import formulas
 from press_core.learned.kvzap import KVzap
-from press_core.learned.query_statistics import QFilter
+from press_core.learned.measured import QFilter
 from tests.press_core import slowly
 from tests.press_core.drawn import FITS, KV, SITES, Prepared, drawn_call
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from press_core.learned.calibration import Calibration, CalibrationError
 from press_core.learned.fast_kvzip import KVzipGates
 from press_core.learned.kvzap import KVzap, KVzapRegressor
-from press_core.learned.query_statistics import (
+from press_core.learned.measured import (
     ExpectedAttentionStats,
     ExpectedAttentionWithStats,
     QFilter,

@@ -14,18 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import patch_impl
-from press_core import AttentionCall, HyperparameterError
-from press_core import presses as formulas
+from press_core import AttentionCall, HyperparameterError, formulas
 from press_core.attention import window_attention
 from press_core.budget import n_kept
 from press_core.learned.kvzap import KVzap
-from press_core.learned.query_statistics import (
+from press_core.learned.measured import (
     ExpectedAttentionWithStats,
     QFilter,
 )
 from press_core.observed import Positions, Query
-from press_core.presses import leverage
-from press_core.presses.leverage import leverage_scores, non_causal_scores, sketch
+from press_core.presses.keys import leverage_scores, non_causal_scores, sketch
 from press_core.presses.window import similarity
 from press_core.select import top_positions
 from tests.press_core.drawn import (
@@ -353,7 +351,7 @@ def test_the_rows_held_at_a_time_do_not_change_the_scores(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = _non_causal(_rotated(), 10)
-    monkeypatch.setattr(leverage, "_ROWS", rows)
+    monkeypatch.setattr("press_core.presses.keys._ROWS", rows)
     torch.testing.assert_close(_non_causal(_rotated(), 10), whole)
 
 

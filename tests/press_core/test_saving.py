@@ -30,7 +30,7 @@ from press_core.cache.memory import Key, Memory
 from press_core.files import files, saving
 from press_core.files.files import METADATA
 from press_core.files.identity import identity
-from press_core.learned.query_statistics import QFilters
+from press_core.learned.measured import QFilters
 from tests.support import build, example_for, left_padded, token_ids
 
 
@@ -333,9 +333,9 @@ def test_foreign_files(tmp_path, path):
 @pytest.mark.parametrize(
     ("family", "there", "instead"),
     [
-        ("gemma2", '["sliding_window", 16]', '["sliding_window", 17]'),
+        ("gemma2", '"sliding_window": 16, "cumul', '"sliding_window": 17, "cumul'),
         *(
-            ("llama", '["is_initialized", true]', f'["{name}", true]')
+            ("llama", '"is_initialized": true', f'"{name}": true')
             for name in ("update", "__class__", "anything")
         ),
     ],

@@ -185,11 +185,12 @@ def test_counts_and_positions_are_bounded_whoever_has_sealed_them(tmp_path, name
     path.write_bytes(whole_file(name))
     tensors, header = load_file(path), header_of(path)
     own = {key: x for key, x in tensors.items() if key.startswith("cache.")}
+    description = json.dumps(header["caches"]["is"])
     if field == "positions":
-        own |= {key: x.new_full(x.shape, 2**20) for key, x in own.items() if key.endswith(field)}
+        keys = re.findall(rf'"{field}": {{"tensor": "([^"]+)"', description)
+        own |= {key: own[key].new_full(own[key].shape, 2**20) for key in keys}
     else:
-        description = json.dumps(header["caches"]["is"])
-        changed_there = re.sub(rf'\["{field}", \d+\]', f'["{field}", {2**40}]', description)
+        changed_there = re.sub(rf'"{field}": \d+', f'"{field}": {2**40}', description)
         assert changed_there != description
         header["caches"]["is"] = json.loads(changed_there)
     header["caches"]["seal"] = _seal(header["caches"]["is"], own)

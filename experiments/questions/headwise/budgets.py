@@ -29,7 +29,7 @@ from experiments.framework.plots import NO_PRESS
 from experiments.testbed.asking import UNSEEN, Task
 from press_core import attention_sites, cache_nbytes, kept_lengths
 from press_core.learned.calibration import CalibrationError
-from press_core.learned.duo_attention import HeadScores
+from press_core.learned.measured import HeadScores
 from press_core.scope import InstalledPress
 
 UNIFORM, HEADWISE = "uniform", "head-wise"

@@ -108,7 +108,7 @@ def fit(
 
 def scores_of_kvzip(model: PreTrainedModel, plus: bool = False) -> Scores:
     """The scores of KVzip, which gates learn; or those of KVzip+, which regressors do."""
-    teacher: Any = KVzipPress(kvzip_plus_normalization=plus).bind(model)
+    teacher: Any = KVzipPress(kvzip_plus_normalization=plus)
     return lambda model, ids: teacher.scores(model, ids)
 
 
