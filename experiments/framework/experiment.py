@@ -119,23 +119,6 @@ class Contrast:
     bars: dict[str, float]
 
 
-@dataclass(frozen=True)
-class Related:
-    """How a finding compares with what others have said; a line of the report's related work.
-
-    Attributes:
-        finding: name of the finding.
-        work: whose work, with a link: Markdown.
-        says: what they say, in a sentence.
-        here: how that compares, in a sentence computed from the tables.
-    """
-
-    finding: str
-    work: str
-    says: str
-    here: str
-
-
 class Experiment(ABC, Generic[OptionsT]):
     """One experiment of the study; the docstring of a subclass is the help of its command.
 
@@ -223,10 +206,6 @@ class Experiment(ABC, Generic[OptionsT]):
 
     def contrasts(self, tables: Tables) -> list[Contrast]:
         """What goes into the report's first figure."""
-        return []
-
-    def related(self, tables: Tables) -> list[Related]:
-        """How findings compare with what others have said."""
         return []
 
     def passed(self, tables: Tables) -> bool:

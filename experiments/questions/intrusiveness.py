@@ -29,11 +29,10 @@ from transformers import PreTrainedModel
 from experiments import UserError
 from experiments.audit import CALL, LEFT, OPEN, REACHES, RUNNING, audit, differences, snapshot
 from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Claim, Contrast, Experiment, Finding, Related, Tables
+from experiments.framework.experiment import Claim, Contrast, Experiment, Finding, Tables
 from experiments.framework.frames import frame_table, heat_maps
 from experiments.framework.tables import ResultTable
 from experiments.framework.wording import in_one_line
-from experiments.framework.works import KVPRESS
 from experiments.interventions import LIBRARIES
 from experiments.mechanisms import OURS, TRIED, Opens
 from experiments.mechanisms.contain import contained
@@ -307,20 +306,6 @@ class Intrusiveness(Experiment[Options]):
             "behind, by mechanism and way of leaving"
         )
         return {"intrusiveness": heat_maps(panels, label, "{:.0f}", columns=2)}
-
-    def related(self, tables: Tables) -> list[Related]:
-        exits, libraries = tables["intrusiveness_exits"], tables["intrusiveness_libraries"]
-        theirs = libraries[(libraries["library"] == "kvpress") & libraries["when"].notna()]
-        if theirs.empty:
-            return []
-        counts = by_reach(theirs, ["subject"], LEFT).sum(axis=1)
-        behind = ", ".join(f"{subject} {count}" for subject, count in counts.items() if count)
-        says = "A press is a context manager: its hooks are there for the block."
-        here = (
-            f"Entries that kvpress {theirs['version'].iloc[0]} leaves behind, in the same audit: "
-            f"{behind}; here {_left(exits, ours=True).sum()}."
-        )
-        return [Related("left", KVPRESS, says, here)]
 
     def contrasts(self, tables: Tables) -> list[Contrast]:
         own, others = (_left(tables["intrusiveness_exits"], ours) for ours in (True, False))

@@ -23,14 +23,13 @@ from transformers import PreTrainedModel
 import hooks_impl
 from experiments import UserError
 from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Claim, Experiment, Finding, Related, Tables
+from experiments.framework.experiment import Claim, Experiment, Finding, Tables
 from experiments.framework.frames import heat_maps, wide_table
 from experiments.framework.intervals import METHOD, bracketed, mean_interval
 from experiments.framework.options import Device, Dtype, checked_positive_share, several
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.plots import NO_PRESS, press_label
 from experiments.framework.tables import ResultTable
-from experiments.framework.works import KNORM, KVZIP
 from experiments.loading import load_model, short_name
 from experiments.testbed.asking import (
     SEEN,
@@ -251,20 +250,6 @@ def _finding_on_agreement(agreement: pd.DataFrame) -> Finding:
     return Finding("agreement", text, need, "breaks" if differ else "works", Evidence.BITS)
 
 
-_PAPERS = {
-    "KVzipPress": (
-        KVZIP,
-        "Caches become three to four times smaller with negligible loss, the question unseen.",
-    ),
-    "KnormPress": (
-        KNORM,
-        "Evicts half of the cache in needle-in-a-haystack tests, and 90% in passkey retrieval, "
-        "without losing accuracy.",
-    ),
-}
-"""By press, whose work it is, and what it says."""
-
-
 class Quality(Experiment[Options]):
     """Accuracy on the facts task against compression ratio, press by press."""
 
@@ -316,19 +301,6 @@ class Quality(Experiment[Options]):
             f"{', '.join(map(press_label, names))} ({reason})" for reason, names in LEFT_OUT.items()
         )
         return [f"Finch has to see the question. Not compared: {'; '.join(reasons)}."]
-
-    def related(self, tables: Tables) -> list[Related]:
-        rows, told = compared(tables["quality"]), []
-        model = tables["quality"]["model"].iloc[0]
-        for press, (work, says) in _PAPERS.items():
-            shares = [
-                f"{row['accuracy']:.0%} with {row['ratio']:.0%} evicted ({row['question']})"
-                for row in rows[rows["press"] == press].to_dict("records")
-            ]
-            if shares:
-                here = f"On {model}, right answers, by the question: {', '.join(shares)}."
-                told.append(Related("best", work, says, here))
-        return told
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
         return {self.name: _figure(tables["quality"])}

@@ -37,14 +37,13 @@ from transformers import PreTrainedModel
 
 from experiments import UserError
 from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Claim, Experiment, Finding, Related, Tables
+from experiments.framework.experiment import Claim, Experiment, Finding, Tables
 from experiments.framework.intervals import METHOD, bracket, mean_interval
 from experiments.framework.options import Device, Dtype
 from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import GREEN, INK, MUTED, ORANGE, PURPLE, new_figure, style
 from experiments.framework.tables import ResultTable
 from experiments.framework.timing import threads
-from experiments.framework.works import STREAMING_LLM
 from experiments.loading import load_model, short_name
 from experiments.testbed.streams import (
     ALONE_EVERY,
@@ -351,19 +350,6 @@ class Streaming(Experiment[Options]):
 
     def findings(self, tables: Tables) -> list[Finding]:
         return [*find_sinks(tables["streaming"]), *find_pace(tables["streaming"])]
-
-    def related(self, tables: Tables) -> list[Related]:
-        streaming = tables["streaming"]
-        held, window, kept = (above(streaming, cache).text() for cache in _SINKS)
-        says = (
-            "A window alone fails once the text is longer; the first tokens largely recover it, "
-            "with positions counted in the cache, over millions of tokens."
-        )
-        here = (
-            f"Nats above a recomputed window on {streaming['model'].iloc[0]}: window alone "
-            f"{window}, first tokens kept {held}, at their original positions {kept}."
-        )
-        return [Related("window", STREAMING_LLM, says, here)]
 
     def views(self, tables: Tables) -> list[ResultTable]:
         return [_table(tables["streaming"])]

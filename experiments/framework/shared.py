@@ -1,0 +1,54 @@
+"""What several experiments have in common: flags, rows of tables, and how presses are left out."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.progress import Progress
+
+from experiments.framework.intervals import mean_interval, median_interval
+from experiments.framework.options import checked_positive_share, several
+
+# ---- fields of options ---------------------------------------------------------------------------
+
+Model = Annotated[str, typer.Option(help="Shipped model, folder or hub id.")]
+Presses = Annotated[
+    tuple[str, ...],
+    several(str, "Press to measure, such as SnapKV; by default all that there is a use for."),
+]
+Ratio = Annotated[
+    float,
+    typer.Option(help="Share of the tokens to evict, in (0, 1).", callback=checked_positive_share),
+]
+Ratios = Annotated[
+    tuple[float, ...],
+    several(float, "Share of the tokens to evict, in (0, 1).", checked_positive_share),
+]
+Samples = Annotated[int, typer.Option(min=1, help="Contexts to ask about.")]
+Words = Annotated[int, typer.Option(min=32, help="Words in a context.")]
+Facts = Annotated[int, typer.Option(min=1, help="Facts in a context.")]
+Tokens = Annotated[int, typer.Option(min=2, help="Tokens of the context.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Rounds in which all take their turn.")]
+Seed = Annotated[int, typer.Option(help="Seed of the contexts.")]
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def mean_of(name: str, values: Any) -> dict[str, float]:
+    """A mean over independent units, `name`, and its interval, `low` and `high`."""
+    low, high = mean_interval(values)
+    return {name: float(np.mean(values)), "low": low, "high": high}
+
+
+def median_of(name: str, values: Any, of: str = "") -> dict[str, float]:
+    """A median over rounds, `name`, and its interval, `low` and `high`, each after `of`."""
+    low, high = median_interval(values)
+    return {name: float(np.median(values)), f"{of}low": low, f"{of}high": high}
+
+
+def tell_left_out(progress: Progress, what: str, reason: object) -> None:
+    """Say above the progress bar what is not measured, and why."""
+    progress.console.print(f"left out: {what}: {reason}", style="yellow", markup=False)
