@@ -24,13 +24,13 @@ from transformers import PreTrainedModel
 
 import hooks_impl
 from experiments import UserError
+from experiments.framework import shared
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Claim, Experiment, Finding, Tables
 from experiments.framework.frames import wide_table
 from experiments.framework.heatmap import OutcomeMatrix
 from experiments.framework.options import DTYPES, Device, checked_share, one_of, several
 from experiments.framework.own_model import OwnModel, Planned
-from experiments.framework.shared import Tokens
 from experiments.framework.tables import ResultTable
 from experiments.framework.timing import threads
 from experiments.loading import ModelNotFoundError, load_model, short_name
@@ -81,7 +81,7 @@ class Options:
     attn: Annotated[
         tuple[str, ...], several(str, "Attention implementation, where a family has it.")
     ] = ("eager", "sdpa")
-    length: Tokens = 64
+    length: shared.Tokens = 64
     device: Device = "cpu"
 
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import pandas as pd
-import torch
-import typer
 from matplotlib.figure import Figure
 from rich.progress import Progress
 from torch import Tensor
@@ -20,21 +18,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hooks_impl
 from experiments import UserError
+from experiments.framework import shared
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.frames import frame_table, heat_maps
-from experiments.framework.options import (
-    AutoDevice,
-    Dtype,
-    checked_positive_share,
-    chosen_device,
-    several,
-)
+from experiments.framework.options import AutoDevice, Dtype, chosen_device
 from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import press_label
 from experiments.framework.tables import ResultTable
 from experiments.loading import load_model, short_name
-from experiments.testbed.facts import VOCABULARY, draw
+from experiments.testbed.asking import UNSEEN, Task
+from experiments.testbed.facts import reads_facts
 from experiments.testbed.masked import Reader, Sample, harm
 from experiments.testbed.recipes import press_name, suited_pair
 from press_core import PressError
@@ -53,23 +47,13 @@ EXPLAINED = 1e-3
 class Options:
     """What is evicted, and from what."""
 
-    press: Annotated[
-        tuple[str, ...],
-        several(
-            str, "Press to measure, such as SnapKV.", show_default="all that evict in the prefill"
-        ),
-    ] = ()
-    ratio: Annotated[
-        float,
-        typer.Option(
-            help="Share of the tokens to evict, in (0, 1).", callback=checked_positive_share
-        ),
-    ] = 0.8
-    samples: Annotated[int, typer.Option(min=1, help="Contexts, with a question each.")] = 8
-    context: Annotated[int, typer.Option(min=32, help="Words in a context.")] = 512
-    facts: Annotated[int, typer.Option(min=1, help="Facts in a context.")] = 8
-    model: Annotated[str, typer.Option(help="Shipped model, folder or hub id.")] = "facts-llama"
-    seed: Annotated[int, typer.Option(help="Seed of the contexts.")] = 0
+    press: shared.Presses = ()
+    ratio: shared.Ratio = 0.8
+    samples: shared.Samples = 8
+    context: shared.Words = 512
+    facts: shared.Facts = 8
+    model: shared.Model = "facts-llama"
+    seed: shared.Seed = 0
     dtype: Dtype = "float32"
     device: AutoDevice = "auto"
 
@@ -83,19 +67,16 @@ def samples_of(tokenizer: PreTrainedTokenizerBase, options: Options) -> list[Sam
     Raises:
         UserError: if the contexts cannot hold the facts.
     """
-    generator = torch.Generator().manual_seed(options.seed)
-    try:
-        batch = draw(options.samples, options.context, options.facts, generator)
-    except ValueError as error:
-        raise UserError(f"--context, --facts: {error}") from error
-    if tokenizer.get_vocab() == {word: index for index, word in enumerate(VOCABULARY)}:
-        return [Sample(batch.context_ids, batch.question_ids[:, 0])]
+    task = Task(options.context, options.facts, options.samples, seed=options.seed)
+    batches = task.batches(UNSEEN)
+    if reads_facts(tokenizer):
+        return [Sample(batch.context_ids, batch.question_ids[:, 0]) for batch in batches]
 
     def ids(words: str, start: bool) -> Tensor:
         encoded: Any = tokenizer(words, add_special_tokens=start, return_tensors="pt")
         return encoded.input_ids
 
-    texts = [batch.text(row) for row in range(options.samples)]
+    texts = [batch.text(row) for batch in batches for row in range(len(batch.context_ids))]
     return [Sample(ids(t.context, True), ids(f" {t.questions[0]}", False)) for t in texts]
 
 
@@ -116,8 +97,7 @@ def tables_of(
             pair = suited_pair(press, ratio, length, model)
             told = [harm(reader, pair) for reader in readers]
         except PressError as error:
-            said = f"left out: {press}: {error}"
-            progress.console.print(said, style="yellow", markup=False)
+            shared.tell_left_out(progress, press, error)
             continue
         of = {"press": press, "ratio": ratio}
         heads += [of | row for rows, _ in told for row in rows]
@@ -125,13 +105,13 @@ def tables_of(
     if not logits:
         raise UserError(f"none of {', '.join(map(press_label, presses))} evicts in the prefill")
     place = ["press", "ratio", "layer", "head"]
-    by_head = pd.DataFrame(heads).groupby(place, sort=False, as_index=False)
-    by_press = pd.DataFrame(logits).groupby(place[:2], sort=False, as_index=False)
+    how: Any = {"sort": False, "as_index": False}
     means = dict.fromkeys(("kept", "mass_lost", "alone"), "mean")
     worst = {"logit_error": "max", "unexplained": "max", "equal": "min"}
     n = sum(len(sample.context) for sample in samples)
+    by_press = pd.DataFrame(logits).groupby(place[:2], **how)
     return {
-        "error": by_head.agg(means | {"logit_error": "max"}),
+        "error": pd.DataFrame(heads).groupby(place, **how).agg(means | {"logit_error": "max"}),
         "error_logits": by_press.agg({"same_token": "mean"} | worst).assign(samples=n),
     }
 

@@ -10,23 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import pandas as pd
 import torch
-import typer
 from matplotlib.figure import Figure
 from rich.progress import Progress
-from torch import Tensor
 from transformers import PreTrainedModel
 
 import hooks_impl
 from experiments import UserError
+from experiments.framework import shared
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Claim, Experiment, Finding, Tables
 from experiments.framework.frames import heat_maps, wide_table
-from experiments.framework.intervals import METHOD, bracketed, mean_interval
-from experiments.framework.options import Device, Dtype, checked_positive_share, several
+from experiments.framework.intervals import METHOD, bracketed
+from experiments.framework.options import Device, Dtype
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.plots import NO_PRESS, press_label
 from experiments.framework.tables import ResultTable
@@ -39,14 +38,13 @@ from experiments.testbed.asking import (
     answer_unseen,
     check_vocabulary,
 )
-from experiments.testbed.facts import draw
 from experiments.testbed.recipes import press_name, recipe_pair
 from press_core import PressError
 
 LEFT_OUT: dict[str, tuple[str, ...]] = {
-    "a combination of presses that are compared by themselves": ("ComposedPress",),
-    "of a single turn it is the press that it wraps": ("EveryTurnPress",),
-    "with one ratio for all layers it is the press that it wraps": ("PerLayerCompressionPress",),
+    "made of presses that are compared by themselves": (
+        *("ComposedPress", "EveryTurnPress", "PerLayerCompressionPress"),
+    ),
     "told a threshold: how much it evicts depends on the context": ("DMSPress", "SimLayerKVPress"),
     "evicts channels of the keys, at most half of the cache": ("ThinKPress",),
     "evicts while decoding, and an answer is one token": (
@@ -68,30 +66,15 @@ _PROTOCOLS = {UNSEEN: answer_unseen, SEEN: answer_seen}
 class Options:
     """Who answers which questions."""
 
-    press: Annotated[
-        tuple[str, ...],
-        several(str, "Press to measure, such as SnapKV.", show_default="all that can be compared"),
-    ] = ()
-    ratio: Annotated[
-        tuple[float, ...],
-        several(float, "Share of the tokens to evict, in (0, 1).", checked_positive_share),
-    ] = (0.8, 0.9)
-    samples: Annotated[int, typer.Option(min=1, help="Contexts, with or without a question.")] = (
-        Task.samples
-    )
-    context: Annotated[int, typer.Option(min=2, help="Words in a context.")] = Task.context
-    facts: Annotated[int, typer.Option(min=1, help="Facts in a context.")] = Task.facts
-    model: Annotated[
-        str, typer.Option(help="Shipped model, folder or hub id, trained on the facts task.")
-    ] = "facts-llama"
-    seed: Annotated[int, typer.Option(help="Seed of the contexts.")] = Task.seed
+    press: shared.Presses = ()
+    ratio: shared.Ratios = (0.8, 0.9)
+    samples: shared.Samples = Task.samples
+    context: shared.Words = Task.context
+    facts: shared.Facts = Task.facts
+    model: shared.Model = "facts-llama"
+    seed: shared.Seed = Task.seed
     dtype: Dtype = "float32"
     device: Device = "cpu"
-
-    @property
-    def task(self) -> Task:
-        """How the questions are drawn."""
-        return Task(self.context, self.facts, self.samples, self.samples, self.seed)
 
 
 def press_names() -> list[str]:
@@ -118,7 +101,7 @@ def suited(model: PreTrainedModel, options: Options, progress: Progress) -> Iter
         except PressError as error:
             if options.press:
                 raise
-            progress.console.print(f"left out: {name}: {error}", style="yellow", markup=False)
+            shared.tell_left_out(progress, name, error)
         else:
             yield name
 
@@ -137,37 +120,32 @@ def measure(
         and `high` the interval over contexts. `quality_agreement`: per press, ratio and kind of
         question, how many answers (tokens) of the two mechanisms are the same.
     """
-    batches = {question: task.batches(question) for question in _PROTOCOLS}
     rows: list[dict[str, Any]] = []
     agreement: list[dict[str, Any]] = []
     work = [(NO_PRESS, 0.0), *product(presses, ratios)]
-    for press, ratio in progress.track(work, description="quality"):
+    for (press, ratio), question in progress.track(
+        list(product(work, _PROTOCOLS)), description="quality"
+    ):
+        if question == UNSEEN and press in NEEDS_QUESTION:
+            continue
         made: dict[str, Any] = {"bare": None}
         if press != NO_PRESS:
             made = recipe_pair(press, ratio, task.context)._asdict()
-        for question, answer in _PROTOCOLS.items():
-            if question == UNSEEN and press in NEEDS_QUESTION:
-                continue
-            asked = {"press": press, "ratio": ratio, "question": question}
-            answers = {
-                mechanism: torch.cat([answer(model, opens, batch) for batch in batches[question]])
-                for mechanism, opens in made.items()
-            }
-            truth = torch.cat([batch.answer_ids for batch in batches[question]])
-            for mechanism, given in answers.items():
-                rows.append(asked | {"mechanism": mechanism} | _marks(given, truth))
-            if press != NO_PRESS:
-                same = int((answers["hook"] == answers["patch"]).sum())
-                agreement.append(asked | {"answers": answers["hook"].numel(), "same": same})
+        asked = {"press": press, "ratio": ratio, "question": question}
+        answer, batches = _PROTOCOLS[question], task.batches(question)
+        truth = torch.cat([batch.answer_ids for batch in batches])
+        given = [
+            torch.cat([answer(model, one, batch) for batch in batches]) for one in made.values()
+        ]
+        for mechanism, answers in zip(made, given, strict=True):
+            right = (answers == truth[:, : answers.shape[1]]).double().mean(dim=1).numpy()
+            size = {"samples": len(answers), "answers": answers.numel()}
+            rows.append(asked | {"mechanism": mechanism} | shared.mean_of("accuracy", right) | size)
+        if press != NO_PRESS:
+            same = int((given[0] == given[1]).sum())
+            agreement.append(asked | {"answers": given[0].numel(), "same": same})
     quality = pd.DataFrame(rows).assign(context=task.context, facts=task.facts)
     return {"quality": quality, "quality_agreement": pd.DataFrame(agreement)}
-
-
-def _marks(answers: Tensor, truth: Tensor) -> dict[str, Any]:
-    right = (answers == truth[:, : answers.shape[1]]).double().mean(dim=1)  # of each context
-    low, high = mean_interval(right)
-    shares = {"accuracy": float(right.mean()), "low": low, "high": high}
-    return shares | {"samples": len(answers), "answers": answers.numel()}
 
 
 # ---- reading the tables --------------------------------------------------------------------------
@@ -278,16 +256,14 @@ class Quality(Experiment[Options]):
         raise LeftOutError("its questions are in the words of facts-llama; evaluate asks in plain")
 
     def measure(self, options: Options, progress: Progress) -> Tables:
-        try:
-            draw(1, options.context, options.facts, torch.Generator())
-        except ValueError as error:
-            raise UserError(f"--context, --facts: {error}") from error
+        n = options.samples
+        task = Task(options.context, options.facts, n, n, options.seed)
         model, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
         check_vocabulary(tokenizer, options.model)
-        presses = list(suited(model, options, progress))
-        tables = measure(model, presses, options.ratio, options.task, progress)
-        quality = tables["quality"].assign(model=short_name(options.model))
-        return tables | {"quality": quality}
+        tables = measure(
+            model, list(suited(model, options, progress)), options.ratio, task, progress
+        )
+        return tables | {"quality": tables["quality"].assign(model=short_name(options.model))}
 
     def findings(self, tables: Tables) -> list[Finding]:
         best, agreement = tables["quality"], tables["quality_agreement"]

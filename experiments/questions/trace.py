@@ -19,7 +19,6 @@ from typing import Annotated, Any
 import pandas as pd
 import torch
 import typer
-from matplotlib.figure import Figure
 from rich.progress import Progress
 from transformers import DynamicCache, PreTrainedModel
 
@@ -29,7 +28,7 @@ from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.options import Device, Dtype
 from experiments.framework.own_model import OwnModel, Planned
-from experiments.framework.plots import GRID, mechanism_colour, new_figure, press_label, style
+from experiments.framework.plots import press_label
 from experiments.framework.tables import ResultTable
 from experiments.loading import load_model, short_name
 from experiments.testbed.compare import Inputs, PressPair
@@ -231,28 +230,6 @@ def _event_table(trace: pd.DataFrame) -> ResultTable:
     return ResultTable(note, ["", "hooks", "patches"], lines, left=None)
 
 
-def _figure(trace: pd.DataFrame) -> Figure:
-    """Keys that each layer makes and keeps in the prefill, a panel per mechanism."""
-    height = 1.2 + min(0.4 * trace["layer"].nunique(), 10)
-    figure, axes = new_figure(columns=2, width=7.2, height=height, sharex=True, sharey=True)
-    with style():
-        for panel, mechanism in zip(axes, _MECHANISMS, strict=True):
-            layers = _prefill(trace, mechanism).rename(index="layer {}".format)
-            looks: Any = {"color": [GRID, mechanism_colour(mechanism)], "width": 0.8}
-            layers.plot.barh(ax=panel, legend=mechanism == "hook", **looks)
-            bars: Any
-            for bars in panel.containers:
-                panel.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=7.5)
-            panel.set(title={"hook": "hooks", "patch": "patches"}[mechanism], xlabel="keys")
-            panel.grid(axis="y", visible=False)
-        axes[0].invert_yaxis()  # the forward runs from the top to the bottom
-    figure.set_label(
-        "Keys that each layer makes, and keys that are kept once its press has acted, during the "
-        "prefill, with hooks (left) and with patches (right)"
-    )
-    return figure
-
-
 def _model(name: str, dtype: str, device: str) -> PreTrainedModel:
     if name not in FAMILIES:
         return load_model(name, dtype=dtype, device=device)[0]
@@ -300,9 +277,6 @@ class Trace(Experiment[Options]):
 
     def views(self, tables: Tables) -> list[ResultTable]:
         return [_event_table(tables["trace"])]
-
-    def figures(self, tables: Tables) -> dict[str, Figure]:
-        return {"trace": _figure(tables["trace"])}
 
 
 EXPERIMENT = Trace()

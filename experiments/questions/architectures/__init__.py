@@ -20,7 +20,7 @@ from experiments.framework.options import one_of, several
 from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
 from experiments.questions.architectures.decoders import decoders
-from experiments.questions.architectures.reach import BOTH, NEITHER, figure, limits, reach
+from experiments.questions.architectures.reach import BOTH, figure, limits, reach
 from experiments.questions.architectures.sweep import condensed, measure
 
 REPRESENTATIVES = (
@@ -98,18 +98,13 @@ class Architectures(Experiment[Options]):
         return tables
 
     def findings(self, tables: Tables) -> list[Finding]:
+        return [_finding(name, table) for name, table in tables.items()]
+
+    def remarks(self, tables: Tables) -> list[str]:
+        """What could not be tried."""
         table = tables["architectures"]
-        reached = reach(table)
-        some = reached[(reached["reach"] != NEITHER) & (reached["press"] != "nothing evicted")]
-        both = some[some["reach"] == BOTH]
-        wrong = int(table["bad"].sum())
-        text = (
-            f"Some press is right on **{some['type'].nunique()}** of "
-            f"{reached['type'].nunique()} decoders, by hook and patch alike on "
-            f"{both['type'].nunique()}; {wrong} cases are wrong."
-        )
-        need = "prune the model that you run"
-        return [Finding("reach", text, need, "breaks" if wrong else "works")]
+        left_out = ", ".join(f"`{name}`" for name in table["type"][table["cells"] == 0].unique())
+        return [f"Not run on text alone, or not built small: {left_out or 'none'}."]
 
     def views(self, tables: Tables) -> list[ResultTable]:
         return [limits(tables["architectures"])]
@@ -119,6 +114,23 @@ class Architectures(Experiment[Options]):
 
     def passed(self, tables: Tables) -> bool:
         return not any(table["bad"].any() for table in tables.values())
+
+
+def _finding(name: str, table: pd.DataFrame) -> Finding:
+    """On how many decoders presses are right, with the newest or the oldest transformers."""
+    reached = reach(table)
+    presses = reached[reached["press"] != "nothing evicted"]
+    reaches = presses.groupby("type")["reach"].agg(set)
+    wrong, every = int(table["bad"].sum()), sum(found == {BOTH} for found in reaches)
+    some, newest = sum(BOTH in found for found in reaches), name == "architectures"
+    where = "By hook and patch alike" if newest else "With the oldest transformers"
+    text = (
+        f"{where}, every press is right on {every} of {len(reaches)} decoders, some press on "
+        f"**{some}**; {wrong} of {table['cells'].sum():,} cases are wrong."
+    )
+    if not newest:
+        return Finding("oldest", text)
+    return Finding("reach", text, "prune the model that you run", "breaks" if wrong else "works")
 
 
 _ROOT = Path(__file__).parents[3]

@@ -7,9 +7,9 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,8 +73,7 @@ SUBJECTS = {
 """The presses of the sweep by name: one for each kind of input that a press can read."""
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One press, by one mechanism, under one set of conditions.
 
     Attributes:
@@ -135,7 +134,7 @@ class Bench:
         """One of `OUTCOMES` for `cell`, and why."""
         layers = getattr(self.run.cache, "layers", [None])
         if all(type(layer) is DynamicLayer for layer in layers):  # as `DynamicCache()` makes them
-            cell = replace(cell, cache="default")
+            cell = cell._replace(cache="default")
         return self._outcome(cell)
 
     def _find_outcome(self, cell: Cell) -> tuple[str, str]:

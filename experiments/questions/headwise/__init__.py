@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 from rich.progress import Progress
 
 from experiments import UserError
+from experiments.framework import shared
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Claim, Contrast, Experiment, Finding, Tables
 from experiments.framework.frames import wide_table
@@ -32,7 +33,6 @@ from experiments.framework.intervals import METHOD, bracket, bracketed
 from experiments.framework.options import Device, Dtype
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.ratios import ratio_figure
-from experiments.framework.shared import Facts, Ratios, Rounds, Samples, Seed, Words
 from experiments.framework.tables import ResultTable
 from experiments.loading import load_model, short_name
 from experiments.questions.headwise.budgets import ALL, compare
@@ -75,20 +75,20 @@ class Options:
             "asked, and a random Llama of 6 layers, 8/4 heads of 64, is timed."
         ),
     ] = None
-    ratio: Ratios = ()
-    samples: Samples = 48
-    context: Words = Task.context
-    facts: Facts = Task.facts
+    ratio: shared.Ratios = ()
+    samples: shared.Samples = 48
+    context: shared.Words = Task.context
+    facts: shared.Facts = Task.facts
     contexts: Annotated[
         tuple[int, ...],
         typer.Option(min=64, help="Tokens in the cache that is timed. Repeatable."),
     ] = (1024, 4096, 16384)
-    rounds: Rounds = 11
+    rounds: shared.Rounds = 11
     family: Annotated[
         tuple[str, ...],
         typer.Option(help="Architecture that the four ways are tried on. Repeatable."),
     ] = ("llama", "gemma2", "gpt_oss")  # plain, with capped logits, with sinks
-    seed: Seed = Task.seed
+    seed: shared.Seed = Task.seed
     dtype: Dtype = "float32"
     device: Device = "cpu"
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hooks_impl
+from experiments.framework import shared
 from experiments.framework.plots import NO_PRESS
-from experiments.framework.shared import mean_of
 from experiments.testbed.asking import UNSEEN, Task, answer_unseen
 from press_core.budget import n_kept
 from press_core.learned.calibration import CalibrationError
@@ -159,7 +159,7 @@ def compare(
         right[pair, ratio, budgets] = pd.Series(of_contexts)
         rows.append(
             {"pair": pair, "budgets": budgets, "press": name, "ratio": ratio}
-            | mean_of("accuracy", of_contexts)
+            | shared.mean_of("accuracy", of_contexts)
             | {"contexts": len(of_contexts), "context": task.context, "facts": task.facts}
         )
     return {"headwise_accuracy": pd.DataFrame(rows), "headwise_difference": differences(right)}
@@ -187,7 +187,7 @@ def differences(right: dict[tuple[str, float, str], pd.Series[float]]) -> pd.Dat
     of_contexts = gains.groupby([*key, "sample"], **how)["gain"].mean().reset_index()
     rows = [
         dict(zip(key, place, strict=True))
-        | mean_of("difference", of["gain"])
+        | shared.mean_of("difference", of["gain"])
         | {"contexts": len(of)}
         for place, of in of_contexts.groupby(key, **how)
     ]
