@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 from rich.progress import Progress
 
+from experiments import UserError
 from experiments.framework.intervals import mean_interval, median_interval
 from experiments.framework.options import checked_positive_share, several
 
@@ -47,6 +50,29 @@ def median_of(name: str, values: Any, of: str = "") -> dict[str, float]:
     """A median over rounds, `name`, and its interval, `low` and `high`, each after `of`."""
     low, high = median_interval(values)
     return {name: float(np.median(values)), f"{of}low": low, f"{of}high": high}
+
+
+# ---- other environments --------------------------------------------------------------------------
+
+
+def printed_by(python: Path, *arguments: str, given: str = "") -> str:
+    """What `python -m` prints with these arguments, of an interpreter in another environment.
+
+    Args:
+        given: on standard input.
+
+    Raises:
+        UserError: if it fails.
+    """
+    how: dict[str, Any] = {"cwd": Path(__file__).parents[2], "capture_output": True, "text": True}
+    done = subprocess.run([python, "-m", *arguments], input=given, check=False, **how)
+    if done.returncode:
+        reason = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise UserError(f"running {arguments[0]} with {python} failed: {reason}")
+    return done.stdout
+
+
+# ---- what is not measured ------------------------------------------------------------------------
 
 
 def tell_left_out(progress: Progress, what: str, reason: object) -> None:

@@ -115,22 +115,20 @@ def alone(companion: str, family: str) -> Response:
 
 
 class Coexistence(Scenarios[Options]):
-    """Try each mechanism beside accelerate, PEFT, torch.compile and others."""
+    """Try each mechanism beside accelerate, PEFT, torch.compile and others.
+
+    Do presses, and other libraries that change models, still do what they should beside each
+    other?
+
+    Each mechanism meets each companion three times: begun before its scope and still there
+    after it, begun and ended inside it, and begun after it. What is kept, and the logits of a
+    prefill and of a decode step, are compared with those of the companion without a press and a
+    cache cut by hand; once the scope is closed, with the companion alone. Wrong means silently
+    wrong: nothing was raised. Other versions of the libraries may behave otherwise.
+    """
 
     name = "coexistence"
     title = "Beside other libraries"
-    question = (
-        "Do presses, and other libraries that change models, still do what they should beside each "
-        "other?"
-    )
-    method = (
-        "Each mechanism meets each companion three times: begun before its scope and still there "
-        "after it, begun and ended inside it, and begun after it. What is kept, and the logits of "
-        "a prefill and of a decode step, are compared with those of the companion without a press "
-        "and a cache cut by hand; once the scope is closed, with the companion alone. Wrong means "
-        "silently wrong: nothing was raised. Other versions of the libraries may behave "
-        "otherwise."
-    )
     evidence = Evidence.REFERENCE
     full = Options()
     quick = Options(

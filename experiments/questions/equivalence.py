@@ -225,25 +225,22 @@ def _press_class(text: str) -> type[Any]:
 
 
 class Equivalence(Experiment[Options]):
-    """Run presses as hooks and as patches, and compare caches and logits bit for bit.
+    """Run presses as hooks and as patches, and compare caches and logits bit for bit. Input is
+    random tokens. The exit status is 1 if anything differs; the first layer, head and position
+    that does is named.
 
-    Input is random tokens. The exit status is 1 if anything differs; the first layer, head and
-    position that does is named.
+    Does a press leave the same cache and the same logits whether hooks install it or patches?
+
+    Each press runs twice on the same small random model and the same random tokens: once with
+    hooks, once with patches. The cache (positions, keys, values, lengths) is compared after the
+    prefill and at the end, and so are the logits of the prefill, of a question of several
+    tokens and of a decode step. One bit that differs makes a cell differ. Small random models
+    have the code paths of large ones, but not their numbers; `--model` runs the same on any
+    model.
     """
 
     name = "equivalence"
     title = "Do both mechanisms leave the same bits?"
-    question = (
-        "Does a press leave the same cache and the same logits whether hooks install it or patches?"
-    )
-    method = (
-        "Each press runs twice on the same small random model and the same random tokens: once "
-        "with hooks, once with patches. The cache (positions, keys, values, lengths) is compared "
-        "after the prefill and at the end, and so are the logits of the prefill, of a question of "
-        "several tokens and of a decode step. One bit that differs makes a cell differ. Small "
-        "random models have the code paths of large ones, but not their numbers; `--model` runs "
-        "the same on any model."
-    )
     evidence = Evidence.BITS
     full = Options()
     quick = Options(family=("llama", "gemma3_text", "gpt_neox"), dtype=("bfloat16",))

@@ -197,21 +197,20 @@ def _figure(error: pd.DataFrame) -> Figure:
 
 
 class Error(Experiment[Options]):
-    """Tell, per layer and head, what an eviction does to attention and logits."""
+    """Tell, per layer and head, what an eviction does to attention and logits.
+
+    In which layers and heads does an eviction change the attention output and the logits, and
+    how much attention is lost there?
+
+    A question is read from a pruned and from the full cache of the same context, with eager
+    attention, and its attention outputs and logits are compared. What a head's eviction does by
+    itself is told by the full cache behind a mask on that head; the mask on all heads has to
+    give the logits of the pruned cache. In a deeper model more errors add up, and contexts in
+    which all hangs together spread them over more heads.
+    """
 
     name = "error"
     title = "Where an eviction hurts"
-    question = (
-        "In which layers and heads does an eviction change the attention output and the logits, "
-        "and how much attention is lost there?"
-    )
-    method = (
-        "A question is read from a pruned and from the full cache of the same context, with eager "
-        "attention, and its attention outputs and logits are compared. What a head's eviction does "
-        "by itself is told by the full cache behind a mask on that head; the mask on all heads has "
-        "to give the logits of the pruned cache. In a deeper model more errors add up, and "
-        "contexts in which all hangs together spread them over more heads."
-    )
     evidence = Evidence.MODEL
     full = Options()
     quick = Options(

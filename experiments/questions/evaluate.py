@@ -38,21 +38,20 @@ _NAME = re.compile(r"\w+Press")
 
 
 class Evaluate(Experiment[Settings]):
-    """Accuracy by press, ratio or budget, mechanism and dataset."""
+    """Accuracy by press, ratio or budget, mechanism and dataset.
+
+    How many answers are still right, by task and press, when a long context is compressed first
+    and asked about later?
+
+    The shipped model reads contexts through the pipeline, which compresses each before any
+    question is known and then answers several from the one cache. Answers are compared with the
+    truth, and those of the two mechanisms with each other. Longer contexts, larger models, or
+    questions that the press may see would change the numbers. What holds for facts hidden among
+    unrelated words need not hold for a text that hangs together.
+    """
 
     name = "evaluate"
     title = "From context to answer"
-    question = (
-        "How many answers are still right, by task and press, when a long context is compressed "
-        "first and asked about later?"
-    )
-    method = (
-        "The shipped model reads contexts through the pipeline, which compresses each before any "
-        "question is known and then answers several from the one cache. Answers are compared with "
-        "the truth, and those of the two mechanisms with each other. Longer contexts, larger "
-        "models, or questions that the press may see would change the numbers. What holds for "
-        "facts hidden among unrelated words need not hold for a text that hangs together."
-    )
     evidence = Evidence.MODEL
     full = Settings()
     quick = Settings(ratio=(0.0, 0.8), samples=12)

@@ -218,21 +218,19 @@ SITUATIONS: dict[str, Callable[[Press, Make], Iterator[Moment]]] = {
 
 
 class Isolation(Scenarios[Options]):
-    """See which bystanders a press on one model changes, mechanism by mechanism."""
+    """See which bystanders a press on one model changes, mechanism by mechanism.
+
+    With a press open on one model, which other models, copies, caches and threads answer
+    differently, and which recover?
+
+    A press is opened on a small model in each situation, and bystanders run the same prefill
+    and two decode steps before, inside and after. Their logits and caches are compared bit for
+    bit, and the worst of all bystanders counts. Mechanisms other than hooks and patches are
+    tried in their plainest form; with more code, some could tell whose call they are in.
+    """
 
     name = "isolation"
     title = "Who else is affected"
-    question = (
-        "With a press open on one model, which other models, copies, caches and threads answer "
-        "differently, and which recover?"
-    )
-    method = (
-        "A press is opened on a small model in each situation, and bystanders run the same "
-        "prefill and two decode steps before, inside and after. Their logits and caches are "
-        "compared bit for bit, and the worst of all bystanders counts. Mechanisms other than "
-        "hooks and patches are tried in their plainest form; with more code, some could tell "
-        "whose call they are in."
-    )
     evidence = Evidence.BITS
     full = quick = Options()
     claims: ClassVar = {"bystanders": Claim(quick)}

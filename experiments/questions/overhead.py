@@ -305,23 +305,21 @@ _FINDINGS = {
 
 
 class Overhead(Experiment[Options]):
-    """Decode time with a press open, by mechanism, against the bare model."""
+    """Decode time with a press open, by mechanism, against the bare model.
+
+    How much slower is a decode step while a press is open that has nothing to do, by mechanism
+    and depth of the model, eager and compiled?
+
+    All conditions run once in each round, in changing order, and times are divided round by
+    round; the median ratio is given with a 95% bootstrap interval. kvpress takes turns with the
+    bare model in an interpreter of its own. The models are narrow, so that the cost of a
+    mechanism shows; on a wider model or a GPU the same microseconds weigh less. All conditions
+    decode from one cache, so what attention over a pruned cache saves is not in these times.
+    Only the first model is compiled, with the last press: a deep one takes minutes.
+    """
 
     name = "overhead"
     title = "What an open scope costs in time"
-    question = (
-        "How much slower is a decode step while a press is open that has nothing to do, by "
-        "mechanism and depth of the model, eager and compiled?"
-    )
-    method = (
-        "All conditions run once in each round, in changing order, and times are divided round by "
-        "round; the median ratio is given with a 95% bootstrap interval. kvpress takes turns with "
-        "the bare model in an interpreter of its own. The models are narrow, so that the cost of a "
-        "mechanism shows; on a wider model or a GPU the same microseconds weigh less. All "
-        "conditions decode from one cache, so what attention over a pruned cache saves is not in "
-        "these times. Only the first model is compiled, with the last press: a deep one takes "
-        "minutes."
-    )
     evidence = Evidence.TIME
     full = Options()
     quick = Options(layers=(4, 28), rounds=24, compiled=False, kvpress=False)

@@ -229,22 +229,20 @@ def _finding_on_agreement(agreement: pd.DataFrame) -> Finding:
 
 
 class Quality(Experiment[Options]):
-    """Accuracy on the facts task against compression ratio, press by press."""
+    """Accuracy on the facts task against compression ratio, press by press.
+
+    How many facts can still be retrieved from a pruned cache, by press, compression ratio,
+    mechanism, and whether the question was seen?
+
+    A small Llama that was trained to retrieve facts reads a context, the press evicts, and the
+    model is asked. Either the press has seen the question, or all questions are asked of copies
+    of one pruned cache. Both mechanisms answer about the same contexts, and their answers are
+    compared one by one. The ranking of presses is that of one small model and one task, in
+    which a fact is two tokens; larger models spread what they know over more of them.
+    """
 
     name = "quality"
     title = "What eviction costs in answers"
-    question = (
-        "How many facts can still be retrieved from a pruned cache, by press, compression ratio, "
-        "mechanism, and whether the question was seen?"
-    )
-    method = (
-        "A small Llama that was trained to retrieve facts reads a context, the press evicts, and "
-        "the model is asked. Either the press has seen the question, or all questions are asked "
-        "of copies of one pruned cache. Both mechanisms answer about the same contexts, and their "
-        "answers are compared one by one. The ranking of presses is that of one small model and "
-        "one task, in which a fact is two tokens; larger models spread what they know over more "
-        "of them."
-    )
     evidence = Evidence.MODEL
     full = Options()
     quick = Options(ratio=(0.8,), samples=6)

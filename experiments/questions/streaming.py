@@ -297,23 +297,22 @@ def find_pace(streaming: pd.DataFrame) -> list[Finding]:
 
 
 class Streaming(Experiment[Options]):
-    """Stream thousands of tokens through caches: loss, memory and time, bounded and not."""
+    """Stream thousands of tokens through caches: loss, memory and time, bounded and not.
+
+    What do a bounded cache, its first tokens and their positions do to loss, memory and time
+    per token over thousands of tokens?
+
+    A text is read token by token through caches that are full, keep the last tokens, or keep
+    the first ones too, with original positions or those in the cache. Losses are compared,
+    stretch by stretch, with a window that is recomputed for the queries and begins as the text
+    begins. A cache breaks if it loses more than 0.1 nats per token (a perplexity about a tenth
+    higher) over the whole interval. What a window loses depends on what the heads pay the first
+    token: stdlib-neox-sink was taught to pay it, as its card tells, and a model without a sink
+    loses next to nothing.
+    """
 
     name = "streaming"
     title = "Streaming past the trained length"
-    question = (
-        "What do a bounded cache, its first tokens and their positions do to loss, memory and time "
-        "per token over thousands of tokens?"
-    )
-    method = (
-        "A text is read token by token through caches that are full, keep the last tokens, or "
-        "keep the first ones too, with original positions or those in the cache. Losses are "
-        "compared, stretch by stretch, with a window that is recomputed for the queries and begins "
-        f"as the text begins. A cache breaks if it loses more than {BROKEN} nats per token "
-        "(a perplexity about a tenth higher) over the whole interval. What a window loses depends "
-        "on what the heads pay the first token: stdlib-neox-sink was taught to pay it, as its card "
-        "tells, and a model without a sink loses next to nothing."
-    )
     evidence = Evidence.MODEL
     full = Options()
     quick = Options(tokens=1024)

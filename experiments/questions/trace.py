@@ -239,17 +239,18 @@ def _model(name: str, dtype: str, device: str) -> PreTrainedModel:
 
 
 class Trace(Experiment[Options]):
-    """Follow one forward step by step, hook and patch side by side."""
+    """Follow one forward step by step, hook and patch side by side.
+
+    In one forward, when does each mechanism act, and on what?
+
+    Python's profiler reports the calls of attention modules, attention functions, hooks,
+    wrappers and scores, and the cache is read around each of them. Events are listed in the
+    order in which they arrived. Another press acts at other moments: `--press` traces any of
+    them. How long a press takes is measured elsewhere, as a profiler slows it down.
+    """
 
     name = "trace"
     title = "One forward, step by step"
-    question = "In one forward, when does each mechanism act, and on what?"
-    method = (
-        "Python's profiler reports the calls of attention modules, attention functions, hooks, "
-        "wrappers and scores, and the cache is read around each of them. Events are listed in the "
-        "order in which they arrived. Another press acts at other moments: `--press` traces any "
-        "of them. How long a press takes is measured elsewhere, as a profiler slows it down."
-    )
     evidence = Evidence.EVENTS
     full = quick = Options()
 

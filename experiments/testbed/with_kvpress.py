@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -24,11 +23,11 @@ from typing import Any
 import pandas as pd
 
 from experiments import UserError
+from experiments.framework.shared import printed_by
 
 NAME = "kvpress"
 
-_ROOT = Path(__file__).parents[2]
-_ENVIRONMENT = _ROOT / ".venv-oldest"
+_ENVIRONMENT = Path(__file__).parents[2] / ".venv-oldest"
 """Where `make test-oracle` installs kvpress."""
 
 
@@ -46,13 +45,10 @@ def output_of(python: Path, *arguments: str, given: str = "") -> str:
     Raises:
         UserError: if it fails.
     """
-    command = [str(python), "-m", *arguments]
-    how: dict[str, Any] = {"cwd": _ROOT, "capture_output": True, "text": True}
-    done = subprocess.run(command, input=given, check=False, **how)
-    if done.returncode:
-        reason = (done.stderr.strip() or "no message").splitlines()[-1]
-        raise UserError(f"measuring kvpress with {python} failed: {reason}; try --no-kvpress")
-    return done.stdout
+    try:
+        return printed_by(python, *arguments, given=given)
+    except UserError as error:
+        raise UserError(f"{error}; try --no-kvpress") from None
 
 
 def rows_with_kvpress(python: Path, module: str, **asked: Any) -> pd.DataFrame:

@@ -53,20 +53,19 @@ class Options:
 
 
 class Architectures(Experiment[Options]):
-    """Sweep every decoder of the installed transformers with tiny random weights."""
+    """Sweep every decoder of the installed transformers with tiny random weights.
+
+    On which decoders is a press right, by hook and by patch, and why not on the others?
+
+    Every causal and image-text decoder of the installed transformers is built small, with
+    random weights, and run on text, ten of them with an image in it too. What a press leaves
+    and the logits that follow are compared with a run over the full cache in which all that is
+    evicted is masked, by code that shares nothing with the presses. Long contexts and trained
+    weights are not tried.
+    """
 
     name = "architectures"
     title = "Which decoders it works on"
-    question = (
-        "On which decoders is a press right, by hook and by patch, and why not on the others?"
-    )
-    method = (
-        "Every causal and image-text decoder of the installed transformers is built small, with "
-        "random weights, and run on text, ten of them with an image in it too. What a press leaves "
-        "and the logits that follow are compared with a run over the full cache in which all that "
-        "is evicted is masked, by code that shares nothing with the presses. Long contexts and "
-        "trained weights are not tried."
-    )
     evidence = Evidence.REFERENCE
     full = Options()
     quick = Options(

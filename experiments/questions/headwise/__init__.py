@@ -94,22 +94,20 @@ class Options:
 
 
 class Headwise(Experiment[Options]):
-    """Compare head-wise with uniform budgets: answers, memory, decode time, four ways to decode."""
+    """Compare head-wise with uniform budgets: answers, memory, decode time, four ways to decode.
+
+    Do heads that share a budget answer more than heads with equal ones, and does decoding such
+    a cache need a patch?
+
+    Each press is paired with one that has the same scores and the other kind of budget; both
+    answer the same questions about the same contexts, and are compared context by context. A
+    decode step is timed in turn on the full cache, on a uniform one, and on a head-wise one
+    read in four ways, whose logits are checked against the full cache behind a mask for each
+    head. A larger model, whose heads differ more, may gain more, and times on a GPU differ.
+    """
 
     name = "headwise"
     title = "What head-wise eviction is worth, and what it takes"
-    question = (
-        "Do heads that share a budget answer more than heads with equal ones, and does decoding "
-        "such a cache need a patch?"
-    )
-    method = (
-        "Each press is paired with one that has the same scores and the other kind of budget; "
-        "both answer the same questions about the same contexts, and are compared context by "
-        "context. A decode step is timed in turn on the full cache, on a uniform one, and on a "
-        "head-wise one read in four ways, whose logits are checked against the full cache behind a "
-        "mask for each head. A larger model, whose heads differ more, may gain more, and times on "
-        "a GPU differ."
-    )
     evidence = Evidence.MODEL
     full = Options()
     quick = Options(ratio=(0.8,), samples=16, contexts=(1024, 4096), rounds=6, family=("llama",))

@@ -150,23 +150,22 @@ class Options:
 
 
 class Throughput(Experiment[Options]):
-    """Measure time to first token, tokens per second, memory and what fits, press by press."""
+    """Measure time to first token, tokens per second, memory and what fits, press by press.
+
+    With a press, how soon comes the first token, how fast the others, what memory does that
+    take, and how long a context fits?
+
+    A context of random tokens is read and tokens are decoded greedily, with the scope open all
+    the while; conditions take turns, and each is divided by the model without a press of the
+    same round, kvpress by that in its own interpreter. Memory is the most that a process takes
+    beyond the loaded model, in a process of its own for each answer; of a GPU, what its
+    allocator says. The models are small: in a larger one the cache is a larger share of a step,
+    so that eviction saves more, and a press a smaller one. Tokens per second of one machine say
+    little; ratios do.
+    """
 
     name = "throughput"
     title = "How fast, how large, and what fits"
-    question = (
-        "With a press, how soon comes the first token, how fast the others, what memory does that "
-        "take, and how long a context fits?"
-    )
-    method = (
-        "A context of random tokens is read and tokens are decoded greedily, with the scope open "
-        "all the while; conditions take turns, and each is divided by the model without a press of "
-        "the same round, kvpress by that in its own interpreter. Memory is the most that a process "
-        "takes beyond the loaded model, in a process of its own for each answer; of a GPU, what "
-        "its allocator says. The models are small: in a larger one the cache is a larger share of "
-        "a step, so that eviction saves more, and a press a smaller one. Tokens per second of one "
-        "machine say little; ratios do."
-    )
     evidence = Evidence.TIME
     full = Options()
     quick = Options(
