@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import pandas as pd
 import typer
 from rich.progress import Progress
 
@@ -34,6 +35,7 @@ Words = Annotated[int, typer.Option(min=32, help="Words in a context.")]
 Facts = Annotated[int, typer.Option(min=1, help="Facts in a context.")]
 Tokens = Annotated[int, typer.Option(min=2, help="Tokens of the context.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds in which all take their turn.")]
+Kvpress = Annotated[bool, typer.Option(help="Measure kvpress beside it, where it is installed.")]
 Seed = Annotated[int, typer.Option(help="Seed of the contexts.")]
 
 
@@ -43,7 +45,7 @@ Seed = Annotated[int, typer.Option(help="Seed of the contexts.")]
 def mean_of(name: str, values: Any) -> dict[str, float]:
     """A mean over independent units, `name`, and its interval, `low` and `high`."""
     low, high = mean_interval(values)
-    return {name: float(np.mean(values)), "low": low, "high": high}
+    return {name: float(pd.Series(values).mean()), "low": low, "high": high}
 
 
 def median_of(name: str, values: Any, of: str = "") -> dict[str, float]:

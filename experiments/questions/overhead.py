@@ -27,10 +27,11 @@ from rich.progress import Progress
 from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl
+from experiments.framework import shared
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Claim, Contrast, Experiment, Finding, Tables
 from experiments.framework.frames import wide_table
-from experiments.framework.intervals import METHOD, bracket, bracketed, median_interval
+from experiments.framework.intervals import METHOD, bracket, bracketed
 from experiments.framework.options import Device, Dtype, at_least, several
 from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import press_label
@@ -51,9 +52,8 @@ from experiments.testbed.timed_models import (
 )
 from experiments.testbed.with_kvpress import (
     NAME,
+    joined_by_kvpress,
     presses_of_kvpress,
-    python_with_kvpress,
-    rows_with_kvpress,
 )
 from press_core.errors import first_line
 
@@ -81,19 +81,17 @@ class Options:
     layers: Annotated[
         tuple[int, ...], several(int, "Layers of the random Llamas.", at_least(1))
     ] = (4, 28, 64)
-    press: Annotated[tuple[str, ...], several(str, "Press to measure, such as SnapKV.")] = (
+    press: shared.Presses = (
         "KnormPress",  # needs no queries
         _COUNTING,  # counts every step, and is between its intervals
         "SnapKVPress",
     )
-    context: Annotated[int, typer.Option(min=2, help="Tokens of the context.")] = 256
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all take their turn.")] = 40
+    context: shared.Tokens = 256
+    rounds: shared.Rounds = 40
     compiled: Annotated[
         bool, typer.Option(help="Measure the first model with torch.compile too.")
     ] = True
-    kvpress: Annotated[
-        bool, typer.Option(help="Measure kvpress beside it, where it is installed.")
-    ] = True
+    kvpress: shared.Kvpress = True
     dtype: Dtype = "float32"
     device: Device = "cpu"
 
@@ -164,8 +162,7 @@ def can_compile(device: str, progress: Progress) -> bool:
     try:
         torch.compile(lambda x: x.sin() + 1, dynamic=True)(torch.ones(7, device=device))
     except Exception as error:
-        text = f"left out: torch.compile ({first_line(error)})"
-        progress.console.print(text, style="yellow", markup=False)
+        shared.tell_left_out(progress, "torch.compile", first_line(error))
         return False
     return True
 
@@ -191,15 +188,13 @@ def compare(times: Mapping[Condition, Array], **told: str) -> Iterator[dict[str,
     for condition, seconds in times.items():
         for baseline in (FULL, condition._replace(mechanism="hook")):
             if condition not in (FULL, baseline):
-                ratios = seconds / times[baseline]
-                low, high = median_interval(ratios)
                 yield (
                     {**told, "press": condition.press, "mechanism": condition.mechanism}
                     | {"baseline": baseline.mechanism}
-                    | {"ratio": float(np.median(ratios)), "low": low, "high": high}
+                    | shared.median_of("ratio", seconds / times[baseline])
                     | {"ms": 1e3 * float(np.median(seconds))}
                     | {"baseline_ms": 1e3 * float(np.median(times[baseline]))}
-                    | {"rounds": len(ratios)}
+                    | {"rounds": len(seconds)}
                 )
 
 
@@ -234,11 +229,9 @@ def rows_of(
             yield from compare(times, model=name, phase="compiled")
 
 
-def beside_kvpress(specs: list[list[Any]], **asked: Any) -> list[dict[str, Any]]:
-    """Rows of kvpress, in the interpreter that has it; as `rows_of` is asked."""
-    models = [ModelSpec(*spec) for spec in specs]
-    rows = rows_of(models, **asked, of_kvpress=presses_of_kvpress())
-    return [row for row in rows if row["mechanism"] == NAME]
+def beside_kvpress(specs: list[list[Any]], **asked: Any) -> Iterator[dict[str, Any]]:
+    """Rows of kvpress among others, in the interpreter that has it; as `rows_of` is asked."""
+    return rows_of([ModelSpec(*spec) for spec in specs], **asked, of_kvpress=presses_of_kvpress())
 
 
 def measure(options: Options, progress: Progress) -> pd.DataFrame:
@@ -247,20 +240,16 @@ def measure(options: Options, progress: Progress) -> pd.DataFrame:
     Raises:
         PressError: if a model does not suit a press.
     """
-    specs = options.specs
+    specs, presses = options.specs, [press_name(name) for name in options.press]
     compiled = options.compiled and can_compile(options.device, progress)
-    presses = [press_name(name) for name in options.press]
-    asked: dict[str, Any] = {"specs": specs, "presses": presses, "context": options.context}
+    asked: dict[str, Any] = {"specs": specs, "context": options.context}
     asked |= {"rounds": options.rounds, "compiled": compiled}
     task = progress.add_task("overhead", total=(len(specs) + compiled) * options.rounds)
-    table = pd.DataFrame(rows_of(**asked, advance=lambda: progress.advance(task)))
-    python = python_with_kvpress() if options.kvpress else None
-    if python is None:
-        return table
-    progress.update(task, description=NAME)
+    advance = partial(progress.advance, task)
+    table = pd.DataFrame(rows_of(**asked, presses=presses, advance=advance))
     # kvpress's has something to do at once: the cache is longer than its target.
     asked["presses"] = [name for name in presses if name != _COUNTING]
-    return pd.concat([table, rows_with_kvpress(python, __name__, **asked)], ignore_index=True)
+    return joined_by_kvpress(table, options.kvpress, progress, __name__, **asked)
 
 
 # ---- reading the table -------------------------------------------------------------------------
