@@ -126,76 +126,6 @@ def explained(tables: Tables) -> pd.DataFrame:
     return tables["error"][tables["error"]["press"].isin(explains)]
 
 
-def _finding_on_place(error: pd.DataFrame) -> Finding:
-    """How much of the error comes from the heads where it is worst."""
-    shares = []
-    for _, errors in error.groupby("press")["logit_error"]:
-        shares.append(errors.nlargest(max(1, len(errors) // 4)).sum() / errors.sum())
-    text = (
-        f"With {error['ratio'].iloc[0]:.0%} evicted, **{sum(shares) / len(shares):.0%}** of the "
-        f"error of the logits comes from a quarter of the {len(error) // len(shares)} heads, on "
-        f"average over {len(shares)} {'press' if len(shares) == 1 else 'presses'}."
-    )
-    return Finding("where", text)
-
-
-def _finding_on_mass(error: pd.DataFrame) -> Finding:
-    related = error["mass_lost"].corr(error["alone"], method="spearman")
-    text = (
-        f"Attention mass lost ranks heads as the error of their output does: Spearman's "
-        f"correlation is **{related:.2f}**, over {len(error):,} heads."
-    )
-    return Finding("mass", text)
-
-
-def _finding_on_mechanisms(logits: pd.DataFrame) -> Finding:
-    other = int((~logits["equal"].astype(bool)).sum())
-    text = (
-        f"Hooks and patches differ in a bit of attention output or logits in **{other}** of "
-        f"{len(logits)} presses and ratios."
-    )
-    return Finding("equal", text, verdict="breaks" if other else None, evidence=Evidence.BITS)
-
-
-def _table(error: pd.DataFrame, logits: pd.DataFrame) -> ResultTable:
-    """A row per press and ratio, the least harmful first."""
-    note = (
-        f"`{logits['model'].iloc[0]}`, {logits['samples'].iloc[0]} contexts, a question each, "
-        f"{logits['ratio'].iloc[0]:.0%} evicted: mean over layers and heads; the head (layer.head) "
-        "whose eviction alone changes the logits most; whether the full cache behind a mask gives "
-        "the same logits (presses that change values, positions or channels of what they keep are "
-        "left out of the findings and the figure):"
-    )
-    by_press = error.sort_values("logit_error").groupby("press")
-    heads = by_press.agg({"mass_lost": "mean", "layer": "last", "head": "last"})
-    found = logits.join(heads, on="press").sort_values("logit_error")
-    shown = {
-        "press": found["press"].map(press_label),
-        "attention lost": found["mass_lost"].map("{:.1%}".format),
-        "worst head": found["layer"].map(str) + "." + found["head"].map(str),
-        "largest logit error": found["logit_error"].map("{:.3g}".format),
-        "same answer": found["same_token"].map("{:.0%}".format),
-        "mask explains": (found["unexplained"] <= EXPLAINED).map({True: "yes", False: "no"}),
-    }
-    return frame_table(note, pd.DataFrame(shown))
-
-
-def _figure(error: pd.DataFrame) -> Figure:
-    """The error of each head's attention output by itself: layer by head, a panel per press."""
-    by_press: Any = dict(
-        list(error.astype({"layer": str, "head": str}).groupby("press", sort=False))
-    )
-    return heat_maps(
-        {
-            press_label(name): by_press[name].pivot_table("alone", "layer", "head", sort=False)
-            for name in sorted(by_press, key=lambda name: name not in DRAWN)[: len(DRAWN)]
-        },
-        f"How far (in %) the attention output of each KV head is off when it alone evicts "
-        f"{error['ratio'].iloc[0]:.0%}, over its norm: layer (rows) by head, a panel per press",
-        columns=3,
-    )
-
-
 class Error(Experiment[Options]):
     """Tell, per layer and head, what an eviction does to attention and logits.
 
@@ -250,16 +180,68 @@ class Error(Experiment[Options]):
         return {stem: table.assign(model=name) for stem, table in tables.items()}
 
     def findings(self, tables: Tables) -> list[Finding]:
-        shown = explained(tables)
-        told = [_finding_on_place(shown), _finding_on_mass(shown)] if len(shown) else []
-        return [*told, _finding_on_mechanisms(tables["error_logits"])]
+        error, logits = explained(tables), tables["error_logits"]
+        other = int((~logits["equal"].astype(bool)).sum())
+        equal = (
+            f"Hooks and patches differ in a bit of attention output or logits in **{other}** of "
+            f"{len(logits)} presses and ratios."
+        )
+        verdict: Any = "breaks" if other else None
+        bits = Finding("equal", equal, verdict=verdict, evidence=Evidence.BITS)
+        if error.empty:
+            return [bits]
+        by_press = error.groupby("press")["logit_error"]
+        shares = by_press.agg(lambda e: e.nlargest(max(1, len(e) // 4)).sum() / e.sum())
+        where = (
+            f"With {error['ratio'].iloc[0]:.0%} evicted, **{shares.mean():.0%}** of the error of "
+            f"the logits comes from a quarter of the {by_press.size().max()} heads, on average "
+            f"over {len(shares)} {'press' if len(shares) == 1 else 'presses'}."
+        )
+        related = error["mass_lost"].corr(error["alone"], method="spearman")
+        mass = (
+            f"Attention mass lost ranks heads as the error of their output does: Spearman's "
+            f"correlation is **{related:.2f}**, over {len(error):,} heads."
+        )
+        return [Finding("where", where), Finding("mass", mass), bits]
 
     def views(self, tables: Tables) -> list[ResultTable]:
-        return [_table(tables["error"], tables["error_logits"])]
+        """A row per press and ratio, the least harmful first."""
+        error, logits = tables["error"], tables["error_logits"]
+        note = (
+            f"`{logits['model'].iloc[0]}`, {logits['samples'].iloc[0]} contexts, a question each, "
+            f"{logits['ratio'].iloc[0]:.0%} evicted: mean over layers and heads; the head "
+            "(layer.head) whose eviction alone changes the logits most; whether the full cache "
+            "behind a mask gives the same logits (presses that change values, positions or "
+            "channels of what they keep are left out of the findings and the figure):"
+        )
+        by_press = error.sort_values("logit_error").groupby("press")
+        heads = by_press.agg({"mass_lost": "mean", "layer": "last", "head": "last"})
+        found = logits.join(heads, on="press").sort_values("logit_error")
+        shown = {
+            "press": found["press"].map(press_label),
+            "attention lost": found["mass_lost"].map("{:.1%}".format),
+            "worst head": found["layer"].map(str) + "." + found["head"].map(str),
+            "largest logit error": found["logit_error"].map("{:.3g}".format),
+            "same answer": found["same_token"].map("{:.0%}".format),
+            "mask explains": (found["unexplained"] <= EXPLAINED).map({True: "yes", False: "no"}),
+        }
+        return [frame_table(note, pd.DataFrame(shown))]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
-        shown = explained(tables)
-        return {self.name: _figure(shown)} if len(shown) else {}
+        """The error of each head's attention output by itself: layer by head, a panel per press."""
+        error = explained(tables).astype({"layer": str, "head": str})
+        if error.empty:
+            return {}
+        by_press = {str(name): rows for name, rows in error.groupby("press", sort=False)}
+        panels = {
+            press_label(name): by_press[name].pivot_table("alone", "layer", "head", sort=False)
+            for name in sorted(by_press, key=lambda name: name not in DRAWN)[: len(DRAWN)]
+        }
+        label = (
+            "How far (in %) the attention output of each KV head is off when it alone evicts "
+            f"{error['ratio'].iloc[0]:.0%}, over its norm: layer (rows) by head, a panel per press"
+        )
+        return {self.name: heat_maps(panels, label, columns=3)}
 
 
 EXPERIMENT = Error()

@@ -166,66 +166,8 @@ def compared(quality: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(rank=rank).sort_values(order, ascending=[False, True, True])
 
 
-def _figure(quality: pd.DataFrame) -> Figure:
-    """Accuracy by press and compression ratio, a panel per kind of question."""
-    rows = compared(quality)
-    named = rows.assign(
-        press=rows["press"].map(press_label), ratio=rows["ratio"].map("{:.0%}".format)
-    )
-    wide = named.pivot_table("accuracy", "press", ["question", "ratio"], sort=False)
-    return heat_maps(
-        {question: wide[question] for question in rows["question"].unique()},
-        "Right answers in %, by press and share of the tokens evicted, the question unseen (left) "
-        "and seen (right) by the press",
-        columns=rows["question"].nunique(),
-    )
-
-
-def _table(quality: pd.DataFrame) -> ResultTable:
-    """Accuracy by press, kind of question and ratio."""
-    rows, first = compared(quality), quality.iloc[0]
-    bare = quality[quality["press"] == NO_PRESS].set_index("question")["accuracy"]
-    whole = " and ".join(f"{share:.1%} ({question})" for question, share in bare.items())
-    note = (
-        f"Right answers of `{first['model']}` about contexts of {first['context']} words with "
-        f"{first['facts']} facts, by whether the press saw the question, with {METHOD} over "
-        f"contexts (none where all contexts agree). With nothing evicted it is {whole}."
-    )
-    cells = [bracketed(row, "accuracy", ".0%") for row in rows.to_dict("records")]
-    named = rows.assign(
-        press=rows["press"].map(press_label),
-        asked=rows["question"] + rows["ratio"].map(", {:.0%} evicted".format),
-    )
-    return wide_table(note, named, ["press"], "asked", cells)
-
-
 _GOOD = 0.8
 """Share of right answers with which a press is said to work."""
-
-
-def _finding_on_best(quality: pd.DataFrame) -> Finding:
-    """Which press answers best where most is evicted that some press still answers well."""
-    rows = compared(quality)
-    question = UNSEEN if UNSEEN in set(rows["question"]) else SEEN
-    asked = rows[rows["question"] == question]
-    highest = asked.groupby("ratio")["accuracy"].max()
-    good = highest[highest >= _GOOD]
-    ratio = good.index.max() if len(good) else highest.index.min()
-    best = asked[(asked["ratio"] == ratio) & (asked["accuracy"] == highest[ratio])]["press"]
-    named = press_label(best.iloc[0]) if len(best) == 1 else f"{len(best)} presses"
-    text = (
-        f"With {ratio:.0%} of the context evicted, the question {question}, {named} still "
-        f"{'answers' if len(best) == 1 else 'answer'} **{highest[ratio]:.0%}** of the questions."
-    )
-    return Finding("best", text, "evict most of a context", "works" if len(good) else "costs")
-
-
-def _finding_on_agreement(agreement: pd.DataFrame) -> Finding:
-    total = int(agreement["answers"].sum())
-    differ = total - int(agreement["same"].sum())
-    text = f"Hook and patch gave different answers to **{differ:,}** of {total:,} questions."
-    need = "get the same answers from either mechanism"
-    return Finding("agreement", text, need, "breaks" if differ else "works", Evidence.BITS)
 
 
 class Quality(Experiment[Options]):
@@ -264,11 +206,47 @@ class Quality(Experiment[Options]):
         return tables | {"quality": tables["quality"].assign(model=short_name(options.model))}
 
     def findings(self, tables: Tables) -> list[Finding]:
-        best, agreement = tables["quality"], tables["quality_agreement"]
-        return [_finding_on_best(best), _finding_on_agreement(agreement)]
+        """Which press answers best where most is evicted that some press still answers well."""
+        rows, agreement = compared(tables["quality"]), tables["quality_agreement"]
+        question = UNSEEN if UNSEEN in set(rows["question"]) else SEEN
+        asked = rows[rows["question"] == question]
+        highest = asked.groupby("ratio")["accuracy"].max()
+        good = highest[highest >= _GOOD]
+        ratio = good.index.max() if len(good) else highest.index.min()
+        best = asked[(asked["ratio"] == ratio) & (asked["accuracy"] == highest[ratio])]["press"]
+        named = press_label(best.iloc[0]) if len(best) == 1 else f"{len(best)} presses"
+        text = (
+            f"With {ratio:.0%} of the context evicted, the question {question}, {named} still "
+            f"{'answers' if len(best) == 1 else 'answer'} **{highest[ratio]:.0%}** of the "
+            "questions."
+        )
+        works: Any = "works" if len(good) else "costs"
+        total, same = agreement[["answers", "same"]].sum()
+        differ: Any = "works" if total == same else "breaks"
+        bits = (
+            f"Hook and patch gave different answers to **{total - same:,}** of {total:,} questions."
+        )
+        need = "get the same answers from either mechanism"
+        return [
+            Finding("best", text, "evict most of a context", works),
+            Finding("agreement", bits, need, differ, Evidence.BITS),
+        ]
 
     def views(self, tables: Tables) -> list[ResultTable]:
-        return [_table(tables["quality"])]
+        """Accuracy by press, kind of question and ratio."""
+        quality, first = tables["quality"], tables["quality"].iloc[0]
+        bare = quality[quality["press"] == NO_PRESS]
+        whole = " and ".join(map("{:.1%} ({})".format, bare["accuracy"], bare["question"]))
+        note = (
+            f"Right answers of `{first['model']}` about contexts of {first['context']} words with "
+            f"{first['facts']} facts, by whether the press saw the question, with {METHOD} over "
+            f"contexts (none where all contexts agree). With nothing evicted it is {whole}."
+        )
+        rows = compared(quality)
+        cells = [bracketed(row, "accuracy", ".0%") for row in rows.to_dict("records")]
+        rows["asked"] = rows["question"] + rows["ratio"].map(", {:.0%} evicted".format)
+        rows["press"] = rows["press"].map(press_label)
+        return [wide_table(note, rows, ["press"], "asked", cells)]
 
     def remarks(self, tables: Tables) -> list[str]:
         reasons = (
@@ -277,7 +255,17 @@ class Quality(Experiment[Options]):
         return [f"Finch has to see the question. Not compared: {'; '.join(reasons)}."]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
-        return {self.name: _figure(tables["quality"])}
+        """Accuracy by press and compression ratio, a panel per kind of question."""
+        rows = compared(tables["quality"])
+        rows["press"] = rows["press"].map(press_label)
+        rows["ratio"] = rows["ratio"].map("{:.0%}".format)
+        wide = rows.pivot_table("accuracy", "press", ["question", "ratio"], sort=False)
+        panels = {str(question): wide[question] for question in rows["question"].unique()}
+        label = (
+            "Right answers in %, by press and share of the tokens evicted, the question unseen "
+            "(left) and seen (right) by the press"
+        )
+        return {self.name: heat_maps(panels, label, columns=len(panels))}
 
 
 EXPERIMENT = Quality()

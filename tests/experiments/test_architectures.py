@@ -68,7 +68,7 @@ def some_conditions(cell: Cell) -> bool:
     return turn % 2 == 0 or (cell.cache == "default" and not cell.padded)
 
 
-@pytest.mark.parametrize("name", [name for name in REPRESENTATIVES if name in KNOWN])
+@pytest.mark.parametrize("name", REPRESENTATIVES)
 def test_a_press_is_right_or_refused_when_its_scope_opens(name: str) -> None:
     rows = pd.DataFrame(rows_of(KNOWN[name], filter(some_conditions, cells())), columns=COLUMNS)
     bad = rows[rows["outcome"].isin(BAD)]

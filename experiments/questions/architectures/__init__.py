@@ -19,19 +19,11 @@ from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.options import one_of, several
 from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
-from experiments.questions.architectures.decoders import decoders
+from experiments.questions.architectures.decoders import TOLD, decoders
 from experiments.questions.architectures.reach import BOTH, figure, limits, reach
 from experiments.questions.architectures.sweep import condensed, measure
 
-REPRESENTATIVES = (
-    *("llama", "phi3", "gpt2", "gpt_oss", "gemma2", "mistral", "bloom"),
-    *("cohere2", "smollm3", "nanochat", "hunyuan_v1_dense", "opt", "jetmoe", "diffllama", "doge"),
-    *("deepseek_v3", "jamba", "falcon_h1", "gemma3n_text", "llama4_text", "qwen2 (sliding)", "cwm"),
-    *("paligemma", "qwen2_vl", "ernie4_5_vl_moe", "bart", "bart (seq2seq)", "t5 (seq2seq)"),
-    *("inkling_text", "axk2", "beam", "hrm_text"),
-    *("qwen2_vl (image)", "qwen3_vl (image)", "llava (image)", "idefics3 (image)"),
-    *("gemma3 (image)", "paligemma (image)"),
-)
+REPRESENTATIVES = tuple(filter(decoders().__contains__, TOLD["representatives"]))
 """One type of every structural kind: what it stands for is said in `docs/architectures.md`."""
 
 
@@ -68,9 +60,7 @@ class Architectures(Experiment[Options]):
     title = "Which decoders it works on"
     evidence = Evidence.REFERENCE
     full = Options()
-    quick = Options(
-        type=tuple(name for name in REPRESENTATIVES if name in decoders()), oldest=False
-    )
+    quick = Options(type=REPRESENTATIVES, oldest=False)
 
     def on(self, own: OwnModel) -> Planned[Options]:
         if own.model_type not in decoders():

@@ -8,37 +8,18 @@ from matplotlib.figure import Figure
 from experiments.framework.frames import heat_maps
 from experiments.framework.tables import ResultTable
 from experiments.questions.architectures.cells import SUBJECTS
+from experiments.questions.architectures.decoders import TOLD
 
 BOTH, PATCH, HOOK, NEITHER, WRONG = "both", "patch alone", "hook alone", "refused", "wrong"
 """By which mechanism a press is right; or refused when its scope opens; or wrong, or a crash."""
 
-REASONS = {
-    "latents of width": "latents are cached, from which keys and values are made",
-    "has no rotary": "the model has no rotary position embeddings",
-    "nobody can see": "the rotation cannot be observed",
-    "not undone": "something after the rotation cannot be undone",
-    "something else than cosines": "rotation is not by cosines and sines",
-    "that no rotary module": "cosines and sines come from no rotary module",
-    "a hook cannot tell": "no submodule returns the query, so no hook can collect it",
-    "one by one": "heads are mixed before attention",
-    "the same norm": "all keys have the same norm",
-    "that were evicted before": "attention depends on a key's index in the cache",
-    "use a sliding window": "all layers see a window only",
-    "linear state": "the layer holds a linear state too, which head-wise layers cannot",
-    "reads the cache of another": "every layer reads another layer's cache",
-    "other layers read": "other layers read the same cache, which must have one length",
-    "serves several layers": "one attention module serves several layers",
-    "no attention module": "attention does not go through transformers' interface with a cache",
-    "is given ": "the model gives attention no cache of transformers' kind",
-    "caches in a": "the layer keeps more than keys and values (an index, compressed blocks)",
-    "could not be verified": "the model could not be verified",
-}
+_REASONS: dict[str, str] = TOLD["reasons"]
 """Parts of what a refusal says, and what that means in short."""
 
 
 def why(reason: str) -> str:
     """A refusal in short."""
-    return next((short for part, short in REASONS.items() if part in reason), reason)
+    return next((short for part, short in _REASONS.items() if part in reason), reason)
 
 
 def reach(table: pd.DataFrame) -> pd.DataFrame:
