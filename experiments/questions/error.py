@@ -28,7 +28,7 @@ from experiments.framework.plots import press_label
 from experiments.framework.tables import ResultTable
 from experiments.loading import load_model, short_name
 from experiments.testbed.asking import UNSEEN, Task
-from experiments.testbed.facts import reads_facts
+from experiments.testbed.facts import VOCABULARY
 from experiments.testbed.masked import Reader, Sample, harm
 from experiments.testbed.recipes import press_name, suited_pair
 from press_core import PressError
@@ -69,7 +69,7 @@ def samples_of(tokenizer: PreTrainedTokenizerBase, options: Options) -> list[Sam
     """
     task = Task(options.context, options.facts, options.samples, seed=options.seed)
     batches = task.batches(UNSEEN)
-    if reads_facts(tokenizer):
+    if tokenizer.get_vocab() == {word: index for index, word in enumerate(VOCABULARY)}:
         return [Sample(batch.context_ids, batch.question_ids[:, 0]) for batch in batches]
 
     def ids(words: str, start: bool) -> Tensor:

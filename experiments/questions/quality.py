@@ -30,14 +30,7 @@ from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.plots import NO_PRESS, press_label
 from experiments.framework.tables import ResultTable
 from experiments.loading import load_model, short_name
-from experiments.testbed.asking import (
-    SEEN,
-    UNSEEN,
-    Task,
-    answer_seen,
-    answer_unseen,
-    check_vocabulary,
-)
+from experiments.testbed import asking
 from experiments.testbed.recipes import press_name, recipe_pair
 from press_core import PressError
 
@@ -59,7 +52,7 @@ NOT_COMPARED = {name: reason for reason, names in LEFT_OUT.items() for name in n
 NEEDS_QUESTION = ("FinchPress",)
 """Presses that choose by the question, and have nothing to do where it is not seen."""
 
-_PROTOCOLS = {UNSEEN: answer_unseen, SEEN: answer_seen}
+_PROTOCOLS = {asking.UNSEEN: asking.answer_unseen, asking.SEEN: asking.answer_seen}
 
 
 @dataclass(frozen=True)
@@ -68,11 +61,11 @@ class Options:
 
     press: shared.Presses = ()
     ratio: shared.Ratios = (0.8, 0.9)
-    samples: shared.Samples = Task.samples
-    context: shared.Words = Task.context
-    facts: shared.Facts = Task.facts
+    samples: shared.Samples = asking.Task.samples
+    context: shared.Words = asking.Task.context
+    facts: shared.Facts = asking.Task.facts
     model: shared.Model = "facts-llama"
-    seed: shared.Seed = Task.seed
+    seed: shared.Seed = asking.Task.seed
     dtype: Dtype = "float32"
     device: Device = "cpu"
 
@@ -110,7 +103,7 @@ def measure(
     model: PreTrainedModel,
     presses: Sequence[str],
     ratios: Sequence[float],
-    task: Task,
+    task: asking.Task,
     progress: Progress,
 ) -> Tables:
     """Answer the questions of `task` without a press, and with each press at each ratio.
@@ -126,7 +119,7 @@ def measure(
     for (press, ratio), question in progress.track(
         list(product(work, _PROTOCOLS)), description="quality"
     ):
-        if question == UNSEEN and press in NEEDS_QUESTION:
+        if question == asking.UNSEEN and press in NEEDS_QUESTION:
             continue
         made: dict[str, Any] = {"bare": None}
         if press != NO_PRESS:
@@ -197,9 +190,9 @@ class Quality(Experiment[Options]):
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         n = options.samples
-        task = Task(options.context, options.facts, n, n, options.seed)
+        task = asking.Task(options.context, options.facts, n, n, options.seed)
         model, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
-        check_vocabulary(tokenizer, options.model)
+        asking.check_vocabulary(tokenizer, options.model)
         tables = measure(
             model, list(suited(model, options, progress)), options.ratio, task, progress
         )
@@ -208,7 +201,7 @@ class Quality(Experiment[Options]):
     def findings(self, tables: Tables) -> list[Finding]:
         """Which press answers best where most is evicted that some press still answers well."""
         rows, agreement = compared(tables["quality"]), tables["quality_agreement"]
-        question = UNSEEN if UNSEEN in set(rows["question"]) else SEEN
+        question = asking.UNSEEN if asking.UNSEEN in set(rows["question"]) else asking.SEEN
         asked = rows[rows["question"] == question]
         highest = asked.groupby("ratio")["accuracy"].max()
         good = highest[highest >= _GOOD]

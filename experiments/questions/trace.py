@@ -75,16 +75,13 @@ class Options:
 # ---- recording -----------------------------------------------------------------------------------
 
 
-class _Held(tuple[int, ...]):
-    """How many keys each row and head of a layer holds."""
+Held = dict[int, list[int]]
+"""By layer, how many keys each row and head holds."""
 
-    @property
-    def mean(self) -> int:
-        return round(sum(self) / len(self)) if self else 0
 
-    def __str__(self) -> str:
-        low, high = min(self, default=0), max(self, default=0)
-        return f"{low}" if low == high else f"{low} to {high}"
+def _told(held: list[int]) -> str:
+    low, high = min(held, default=0), max(held, default=0)
+    return f"{low}" if low == high else f"{low} to {high}"
 
 
 class Recorder:
@@ -102,7 +99,7 @@ class Recorder:
         modules = [site.module for site in self._sites.values()]
         self._forwards = {inspect.unwrap(type(module).forward).__code__ for module in modules}
         self._file = _MECHANISMS[mechanism].__file__
-        self._held: dict[int, _Held] = {}  # by layer, at the last event
+        self._held: Held = {}  # at the last event
         self._open: list[FrameType] = []  # calls of the mechanism
 
     @contextmanager
@@ -124,7 +121,7 @@ class Recorder:
                 enter = "hidden states enter" if n > 1 else "hidden state enters"
                 self._tell(site.layer_idx, f"{n} {enter}")
             elif site is not None:
-                held = self._holds()[site.layer_idx]
+                held = _told(self._holds()[site.layer_idx])
                 self._tell(site.layer_idx, f"{_ATTENDED} {held} keys")
         elif ends and code is TokenScorer.checked_scores.__code__ and result is not None:
             press, layer = frame.f_locals["self"], frame.f_locals["call"].site.layer_idx
@@ -137,9 +134,9 @@ class Recorder:
 
     def _tell(self, layer: int, event: str) -> None:
         self._held = self._holds()
-        keys = self._held.get(layer, _Held()).mean
+        held = self._held.get(layer) or [0]
         told = {"mechanism": self.mechanism, "step": self.step, "layer": layer}
-        self.events.append({**told, "event": event, "keys": keys})
+        self.events.append({**told, "event": event, "keys": round(sum(held) / len(held))})
 
     def _calls(self, frame: FrameType) -> None:
         """Torch calls a hook, or the model a wrapper: of a layer or of the decoder."""
@@ -155,15 +152,15 @@ class Recorder:
         before = self._held
         for layer, held in self._holds().items():
             if held != before.get(layer, held):
-                self._tell(layer, f"{name} prunes {before[layer]} → {held}")
+                self._tell(layer, f"{name} prunes {_told(before[layer])} → {_told(held)}")
 
     def _name(self, code: CodeType) -> str:
         return _CALLED.get((self.mechanism, code.co_name), "")
 
-    def _holds(self) -> dict[int, _Held]:
+    def _holds(self) -> Held:
         own = {site.layer_idx for site in self._sites.values()}
         lengths = enumerate(kept_lengths(self.cache))
-        return {layer: _Held(of.flatten().tolist()) for layer, of in lengths if layer in own}
+        return {layer: of.flatten().tolist() for layer, of in lengths if layer in own}
 
 
 def trace(

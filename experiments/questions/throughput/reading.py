@@ -73,8 +73,8 @@ def on_first(table: pd.DataFrame) -> Iterator[Finding]:
         f"With **{soon}** of {len(slowest)} presses the first token comes within {SLOW:.2f} times "
         f"the time without one, after {table['context'].iloc[0]:,} tokens."
     )
-    works: Any = "works" if soon > len(slowest) / 2 else "costs"
-    yield Finding("first", text, "compress without raising time to first token", works)
+    need = "compress without raising time to first token"
+    yield Finding("first", text, need, "works" if soon > len(slowest) / 2 else "costs")
 
 
 def on_fits(table: pd.DataFrame) -> Iterator[Finding]:
