@@ -18,9 +18,15 @@ from experiments.framework.options import checked_positive_share, several
 # ---- fields of options ---------------------------------------------------------------------------
 
 Model = Annotated[str, typer.Option(help="Shipped model, folder or hub id.")]
+ModelOrOwn = Annotated[
+    str | None,
+    typer.Option(
+        help="Shipped model, folder or hub id.", show_default="those of the experiment's own"
+    ),
+]
 Presses = Annotated[
     tuple[str, ...],
-    several(str, "Press to measure, such as SnapKV; by default all that there is a use for."),
+    several(str, "Press to measure, such as SnapKV; by default those of the study."),
 ]
 Ratio = Annotated[
     float,

@@ -183,9 +183,18 @@ class Coexistence(scenarios.Scenarios[Options]):
         return ERROR if wrong.is_error else WRONG
 
     def findings(self, tables: Tables) -> list[Finding]:
-        table = tables["coexistence"]
-        parts = {"own": table[_is_own(table)], "others": table[~_is_own(table)]}
-        return [_finding(name, part) for name, part in parts.items() if len(part)]
+        table, found = tables["coexistence"], []
+        for others, part in table.groupby(~_is_own(table)):
+            wrong, errors = ((part["outcome"] == outcome).sum() for outcome in (WRONG, ERROR))
+            who = "the other mechanisms" if others else "hooks and patches of this project"
+            text = (
+                f"Beside other libraries, {who} are silently wrong in "
+                f"**{wrong}** of {len(part)} trials and raise an error in {errors}."
+            )
+            need = "use presses beside accelerate, PEFT and torch.compile"
+            works: Any = "breaks" if wrong else "costs" if errors else "works"
+            found.append(Finding("others", text) if others else Finding("own", text, need, works))
+        return found
 
     def views(self, tables: Tables) -> list[ResultTable]:
         return [self.matrix(tables).table("The worst of before, inside and after the scope.")]
@@ -204,19 +213,6 @@ class Coexistence(scenarios.Scenarios[Options]):
 
 def _is_own(table: pd.DataFrame) -> pd.Series[bool]:
     return table["mechanism"].isin(MINE)
-
-
-def _finding(name: str, part: pd.DataFrame) -> Finding:
-    wrong, errors = (int((part["outcome"] == outcome).sum()) for outcome in (WRONG, ERROR))
-    who = {"own": "hooks and patches of this project", "others": "the other mechanisms"}[name]
-    text = (
-        f"Beside other libraries, {who} are silently wrong in "
-        f"**{wrong}** of {len(part)} trials and raise an error in {errors}."
-    )
-    if name == "others":
-        return Finding(name, text)
-    verdict: Any = "breaks" if wrong else "costs" if errors else "works"
-    return Finding(name, text, "use presses beside accelerate, PEFT and torch.compile", verdict)
 
 
 EXPERIMENT = Coexistence()

@@ -60,13 +60,7 @@ class Options:
             show_default="all presses",
         ),
     ] = ()
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Shipped model, folder or hub id.",
-            show_default="a small random model of each family",
-        ),
-    ] = None
+    model: shared.ModelOrOwn = None
     ratio: Annotated[
         tuple[float, ...],
         several(float, "Share of the tokens to evict, in [0, 1).", checked_share),

@@ -208,11 +208,9 @@ class Error(Experiment[Options]):
         """A row per press and ratio, the least harmful first."""
         error, logits = tables["error"], tables["error_logits"]
         note = (
-            f"`{logits['model'].iloc[0]}`, {logits['samples'].iloc[0]} contexts, a question each, "
-            f"{logits['ratio'].iloc[0]:.0%} evicted: mean over layers and heads; the head "
-            "(layer.head) whose eviction alone changes the logits most; whether the full cache "
-            "behind a mask gives the same logits (presses that change values, positions or "
-            "channels of what they keep are left out of the findings and the figure):"
+            f"`{logits['model'].iloc[0]}`, {logits['samples'].iloc[0]} contexts, "
+            f"{logits['ratio'].iloc[0]:.0%} evicted; the worst head is layer.head. Presses that no "
+            "mask explains change what they keep; they are not in the findings and the figure."
         )
         by_press = error.sort_values("logit_error").groupby("press")
         heads = by_press.agg({"mass_lost": "mean", "layer": "last", "head": "last"})

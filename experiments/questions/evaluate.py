@@ -105,9 +105,8 @@ class Evaluate(Experiment[Settings]):
         bare = table[table["press"] == NO_PRESS]
         whole = ", ".join(map("{:.1%} ({})".format, bare["score"], _tasks(bare))) or "not measured"
         note = (
-            "Share of right answers through the pipeline, contexts compressed before any question "
-            f"is known, {table['questions'].iloc[0]} questions in each cell, with {METHOD} over "
-            f"contexts (none below six, or where all agree). With nothing evicted it is {whole}."
+            f"Share of right answers of {table['questions'].iloc[0]} in each cell, with {METHOD} "
+            f"over contexts. With nothing evicted it is {whole}."
         )
         rows = _compared(table)
         cells = [bracketed(row, "score", ".1%") for row in rows.to_dict("records")]

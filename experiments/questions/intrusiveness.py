@@ -205,10 +205,7 @@ def _left(exits: pd.DataFrame, ours: bool) -> pd.Series[int]:
 
 def _library_table(libraries: pd.DataFrame) -> ResultTable:
     """What libraries touch and leave; of those that were not audited, why."""
-    note = (
-        "Libraries, audited in the same way: entries that differ while open (all reaches), and "
-        "those that are left, by reach. Modules that an import loads are not counted."
-    )
+    note = "Libraries: entries that differ while open, and those that are left, by reach."
     keys = ["library", "version", "subject", "error"]
     told = libraries.fillna(dict.fromkeys(keys, ""))
     found = by_reach(told, keys, LEFT).drop(columns=CALL).add_prefix("left: ")
@@ -274,9 +271,8 @@ class Intrusiveness(Experiment[Options]):
         changes, exits = tables["intrusiveness"], tables["intrusiveness_exits"]
         left = [f"{name} ({n})" for name, n in _left(exits, ours=False).items() if n]
         note = (
-            "Entries that differ from before, on a Llama of two layers: hooks, attributes, "
-            "registry entries, frames on the stack as the first layer stores its keys, and so on. "
-            f"Of the other mechanisms something is left by {', '.join(left) or 'none'}."
+            "Entries that differ from before, on a Llama of two layers. Of the other mechanisms "
+            f"something is left by {', '.join(left) or 'none'}."
         )
         touched = by_reach(changes, ["mechanism"], OPEN, RUNNING)
         touched["left, at most"] = exits.groupby("mechanism")["leftovers"].max()
@@ -291,10 +287,7 @@ class Intrusiveness(Experiment[Options]):
         left = exits.pivot_table("leftovers", "mechanism", "exit", sort=False)
         touched = by_reach(tables["intrusiveness"], ["mechanism"], OPEN, RUNNING).loc[left.index]
         panels = {"touched while open, by reach": touched, "left behind, by way of leaving": left}
-        label = (
-            "Entries touched while a scope is open, by mechanism and reach, and entries left "
-            "behind, by mechanism and way of leaving"
-        )
+        label = "Entries that mechanisms touch while open, by reach, and leave, by way of leaving"
         return {"intrusiveness": heat_maps(panels, label, "{:.0f}", columns=2)}
 
     def contrasts(self, tables: Tables) -> list[Contrast]:

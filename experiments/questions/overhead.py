@@ -94,9 +94,8 @@ class Options:
     @property
     def specs(self) -> list[ModelSpec]:
         """The models: those given, or random ones of these many layers."""
-        asked = [ModelSpec(short_name(name), name) for name in self.model] or [
-            random_llama(f"{n} layers", num_layers=n) for n in self.layers
-        ]
+        asked = [ModelSpec(short_name(name), name) for name in self.model]
+        asked = asked or [random_llama(f"{n} layers", num_layers=n) for n in self.layers]
         return [spec._replace(dtype=self.dtype, device=self.device) for spec in asked]
 
 

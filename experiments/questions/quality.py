@@ -231,9 +231,8 @@ class Quality(Experiment[Options]):
         bare = quality[quality["press"] == NO_PRESS]
         whole = " and ".join(map("{:.1%} ({})".format, bare["accuracy"], bare["question"]))
         note = (
-            f"Right answers of `{first['model']}` about contexts of {first['context']} words with "
-            f"{first['facts']} facts, by whether the press saw the question, with {METHOD} over "
-            f"contexts (none where all contexts agree). With nothing evicted it is {whole}."
+            f"Right answers of `{first['model']}` about {first['facts']} facts in "
+            f"{first['context']} words, with {METHOD} over contexts; with nothing evicted {whole}."
         )
         rows = compared(quality)
         cells = [bracketed(row, "accuracy", ".0%") for row in rows.to_dict("records")]
@@ -254,10 +253,7 @@ class Quality(Experiment[Options]):
         rows["ratio"] = rows["ratio"].map("{:.0%}".format)
         wide = rows.pivot_table("accuracy", "press", ["question", "ratio"], sort=False)
         panels = {str(question): wide[question] for question in rows["question"].unique()}
-        label = (
-            "Right answers in %, by press and share of the tokens evicted, the question unseen "
-            "(left) and seen (right) by the press"
-        )
+        label = "Right answers in % by press and share evicted, the question unseen or seen by it"
         return {self.name: heat_maps(panels, label, columns=len(panels))}
 
 

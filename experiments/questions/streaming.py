@@ -77,18 +77,12 @@ class Options:
     tokens: Annotated[int, typer.Option(min=2, help="Length of the streams.")] = 12_000
     capacity: Annotated[
         int | None,
-        typer.Option(
-            min=2,
-            help="Tokens that a bounded cache holds; by default one less than the model was "
-            "trained with, and 1,023 at most.",
-        ),
+        typer.Option(min=2, help="Tokens in a bounded cache.", show_default="trained, or 1,023"),
     ] = None
     n_sink: Annotated[int, typer.Option(min=1, help="First tokens to keep.")] = 4
     full: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Length of the stream with a full cache; by default 4 trained lengths."
-        ),
+        typer.Option(min=1, help="Length with a full cache.", show_default="4 times trained"),
     ] = None
     text: Annotated[
         Path | None,
@@ -288,13 +282,10 @@ class Streaming(Experiment[Options]):
         streaming, first = tables["streaming"], tables["streaming"].iloc[0]
         recomputed = evicting(rows_of(streaming, RECOMPUTED))["loss"].mean()
         note = (
-            f"{first['model']}, {streaming['end'].max():,} tokens one by one (full cache: "
-            f"{rows_of(streaming, FULL)['end'].max():,}); bounded caches hold "
-            f"{first['capacity']} tokens, with sinks the first {first['n_sink']} among them. Nats "
-            f"per token once tokens are evicted, above the {recomputed:.3f} of a recomputed "
-            f"window, with {METHOD} over stretches; an interval above {BROKEN} is broken, one on "
-            "both sides undecided. KiB held at the end; time per token in the last quarter of the "
-            "stream over that in its second, in forwards of a token alone:"
+            f"{first['model']}, {streaming['end'].max():,} tokens one by one. Nats per token above "
+            f"the {recomputed:.3f} of a recomputed window, with {METHOD} over stretches, and KiB "
+            f"held, of caches that hold {first['capacity']} tokens; time per token in the last "
+            "quarter of the stream over that in its second:"
         )
         rows = []
         for cache in STREAMED:

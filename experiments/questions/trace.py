@@ -24,6 +24,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl.mechanism
 import patch_impl.mechanism
+from experiments.framework import shared
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.options import Device, Dtype
@@ -57,13 +58,7 @@ _ATTENDED = "attention has run over"
 class Options:
     """What is traced."""
 
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Shipped model, folder or hub id; or a family such as llama or gpt_neox, for a "
-            "small model with random weights."
-        ),
-    ] = "facts-llama"
+    model: shared.Model = "facts-llama"
     press: Annotated[str, typer.Option(help="Press to trace, such as SnapKVPress.")] = "SnapKVPress"
     ratio: Annotated[float, typer.Option(help="Share of the tokens to evict, in [0, 1).")] = 0.5
     length: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 512
@@ -243,7 +238,8 @@ class Trace(Experiment[Options]):
     Python's profiler reports the calls of attention modules, attention functions, hooks,
     wrappers and scores, and the cache is read around each of them. Events are listed in the
     order in which they arrived. Another press acts at other moments: `--press` traces any of
-    them. How long a press takes is measured elsewhere, as a profiler slows it down.
+    them. How long a press takes is measured elsewhere, as a profiler slows it down. A family, as
+    in `--model llama`, is built small, with random weights.
     """
 
     name = "trace"

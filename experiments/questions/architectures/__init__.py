@@ -134,12 +134,10 @@ def _with_oldest(types: tuple[str, ...]) -> pd.DataFrame:
         UserError: if it fails.
     """
     with TemporaryDirectory() as folder:
-        command = [str(_OLDEST), "-m", "experiments", "architectures", "--no-oldest"]
-        command += ["--attention", "sdpa"]
-        command += [part for kind in types for part in ("--type", kind)]
-        done = subprocess.run(
-            [*command, "--output", folder], cwd=_ROOT, capture_output=True, text=True, check=False
-        )
+        only = (part for kind in types for part in ("--type", kind))
+        what = ["experiments", "architectures", "--no-oldest", "--attention", "sdpa", *only]
+        command = [str(_OLDEST), "-m", *what, "--output", folder]
+        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
         found = Path(folder) / "architectures.csv"
         if not found.exists():
             reason = (done.stderr.strip() or "no message").splitlines()[-1]

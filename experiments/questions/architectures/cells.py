@@ -121,7 +121,8 @@ class Bench:
         self._with_positions = True
         once = lru_cache(None)
         self._outcome, self._itself = once(self._find_outcome), once(self._find_itself)
-        self._scores, self._model = once(self._find_scores), once(self._find_model)
+        self._scores = once(lambda formula, index: formula(self.run, self.run.layers[index]))
+        self._model = once(self._find_model)
         self._known: dict[tuple[Any, ...], list[Tensor]] = {}
         try:
             self.run = reference.run_in_full(model, self.ids)
@@ -166,8 +167,6 @@ class Bench:
     # ---- what the model does by itself -----------------------------------------------------------
 
     def _find_model(self, attention: str) -> Any:
-        if attention == "eager":
-            return self.run.model
         model: Any = copy.deepcopy(self.run.model)
         model.set_attn_implementation(attention)
         return model
@@ -274,10 +273,6 @@ class Bench:
             if wrong:
                 return f"layer {index}: {wrong}"
         return ""
-
-    def _find_scores(self, formula: Any, index: int) -> Tensor:
-        found: Tensor = formula(self.run, self.run.layers[index])
-        return found
 
     def _expected(self, kept: dict[int, Tensor], moves: bool) -> list[Tensor]:
         key = moves, *((index, left.numpy().tobytes()) for index, left in kept.items())

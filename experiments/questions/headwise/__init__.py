@@ -39,8 +39,7 @@ from experiments.questions.headwise.budgets import ALL, compare
 from experiments.questions.headwise.trials import MISSING, SAME, trials
 from experiments.testbed.asking import Task, check_vocabulary
 from experiments.testbed.decoding import FULL, UNIFORM, Size, decode_times
-from experiments.testbed.families import FAMILIES as FAMILIES_BUILT
-from experiments.testbed.families import build, supported_implementations
+from experiments.testbed.families import FAMILIES, build, supported_implementations
 from experiments.testbed.timed_models import ModelSpec, random_llama
 from press_core import attention_sites
 
@@ -68,13 +67,7 @@ class Options:
     part: Annotated[
         tuple[Part, ...], typer.Option(help="What to measure. Repeatable.", show_default="all")
     ] = ()
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Shipped model, folder or hub id, asked and timed. By default facts-llama is "
-            "asked, and a random Llama of 6 layers, 8/4 heads of 64, is timed."
-        ),
-    ] = None
+    model: shared.ModelOrOwn = None
     ratio: shared.Ratios = ()
     samples: shared.Samples = 48
     context: shared.Words = Task.context
@@ -120,7 +113,7 @@ class Headwise(Experiment[Options]):
         """Decoding and conditions: questions are in the words of facts-llama."""
         parts = (
             *([Part.DECODING] if own.keeps_all else []),
-            *([Part.CONDITIONS] if own.model_type in FAMILIES_BUILT else []),
+            *([Part.CONDITIONS] if own.model_type in FAMILIES else []),
         )
         if not parts:
             raise LeftOutError("its layers keep sliding windows, and it is of no family it builds")
@@ -292,10 +285,7 @@ _FINDINGS = {
 def show_difference(table: pd.DataFrame) -> ResultTable:
     """A line per pair of presses, a column per share evicted."""
     evicted = table["ratio"].map("{:.0%} evicted".format).where(table["ratio"].notna(), "mean")
-    note = (
-        "Right answers, head-wise minus uniform budgets, in percentage points, with "
-        f"{METHOD} over contexts (differences are taken context by context)."
-    )
+    note = f"Right answers, head-wise minus uniform, in points, with {METHOD} over contexts."
     cells = [points(row) for row in table.to_dict("records")]
     return wide_table(note, table.assign(evicted=evicted), ["pair"], "evicted", cells)
 
@@ -311,9 +301,8 @@ def show_decoding(table: pd.DataFrame) -> ResultTable:
     held = rows.groupby(["condition", "evicted"])["held"].transform("max")
     first, keys = rows.iloc[0], ["condition", "evicted", "bytes"]
     note = (
-        f"A decode step of {first['model']}, in times of one on the full cache: median of "
-        f"{first['rounds']} rounds in which all took turns, with {METHOD} over rounds; and bytes "
-        "of the cache over those of the full one:"
+        f"A decode step of {first['model']}, in times of one on the full cache: medians, with "
+        f"{METHOD} over {first['rounds']} rounds; bytes over those of the full cache:"
     )
     cells = [bracketed(row, "time") for row in rows.to_dict("records")]
     return wide_table(note, rows.assign(bytes=held.map("{:.3f}".format)), keys, "tokens", cells)
@@ -322,10 +311,7 @@ def show_decoding(table: pd.DataFrame) -> ResultTable:
 def show_conditions(table: pd.DataFrame) -> ResultTable:
     """A line per model, attention implementation and question, a column per way of decoding."""
     offered = table[table["outcome"] != MISSING]
-    note = (
-        "Padded batches, decoded after a short and a long question: are the logits those of a "
-        "reference that masks the full cache, within rounding?"
-    )
+    note = "Are logits after a padded batch, and a short or long question, those of the reference?"
     keys = ["model", "implementation", "question"]
     return wide_table(note, offered, keys, "condition", list(offered["outcome"]))
 
@@ -344,7 +330,7 @@ def draw_difference(table: pd.DataFrame) -> Figure:
     panels = {f"{share:.0%} evicted": rows for share, rows in scaled.groupby(table["ratio"])}
     figure = ratio_figure(panels, "right answers, head-wise minus uniform (points)", mark=0)
     figure.set_label(
-        "Right answers with head-wise budgets minus those with uniform ones, in percentage points, "
-        f"by press and share evicted; bars are {METHOD} over contexts"
+        "Right answers with head-wise budgets minus those with uniform ones, in points, by press "
+        f"and share evicted, with {METHOD} over contexts"
     )
     return figure

@@ -89,15 +89,9 @@ class Options:
 
     part: Annotated[
         tuple[Part, ...],
-        typer.Option(
-            help="What to measure. Repeatable.",
-            show_default="all; of a given model speed, and with --limit what fits",
-        ),
+        typer.Option(help="What to measure.", show_default="all; of a given model speed"),
     ] = ()
-    model: Annotated[
-        str | None,
-        typer.Option(help="Shipped model, folder or hub id.", show_default="random Llamas"),
-    ] = None
+    model: shared.ModelOrOwn = None
     press: shared.Presses = ()
     context: Annotated[
         tuple[int, ...],
@@ -112,8 +106,7 @@ class Options:
     limit: Annotated[
         str | None,
         typer.Option(
-            help="Memory in which the longest context of the smallest --batch is to fit, weights "
-            "included, such as 8GiB.",
+            help="Memory in which the longest context is to fit, weights included, such as 8GiB.",
             callback=checked_size,
             show_default="128MiB",
         ),

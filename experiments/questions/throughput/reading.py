@@ -140,10 +140,8 @@ def show_speeds(table: pd.DataFrame) -> ResultTable:
 def show_fits(table: pd.DataFrame) -> ResultTable:
     """A line per press."""
     first = table.iloc[0]
-    note = (
-        f"{first['model']}: the longest context, batch {first['batch']}, that fits in "
-        f"{size_of(first['limit'])}, weights included, found by bisection; hooks:"
-    )
+    limit = size_of(first["limit"])
+    note = f"{first['model']}: the longest context, batch {first['batch']}, that fits in {limit}:"
     shown = {"press": _named(table), "tokens": table["measured"].map("{:,}".format)}
     return frame_table(note, pd.DataFrame(shown))
 
@@ -157,8 +155,8 @@ def draw_speeds(table: pd.DataFrame) -> Figure:
     panels = {f"{n:,} tokens, batch {batch}": of_size for (n, batch), of_size in sizes}
     figure = ratio_figure(panels, "tokens per second / those without a press")
     figure.set_label(
-        f"Tokens per second of {table['model'].iloc[0]} over those without a press, by press, "
-        f"share evicted and mechanism: medians with {METHOD} over rounds"
+        f"Tokens per second of {table['model'].iloc[0]} over those without a press: medians with "
+        f"{METHOD} over rounds"
     )
     return figure
 
