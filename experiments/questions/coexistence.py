@@ -193,7 +193,8 @@ class Coexistence(scenarios.Scenarios[Options]):
             )
             need = "use presses beside accelerate, PEFT and torch.compile"
             works: Any = "breaks" if wrong else "costs" if errors else "works"
-            found.append(Finding("others", text) if others else Finding("own", text, need, works))
+            own = Finding("own", text, need, works)
+            found.append(Finding("others", text) if others else own)
         return found
 
     def views(self, tables: Tables) -> list[ResultTable]:

@@ -149,13 +149,9 @@ def run_grid(
     counted = table.groupby(key, sort=False).agg(
         cells=("tokens", "size"),
         **{name: (name, "sum") for name in ("compared", "differ", "tokens")},
-        **{name: (name, _first) for name in ("difference", "refusal")},
+        **{name: (name, lambda t: next(filter(None, t), "")) for name in ("difference", "refusal")},
     )
     return counted.reset_index()
-
-
-def _first(texts: pd.Series[str]) -> str:
-    return next(filter(None, texts), "")
 
 
 def _inputs(model: PreTrainedModel, length: int, padded: bool, press: str) -> Inputs:

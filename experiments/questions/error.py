@@ -169,12 +169,8 @@ class Error(Experiment[Options]):
             bit for bit.
         """
         names = [press_name(name) for name in options.press] or sorted(hooks_impl.PRESSES)
-        model, tokenizer = load_model(
-            options.model,
-            dtype=options.dtype,
-            attn_implementation="eager",
-            device=chosen_device(options.device),
-        )
+        how: Any = {"dtype": options.dtype, "device": chosen_device(options.device)}
+        model, tokenizer = load_model(options.model, attn_implementation="eager", **how)
         tables = tables_of(model, samples_of(tokenizer, options), names, options.ratio, progress)
         name = short_name(options.model)
         return {stem: table.assign(model=name) for stem, table in tables.items()}

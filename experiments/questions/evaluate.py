@@ -62,10 +62,9 @@ class Evaluate(Experiment[Settings]):
         presses = [text for text in STUDIED if set(_NAME.findall(text)) <= set(own.presses)]
         if not presses:
             raise LeftOutError(f"none of {', '.join(STUDIED)} can be opened on it")
-        samples, ratios = 6, (0.0, 0.5)
-        asked = {"press": tuple(presses), "dataset": generated, "samples": samples}
-        options = self.quick_on(own, **asked, ratio=ratios, batch_size=1)
-        n_answers = samples * (1 + 2 * len(presses)) * len(generated)
+        asked = {"press": tuple(presses), "dataset": generated, "ratio": (0.0, 0.5)}
+        options = self.quick_on(own, **asked, samples=6, batch_size=1)
+        n_answers = options.samples * (1 + 2 * len(presses)) * len(generated)
         return Planned(options, n_answers * length, n_answers * 48, seconds=5)
 
     def measure(self, options: Settings, progress: Progress) -> Tables:

@@ -115,9 +115,8 @@ def size_for(model: PreTrainedModel, options: Options) -> Size:
             f"{size.tokens:,} tokens are too few to see what a cache of {size.capacity:,} evicts: "
             f"give --tokens {size.shortest} or more, or a smaller --capacity"
         )
-    for press in map(size.press, STREAMED):
-        if press is not None:
-            press.register(model).remove()
+    for press in filter(None, map(size.press, STREAMED)):
+        press.register(model).remove()
     return size
 
 

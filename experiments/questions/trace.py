@@ -120,8 +120,7 @@ class Recorder:
                 self._tell(site.layer_idx, f"{_ATTENDED} {held} keys")
         elif ends and code is TokenScorer.checked_scores.__code__ and result is not None:
             press, layer = frame.f_locals["self"], frame.f_locals["call"].site.layer_idx
-            name = press_label(type(press).__name__)
-            self._tell(layer, f"{name} scores {result.shape[-1]} keys")
+            self._tell(layer, f"{press_label(type(press).__name__)} scores {result.shape[-1]} keys")
         elif begins and code.co_filename == self._file and self._name(code):
             self._calls(frame)
         elif ends and self._open and self._open[-1] is frame:

@@ -184,13 +184,11 @@ class Throughput(Experiment[Options]):
             `throughput_kvpress`: time and memory inside presses and inside kvpress's, where that
             is installed; see `tests.oracle.timing.Row`.
         """
-        tables: Tables = {}
-        for part in options.parts:
-            name, make = _MEASURES[part]
-            table = make(options, progress)
-            if table is not None:
-                tables[name] = table
-        return tables
+        made = {
+            name: make(options, progress)
+            for name, make in (_MEASURES[part] for part in options.parts)
+        }
+        return {name: table for name, table in made.items() if table is not None}
 
     def findings(self, tables: Tables) -> list[Finding]:
         return [finding for name in tables for finding in reading.FINDINGS[name](tables[name])]
