@@ -1,4 +1,4 @@
-"""What several experiments have in common: flags, rows of tables, and how presses are left out."""
+"""What several experiments have in common: flags, means in rows of tables, other environments."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ from experiments.framework.options import checked_positive_share, several
 Model = Annotated[str, typer.Option(help="Shipped model, folder or hub id.")]
 ModelOrOwn = Annotated[
     str | None,
-    typer.Option(
-        help="Shipped model, folder or hub id.", show_default="those of the experiment's own"
-    ),
+    typer.Option(help="Shipped model, folder or hub id.", show_default="the experiment's own"),
 ]
 Presses = Annotated[
     tuple[str, ...],
@@ -83,6 +81,6 @@ def printed_by(python: Path, *arguments: str, given: str = "") -> str:
 # ---- what is not measured ------------------------------------------------------------------------
 
 
-def tell_left_out(progress: Progress, what: str, reason: object) -> None:
+def print_left_out(progress: Progress, what: str, reason: object) -> None:
     """Say above the progress bar what is not measured, and why."""
     progress.console.print(f"left out: {what}: {reason}", style="yellow", markup=False)

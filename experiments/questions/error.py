@@ -97,7 +97,7 @@ def tables_of(
             pair = suited_pair(press, ratio, length, model)
             told = [harm(reader, pair) for reader in readers]
         except PressError as error:
-            shared.tell_left_out(progress, press, error)
+            shared.print_left_out(progress, press, error)
             continue
         of = {"press": press, "ratio": ratio}
         heads += [of | row for rows, _ in told for row in rows]
@@ -205,8 +205,8 @@ class Error(Experiment[Options]):
         error, logits = tables["error"], tables["error_logits"]
         note = (
             f"`{logits['model'].iloc[0]}`, {logits['samples'].iloc[0]} contexts, "
-            f"{logits['ratio'].iloc[0]:.0%} evicted; the worst head is layer.head. Presses that no "
-            "mask explains change what they keep; they are not in the findings and the figure."
+            f"{logits['ratio'].iloc[0]:.0%} evicted; heads are named layer.head. Presses that the "
+            "mask does not explain change what they keep; findings and figure leave them out."
         )
         by_press = error.sort_values("logit_error").groupby("press")
         heads = by_press.agg({"mass_lost": "mean", "layer": "last", "head": "last"})

@@ -157,7 +157,7 @@ def can_compile(device: str, progress: Progress) -> bool:
     try:
         torch.compile(lambda x: x.sin() + 1, dynamic=True)(torch.ones(7, device=device))
     except Exception as error:
-        shared.tell_left_out(progress, "torch.compile", first_line(error))
+        shared.print_left_out(progress, "torch.compile", first_line(error))
         return False
     return True
 

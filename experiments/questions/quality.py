@@ -94,7 +94,7 @@ def suited(model: PreTrainedModel, options: Options, progress: Progress) -> Iter
         except PressError as error:
             if options.press:
                 raise
-            shared.tell_left_out(progress, name, error)
+            shared.print_left_out(progress, name, error)
         else:
             yield name
 

@@ -248,7 +248,7 @@ def measure_first(options: Options, progress: Progress) -> pd.DataFrame:
         try:
             scope_of(condition, model, context)
         except PressError as error:
-            shared.tell_left_out(progress, condition.press, error)
+            shared.print_left_out(progress, condition.press, error)
         else:
             asked.append(condition)
     advance = partial(progress.advance, progress.add_task("first token", total=options.rounds))
