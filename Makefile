@@ -73,7 +73,6 @@ results: $(VENV)/.installed subjects
 		{ echo "commit first: results come from one commit"; exit 1; }
 	$(FREELY) $(RUN) -m experiments study --full --overwrite --output results
 	$(ORACLE) --write-parity
-	$(RUN) -m experiments.questions.architectures.document
 	$(RUN) -m experiments readme
 
 clean:

@@ -7,11 +7,14 @@ class Options:
     rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 20
 
 class Weight(Experiment[Options]):
-    \"""Weigh presses, one by one.\"""
+    \"""Weigh presses, one by one.
+
+    How heavy is a press?
+
+    Each press is put on a scale. Another scale would give another answer. ...
+    \"""
 
     name, title = "weight", "What a press weighs"
-    question = "How heavy is a press?"
-    method = "Each press is put on a scale. Another scale would give another answer. ..."
     full, quick = Options(), Options(rounds=3)
 
     def measure(self, options, progress):
@@ -119,34 +122,17 @@ class Contrast:
     bars: dict[str, float]
 
 
-@dataclass(frozen=True)
-class Related:
-    """How a finding compares with what others have said; a line of the report's related work.
-
-    Attributes:
-        finding: name of the finding.
-        work: whose work, with a link: Markdown.
-        says: what they say, in a sentence.
-        here: how that compares, in a sentence computed from the tables.
-    """
-
-    finding: str
-    work: str
-    says: str
-    here: str
-
-
 class Experiment(ABC, Generic[OptionsT]):
-    """One experiment of the study; the docstring of a subclass is the help of its command.
+    """One experiment of the study.
 
-    Whatever says what was found reads it off the tables, which may come from CSV files.
+    The docstring of a subclass has three paragraphs and is the help of its command: what it does;
+    the `question`, one sentence; and the `method`, three to five: how it is measured, what would
+    change the answer, and what it does not show. Whatever says what was found reads it off the
+    tables, which may come from CSV files.
 
     Attributes:
         name: of the command, and stem of its files.
         title: heading in the report.
-        question: one sentence: what it asks.
-        method: three to five sentences: how it is measured, what would change the answer, and what
-            it does not show.
         full: options of `make results`, and defaults of the command. A frozen dataclass, each of
             whose fields is a flag: `Annotated[type, typer.Option(help=...)]`, with a default. What
             a flag can repeat is a `tuple[type, ...]`, empty by default where that stands for all.
@@ -165,6 +151,12 @@ class Experiment(ABC, Generic[OptionsT]):
     evidence: ClassVar[Evidence | None] = None
     claims: ClassVar[dict[str, Claim]] = {}
     left_out: ClassVar[str] = "it runs on small models of its own"
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        paragraphs = [" ".join(text.split()) for text in (cls.__doc__ or "").split("\n\n")]
+        if len(paragraphs) == 3:
+            _, cls.question, cls.method = paragraphs
 
     @abstractmethod
     def measure(self, options: OptionsT, progress: Progress) -> Tables:
@@ -223,10 +215,6 @@ class Experiment(ABC, Generic[OptionsT]):
 
     def contrasts(self, tables: Tables) -> list[Contrast]:
         """What goes into the report's first figure."""
-        return []
-
-    def related(self, tables: Tables) -> list[Related]:
-        """How findings compare with what others have said."""
         return []
 
     def passed(self, tables: Tables) -> bool:

@@ -1,8 +1,9 @@
 """What the README and the pages of `docs/` say of the committed results.
 
 A block of a page between a line `<!-- table: quality-best overhead-decode -->` and a line
-`<!-- /table -->` holds findings, by their anchors in the report. `<!-- table: answers -->` holds
-all questions of the study: the findings, one figure, and a link to the tables in the report.
+`<!-- /table -->` holds findings, by their anchors in the report. `<!-- table: architectures -->`
+holds the tables of an experiment, and `<!-- table: answers -->` all questions of the study: the
+findings, one figure, and a link to the tables in the report.
 Blocks are written by `python -m experiments readme`, never by hand.
 """
 
@@ -37,6 +38,7 @@ def blocks(results: Path, experiments: Sequence[AnyExperiment]) -> dict[str, str
     if failed:
         raise UserError(f"{', '.join(failed)} failed in the study in {results}; run it again")
     items = {part.anchor(each.name): _item(each) for part in parts for each in part.findings}
+    items |= {part.experiment.name: _read(part) for part in parts}
     answers = [_answer(part, f"../{results.name}") for part in parts]
     return {"answers": "\n\n".join(answers), **items}
 
@@ -47,6 +49,12 @@ def _answer(part: Part, folder: str) -> str:
     findings = "\n".join(_item(finding) for finding in part.findings)
     more = f"[Method, tables and figures]({folder}/report.html#{part.experiment.name})"
     return "\n\n".join([f"## {part.experiment.title}", findings, *shown[:1], more])
+
+
+def _read(part: Part) -> str:
+    """The tables that are to be read, and what else a reader should know."""
+    views = [view.markdown() for view in part.experiment.views(part.tables)]
+    return "\n\n".join([*views, *part.experiment.remarks(part.tables)])
 
 
 def _item(finding: Finding) -> str:

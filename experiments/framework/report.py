@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple
 
 import pandas as pd
 import typer
+import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markdown_it import MarkdownIt
 from markupsafe import Markup
@@ -20,7 +21,7 @@ from matplotlib.figure import Figure
 
 from experiments import load_experiments
 from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import AnyExperiment, Finding, Related
+from experiments.framework.experiment import AnyExperiment, Finding
 from experiments.framework.manifest import read_manifest, write_manifest
 from experiments.framework.overview import overview
 from experiments.framework.plots import svg
@@ -38,6 +39,9 @@ MAX_ROWS = 15
 OVERVIEW = "overview"
 """Stem of the file of the first figure."""
 
+_WORKS = yaml.safe_load(Path(__file__).with_name("related.yaml").read_text(encoding="utf-8"))
+"""What others say, by the anchor of a finding."""
+
 _MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")
 
 
@@ -53,13 +57,13 @@ def threats(parts: Iterable[Part]) -> list[Evidence]:
     return [kind for kind in Evidence if kind in kinds]
 
 
-def related(parts: Iterable[Part]) -> list[tuple[str, Related]]:
-    """Related work, each with the anchor of the finding that stands beside it."""
+def related(parts: Iterable[Part]) -> list[tuple[str, str, str, Finding]]:
+    """Related work: whose it is, what it says, the anchor of the finding beside it, the finding."""
     return [
-        (part.anchor(line.finding), line)
+        (line["work"], line["says"], part.anchor(finding.name), finding)
         for part in parts
-        if not part.error
-        for line in part.experiment.related(part.tables)
+        for finding in part.findings
+        for line in _WORKS.get(part.anchor(finding.name), [])
     ]
 
 

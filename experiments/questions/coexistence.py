@@ -20,17 +20,7 @@ from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Finding, Tables
 from experiments.framework.tables import ResultTable
 from experiments.interventions import COMPANIONS, NOTHING, Intervention
-from experiments.mechanisms import OURS, TRIED
-from experiments.mechanisms.scenarios import (
-    CONTEXT,
-    Family,
-    Moment,
-    Scenarios,
-    Wrong,
-    decoded,
-    prefill,
-    some_of,
-)
+from experiments.mechanisms import OURS, TRIED, scenarios
 from experiments.testbed.families import HYBRID, build
 from experiments.testbed.response import Response, random_tokens
 from press_core.budget import n_kept
@@ -51,18 +41,18 @@ def ask(run: Callable[..., Any], companion: Intervention, by_hand: bool = False)
         by_hand: whether to leave only the keys of least norm in the cache before the decode steps.
     """
     if companion.answers:
-        return Response([run(random_tokens(CONTEXT))])
+        return Response([run(random_tokens(scenarios.CONTEXT))])
     cache = DynamicCache()
-    logits = [x.clone() for x in prefill(run, cache)]
+    logits = [x.clone() for x in scenarios.prefill(run, cache)]
     if by_hand:
         _evict_by_hand(cache)
-    found = decoded(run, cache, logits)
+    found = scenarios.decoded(run, cache, logits)
     return Response([x.float() for x in found.logits], [x.float() for x in found.states])
 
 
 def _evict_by_hand(cache: DynamicCache) -> None:
     for layer in cache.layers:
-        kept = top_positions(-layer.keys.float().norm(dim=-1), n_kept(CONTEXT, 0.5))
+        kept = top_positions(-layer.keys.float().norm(dim=-1), n_kept(scenarios.CONTEXT, 0.5))
         index = kept.unsqueeze(-1).expand(-1, -1, -1, layer.keys.shape[-1])
         layer.keys, layer.values = (s.gather(2, index) for s in (layer.keys, layer.values))
 
@@ -75,9 +65,9 @@ MINE = tuple(name for name in TRIED if name.partition(", ")[0] in OURS)
 class Options:
     """What to try."""
 
-    mechanism: Annotated[tuple[str, ...], some_of(TRIED)] = ()
-    companion: Annotated[tuple[str, ...], some_of(COMPANIONS)] = ()
-    family: Family = "llama"
+    mechanism: Annotated[tuple[str, ...], scenarios.some_of(TRIED)] = ()
+    companion: Annotated[tuple[str, ...], scenarios.some_of(COMPANIONS)] = ()
+    family: scenarios.Family = "llama"
 
 
 def small(family: str) -> PreTrainedModel:
@@ -114,23 +104,21 @@ def alone(companion: str, family: str) -> Response:
 # ---- the matrix ----------------------------------------------------------------------------------
 
 
-class Coexistence(Scenarios[Options]):
-    """Try each mechanism beside accelerate, PEFT, torch.compile and others."""
+class Coexistence(scenarios.Scenarios[Options]):
+    """Try each mechanism beside accelerate, PEFT, torch.compile and others.
+
+    Do presses, and other libraries that change models, still do what they should beside each
+    other?
+
+    Each mechanism meets each companion three times: begun before its scope and still there
+    after it, begun and ended inside it, and begun after it. What is kept, and the logits of a
+    prefill and of a decode step, are compared with those of the companion without a press and a
+    cache cut by hand; once the scope is closed, with the companion alone. Wrong means silently
+    wrong: nothing was raised. Other versions of the libraries may behave otherwise.
+    """
 
     name = "coexistence"
     title = "Beside other libraries"
-    question = (
-        "Do presses, and other libraries that change models, still do what they should beside each "
-        "other?"
-    )
-    method = (
-        "Each mechanism meets each companion three times: begun before its scope and still there "
-        "after it, begun and ended inside it, and begun after it. What is kept, and the logits of "
-        "a prefill and of a decode step, are compared with those of the companion without a press "
-        "and a cache cut by hand; once the scope is closed, with the companion alone. Wrong means "
-        "silently wrong: nothing was raised. Other versions of the libraries may behave "
-        "otherwise."
-    )
     evidence = Evidence.REFERENCE
     full = Options()
     quick = Options(
@@ -160,15 +148,19 @@ class Coexistence(Scenarios[Options]):
             if not COMPANIONS[companion].is_slow or (mechanism in MINE and phase != AFTER)
         ]
 
-    def scenario(self, mechanism: str, companion: str, phase: str, family: str) -> Iterator[Moment]:
+    def scenario(
+        self, mechanism: str, companion: str, phase: str, family: str
+    ) -> Iterator[scenarios.Moment]:
         """The model, or what the companion gives in its place, inside of the scope and after it."""
         model = small(family)
         scope, begun = TRIED[mechanism](model), COMPANIONS[companion].scope
 
-        def moment(when: str, run: Callable[..., Any] = model, beside: str = NOTHING) -> Moment:
+        def moment(
+            when: str, run: Callable[..., Any] = model, beside: str = NOTHING
+        ) -> scenarios.Moment:
             is_open, done = when.startswith("inside"), COMPANIONS[beside]
             right = pressed(mechanism, beside, family) if is_open else alone(beside, family)
-            return Moment(when, right, partial(ask, run, done), done.tolerance)
+            return scenarios.Moment(when, right, partial(ask, run, done), done.tolerance)
 
         if phase == BEFORE:
             with begun(model) as run:
@@ -187,13 +179,23 @@ class Coexistence(Scenarios[Options]):
             with begun(model) as run:
                 yield moment("after the scope", run, companion)
 
-    def named(self, wrong: Wrong) -> str:
+    def named(self, wrong: scenarios.Wrong) -> str:
         return ERROR if wrong.is_error else WRONG
 
     def findings(self, tables: Tables) -> list[Finding]:
-        table = tables["coexistence"]
-        parts = {"own": table[_is_own(table)], "others": table[~_is_own(table)]}
-        return [_finding(name, part) for name, part in parts.items() if len(part)]
+        table, found = tables["coexistence"], []
+        for others, part in table.groupby(~_is_own(table)):
+            wrong, errors = ((part["outcome"] == outcome).sum() for outcome in (WRONG, ERROR))
+            who = "the other mechanisms" if others else "hooks and patches of this project"
+            text = (
+                f"Beside other libraries, {who} are silently wrong in "
+                f"**{wrong}** of {len(part)} trials and raise an error in {errors}."
+            )
+            need = "use presses beside accelerate, PEFT and torch.compile"
+            works: Any = "breaks" if wrong else "costs" if errors else "works"
+            own = Finding("own", text, need, works)
+            found.append(Finding("others", text) if others else own)
+        return found
 
     def views(self, tables: Tables) -> list[ResultTable]:
         return [self.matrix(tables).table("The worst of before, inside and after the scope.")]
@@ -212,19 +214,6 @@ class Coexistence(Scenarios[Options]):
 
 def _is_own(table: pd.DataFrame) -> pd.Series[bool]:
     return table["mechanism"].isin(MINE)
-
-
-def _finding(name: str, part: pd.DataFrame) -> Finding:
-    wrong, errors = (int((part["outcome"] == outcome).sum()) for outcome in (WRONG, ERROR))
-    who = {"own": "hooks and patches of this project", "others": "the other mechanisms"}[name]
-    text = (
-        f"Beside other libraries, {who} are silently wrong in "
-        f"**{wrong}** of {len(part)} trials and raise an error in {errors}."
-    )
-    if name == "others":
-        return Finding(name, text)
-    verdict: Any = "breaks" if wrong else "costs" if errors else "works"
-    return Finding(name, text, "use presses beside accelerate, PEFT and torch.compile", verdict)
 
 
 EXPERIMENT = Coexistence()

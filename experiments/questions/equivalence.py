@@ -14,6 +14,7 @@ from itertools import product
 from pkgutil import resolve_name
 from typing import Annotated, Any, ClassVar
 
+import numpy as np
 import pandas as pd
 import torch
 import typer
@@ -23,15 +24,15 @@ from transformers import PreTrainedModel
 
 import hooks_impl
 from experiments import UserError
+from experiments.framework import shared
 from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Claim, Experiment, Finding, Related, Tables
-from experiments.framework.heatmap import draw_cells
-from experiments.framework.options import DTYPES, Device, checked_share, one_of
+from experiments.framework.experiment import Claim, Experiment, Finding, Tables
+from experiments.framework.frames import wide_table
+from experiments.framework.heatmap import OutcomeMatrix
+from experiments.framework.options import DTYPES, Device, checked_share, one_of, several
 from experiments.framework.own_model import OwnModel, Planned
-from experiments.framework.plots import new_figure, press_label, style
 from experiments.framework.tables import ResultTable
 from experiments.framework.timing import threads
-from experiments.framework.works import KVPRESS, SNAPKV
 from experiments.loading import ModelNotFoundError, load_model, short_name
 from experiments.testbed.compare import Inputs, PressPair, compare
 from experiments.testbed.families import FAMILIES, HYBRID, build, supported_implementations
@@ -39,10 +40,12 @@ from experiments.testbed.recipes import DELIMITER, fitted_pair, press_name, reci
 from press_core import PressError
 from press_core.scope import InstalledPress
 
+EQUAL, REFUSED, DIFFERENT = "the same bits", "refused alike", "different bits"
+LOOKS = {EQUAL: ("", "#c7e8dc"), REFUSED: ("\N{EN DASH}", "#eeeeee"), DIFFERENT: ("x", "#f4b6a0")}
+"""What a cell of the figure says, and its colour."""
+
 PressMaker = Callable[[float], PressPair]
 """From a compression ratio to a press with both mechanisms."""
-
-IMPLEMENTATIONS = ("eager", "sdpa")
 
 
 @dataclass(frozen=True)
@@ -57,41 +60,22 @@ class Options:
             show_default="all presses",
         ),
     ] = ()
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="A model to compare on: a shipped one, a folder, or a hub id.",
-            show_default="a small random model of each family",
-        ),
-    ] = None
+    model: shared.ModelOrOwn = None
     ratio: Annotated[
         tuple[float, ...],
-        typer.Option(
-            help="Share of the tokens to evict, in [0, 1). Repeatable.", callback=checked_share
-        ),
+        several(float, "Share of the tokens to evict, in [0, 1).", checked_share),
     ] = (0.5,)
     family: Annotated[
         tuple[str, ...],
-        typer.Option(
-            help="Architecture of the small models, such as llama. Repeatable.",
-            show_default="all families",
-            callback=one_of(FAMILIES),
-        ),
+        several(str, "Architecture of the small models, such as llama.", one_of(FAMILIES)),
     ] = ()
     dtype: Annotated[
-        tuple[str, ...],
-        typer.Option(
-            help="Data type of the model, such as bfloat16. Repeatable.",
-            callback=one_of((*DTYPES, "float64")),
-        ),
+        tuple[str, ...], several(str, "Data type of the model.", one_of((*DTYPES, "float64")))
     ] = ("float32", "bfloat16")
     attn: Annotated[
-        tuple[str, ...],
-        typer.Option(
-            help="Attention implementation, such as eager, where a family has it. Repeatable."
-        ),
-    ] = IMPLEMENTATIONS
-    length: Annotated[int, typer.Option(min=2, help="Tokens of the context.")] = 64
+        tuple[str, ...], several(str, "Attention implementation, where a family has it.")
+    ] = ("eager", "sdpa")
+    length: shared.Tokens = 64
     device: Device = "cpu"
 
 
@@ -152,18 +136,22 @@ def run_grid(
         padding not counted; the first `difference`, with the cell it was found in, and why both
         refuse alike, the `refusal`, empty where there is none.
     """
-    rows = []
+    rows, key = [], ["press", "ratio", "family", "dtype"]
     for name, dtype, attn in progress.track(variants(options), description="equivalence"):
         model = _load(options, name, dtype, attn)
         for (press, make), ratio, padded in product(presses.items(), options.ratio, (False, True)):
-            place = {"press": press, "ratio": ratio, "family": short_name(name), "dtype": dtype}
             cell = f"{attn}, {'' if padded else 'not '}padded"
             inputs = _inputs(model, options.length, padded, press)
-            rows.append(place | _compare(model, make(ratio), inputs, cell))
-    sums = dict.fromkeys(("cells", "compared", "differ", "tokens"), "sum")
-    told = pd.DataFrame(rows).groupby(["press", "ratio", "family", "dtype"], sort=False)
-    counted = told.agg(sums | {"difference": "first", "refusal": "first"})
-    return counted.fillna({"difference": "", "refusal": ""}).reset_index()
+            found = _compare(model, make(ratio), inputs, cell)
+            rows.append((press, ratio, short_name(name), dtype, *found))
+    table = pd.DataFrame(rows, columns=[*key, "tokens", "difference", "refusal"])
+    table = table.assign(compared=table["refusal"] == "", differ=table["difference"] != "")
+    counted = table.groupby(key, sort=False).agg(
+        cells=("tokens", "size"),
+        **{name: (name, "sum") for name in ("compared", "differ", "tokens")},
+        **{name: (name, lambda t: next(filter(None, t), "")) for name in ("difference", "refusal")},
+    )
+    return counted.reset_index()
 
 
 def _inputs(model: PreTrainedModel, length: int, padded: bool, press: str) -> Inputs:
@@ -174,16 +162,14 @@ def _inputs(model: PreTrainedModel, length: int, padded: bool, press: str) -> In
 
 def _compare(
     model: PreTrainedModel, presses: PressPair, inputs: Inputs, cell: str
-) -> dict[str, Any]:
-    """What `run_grid` says of one cell."""
-    row = {"cells": 1, "compared": 0, "differ": 0, "tokens": 0, "difference": None, "refusal": None}
+) -> tuple[int, str, str]:
+    """Tokens, the difference and the refusal of one cell: see `run_grid`."""
     try:
         both = fitted_pair(presses, model)
         difference = compare(model, both.hook, both.patch, inputs)
     except PressError as refusal:
-        return row | {"refusal": str(refusal)}
-    row |= {"compared": 1, "tokens": inputs.n_tokens}
-    return row | {"differ": 1, "difference": f"{cell}: {difference}"} if difference else row
+        return 0, "", str(refusal)
+    return inputs.n_tokens, f"{cell}: {difference}" if difference else "", ""
 
 
 # ---- what was asked for --------------------------------------------------------------------------
@@ -225,61 +211,26 @@ def _press_class(text: str) -> type[Any]:
     return found
 
 
-# ---- reading the table ---------------------------------------------------------------------------
-
-
-def _figure(cells: pd.DataFrame) -> Figure:
-    """A square per press and model; with words in it where there is more to say than "equal"."""
-    sums = cells.groupby(["press", "family"], sort=False)[["compared", "differ"]].sum()
-    looks = {
-        (press_label(press), family): _look(compared, differ)
-        for (press, family), compared, differ in sums.itertuples(name=None)
-    }
-    presses = [press_label(press) for press in cells["press"].unique()]
-    families = list(cells["family"].unique())
-    width, height = 1.6 + 0.27 * len(families), 1.2 + 0.18 * len(presses)
-    figure, (panel,) = new_figure(width=max(width, 3.6), height=height)
-    with style():
-        draw_cells(panel, presses, families, looks)
-    figure.set_label(
-        "Green: hook and patch leave the same bits in every cell of a press and a model; red: they "
-        "differ in as many; grey, with a dash: both refuse"
-    )
-    return figure
-
-
-def _look(compared: int, differ: int) -> tuple[str, str]:
-    if not compared:
-        return "\N{EN DASH}", "#eeeeee"
-    return (str(differ), "#f4b6a0") if differ else ("", "#c7e8dc")
-
-
-def _label(rows: pd.DataFrame) -> str:
-    """How many cells of some rows are equal, of those compared."""
-    compared, differ = rows["compared"].sum(), rows["differ"].sum()
-    return f"{compared - differ}/{compared}" if compared else "refused"
+# ---- the experiment ------------------------------------------------------------------------------
 
 
 class Equivalence(Experiment[Options]):
-    """Run presses as hooks and as patches, and compare caches and logits bit for bit.
+    """Run presses as hooks and as patches, and compare caches and logits bit for bit. Input is
+    random tokens. The exit status is 1 if anything differs; the first layer, head and position
+    that does is named.
 
-    Input is random tokens. The exit status is 1 if anything differs; the first layer, head and
-    position that does is named.
+    Does a press leave the same cache and the same logits whether hooks install it or patches?
+
+    Each press runs twice on the same small random model and the same random tokens: once with
+    hooks, once with patches. The cache (positions, keys, values, lengths) is compared after the
+    prefill and at the end, and so are the logits of the prefill, of a question of several
+    tokens and of a decode step. One bit that differs makes a cell differ. Small random models
+    have the code paths of large ones, but not their numbers; `--model` runs the same on any
+    model.
     """
 
     name = "equivalence"
     title = "Do both mechanisms leave the same bits?"
-    question = (
-        "Does a press leave the same cache and the same logits whether hooks install it or patches?"
-    )
-    method = (
-        "Each press runs twice on the same small random model and the same random tokens: once "
-        "with hooks, once with patches. The cache (positions, keys, values, lengths) is compared "
-        "after the prefill and at the end, and so are the logits of the prefill, of a question of "
-        "several tokens and of a decode step. One bit that differs makes a cell differ. Small "
-        "random models have the code paths of large ones, but not their numbers; `--model` runs "
-        "the same on any model."
-    )
     evidence = Evidence.BITS
     full = Options()
     quick = Options(family=("llama", "gemma3_text", "gpt_neox"), dtype=("bfloat16",))
@@ -316,16 +267,14 @@ class Equivalence(Experiment[Options]):
 
     def views(self, tables: Tables) -> list[ResultTable]:
         cells = tables["equivalence"]
-        dtypes = [str(dtype) for dtype in cells["dtype"].unique()]
-        rows = [
-            [press, *(_label(own[own["dtype"] == dtype]) for dtype in dtypes), _label(own)]
-            for press, own in cells.groupby("press", sort=False)
-        ]
+        both = pd.concat([cells, cells.assign(dtype="all")])
+        sums = both.groupby(["press", "dtype"], sort=False)[["compared", "differ"]].sum()
+        shown = [f"{n - differ}/{n}" if n else "refused" for n, differ in sums.to_numpy()]
         note = (
             "Cells whose bits are equal, of those compared: "
             f"{int(cells['tokens'].sum()):,} tokens with each mechanism."
         )
-        return [ResultTable(note, ["press", *dtypes, "all"], rows)]
+        return [wide_table(note, sums.reset_index(), ["press"], "dtype", shown)]
 
     def remarks(self, tables: Tables) -> list[str]:
         """What both refuse, and the first differences."""
@@ -341,27 +290,15 @@ class Equivalence(Experiment[Options]):
         return ["\n".join(notes)] if notes else []
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
-        return {"equivalence": _figure(tables["equivalence"])}
-
-    def related(self, tables: Tables) -> list[Related]:
-        compared, differ = tables["equivalence"][["compared", "differ"]].sum()
-        equal = f"{compared - differ:,} of {compared:,} combinations"
-        return [
-            Related(
-                "bits",
-                KVPRESS,
-                "Presses are forward hooks; those that read queries project them once more.",
-                "Hooks collect the queries that the model has projected itself, which is what "
-                f"makes bits comparable: {equal} are equal to those of patches.",
-            ),
-            Related(
-                "bits",
-                SNAPKV,
-                "Its code replaces the attention forwards of particular transformers releases.",
-                "One patch serves every architecture of the grid, and the method does not need it: "
-                f"a hook leaves the same bits in {equal}.",
-            ),
-        ]
+        """A square per press and model: the worst of all its cells."""
+        cells = tables["equivalence"]
+        refused = np.where(cells["compared"] > 0, EQUAL, REFUSED)
+        outcome = np.where(cells["differ"] > 0, DIFFERENT, refused)
+        rows = cells.assign(outcome=outcome, mechanism=cells["family"])
+        label = (
+            "What came of each press (rows) and model: the same bits by hook and by patch, or not"
+        )
+        return {"equivalence": OutcomeMatrix.of(rows, "press", LOOKS).figure(label)}
 
     def passed(self, tables: Tables) -> bool:
         cells = tables["equivalence"]

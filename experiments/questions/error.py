@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import pandas as pd
-import torch
-import typer
 from matplotlib.figure import Figure
 from rich.progress import Progress
 from torch import Tensor
@@ -20,21 +18,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hooks_impl
 from experiments import UserError
+from experiments.framework import shared
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.frames import frame_table, heat_maps
-from experiments.framework.options import (
-    AutoDevice,
-    Dtype,
-    checked_positive_share,
-    chosen_device,
-    several,
-)
+from experiments.framework.options import AutoDevice, Dtype, chosen_device
 from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import press_label
 from experiments.framework.tables import ResultTable
 from experiments.loading import load_model, short_name
-from experiments.testbed.facts import VOCABULARY, draw
+from experiments.testbed.asking import UNSEEN, Task
+from experiments.testbed.facts import VOCABULARY
 from experiments.testbed.masked import Reader, Sample, harm
 from experiments.testbed.recipes import press_name, suited_pair
 from press_core import PressError
@@ -53,23 +47,13 @@ EXPLAINED = 1e-3
 class Options:
     """What is evicted, and from what."""
 
-    press: Annotated[
-        tuple[str, ...],
-        several(
-            str, "Press to measure, such as SnapKV.", show_default="all that evict in the prefill"
-        ),
-    ] = ()
-    ratio: Annotated[
-        float,
-        typer.Option(
-            help="Share of the tokens to evict, in (0, 1).", callback=checked_positive_share
-        ),
-    ] = 0.8
-    samples: Annotated[int, typer.Option(min=1, help="Contexts, with a question each.")] = 8
-    context: Annotated[int, typer.Option(min=32, help="Words in a context.")] = 512
-    facts: Annotated[int, typer.Option(min=1, help="Facts in a context.")] = 8
-    model: Annotated[str, typer.Option(help="Shipped model, folder or hub id.")] = "facts-llama"
-    seed: Annotated[int, typer.Option(help="Seed of the contexts.")] = 0
+    press: shared.Presses = ()
+    ratio: shared.Ratio = 0.8
+    samples: shared.Samples = 8
+    context: shared.Words = 512
+    facts: shared.Facts = 8
+    model: shared.Model = "facts-llama"
+    seed: shared.Seed = 0
     dtype: Dtype = "float32"
     device: AutoDevice = "auto"
 
@@ -83,19 +67,16 @@ def samples_of(tokenizer: PreTrainedTokenizerBase, options: Options) -> list[Sam
     Raises:
         UserError: if the contexts cannot hold the facts.
     """
-    generator = torch.Generator().manual_seed(options.seed)
-    try:
-        batch = draw(options.samples, options.context, options.facts, generator)
-    except ValueError as error:
-        raise UserError(f"--context, --facts: {error}") from error
+    task = Task(options.context, options.facts, options.samples, seed=options.seed)
+    batches = task.batches(UNSEEN)
     if tokenizer.get_vocab() == {word: index for index, word in enumerate(VOCABULARY)}:
-        return [Sample(batch.context_ids, batch.question_ids[:, 0])]
+        return [Sample(batch.context_ids, batch.question_ids[:, 0]) for batch in batches]
 
     def ids(words: str, start: bool) -> Tensor:
         encoded: Any = tokenizer(words, add_special_tokens=start, return_tensors="pt")
         return encoded.input_ids
 
-    texts = [batch.text(row) for row in range(options.samples)]
+    texts = [batch.text(row) for batch in batches for row in range(len(batch.context_ids))]
     return [Sample(ids(t.context, True), ids(f" {t.questions[0]}", False)) for t in texts]
 
 
@@ -116,8 +97,7 @@ def tables_of(
             pair = suited_pair(press, ratio, length, model)
             told = [harm(reader, pair) for reader in readers]
         except PressError as error:
-            said = f"left out: {press}: {error}"
-            progress.console.print(said, style="yellow", markup=False)
+            shared.print_left_out(progress, press, error)
             continue
         of = {"press": press, "ratio": ratio}
         heads += [of | row for rows, _ in told for row in rows]
@@ -125,13 +105,13 @@ def tables_of(
     if not logits:
         raise UserError(f"none of {', '.join(map(press_label, presses))} evicts in the prefill")
     place = ["press", "ratio", "layer", "head"]
-    by_head = pd.DataFrame(heads).groupby(place, sort=False, as_index=False)
-    by_press = pd.DataFrame(logits).groupby(place[:2], sort=False, as_index=False)
+    how: Any = {"sort": False, "as_index": False}
     means = dict.fromkeys(("kept", "mass_lost", "alone"), "mean")
     worst = {"logit_error": "max", "unexplained": "max", "equal": "min"}
     n = sum(len(sample.context) for sample in samples)
+    by_press = pd.DataFrame(logits).groupby(place[:2], **how)
     return {
-        "error": by_head.agg(means | {"logit_error": "max"}),
+        "error": pd.DataFrame(heads).groupby(place, **how).agg(means | {"logit_error": "max"}),
         "error_logits": by_press.agg({"same_token": "mean"} | worst).assign(samples=n),
     }
 
@@ -146,92 +126,21 @@ def explained(tables: Tables) -> pd.DataFrame:
     return tables["error"][tables["error"]["press"].isin(explains)]
 
 
-def _finding_on_place(error: pd.DataFrame) -> Finding:
-    """How much of the error comes from the heads where it is worst."""
-    shares = []
-    for _, errors in error.groupby("press")["logit_error"]:
-        shares.append(errors.nlargest(max(1, len(errors) // 4)).sum() / errors.sum())
-    text = (
-        f"With {error['ratio'].iloc[0]:.0%} evicted, **{sum(shares) / len(shares):.0%}** of the "
-        f"error of the logits comes from a quarter of the {len(error) // len(shares)} heads, on "
-        f"average over {len(shares)} {'press' if len(shares) == 1 else 'presses'}."
-    )
-    return Finding("where", text)
-
-
-def _finding_on_mass(error: pd.DataFrame) -> Finding:
-    related = error["mass_lost"].corr(error["alone"], method="spearman")
-    text = (
-        f"Attention mass lost ranks heads as the error of their output does: Spearman's "
-        f"correlation is **{related:.2f}**, over {len(error):,} heads."
-    )
-    return Finding("mass", text)
-
-
-def _finding_on_mechanisms(logits: pd.DataFrame) -> Finding:
-    other = int((~logits["equal"].astype(bool)).sum())
-    text = (
-        f"Hooks and patches differ in a bit of attention output or logits in **{other}** of "
-        f"{len(logits)} presses and ratios."
-    )
-    return Finding("equal", text, verdict="breaks" if other else None, evidence=Evidence.BITS)
-
-
-def _table(error: pd.DataFrame, logits: pd.DataFrame) -> ResultTable:
-    """A row per press and ratio, the least harmful first."""
-    note = (
-        f"`{logits['model'].iloc[0]}`, {logits['samples'].iloc[0]} contexts, a question each, "
-        f"{logits['ratio'].iloc[0]:.0%} evicted: mean over layers and heads; the head (layer.head) "
-        "whose eviction alone changes the logits most; whether the full cache behind a mask gives "
-        "the same logits (presses that change values, positions or channels of what they keep are "
-        "left out of the findings and the figure):"
-    )
-    by_press = error.sort_values("logit_error").groupby("press")
-    heads = by_press.agg({"mass_lost": "mean", "layer": "last", "head": "last"})
-    found = logits.join(heads, on="press").sort_values("logit_error")
-    shown = {
-        "press": found["press"].map(press_label),
-        "attention lost": found["mass_lost"].map("{:.1%}".format),
-        "worst head": found["layer"].map(str) + "." + found["head"].map(str),
-        "largest logit error": found["logit_error"].map("{:.3g}".format),
-        "same answer": found["same_token"].map("{:.0%}".format),
-        "mask explains": (found["unexplained"] <= EXPLAINED).map({True: "yes", False: "no"}),
-    }
-    return frame_table(note, pd.DataFrame(shown))
-
-
-def _figure(error: pd.DataFrame) -> Figure:
-    """The error of each head's attention output by itself: layer by head, a panel per press."""
-    by_press: Any = dict(
-        list(error.astype({"layer": str, "head": str}).groupby("press", sort=False))
-    )
-    return heat_maps(
-        {
-            press_label(name): by_press[name].pivot_table("alone", "layer", "head", sort=False)
-            for name in sorted(by_press, key=lambda name: name not in DRAWN)[: len(DRAWN)]
-        },
-        f"How far (in %) the attention output of each KV head is off when it alone evicts "
-        f"{error['ratio'].iloc[0]:.0%}, over its norm: layer (rows) by head, a panel per press",
-        columns=3,
-    )
-
-
 class Error(Experiment[Options]):
-    """Tell, per layer and head, what an eviction does to attention and logits."""
+    """Tell, per layer and head, what an eviction does to attention and logits.
+
+    In which layers and heads does an eviction change the attention output and the logits, and
+    how much attention is lost there?
+
+    A question is read from a pruned and from the full cache of the same context, with eager
+    attention, and its attention outputs and logits are compared. What a head's eviction does by
+    itself is told by the full cache behind a mask on that head; the mask on all heads has to
+    give the logits of the pruned cache. In a deeper model more errors add up, and contexts in
+    which all hangs together spread them over more heads.
+    """
 
     name = "error"
     title = "Where an eviction hurts"
-    question = (
-        "In which layers and heads does an eviction change the attention output and the logits, "
-        "and how much attention is lost there?"
-    )
-    method = (
-        "A question is read from a pruned and from the full cache of the same context, with eager "
-        "attention, and its attention outputs and logits are compared. What a head's eviction does "
-        "by itself is told by the full cache behind a mask on that head; the mask on all heads has "
-        "to give the logits of the pruned cache. In a deeper model more errors add up, and "
-        "contexts in which all hangs together spread them over more heads."
-    )
     evidence = Evidence.MODEL
     full = Options()
     quick = Options(
@@ -260,27 +169,73 @@ class Error(Experiment[Options]):
             bit for bit.
         """
         names = [press_name(name) for name in options.press] or sorted(hooks_impl.PRESSES)
-        model, tokenizer = load_model(
-            options.model,
-            dtype=options.dtype,
-            attn_implementation="eager",
-            device=chosen_device(options.device),
-        )
+        how: Any = {"dtype": options.dtype, "device": chosen_device(options.device)}
+        model, tokenizer = load_model(options.model, attn_implementation="eager", **how)
         tables = tables_of(model, samples_of(tokenizer, options), names, options.ratio, progress)
         name = short_name(options.model)
         return {stem: table.assign(model=name) for stem, table in tables.items()}
 
     def findings(self, tables: Tables) -> list[Finding]:
-        shown = explained(tables)
-        told = [_finding_on_place(shown), _finding_on_mass(shown)] if len(shown) else []
-        return [*told, _finding_on_mechanisms(tables["error_logits"])]
+        error, logits = explained(tables), tables["error_logits"]
+        other = int((~logits["equal"].astype(bool)).sum())
+        equal = (
+            f"Hooks and patches differ in a bit of attention output or logits in **{other}** of "
+            f"{len(logits)} presses and ratios."
+        )
+        verdict: Any = "breaks" if other else None
+        bits = Finding("equal", equal, verdict=verdict, evidence=Evidence.BITS)
+        if error.empty:
+            return [bits]
+        by_press = error.groupby("press")["logit_error"]
+        shares = by_press.agg(lambda e: e.nlargest(max(1, len(e) // 4)).sum() / e.sum())
+        where = (
+            f"With {error['ratio'].iloc[0]:.0%} evicted, **{shares.mean():.0%}** of the error of "
+            f"the logits comes from a quarter of the {by_press.size().max()} heads, on average "
+            f"over {len(shares)} {'press' if len(shares) == 1 else 'presses'}."
+        )
+        related = error["mass_lost"].corr(error["alone"], method="spearman")
+        mass = (
+            f"Attention mass lost ranks heads as the error of their output does: Spearman's "
+            f"correlation is **{related:.2f}**, over {len(error):,} heads."
+        )
+        return [Finding("where", where), Finding("mass", mass), bits]
 
     def views(self, tables: Tables) -> list[ResultTable]:
-        return [_table(tables["error"], tables["error_logits"])]
+        """A row per press and ratio, the least harmful first."""
+        error, logits = tables["error"], tables["error_logits"]
+        note = (
+            f"`{logits['model'].iloc[0]}`, {logits['samples'].iloc[0]} contexts, "
+            f"{logits['ratio'].iloc[0]:.0%} evicted; heads are named layer.head. Presses that the "
+            "mask does not explain change what they keep; findings and figure leave them out."
+        )
+        by_press = error.sort_values("logit_error").groupby("press")
+        heads = by_press.agg({"mass_lost": "mean", "layer": "last", "head": "last"})
+        found = logits.join(heads, on="press").sort_values("logit_error")
+        shown = {
+            "press": found["press"].map(press_label),
+            "attention lost": found["mass_lost"].map("{:.1%}".format),
+            "worst head": found["layer"].map(str) + "." + found["head"].map(str),
+            "largest logit error": found["logit_error"].map("{:.3g}".format),
+            "same answer": found["same_token"].map("{:.0%}".format),
+            "mask explains": (found["unexplained"] <= EXPLAINED).map({True: "yes", False: "no"}),
+        }
+        return [frame_table(note, pd.DataFrame(shown))]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
-        shown = explained(tables)
-        return {self.name: _figure(shown)} if len(shown) else {}
+        """The error of each head's attention output by itself: layer by head, a panel per press."""
+        error = explained(tables).astype({"layer": str, "head": str})
+        if error.empty:
+            return {}
+        by_press = {str(name): rows for name, rows in error.groupby("press", sort=False)}
+        panels = {
+            press_label(name): by_press[name].pivot_table("alone", "layer", "head", sort=False)
+            for name in sorted(by_press, key=lambda name: name not in DRAWN)[: len(DRAWN)]
+        }
+        label = (
+            "How far (in %) the attention output of each KV head is off when it alone evicts "
+            f"{error['ratio'].iloc[0]:.0%}, over its norm: layer (rows) by head, a panel per press"
+        )
+        return {self.name: heat_maps(panels, label, columns=3)}
 
 
 EXPERIMENT = Error()

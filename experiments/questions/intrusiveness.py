@@ -9,7 +9,6 @@ the same way, in environments that have them (`experiments.interventions`).
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,14 +25,14 @@ from matplotlib.figure import Figure
 from rich.progress import Progress
 from transformers import PreTrainedModel
 
-from experiments import UserError
 from experiments.audit import CALL, LEFT, OPEN, REACHES, RUNNING, audit, differences, snapshot
+from experiments.framework import shared
 from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Claim, Contrast, Experiment, Finding, Related, Tables
+from experiments.framework.experiment import Claim, Contrast, Experiment, Finding, Tables
 from experiments.framework.frames import frame_table, heat_maps
+from experiments.framework.options import checking
 from experiments.framework.tables import ResultTable
 from experiments.framework.wording import in_one_line
-from experiments.framework.works import KVPRESS
 from experiments.interventions import LIBRARIES
 from experiments.mechanisms import OURS, TRIED, Opens
 from experiments.mechanisms.contain import contained
@@ -43,7 +42,12 @@ from experiments.testbed.families import build
 ENVIRONMENTS = (".venv-subjects", ".venv-oldest")
 """Where the libraries under audit may be installed, beside this package."""
 INSTALL = "make subjects"
+_PYTHON = "bin/python"
 ROOT = Path(__file__).parents[2]
+
+
+def _has_python(environment: Path) -> bool:
+    return (environment / _PYTHON).exists()
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,9 @@ class Options:
         typer.Option(
             help="Virtual environment with libraries to audit. Repeatable.",
             show_default=f"{' and '.join(ENVIRONMENTS)} where they are",
+            callback=checking(
+                _has_python, "{} holds no virtual environment: there is no bin/python in it"
+            ),
         ),
     ] = ()
 
@@ -155,33 +162,27 @@ def of_libraries(audited: Iterable[list[dict[str, Any]]]) -> pd.DataFrame:
         `changes`, `example`, `error`. A subject that changes nothing has a row without changes, one
         that could not be audited a row that says why.
     """
-    found, rows = list(chain.from_iterable(audited)), []
-    for library in LIBRARIES:
-        own = [row for row in found if row["library"] == library]
-        own = [row for row in own if row["transformers"] == own[0]["transformers"]]
-        if not own:
-            error = f"not run: none of the environments has it; `{INSTALL}` installs it"
-            rows.append({"library": library, "subject": "", "error": error})
-        for row in own:
-            rows += [{**row, **change} for change in row["changes"] or [{"changes": 0}]]
-    return pd.DataFrame(rows, columns=_SUBJECT_COLUMNS)
+    rows = [
+        {**row, **change}
+        for row in chain.from_iterable(audited)
+        for change in row["changes"] or [{"changes": 0}]
+    ]
+    found = pd.DataFrame(rows, columns=_SUBJECT_COLUMNS)
+    newest = found.groupby("library")["transformers"].transform("first")
+    error = f"not run: none of the environments has it; `{INSTALL}` installs it"
+    absent = [library for library in LIBRARIES if library not in set(found["library"])]
+    missing = pd.DataFrame({"library": absent, "subject": "", "error": error})
+    return pd.concat([found[found["transformers"] == newest], missing], ignore_index=True)
 
 
 def audit_libraries(environment: Path) -> list[dict[str, Any]]:
-    """What `python -m experiments.interventions` prints there; nothing where there is no Python.
+    """What `python -m experiments.interventions` prints there.
 
     Raises:
         UserError: if it fails.
     """
-    python = environment / "bin" / "python"
-    if not python.exists():
-        return []
-    command = [str(python), "-m", "experiments.interventions"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        reason = (done.stderr.strip() or "no message").splitlines()[-1]
-        raise UserError(f"auditing the libraries in {environment} failed: {reason}")
-    rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    printed = shared.printed_by(environment / _PYTHON, "experiments.interventions")
+    rows: list[dict[str, Any]] = json.loads(printed.splitlines()[-1])
     return rows
 
 
@@ -202,53 +203,32 @@ def _left(exits: pd.DataFrame, ours: bool) -> pd.Series[int]:
     return left[left.index.map(lambda name: (name.split(",")[0] in OURS) == ours)]
 
 
-def _touched_table(changes: pd.DataFrame, exits: pd.DataFrame) -> ResultTable:
-    left = [f"{name} ({n})" for name, n in _left(exits, ours=False).items() if n]
-    note = (
-        "Entries that differ from before, on a Llama of two layers: hooks, attributes, registry "
-        "entries, frames on the stack as the first layer stores its keys, and so on. Of the other "
-        f"mechanisms something is left by {', '.join(left) or 'none'}."
-    )
-    touched = by_reach(changes, ["mechanism"], OPEN, RUNNING)
-    touched["left, at most"] = exits.groupby("mechanism")["leftovers"].max()
-    kinds = changes[changes["when"] == OPEN].groupby("mechanism")["kind"].unique()
-    touched["what"] = kinds.map(", ".join).reindex(touched.index, fill_value="")
-    return frame_table(note, touched.reset_index(), None)
-
-
 def _library_table(libraries: pd.DataFrame) -> ResultTable:
     """What libraries touch and leave; of those that were not audited, why."""
-    note = (
-        "Libraries, audited in the same way: entries that differ while open (all reaches), and "
-        "those that are left, by reach. Modules that an import loads are not counted."
-    )
-    keys = ["library", "version", "subject"]
-    told = libraries.fillna(dict.fromkeys((*keys, "error"), ""))
+    note = "Libraries: entries that differ while open, and those that are left, by reach."
+    keys = ["library", "version", "subject", "error"]
+    told = libraries.fillna(dict.fromkeys(keys, ""))
     found = by_reach(told, keys, LEFT).drop(columns=CALL).add_prefix("left: ")
     found.insert(0, "while open", by_reach(told, keys, OPEN).sum(axis=1))
-    found = found.astype(object)
-    found["error"] = told.drop_duplicates(keys).set_index(keys)["error"]
-    found.loc[found["error"] != "", found.columns[:-1]] = ""
     return frame_table(note, found.reset_index(), None)
 
 
 class Intrusiveness(Experiment[Options]):
-    """Audit what each mechanism, and each library, touches, and what it leaves behind."""
+    """Audit what each mechanism, and each library, touches, and what it leaves behind.
+
+    What does each mechanism touch while it is open, how far does that reach, and what does it
+    leave?
+
+    Snapshots of everything that can be reached from a small Llama and its process (hooks,
+    attributes, classes, globals of modeling files, registries, configurations, weights,
+    settings) are taken before, inside, in the middle of a call, and after. An entry counts if
+    it is another object or has another value. Each scope is left in five ways, among them an
+    error and an interrupt. Other versions of the libraries may touch other entries, and what
+    C++ hides from Python is not seen.
+    """
 
     name = "intrusiveness"
     title = "What is touched, and what is left"
-    question = (
-        "What does each mechanism touch while it is open, how far does that reach, and what does "
-        "it leave?"
-    )
-    method = (
-        "Snapshots of everything that can be reached from a small Llama and its process (hooks, "
-        "attributes, classes, globals of modeling files, registries, configurations, weights, "
-        "settings) are taken before, inside, in the middle of a call, and after. An entry counts "
-        "if it is another object or has another value. Each scope is left in five ways, among "
-        "them an error and an interrupt. Other versions of the libraries may touch other entries, "
-        "and what C++ hides from Python is not seen."
-    )
     evidence = Evidence.STATE
     full = quick = Options()
     left_out = "what a mechanism touches is the same on every model; `make study` tells"
@@ -262,15 +242,10 @@ class Intrusiveness(Experiment[Options]):
             `intrusiveness_exits`: what is left by mechanism and `exit`;
             `intrusiveness_libraries`: see `of_libraries`.
         """
-        for folder in options.environment:
-            if not (folder / "bin" / "python").exists():
-                raise UserError(
-                    f"{folder} holds no virtual environment: there is no bin/python in it"
-                )
-        environments = options.environment or [ROOT / name for name in ENVIRONMENTS]
+        found = [*filter(_has_python, map(ROOT.joinpath, ENVIRONMENTS))]
         changes, exits = [], []
         with ThreadPoolExecutor() as pool:
-            libraries = pool.map(audit_libraries, environments)
+            libraries = pool.map(audit_libraries, options.environment or found)
             for name in progress.track(TRIED, description=self.name):
                 changes.append(touched(TRIED[name]).assign(mechanism=name))
                 exits += [{"mechanism": name, **leftovers(TRIED[name], how)} for how in EXITS]
@@ -293,8 +268,18 @@ class Intrusiveness(Experiment[Options]):
         return [Finding("left", text, "get the model back as it was", verdict)]
 
     def views(self, tables: Tables) -> list[ResultTable]:
-        touched = _touched_table(tables["intrusiveness"], tables["intrusiveness_exits"])
-        return [touched, _library_table(tables["intrusiveness_libraries"])]
+        changes, exits = tables["intrusiveness"], tables["intrusiveness_exits"]
+        left = [f"{name} ({n})" for name, n in _left(exits, ours=False).items() if n]
+        note = (
+            "Entries that differ from before, on a Llama of two layers. Of the other mechanisms "
+            f"something is left by {', '.join(left) or 'none'}."
+        )
+        touched = by_reach(changes, ["mechanism"], OPEN, RUNNING)
+        touched["left, at most"] = exits.groupby("mechanism")["leftovers"].max()
+        kinds = changes[changes["when"] == OPEN].groupby("mechanism")["kind"].unique()
+        touched["what"] = kinds.map(", ".join).reindex(touched.index, fill_value="")
+        of_libraries = _library_table(tables["intrusiveness_libraries"])
+        return [frame_table(note, touched.reset_index(), None), of_libraries]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
         """Two heat maps side by side: what is touched, and what is left."""
@@ -302,25 +287,8 @@ class Intrusiveness(Experiment[Options]):
         left = exits.pivot_table("leftovers", "mechanism", "exit", sort=False)
         touched = by_reach(tables["intrusiveness"], ["mechanism"], OPEN, RUNNING).loc[left.index]
         panels = {"touched while open, by reach": touched, "left behind, by way of leaving": left}
-        label = (
-            "Entries touched while a scope is open, by mechanism and reach, and entries left "
-            "behind, by mechanism and way of leaving"
-        )
+        label = "Entries that mechanisms touch while open, by reach, and leave, by way of leaving"
         return {"intrusiveness": heat_maps(panels, label, "{:.0f}", columns=2)}
-
-    def related(self, tables: Tables) -> list[Related]:
-        exits, libraries = tables["intrusiveness_exits"], tables["intrusiveness_libraries"]
-        theirs = libraries[(libraries["library"] == "kvpress") & libraries["when"].notna()]
-        if theirs.empty:
-            return []
-        counts = by_reach(theirs, ["subject"], LEFT).sum(axis=1)
-        behind = ", ".join(f"{subject} {count}" for subject, count in counts.items() if count)
-        says = "A press is a context manager: its hooks are there for the block."
-        here = (
-            f"Entries that kvpress {theirs['version'].iloc[0]} leaves behind, in the same audit: "
-            f"{behind}; here {_left(exits, ours=True).sum()}."
-        )
-        return [Related("left", KVPRESS, says, here)]
 
     def contrasts(self, tables: Tables) -> list[Contrast]:
         own, others = (_left(tables["intrusiveness_exits"], ours) for ours in (True, False))

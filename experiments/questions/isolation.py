@@ -23,18 +23,8 @@ from transformers import DynamicCache, PreTrainedModel
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Claim, Contrast, Finding, Tables
 from experiments.framework.tables import ResultTable
-from experiments.mechanisms import MECHANISMS, OURS
+from experiments.mechanisms import MECHANISMS, OURS, scenarios
 from experiments.mechanisms.contain import contained
-from experiments.mechanisms.scenarios import (
-    Family,
-    Moment,
-    Scenarios,
-    Wrong,
-    answer,
-    decoded,
-    prefill,
-    some_of,
-)
 from experiments.testbed.families import build
 from experiments.testbed.response import Response
 from press_core import attention_sites
@@ -57,8 +47,8 @@ differently after; it raises an error, inside or after."""
 class Options:
     """What to try."""
 
-    mechanism: Annotated[tuple[str, ...], some_of(MECHANISMS)] = ()
-    family: Family = "llama"
+    mechanism: Annotated[tuple[str, ...], scenarios.some_of(MECHANISMS)] = ()
+    family: scenarios.Family = "llama"
 
 
 # ---- answers -----------------------------------------------------------------------------------
@@ -67,7 +57,7 @@ class Options:
 def in_thread(model: PreTrainedModel) -> Response:
     """What the model answers in a thread that knows nothing of any scope."""
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(answer, model).result()
+        return pool.submit(scenarios.answer, model).result()
 
 
 # ---- situations --------------------------------------------------------------------------------
@@ -83,24 +73,27 @@ Answers = Callable[[PreTrainedModel], Response]
 
 
 def _asked(
-    when: str, rights: list[Response], models: list[PreTrainedModel], ask: Answers = answer
-) -> Iterator[Moment]:
+    when: str,
+    rights: list[Response],
+    models: list[PreTrainedModel],
+    ask: Answers = scenarios.answer,
+) -> Iterator[scenarios.Moment]:
     for right, model in zip(rights, models, strict=True):
-        yield Moment(when, right, partial(ask, model))
+        yield scenarios.Moment(when, right, partial(ask, model))
 
 
 def _bystanders(
     others: Callable[[PreTrainedModel, Make], list[PreTrainedModel]],
     press: Press,
     make: Make,
-    ask: Answers = answer,
-) -> Iterator[Moment]:
+    ask: Answers = scenarios.answer,
+) -> Iterator[scenarios.Moment]:
     """Other models than the one that the press is open on."""
     model = make(0)
     bystanders = others(model, make)
-    rights = [answer(bystander) for bystander in bystanders]
+    rights = [scenarios.answer(bystander) for bystander in bystanders]
     with press(RATIO)(model):
-        answer(model)
+        scenarios.answer(model)
         yield from _asked(INSIDE, rights, bystanders, ask)
     yield from _asked(AFTER, rights, bystanders, ask)
 
@@ -128,47 +121,50 @@ def _with_its_module(model: PreTrainedModel, make: Make) -> list[PreTrainedModel
     return [other]
 
 
-def _copied_inside(press: Press, make: Make) -> Iterator[Moment]:
+def _copied_inside(press: Press, make: Make) -> Iterator[scenarios.Moment]:
     model = make(0)
-    right = answer(model)
+    right = scenarios.answer(model)
     with press(RATIO)(model):
-        answer(model)
+        scenarios.answer(model)
         twin = copy.deepcopy(model)
-        yield Moment(INSIDE, right, partial(answer, twin))
-    yield Moment(AFTER, right, partial(answer, twin))
+        yield scenarios.Moment(INSIDE, right, partial(scenarios.answer, twin))
+    yield scenarios.Moment(AFTER, right, partial(scenarios.answer, twin))
 
 
-def _afterwards(press: Press, make: Make) -> Iterator[Moment]:
+def _afterwards(press: Press, make: Make) -> Iterator[scenarios.Moment]:
     model = make(0)
-    right = answer(model)
+    right = scenarios.answer(model)
     with press(RATIO)(model):
-        answer(model)
-    yield Moment(AFTER, right, partial(answer, model))
+        scenarios.answer(model)
+    yield scenarios.Moment(AFTER, right, partial(scenarios.answer, model))
 
 
-def _pruned_and_whole_cache(press: Press, make: Make) -> Iterator[Moment]:
+def _pruned_and_whole_cache(press: Press, make: Make) -> Iterator[scenarios.Moment]:
     """A cache pruned inside and one filled after, decoded in turn once the scope is closed."""
 
     def pruned(model: PreTrainedModel) -> DynamicCache:
         cache = DynamicCache()
         with press(RATIO)(model):
-            prefill(model, cache)
+            scenarios.prefill(model, cache)
         return cache
 
     model = make(0)
-    whole_alone = answer(model)
+    whole_alone = scenarios.answer(model)
     with contained(model):
-        pruned_alone = decoded(make(0), pruned(make(0)))
+        pruned_alone = scenarios.decoded(make(0), pruned(make(0)))
     first, second = pruned(model), DynamicCache()
-    logits = prefill(model, second)
-    yield Moment(AFTER, pruned_alone, partial(decoded, model, first))
-    yield Moment(AFTER, whole_alone, lambda: decoded(model, second, logits))
+    logits = scenarios.prefill(model, second)
+    yield scenarios.Moment(AFTER, pruned_alone, partial(scenarios.decoded, model, first))
+    yield scenarios.Moment(AFTER, whole_alone, lambda: scenarios.decoded(model, second, logits))
 
 
-def _one_press_on_two_models(press: Press, make: Make) -> Iterator[Moment]:
+def _one_press_on_two_models(press: Press, make: Make) -> Iterator[scenarios.Moment]:
     """Each model prunes as if it were alone."""
     opens, models = press(RATIO), [make(0), make(1)]
-    bare, alone = [answer(model) for model in models], [_alone(opens, model) for model in models]
+    bare, alone = (
+        [scenarios.answer(model) for model in models],
+        [_alone(opens, model) for model in models],
+    )
     with opens(models[0]), opens(models[1]):
         yield from _asked(INSIDE, alone, models)
     yield from _asked(AFTER, bare, models)
@@ -178,27 +174,27 @@ def _alone(opens: Any, model: PreTrainedModel) -> Response:
     """What `model` answers inside of a press, on a copy that nobody sees afterwards."""
     twin = copy.deepcopy(model)
     with contained(twin), opens(twin):
-        return answer(twin)
+        return scenarios.answer(twin)
 
 
-def _nested(press: Press, make: Make) -> Iterator[Moment]:
+def _nested(press: Press, make: Make) -> Iterator[scenarios.Moment]:
     """Two scopes on one model, the outer closed first."""
     model, opens_outer, opens_inner = make(0), press(RATIO), press(OTHER_RATIO)
-    bare, inner_alone = answer(model), _alone(opens_inner, model)
+    bare, inner_alone = scenarios.answer(model), _alone(opens_inner, model)
 
     def closed(scope: Any) -> Response:
         scope.__exit__(None, None, None)
-        return answer(model)
+        return scenarios.answer(model)
 
     with contained(model):
         outer, inner = opens_outer(model), opens_inner(model)
         outer.__enter__()
         inner.__enter__()
-        yield Moment(INSIDE, inner_alone, partial(closed, outer))
-        yield Moment(AFTER, bare, partial(closed, inner))
+        yield scenarios.Moment(INSIDE, inner_alone, partial(closed, outer))
+        yield scenarios.Moment(AFTER, bare, partial(closed, inner))
 
 
-SITUATIONS: dict[str, Callable[[Press, Make], Iterator[Moment]]] = {
+SITUATIONS: dict[str, Callable[[Press, Make], Iterator[scenarios.Moment]]] = {
     "the model, after": _afterwards,
     "instances of the class": partial(_bystanders, _of_the_class),
     "instances of other classes": partial(_bystanders, _of_other_classes),
@@ -217,22 +213,20 @@ SITUATIONS: dict[str, Callable[[Press, Make], Iterator[Moment]]] = {
 # ---- reading the table -------------------------------------------------------------------------
 
 
-class Isolation(Scenarios[Options]):
-    """See which bystanders a press on one model changes, mechanism by mechanism."""
+class Isolation(scenarios.Scenarios[Options]):
+    """See which bystanders a press on one model changes, mechanism by mechanism.
+
+    With a press open on one model, which other models, copies, caches and threads answer
+    differently, and which recover?
+
+    A press is opened on a small model in each situation, and bystanders run the same prefill
+    and two decode steps before, inside and after. Their logits and caches are compared bit for
+    bit, and the worst of all bystanders counts. Mechanisms other than hooks and patches are
+    tried in their plainest form; with more code, some could tell whose call they are in.
+    """
 
     name = "isolation"
     title = "Who else is affected"
-    question = (
-        "With a press open on one model, which other models, copies, caches and threads answer "
-        "differently, and which recover?"
-    )
-    method = (
-        "A press is opened on a small model in each situation, and bystanders run the same "
-        "prefill and two decode steps before, inside and after. Their logits and caches are "
-        "compared bit for bit, and the worst of all bystanders counts. Mechanisms other than "
-        "hooks and patches are tried in their plainest form; with more code, some could tell "
-        "whose call they are in."
-    )
     evidence = Evidence.BITS
     full = quick = Options()
     claims: ClassVar = {"bystanders": Claim(quick)}
@@ -250,10 +244,10 @@ class Isolation(Scenarios[Options]):
     def cells(self, options: Options) -> list[tuple[str, ...]]:
         return list(product(options.mechanism or MECHANISMS, SITUATIONS))
 
-    def scenario(self, mechanism: str, situation: str, family: str) -> Iterator[Moment]:
+    def scenario(self, mechanism: str, situation: str, family: str) -> Iterator[scenarios.Moment]:
         return SITUATIONS[situation](MECHANISMS[mechanism], lambda seed: build(family, seed=seed))
 
-    def named(self, wrong: Wrong) -> str:
+    def named(self, wrong: scenarios.Wrong) -> str:
         return ERROR if wrong.is_error else FOR_GOOD if wrong.when == AFTER else RECOVERS
 
     def findings(self, tables: Tables) -> list[Finding]:

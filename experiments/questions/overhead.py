@@ -27,10 +27,11 @@ from rich.progress import Progress
 from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl
+from experiments.framework import shared
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Claim, Contrast, Experiment, Finding, Tables
 from experiments.framework.frames import wide_table
-from experiments.framework.intervals import METHOD, bracket, bracketed, median_interval
+from experiments.framework.intervals import METHOD, bracket, bracketed
 from experiments.framework.options import Device, Dtype, at_least, several
 from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import press_label
@@ -49,12 +50,7 @@ from experiments.testbed.timed_models import (
     random_llama,
     scope_of,
 )
-from experiments.testbed.with_kvpress import (
-    NAME,
-    presses_of_kvpress,
-    python_with_kvpress,
-    rows_with_kvpress,
-)
+from experiments.testbed.with_kvpress import NAME, joined_by_kvpress, presses_of_kvpress
 from press_core.errors import first_line
 
 RATIO = 0.5
@@ -81,28 +77,25 @@ class Options:
     layers: Annotated[
         tuple[int, ...], several(int, "Layers of the random Llamas.", at_least(1))
     ] = (4, 28, 64)
-    press: Annotated[tuple[str, ...], several(str, "Press to measure, such as SnapKV.")] = (
+    press: shared.Presses = (
         "KnormPress",  # needs no queries
         _COUNTING,  # counts every step, and is between its intervals
         "SnapKVPress",
     )
-    context: Annotated[int, typer.Option(min=2, help="Tokens of the context.")] = 256
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all take their turn.")] = 40
+    context: shared.Tokens = 256
+    rounds: shared.Rounds = 40
     compiled: Annotated[
         bool, typer.Option(help="Measure the first model with torch.compile too.")
     ] = True
-    kvpress: Annotated[
-        bool, typer.Option(help="Measure kvpress beside it, where it is installed.")
-    ] = True
+    kvpress: shared.Kvpress = True
     dtype: Dtype = "float32"
     device: Device = "cpu"
 
     @property
     def specs(self) -> list[ModelSpec]:
         """The models: those given, or random ones of these many layers."""
-        asked = [ModelSpec(short_name(name), name) for name in self.model] or [
-            random_llama(f"{n} layers", num_layers=n) for n in self.layers
-        ]
+        asked = [ModelSpec(short_name(name), name) for name in self.model]
+        asked = asked or [random_llama(f"{n} layers", num_layers=n) for n in self.layers]
         return [spec._replace(dtype=self.dtype, device=self.device) for spec in asked]
 
 
@@ -164,8 +157,7 @@ def can_compile(device: str, progress: Progress) -> bool:
     try:
         torch.compile(lambda x: x.sin() + 1, dynamic=True)(torch.ones(7, device=device))
     except Exception as error:
-        text = f"left out: torch.compile ({first_line(error)})"
-        progress.console.print(text, style="yellow", markup=False)
+        shared.print_left_out(progress, "torch.compile", first_line(error))
         return False
     return True
 
@@ -191,15 +183,13 @@ def compare(times: Mapping[Condition, Array], **told: str) -> Iterator[dict[str,
     for condition, seconds in times.items():
         for baseline in (FULL, condition._replace(mechanism="hook")):
             if condition not in (FULL, baseline):
-                ratios = seconds / times[baseline]
-                low, high = median_interval(ratios)
                 yield (
                     {**told, "press": condition.press, "mechanism": condition.mechanism}
                     | {"baseline": baseline.mechanism}
-                    | {"ratio": float(np.median(ratios)), "low": low, "high": high}
+                    | shared.median_of("ratio", seconds / times[baseline])
                     | {"ms": 1e3 * float(np.median(seconds))}
                     | {"baseline_ms": 1e3 * float(np.median(times[baseline]))}
-                    | {"rounds": len(ratios)}
+                    | {"rounds": len(seconds)}
                 )
 
 
@@ -234,11 +224,9 @@ def rows_of(
             yield from compare(times, model=name, phase="compiled")
 
 
-def beside_kvpress(specs: list[list[Any]], **asked: Any) -> list[dict[str, Any]]:
-    """Rows of kvpress, in the interpreter that has it; as `rows_of` is asked."""
-    models = [ModelSpec(*spec) for spec in specs]
-    rows = rows_of(models, **asked, of_kvpress=presses_of_kvpress())
-    return [row for row in rows if row["mechanism"] == NAME]
+def beside_kvpress(specs: list[list[Any]], **asked: Any) -> Iterator[dict[str, Any]]:
+    """Rows of kvpress among others, in the interpreter that has it; as `rows_of` is asked."""
+    return rows_of([ModelSpec(*spec) for spec in specs], **asked, of_kvpress=presses_of_kvpress())
 
 
 def measure(options: Options, progress: Progress) -> pd.DataFrame:
@@ -247,28 +235,19 @@ def measure(options: Options, progress: Progress) -> pd.DataFrame:
     Raises:
         PressError: if a model does not suit a press.
     """
-    specs = options.specs
+    specs, presses = options.specs, [press_name(name) for name in options.press]
     compiled = options.compiled and can_compile(options.device, progress)
-    presses = [press_name(name) for name in options.press]
-    asked: dict[str, Any] = {"specs": specs, "presses": presses, "context": options.context}
+    asked: dict[str, Any] = {"specs": specs, "context": options.context}
     asked |= {"rounds": options.rounds, "compiled": compiled}
     task = progress.add_task("overhead", total=(len(specs) + compiled) * options.rounds)
-    table = pd.DataFrame(rows_of(**asked, advance=lambda: progress.advance(task)))
-    python = python_with_kvpress() if options.kvpress else None
-    if python is None:
-        return table
-    progress.update(task, description=NAME)
+    advance = partial(progress.advance, task)
+    table = pd.DataFrame(rows_of(**asked, presses=presses, advance=advance))
     # kvpress's has something to do at once: the cache is longer than its target.
     asked["presses"] = [name for name in presses if name != _COUNTING]
-    return pd.concat([table, rows_with_kvpress(python, __name__, **asked)], ignore_index=True)
+    return joined_by_kvpress(table, options.kvpress, progress, __name__, **asked)
 
 
 # ---- reading the table -------------------------------------------------------------------------
-
-
-def _slowest(table: pd.DataFrame, query: str) -> list[dict[Any, Any]]:
-    """The row of the largest ratio, if there is one."""
-    return table.query(query).nlargest(1, "ratio").to_dict("records")
 
 
 _EAGER = f"phase == 'decode' and press != '{_COUNTING}'"
@@ -305,23 +284,21 @@ _FINDINGS = {
 
 
 class Overhead(Experiment[Options]):
-    """Decode time with a press open, by mechanism, against the bare model."""
+    """Decode time with a press open, by mechanism, against the bare model.
+
+    How much slower is a decode step while a press is open that has nothing to do, by mechanism
+    and depth of the model, eager and compiled?
+
+    All conditions run once in each round, in changing order, and times are divided round by
+    round; the median ratio is given with a 95% bootstrap interval. kvpress takes turns with the
+    bare model in an interpreter of its own. The models are narrow, so that the cost of a
+    mechanism shows; on a wider model or a GPU the same microseconds weigh less. All conditions
+    decode from one cache, so what attention over a pruned cache saves is not in these times.
+    Only the first model is compiled, with the last press: a deep one takes minutes.
+    """
 
     name = "overhead"
     title = "What an open scope costs in time"
-    question = (
-        "How much slower is a decode step while a press is open that has nothing to do, by "
-        "mechanism and depth of the model, eager and compiled?"
-    )
-    method = (
-        "All conditions run once in each round, in changing order, and times are divided round by "
-        "round; the median ratio is given with a 95% bootstrap interval. kvpress takes turns with "
-        "the bare model in an interpreter of its own. The models are narrow, so that the cost of a "
-        "mechanism shows; on a wider model or a GPU the same microseconds weigh less. All "
-        "conditions decode from one cache, so what attention over a pruned cache saves is not in "
-        "these times. Only the first model is compiled, with the last press: a deep one takes "
-        "minutes."
-    )
     evidence = Evidence.TIME
     full = Options()
     quick = Options(layers=(4, 28), rounds=24, compiled=False, kvpress=False)
@@ -343,12 +320,12 @@ class Overhead(Experiment[Options]):
     def findings(self, tables: Tables) -> list[Finding]:
         found = []
         for name, (query, sentence, need) in _FINDINGS.items():
-            for row in _slowest(tables["overhead"], query):
+            for row in tables["overhead"].query(query).nlargest(1, "ratio").to_dict("records"):
                 times = f"**{row['ratio']:.2f}**{bracket(row['low'], row['high'])} times"
                 where = f"({press_label(row['press'])}, {row['model']})"
-                verdict: Any = "works" if row["ratio"] < 1.05 else "costs"
+                works: Any = "works" if row["ratio"] < 1.05 else "costs"
                 text = sentence.format(times, where)
-                found.append(Finding(name, text, need, verdict if need else None))
+                found.append(Finding(name, text, need, works if need else None))
         return found
 
     def views(self, tables: Tables) -> list[ResultTable]:
@@ -373,14 +350,9 @@ class Overhead(Experiment[Options]):
         return {"overhead": figure}
 
     def contrasts(self, tables: Tables) -> list[Contrast]:
-        bars = {
-            name: float(row["ratio"])
-            for name, mechanism in (("hooks", "hook"), ("patches", "patch"), ("kvpress", NAME))
-            for row in _slowest(
-                tables["overhead"],
-                f"{_EAGER} and mechanism == '{mechanism}' and baseline == 'bare'",
-            )
-        }
+        rows = tables["overhead"].query(f"{_EAGER} and baseline == 'bare'")
+        slowest = rows.groupby("mechanism", sort=False)["ratio"].max()
+        bars: Any = slowest.rename({"hook": "hooks", "patch": "patches"}).to_dict()
         return [Contrast("Longest decode step with a press open, over none", bars)]
 
 

@@ -10,44 +10,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import pandas as pd
 import torch
-import typer
 from matplotlib.figure import Figure
 from rich.progress import Progress
-from torch import Tensor
 from transformers import PreTrainedModel
 
 import hooks_impl
 from experiments import UserError
+from experiments.framework import shared
 from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Claim, Experiment, Finding, Related, Tables
+from experiments.framework.experiment import Claim, Experiment, Finding, Tables
 from experiments.framework.frames import heat_maps, wide_table
-from experiments.framework.intervals import METHOD, bracketed, mean_interval
-from experiments.framework.options import Device, Dtype, checked_positive_share, several
+from experiments.framework.intervals import METHOD, bracketed
+from experiments.framework.options import Device, Dtype
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.plots import NO_PRESS, press_label
 from experiments.framework.tables import ResultTable
-from experiments.framework.works import KNORM, KVZIP
 from experiments.loading import load_model, short_name
-from experiments.testbed.asking import (
-    SEEN,
-    UNSEEN,
-    Task,
-    answer_seen,
-    answer_unseen,
-    check_vocabulary,
-)
-from experiments.testbed.facts import draw
+from experiments.testbed import asking
 from experiments.testbed.recipes import press_name, recipe_pair
 from press_core import PressError
 
 LEFT_OUT: dict[str, tuple[str, ...]] = {
-    "a combination of presses that are compared by themselves": ("ComposedPress",),
-    "of a single turn it is the press that it wraps": ("EveryTurnPress",),
-    "with one ratio for all layers it is the press that it wraps": ("PerLayerCompressionPress",),
+    "made of presses that are compared by themselves": (
+        *("ComposedPress", "EveryTurnPress", "PerLayerCompressionPress"),
+    ),
     "told a threshold: how much it evicts depends on the context": ("DMSPress", "SimLayerKVPress"),
     "evicts channels of the keys, at most half of the cache": ("ThinKPress",),
     "evicts while decoding, and an answer is one token": (
@@ -62,37 +52,22 @@ NOT_COMPARED = {name: reason for reason, names in LEFT_OUT.items() for name in n
 NEEDS_QUESTION = ("FinchPress",)
 """Presses that choose by the question, and have nothing to do where it is not seen."""
 
-_PROTOCOLS = {UNSEEN: answer_unseen, SEEN: answer_seen}
+_PROTOCOLS = {asking.UNSEEN: asking.answer_unseen, asking.SEEN: asking.answer_seen}
 
 
 @dataclass(frozen=True)
 class Options:
     """Who answers which questions."""
 
-    press: Annotated[
-        tuple[str, ...],
-        several(str, "Press to measure, such as SnapKV.", show_default="all that can be compared"),
-    ] = ()
-    ratio: Annotated[
-        tuple[float, ...],
-        several(float, "Share of the tokens to evict, in (0, 1).", checked_positive_share),
-    ] = (0.8, 0.9)
-    samples: Annotated[int, typer.Option(min=1, help="Contexts, with or without a question.")] = (
-        Task.samples
-    )
-    context: Annotated[int, typer.Option(min=2, help="Words in a context.")] = Task.context
-    facts: Annotated[int, typer.Option(min=1, help="Facts in a context.")] = Task.facts
-    model: Annotated[
-        str, typer.Option(help="Shipped model, folder or hub id, trained on the facts task.")
-    ] = "facts-llama"
-    seed: Annotated[int, typer.Option(help="Seed of the contexts.")] = Task.seed
+    press: shared.Presses = ()
+    ratio: shared.Ratios = (0.8, 0.9)
+    samples: shared.Samples = asking.Task.samples
+    context: shared.Words = asking.Task.context
+    facts: shared.Facts = asking.Task.facts
+    model: shared.Model = "facts-llama"
+    seed: shared.Seed = asking.Task.seed
     dtype: Dtype = "float32"
     device: Device = "cpu"
-
-    @property
-    def task(self) -> Task:
-        """How the questions are drawn."""
-        return Task(self.context, self.facts, self.samples, self.samples, self.seed)
 
 
 def press_names() -> list[str]:
@@ -119,7 +94,7 @@ def suited(model: PreTrainedModel, options: Options, progress: Progress) -> Iter
         except PressError as error:
             if options.press:
                 raise
-            progress.console.print(f"left out: {name}: {error}", style="yellow", markup=False)
+            shared.print_left_out(progress, name, error)
         else:
             yield name
 
@@ -128,7 +103,7 @@ def measure(
     model: PreTrainedModel,
     presses: Sequence[str],
     ratios: Sequence[float],
-    task: Task,
+    task: asking.Task,
     progress: Progress,
 ) -> Tables:
     """Answer the questions of `task` without a press, and with each press at each ratio.
@@ -138,37 +113,32 @@ def measure(
         and `high` the interval over contexts. `quality_agreement`: per press, ratio and kind of
         question, how many answers (tokens) of the two mechanisms are the same.
     """
-    batches = {question: task.batches(question) for question in _PROTOCOLS}
     rows: list[dict[str, Any]] = []
     agreement: list[dict[str, Any]] = []
     work = [(NO_PRESS, 0.0), *product(presses, ratios)]
-    for press, ratio in progress.track(work, description="quality"):
+    for (press, ratio), question in progress.track(
+        list(product(work, _PROTOCOLS)), description="quality"
+    ):
+        if question == asking.UNSEEN and press in NEEDS_QUESTION:
+            continue
         made: dict[str, Any] = {"bare": None}
         if press != NO_PRESS:
             made = recipe_pair(press, ratio, task.context)._asdict()
-        for question, answer in _PROTOCOLS.items():
-            if question == UNSEEN and press in NEEDS_QUESTION:
-                continue
-            asked = {"press": press, "ratio": ratio, "question": question}
-            answers = {
-                mechanism: torch.cat([answer(model, opens, batch) for batch in batches[question]])
-                for mechanism, opens in made.items()
-            }
-            truth = torch.cat([batch.answer_ids for batch in batches[question]])
-            for mechanism, given in answers.items():
-                rows.append(asked | {"mechanism": mechanism} | _marks(given, truth))
-            if press != NO_PRESS:
-                same = int((answers["hook"] == answers["patch"]).sum())
-                agreement.append(asked | {"answers": answers["hook"].numel(), "same": same})
+        asked = {"press": press, "ratio": ratio, "question": question}
+        answer, batches = _PROTOCOLS[question], task.batches(question)
+        truth = torch.cat([batch.answer_ids for batch in batches])
+        given = [
+            torch.cat([answer(model, one, batch) for batch in batches]) for one in made.values()
+        ]
+        for mechanism, answers in zip(made, given, strict=True):
+            right = (answers == truth[:, : answers.shape[1]]).double().mean(dim=1).numpy()
+            size = {"samples": len(answers), "answers": answers.numel()}
+            rows.append(asked | {"mechanism": mechanism} | shared.mean_of("accuracy", right) | size)
+        if press != NO_PRESS:
+            same = int((given[0] == given[1]).sum())
+            agreement.append(asked | {"answers": given[0].numel(), "same": same})
     quality = pd.DataFrame(rows).assign(context=task.context, facts=task.facts)
     return {"quality": quality, "quality_agreement": pd.DataFrame(agreement)}
-
-
-def _marks(answers: Tensor, truth: Tensor) -> dict[str, Any]:
-    right = (answers == truth[:, : answers.shape[1]]).double().mean(dim=1)  # of each context
-    low, high = mean_interval(right)
-    shares = {"accuracy": float(right.mean()), "low": low, "high": high}
-    return shares | {"samples": len(answers), "answers": answers.numel()}
 
 
 # ---- reading the tables --------------------------------------------------------------------------
@@ -189,99 +159,25 @@ def compared(quality: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(rank=rank).sort_values(order, ascending=[False, True, True])
 
 
-def _figure(quality: pd.DataFrame) -> Figure:
-    """Accuracy by press and compression ratio, a panel per kind of question."""
-    rows = compared(quality)
-    named = rows.assign(
-        press=rows["press"].map(press_label), ratio=rows["ratio"].map("{:.0%}".format)
-    )
-    wide = named.pivot_table("accuracy", "press", ["question", "ratio"], sort=False)
-    return heat_maps(
-        {question: wide[question] for question in rows["question"].unique()},
-        "Right answers in %, by press and share of the tokens evicted, the question unseen (left) "
-        "and seen (right) by the press",
-        columns=rows["question"].nunique(),
-    )
-
-
-def _table(quality: pd.DataFrame) -> ResultTable:
-    """Accuracy by press, kind of question and ratio."""
-    rows, first = compared(quality), quality.iloc[0]
-    bare = quality[quality["press"] == NO_PRESS].set_index("question")["accuracy"]
-    whole = " and ".join(f"{share:.1%} ({question})" for question, share in bare.items())
-    note = (
-        f"Right answers of `{first['model']}` about contexts of {first['context']} words with "
-        f"{first['facts']} facts, by whether the press saw the question, with {METHOD} over "
-        f"contexts (none where all contexts agree). With nothing evicted it is {whole}."
-    )
-    cells = [bracketed(row, "accuracy", ".0%") for row in rows.to_dict("records")]
-    named = rows.assign(
-        press=rows["press"].map(press_label),
-        asked=rows["question"] + rows["ratio"].map(", {:.0%} evicted".format),
-    )
-    return wide_table(note, named, ["press"], "asked", cells)
-
-
 _GOOD = 0.8
 """Share of right answers with which a press is said to work."""
 
 
-def _finding_on_best(quality: pd.DataFrame) -> Finding:
-    """Which press answers best where most is evicted that some press still answers well."""
-    rows = compared(quality)
-    question = UNSEEN if UNSEEN in set(rows["question"]) else SEEN
-    asked = rows[rows["question"] == question]
-    highest = asked.groupby("ratio")["accuracy"].max()
-    good = highest[highest >= _GOOD]
-    ratio = good.index.max() if len(good) else highest.index.min()
-    best = asked[(asked["ratio"] == ratio) & (asked["accuracy"] == highest[ratio])]["press"]
-    named = press_label(best.iloc[0]) if len(best) == 1 else f"{len(best)} presses"
-    text = (
-        f"With {ratio:.0%} of the context evicted, the question {question}, {named} still "
-        f"{'answers' if len(best) == 1 else 'answer'} **{highest[ratio]:.0%}** of the questions."
-    )
-    return Finding("best", text, "evict most of a context", "works" if len(good) else "costs")
-
-
-def _finding_on_agreement(agreement: pd.DataFrame) -> Finding:
-    total = int(agreement["answers"].sum())
-    differ = total - int(agreement["same"].sum())
-    text = f"Hook and patch gave different answers to **{differ:,}** of {total:,} questions."
-    need = "get the same answers from either mechanism"
-    return Finding("agreement", text, need, "breaks" if differ else "works", Evidence.BITS)
-
-
-_PAPERS = {
-    "KVzipPress": (
-        KVZIP,
-        "Caches become three to four times smaller with negligible loss, the question unseen.",
-    ),
-    "KnormPress": (
-        KNORM,
-        "Evicts half of the cache in needle-in-a-haystack tests, and 90% in passkey retrieval, "
-        "without losing accuracy.",
-    ),
-}
-"""By press, whose work it is, and what it says."""
-
-
 class Quality(Experiment[Options]):
-    """Accuracy on the facts task against compression ratio, press by press."""
+    """Accuracy on the facts task against compression ratio, press by press.
+
+    How many facts can still be retrieved from a pruned cache, by press, compression ratio,
+    mechanism, and whether the question was seen?
+
+    A small Llama that was trained to retrieve facts reads a context, the press evicts, and the
+    model is asked. Either the press has seen the question, or all questions are asked of copies
+    of one pruned cache. Both mechanisms answer about the same contexts, and their answers are
+    compared one by one. The ranking of presses is that of one small model and one task, in
+    which a fact is two tokens; larger models spread what they know over more of them.
+    """
 
     name = "quality"
     title = "What eviction costs in answers"
-    question = (
-        "How many facts can still be retrieved from a pruned cache, by press, compression ratio, "
-        "mechanism, and whether the question was seen?"
-    )
-    method = (
-        "A small Llama that was trained to retrieve facts reads a context, the press evicts, and "
-        "the model is asked. Either the press has seen the question, or all questions are asked "
-        "of copies of one pruned cache. Both mechanisms answer about the same contexts, and their "
-        "answers are compared one by one. The ranking of presses is that of one small model and "
-        "one task, in which a fact is two tokens; larger models spread what they know over more "
-        "of them."
-    )
     evidence = Evidence.MODEL
     full = Options()
     quick = Options(ratio=(0.8,), samples=6)
@@ -293,23 +189,56 @@ class Quality(Experiment[Options]):
         raise LeftOutError("its questions are in the words of facts-llama; evaluate asks in plain")
 
     def measure(self, options: Options, progress: Progress) -> Tables:
-        try:
-            draw(1, options.context, options.facts, torch.Generator())
-        except ValueError as error:
-            raise UserError(f"--context, --facts: {error}") from error
+        n = options.samples
+        task = asking.Task(options.context, options.facts, n, n, options.seed)
         model, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
-        check_vocabulary(tokenizer, options.model)
-        presses = list(suited(model, options, progress))
-        tables = measure(model, presses, options.ratio, options.task, progress)
-        quality = tables["quality"].assign(model=short_name(options.model))
-        return tables | {"quality": quality}
+        asking.check_vocabulary(tokenizer, options.model)
+        tables = measure(
+            model, list(suited(model, options, progress)), options.ratio, task, progress
+        )
+        return tables | {"quality": tables["quality"].assign(model=short_name(options.model))}
 
     def findings(self, tables: Tables) -> list[Finding]:
-        best, agreement = tables["quality"], tables["quality_agreement"]
-        return [_finding_on_best(best), _finding_on_agreement(agreement)]
+        """Which press answers best where most is evicted that some press still answers well."""
+        rows, agreement = compared(tables["quality"]), tables["quality_agreement"]
+        question = asking.UNSEEN if asking.UNSEEN in set(rows["question"]) else asking.SEEN
+        asked = rows[rows["question"] == question]
+        highest = asked.groupby("ratio")["accuracy"].max()
+        good = highest[highest >= _GOOD]
+        ratio = good.index.max() if len(good) else highest.index.min()
+        best = asked[(asked["ratio"] == ratio) & (asked["accuracy"] == highest[ratio])]["press"]
+        named = press_label(best.iloc[0]) if len(best) == 1 else f"{len(best)} presses"
+        text = (
+            f"With {ratio:.0%} of the context evicted, the question {question}, {named} still "
+            f"{'answers' if len(best) == 1 else 'answer'} **{highest[ratio]:.0%}** of the "
+            "questions."
+        )
+        works: Any = "works" if len(good) else "costs"
+        total, same = agreement[["answers", "same"]].sum()
+        differ: Any = "works" if total == same else "breaks"
+        bits = (
+            f"Hook and patch gave different answers to **{total - same:,}** of {total:,} questions."
+        )
+        need = "get the same answers from either mechanism"
+        return [
+            Finding("best", text, "evict most of a context", works),
+            Finding("agreement", bits, need, differ, Evidence.BITS),
+        ]
 
     def views(self, tables: Tables) -> list[ResultTable]:
-        return [_table(tables["quality"])]
+        """Accuracy by press, kind of question and ratio."""
+        quality, first = tables["quality"], tables["quality"].iloc[0]
+        bare = quality[quality["press"] == NO_PRESS]
+        whole = " and ".join(map("{:.1%} ({})".format, bare["accuracy"], bare["question"]))
+        note = (
+            f"Right answers of `{first['model']}` about {first['facts']} facts in "
+            f"{first['context']} words, with {METHOD} over contexts; with nothing evicted {whole}."
+        )
+        rows = compared(quality)
+        cells = [bracketed(row, "accuracy", ".0%") for row in rows.to_dict("records")]
+        rows["asked"] = rows["question"] + rows["ratio"].map(", {:.0%} evicted".format)
+        rows["press"] = rows["press"].map(press_label)
+        return [wide_table(note, rows, ["press"], "asked", cells)]
 
     def remarks(self, tables: Tables) -> list[str]:
         reasons = (
@@ -317,21 +246,15 @@ class Quality(Experiment[Options]):
         )
         return [f"Finch has to see the question. Not compared: {'; '.join(reasons)}."]
 
-    def related(self, tables: Tables) -> list[Related]:
-        rows, told = compared(tables["quality"]), []
-        model = tables["quality"]["model"].iloc[0]
-        for press, (work, says) in _PAPERS.items():
-            shares = [
-                f"{row['accuracy']:.0%} with {row['ratio']:.0%} evicted ({row['question']})"
-                for row in rows[rows["press"] == press].to_dict("records")
-            ]
-            if shares:
-                here = f"On {model}, right answers, by the question: {', '.join(shares)}."
-                told.append(Related("best", work, says, here))
-        return told
-
     def figures(self, tables: Tables) -> dict[str, Figure]:
-        return {self.name: _figure(tables["quality"])}
+        """Accuracy by press and compression ratio, a panel per kind of question."""
+        rows = compared(tables["quality"])
+        rows["press"] = rows["press"].map(press_label)
+        rows["ratio"] = rows["ratio"].map("{:.0%}".format)
+        wide = rows.pivot_table("accuracy", "press", ["question", "ratio"], sort=False)
+        panels = {str(question): wide[question] for question in rows["question"].unique()}
+        label = "Right answers in % by press and share evicted, the question unseen or seen by it"
+        return {self.name: heat_maps(panels, label, columns=len(panels))}
 
 
 EXPERIMENT = Quality()

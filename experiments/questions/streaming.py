@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import pandas as pd
@@ -36,15 +36,15 @@ from rich.progress import Progress
 from transformers import PreTrainedModel
 
 from experiments import UserError
+from experiments.framework import shared
 from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Claim, Experiment, Finding, Related, Tables
-from experiments.framework.intervals import METHOD, bracket, mean_interval
+from experiments.framework.experiment import Claim, Experiment, Finding, Tables
+from experiments.framework.intervals import METHOD, bracket, bracketed
 from experiments.framework.options import Device, Dtype
 from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import GREEN, INK, MUTED, ORANGE, PURPLE, new_figure, style
 from experiments.framework.tables import ResultTable
 from experiments.framework.timing import threads
-from experiments.framework.works import STREAMING_LLM
 from experiments.loading import load_model, short_name
 from experiments.testbed.streams import (
     ALONE_EVERY,
@@ -65,12 +65,7 @@ BROKEN = 0.1
 a tenth higher."""
 
 
-COLOURS = {
-    FULL: INK,
-    WINDOW: ORANGE,
-    SINKS: PURPLE,
-    IN_CACHE: GREEN,
-}
+COLOURS = {FULL: INK, WINDOW: ORANGE, SINKS: PURPLE, IN_CACHE: GREEN}
 """How streams are drawn."""
 
 
@@ -78,24 +73,16 @@ COLOURS = {
 class Options:
     """What is streamed, and through what."""
 
-    model: Annotated[
-        str, typer.Option(help="Shipped model, folder or hub id, such as EleutherAI/pythia-160m.")
-    ] = "stdlib-neox-sink"
+    model: shared.Model = "stdlib-neox-sink"
     tokens: Annotated[int, typer.Option(min=2, help="Length of the streams.")] = 12_000
     capacity: Annotated[
         int | None,
-        typer.Option(
-            min=2,
-            help="Tokens that a bounded cache holds; by default one less than the model was "
-            "trained with, and 1,023 at most.",
-        ),
+        typer.Option(min=2, help="Tokens in a bounded cache.", show_default="trained, or 1,023"),
     ] = None
     n_sink: Annotated[int, typer.Option(min=1, help="First tokens to keep.")] = 4
     full: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Length of the stream with a full cache; by default 4 trained lengths."
-        ),
+        typer.Option(min=1, help="Length with a full cache.", show_default="4 times trained"),
     ] = None
     text: Annotated[
         Path | None,
@@ -128,37 +115,12 @@ def size_for(model: PreTrainedModel, options: Options) -> Size:
             f"{size.tokens:,} tokens are too few to see what a cache of {size.capacity:,} evicts: "
             f"give --tokens {size.shortest} or more, or a smaller --capacity"
         )
-    for press in map(size.press, STREAMED):
-        if press is not None:
-            press.register(model).remove()
+    for press in filter(None, map(size.press, STREAMED)):
+        press.register(model).remove()
     return size
 
 
 # ---- reading the table ---------------------------------------------------------------------------
-
-
-class Above(NamedTuple):
-    """Nats per token above a recomputed window: a mean over stretches, and its interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    @property
-    def verdict(self) -> Literal["works", "breaks"] | None:
-        """Whether the whole interval is on one side of `BROKEN`; None if it is on both."""
-        if self.low > BROKEN:
-            return "breaks"
-        return "works" if self.high < BROKEN else None
-
-    def text(self, mark: str = "") -> str:
-        """The mean between two marks, such as `**`, and its interval; empty if there is no mean."""
-        if np.isnan(self.mean):
-            return ""
-        return f"{mark}{self.mean:+.3f}{mark}{bracket(self.low, self.high, '+.3f')}"
-
-
-_VERBS = {"works": "holds", "breaks": "breaks", None: "is undecided"}
 
 
 def rows_of(streaming: pd.DataFrame, cache: Bound) -> pd.DataFrame:
@@ -176,10 +138,10 @@ def evicting(streaming: pd.DataFrame) -> pd.DataFrame:
     return streaming[streaming["first"] > streaming["capacity"]]
 
 
-def above(streaming: pd.DataFrame, cache: Bound) -> Above:
-    """How much a stream loses against a recomputed window, once tokens are evicted."""
-    losses = evicting(rows_of(streaming, cache))["above"].dropna()
-    return Above(float(losses.mean()), *mean_interval(losses))
+def lost(streaming: pd.DataFrame, cache: Bound) -> dict[str, float]:
+    """`above`, the nats per token above a recomputed window once tokens are evicted: a mean over
+    stretches, and its interval."""
+    return shared.mean_of("above", evicting(rows_of(streaming, cache))["above"].dropna())
 
 
 def slowdown(rows: pd.DataFrame) -> float:
@@ -192,51 +154,13 @@ def slowdown(rows: pd.DataFrame) -> float:
     return float(pace.get(3, np.nan) / pace.get(1, np.nan))
 
 
-def _table(streaming: pd.DataFrame) -> ResultTable:
-    first, recomputed = streaming.iloc[0], evicting(rows_of(streaming, RECOMPUTED))["loss"].mean()
-    note = (
-        f"{first['model']}, {streaming['end'].max():,} tokens one by one (full cache: "
-        f"{rows_of(streaming, FULL)['end'].max():,}); bounded caches hold "
-        f"{first['capacity']} tokens, with sinks the first {first['n_sink']} among them. Nats per "
-        f"token once tokens are evicted, above the {recomputed:.3f} of a recomputed window, with "
-        f"{METHOD} over stretches; an interval above {BROKEN} is broken, one on both sides "
-        "undecided. KiB held at the end; time per token in the last quarter of the stream over "
-        "that in its second, in forwards of a token alone:"
-    )
-    rows = []
-    for cache in STREAMED:
-        own, lost = rows_of(streaming, cache), above(streaming, cache)
-        kib, pace = own["bytes"].iloc[-1] / 2**10, slowdown(own)
-        times = "" if np.isnan(pace) else f"{pace:.2f}"
-        rows.append([str(cache), lost.text(), f"{kib:,.0f}", times])
-    return ResultTable(note, ["cache", "above recomputed", "KiB", "last / second"], rows)
-
-
-def _figure(streaming: pd.DataFrame) -> Figure:
-    """Loss along the text, above that of a recomputed window."""
-    length = streaming["end"].max()
-    with style():
-        figure, (panel,) = new_figure(width=5.4, height=3.7)
-        for cache, colour in COLOURS.items():
-            rows, label = rows_of(streaming, cache), str(cache)
-            panel.plot(rows["first"], rows["above"], color=colour, linewidth=1.2, label=label)
-        evicts = streaming["capacity"].iloc[0] + 1
-        panel.axvline(evicts, color=MUTED, linewidth=1, linestyle=":")
-        panel.set(xlim=(0, length), xlabel="tokens read")
-        panel.set_ylabel("nats per token above a recomputed window")
-        panel.xaxis.set_major_formatter("{x:,.0f}")
-        figure.legend(loc="outside lower left", ncols=2)
-    figure.set_label(
-        f"Loss of {streaming['model'].iloc[0]} along a text of {length:,} tokens, above that of a "
-        "window recomputed for each query. Dotted: bounded caches begin to evict"
-    )
-    return figure
-
-
 # ---- findings ------------------------------------------------------------------------------------
 
 UNTRAINED = 0.95
 """Share of the loss of a uniform guess from which a model counts as predicting nothing."""
+
+Verdict = Literal["works", "breaks"] | None
+_VERBS = {"works": "holds", "breaks": "breaks", None: "is undecided"}
 
 _SINKS = {
     IN_CACHE: (
@@ -273,9 +197,11 @@ def find_sinks(streaming: pd.DataFrame) -> list[Finding]:
     told = {"n_sink": streaming["n_sink"].iloc[0], "tokens": streaming["end"].max()}
     found = []
     for cache, (name, need, says) in _SINKS.items():
-        lost = above(streaming, cache)
-        text = says.format(verb=_VERBS[lost.verdict], nats=lost.text("**"), **told)
-        found.append(Finding(name, text, need, lost.verdict))
+        above, low, high = lost(streaming, cache).values()
+        verdict: Verdict = "breaks" if low > BROKEN else "works" if high < BROKEN else None
+        nats = f"**{above:+.3f}**{bracket(low, high, '+.3f')}"
+        text = says.format(verb=_VERBS[verdict], nats=nats, **told)
+        found.append(Finding(name, text, need, verdict))
     return found
 
 
@@ -290,7 +216,7 @@ def find_pace(streaming: pd.DataFrame) -> list[Finding]:
         f"long as those of the second in bounded caches, {full:.2f} in a full one."
     )
     growth = f"While they evict, the bytes of bounded caches become **{grown:.2f}** times as many."
-    stays: Literal["works", "breaks"] = "works" if grown < 1.05 else "breaks"
+    stays: Verdict = "works" if grown < 1.05 else "breaks"
     return [
         Finding("pace", pace, evidence=Evidence.TIME),
         Finding("growth", growth, "bound the memory of a stream", stays, Evidence.BYTES),
@@ -298,23 +224,22 @@ def find_pace(streaming: pd.DataFrame) -> list[Finding]:
 
 
 class Streaming(Experiment[Options]):
-    """Stream thousands of tokens through caches: loss, memory and time, bounded and not."""
+    """Stream thousands of tokens through caches: loss, memory and time, bounded and not.
+
+    What do a bounded cache, its first tokens and their positions do to loss, memory and time
+    per token over thousands of tokens?
+
+    A text is read token by token through caches that are full, keep the last tokens, or keep
+    the first ones too, with original positions or those in the cache. Losses are compared,
+    stretch by stretch, with a window that is recomputed for the queries and begins as the text
+    begins. A cache breaks if it loses more than 0.1 nats per token (a perplexity about a tenth
+    higher) over the whole interval. What a window loses depends on what the heads pay the first
+    token: stdlib-neox-sink was taught to pay it, as its card tells, and a model without a sink
+    loses next to nothing.
+    """
 
     name = "streaming"
     title = "Streaming past the trained length"
-    question = (
-        "What do a bounded cache, its first tokens and their positions do to loss, memory and time "
-        "per token over thousands of tokens?"
-    )
-    method = (
-        "A text is read token by token through caches that are full, keep the last tokens, or "
-        "keep the first ones too, with original positions or those in the cache. Losses are "
-        "compared, stretch by stretch, with a window that is recomputed for the queries and begins "
-        f"as the text begins. A cache breaks if it loses more than {BROKEN} nats per token "
-        "(a perplexity about a tenth higher) over the whole interval. What a window loses depends "
-        "on what the heads pay the first token: stdlib-neox-sink was taught to pay it, as its card "
-        "tells, and a model without a sink loses next to nothing."
-    )
     evidence = Evidence.MODEL
     full = Options()
     quick = Options(tokens=1024)
@@ -352,24 +277,42 @@ class Streaming(Experiment[Options]):
     def findings(self, tables: Tables) -> list[Finding]:
         return [*find_sinks(tables["streaming"]), *find_pace(tables["streaming"])]
 
-    def related(self, tables: Tables) -> list[Related]:
-        streaming = tables["streaming"]
-        held, window, kept = (above(streaming, cache).text() for cache in _SINKS)
-        says = (
-            "A window alone fails once the text is longer; the first tokens largely recover it, "
-            "with positions counted in the cache, over millions of tokens."
-        )
-        here = (
-            f"Nats above a recomputed window on {streaming['model'].iloc[0]}: window alone "
-            f"{window}, first tokens kept {held}, at their original positions {kept}."
-        )
-        return [Related("window", STREAMING_LLM, says, here)]
-
     def views(self, tables: Tables) -> list[ResultTable]:
-        return [_table(tables["streaming"])]
+        streaming, first = tables["streaming"], tables["streaming"].iloc[0]
+        recomputed = evicting(rows_of(streaming, RECOMPUTED))["loss"].mean()
+        note = (
+            f"{first['model']}, {streaming['end'].max():,} tokens one by one. Nats per token above "
+            f"the {recomputed:.3f} of a recomputed window, with {METHOD} over stretches, and KiB "
+            f"held, of caches that hold {first['capacity']} tokens; time per token in the last "
+            "quarter of the stream over that in its second:"
+        )
+        rows = []
+        for cache in STREAMED:
+            own, above = rows_of(streaming, cache), lost(streaming, cache)
+            nats = "" if np.isnan(above["above"]) else bracketed(above, "above", "+.3f")
+            pace = f"{slowdown(own):.2f}".replace("nan", "")
+            rows.append([str(cache), nats, f"{own['bytes'].iloc[-1] / 2**10:,.0f}", pace])
+        return [ResultTable(note, ["cache", "above recomputed", "KiB", "last / second"], rows)]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
-        return {self.name: _figure(tables["streaming"])}
+        """Loss along the text, above that of a recomputed window."""
+        streaming = tables["streaming"]
+        with style():
+            figure, (panel,) = new_figure(width=5.4, height=3.7)
+            for cache, colour in COLOURS.items():
+                rows = rows_of(streaming, cache)
+                panel.plot(rows["first"], rows["above"], color=colour, lw=1.2, label=str(cache))
+            panel.axvline(streaming["capacity"].iloc[0] + 1, color=MUTED, lw=1, ls=":")
+            panel.set(xlim=(0, streaming["end"].max()), xlabel="tokens read")
+            panel.set_ylabel("nats per token above a recomputed window")
+            panel.xaxis.set_major_formatter("{x:,.0f}")
+            figure.legend(loc="outside lower left", ncols=2)
+        figure.set_label(
+            f"Loss of {streaming['model'].iloc[0]} along a text of {streaming['end'].max():,} "
+            "tokens, above that of a window recomputed for each query. Dotted: bounded caches "
+            "begin to evict"
+        )
+        return {self.name: figure}
 
 
 EXPERIMENT = Streaming()

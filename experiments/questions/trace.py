@@ -19,17 +19,17 @@ from typing import Annotated, Any
 import pandas as pd
 import torch
 import typer
-from matplotlib.figure import Figure
 from rich.progress import Progress
 from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl.mechanism
 import patch_impl.mechanism
+from experiments.framework import shared
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.options import Device, Dtype
 from experiments.framework.own_model import OwnModel, Planned
-from experiments.framework.plots import GRID, mechanism_colour, new_figure, press_label, style
+from experiments.framework.plots import press_label
 from experiments.framework.tables import ResultTable
 from experiments.loading import load_model, short_name
 from experiments.testbed.compare import Inputs, PressPair
@@ -58,13 +58,7 @@ _ATTENDED = "attention has run over"
 class Options:
     """What is traced."""
 
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Shipped model, folder or hub id; or a family such as llama or gpt_neox, for a "
-            "small model with random weights."
-        ),
-    ] = "facts-llama"
+    model: shared.Model = "facts-llama"
     press: Annotated[str, typer.Option(help="Press to trace, such as SnapKVPress.")] = "SnapKVPress"
     ratio: Annotated[float, typer.Option(help="Share of the tokens to evict, in [0, 1).")] = 0.5
     length: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 512
@@ -76,16 +70,13 @@ class Options:
 # ---- recording -----------------------------------------------------------------------------------
 
 
-class _Held(tuple[int, ...]):
-    """How many keys each row and head of a layer holds."""
+Held = dict[int, list[int]]
+"""By layer, how many keys each row and head holds."""
 
-    @property
-    def mean(self) -> int:
-        return round(sum(self) / len(self)) if self else 0
 
-    def __str__(self) -> str:
-        low, high = min(self, default=0), max(self, default=0)
-        return f"{low}" if low == high else f"{low} to {high}"
+def _told(held: list[int]) -> str:
+    low, high = min(held, default=0), max(held, default=0)
+    return f"{low}" if low == high else f"{low} to {high}"
 
 
 class Recorder:
@@ -103,7 +94,7 @@ class Recorder:
         modules = [site.module for site in self._sites.values()]
         self._forwards = {inspect.unwrap(type(module).forward).__code__ for module in modules}
         self._file = _MECHANISMS[mechanism].__file__
-        self._held: dict[int, _Held] = {}  # by layer, at the last event
+        self._held: Held = {}  # at the last event
         self._open: list[FrameType] = []  # calls of the mechanism
 
     @contextmanager
@@ -125,12 +116,11 @@ class Recorder:
                 enter = "hidden states enter" if n > 1 else "hidden state enters"
                 self._tell(site.layer_idx, f"{n} {enter}")
             elif site is not None:
-                held = self._holds()[site.layer_idx]
+                held = _told(self._holds()[site.layer_idx])
                 self._tell(site.layer_idx, f"{_ATTENDED} {held} keys")
         elif ends and code is TokenScorer.checked_scores.__code__ and result is not None:
             press, layer = frame.f_locals["self"], frame.f_locals["call"].site.layer_idx
-            name = press_label(type(press).__name__)
-            self._tell(layer, f"{name} scores {result.shape[-1]} keys")
+            self._tell(layer, f"{press_label(type(press).__name__)} scores {result.shape[-1]} keys")
         elif begins and code.co_filename == self._file and self._name(code):
             self._calls(frame)
         elif ends and self._open and self._open[-1] is frame:
@@ -138,9 +128,9 @@ class Recorder:
 
     def _tell(self, layer: int, event: str) -> None:
         self._held = self._holds()
-        keys = self._held.get(layer, _Held()).mean
+        held = self._held.get(layer) or [0]
         told = {"mechanism": self.mechanism, "step": self.step, "layer": layer}
-        self.events.append({**told, "event": event, "keys": keys})
+        self.events.append({**told, "event": event, "keys": round(sum(held) / len(held))})
 
     def _calls(self, frame: FrameType) -> None:
         """Torch calls a hook, or the model a wrapper: of a layer or of the decoder."""
@@ -156,15 +146,15 @@ class Recorder:
         before = self._held
         for layer, held in self._holds().items():
             if held != before.get(layer, held):
-                self._tell(layer, f"{name} prunes {before[layer]} → {held}")
+                self._tell(layer, f"{name} prunes {_told(before[layer])} → {_told(held)}")
 
     def _name(self, code: CodeType) -> str:
         return _CALLED.get((self.mechanism, code.co_name), "")
 
-    def _holds(self) -> dict[int, _Held]:
+    def _holds(self) -> Held:
         own = {site.layer_idx for site in self._sites.values()}
         lengths = enumerate(kept_lengths(self.cache))
-        return {layer: _Held(of.flatten().tolist()) for layer, of in lengths if layer in own}
+        return {layer: of.flatten().tolist() for layer, of in lengths if layer in own}
 
 
 def trace(
@@ -231,28 +221,6 @@ def _event_table(trace: pd.DataFrame) -> ResultTable:
     return ResultTable(note, ["", "hooks", "patches"], lines, left=None)
 
 
-def _figure(trace: pd.DataFrame) -> Figure:
-    """Keys that each layer makes and keeps in the prefill, a panel per mechanism."""
-    height = 1.2 + min(0.4 * trace["layer"].nunique(), 10)
-    figure, axes = new_figure(columns=2, width=7.2, height=height, sharex=True, sharey=True)
-    with style():
-        for panel, mechanism in zip(axes, _MECHANISMS, strict=True):
-            layers = _prefill(trace, mechanism).rename(index="layer {}".format)
-            looks: Any = {"color": [GRID, mechanism_colour(mechanism)], "width": 0.8}
-            layers.plot.barh(ax=panel, legend=mechanism == "hook", **looks)
-            bars: Any
-            for bars in panel.containers:
-                panel.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=7.5)
-            panel.set(title={"hook": "hooks", "patch": "patches"}[mechanism], xlabel="keys")
-            panel.grid(axis="y", visible=False)
-        axes[0].invert_yaxis()  # the forward runs from the top to the bottom
-    figure.set_label(
-        "Keys that each layer makes, and keys that are kept once its press has acted, during the "
-        "prefill, with hooks (left) and with patches (right)"
-    )
-    return figure
-
-
 def _model(name: str, dtype: str, device: str) -> PreTrainedModel:
     if name not in FAMILIES:
         return load_model(name, dtype=dtype, device=device)[0]
@@ -262,17 +230,19 @@ def _model(name: str, dtype: str, device: str) -> PreTrainedModel:
 
 
 class Trace(Experiment[Options]):
-    """Follow one forward step by step, hook and patch side by side."""
+    """Follow one forward step by step, hook and patch side by side.
+
+    In one forward, when does each mechanism act, and on what?
+
+    Python's profiler reports the calls of attention modules, attention functions, hooks,
+    wrappers and scores, and the cache is read around each of them. Events are listed in the
+    order in which they arrived. Another press acts at other moments: `--press` traces any of
+    them. How long a press takes is measured elsewhere, as a profiler slows it down. A family, as
+    in `--model llama`, is built small, with random weights.
+    """
 
     name = "trace"
     title = "One forward, step by step"
-    question = "In one forward, when does each mechanism act, and on what?"
-    method = (
-        "Python's profiler reports the calls of attention modules, attention functions, hooks, "
-        "wrappers and scores, and the cache is read around each of them. Events are listed in the "
-        "order in which they arrived. Another press acts at other moments: `--press` traces any "
-        "of them. How long a press takes is measured elsewhere, as a profiler slows it down."
-    )
     evidence = Evidence.EVENTS
     full = quick = Options()
 
@@ -300,9 +270,6 @@ class Trace(Experiment[Options]):
 
     def views(self, tables: Tables) -> list[ResultTable]:
         return [_event_table(tables["trace"])]
-
-    def figures(self, tables: Tables) -> dict[str, Figure]:
-        return {"trace": _figure(tables["trace"])}
 
 
 EXPERIMENT = Trace()

@@ -36,6 +36,9 @@ _BATCH = 8
 class Task:
     """How the facts task is drawn.
 
+    Raises:
+        UserError: if the contexts cannot hold the facts.
+
     Attributes:
         context: words per context, `<bos>` not counted.
         facts: facts per context.
@@ -49,6 +52,12 @@ class Task:
     samples: int = 16
     seen_samples: int = 24
     seed: int = 512
+
+    def __post_init__(self) -> None:
+        try:
+            draw(1, self.context, self.facts, torch.Generator())
+        except ValueError as error:
+            raise UserError(f"--context, --facts: {error}") from error
 
     def batches(self, question: str) -> list[FactBatch]:
         """The contexts for one kind of question, `_BATCH` or fewer at a time."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -22,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from rich.progress import Progress
 
 from experiments import UserError
+from experiments.framework.shared import printed_by
 
 NAME = "kvpress"
 
-_ROOT = Path(__file__).parents[2]
-_ENVIRONMENT = _ROOT / ".venv-oldest"
+_ENVIRONMENT = Path(__file__).parents[2] / ".venv-oldest"
 """Where `make test-oracle` installs kvpress."""
 
 
@@ -46,22 +46,30 @@ def output_of(python: Path, *arguments: str, given: str = "") -> str:
     Raises:
         UserError: if it fails.
     """
-    command = [str(python), "-m", *arguments]
-    how: dict[str, Any] = {"cwd": _ROOT, "capture_output": True, "text": True}
-    done = subprocess.run(command, input=given, check=False, **how)
-    if done.returncode:
-        reason = (done.stderr.strip() or "no message").splitlines()[-1]
-        raise UserError(f"measuring kvpress with {python} failed: {reason}; try --no-kvpress")
-    return done.stdout
+    try:
+        return printed_by(python, *arguments, given=given)
+    except UserError as error:
+        raise UserError(f"{error}; try --no-kvpress") from None
 
 
 def rows_with_kvpress(python: Path, module: str, **asked: Any) -> pd.DataFrame:
-    """Rows of `module.beside_kvpress(**asked)` there, and the `transformers` that was measured.
+    """Rows of kvpress among `module.beside_kvpress(**asked)` there, and the `transformers`.
 
     Raises:
         UserError: if it fails.
     """
     return pd.DataFrame(json.loads(output_of(python, __name__, module, given=json.dumps(asked))))
+
+
+def joined_by_kvpress(
+    table: pd.DataFrame, wanted: bool, progress: Progress, module: str, **asked: Any
+) -> pd.DataFrame:
+    """`table`, followed by `rows_with_kvpress` if it is wanted and installed."""
+    python = python_with_kvpress() if wanted else None
+    if python is None:
+        return table
+    progress.add_task(NAME, total=None)
+    return pd.concat([table, rows_with_kvpress(python, module, **asked)], ignore_index=True)
 
 
 def presses_of_kvpress() -> Mapping[str, type[Any]]:
@@ -77,7 +85,8 @@ def main(module: str) -> None:
     os.dup2(2, 1)
     rows = import_module(module).beside_kvpress(**json.load(sys.stdin))
     with output:
-        json.dump([row | {"transformers": version("transformers")} for row in rows], output)
+        theirs = [row for row in rows if row.get("mechanism", NAME) == NAME]
+        json.dump([row | {"transformers": version("transformers")} for row in theirs], output)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer, processors
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from experiments import EXPERIMENTS, UserError, load_experiments
-from experiments.answers.datasets.published import SETS
 from experiments.framework.manifest import read_manifest
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.plan import plan_on
@@ -86,7 +85,7 @@ def an_own_model(**changed) -> OwnModel:
 LESS = {
     "equivalence": {"press": ("KnormPress", "SnapKVPress", "AdaKVPress")},
     "overhead": {"rounds": 2, "context": 32},
-    "headwise": {"samples": 2, "context": 48, "facts": 2, "contexts": (64,), "rounds": 2},
+    "headwise": {"contexts": (64,), "rounds": 2},
     "evaluate": {
         "dataset": ("synthetic/niah_single@256", "synthetic/qa@384"),
         "press": ("SnapKVPress",),
@@ -268,7 +267,6 @@ def test_what_is_planned_takes_as_long_as_its_tokens_and_steps():
 def test_what_cannot_be_opened_is_left_out():
     own = an_own_model(presses=("SnapKVPress",))
     plan = plan_on(own, load_experiments())
-    assert "KnormPress" in plan.left_out["headwise"]
     assert "none of KnormPress can be opened" in plan.left_out["overhead"]
     assert "StreamingLLMDecodingPress" in plan.left_out["streaming"]
     (asked,) = (task for task in plan.tasks if task.name == "evaluate")
@@ -277,6 +275,8 @@ def test_what_cannot_be_opened_is_left_out():
         evaluate.EXPERIMENT.on(replace(own, presses=()))
     unknown = plan_on(an_own_model(model_type="new_kind"), load_experiments())
     assert {"architectures", "isolation", "coexistence"} <= set(unknown.left_out)
+    sliding = plan_on(an_own_model(model_type="new_kind", keeps_all=False), load_experiments())
+    assert "sliding windows" in sliding.left_out["headwise"]
 
 
 def test_contexts_are_no_longer_than_the_model_was_made_for():
@@ -287,31 +287,6 @@ def test_contexts_are_no_longer_than_the_model_was_made_for():
     assert tasks["trace"].options.length == 512
     assert tasks["throughput"].options.context == (512,)
     assert tasks_on(replace(own, trained=100))
-
-
-def test_published_tasks_are_asked_where_they_can_be_had(monkeypatch):
-    asked_for = []
-
-    def rows_of(published, name, task, length, data):
-        asked_for.append(task)
-        assert published is SETS["ruler"]
-        if len(asked_for) > enough:
-            raise UserError("no")
-        return []
-
-    monkeypatch.setattr(evaluate, "rows_of", rows_of)
-
-    def published(**changed):
-        datasets = evaluate.EXPERIMENT.on(an_own_model(**changed)).options.dataset
-        return [name for name in datasets if name.startswith("ruler/")]
-
-    enough = 2
-    assert published() == []
-    assert asked_for == []
-    assert published(online=True) == ["ruler/niah_multikey_1@4096", "ruler/qa_1@4096"]
-    assert published(online=True, trained=2048) == []
-    enough = 3
-    assert published(online=True) == []
 
 
 def test_a_machine_without_a_network_is_offline(monkeypatch):

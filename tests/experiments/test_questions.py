@@ -50,7 +50,7 @@ RUNS = [
     ("isolation", "--mechanism patches", 11),
     ("coexistence", "--mechanism hooks --companion torch.func.functional_call", 3),
     ("overhead", "--press adakv,KVzipPress", 6),
-    ("headwise", "--contexts 64 --part decoding --part budgets", 25),
+    ("headwise", "--contexts 64 --part decoding --part budgets", 33),
     ("throughput", "--press knorm,StreamingLLM --batch 1 --batch 2 --ratio 0.5 --no-memory", 20),
     ("throughput", "--part first-token --press snapkv,expectedattention,cam", 4),
     ("trace", "--press knorm --length 12 --decode 0", 22),

@@ -25,7 +25,8 @@ End.
 
 def test_blocks_are_filled_once(finished):
     contents = blocks(finished, [ONE, TWO])
-    assert set(contents) == {"answers", "one-mean", "two-mean"}
+    assert set(contents) == {"answers", "one", "one-mean", "two", "two-mean"}
+    assert contents["one"].endswith("Nothing else.")
     answers, filled = contents["answers"], fill(README, contents)
     assert answers.startswith(f"## {ONE.title}\n\n- The mean of one is **1.867**.\n")
     assert f"](../{finished.name}/one.svg)" in answers

@@ -12,13 +12,13 @@ from matplotlib.colors import to_hex
 
 import experiments
 from experiments import UserError
-from experiments.framework import plots
+from experiments.framework import plots, report
 from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Contrast, Finding, Related
+from experiments.framework.experiment import Contrast, Finding
 from experiments.framework.manifest import MANIFEST
 from experiments.framework.overview import overview
 from experiments.framework.readme import blocks
-from experiments.framework.report import MAX_ROWS, related, write_report
+from experiments.framework.report import MAX_ROWS, write_report
 from experiments.framework.results import read_parts, read_table, write_table
 from tests.experiments.tiny import BROKEN, ONE, TWO, cli, failing, line_figure, note, study, tiny
 
@@ -246,11 +246,12 @@ def test_findings_say_on_what_evidence_they_rest(tmp_path):
     assert all(one.evidence for one in experiments.load_experiments())
 
 
-def test_findings_stand_beside_what_others_say(tmp_path):
-    line = Related("mean", "[Others](https://example.org)", "They say **2**.", "Here it is 1.867.")
-    study([tiny("one", related=lambda tables: [line]), TWO], tmp_path)
+def test_findings_stand_beside_what_others_say(tmp_path, monkeypatch):
+    line = {"work": "[Others](https://example.org)", "says": "They say **2**."}
+    monkeypatch.setitem(report._WORKS, "one-mean", [line])
+    study([ONE, TWO], tmp_path)
     shown = Page(tmp_path)
-    assert "Others They say 2. Here it is 1.867. See the finding" in shown.text
+    assert "Others They say 2. The mean of one is 1.867. See the finding" in shown.text
     assert "https://example.org" in shown.links  # to be followed, not to be loaded
     assert shown.links.count("#one-mean") == 3  # from the needs, beside the finding, and from here
     assert "| [Others](https://example.org) | They say **2**. |" in markdown(tmp_path)
@@ -258,12 +259,10 @@ def test_findings_stand_beside_what_others_say(tmp_path):
 
 def test_committed_results_are_compared_with_other_work():
     parts = read_parts(Path(__file__).parents[2] / "results", experiments.load_experiments())
-    anchors = {part.anchor(finding.name) for part in parts for finding in part.findings}
-    compared = related(parts)
-    assert {anchor for anchor, _ in compared} <= anchors
-    works = " ".join(line.work for _, line in compared)
+    compared = report.related(parts)
+    assert {anchor for *_, anchor, _ in compared} == set(report._WORKS)
+    works = " ".join(work for work, *_ in compared)
     assert all(name in works for name in ("kvpress", "AdaKV", "StreamingLLM", "KVzip"))
-    assert not any("nan" in line.here for _, line in compared)
 
 
 def test_the_first_figure_sets_hooks_beside_patches(tmp_path):

@@ -19,19 +19,11 @@ from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.options import one_of, several
 from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
-from experiments.questions.architectures.decoders import decoders
-from experiments.questions.architectures.reach import BOTH, NEITHER, figure, limits, reach
+from experiments.questions.architectures.decoders import TOLD, decoders
+from experiments.questions.architectures.reach import BOTH, figure, limits, reach
 from experiments.questions.architectures.sweep import condensed, measure
 
-REPRESENTATIVES = (
-    *("llama", "phi3", "gpt2", "gpt_oss", "gemma2", "mistral", "bloom"),
-    *("cohere2", "smollm3", "nanochat", "hunyuan_v1_dense", "opt", "jetmoe", "diffllama", "doge"),
-    *("deepseek_v3", "jamba", "falcon_h1", "gemma3n_text", "llama4_text", "qwen2 (sliding)", "cwm"),
-    *("paligemma", "qwen2_vl", "ernie4_5_vl_moe", "bart", "bart (seq2seq)", "t5 (seq2seq)"),
-    *("inkling_text", "axk2", "beam", "hrm_text"),
-    *("qwen2_vl (image)", "qwen3_vl (image)", "llava (image)", "idefics3 (image)"),
-    *("gemma3 (image)", "paligemma (image)"),
-)
+REPRESENTATIVES = tuple(filter(decoders().__contains__, TOLD["representatives"]))
 """One type of every structural kind: what it stands for is said in `docs/architectures.md`."""
 
 
@@ -53,25 +45,22 @@ class Options:
 
 
 class Architectures(Experiment[Options]):
-    """Sweep every decoder of the installed transformers with tiny random weights."""
+    """Sweep every decoder of the installed transformers with tiny random weights.
+
+    On which decoders is a press right, by hook and by patch, and why not on the others?
+
+    Every causal and image-text decoder of the installed transformers is built small, with
+    random weights, and run on text, ten of them with an image in it too. What a press leaves
+    and the logits that follow are compared with a run over the full cache in which all that is
+    evicted is masked, by code that shares nothing with the presses. Long contexts and trained
+    weights are not tried.
+    """
 
     name = "architectures"
     title = "Which decoders it works on"
-    question = (
-        "On which decoders is a press right, by hook and by patch, and why not on the others?"
-    )
-    method = (
-        "Every causal and image-text decoder of the installed transformers is built small, with "
-        "random weights, and run on text, ten of them with an image in it too. What a press leaves "
-        "and the logits that follow are compared with a run over the full cache in which all that "
-        "is evicted is masked, by code that shares nothing with the presses. Long contexts and "
-        "trained weights are not tried."
-    )
     evidence = Evidence.REFERENCE
     full = Options()
-    quick = Options(
-        type=tuple(name for name in REPRESENTATIVES if name in decoders()), oldest=False
-    )
+    quick = Options(type=REPRESENTATIVES, oldest=False)
 
     def on(self, own: OwnModel) -> Planned[Options]:
         if own.model_type not in decoders():
@@ -98,18 +87,13 @@ class Architectures(Experiment[Options]):
         return tables
 
     def findings(self, tables: Tables) -> list[Finding]:
+        return [_finding(name, table) for name, table in tables.items()]
+
+    def remarks(self, tables: Tables) -> list[str]:
+        """What could not be tried."""
         table = tables["architectures"]
-        reached = reach(table)
-        some = reached[(reached["reach"] != NEITHER) & (reached["press"] != "nothing evicted")]
-        both = some[some["reach"] == BOTH]
-        wrong = int(table["bad"].sum())
-        text = (
-            f"Some press is right on **{some['type'].nunique()}** of "
-            f"{reached['type'].nunique()} decoders, by hook and patch alike on "
-            f"{both['type'].nunique()}; {wrong} cases are wrong."
-        )
-        need = "prune the model that you run"
-        return [Finding("reach", text, need, "breaks" if wrong else "works")]
+        left_out = ", ".join(f"`{name}`" for name in table["type"][table["cells"] == 0].unique())
+        return [f"Not run on text alone, or not built small: {left_out or 'none'}."]
 
     def views(self, tables: Tables) -> list[ResultTable]:
         return [limits(tables["architectures"])]
@@ -119,6 +103,23 @@ class Architectures(Experiment[Options]):
 
     def passed(self, tables: Tables) -> bool:
         return not any(table["bad"].any() for table in tables.values())
+
+
+def _finding(name: str, table: pd.DataFrame) -> Finding:
+    """On how many decoders presses are right, with the newest or the oldest transformers."""
+    reached = reach(table)
+    presses = reached[reached["press"] != "nothing evicted"]
+    reaches = presses.groupby("type")["reach"].agg(set)
+    wrong, every = int(table["bad"].sum()), sum(found == {BOTH} for found in reaches)
+    some, newest = sum(BOTH in found for found in reaches), name == "architectures"
+    where = "By hook and patch alike" if newest else "With the oldest transformers"
+    text = (
+        f"{where}, every press is right on {every} of {len(reaches)} decoders, some press on "
+        f"**{some}**; {wrong} of {table['cells'].sum():,} cases are wrong."
+    )
+    if not newest:
+        return Finding("oldest", text)
+    return Finding("reach", text, "prune the model that you run", "breaks" if wrong else "works")
 
 
 _ROOT = Path(__file__).parents[3]
@@ -133,12 +134,10 @@ def _with_oldest(types: tuple[str, ...]) -> pd.DataFrame:
         UserError: if it fails.
     """
     with TemporaryDirectory() as folder:
-        command = [str(_OLDEST), "-m", "experiments", "architectures", "--no-oldest"]
-        command += ["--attention", "sdpa"]
-        command += [part for kind in types for part in ("--type", kind)]
-        done = subprocess.run(
-            [*command, "--output", folder], cwd=_ROOT, capture_output=True, text=True, check=False
-        )
+        only = (part for kind in types for part in ("--type", kind))
+        what = ["experiments", "architectures", "--no-oldest", "--attention", "sdpa", *only]
+        command = [str(_OLDEST), "-m", *what, "--output", folder]
+        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
         found = Path(folder) / "architectures.csv"
         if not found.exists():
             reason = (done.stderr.strip() or "no message").splitlines()[-1]

@@ -7,9 +7,9 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,8 +73,7 @@ SUBJECTS = {
 """The presses of the sweep by name: one for each kind of input that a press can read."""
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One press, by one mechanism, under one set of conditions.
 
     Attributes:
@@ -122,7 +121,8 @@ class Bench:
         self._with_positions = True
         once = lru_cache(None)
         self._outcome, self._itself = once(self._find_outcome), once(self._find_itself)
-        self._scores, self._model = once(self._find_scores), once(self._find_model)
+        self._scores = once(lambda formula, index: formula(self.run, self.run.layers[index]))
+        self._model = once(self._find_model)
         self._known: dict[tuple[Any, ...], list[Tensor]] = {}
         try:
             self.run = reference.run_in_full(model, self.ids)
@@ -135,7 +135,7 @@ class Bench:
         """One of `OUTCOMES` for `cell`, and why."""
         layers = getattr(self.run.cache, "layers", [None])
         if all(type(layer) is DynamicLayer for layer in layers):  # as `DynamicCache()` makes them
-            cell = replace(cell, cache="default")
+            cell = cell._replace(cache="default")
         return self._outcome(cell)
 
     def _find_outcome(self, cell: Cell) -> tuple[str, str]:
@@ -167,8 +167,6 @@ class Bench:
     # ---- what the model does by itself -----------------------------------------------------------
 
     def _find_model(self, attention: str) -> Any:
-        if attention == "eager":
-            return self.run.model
         model: Any = copy.deepcopy(self.run.model)
         model.set_attn_implementation(attention)
         return model
@@ -275,10 +273,6 @@ class Bench:
             if wrong:
                 return f"layer {index}: {wrong}"
         return ""
-
-    def _find_scores(self, formula: Any, index: int) -> Tensor:
-        found: Tensor = formula(self.run, self.run.layers[index])
-        return found
 
     def _expected(self, kept: dict[int, Tensor], moves: bool) -> list[Tensor]:
         key = moves, *((index, left.numpy().tobytes()) for index, left in kept.items())

@@ -29,12 +29,16 @@ from transformers.models.auto import modeling_auto
 LARGEST = 120_000_000
 """Parameters above which a model is not tiny, whatever its configuration was told."""
 
-_TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-SIZES = {name: size for size, names in _TOLD["sizes"].items() for name in names.split()}
-DEMANDS: dict[str, dict[str, Any]] = _TOLD["demands"]
+TOLD: dict[str, Any] = yaml.safe_load(
+    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+)
+"""Sizes, demands, variants, and what else is told of decoders."""
+
+SIZES = {name: size for size, names in TOLD["sizes"].items() for name in names.split()}
+DEMANDS: dict[str, dict[str, Any]] = TOLD["demands"]
 """What a configuration needs besides `SIZES`, by model type."""
 
-VARIANTS: dict[str, dict[str, Any]] = _TOLD["variants"]
+VARIANTS: dict[str, dict[str, Any]] = TOLD["variants"]
 """Types that are built in another way too, or run with an image: what is told, by name."""
 
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")

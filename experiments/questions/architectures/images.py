@@ -17,7 +17,8 @@ _HEIGHT, _WIDTH = 4, 6
 def with_image(model: Any, ids: Tensor) -> Tensor:
     """`ids` `(1, S)` with the tokens of an image in the middle."""
     ids = ids.clone()
-    ids[:, START : START + _n_tokens(model)] = model.config.image_token_id
+    n_tokens = _HEIGHT * _WIDTH // 4 if _takes_any_size(model) else 4
+    ids[:, START : START + n_tokens] = model.config.image_token_id
     begins = getattr(model.config, "vision_start_token_id", None)
     if begins is not None:  # by which transformers 5.2 finds images
         ids[:, START - 1] = begins
@@ -38,10 +39,6 @@ def image_inputs(model: Any, ids: Tensor) -> dict[str, Any]:
         is_prompt = model.config.model_type == "paligemma"
         inputs["token_type_ids"] = torch.zeros_like(kinds) if is_prompt else kinds
     return inputs
-
-
-def _n_tokens(model: Any) -> int:
-    return _HEIGHT * _WIDTH // 4 if _takes_any_size(model) else 4
 
 
 def _takes_any_size(model: Any) -> bool:

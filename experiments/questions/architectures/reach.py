@@ -5,46 +5,21 @@ from __future__ import annotations
 import pandas as pd
 from matplotlib.figure import Figure
 
-from experiments.framework.plots import new_figure, style
+from experiments.framework.frames import heat_maps
 from experiments.framework.tables import ResultTable
 from experiments.questions.architectures.cells import SUBJECTS
+from experiments.questions.architectures.decoders import TOLD
 
-BOTH, PATCH, HOOK, NEITHER, WRONG = "both", "patch", "hook", "neither", "wrong"
-COLOURS = {
-    BOTH: ("right by hook and patch", "#0072B2"),
-    PATCH: ("right by patch, hook refused", "#56B4E9"),
-    HOOK: ("right by hook, patch refused", "#009E73"),
-    NEITHER: ("refused when the scope opens", "#e4e4e4"),
-    WRONG: ("wrong, late or a crash", "#D55E00"),
-}
+BOTH, PATCH, HOOK, NEITHER, WRONG = "both", "patch alone", "hook alone", "refused", "wrong"
+"""By which mechanism a press is right; or refused when its scope opens; or wrong, or a crash."""
 
-REASONS = {
-    "latents of width": "latents are cached, from which keys and values are made",
-    "has no rotary": "the model has no rotary position embeddings",
-    "nobody can see": "the rotation cannot be observed",
-    "not undone": "something after the rotation cannot be undone",
-    "something else than cosines": "rotation is not by cosines and sines",
-    "that no rotary module": "cosines and sines come from no rotary module",
-    "a hook cannot tell": "no submodule returns the query, so no hook can collect it",
-    "one by one": "heads are mixed before attention",
-    "the same norm": "all keys have the same norm",
-    "that were evicted before": "attention depends on a key's index in the cache",
-    "use a sliding window": "all layers see a window only",
-    "linear state": "the layer holds a linear state too, which head-wise layers cannot",
-    "reads the cache of another": "every layer reads another layer's cache",
-    "other layers read": "other layers read the same cache, which must have one length",
-    "serves several layers": "one attention module serves several layers",
-    "no attention module": "attention does not go through transformers' interface with a cache",
-    "is given ": "the model gives attention no cache of transformers' kind",
-    "caches in a": "the layer keeps more than keys and values (an index, compressed blocks)",
-    "could not be verified": "the model could not be verified",
-}
+_REASONS: dict[str, str] = TOLD["reasons"]
 """Parts of what a refusal says, and what that means in short."""
 
 
 def why(reason: str) -> str:
     """A refusal in short."""
-    return next((short for part, short in REASONS.items() if part in reason), reason)
+    return next((short for part, short in _REASONS.items() if part in reason), reason)
 
 
 def reach(table: pd.DataFrame) -> pd.DataFrame:
@@ -92,17 +67,7 @@ def _presses(refused: pd.Series) -> str:
 def figure(table: pd.DataFrame) -> Figure:
     """How many decoders each mechanism is right on, by press."""
     reached = reach(table)
-    counts = pd.crosstab(reached["press"], reached["reach"])
-    counts = counts.reindex([press for press in SUBJECTS if press in counts.index][::-1])
-    with style():
-        drawn, (axes,) = new_figure(height=2.8)
-        left = pd.Series(0, counts.index)
-        for name, (label, colour) in COLOURS.items():
-            if name in counts:
-                axes.barh(counts.index, counts[name], left=left, color=colour, label=label)
-                left += counts[name]
-        axes.set_xlabel(f"{reached['type'].nunique()} decoders of the installed transformers")
-        axes.grid(False)
-        drawn.legend(loc="outside lower center", ncols=2)
-    drawn.set_label("Decoders by press (rows) and the mechanisms that are right on them")
-    return drawn
+    counts = pd.crosstab(reached["press"], reached["reach"]).reindex(reached["press"].unique())
+    title = f"{reached['type'].nunique()} decoders of the installed transformers"
+    label = "Decoders by press (rows) and the mechanisms that are right on them"
+    return heat_maps({title: counts}, label, "{:.0f}")

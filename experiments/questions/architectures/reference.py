@@ -166,9 +166,10 @@ def recorded(model: nn.Module) -> Iterator[list[Call]]:
     with arguments_seen(model) as arguments:
 
         def attend(
-            function: Any, module: nn.Module, query: Tensor, key: Tensor, *rest: Any, **more: Any
+            function: Any, module: nn.Module, *given: Any, **more: Any
         ) -> tuple[Tensor, Any]:
-            output, weights = function(module, query, key, *rest, **more)
+            output, weights = function(module, *given, **more)
+            query, key = given[:2]
             calls.append(Call(module, arguments.get(module, {}), query, key, weights))
             return output, weights
 

@@ -6,8 +6,9 @@ import multiprocessing
 import os
 import signal
 import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import Any
 
@@ -50,11 +51,11 @@ def measure(
         choose: which cells to run.
         progress: told the name of each decoder that is done.
     """
-    known, rows = decoders(), []
+    known, chosen, rows = decoders(), list(filter(choose, cells())), []
     with threads(1):  # what is forked must not count on threads that are not there
         _warm_up(known["llama"])
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            found = pool.map(partial(_rows_apart, choose), [known[name] for name in types])
+            found = pool.map(partial(_rows_apart, chosen), [known[name] for name in types])
             for name, of_decoder in zip(types, found, strict=True):
                 rows += of_decoder
                 progress(name)
@@ -67,36 +68,27 @@ def _warm_up(decoder: Decoder) -> None:
     model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=2, pad_token_id=0)
 
 
-def _rows_apart(choose: Callable[[Cell], bool], decoder: Decoder) -> list[tuple[Any, ...]]:
+def _rows_apart(chosen: Sequence[Cell], decoder: Decoder) -> list[tuple[Any, ...]]:
     """The rows of one decoder, measured in a process of its own."""
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(
-        target=_send_rows, args=(decoder, choose, sender), daemon=True
-    )
-    process.start()
-    sender.close()
-    try:
-        rows: list[tuple[Any, ...]] = receiver.recv()
-    except EOFError:
-        process.join()
-        return [_row(decoder, None, "crash", f"its process ended with {process.exitcode}")]
-    return rows
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, fork, initializer=_limited) as process:
+        try:
+            return process.submit(rows_of, decoder, chosen).result()
+        except BrokenProcessPool as error:
+            return [_row(decoder, None, "crash", in_one_line(error))]
 
 
-def _send_rows(decoder: Decoder, choose: Callable[[Cell], bool], sender: Any) -> None:
+def _limited() -> None:
+    """What takes too long is ended, and nothing is printed."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(SECONDS)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     warnings.simplefilter("ignore")
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-        sender.send(rows_of(decoder, choose))
 
 
-def rows_of(
-    decoder: Decoder, choose: Callable[[Cell], bool] = lambda cell: True
-) -> list[tuple[Any, ...]]:
+def rows_of(decoder: Decoder, chosen: Iterable[Cell]) -> list[tuple[Any, ...]]:
     """The rows of one decoder, measured in this process."""
     try:
         bench = Bench(build(decoder), decoder.image)
@@ -105,12 +97,11 @@ def rows_of(
     except Exception as error:
         told = f"cannot be built small: {in_one_line(error)}"
         return [_row(decoder, None, "not applicable", told)]
-    return [_row(decoder, cell, *bench.outcome(cell)) for cell in cells() if choose(cell)]
+    return [_row(decoder, cell, *bench.outcome(cell)) for cell in chosen]
 
 
 def _row(decoder: Decoder, cell: Cell | None, outcome: str, reason: str) -> tuple[Any, ...]:
-    where = (cell.press, cell.mechanism, cell.attention, cell.cache, cell.padded) if cell else ()
-    return (decoder.name, *(where or ("", "", "", "", False)), outcome, reason)
+    return (decoder.name, *(cell or Cell("", "", "", "", padded=False)), outcome, reason)
 
 
 def condensed(rows: pd.DataFrame) -> pd.DataFrame:

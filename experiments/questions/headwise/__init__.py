@@ -20,36 +20,31 @@ from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import pandas as pd
-import torch
 import typer
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
 from experiments import UserError
+from experiments.framework import shared
 from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Claim, Contrast, Experiment, Finding, Related, Tables
-from experiments.framework.intervals import bracket
-from experiments.framework.options import Device, Dtype, checked_positive_share
+from experiments.framework.experiment import Claim, Contrast, Experiment, Finding, Tables
+from experiments.framework.frames import wide_table
+from experiments.framework.intervals import METHOD, bracket, bracketed
+from experiments.framework.options import Device, Dtype
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
+from experiments.framework.ratios import ratio_figure
 from experiments.framework.tables import ResultTable
-from experiments.framework.works import ADAKV, DUO_ATTENTION, KVPRESS
 from experiments.loading import load_model, short_name
-from experiments.questions.headwise import reading
-from experiments.questions.headwise.budgets import ALL, COMPARED, N_PAIRS, UNIFORM, compare
+from experiments.questions.headwise.budgets import ALL, compare
 from experiments.questions.headwise.trials import MISSING, SAME, trials
-from experiments.testbed.asking import Task
-from experiments.testbed.decoding import FULL, Size, decode_times
-from experiments.testbed.facts import draw
-from experiments.testbed.families import FAMILIES as FAMILIES_BUILT
-from experiments.testbed.families import build, supported_implementations
+from experiments.testbed.asking import Task, check_vocabulary
+from experiments.testbed.decoding import FULL, UNIFORM, Size, decode_times
+from experiments.testbed.families import FAMILIES, build, supported_implementations
 from experiments.testbed.timed_models import ModelSpec, random_llama
 from press_core import attention_sites
 
 RATIOS = (0.5, 0.7, 0.8, 0.9)
 """Evicted where questions are asked, if nothing else is given."""
-
-FAMILIES = ("llama", "gemma2", "gpt_oss")
-"""What the variants are tried on: a plain model, one with capped logits, one with sinks."""
 
 TIMED = random_llama(
     "6 layers of 8/4 heads of 64", num_layers=6, num_heads=8, num_kv_heads=4, head_dim=64
@@ -72,58 +67,40 @@ class Options:
     part: Annotated[
         tuple[Part, ...], typer.Option(help="What to measure. Repeatable.", show_default="all")
     ] = ()
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Shipped model, folder or hub id, asked and timed. By default facts-llama is "
-            "asked, and a random Llama of 6 layers, 8/4 heads of 64, is timed."
-        ),
-    ] = None
-    ratio: Annotated[
-        tuple[float, ...],
-        typer.Option(
-            help="Share of the tokens to evict, in (0, 1). Repeatable.",
-            show_default=f"{', '.join(map(str, RATIOS))}; timed: "
-            f"{', '.join(map(str, Size.ratios))}",
-            callback=checked_positive_share,
-        ),
-    ] = ()
-    samples: Annotated[int, typer.Option(min=2, help="Contexts to ask about.")] = 64
-    context: Annotated[int, typer.Option(min=32, help="Words in a context.")] = Task.context
-    facts: Annotated[int, typer.Option(min=1, help="Facts in a context.")] = Task.facts
+    model: shared.ModelOrOwn = None
+    ratio: shared.Ratios = ()
+    samples: shared.Samples = 48
+    context: shared.Words = Task.context
+    facts: shared.Facts = Task.facts
     contexts: Annotated[
         tuple[int, ...],
         typer.Option(min=64, help="Tokens in the cache that is timed. Repeatable."),
     ] = (1024, 4096, 16384)
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the timing.")] = 11
+    rounds: shared.Rounds = 11
     family: Annotated[
         tuple[str, ...],
         typer.Option(help="Architecture that the four ways are tried on. Repeatable."),
-    ] = FAMILIES
-    seed: Annotated[int, typer.Option(help="Seed of the contexts.")] = Task.seed
+    ] = ("llama", "gemma2", "gpt_oss")  # plain, with capped logits, with sinks
+    seed: shared.Seed = Task.seed
     dtype: Dtype = "float32"
     device: Device = "cpu"
 
 
 class Headwise(Experiment[Options]):
-    """Compare head-wise with uniform budgets: answers, memory, decode time, four ways to decode."""
+    """Compare head-wise with uniform budgets: answers, memory, decode time, four ways to decode.
+
+    Do heads that share a budget answer more than heads with equal ones, and does decoding such
+    a cache need a patch?
+
+    Each press is paired with one that has the same scores and the other kind of budget; both
+    answer the same questions about the same contexts, and are compared context by context. A
+    decode step is timed in turn on the full cache, on a uniform one, and on a head-wise one
+    read in four ways, whose logits are checked against the full cache behind a mask for each
+    head. A larger model, whose heads differ more, may gain more, and times on a GPU differ.
+    """
 
     name = "headwise"
     title = "What head-wise eviction is worth, and what it takes"
-    question = (
-        "Do heads that share a budget answer more than heads with equal ones, and does decoding "
-        "such a cache need a patch?"
-    )
-    method = (
-        "Each press is paired with one that has the same scores and the other kind of budget; "
-        "both answer the same questions about the same contexts, and are compared context by "
-        "context. A decode step is timed in turn on the full cache, on a uniform one, and on a "
-        "head-wise one read in four ways, whose logits are checked against the full cache behind a "
-        "mask for each head. Two more pairs (CriticalAdaKV with CriticalKV, KVzip with as many "
-        "tokens in each head) were measured once in the same way: they differed by 0.2 points at "
-        "most, and with them the mean of all pairs was -0.9 [-1.4, -0.5]. A larger model, whose "
-        "heads differ more, may gain more, and times on a GPU differ."
-    )
     evidence = Evidence.MODEL
     full = Options()
     quick = Options(ratio=(0.8,), samples=16, contexts=(1024, 4096), rounds=6, family=("llama",))
@@ -133,22 +110,16 @@ class Headwise(Experiment[Options]):
     }
 
     def on(self, own: OwnModel) -> Planned[Options]:
-        missing = [name for name in COMPARED if name not in own.presses]
-        if missing:
-            raise LeftOutError(f"{', '.join(missing)}, which it compares, cannot be opened on it")
+        """Decoding and conditions: questions are in the words of facts-llama."""
         parts = (
-            Part.BUDGETS,
             *([Part.DECODING] if own.keeps_all else []),
-            *([Part.CONDITIONS] if own.model_type in FAMILIES_BUILT else []),
+            *([Part.CONDITIONS] if own.model_type in FAMILIES else []),
         )
-        words, facts, samples = 192, 8, 6
-        asked = {"samples": samples, "context": words, "facts": facts, "part": parts}
-        contexts = own.at_most(1024)
-        options = self.quick_on(own, **asked, contexts=contexts, family=(own.model_type,))
-        n_caches = (1 + 2 * N_PAIRS * len(options.ratio)) * samples
-        tokens = n_caches * (3 * words + 6 * facts)  # a word is a few tokens, or one
-        timed = options.rounds * 6 * 2 if own.keeps_all else 0
-        return Planned(options, tokens=tokens, steps=n_caches * facts + timed, seconds=5)
+        if not parts:
+            raise LeftOutError("its layers keep sliding windows, and it is of no family it builds")
+        family, contexts = (own.model_type,), own.at_most(1024)
+        options = self.quick_on(own, part=parts, contexts=contexts, family=family)
+        return Planned(options, steps=options.rounds * 6 * 2 * own.keeps_all, seconds=5)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         """Whichever parts are asked for.
@@ -167,14 +138,11 @@ class Headwise(Experiment[Options]):
         return [one for name, find in _FINDINGS.items() if name in tables for one in find(tables)]
 
     def views(self, tables: Tables) -> list[ResultTable]:
-        return [show(tables[name]) for name, show in reading.VIEWS.items() if name in tables]
+        return [show(tables[name]) for name, show in _VIEWS.items() if name in tables]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
         name = "headwise_difference"
-        return {name: reading.draw_difference(tables[name])} if name in tables else {}
-
-    def related(self, tables: Tables) -> list[Related]:
-        return related(tables)
+        return {name: draw_difference(tables[name])} if name in tables else {}
 
     def contrasts(self, tables: Tables) -> list[Contrast]:
         if "headwise_decoding" not in tables:
@@ -195,34 +163,31 @@ def measure_budgets(options: Options, progress: Progress) -> Tables:
     """Answers from caches with both kinds of budget.
 
     Raises:
-        UserError: if the contexts cannot hold the facts.
+        UserError: if the contexts cannot hold the facts, or the model does not know their words.
     """
-    try:
-        draw(1, options.context, options.facts, torch.Generator())
-    except ValueError as error:
-        raise UserError(f"cannot draw these contexts and facts: {error}") from error
     name = options.model or "facts-llama"
-    model, tokenizer = load_model(name, dtype=options.dtype, device=options.device)
     task = Task(options.context, options.facts, options.samples, seed=options.seed)
-    found = compare(model, tokenizer, task, options.ratio or RATIOS, progress)
-    found["headwise_accuracy"]["model"] = short_name(name)
-    return found
+    model, tokenizer = load_model(name, dtype=options.dtype, device=options.device)
+    check_vocabulary(tokenizer, name)
+    tables = compare(model, task, options.ratio or RATIOS, progress)
+    accuracy = tables["headwise_accuracy"].assign(model=short_name(name))
+    return tables | {"headwise_accuracy": accuracy}
 
 
 def measure_decoding(options: Options, progress: Progress) -> Tables:
     """Times of decode steps, at every context length."""
     spec = ModelSpec.asked(options.model, TIMED, options.dtype, options.device)
-    name, model = spec.name, spec.load()
+    model = spec.load()
     if len(attention_sites(model)) < model.config.num_hidden_layers:
         raise UserError(
-            f"some layers of {name} keep a sliding window, so that its decode steps say little "
-            "about head-wise caches; time a model without them, or leave out --part decoding"
+            f"some layers of {spec.name} keep a sliding window, so that its decode steps say "
+            "little about head-wise caches; time a model without them, or leave out --part decoding"
         )
     size = Size(options.contexts, options.ratio or Size.ratios, options.rounds)
     bar = progress.add_task("decode steps", total=size.rounds * len(size.contexts))
     advance = partial(progress.advance, bar)
     parts = [decode_times(model, context, size, advance) for context in size.contexts]
-    return {"headwise_decoding": pd.concat(parts, ignore_index=True).assign(model=name)}
+    return {"headwise_decoding": pd.concat(parts, ignore_index=True).assign(model=spec.name)}
 
 
 def measure_conditions(options: Options, progress: Progress) -> Tables:
@@ -244,18 +209,22 @@ _MEASURES = {
 # ---- findings ----------------------------------------------------------------------------------
 
 
+def points(row: Any) -> str:
+    """A difference and its interval in percentage points."""
+    difference, low, high = (100 * row[name] for name in ("difference", "low", "high"))
+    return f"{difference:+.1f}{bracket(low, high, '+.1f')}"
+
+
 def find_worth(tables: Tables) -> Iterator[Finding]:
     """Whether head-wise budgets helped, and by how much."""
-    difference, accuracy = tables["headwise_difference"], tables["headwise_accuracy"]
-    overall = difference[difference["ratio"].isna() & (difference["pair"] == ALL)].iloc[0]
-    mean, *interval = reading.points(overall).split(" ", 1)
+    table, model = tables["headwise_difference"], tables["headwise_accuracy"]["model"].iloc[0]
+    overall = table[table["ratio"].isna() & (table["pair"] == ALL)].iloc[0]
+    mean, *interval = points(overall).split(" ", 1)
     works: Any = "works" if overall["low"] > 0 else "costs" if overall["high"] < 0 else None
     undecided = "made no difference that could be shown"
     said = {"works": "helped", "costs": "cost answers"}.get(works, undecided)
-    text = f"Head-wise budgets {said} on {accuracy['model'].iloc[0]}: **{mean}** points"
-    n = difference["pair"].nunique() - 1
-    against = f"of right answers against uniform ones (mean of {n} pairs)."
-    text = " ".join([text, *interval, against])
+    text = f"Head-wise budgets {said} on {model}: **{mean}** points"
+    text = " ".join([text, *interval, "of right answers against uniform ones."])
     yield Finding("worth", text, "let heads share a budget", works)
 
 
@@ -271,8 +240,7 @@ def find_patching(tables: Tables) -> Iterator[Finding]:
         f"{len(tried)} trials."
     )
     need = "decode with different tokens in each head, without a patch"
-    works: Any = "works" if needless else "breaks"
-    yield Finding("patching", text, need, works, Evidence.REFERENCE)
+    yield Finding("patching", text, need, "works" if needless else "breaks", Evidence.REFERENCE)
 
 
 def _most_evicted(tables: Tables) -> dict[str, Any]:
@@ -311,43 +279,58 @@ _FINDINGS = {
 }
 
 
-def related(tables: Tables) -> list[Related]:
-    """What papers say of budgets by head, and kvpress of their storage."""
-    lines = []
-    if "headwise_difference" in tables:
-        difference, accuracy = tables["headwise_difference"], tables["headwise_accuracy"]
-        means = difference[difference["ratio"].isna()].set_index("pair")
-        for pair, work, says in _PAPERS:
-            here = (
-                f"On {accuracy['model'].iloc[0]}, against uniform budgets: "
-                f"{reading.points(means.loc[pair])} points of right answers, averaged over the "
-                "ratios."
-            )
-            lines.append(Related("worth", work, says, here))
-    if "headwise_decoding" in tables:
-        rows = _most_evicted(tables)
-        here = (
-            f"With {rows[_RAGGED]['ratio']:.0%} evicted, keys that are only masked hold "
-            f"{rows['fake keys']['share']:.2f} of the full cache's bytes, ragged storage "
-            f"{rows[_RAGGED]['share']:.2f}."
-        )
-        says = "Heads that share a budget keep all their keys, and those evicted are masked."
-        lines.append(Related("freeing", KVPRESS, says, here))
-    return lines
+# ---- tables and the figure -----------------------------------------------------------------------
 
 
-_PAPERS = (
-    (
-        "AdaKV(SnapKV)",
-        ADAKV,
-        "Budgets that heads share improve quality substantially, on 13 data sets of RULER and 16 "
-        "of LongBench.",
-    ),
-    (
-        "DuoAttention",
-        DUO_ATTENTION,
-        "Only retrieval heads need a full cache; the others keep sinks and recent tokens, with "
-        "little loss in accuracy.",
-    ),
-)
-"""Pairs of presses, whose work, and what it says."""
+def show_difference(table: pd.DataFrame) -> ResultTable:
+    """A line per pair of presses, a column per share evicted."""
+    evicted = table["ratio"].map("{:.0%} evicted".format).where(table["ratio"].notna(), "mean")
+    note = f"Right answers, head-wise minus uniform, in points, with {METHOD} over contexts."
+    cells = [points(row) for row in table.to_dict("records")]
+    return wide_table(note, table.assign(evicted=evicted), ["pair"], "evicted", cells)
+
+
+def show_decoding(table: pd.DataFrame) -> ResultTable:
+    """A line per cache, a column per context."""
+    rows = table[table["condition"] != FULL]
+    rows = rows.assign(
+        tokens=rows["context"].map("{:,} tokens".format),
+        evicted=rows["ratio"].map("{:.0%}".format),
+        held=rows["bytes"] / rows["full_bytes"],
+    )
+    held = rows.groupby(["condition", "evicted"])["held"].transform("max")
+    first, keys = rows.iloc[0], ["condition", "evicted", "bytes"]
+    note = (
+        f"A decode step of {first['model']}, in times of one on the full cache: medians, with "
+        f"{METHOD} over {first['rounds']} rounds; bytes over those of the full cache:"
+    )
+    cells = [bracketed(row, "time") for row in rows.to_dict("records")]
+    return wide_table(note, rows.assign(bytes=held.map("{:.3f}".format)), keys, "tokens", cells)
+
+
+def show_conditions(table: pd.DataFrame) -> ResultTable:
+    """A line per model, attention implementation and question, a column per way of decoding."""
+    offered = table[table["outcome"] != MISSING]
+    note = "Are logits after a padded batch, and a short or long question, those of the reference?"
+    keys = ["model", "implementation", "question"]
+    return wide_table(note, offered, keys, "condition", list(offered["outcome"]))
+
+
+_VIEWS = {
+    "headwise_difference": show_difference,
+    "headwise_decoding": show_decoding,
+    "headwise_conditions": show_conditions,
+}
+
+
+def draw_difference(table: pd.DataFrame) -> Figure:
+    """Head-wise minus uniform accuracy in points, a panel per share evicted."""
+    scaled = 100 * table[["difference", "low", "high"]].rename(columns={"difference": "ratio"})
+    scaled = scaled.assign(label=table["pair"].replace(ALL, "mean of all"), mechanism="hook")
+    panels = {f"{share:.0%} evicted": rows for share, rows in scaled.groupby(table["ratio"])}
+    figure = ratio_figure(panels, "right answers, head-wise minus uniform (points)", mark=0)
+    figure.set_label(
+        "Right answers with head-wise budgets minus those with uniform ones, in points, by press "
+        f"and share evicted, with {METHOD} over contexts"
+    )
+    return figure

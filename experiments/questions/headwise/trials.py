@@ -35,24 +35,17 @@ def reference(model: nn.Module, kept: Kept) -> AbstractContextManager[None]:
 
     def make(site: AttentionSite, heads: Tensor) -> Callable[..., Any]:
         of_queries = heads.repeat_interleave(site.num_heads // heads.shape[1], dim=1)
-        return partial(_masked, ~site.ungrouped(of_queries).unsqueeze(2))
+        evicted = ~site.ungrouped(of_queries).unsqueeze(2)
+
+        def masked(function: Any, module: Any, *given: Any, **kwargs: Any) -> Any:
+            *states, mask = given  # query, key, value and the mask of all heads
+            hidden = pad(evicted, (0, mask.shape[-1] - evicted.shape[-1]), value=False)
+            mask = mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
+            return function(module, *states, mask, **kwargs)
+
+        return masked
 
     return overridden(model, kept, make)
-
-
-def _masked(
-    evicted: Tensor,
-    function: Any,
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    **kwargs: Any,
-) -> Any:
-    evicted = pad(evicted, (0, key.shape[2] - evicted.shape[-1]), value=False)
-    mask = mask.masked_fill(evicted, torch.finfo(mask.dtype).min)
-    return function(module, query, key, value, mask, **kwargs)
 
 
 def trials(model: PreTrainedModel, lengths: Sequence[int] = (96, 80)) -> pd.DataFrame:
@@ -73,11 +66,9 @@ def trials(model: PreTrainedModel, lengths: Sequence[int] = (96, 80)) -> pd.Data
     longer = max(site.head_dim for site in attention_sites(model)) + 4
     try:
         rows = [
-            {"question": question} | row
-            for question in (3, longer)
-            for row in _outcomes(
-                model, Inputs.random(model.config.vocab_size, lengths, question=question)
-            )
+            {"question": n} | row
+            for n in (3, longer)
+            for row in _outcomes(model, Inputs.random(model.config.vocab_size, lengths, question=n))
         ]
     finally:
         model.set_attn_implementation(own)
@@ -89,10 +80,21 @@ def _outcomes(model: PreTrainedModel, inputs: Inputs) -> Iterator[dict[str, Any]
     model.set_attn_implementation("eager")  # which every family has
     context, *following = inputs.forwards(model.device)
     full, kept = prefill(model, hooks_impl.AdaKVPress(hooks_impl.KnormPress(0.5)), **context)
-    run = partial(_logits, model, full, kept, following)
+
+    @torch.no_grad()
+    def run(variant: Variant, implementation: str = "eager") -> Tensor:
+        """Logits of all tokens after the context, `(B, n, vocabulary)` float64."""
+        model.set_attn_implementation(implementation)
+        cache = variant.cache(deepcopy(full), kept)
+        # Flex attention as it is: on a CPU its kernel takes half a minute to compile.
+        with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+            with variant.open(model, kept):
+                outputs = [model(**given, past_key_values=cache).logits for given in following]
+        return torch.cat(outputs, dim=1).double()
+
     untouched = Variant("nothing", lambda *_: nullcontext(), frees=False)
-    plain = run(untouched)
-    expected = run(Variant("reference", reference, frees=False))
+    plain, expected = run(untouched), run(Variant("reference", reference, frees=False))
     for implementation in IMPLEMENTATIONS:
         of_model = _outcome(partial(run, untouched, implementation), plain)
         for variant in VARIANTS.values():
@@ -100,26 +102,6 @@ def _outcomes(model: PreTrainedModel, inputs: Inputs) -> Iterator[dict[str, Any]
             if of_model["outcome"] == SAME:
                 found = _outcome(partial(run, variant, implementation), expected)
             yield {"condition": variant.name, "implementation": implementation} | found
-
-
-@torch.no_grad()
-def _logits(
-    model: PreTrainedModel,
-    full: Any,
-    kept: Kept,
-    following: Sequence[dict[str, Tensor]],
-    variant: Variant,
-    implementation: str = "eager",
-) -> Tensor:
-    """Of all tokens after the context, `(B, n, vocabulary)` float64."""
-    model.set_attn_implementation(implementation)
-    cache = variant.cache(deepcopy(full), kept)
-    # Flex attention as it is: on a CPU its kernel takes half a minute to compile.
-    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-        with variant.open(model, kept):
-            outputs = [model(**given, past_key_values=cache).logits for given in following]
-    return torch.cat(outputs, dim=1).double()
 
 
 def _outcome(logits: Callable[[], Tensor], expected: Tensor) -> dict[str, Any]:

@@ -8,7 +8,7 @@ inside presses, here and in kvpress.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -22,13 +22,13 @@ from rich.progress import Progress
 
 import hooks_impl
 from experiments import UserError
+from experiments.framework import shared
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Claim, Experiment, Finding, Tables
 from experiments.framework.options import (
     AutoDevice,
     Dtype,
     at_least,
-    checked_positive_share,
     checked_size,
     chosen_device,
     n_bytes,
@@ -49,10 +49,10 @@ from experiments.testbed.timed_models import (
 )
 from experiments.testbed.with_kvpress import (
     NAME,
+    joined_by_kvpress,
     output_of,
     presses_of_kvpress,
     python_with_kvpress,
-    rows_with_kvpress,
 )
 from press_core import PressError
 
@@ -89,43 +89,24 @@ class Options:
 
     part: Annotated[
         tuple[Part, ...],
-        typer.Option(
-            help="What to measure. Repeatable.",
-            show_default="all; of a given model speed, and with --limit what fits",
-        ),
+        typer.Option(help="What to measure.", show_default="all; of a given model speed"),
     ] = ()
-    model: Annotated[
-        str | None,
-        typer.Option(help="Shipped model, folder or hub id.", show_default="random Llamas"),
-    ] = None
-    press: Annotated[
-        tuple[str, ...],
-        several(
-            str,
-            "Press to measure, such as SnapKV.",
-            show_default="SnapKV and AdaKV; all of them for the first token",
-        ),
-    ] = ()
+    model: shared.ModelOrOwn = None
+    press: shared.Presses = ()
     context: Annotated[
         tuple[int, ...],
         several(int, "Tokens of a context; the first token: of the shortest.", at_least(32)),
     ] = (1024, 4096)
     batch: Annotated[tuple[int, ...], several(int, "Contexts at a time.", at_least(1))] = (2,)
-    ratio: Annotated[
-        tuple[float, ...],
-        several(float, "Share of the tokens to evict, in (0, 1).", checked_positive_share),
-    ] = (0.8,)
+    ratio: shared.Ratios = (0.8,)
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode after the first.")] = 16
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all take their turn.")] = 6
+    rounds: shared.Rounds = 6
     memory: Annotated[bool, typer.Option(help="Measure the most memory of each answer too.")] = True
-    kvpress: Annotated[
-        bool, typer.Option(help="Measure kvpress beside it, where it is installed.")
-    ] = True
+    kvpress: shared.Kvpress = True
     limit: Annotated[
         str | None,
         typer.Option(
-            help="Memory in which the longest context of the smallest --batch is to fit, weights "
-            "included, such as 8GiB.",
+            help="Memory in which the longest context is to fit, weights included, such as 8GiB.",
             callback=checked_size,
             show_default="128MiB",
         ),
@@ -150,23 +131,22 @@ class Options:
 
 
 class Throughput(Experiment[Options]):
-    """Measure time to first token, tokens per second, memory and what fits, press by press."""
+    """Measure time to first token, tokens per second, memory and what fits, press by press.
+
+    With a press, how soon comes the first token, how fast the others, what memory does that
+    take, and how long a context fits?
+
+    A context of random tokens is read and tokens are decoded greedily, with the scope open all
+    the while; conditions take turns, and each is divided by the model without a press of the
+    same round, kvpress by that in its own interpreter. Memory is the most that a process takes
+    beyond the loaded model, in a process of its own for each answer; of a GPU, what its
+    allocator says. The models are small: in a larger one the cache is a larger share of a step,
+    so that eviction saves more, and a press a smaller one. Tokens per second of one machine say
+    little; ratios do.
+    """
 
     name = "throughput"
     title = "How fast, how large, and what fits"
-    question = (
-        "With a press, how soon comes the first token, how fast the others, what memory does that "
-        "take, and how long a context fits?"
-    )
-    method = (
-        "A context of random tokens is read and tokens are decoded greedily, with the scope open "
-        "all the while; conditions take turns, and each is divided by the model without a press of "
-        "the same round, kvpress by that in its own interpreter. Memory is the most that a process "
-        "takes beyond the loaded model, in a process of its own for each answer; of a GPU, what "
-        "its allocator says. The models are small: in a larger one the cache is a larger share of "
-        "a step, so that eviction saves more, and a press a smaller one. Tokens per second of one "
-        "machine say little; ratios do."
-    )
     evidence = Evidence.TIME
     full = Options()
     quick = Options(
@@ -204,13 +184,11 @@ class Throughput(Experiment[Options]):
             `throughput_kvpress`: time and memory inside presses and inside kvpress's, where that
             is installed; see `tests.oracle.timing.Row`.
         """
-        tables: Tables = {}
-        for part in options.parts:
-            name, make = _MEASURES[part]
-            table = make(options, progress)
-            if table is not None:
-                tables[name] = table
-        return tables
+        made = {
+            name: make(options, progress)
+            for name, make in (_MEASURES[part] for part in options.parts)
+        }
+        return {name: table for name, table in made.items() if table is not None}
 
     def findings(self, tables: Tables) -> list[Finding]:
         return [finding for name in tables for finding in reading.FINDINGS[name](tables[name])]
@@ -248,23 +226,17 @@ def measure_speed(options: Options, progress: Progress) -> pd.DataFrame:
         if options.memory:
             size = row["context"], row["batch"], options.tokens
             row["peak"] = peak_of(spec, condition, *size)
-    table = pd.DataFrame(rows)
-    python = python_with_kvpress() if options.kvpress else None
-    if python is None:
-        return table
-    progress.add_task(NAME, total=None)
-    of_presses: dict[str, Any] = {"presses": options.presses, "ratios": options.ratio}
-    theirs = rows_with_kvpress(python, __name__, spec=spec, **of_presses, **sizes)
-    return pd.concat([table, theirs], ignore_index=True)
+    asked: dict[str, Any] = {"presses": options.presses, "ratios": options.ratio, **sizes}
+    wanted = options.kvpress
+    return joined_by_kvpress(pd.DataFrame(rows), wanted, progress, __name__, spec=spec, **asked)
 
 
 def beside_kvpress(
     spec: list[Any], presses: list[str], ratios: list[float], **sizes: Any
-) -> list[dict[str, Any]]:
-    """Rows of kvpress, in the interpreter that has it."""
+) -> Iterator[dict[str, Any]]:
+    """Rows of kvpress among others, in the interpreter that has it."""
     asked = conditions(presses, ratios, ["hook", NAME])
-    rows = speeds(ModelSpec(*spec), asked, **sizes, of_kvpress=presses_of_kvpress())
-    return [row for row in rows if row["mechanism"] == NAME]
+    return speeds(ModelSpec(*spec), asked, **sizes, of_kvpress=presses_of_kvpress())
 
 
 def measure_first(options: Options, progress: Progress) -> pd.DataFrame:
@@ -276,8 +248,7 @@ def measure_first(options: Options, progress: Progress) -> pd.DataFrame:
         try:
             scope_of(condition, model, context)
         except PressError as error:
-            text = f"left out: {condition.press}: {error}"
-            progress.console.print(text, style="yellow", markup=False)
+            shared.print_left_out(progress, condition.press, error)
         else:
             asked.append(condition)
     advance = partial(progress.advance, progress.add_task("first token", total=options.rounds))

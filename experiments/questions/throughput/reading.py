@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Finding
+from experiments.framework.frames import frame_table
 from experiments.framework.intervals import METHOD, bracket, bracketed
 from experiments.framework.options import size_of
 from experiments.framework.plots import NO_PRESS, press_label
@@ -23,10 +24,6 @@ SLOW = 1.1
 
 def _pressed(table: pd.DataFrame) -> pd.DataFrame:
     return table[table["press"] != NO_PRESS]
-
-
-def _interval(row: Any, name: str, form: str = ".2f") -> str:
-    return bracketed(row, name, form, low=f"{name}_low", high=f"{name}_high")
 
 
 def _bold(row: Any, name: str) -> str:
@@ -76,8 +73,8 @@ def on_first(table: pd.DataFrame) -> Iterator[Finding]:
         f"With **{soon}** of {len(slowest)} presses the first token comes within {SLOW:.2f} times "
         f"the time without one, after {table['context'].iloc[0]:,} tokens."
     )
-    works: Any = "works" if soon > len(slowest) / 2 else "costs"
-    yield Finding("first", text, "compress without raising time to first token", works)
+    need = "compress without raising time to first token"
+    yield Finding("first", text, need, "works" if soon > len(slowest) / 2 else "costs")
 
 
 def on_fits(table: pd.DataFrame) -> Iterator[Finding]:
@@ -103,65 +100,63 @@ def on_kvpress(table: pd.DataFrame) -> Iterator[Finding]:
     yield Finding("inside", text)
 
 
-# ---- tables --------------------------------------------------------------------------------------
+# ---- tables and the figure -----------------------------------------------------------------------
+
+
+def _named(table: pd.DataFrame) -> pd.Series[str]:
+    """Presses with the shares that they evict."""
+    shares = table["ratio"].map(" {:.0%}".format).where(table["press"] != NO_PRESS, "")
+    return table["press"].map(press_label) + shares
+
+
+def _column(table: pd.DataFrame, name: str) -> list[str]:
+    low, high = f"{name}_low", f"{name}_high"
+    return [bracketed(row, name, low=low, high=high) for row in table.to_dict("records")]
 
 
 def show_speeds(table: pd.DataFrame) -> ResultTable:
     """A line per condition and size."""
+    bare = table[table["press"] == NO_PRESS]
+    whole = "; ".join(map("{:,.0f} ms, {:,.0f}/s".format, bare["first_ms"], bare["tokens_per_s"]))
     note = (
         f"{table['model'].iloc[0]}: time to the first token and tokens per second over those "
-        f"without a press, with {METHOD} over rounds; MiB of the cache, and at most beyond the "
-        "model:"
+        f"without a press ({whole}), with {METHOD} over rounds; MiB of the cache, and at most "
+        "beyond the model:"
     )
-    lines = []
-    rows: list[dict[Any, Any]] = table.to_dict("records")
-    for row in rows:
-        first, speed = _interval(row, "first"), _interval(row, "speed")
-        if row["press"] == NO_PRESS:
-            first, speed = f"{row['first_ms']:,.0f} ms", f"{row['tokens_per_s']:,.0f} /s"
-        held = [row.get(name) for name in ("bytes", "peak")]
-        mib = ["" if n is None or pd.isna(n) else f"{n / 2**20:,.1f}" for n in held]
-        size = [f"{row['context']:,}", str(row["batch"])]
-        lines.append([*size, _named(row), row["mechanism"], first, speed, *mib])
-    head = ["tokens", "batch", "press", "by", "first token", "tokens/s", "cache", "peak"]
-    return ResultTable(note, head, lines, left=4)
-
-
-def _named(row: Any) -> str:
-    named = f"{press_label(row['press'])} {row['ratio']:.0%}"
-    return NO_PRESS if row["press"] == NO_PRESS else named
+    mib = table.reindex(columns=["bytes", "peak"]) / 2**20
+    shown = {
+        "tokens": table["context"].map("{:,}".format),
+        "batch": table["batch"],
+        "press": _named(table),
+        "by": table["mechanism"],
+        "first token": _column(table, "first"),
+        "tokens/s": _column(table, "speed"),
+        "cache": mib["bytes"].map("{:,.1f}".format),
+        "peak": mib["peak"].map("{:,.1f}".format, na_action="ignore").fillna(""),
+    }
+    return frame_table(note, pd.DataFrame(shown), left=4)
 
 
 def show_fits(table: pd.DataFrame) -> ResultTable:
     """A line per press."""
     first = table.iloc[0]
-    note = (
-        f"{first['model']}: the longest context, batch {first['batch']}, that fits in "
-        f"{size_of(first['limit'])}, weights included, found by bisection; hooks:"
-    )
-    lines = [[_named(row), f"{row['measured']:,}"] for row in table.to_dict("records")]
-    return ResultTable(note, ["press", "tokens"], lines)
-
-
-# ---- figures -------------------------------------------------------------------------------------
+    limit = size_of(first["limit"])
+    note = f"{first['model']}: the longest context, batch {first['batch']}, that fits in {limit}:"
+    shown = {"press": _named(table), "tokens": table["measured"].map("{:,}".format)}
+    return frame_table(note, pd.DataFrame(shown))
 
 
 def draw_speeds(table: pd.DataFrame) -> Figure:
     """Tokens per second over those without a press, a panel per context and batch."""
-    sizes: Any = _pressed(table).groupby(["context", "batch"], sort=False)
-    panels = {
-        f"{n:,} tokens, batch {batch}": rows.assign(
-            label=[f"{_named(row)}, {row['mechanism']}" for row in rows.to_dict("records")],
-            ratio=rows["speed"],
-            low=rows["speed_low"],
-            high=rows["speed_high"],
-        )
-        for (n, batch), rows in sizes
-    }
+    rows = _pressed(table)
+    speeds = {"speed": "ratio", "speed_low": "low", "speed_high": "high"}
+    rows = rows.assign(label=_named(rows) + ", " + rows["mechanism"]).drop(columns="ratio")
+    sizes: Any = rows.rename(columns=speeds).groupby(["context", "batch"], sort=False)
+    panels = {f"{n:,} tokens, batch {batch}": of_size for (n, batch), of_size in sizes}
     figure = ratio_figure(panels, "tokens per second / those without a press")
     figure.set_label(
-        f"Tokens per second of {table['model'].iloc[0]} over those without a press, by press, "
-        f"share evicted and mechanism: medians with {METHOD} over rounds"
+        f"Tokens per second of {table['model'].iloc[0]} over those without a press: medians with "
+        f"{METHOD} over rounds"
     )
     return figure
 

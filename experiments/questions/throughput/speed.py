@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from experiments.framework.intervals import median_interval
+from experiments.framework.shared import median_of
 from experiments.framework.timing import Array, Stopwatch, each_in_turn
 from experiments.testbed.timed_models import (
     FULL,
@@ -97,16 +97,11 @@ def _rows(times: Mapping[Condition, Array], batch: int) -> Iterator[dict[str, An
     for condition, taken in times.items():
         first, step, held = taken.T
         row = {**condition._asdict(), "rounds": len(taken)}
-        row |= _interval("first", first / times[FULL][:, 0])
-        row |= _interval("speed", times[FULL][:, 1] / step)
+        row |= median_of("first", first / times[FULL][:, 0], of="first_")
+        row |= median_of("speed", times[FULL][:, 1] / step, of="speed_")
         hook = times.get(condition._replace(mechanism="hook"))
         if hook is not None and condition.mechanism != "hook":
-            row |= _interval("speed_over_hook", hook[:, 1] / step)
+            row |= median_of("speed_over_hook", hook[:, 1] / step, of="speed_over_hook_")
         row |= {"first_ms": 1e3 * float(np.median(first))}
         row |= {"tokens_per_s": batch / float(np.median(step))}
         yield row | {"bytes": int(held[-1])}
-
-
-def _interval(name: str, ratios: Array) -> dict[str, float]:
-    low, high = median_interval(ratios)
-    return {name: float(np.median(ratios)), f"{name}_low": low, f"{name}_high": high}

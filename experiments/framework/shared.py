@@ -1,0 +1,86 @@
+"""What several experiments have in common: flags, means in rows of tables, other environments."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pandas as pd
+import typer
+from rich.progress import Progress
+
+from experiments import UserError
+from experiments.framework.intervals import mean_interval, median_interval
+from experiments.framework.options import checked_positive_share, several
+
+# ---- fields of options ---------------------------------------------------------------------------
+
+Model = Annotated[str, typer.Option(help="Shipped model, folder or hub id.")]
+ModelOrOwn = Annotated[
+    str | None,
+    typer.Option(help="Shipped model, folder or hub id.", show_default="the experiment's own"),
+]
+Presses = Annotated[
+    tuple[str, ...],
+    several(str, "Press to measure, such as SnapKV; by default those of the study."),
+]
+Ratio = Annotated[
+    float,
+    typer.Option(help="Share of the tokens to evict, in (0, 1).", callback=checked_positive_share),
+]
+Ratios = Annotated[
+    tuple[float, ...],
+    several(float, "Share of the tokens to evict, in (0, 1).", checked_positive_share),
+]
+Samples = Annotated[int, typer.Option(min=1, help="Contexts to ask about.")]
+Words = Annotated[int, typer.Option(min=32, help="Words in a context.")]
+Facts = Annotated[int, typer.Option(min=1, help="Facts in a context.")]
+Tokens = Annotated[int, typer.Option(min=2, help="Tokens of the context.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Rounds in which all take their turn.")]
+Kvpress = Annotated[bool, typer.Option(help="Measure kvpress beside it, where it is installed.")]
+Seed = Annotated[int, typer.Option(help="Seed of the contexts.")]
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def mean_of(name: str, values: Any) -> dict[str, float]:
+    """A mean over independent units, `name`, and its interval, `low` and `high`."""
+    low, high = mean_interval(values)
+    return {name: float(pd.Series(values).mean()), "low": low, "high": high}
+
+
+def median_of(name: str, values: Any, of: str = "") -> dict[str, float]:
+    """A median over rounds, `name`, and its interval, `low` and `high`, each after `of`."""
+    low, high = median_interval(values)
+    return {name: float(np.median(values)), f"{of}low": low, f"{of}high": high}
+
+
+# ---- other environments --------------------------------------------------------------------------
+
+
+def printed_by(python: Path, *arguments: str, given: str = "") -> str:
+    """What `python -m` prints with these arguments, of an interpreter in another environment.
+
+    Args:
+        given: on standard input.
+
+    Raises:
+        UserError: if it fails.
+    """
+    how: dict[str, Any] = {"cwd": Path(__file__).parents[2], "capture_output": True, "text": True}
+    done = subprocess.run([python, "-m", *arguments], input=given, check=False, **how)
+    if done.returncode:
+        reason = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise UserError(f"running {arguments[0]} with {python} failed: {reason}")
+    return done.stdout
+
+
+# ---- what is not measured ------------------------------------------------------------------------
+
+
+def print_left_out(progress: Progress, what: str, reason: object) -> None:
+    """Say above the progress bar what is not measured, and why."""
+    progress.console.print(f"left out: {what}: {reason}", style="yellow", markup=False)
