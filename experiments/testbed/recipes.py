@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -83,9 +83,34 @@ def recipe(presses: Presses, name: str, ratio: float, length: int | None = None)
     presses[name]
     if not 0 <= ratio < 1:
         raise HyperparameterError(f"compression_ratio={ratio}: it must be a number in [0, 1)")
-    return _Kitchen(presses, length or SHORT, _FIELDS if length else _SHORT_FIELDS).make(
-        name, ratio
-    )
+    press = _made(presses, name, is_short=length is None)
+    context = length or SHORT
+    kept = n_kept(context, ratio)
+    match name:
+        case "CAMPress" | "DecodingPress" | "EveryTurnPress":
+            return press.with_budget(kept)
+        case "DMSPress":
+            window = max(1, length // 8) if length else press.sliding_window_size
+            scores = press.press.with_ratio(ratio)  # in [0, 1)
+            return replace(press, press=scores, threshold=ratio, sliding_window_size=window)
+        case "DuoAttentionPress":
+            spared = min(press.sink_size + press.recent_size, context - 1)  # by streaming heads
+            return replace(press, head_compression_ratio=min(1.0, ratio / (1 - spared / context)))
+        case "LUKVPress":  # as its default press
+            press = replace(press, press=replace(press.press, epsilon=2e-2))
+        case "PerLayerCompressionPress":  # `fitted_pair` knows how many layers there are
+            told = press.press.with_ratio(ratio)
+            return replace(press, press=told, compression_ratios=[ratio])
+        case "PrefillDecodingPress":
+            decoding = press.decoding_press.with_budget(kept)
+            return replace(press.with_ratio(ratio), decoding_press=decoding)
+        case "SimLayerKVPress":
+            return replace(press, lazy_threshold=1 - ratio, n_recent=max(2, kept - 4))
+        case "StreamingLLMDecodingPress":
+            return replace(press, max_capacity=max(5, kept))
+        case "ThinKPress":
+            return replace(press, key_channel_compression_ratio=ratio)
+    return press.with_ratio(ratio)
 
 
 def recipe_pair(name: str, ratio: float, length: int | None = None) -> PressPair:
@@ -93,79 +118,24 @@ def recipe_pair(name: str, ratio: float, length: int | None = None) -> PressPair
     return PressPair(*(recipe(presses, name, ratio, length) for presses in MECHANISMS.values()))
 
 
-class _Kitchen(NamedTuple):
-    """The presses of one package for contexts of one length.
-
-    Attributes:
-        fields: by press, what is set whatever the ratio.
-    """
-
-    presses: Presses
-    length: int
-    fields: Mapping[str, Mapping[str, Any]]
-
-    def make(self, name: str, ratio: float) -> Any:
-        told = {**self.amount(name, ratio), **self.fields.get(name, {})}
-        return self.presses[name](**told)
-
-    def amount(self, name: str, ratio: float) -> dict[str, Any]:
-        """The fields that say how much is evicted."""
-        inner = _TOLD["wrapped"].get(name)
-        if inner is not None:
-            return {"press": self.make(inner, ratio)}
-        kept = n_kept(self.length, ratio)
-        match name:
-            case "CAMPress" | "DecodingPress":
-                return {"base_press": self.make("SnapKVPress", 0.0), "target_size": kept}
-            case "CompressionRatioDecodingPress":
-                whole = self.make("SnapKVPress", 0.0)
-                return {"base_press": whole, "target_compression_ratio": ratio}
-            case "EveryTurnPress":
-                return {"press": self.make("SnapKVPress", 0.0), "target_size": kept}
-            case "ComposedPress":
-                half = 1 - (1 - ratio) ** 0.5
-                return {
-                    "presses": [self.make(f"{part}Press", half) for part in ("Knorm", "SnapKV")]
-                }
-            case "DMSPress":
-                scores = self.make("RandomPress", ratio)  # in [0, 1)
-                window = max(1, self.length // 8)
-                return {"press": scores, "threshold": ratio, "sliding_window_size": window}
-            case "DuoAttentionPress":
-                spared = min(sum(self.fields[name].values()), self.length - 1)  # by streaming heads
-                return {"head_compression_ratio": min(1.0, ratio / (1 - spared / self.length))}
-            case "LUKVPress":  # with its default press
-                press = replace(self.make("ExpectedAttentionPress", 0.0), epsilon=2e-2)
-                return {"press": press, "compression_ratio": ratio}
-            case "PerLayerCompressionPress":  # `fitted_pair` knows how many layers there are
-                return {"press": self.make("SnapKVPress", ratio), "compression_ratios": [ratio]}
-            case "PrefillDecodingPress":
-                parts = {"prefilling_press": "SnapKVPress", "decoding_press": "DecodingPress"}
-                return {field: self.make(part, ratio) for field, part in parts.items()}
-            case "SimLayerKVPress":
-                return {"lazy_threshold": 1 - ratio, "n_recent": max(2, kept - 4)}
-            case "StreamingLLMDecodingPress":
-                return {"max_capacity": max(5, kept)}
-            case "ThinKPress":
-                return {"key_channel_compression_ratio": ratio}
-        return {"compression_ratio": ratio}
+_FIELDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_FIELDS["usual"]["FinchPress"] = {"delimiter_token_id": DELIMITER}
+for _name in ("KVgradPress", "KVzipPress", "RestoreKVPress"):
+    _FIELDS["short"][_name] = {"chunk_size": 24, "prompts": PROMPTS}
 
 
-_TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-_FIELDS: dict[str, dict[str, Any]] = {
-    **_TOLD["usual"],
-    "FinchPress": {"delimiter_token_id": DELIMITER},
-}
-_SHORT_FIELDS: dict[str, dict[str, Any]] = {
-    **_FIELDS,
-    **_TOLD["short"],
-    **{
-        name: {"chunk_size": 24, "prompts": PROMPTS}
-        for name in ("KVgradPress", "KVzipPress", "RestoreKVPress")
-    },
-}
-"""By press, fields that are set whatever the ratio, for contexts of hundreds and of dozens of
-tokens."""
+def _made(presses: Presses, name: str, is_short: bool) -> Any:
+    """A press with the fields of `recipes.yaml`, which names the presses that it wraps."""
+
+    def value_of(given: Any) -> Any:
+        if isinstance(given, list):
+            return [value_of(each) for each in given]
+        is_press = isinstance(given, str) and given in presses
+        return _made(presses, given, is_short) if is_press else given
+
+    told = _FIELDS["usual"].get(name, {})
+    told = told | _FIELDS["short"].get(name, {}) if is_short else told
+    return presses[name](**{field: value_of(given) for field, given in told.items()})
 
 
 def told_delimiter(press: InstalledPress, token_id: int) -> InstalledPress:
@@ -228,22 +198,18 @@ def _works_on(press: InstalledPress, model: PreTrainedModel) -> bool:
     return not needs_rope or all(site.rotary is not None for site in attention_sites(model))
 
 
-def _learned(model: PreTrainedModel, field: str) -> Any:
-    known = _KNOWN.setdefault(model, {})
-    if field not in known:
-        known[field] = _learn(model, field)
-    return known[field]
-
-
 _KNOWN: WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = WeakKeyDictionary()
 """What was learned already, for as long as the model lives."""
 
 
-def _learn(model: PreTrainedModel, field: str) -> Any:
-    vocabulary = model.get_input_embeddings().num_embeddings
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, vocabulary, (2, 48), generator=generator).to(model.device)
-    return _LEARNED[field](model, ids)
+def _learned(model: PreTrainedModel, field: str) -> Any:
+    known = _KNOWN.setdefault(model, {})
+    if field not in known:
+        vocabulary = model.get_input_embeddings().num_embeddings
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(3, vocabulary, (2, SHORT), generator=generator).to(model.device)
+        known[field] = _LEARNED[field](model, ids)
+    return known[field]
 
 
 def _regressor(model: PreTrainedModel, ids: Tensor) -> Any:
