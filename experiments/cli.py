@@ -35,6 +35,7 @@ class _Entry(NamedTuple):
     panel: str
     help: str
     module: str
+    function: str = "command"
 
 
 def _experiment(name: str, panel: str = "Measure") -> _Entry:
@@ -53,8 +54,8 @@ COMMANDS: dict[str, _Entry] = {
     "trace": _experiment("trace", "Look"),
     **{name: _experiment(name) for name in EXPERIMENTS if name != "trace"},
     "claim": _Entry("Measure", _CLAIM, "experiments.claim"),
-    "compress": _Entry("Use", _COMPRESS, "experiments.answers.compress"),
-    "ask": _Entry("Use", _ASK, "experiments.answers.ask"),
+    "compress": _Entry("Use", _COMPRESS, "experiments.answers.commands", "compress"),
+    "ask": _Entry("Use", _ASK, "experiments.answers.commands", "ask"),
     "study": _Entry("Report", _STUDY, "experiments.study"),
     "report": _Entry("Report", _REPORT, "experiments.framework.report"),
     "readme": _Entry("Report", _README, "experiments.framework.readme"),
@@ -84,12 +85,10 @@ class FrontDoor(TyperGroup):
 
 def _load(name: str) -> Any:
     module = import_module(COMMANDS[name].module)
-    if name in EXPERIMENTS and not hasattr(module, "command"):
+    if (command := getattr(module, COMMANDS[name].function, None)) is None:
         from experiments.framework.command import command_of
 
         command = command_of(module.EXPERIMENT)
-    else:
-        command = module.command
     app = typer.Typer(add_completion=False)
     # Typer breaks lines where a docstring breaks them; a blank line parts paragraphs.
     help_ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
@@ -99,12 +98,10 @@ def _load(name: str) -> Any:
 
 def _is_users(error: Exception) -> bool:
     """Whether `error` says what its user should do otherwise, so that a traceback adds nothing."""
-    from experiments.loading import ModelNotFoundError
     from press_core.errors import PressError
 
-    if isinstance(error, OSError):
-        return not isinstance(error, BrokenPipeError)
-    return isinstance(error, (UserError, PressError, ModelNotFoundError))
+    kinds = UserError, PressError, OSError
+    return isinstance(error, kinds) and not isinstance(error, BrokenPipeError)
 
 
 app = typer.Typer(

@@ -25,7 +25,7 @@ _MODELS = Path(__file__).parent / "models"
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
-class ModelNotFoundError(ValueError):
+class ModelNotFoundError(UserError):
     """There is no model of the name that was given."""
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from experiments import UserError
 from experiments.answers.compressed import Compressed, Row, compressed, without_change
-from experiments.answers.kept import SavedContext, check_free, keep
+from experiments.answers.kept import SavedContext, check_savable, keep
 from experiments.answers.prompts import (
     Head,
     Prompt,
@@ -82,7 +82,6 @@ class ContextAnswerer:
         compress_questions: bool = False,
         cache: Any = None,
         max_context_length: int | None = None,
-        max_positions: int | None = None,
         chat_template: bool | None = None,
         enable_thinking: bool = False,
         template_options: Mapping[str, Any] | None = None,
@@ -114,8 +113,6 @@ class ContextAnswerer:
                 afterwards, without the questions.
             max_context_length: longer contexts lose tokens in their middle, with a warning on the
                 logger of this module; None: none do.
-            max_positions: tokens that context and question may take; None: as many as the model
-                was made for (`max_position_embeddings`).
             chat_template: whether to apply it; None: where there is one.
             enable_thinking: for chat templates that know the word.
             template_options: more for `tokenizer.apply_chat_template`.
@@ -129,19 +126,25 @@ class ContextAnswerer:
         """
         press = with_budget(press, budget)
         options = generation_of(max_new_tokens, generation)
-        limit = max_positions or self._trained_length()
-        reading = max_context_length, chat_template, enable_thinking, template_options
         together = compress_questions or isinstance(press, Finch)
-        heads = self._heads(contexts, *reading, cache=cache, save_to=save_to, together=together)
-        prompts = self._prompts(heads, questions, answer_prefix, limit)
+        reading: dict[str, Any] = {
+            **{"max_context_length": max_context_length, "chat_template": chat_template},
+            **{"enable_thinking": enable_thinking, "template_options": template_options},
+        }
         if isinstance(contexts, SavedContext):
+            elsewhere = {"cache": cache, "save_to": save_to, "compress_questions": together}
+            heads = contexts.heads_unless(reading | elsewhere)
             opened = contexts.opened(self.model, press)
-        elif together:
-            return self._together(prompts, press, cache, limit, options)
         else:
+            check_savable(save_to, together)
+            heads = self._heads(contexts, **reading)
             opened = self._read(heads, press, cache, save_to, isinstance(contexts, str))
+        prompts = self._prompts(heads, questions, answer_prefix)
+        if together:
+            return self._together(prompts, press, cache, options)
         with opened as state:
-            return Answered(self._ask_all(state, prompts, limit, options), state.evicted)
+            new = [[prompt.question + prompt.tail for prompt in row] for row in prompts]
+            return Answered(self._ask(state, new, options), state.evicted)
 
     def save(
         self,
@@ -165,8 +168,8 @@ class ContextAnswerer:
             UserError: saying what is wrong with the texts, the press or the tokenizer.
             PressError: if the press does not fit the model, or its cache cannot be kept.
         """
-        together = isinstance(press, Finch)
-        heads = self._heads(contexts, **reading, save_to=path, together=together)
+        check_savable(path, isinstance(press, Finch))
+        heads = self._heads(contexts, **reading)
         press = with_budget(press, budget)
         with self._read(heads, press, None, path, isinstance(contexts, str)):
             return SavedContext(path)
@@ -181,8 +184,6 @@ class ContextAnswerer:
         is_one: bool,
     ) -> Iterator[Compressed]:
         """Compress contexts as one batch, and keep them if there is a file to keep them in."""
-        if save_to is not None:
-            check_free(save_to)
         rows = [Row(ids) for ids, _ in heads]
         with compressed(self.model, rows, press, self._pad_id(rows), cache) as state:
             if save_to is not None:
@@ -194,7 +195,6 @@ class ContextAnswerer:
         heads: Sequence[Head],
         questions: Questions,
         answer_prefix: str | Sequence[str],
-        limit: int | None,
     ) -> list[list[Prompt]]:
         """The prompts of each question about each context."""
         asked = questions_of(len(heads), questions)
@@ -209,7 +209,7 @@ class ContextAnswerer:
             for (head, tail), per_context, prefix in zip(heads, asked, prefixes, strict=True)
         ]
         for prompt in (prompt for row in prompts for prompt in row):
-            check_length(prompt, limit)
+            check_length(prompt, self._limit)
         return prompts
 
     # ---- text to tokens --------------------------------------------------------------------------
@@ -221,28 +221,8 @@ class ContextAnswerer:
         chat_template: bool | None = None,
         enable_thinking: bool = False,
         template_options: Mapping[str, Any] | None = None,
-        cache: Any = None,
-        save_to: str | Path | None = None,
-        together: bool = False,
     ) -> list[Head]:
-        """Tokens of each context, and the text that comes after a question; see `answered`.
-
-        Args:
-            cache, save_to: refused where they make no sense.
-            together: whether contexts are compressed with their questions.
-        """
-        if isinstance(contexts, SavedContext):
-            given = {
-                **{"max_context_length": max_context_length, "chat_template": chat_template},
-                **{"enable_thinking": enable_thinking, "template_options": template_options},
-                **{"cache": cache, "save_to": save_to, "compress_questions": together},
-            }
-            return contexts.heads_unless(given)
-        if save_to is not None and together:
-            raise UserError(
-                "what is saved is compressed before a question is known; leave compress_questions "
-                "and FinchPress out"
-            )
+        """Tokens of each context, and the text that comes after a question; see `answered`."""
         texts = texts_of("contexts", contexts)
         has_one = bool(getattr(self.tokenizer, "chat_template", None))
         if chat_template and not has_one:
@@ -276,62 +256,47 @@ class ContextAnswerer:
                 "a context of %d tokens is cut to %d: it loses its middle", len(ids), at_most
             )
             ids = ids[: at_most // 2] + ids[at_most // 2 - at_most :]
-        return ids or [self._start_id()], tail
+        start = self._special("bos", "eos")  # for a model reads at least one token
+        if not ids and start is None:
+            raise UserError(
+                "a context has no tokens, and the tokenizer no token for the start of a text; give "
+                "a context of at least one word"
+            )
+        return ids or [start], tail
 
-    def _start_id(self) -> int:
-        """What a context of no tokens is replaced by, for a model reads at least one."""
-        for index in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
-            if index is not None:
-                return int(index)
-        raise UserError(
-            "a context has no tokens, and the tokenizer no token for the start of a text; give a "
-            "context of at least one word"
-        )
+    def _special(self, *names: str) -> Any:
+        """The id of the first of some special tokens that the tokenizer has; None: it has none."""
+        ids = (getattr(self.tokenizer, f"{name}_token_id") for name in names)
+        return next((index for index in ids if index is not None), None)
 
     def _encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
-    def _trained_length(self) -> int | None:
+    @property
+    def _limit(self) -> int | None:
+        """How many positions the model was made for."""
         config = self.model.config.get_text_config(decoder=True)
         return getattr(config, "max_position_embeddings", None)
 
     def _pad_id(self, rows: Sequence[Row]) -> int:
         """The token for padding, which nobody sees: any will do."""
-        known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
-        found = [index for index in known if index is not None]
-        if not found and len({len(row.ids) for row in rows}) > 1:
+        found = self._special("pad", "eos")
+        if found is None and len({len(row.ids) for row in rows}) > 1:
             raise UserError(
                 "the contexts differ in length, and the tokenizer has neither a padding token nor "
                 "an end-of-sequence token to fill the shorter ones with; set tokenizer.pad_token, "
                 "or run them one by one"
             )
-        return int(found[0]) if found else 0
+        return 0 if found is None else int(found)
 
     # ---- tokens to answers -----------------------------------------------------------------------
-
-    def _ask_all(
-        self,
-        state: Compressed,
-        prompts: list[list[Prompt]],
-        limit: int | None,
-        options: dict[str, Any],
-    ) -> list[list[Any]]:
-        """Ask the first question of each context, then the second, and so on."""
-        answers: list[list[Any]] = [[None] * len(row) for row in prompts]
-        for index in range(max(len(row) for row in prompts)):
-            asked = {i: row[index] for i, row in enumerate(prompts) if index < len(row)}
-            new = {i: prompt.question + prompt.tail for i, prompt in asked.items()}
-            for i, answer in self._ask(state, new, limit, options).items():
-                answers[i][index] = answer
-        return answers
 
     def _together(
         self,
         prompts: list[list[Prompt]],
         press: InstalledPress | None,
         cache: Any,
-        limit: int | None,
         options: dict[str, Any],
     ) -> Answered:
         """Compress every context with each of its questions, and answer it."""
@@ -340,56 +305,52 @@ class ContextAnswerer:
             delimiter = DELIMITER if press.delimiter_token_id is None else press.delimiter_token_id
             press = replace(press, delimiter_token_id=delimiter)
         flat = [prompt for row in prompts for prompt in row]
-        rows = [Row(p.context + p.question, len(p.context)) for p in flat]
         answers: list[Any] = []
         evicted = 0.0
         step = len(prompts)  # as large a batch as the contexts alone would be
-        for start in range(0, len(rows), step):
-            part = rows[start : start + step]
+        for start in range(0, len(flat), step):
+            part = flat[start : start + step]
+            rows = [Row(p.context + p.question, len(p.context)) for p in part]
             # A cache holds one batch: if there are more, each has a copy of the empty one.
-            own = cache if len(rows) <= step else without_change(cache)
-            with compressed(self.model, part, press, self._pad_id(part), own, delimiter) as state:
-                tails = {i: flat[start + i].tail for i in range(len(part))}
-                found = self._ask(state, tails, limit, options)
-                answers += [found[i] for i in range(len(part))]
+            own = cache if len(flat) <= step else without_change(cache)
+            with compressed(self.model, rows, press, self._pad_id(rows), own, delimiter) as state:
+                answers += self._ask(state, [[prompt.tail] for prompt in part], options)
             evicted += state.evicted * len(part)
-        remaining = iter(answers)
-        return Answered([[next(remaining) for _ in row] for row in prompts], evicted / len(rows))
+        remaining = chain.from_iterable(answers)
+        return Answered([[next(remaining) for _ in row] for row in prompts], evicted / len(flat))
 
     def _ask(
-        self,
-        state: Compressed,
-        new: Mapping[int, list[int]],
-        limit: int | None,
-        options: dict[str, Any],
-    ) -> dict[int, Any]:
-        """Answers to new tokens of some rows, those of one length in one batch.
+        self, state: Compressed, new: list[list[list[int]]], options: dict[str, Any]
+    ) -> list[list[Any]]:
+        """Answers to the new tokens of each row: the first question of each, then the second...
 
-        Questions are never padded: a mask with holes is more than presses that act while decoding
-        have to understand. Answers end where the model runs out of positions.
+        Questions of one length are one batch. They are never padded: a mask with holes is more than
+        presses that act while decoding have to understand. Answers end where the model runs out of
+        positions.
         """
-        wanted = options["max_new_tokens"]
+        wanted, limit = options["max_new_tokens"], self._limit
+        asked = {(n, i): ids for i, row in enumerate(new) for n, ids in enumerate(row)}
 
-        def alike(i: int) -> tuple[int, int]:
+        def alike(question: tuple[int, int]) -> tuple[int, int, int]:
+            (n, i), length = question, len(asked[question])
             if limit is None or wanted is None:
-                return len(new[i]), wanted or 0
+                return n, length, wanted or 0
             # The last token of an answer is not read, and takes no position.
-            room = limit - state.n_positions(i) - len(new[i]) + 1
-            return len(new[i]), max(1, min(wanted, room))
+            return n, length, max(1, min(wanted, limit - state.n_positions(i) - length + 1))
 
-        found: dict[int, Any] = {}
-        for (_, n), group in groupby(sorted(new, key=alike), key=alike):
-            rows = list(group)
-            if wanted is not None and n < wanted:
+        answers: list[list[Any]] = [[None] * len(row) for row in new]
+        for (n, _, at_most), group in groupby(sorted(asked, key=alike), key=alike):
+            if wanted is not None and at_most < wanted:
                 logger.warning(
                     "answers are cut to %d tokens, not %d, which the %d positions of the model "
-                    "have no room for; give max_positions if it can go further",
-                    *(n, wanted, limit),
+                    "have no room for; set max_position_embeddings if it can go further",
+                    *(at_most, wanted, limit),
                 )
-            own = {**options, "max_new_tokens": n or None}
-            tokens = state.generate(rows, [new[i] for i in rows], own)
-            found |= dict(zip(rows, map(self._decode, tokens), strict=True))
-        return found
+            rows, own = [i for _, i in group], {**options, "max_new_tokens": at_most or None}
+            sequences = state.generate(rows, [asked[n, i] for i in rows], own)
+            for i, texts in zip(rows, map(self._decode, sequences), strict=True):
+                answers[i][n] = texts
+        return answers
 
     def _decode(self, sequences: list[list[int]]) -> Any:
         texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in sequences]

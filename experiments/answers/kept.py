@@ -101,12 +101,24 @@ class SavedContext:
             yield Compressed(model, ids, mask, cache, press is not None)
 
 
-def check_free(path: str | Path) -> None:
-    """Refuse to write over a file, before there is anything to write.
+def check_savable(path: str | Path | None, together: bool = False) -> None:
+    """Refuse what cannot be saved, before there is anything to write.
+
+    Args:
+        path: of the file; None: there is nothing to save.
+        together: whether contexts are compressed with their questions.
 
     Raises:
-        PressError: saying what is in the way.
+        UserError: if they are.
+        PressError: if there is a file already.
     """
+    if path is None:
+        return
+    if together:
+        raise UserError(
+            "what is saved is compressed before a question is known; leave compress_questions "
+            "and FinchPress out"
+        )
     check_target(Path(path), overwrite=False)
 
 

@@ -62,7 +62,7 @@ def check_length(prompt: Prompt, limit: int | None) -> None:
     raise UserError(
         f"context and question take {len(prompt.context)} and {n_asked} tokens, more than the "
         f"{limit} positions of the model; cut the context with max_context_length="
-        f"{limit - n_asked} or less, or give max_positions if the model can go further"
+        f"{limit - n_asked} or less, or set max_position_embeddings if the model can go further"
     )
 
 

@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 import hooks_impl
 from experiments import UserError
 from experiments.framework.own_model import OwnModel
-from experiments.loading import ModelNotFoundError, load_model, short_name
+from experiments.loading import load_model, short_name
 from experiments.testbed.recipes import recipe_pair
 from press_core import PressError, attention_sites
 
@@ -37,8 +37,6 @@ def get_to_know(name: str, dtype: str = "float32", device: str = "cpu") -> OwnMo
     try:
         model, tokenizer = load_model(name, dtype=dtype, device=device)
     except (ImportError, OSError, ValueError) as error:
-        if isinstance(error, ModelNotFoundError):
-            raise
         reason = " ".join(str(error).split())
         raise UserError(f"cannot load {name} with its tokenizer: {reason:.300}") from error
     # Where there are no files of a tokenizer, some releases of transformers make an empty one.

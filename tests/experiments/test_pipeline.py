@@ -83,16 +83,17 @@ def test_long_contexts_lose_their_middle_and_say_so(model, answerer, caplog):
 @both
 @pytest.mark.parametrize("saved", [False, True])
 def test_answers_end_where_the_model_has_no_more_positions(
-    answerer, caplog, tmp_path, package, saved
+    model, answerer, monkeypatch, caplog, tmp_path, package, saved
 ):
     """Each row's own answer: its last token is not read, and takes no position."""
     contexts = ["river " * 20, "river " * 24, "river " * 24]  # and one token before each
-    press, asked = package.KnormPress(0.5), {"max_positions": 32}
+    monkeypatch.setattr(model.config, "max_position_embeddings", 32)
+    press = package.KnormPress(0.5)
     if saved:
         contexts, press = answerer.save(contexts, tmp_path / "a", press=press), None
 
     def lengths(**options):
-        answers = answerer(contexts, ["? alice"], press=press, **asked, **options)
+        answers = answerer(contexts, ["? alice"], press=press, **options)
         return [len(row[0].split()) for row in answers]
 
     assert lengths(max_new_tokens=6) == [6, 6, 6]
