@@ -53,7 +53,7 @@ def load_model(
         UserError: if the device cannot be used.
     """
     given = {"dtype": dtype, "attn_implementation": attn_implementation, **model_kwargs}
-    folder = _folder(name)
+    folder = local_folder(name)
     try:
         return _load(name if folder is None else str(folder), device, given)
     except OSError as error:
@@ -71,8 +71,12 @@ def short_name(name: str) -> str:
     return Path(name).resolve().name if Path(name).is_dir() else name
 
 
-def _folder(name: str) -> Path | None:
-    """Where on this machine the model lies; None if `name` can only be a hub id."""
+def local_folder(name: str) -> Path | None:
+    """Where on this machine a model lies; None if `name` can only be a hub id.
+
+    Raises:
+        ModelNotFoundError: if it can be neither.
+    """
     folder = _MODELS / name if name in SHIPPED else Path(name).expanduser()
     if (folder / "config.json").is_file():
         return folder

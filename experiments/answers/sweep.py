@@ -22,8 +22,7 @@ from rich.table import Table
 from experiments.answers.cells import Cell, Result, plan, run_cell
 from experiments.answers.engines import Failure, on_ray, serial
 from experiments.answers.settings import Settings, settings_from
-from experiments.answers.setup import setup_of
-from experiments.answers.store import Store
+from experiments.answers.store import Store, setup_of
 from experiments.framework.command import with_flags
 from experiments.framework.intervals import bracket
 

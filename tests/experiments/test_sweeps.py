@@ -17,11 +17,10 @@ from hypothesis import settings as drawn
 from hypothesis import strategies as st
 
 from experiments import UserError
-from experiments.answers import setup, store
+from experiments.answers import store
 from experiments.answers import sweep as sweeps
 from experiments.answers.cells import Cell, Prediction, Result, plan, run_cell
-from experiments.answers.setup import model_fingerprint, setup_of
-from experiments.answers.store import Store
+from experiments.answers.store import Store, model_fingerprint, setup_of
 from experiments.framework.manifest import write_at_once
 from experiments.loading import load_model
 from tests.experiments.sweeping import FILES, ONE, SETUP, SMALL, assert_same, call, run_sweep
@@ -265,11 +264,11 @@ def test_other_weights_are_another_model(tmp_path):
 
 
 def test_other_code_is_another_set_up(tmp_path, monkeypatch):
-    assert all((setup._ROOT / part).exists() for part in setup._CODE)
+    assert all((store._ROOT / part).exists() for part in store._CODE)
     (tmp_path / "press_core").mkdir()
     (tmp_path / "press_core" / "a.py").write_text("x = 1")
-    monkeypatch.setattr(setup, "_ROOT", tmp_path)
-    monkeypatch.setattr(setup, "_CODE", ("press_core",))
-    before = setup.code_digest()
+    monkeypatch.setattr(store, "_ROOT", tmp_path)
+    monkeypatch.setattr(store, "_CODE", ("press_core",))
+    before = store.code_digest()
     (tmp_path / "press_core" / "a.py").write_text("x = 2")
-    assert setup.code_digest() != before
+    assert store.code_digest() != before
