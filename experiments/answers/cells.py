@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import groupby
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pandas as pd
 import torch
@@ -23,11 +23,15 @@ from experiments.answers.presses import make_press, takes
 from experiments.answers.sample import Sample
 from experiments.answers.settings import Settings
 from experiments.framework.intervals import mean_interval
+from experiments.framework.wording import in_one_line
 from experiments.loading import load_model
 from press_core import Tokens
 from press_core.scope import InstalledPress
 
 NO_PRESS, BARE = "no press", "bare"
+
+Work = TypeVar("Work")
+Outcome = TypeVar("Outcome")
 
 
 class Cell(NamedTuple):
@@ -201,6 +205,23 @@ def run_cell(settings: Settings, cell: Cell) -> Result:
             for number, (sample, text) in enumerate(zip(samples, texts, strict=True))
         ],
     )
+
+
+class Failure(NamedTuple):
+    """Why a piece of work has no result, in one line."""
+
+    reason: str
+
+
+def each_of(
+    work: Iterable[Work], run: Callable[[Work], Outcome]
+) -> Iterator[tuple[Work, Outcome | Failure]]:
+    """Run one piece after the other. What goes wrong with one takes nothing from the others."""
+    for piece in work:
+        try:
+            yield piece, run(piece)
+        except Exception as error:
+            yield piece, Failure(in_one_line(error))
 
 
 # Kept in the process for the next cell.

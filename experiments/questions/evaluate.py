@@ -13,9 +13,8 @@ from matplotlib.figure import Figure
 from rich.progress import Progress
 
 from experiments import UserError
-from experiments.answers.cells import NO_PRESS, forget, plan, run_cell
+from experiments.answers.cells import NO_PRESS, Failure, each_of, forget, plan, run_cell
 from experiments.answers.datasets.published import SETS, rows_of
-from experiments.answers.engines import Failure, serial
 from experiments.answers.settings import STUDIED, Settings
 from experiments.answers.sweep import command, press_words, shown
 from experiments.framework.evidence import Evidence
@@ -83,7 +82,7 @@ class Evaluate(Experiment[Settings]):
     def measure(self, options: Settings, progress: Progress) -> Tables:
         cells = plan(options)
         rows = []
-        outcomes = serial(cells, partial(run_cell, options))
+        outcomes = each_of(cells, partial(run_cell, options))
         for cell, outcome in shown(outcomes, len(cells), progress):
             if isinstance(outcome, Failure):
                 raise RuntimeError(f"{cell}: {outcome.reason}")
