@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection
 from typing import Annotated, Any
 
 import torch
 import typer
+from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
 Values = Any
 """What a flag was given: one value, or a list of them if it can be repeated; None if nothing."""
@@ -121,7 +121,7 @@ def several(kind: Callable[[str], Any], help: str, check: Check | None = None, *
     return typer.Option(help=note, parser=split, callback=gathered, **more)
 
 
-_UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_SIZE = TypeAdapter(Annotated[ByteSize, Field(gt=0)])
 
 
 def n_bytes(text: str) -> int:
@@ -130,10 +130,10 @@ def n_bytes(text: str) -> int:
     Raises:
         ValueError: if it is none.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
-    if not found or found[2].upper() not in _UNITS or not float(found[1]):
-        raise ValueError(f"{text!r} is no size; write one such as 8GiB or 500MB")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    try:
+        return int(_SIZE.validate_python(text))
+    except ValidationError as error:
+        raise ValueError(f"{text!r} is no size; write one such as 8GiB or 500MB") from error
 
 
 def size_of(n: int) -> str:

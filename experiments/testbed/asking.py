@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from experiments import UserError
-from experiments.testbed.facts import FactBatch, draw, reads_facts
+from experiments.testbed.facts import VOCABULARY, FactBatch, draw
 from press_core.presses.finch import Finch
 from press_core.scope import InstalledPress
 
@@ -117,7 +117,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     Raises:
         UserError: if its tokens are not those of `experiments.testbed.facts`.
     """
-    if not reads_facts(tokenizer):
+    if tokenizer.get_vocab() != {word: index for index, word in enumerate(VOCABULARY)}:
         raise UserError(
             f"{name!r} has another vocabulary than the facts task; give facts-llama, a model "
             "trained by `python -m experiments train facts`, or another task, such as synthetic"

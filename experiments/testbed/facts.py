@@ -48,11 +48,6 @@ def build_tokenizer() -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def reads_facts(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a tokenizer has the words of the task, and no others."""
-    return bool(tokenizer.get_vocab() == {word: index for index, word in enumerate(VOCABULARY)})
-
-
 class FactText(NamedTuple):
     """One sample in words: ``answers[i]`` is the word that follows ``context + questions[i]``."""
 

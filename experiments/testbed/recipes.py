@@ -83,34 +83,40 @@ def recipe(presses: Presses, name: str, ratio: float, length: int | None = None)
     presses[name]
     if not 0 <= ratio < 1:
         raise HyperparameterError(f"compression_ratio={ratio}: it must be a number in [0, 1)")
-    press = _made(presses, name, is_short=length is None)
-    context = length or SHORT
-    kept = n_kept(context, ratio)
+    told = {**_FIELDS["usual"].get(name, {}), **({} if length else _FIELDS["short"].get(name, {}))}
+    told |= _amount(name, ratio, length or SHORT, told)
+    parts, of_parts = told.pop("parts", {}), told.pop("ratio_of_parts", ratio)
+    told |= {field: recipe(presses, part, of_parts, length) for field, part in parts.items()}
+    if name == "ComposedPress":
+        half = 1 - (1 - ratio) ** 0.5
+        told["presses"] = [recipe(presses, each, half, length) for each in told["presses"]]
+    return presses[name](**told)
+
+
+def _amount(name: str, ratio: float, length: int, told: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that say how much is evicted; none where what is wrapped says it."""
+    kept = n_kept(length, ratio)
     match name:
         case "CAMPress" | "DecodingPress" | "EveryTurnPress":
-            return press.with_budget(kept)
-        case "DMSPress":
-            window = max(1, length // 8) if length else press.sliding_window_size
-            scores = press.press.with_ratio(ratio)  # in [0, 1)
-            return replace(press, press=scores, threshold=ratio, sliding_window_size=window)
+            return {"target_size": kept}
+        case "CompressionRatioDecodingPress":
+            return {"target_compression_ratio": ratio}
+        case "DMSPress":  # scores are drawn from [0, 1)
+            window = told.get("sliding_window_size", max(1, length // 8))
+            return {"threshold": ratio, "sliding_window_size": window}
         case "DuoAttentionPress":
-            spared = min(press.sink_size + press.recent_size, context - 1)  # by streaming heads
-            return replace(press, head_compression_ratio=min(1.0, ratio / (1 - spared / context)))
-        case "LUKVPress":  # as its default press
-            press = replace(press, press=replace(press.press, epsilon=2e-2))
+            spared = min(told["sink_size"] + told["recent_size"], length - 1)  # by streaming heads
+            return {"head_compression_ratio": min(1.0, ratio / (1 - spared / length))}
         case "PerLayerCompressionPress":  # `fitted_pair` knows how many layers there are
-            told = press.press.with_ratio(ratio)
-            return replace(press, press=told, compression_ratios=[ratio])
-        case "PrefillDecodingPress":
-            decoding = press.decoding_press.with_budget(kept)
-            return replace(press.with_ratio(ratio), decoding_press=decoding)
+            return {"compression_ratios": [ratio]}
         case "SimLayerKVPress":
-            return replace(press, lazy_threshold=1 - ratio, n_recent=max(2, kept - 4))
+            return {"lazy_threshold": 1 - ratio, "n_recent": max(2, kept - 4)}
         case "StreamingLLMDecodingPress":
-            return replace(press, max_capacity=max(5, kept))
+            return {"max_capacity": max(5, kept)}
         case "ThinKPress":
-            return replace(press, key_channel_compression_ratio=ratio)
-    return press.with_ratio(ratio)
+            return {"key_channel_compression_ratio": ratio}
+    wraps = "parts" in told or "presses" in told
+    return {} if wraps else {"compression_ratio": ratio}
 
 
 def recipe_pair(name: str, ratio: float, length: int | None = None) -> PressPair:
@@ -122,20 +128,6 @@ _FIELDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding=
 _FIELDS["usual"]["FinchPress"] = {"delimiter_token_id": DELIMITER}
 for _name in ("KVgradPress", "KVzipPress", "RestoreKVPress"):
     _FIELDS["short"][_name] = {"chunk_size": 24, "prompts": PROMPTS}
-
-
-def _made(presses: Presses, name: str, is_short: bool) -> Any:
-    """A press with the fields of `recipes.yaml`, which names the presses that it wraps."""
-
-    def value_of(given: Any) -> Any:
-        if isinstance(given, list):
-            return [value_of(each) for each in given]
-        is_press = isinstance(given, str) and given in presses
-        return _made(presses, given, is_short) if is_press else given
-
-    told = _FIELDS["usual"].get(name, {})
-    told = told | _FIELDS["short"].get(name, {}) if is_short else told
-    return presses[name](**{field: value_of(given) for field, given in told.items()})
 
 
 def told_delimiter(press: InstalledPress, token_id: int) -> InstalledPress:
