@@ -10,7 +10,6 @@ from itertools import groupby
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
-import pandas as pd
 import torch
 from pydantic import BaseModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from experiments import UserError
 from experiments.answers.answerer import Answered, ContextAnswerer
 from experiments.answers.datasets import contexts_of, expand, load
-from experiments.answers.metrics import also, score
+from experiments.answers.metrics import score
 from experiments.answers.presses import make_press, takes
 from experiments.answers.sample import Sample
 from experiments.answers.settings import Settings
@@ -72,7 +71,6 @@ class Prediction(BaseModel):
         sample: which question it is.
         context: a digest of it.
         score: None where nobody knows it.
-        also: what other metrics say.
     """
 
     sample: int
@@ -82,7 +80,6 @@ class Prediction(BaseModel):
     prediction: str
     metric: str
     score: float | None
-    also: dict[str, float] = {}
 
 
 class Result(BaseModel):
@@ -101,14 +98,10 @@ class Result(BaseModel):
     predictions: list[Prediction]
 
     def summary(self) -> dict[str, Any]:
-        """A row of a table: the score with its interval over contexts, other metrics on average.
-
-        Scores are None where nobody knows the answers.
-        """
+        """A row of a table: the score, None if nobody knows it, with its interval over contexts."""
         scores = [each.score for each in self.predictions if each.score is not None]
         contexts = [each.context for each in self.predictions if each.score is not None]
         low, high = mean_interval(scores, contexts)
-        others = pd.DataFrame([each.also for each in self.predictions]).mean().to_dict()
         return {
             **self.cell._asdict(),
             "score": sum(scores) / len(scores) if scores else None,
@@ -116,7 +109,6 @@ class Result(BaseModel):
             "high": high,
             "questions": len(self.predictions),
             "evicted": self.evicted,
-            "also": json.dumps(others) if others else None,
             "press_text": self.press_text,
             "seconds": self.seconds,
         }
@@ -200,7 +192,6 @@ def run_cell(settings: Settings, cell: Cell) -> Result:
                 prediction=text,
                 metric=sample.metric,
                 score=score(sample, text),
-                also=also(sample, text),
             )
             for number, (sample, text) in enumerate(zip(samples, texts, strict=True))
         ],
@@ -269,8 +260,6 @@ def _answered(
     generation = {"max_new_tokens": batch[0][0].max_new_tokens, **settings.generation}
     if settings.max_new_tokens is not None:
         generation["max_new_tokens"] = settings.max_new_tokens
-    if settings.custom_generate is not None:
-        generation |= {"custom_generate": settings.custom_generate, "trust_remote_code": True}
     return answerer.answered(
         [group[0].context for group in batch],
         [[sample.question for sample in group] for group in batch],

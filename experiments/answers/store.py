@@ -37,7 +37,7 @@ SETUP, CELLS, RESULTS, PREDICTIONS = "setup.json", "cells", "results.csv", "pred
 OF_A_CELL = ("dataset", "press", "ratio", "budget", "mechanism")
 OF_RESULTS = (
     *OF_A_CELL,
-    *("score", "low", "high", "questions", "evicted", "also", "press_text", "seconds"),
+    *("score", "low", "high", "questions", "evicted", "press_text", "seconds"),
 )
 """Columns of `results.csv`."""
 
@@ -137,7 +137,7 @@ class Store:
         predictions = _table(
             (
                 {**result.cell._asdict(), "press_text": result.press_text, **each.model_dump()}
-                | {"answers": _json(each.answers), "also": _json(each.also)}
+                | {"answers": json.dumps(each.answers, ensure_ascii=False)}
                 for result in finished.values()
                 for each in result.predictions
             ),
@@ -151,10 +151,6 @@ class Store:
 def _table(rows: Iterable[dict[str, Any]], columns: Iterable[str]) -> pd.DataFrame:
     table = pd.DataFrame(rows, columns=list(columns))
     return table.astype({"budget": "Int64"})  # numbers, though some are missing
-
-
-def _json(value: Any) -> str | None:
-    return json.dumps(value, ensure_ascii=False) if value else None
 
 
 # ---- the set-up ----------------------------------------------------------------------------------

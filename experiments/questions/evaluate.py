@@ -89,7 +89,7 @@ class Evaluate(Experiment[Settings]):
             answers = " ".join(each.prediction for each in outcome.predictions)
             rows.append(outcome.summary() | {"answers": answers})
         forget()  # the next experiment loads a model of its own
-        return {self.name: pd.DataFrame(rows).drop(columns=["also", "press_text", "seconds"])}
+        return {self.name: pd.DataFrame(rows).drop(columns=["press_text", "seconds"])}
 
     def findings(self, tables: Tables) -> list[Finding]:
         table = tables[self.name]

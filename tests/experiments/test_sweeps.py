@@ -235,17 +235,18 @@ def test_set_ups_are_not_mixed(tmp_path, name, value):
 def test_predictions_come_back_as_they_were(tmp_path):
     told = [(0, "12e4", "007", 1.0), (1, "3456", ' a,\n"b" ', 0.1), (2, "0", "\ud800", 0.0)]
     rows = [
-        Prediction(sample=i, context=c, question="q", answers=["1"], prediction=p, metric="f1",
-                   score=s, also={"bleu_1": s})
+        Prediction(
+            sample=i, context=c, question="q", answers=["1"], prediction=p, metric="f1", score=s
+        )
         for i, c, p, s in told
-    ]  # fmt: skip
+    ]
     cell, kept = Cell("d", "KnormPress", None, "hook"), Store(tmp_path, SETUP)
     assert not kept.finished()
     kept.save(Result(cell=cell, press_text="p", evicted=0.5, seconds=1, predictions=rows))
     found = kept.finished()[cell].predictions
     assert found == [*rows[:2], rows[2].model_copy(update={"prediction": "?"})]  # no character
     (row,) = kept.write_tables([cell]).to_dict("records")
-    assert row["score"] == json.loads(row["also"])["bleu_1"] == pytest.approx(1.1 / 3)
+    assert row["score"] == pytest.approx(1.1 / 3)
     table = pd.read_csv(tmp_path / "predictions.csv", dtype=str, keep_default_na=False)
     assert list(table["context"]) == ["12e4", "3456", "0"]
     assert list(table["prediction"]) == ["007", ' a,\n"b" ', "?"]

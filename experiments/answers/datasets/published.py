@@ -51,7 +51,6 @@ class Published:
         question: what follows the context where no column says it.
         max_new_tokens: where no column says it.
         one_line: tasks of which an answer is one line.
-        also: other metrics to tell beside that of a task.
     """
 
     hub: str
@@ -65,7 +64,6 @@ class Published:
     question: str = ""
     max_new_tokens: int = 64
     one_line: tuple[str, ...] = ()
-    also: Mapping[str, tuple[str, ...]] = Field(default_factory=dict)
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -168,7 +166,6 @@ def samples_of(
                 str(row.get("answer_prefix") or ""),
                 tuple(row.get("all_classes") or ()),
                 task in published.one_line,
-                published.also.get(task, ()),
             )
         )
     return samples
