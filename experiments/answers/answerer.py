@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain, groupby
 from pathlib import Path
@@ -85,7 +85,6 @@ class ContextAnswerer:
         chat_template: bool | None = None,
         enable_thinking: bool = False,
         template_options: Mapping[str, Any] | None = None,
-        save_to: str | Path | None = None,
         max_new_tokens: int = 50,
         **generation: Any,
     ) -> Answered:
@@ -96,8 +95,8 @@ class ContextAnswerer:
         batch; what a row keeps and answers does not depend on the others.
 
         Args:
-            contexts: one or several; blank ones are taken as they are. Or what `save_to` has kept,
-                a `SavedContext`: what was said of contexts then is not to be said again.
+            contexts: one or several; blank ones are taken as they are. Or what `save` has kept, a
+                `SavedContext`: what was said of contexts then is not to be said again.
             questions: about the context, or about each of several: the same for all, or a list for
                 each. All of them are asked of the same compressed cache, none sees another. None,
                 or an empty one: the model goes on after the context.
@@ -116,7 +115,6 @@ class ContextAnswerer:
             chat_template: whether to apply it; None: where there is one.
             enable_thinking: for chat templates that know the word.
             template_options: more for `tokenizer.apply_chat_template`.
-            save_to: a new file for the compressed contexts, to be asked later as a `SavedContext`.
             generation: for `model.generate`, which is greedy unless asked to be otherwise, here or
                 by a `generation_config`.
 
@@ -131,14 +129,14 @@ class ContextAnswerer:
             **{"max_context_length": max_context_length, "chat_template": chat_template},
             **{"enable_thinking": enable_thinking, "template_options": template_options},
         }
+        opened: AbstractContextManager[Compressed]
         if isinstance(contexts, SavedContext):
-            elsewhere = {"cache": cache, "save_to": save_to, "compress_questions": together}
-            heads = contexts.heads_unless(reading | elsewhere)
+            given = {**reading, "cache": cache, "compress_questions": together}
+            heads = contexts.heads_unless(given)
             opened = contexts.opened(self.model, press)
         else:
-            check_savable(save_to, together)
             heads = self._heads(contexts, **reading)
-            opened = self._read(heads, press, cache, save_to, isinstance(contexts, str))
+            opened = self._compressed([Row(ids) for ids, _ in heads], press, cache)
         prompts = self._prompts(heads, questions, answer_prefix)
         if together:
             return self._together(prompts, press, cache, options)
@@ -168,27 +166,21 @@ class ContextAnswerer:
             UserError: saying what is wrong with the texts, the press or the tokenizer.
             PressError: if the press does not fit the model, or its cache cannot be kept.
         """
-        check_savable(path, isinstance(press, Finch))
+        check_savable(path, press)
         heads = self._heads(contexts, **reading)
         press = with_budget(press, budget)
-        with self._read(heads, press, None, path, isinstance(contexts, str)):
-            return SavedContext(path)
+        with self._compressed([Row(ids) for ids, _ in heads], press) as state:
+            keep(state, path, press, [tail for _, tail in heads], isinstance(contexts, str))
+        return SavedContext(path)
 
-    @contextmanager
-    def _read(
+    def _compressed(
         self,
-        heads: Sequence[Head],
+        rows: Sequence[Row],
         press: InstalledPress | None,
-        cache: Any,
-        save_to: str | Path | None,
-        is_one: bool,
-    ) -> Iterator[Compressed]:
-        """Compress contexts as one batch, and keep them if there is a file to keep them in."""
-        rows = [Row(ids) for ids, _ in heads]
-        with compressed(self.model, rows, press, self._pad_id(rows), cache) as state:
-            if save_to is not None:
-                keep(state, save_to, press, [tail for _, tail in heads], is_one)
-            yield state
+        cache: Any = None,
+        delimiter: int | None = None,
+    ) -> AbstractContextManager[Compressed]:
+        return compressed(self.model, rows, press, self._pad_id(rows), cache, delimiter)
 
     def _prompts(
         self,
@@ -313,7 +305,7 @@ class ContextAnswerer:
             rows = [Row(p.context + p.question, len(p.context)) for p in part]
             # A cache holds one batch: if there are more, each has a copy of the empty one.
             own = cache if len(flat) <= step else without_change(cache)
-            with compressed(self.model, rows, press, self._pad_id(rows), own, delimiter) as state:
+            with self._compressed(rows, press, own, delimiter) as state:
                 answers += self._ask(state, [[prompt.tail] for prompt in part], options)
             evicted += state.evicted * len(part)
         remaining = chain.from_iterable(answers)

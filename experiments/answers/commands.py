@@ -40,8 +40,8 @@ def compress(
     device: Device = "cpu",
 ) -> None:
     """Compress a text once, to be asked about later with `ask`."""
-    check_savable(output)
     made = make_press(press, mechanism, ratio, seed=0)
+    check_savable(output, made)
     try:
         text = sys.stdin.read() if context is None else context.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -154,10 +152,10 @@ def _left_padded(
     rows: Sequence[list[int]], pad_id: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Ids and mask `(B, S)` of rows of different lengths."""
-    ids = [torch.tensor(row) for row in rows]
-    pad = partial(pad_sequence, batch_first=True, padding_side="left")
-    mask = pad([torch.ones_like(row) for row in ids])
-    return pad(ids, padding_value=pad_id).to(device), mask.to(device)
+    longest = max(len(row) for row in rows)
+    ids = [[pad_id] * (longest - len(row)) + row for row in rows]
+    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 def _share_evicted(cache: Any, seen: Tensor, width: int = 1) -> float:

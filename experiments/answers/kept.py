@@ -20,6 +20,7 @@ from experiments import UserError
 from experiments.answers.compressed import Compressed, acts_later, needs_help
 from press_core import SavedCache, about_cache, load_cache, save_cache
 from press_core.files.files import check_target
+from press_core.presses.finch import Finch
 from press_core.scope import InstalledPress
 
 
@@ -46,7 +47,7 @@ class SavedContext:
         if needed[0] - about.notes.keys() or needed[1] - about.inputs.keys():
             raise UserError(
                 f"{str(self.path)!r} is a compressed cache, and does not say of which texts; "
-                "read it with press_core.load_cache, or make it with save_to"
+                "read it with press_core.load_cache, or make it with ContextAnswerer.save"
             )
         return about
 
@@ -101,23 +102,17 @@ class SavedContext:
             yield Compressed(model, ids, mask, cache, press is not None)
 
 
-def check_savable(path: str | Path | None, together: bool = False) -> None:
+def check_savable(path: str | Path, press: InstalledPress | None) -> None:
     """Refuse what cannot be saved, before there is anything to write.
 
-    Args:
-        path: of the file; None: there is nothing to save.
-        together: whether contexts are compressed with their questions.
-
     Raises:
-        UserError: if they are.
+        UserError: if the press compresses contexts with their questions.
         PressError: if there is a file already.
     """
-    if path is None:
-        return
-    if together:
+    if isinstance(press, Finch):
         raise UserError(
-            "what is saved is compressed before a question is known; leave compress_questions "
-            "and FinchPress out"
+            "what is saved is compressed before a question is known, of which FinchPress makes "
+            "use; give another press"
         )
     check_target(Path(path), overwrite=False)
 
@@ -142,7 +137,7 @@ def keep(
     if not state.is_all_in_the_cache:
         raise UserError(
             f"{type(press).__name__} remembers more of a context than its cache holds, and a file "
-            "keeps the cache only; use another press, or leave save_to out"
+            "keeps the cache only; use another press"
         )
     notes = {"tails": list(tails), "is_one": is_one, "acts_later": state.acts_later}
     save_cache(

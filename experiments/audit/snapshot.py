@@ -8,7 +8,6 @@ value, as they change in place.
 from __future__ import annotations
 
 import builtins
-import gc
 import hashlib
 import sys
 from collections import OrderedDict, defaultdict
@@ -24,6 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils.generic import GeneralInterface
+
+from experiments.framework.timing import no_garbage_collection
 
 CALL, INSTANCE, CLASS, THREAD, PROCESS = REACHES = (
     "this call",
@@ -99,13 +100,8 @@ def snapshot(model: nn.Module) -> Snapshot:
     homes = dict.fromkeys(type(module).__module__ for module in model.modules())
     own = [name for name in homes if not _is_shared(name)]
     files = chain.from_iterable(_file(name, CLASS) for name in own)
-    collects = gc.isenabled()
-    gc.disable()  # thousands of small tuples and no garbage: collecting takes twice as long as this
-    try:
+    with no_garbage_collection():  # of thousands of small tuples, which would take twice as long
         return dict(chain(_instances(model), _classes(model), files, _process(own)))
-    finally:
-        if collects:
-            gc.enable()
 
 
 def same(one: Any, other: Any) -> bool:

@@ -128,12 +128,12 @@ def n_bytes(text: str) -> int:
     """Bytes of a size such as `8GiB`, `500 MB` or `1048576`.
 
     Raises:
-        ValueError: if it is none.
+        BadParameter: if it is none.
     """
     try:
         return int(_SIZE.validate_python(text))
     except ValidationError as error:
-        raise ValueError(f"{text!r} is no size; write one such as 8GiB or 500MB") from error
+        raise typer.BadParameter(f"{text!r} is no size; write one such as 8GiB or 500MB") from error
 
 
 def size_of(n: int) -> str:
@@ -144,8 +144,5 @@ def size_of(n: int) -> str:
 def checked_size(text: str | None) -> str | None:
     """Check a size in bytes."""
     if text is not None:
-        try:
-            n_bytes(text)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
+        n_bytes(text)
     return text

@@ -101,7 +101,12 @@ def draw(batch_size: int, context: int, facts: int, generator: torch.Generator) 
     Raises:
         ValueError: A number is out of range.
     """
-    _check_sizes(batch_size, context, facts)
+    most = min(len(KEYS), context // 2)
+    if not 1 <= facts <= most:
+        raise ValueError(
+            f"facts is {facts}, which does not fit in a context of {context} words: it holds 1 to "
+            f"{most}, each of two words and about a key of its own"
+        )
     keys = _distinct(batch_size, len(KEYS), facts, generator) + _FIRST_KEY
     values = torch.randint(len(VALUES), (batch_size, facts), generator=generator) + _FIRST_VALUE
     filler = torch.randint(len(FILLER), (batch_size, context), generator=generator) + _FIRST_FILLER
@@ -110,18 +115,6 @@ def draw(batch_size: int, context: int, facts: int, generator: torch.Generator) 
     context_ids.scatter_(1, positions, keys).scatter_(1, positions + 1, values)
     question_ids = torch.stack([torch.full_like(keys, _QUESTION_ID), keys], dim=-1)
     return FactBatch(context_ids, question_ids, values, positions)
-
-
-def _check_sizes(batch_size: int, context: int, facts: int) -> None:
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
-    if not 1 <= facts <= len(KEYS):
-        raise ValueError(f"facts is {facts}; it must be from 1 to {len(KEYS)}, one key each")
-    if facts > context // 2:
-        raise ValueError(
-            f"facts is {facts}, which does not fit in a context of {context} words; "
-            f"at most {max(context // 2, 0)} do, two words each"
-        )
 
 
 def _distinct(rows: int, below: int, count: int, generator: torch.Generator) -> Tensor:

@@ -78,10 +78,10 @@ def test_readme_command(site, folder):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"commit": "1" * 40}, "two ran at 1111"),
-        ({"versions": {"torch": "1.0"}}, "two ran with other versions"),
-        ({"options": "Options(last=9)"}, "two ran with other options"),
-        ({"note": "by hand"}, "two has a note"),
+        ({"commit": "1" * 40}, "the commit of two is '1111"),
+        ({"versions": {"torch": "1.0"}}, "the versions of two is"),
+        ({"options": "Options(last=9)"}, "the options of two is"),
+        ({"note": "by hand"}, "the note of two is 'by hand'"),
         ({"figures": {}}, "two.svg belongs to no experiment"),
     ],
 )

@@ -118,24 +118,13 @@ def rows_of(
             f"cannot load {name} ({task}) from {source}: {reason:.300}; give the folder of a local "
             f"copy with --data, which holds the repository {published.hub} as {name}/"
         ) from error
-    _check_columns(published, source, rows.column_names)
-    return rows
-
-
-def _check_columns(published: Published, source: str, columns: list[str]) -> None:
-    """Refuse rows that lack something that is needed.
-
-    Raises:
-        UserError: naming it, and the columns that there are.
-    """
-    missing = [names for names in published.required.values() if not set(names) & set(columns)]
-    if published.task_is == "column" and "task" not in columns:
-        missing.append(("task",))
-    if missing:
-        wanted = " and ".join(" or ".join(names) for names in missing)
+    needed = [*published.required.values(), *[("task",)] * (published.task_is == "column")]
+    if missing := [" or ".join(names) for names in needed if not set(names) & {*rows.column_names}]:
         raise UserError(
-            f"{source} lacks a column: it needs {wanted}, and has {', '.join(columns) or 'none'}"
+            f"{source} lacks a column: it needs {' and '.join(missing)}, and has "
+            f"{', '.join(rows.column_names) or 'none'}"
         )
+    return rows
 
 
 def samples_of(
