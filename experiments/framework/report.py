@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import pandas as pd
 import typer
@@ -88,32 +88,17 @@ def _inline(markdown: str) -> Markup:
     return Markup(_MARKDOWN.renderInline(markdown))
 
 
-class _Picture(NamedTuple):
-    """A figure on the page: its `<svg>` element, what it shows, and its width in CSS pixels."""
-
-    drawn: Markup
-    shows: str
-    width: int
+def _svg(figure: Figure, name: str) -> Markup:
+    return Markup(svg(figure, salt=name))
 
 
-def _picture(name: str, figure: Figure) -> _Picture:
-    drawn = Markup(svg(figure, salt=name))
-    return _Picture(drawn, str(figure.get_label()), round(96 * figure.get_figwidth()))
-
-
-def _pictures(part: Part) -> list[_Picture]:
-    return [_picture(*each) for each in part.experiment.figures(part.tables).items()]
-
-
-def _overview(parts: Iterable[Part], folder: Path) -> list[_Picture]:
+def _overview(parts: Iterable[Part], folder: Path) -> dict[str, Figure]:
     """The first figure, also written as an SVG file; empty if nothing goes into it."""
     done = [part for part in parts if not part.error]
     contrasts = [each for part in done for each in part.experiment.contrasts(part.tables)]
-    if not contrasts:
-        return []
-    figure = overview(contrasts)
-    write_figures({OVERVIEW: figure}, folder)
-    return [_picture(OVERVIEW, figure)]
+    figures = {OVERVIEW: overview(contrasts)} if contrasts else {}
+    write_figures(figures, folder)
+    return figures
 
 
 def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
@@ -136,7 +121,9 @@ def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
         keep_trailing_newline=True,
         undefined=StrictUndefined,
     )
-    environment.filters.update(markdown=_to_html, inline=_inline, cell=_cell, duration=_duration)
+    environment.filters.update(
+        markdown=_to_html, inline=_inline, cell=_cell, duration=_duration, svg=_svg
+    )
     context = {
         "question": QUESTION,
         "run": manifest,
@@ -147,7 +134,6 @@ def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
         "threats": threats(parts),
         "overview": _overview(parts, folder),
         "quotable": quotable(parts),
-        "pictures": _pictures,
         "max_rows": MAX_ROWS,
         "numeric": pd.api.types.is_numeric_dtype,
     }
