@@ -20,10 +20,10 @@ from experiments.answers.prompts import (
     Prompt,
     Questions,
     check_length,
+    check_press,
     generation_of,
     questions_of,
     texts_of,
-    with_budget,
 )
 from press_core.presses.finch import Finch
 from press_core.scope import InstalledPress
@@ -77,7 +77,6 @@ class ContextAnswerer:
         questions: Questions = None,
         *,
         press: InstalledPress | None = None,
-        budget: int | None = None,
         answer_prefix: str | Sequence[str] = "",
         compress_questions: bool = False,
         cache: Any = None,
@@ -103,8 +102,6 @@ class ContextAnswerer:
             answer_prefix: how every answer begins, or those about each context.
             press: of either package; None: nothing is compressed. Of a `SavedContext`: the one that
                 it was compressed with, if that acts while decoding, and else none.
-            budget: how many tokens of each context the press is to keep, in place of what it says
-                itself (`press.with_budget`). Contexts of no more are left whole.
             compress_questions: compress context and question together, for each question anew. If
                 no text follows the question, its last token is run again on the compressed cache,
                 for its first run did not feel the eviction. A `FinchPress` always does this.
@@ -120,9 +117,9 @@ class ContextAnswerer:
 
         Raises:
             UserError: saying what is wrong with the texts, the cache or the tokenizer.
-            PressError: if the press does not fit model or cache, or cannot be told a budget.
+            PressError: if the press does not fit model or cache.
         """
-        press = with_budget(press, budget)
+        check_press(press)
         options = generation_of(max_new_tokens, generation)
         together = compress_questions or isinstance(press, Finch)
         reading: dict[str, Any] = {
@@ -150,7 +147,6 @@ class ContextAnswerer:
         path: str | Path,
         *,
         press: InstalledPress | None = None,
-        budget: int | None = None,
         **reading: Any,
     ) -> SavedContext:
         """Compress contexts and keep them in a new file, to be asked later.
@@ -158,7 +154,7 @@ class ContextAnswerer:
         Args:
             contexts: one, or several that are asked as one batch.
             path: of the file; no file is ever written over.
-            press, budget: as for `answered`.
+            press: as for `answered`.
             reading: max_context_length, chat_template, enable_thinking, template_options, as for
                 `answered`.
 
@@ -168,7 +164,6 @@ class ContextAnswerer:
         """
         check_savable(path, press)
         heads = self._heads(contexts, **reading)
-        press = with_budget(press, budget)
         with self._compressed([Row(ids) for ids, _ in heads], press) as state:
             keep(state, path, press, [tail for _, tail in heads], isinstance(contexts, str))
         return SavedContext(path)

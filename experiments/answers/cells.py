@@ -108,9 +108,7 @@ class Result(BaseModel):
             "low": low,
             "high": high,
             "questions": len(self.predictions),
-            "evicted": self.evicted,
-            "press_text": self.press_text,
-            "seconds": self.seconds,
+            **self.model_dump(include={"evicted", "press_text", "seconds"}),
         }
 
 

@@ -56,10 +56,14 @@ def numbers(prediction: str, answers: Sequence[str]) -> float:
     return sum(number in wanted for number in found) / len(found) if found else 0.0
 
 
-def first_number(prediction: str, answers: Sequence[str]) -> float:
-    """Whether the first number in the prediction is the one asked for (InfiniteBench)."""
-    found = _NUMBER.search(prediction)
-    return float(found is not None and found.group() in (a.strip() for a in answers))
+def first(pattern: str) -> Metric:
+    """Whether the first match of a pattern, or its group, is the reference."""
+
+    def metric(prediction: str, answers: Sequence[str]) -> float:
+        found = re.search(pattern, prediction)
+        return float(found is not None and found[found.re.groups] in (a.strip() for a in answers))
+
+    return metric
 
 
 def first_numbers(prediction: str, answers: Sequence[str]) -> float:
@@ -71,18 +75,6 @@ def first_numbers(prediction: str, answers: Sequence[str]) -> float:
             break
         right += 1
     return right / len(answers)
-
-
-def letter(prediction: str, answers: Sequence[str]) -> float:
-    """Whether the first letter from A to D that stands alone is the right one (InfiniteBench)."""
-    found = re.search(r"\b[A-D]\b", prediction)
-    return float(found is not None and found.group() in answers)
-
-
-def named_letter(prediction: str, answers: Sequence[str]) -> float:
-    """Whether "The correct answer is (C)" names the right letter (LongBench-v2)."""
-    found = re.search(r"The correct answer is \(?([A-D])\b", prediction.replace("*", ""))
-    return float(found is not None and found[1] in answers)
 
 
 def code(prediction: str, answers: Sequence[str]) -> float:
@@ -202,11 +194,11 @@ UNKNOWN = "unknown"
 METRICS: dict[str, Metric] = {
     **{
         metric.__name__: metric
-        for metric in (
-            *(match_all, match_any, f1, choice, numbers, first_number, first_numbers),
-            *(letter, named_letter, code, boxed),
-        )
+        for metric in (*(match_all, match_any, f1, choice, numbers, first_numbers, code, boxed),)
     },
+    "first_number": first(_NUMBER.pattern),  # InfiniteBench
+    "letter": first(r"\b[A-D]\b"),  # InfiniteBench: that stands alone
+    "named_letter": first(r"The correct answer is[ *(]*([A-D])\b"),  # LongBench-v2
     "f1_zh": partial(f1, words=chinese_words),
     "f1_characters": partial(f1, words=chinese_characters),
     "rouge_l": rouge,

@@ -12,7 +12,7 @@ takes it in another place, the name `ratio` or `budget` stands for it:
 from __future__ import annotations
 
 import ast
-from dataclasses import fields
+from inspect import signature
 from typing import Any, NamedTuple
 
 from experiments import UserError
@@ -132,15 +132,13 @@ class _Maker(NamedTuple):
                 f"{', '.join(sorted(self.presses))}"
             )
         made = self.presses.get(name, Tokens)
-        names = [field.name for field in fields(made)]
-        given = dict(zip(names, args, strict=False)) | given
-        unknown = sorted(set(given) - set(names))
-        if unknown or len(args) > len(names):
-            what = ", ".join(unknown) or f"{len(args)} fields"
-            raise UserError(f"{name} has no {what}; its fields are {', '.join(names) or 'none'}")
-        if "seed" in names and given.get("seed") is None:
-            given["seed"] = self.seed
         try:
-            return made(**given)
-        except TypeError as error:  # a field without a default, or of another type
-            raise UserError(f"cannot make {self.text!r}: {error}") from error
+            told = signature(made).bind(*args, **given).arguments
+            if "seed" in signature(made).parameters and told.get("seed") is None:
+                told["seed"] = self.seed
+            return made(**told)
+        except TypeError as error:
+            names = ", ".join(signature(made).parameters) or "none"
+            raise UserError(
+                f"cannot make {self.text!r}: {error}; the fields of {name} are {names}"
+            ) from error

@@ -82,16 +82,10 @@ def questions_of(n_contexts: int, questions: Any) -> list[list[str]]:
     return [texts_of("questions", each) for each in per_context]
 
 
-def with_budget(press: InstalledPress | None, budget: int | None) -> InstalledPress | None:
-    """The press, told to keep so many tokens."""
+def check_press(press: Any) -> None:
+    """Refuse what is no press; None is none."""
     if press is not None and not isinstance(press, InstalledPress):
         raise UserError(
             f"press is {press!r:.60}; give a press of hooks_impl or patch_impl, such as "
             "SnapKVPress(0.5)"
         )
-    if budget is None:
-        return press
-    if press is None:
-        raise UserError(f"budget is {budget}, and there is no press to keep to it; give a press")
-    told: Any = press.with_budget(budget)
-    return told

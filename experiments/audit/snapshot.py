@@ -154,18 +154,12 @@ def _fingerprint(tensor: Tensor) -> str:
     """Tells whether shape, dtype or any bit of a dense tensor have changed."""
     # Modes that are open under audit are not to see what the auditor does.
     with torch._C.DisableTorchFunction(), _disable_current_modes():
-        return _content(tensor)
-
-
-def _content(tensor: Tensor) -> str:
-    described = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device}"
-    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
-        return described
-    flat = tensor.detach().cpu().contiguous().flatten()
-    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
-        return described  # a subclass need not have bytes of its own
-    content = hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
-    return f"{described} {content}"
+        described = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device}"
+        has_bytes = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)  # a subclass need not
+        if not has_bytes or tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
+            return described
+        flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return f"{described} {hashlib.blake2b(flat.tobytes(), digest_size=8).hexdigest()}"
 
 
 # ---- this class --------------------------------------------------------------------------------

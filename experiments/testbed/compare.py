@@ -110,13 +110,6 @@ class Inputs:
         mask = (torch.arange(longest) >= padding[:, None]).long() if padding.any() else None
         return cls(context, tuple(following), mask)
 
-    def row(self, index: int) -> Inputs:
-        """One row of the batch by itself, without its padding."""
-        context = self.context[index : index + 1]
-        if self.attention_mask is not None:
-            context = context[:, self.attention_mask[index] == 1]
-        return Inputs(context, tuple(ids[index : index + 1] for ids in self.following))
-
     def with_delimiter(self, token_id: int, question: int) -> Inputs:
         """The same with the token `token_id` in the context of each row, `question` tokens from its
         end or, in rows that are shorter, after their first."""

@@ -42,11 +42,10 @@ class Published:
         hub: id of the repository.
         split: of the dataset.
         tasks: that it has, and the metric of each.
-        length: where it comes in several and none is asked for; 0: it does not.
+        length: where it comes in several, a folder each, and none is asked for; 0: it does not.
         task_is: what of the repository a task is: a "config", a value of the "column" task, or
             nothing ("").
         config: name of the config of a task, with the task in place of `{}`.
-        length_is: "data_dir", or nothing.
         required: columns that every row must have.
         question: what follows the context where no column says it.
         max_new_tokens: where no column says it.
@@ -59,7 +58,6 @@ class Published:
     length: int = 0
     task_is: str = ""
     config: str = "{}"
-    length_is: str = ""
     required: Columns = Field(default_factory=lambda: _QUESTION_ABOUT_CONTEXT)
     question: str = ""
     max_new_tokens: int = 64
@@ -109,7 +107,7 @@ def rows_of(
     source = published.hub if data is None else str(Path(data).expanduser() / name)
     where: dict[str, Any] = {"split": published.split}
     where |= {"name": published.config.format(task)} if published.task_is == "config" else {}
-    where |= {"data_dir": str(length)} if published.length_is == "data_dir" else {}
+    where |= {"data_dir": str(length)} if published.length else {}
     try:
         rows = datasets.load_dataset(source, **where)
     except (OSError, ValueError, RuntimeError) as error:
