@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import groupby
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import BaseModel
@@ -28,9 +28,6 @@ from press_core import Tokens
 from press_core.scope import InstalledPress
 
 NO_PRESS, BARE = "no press", "bare"
-
-Work = TypeVar("Work")
-Outcome = TypeVar("Outcome")
 
 
 class Cell(NamedTuple):
@@ -197,20 +194,20 @@ def run_cell(settings: Settings, cell: Cell) -> Result:
 
 
 class Failure(NamedTuple):
-    """Why a piece of work has no result, in one line."""
+    """Why a cell has no result, in one line."""
 
     reason: str
 
 
 def each_of(
-    work: Iterable[Work], run: Callable[[Work], Outcome]
-) -> Iterator[tuple[Work, Outcome | Failure]]:
-    """Run one piece after the other. What goes wrong with one takes nothing from the others."""
-    for piece in work:
+    cells: Iterable[Cell], run: Callable[[Cell], Result]
+) -> Iterator[tuple[Cell, Result | Failure]]:
+    """Run one cell after the other. What goes wrong with one takes nothing from the others."""
+    for cell in cells:
         try:
-            yield piece, run(piece)
+            yield cell, run(cell)
         except Exception as error:
-            yield piece, Failure(in_one_line(error))
+            yield cell, Failure(in_one_line(error))
 
 
 # Kept in the process for the next cell.

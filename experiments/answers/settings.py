@@ -113,10 +113,6 @@ class Grid:
         ),
     ] = ("facts",)
     samples: Annotated[Count, typer.Option(help="Questions per task.")] = 48
-    fraction: Annotated[
-        Annotated[float, Field(gt=0, le=1)] | None,
-        typer.Option(help="Share of the questions of published datasets, in place of --samples."),
-    ] = None
     needle_depth: Annotated[
         Several[Annotated[float, Field(ge=0, le=1)]],
         typer.Option(

@@ -83,14 +83,12 @@ def draw_cells(
         if text:
             ink = "white" if _is_dark(colour) else CELL_INK
             panel.text(x, y, text, ha="center", va="center", fontsize=7.5, color=ink)
-    panel.set_xlim(-0.5, len(columns) - 0.5)
-    panel.set_ylim(len(rows) - 0.5, -0.5)
+    panel.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(rows) - 0.5, -0.5))
     panel.set_xticks(range(len(columns)), columns, rotation=50, ha="left", rotation_mode="anchor")
     panel.set_yticks(range(len(rows)), rows)
     panel.xaxis.tick_top()
     panel.grid(visible=False)
-    for spine in panel.spines.values():
-        spine.set_visible(False)
+    panel.spines[:].set_visible(False)
 
 
 def _is_dark(colour: str) -> bool:

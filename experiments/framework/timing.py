@@ -17,16 +17,12 @@ ConditionT = TypeVar("ConditionT", bound=Hashable)
 Array = np.ndarray[Any, Any]
 
 
-def _nothing() -> None:
-    return None
-
-
 def each_in_turn(
     conditions: list[ConditionT],
     timed: Callable[[ConditionT], Any],
     *,
     rounds: int,
-    advance: Callable[[], object] = _nothing,
+    advance: Callable[[], object] = lambda: None,
 ) -> dict[ConditionT, Array]:
     """Call `timed` for every condition, in turn, without collecting garbage.
 

@@ -17,6 +17,7 @@ from experiments import UserError
 from experiments.framework.own_model import OwnModel
 from experiments.framework.timing import Stopwatch
 from experiments.loading import load_model, short_name
+from experiments.testbed.compare import Inputs
 from experiments.testbed.recipes import recipe_pair
 from press_core import PressError, attention_sites
 
@@ -90,8 +91,7 @@ def _pace(model: PreTrainedModel) -> tuple[float, float]:
     """Seconds per token of a prefill, and per decode step."""
     config = model.config.get_text_config()
     length = min(PROBE, max(2, _trained(config) - STEPS))
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, config.vocab_size, (1, length), generator=generator).to(model.device)
+    ids = Inputs.random(config.vocab_size, [length]).context.to(model.device)
 
     model(input_ids=ids[:, :2], use_cache=True)  # what comes once
     cache, watch = DynamicCache(config=model.config), Stopwatch(model.device)

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 import yaml
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -28,7 +27,7 @@ import hooks_impl
 import patch_impl
 from experiments import UserError
 from experiments.framework.plots import press_label
-from experiments.testbed.compare import PressPair
+from experiments.testbed.compare import Inputs, PressPair
 from press_core import HyperparameterError, Needs, PressError
 from press_core.budget import n_kept
 from press_core.presses.finch import Finch
@@ -198,8 +197,7 @@ def _learned(model: PreTrainedModel, field: str) -> Any:
     known = _KNOWN.setdefault(model, {})
     if field not in known:
         vocabulary = model.get_input_embeddings().num_embeddings
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(3, vocabulary, (2, SHORT), generator=generator).to(model.device)
+        ids = Inputs.random(vocabulary, (SHORT, SHORT)).context.to(model.device)
         known[field] = _LEARNED[field](model, ids)
     return known[field]
 

@@ -229,18 +229,16 @@ def test_zero_scrolls_has_no_answers(hub, facts_tokenizer):
     assert result.summary()["score"] is None
 
 
-def test_a_share_of_a_published_set_is_chosen_by_the_seed(hub, facts_tokenizer):
+def test_questions_of_a_published_set_are_chosen_by_the_seed(hub, facts_tokenizer):
     rows = [{"problem": f"p{i}", "answer": str(i)} for i in range(40)]
     data = hub("math500", {"test.jsonl": rows})
 
-    def chosen(fraction, seed=0):
-        found = load("math500/math", 3, seed, facts_tokenizer, data=data, fraction=fraction)
+    def chosen(samples, seed=0):
+        found = load("math500/math", samples, seed, facts_tokenizer, data=data)
         return [sample.context for sample in found]
 
-    assert [len(set(chosen(f))) for f in (None, 0.001, 0.25, 1.0)] == [3, 1, 10, 40]
-    assert chosen(0.25) == chosen(0.25) != chosen(0.25, seed=1)
-    with pytest.raises(UserError, match=r"facts is made here.*give samples, no fraction"):
-        load("facts/single", 3, 0, facts_tokenizer, fraction=0.5)
+    assert [len(set(chosen(n))) for n in (3, 10, 50)] == [3, 10, 40]
+    assert chosen(10) == chosen(10) != chosen(10, seed=1)
 
 
 def test_answers_are_as_long_as_asked_for():

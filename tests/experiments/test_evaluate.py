@@ -123,10 +123,10 @@ def test_the_command_has_a_flag_for_every_setting(tmp_path):
     names = {field.name for field in fields(Settings)} - {"generation", "model_kwargs"}
     for name in (*own, *names):
         assert f"--{name.replace('_', '-')} " in shown
-    given = ["--needle-depth", "0.5", "--compress-questions", "--fraction", "0.5"]
+    given = ["--needle-depth", "0.5", "--compress-questions"]
     result = call(*given, "--output", tmp_path / "out")
     assert result.exit_code == 1
-    assert "no fraction" in result.output
+    assert "has no needle" in result.output
 
 
 def test_an_interrupted_command_says_how_to_continue(tmp_path, monkeypatch):

@@ -78,10 +78,7 @@ def make(
     if not samples:
         raise UserError(f"{name} has no rows of the task {task!r} in {published.hub}")
     # A choice that does not hang on the order of the rows, in that order.
-    wanted = settings.samples
-    if settings.fraction is not None:
-        wanted = max(1, round(settings.fraction * len(samples)))
-    few = min(wanted, len(samples))
+    few = min(settings.samples, len(samples))
     chosen = random.Random(settings.seed).sample(range(len(samples)), few)
     return [samples[index] for index in sorted(chosen)]
 
