@@ -85,20 +85,19 @@ def train(output: Path, *, seed: int = 0, steps: int = STEPS) -> None:
     text = Text.load()
     torch.manual_seed(seed)
     model = untrained("stdlib-neox")
-    fit(model, text, seed, steps, LEARNING_RATE, lambda tokens, _: objective(model, tokens))
-    save(model, text.tokenizer, output)
-    report(model, text.held_out)
+    fit(model, text, output, seed, steps, LEARNING_RATE, lambda ids, _: objective(model, ids))
 
 
 def fit(
     model: PreTrainedModel,
     text: Text,
+    output: Path,
     seed: int,
     steps: int,
     peak: float,
     objective: Callable[[Tensor, int], Tensor],
 ) -> None:
-    """Train a model on a text.
+    """Train a model on a text, save it with its tokenizer and print what it has learned.
 
     Args:
         peak: The learning rate after the warm-up, from which it falls to zero along a cosine.
@@ -121,6 +120,8 @@ def fit(
         return objective(_draw(text.train, generator), step)
 
     descend(model, optimizer, range(steps), rate, loss, steps)
+    save(model, text.tokenizer, output)
+    report(model, text.held_out)
 
 
 @torch.inference_mode()
