@@ -33,12 +33,6 @@ class UserError(Exception):
     """What was asked for cannot be done; the message says why, and what to ask for instead."""
 
 
-def load_experiment(name: str) -> AnyExperiment:
-    """One experiment of the study."""
-    experiment: AnyExperiment = import_module(f"experiments.questions.{name}").EXPERIMENT
-    return experiment
-
-
 def load_experiments() -> list[AnyExperiment]:
     """All experiments of the study, in the order of the report."""
-    return [load_experiment(name) for name in EXPERIMENTS]
+    return [import_module(f"experiments.questions.{name}").EXPERIMENT for name in EXPERIMENTS]

@@ -77,7 +77,10 @@ class FrontDoor(TyperGroup):
         try:
             return super().invoke(ctx)
         except Exception as error:
-            if ctx.params.get("debug") or not _is_users(error):
+            from press_core.errors import PressError
+
+            users = isinstance(error, (UserError, PressError, OSError))  # say what to do instead
+            if ctx.params.get("debug") or not users or isinstance(error, BrokenPipeError):
                 raise
             typer.echo(f"error: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(2) from None
@@ -94,14 +97,6 @@ def _load(name: str) -> Any:
     help_ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
     app.command(name, help=help_)(command)
     return get_command(app)
-
-
-def _is_users(error: Exception) -> bool:
-    """Whether `error` says what its user should do otherwise, so that a traceback adds nothing."""
-    from press_core.errors import PressError
-
-    kinds = UserError, PressError, OSError
-    return isinstance(error, kinds) and not isinstance(error, BrokenPipeError)
 
 
 app = typer.Typer(

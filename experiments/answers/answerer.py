@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from experiments import UserError
-from experiments.answers.compressed import Compressed, Row, compressed, without_change
+from experiments.answers.compressed import Compressed, compressed, without_change
 from experiments.answers.kept import SavedContext, check_savable, keep
 from experiments.answers.prompts import (
     Head,
@@ -133,7 +133,7 @@ class ContextAnswerer:
             opened = contexts.opened(self.model, press)
         else:
             heads = self._heads(contexts, **reading)
-            opened = self._compressed([Row(ids) for ids, _ in heads], press, cache)
+            opened = self._compressed([ids for ids, _ in heads], press, cache)
         prompts = self._prompts(heads, questions, answer_prefix)
         if together:
             return self._together(prompts, press, cache, options)
@@ -164,18 +164,18 @@ class ContextAnswerer:
         """
         check_savable(path, press)
         heads = self._heads(contexts, **reading)
-        with self._compressed([Row(ids) for ids, _ in heads], press) as state:
+        with self._compressed([ids for ids, _ in heads], press) as state:
             keep(state, path, press, [tail for _, tail in heads], isinstance(contexts, str))
         return SavedContext(path)
 
     def _compressed(
         self,
-        rows: Sequence[Row],
+        rows: list[list[int]],
         press: InstalledPress | None,
         cache: Any = None,
-        delimiter: int | None = None,
+        read: list[list[int]] | None = None,
     ) -> AbstractContextManager[Compressed]:
-        return compressed(self.model, rows, press, self._pad_id(rows), cache, delimiter)
+        return compressed(self.model, rows, press, self._pad_id(rows), cache, read)
 
     def _prompts(
         self,
@@ -266,10 +266,10 @@ class ContextAnswerer:
         config = self.model.config.get_text_config(decoder=True)
         return getattr(config, "max_position_embeddings", None)
 
-    def _pad_id(self, rows: Sequence[Row]) -> int:
+    def _pad_id(self, rows: list[list[int]]) -> int:
         """The token for padding, which nobody sees: any will do."""
         found = self._special("pad", "eos")
-        if found is None and len({len(row.ids) for row in rows}) > 1:
+        if found is None and len({len(row) for row in rows}) > 1:
             raise UserError(
                 "the contexts differ in length, and the tokenizer has neither a padding token nor "
                 "an end-of-sequence token to fill the shorter ones with; set tokenizer.pad_token, "
@@ -287,20 +287,22 @@ class ContextAnswerer:
         options: dict[str, Any],
     ) -> Answered:
         """Compress every context with each of its questions, and answer it."""
-        delimiter = None
+        delimiter: list[int] = []
         if isinstance(press, Finch):
-            delimiter = DELIMITER if press.delimiter_token_id is None else press.delimiter_token_id
-            press = replace(press, delimiter_token_id=delimiter)
+            known = press.delimiter_token_id
+            delimiter = [DELIMITER if known is None else known]
+            press = replace(press, delimiter_token_id=delimiter[0])
         flat = [prompt for row in prompts for prompt in row]
         answers: list[Any] = []
         evicted = 0.0
         step = len(prompts)  # as large a batch as the contexts alone would be
         for start in range(0, len(flat), step):
             part = flat[start : start + step]
-            rows = [Row(p.context + p.question, len(p.context)) for p in part]
+            rows = [p.context + p.question for p in part]
+            read = [[*p.context, *delimiter, *p.question] for p in part]
             # A cache holds one batch: if there are more, each has a copy of the empty one.
             own = cache if len(flat) <= step else without_change(cache)
-            with self._compressed(rows, press, own, delimiter) as state:
+            with self._compressed(rows, press, own, read) as state:
                 answers += self._ask(state, [[prompt.tail] for prompt in part], options)
             evicted += state.evicted * len(part)
         remaining = chain.from_iterable(answers)

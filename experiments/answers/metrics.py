@@ -166,22 +166,27 @@ def _rouge_scorer(chinese: bool) -> Any:
         def tokenize(self, text: str) -> list[str]:
             return list(_jieba().cut(text)) if chinese else text.lower().split()
 
-    return _library("rouge_score.rouge_scorer").RougeScorer(["rougeL"], tokenizer=Words())
+    return library("rouge_score.rouge_scorer").RougeScorer(["rougeL"], tokenizer=Words())
 
 
-def _library(name: str) -> Any:
+def library(name: str) -> Any:
+    """A module of a library that only some datasets need.
+
+    Raises:
+        UserError: if it is not installed.
+    """
     try:
         return import_module(name)
     except ImportError as error:
         raise UserError(
-            f"{name.partition('.')[0]} scores such answers, and is not installed; "
+            f"{name.partition('.')[0]} is needed here, and not installed; "
             'pip install "hook-or-patch[evaluate]"'
         ) from error
 
 
 @lru_cache
 def _jieba() -> Any:
-    jieba = _library("jieba")
+    jieba = library("jieba")
     jieba.setLogLevel(logging.WARNING)
     return jieba
 

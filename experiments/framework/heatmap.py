@@ -35,11 +35,11 @@ class OutcomeMatrix:
         cls, table: pd.DataFrame, row: str, looks: Mapping[str, tuple[str, str]]
     ) -> OutcomeMatrix:
         """From a column `mechanism`, a column `row` and the worst in a column `outcome`."""
-        ranked = table.assign(rank=table["outcome"].map(list(looks).index))
-        worst = ranked.sort_values("rank").drop_duplicates([row, "mechanism"], keep="last")
-        outcomes = worst.pivot(index=row, columns="mechanism", values="outcome")
-        ordered = outcomes.reindex(index=table[row].unique(), columns=table["mechanism"].unique())
-        return cls(ordered, looks)
+        order = list(looks)
+        worst = table.pivot_table(
+            "outcome", row, "mechanism", aggfunc=lambda had: max(had, key=order.index), sort=False
+        )
+        return cls(worst, looks)
 
     def table(self, note: str) -> ResultTable:
         """As a table of words."""

@@ -169,12 +169,20 @@ def write_at_once(path: Path, content: bytes) -> None:
 # ---- one run -----------------------------------------------------------------------------------
 
 
-def disagreements(folder: Path, manifest: Manifest, options: Mapping[str, str]) -> Iterator[str]:
-    """What keeps the results in `folder` from being those of one run of one commit.
+def check_one_run(folder: Path, manifest: Manifest, options: Mapping[str, str]) -> None:
+    """See that the results in `folder` are those of one run of one commit.
 
     Args:
         options: with which each experiment is to run, as text, by name.
+
+    Raises:
+        UserError: if they are not, saying why.
     """
+    if told := list(_disagreements(folder, manifest, options)):
+        raise UserError(f"{folder} is not from one run: {'; '.join(told)}; run `make results`")
+
+
+def _disagreements(folder: Path, manifest: Manifest, options: Mapping[str, str]) -> Iterator[str]:
     if manifest.commit and manifest.commit.endswith("+changes"):
         yield f"{manifest.commit[:7]} had changes that were not committed"
     yield from (f"{name} is not finished" for name in manifest.waiting)

@@ -17,7 +17,7 @@ import typer
 
 from experiments import UserError, load_experiments
 from experiments.framework.experiment import AnyExperiment, Finding
-from experiments.framework.manifest import disagreements, read_manifest
+from experiments.framework.manifest import check_one_run, read_manifest
 from experiments.framework.results import Part, read_parts
 
 _BLOCK = re.compile(r"^<!-- table: ([^\n]+) -->$.*?^<!-- /table -->$", re.MULTILINE | re.DOTALL)
@@ -71,18 +71,6 @@ def fill(text: str, contents: Mapping[str, str]) -> str:
     return new
 
 
-def _check_one_run(results: Path, experiments: Sequence[AnyExperiment]) -> None:
-    """See that a whole study comes from one run of one commit.
-
-    Raises:
-        UserError: if it does not; a quick study may.
-    """
-    run = read_manifest(results)
-    options = {experiment.name: repr(experiment.full) for experiment in experiments}
-    if not run.quick and (told := list(disagreements(results, run, options))):
-        raise UserError(f"{results} is not from one run: {'; '.join(told)}; run `make results`")
-
-
 def command(
     results: Annotated[Path, typer.Option(help="Folder of the study.")] = Path("results"),
     check: Annotated[
@@ -91,8 +79,9 @@ def command(
 ) -> None:
     """Rewrite the tables of the README and of docs/ from committed results."""
     experiments = load_experiments()
-    if check:
-        _check_one_run(results, experiments)
+    run = read_manifest(results)
+    if check and not run.quick:
+        check_one_run(results, run, {each.name: repr(each.full) for each in experiments})
     contents, stale = blocks(results, experiments), False
     for page in (Path("README.md"), *sorted(Path("docs").rglob("*.md"))):
         old = page.read_text(encoding="utf-8")

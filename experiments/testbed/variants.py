@@ -208,19 +208,10 @@ def _n_cached(site: AttentionSite, args: tuple[Any, ...], kwargs: dict[str, Any]
 # ---- masks ---------------------------------------------------------------------------------------
 
 
-def _with_mask(
-    site: AttentionSite,
-    kept: Tensor,
-    function: Any,
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    **kwargs: Any,
-) -> Any:
+def _with_mask(site: AttentionSite, kept: Tensor, attend: Any, *given: Any, **more: Any) -> Any:
+    module, query, key, value, attention_mask = given
     mask = head_mask(site, kept, attention_mask, query[:, 0], key.shape[2])
-    return function(module, query, key, value, mask, **kwargs)
+    return attend(module, query, key, value, mask, **more)
 
 
 def _replace_mask(
@@ -264,18 +255,12 @@ def head_mask(site: AttentionSite, kept: Tensor, mask: Any, like: Tensor, n_keys
 
 
 def _with_fake_keys(
-    site: AttentionSite,
-    slots: tuple[Tensor, ...],
-    function: Any,
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    *rest: Any,
-    **kwargs: Any,
+    site: AttentionSite, slots: tuple[Tensor, ...], attend: Any, *given: Any, **more: Any
 ) -> Any:
+    _, query, key, *_ = given
     rows, heads, _ = slots
     key[slots] = unattended(query, key.shape[1], site.scaling).to(key.dtype)[rows, heads]
-    return function(module, query, key, *rest, **kwargs)
+    return attend(*given, **more)
 
 
 def unattended(query: Tensor, n_kv: int, scaling: float) -> Tensor:

@@ -1,6 +1,5 @@
 """The tables of the README and of docs/, from a study's folder."""
 
-
 import pytest
 
 from experiments import UserError

@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from experiments import UserError
-from experiments.answers.metrics import UNKNOWN
+from experiments.answers.metrics import UNKNOWN, library
 from experiments.answers.sample import Sample
 
 if TYPE_CHECKING:
@@ -94,19 +94,12 @@ def rows_of(
     Raises:
         UserError: if it cannot be loaded, or lacks a column.
     """
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            f"{name} is loaded with the library datasets, which is not installed; "
-            'pip install "hook-or-patch[evaluate]"'
-        ) from error
     source = published.hub if data is None else str(Path(data).expanduser() / name)
     where: dict[str, Any] = {"split": published.split}
     where |= {"name": published.config.format(task)} if published.task_is == "config" else {}
     where |= {"data_dir": str(length)} if published.length else {}
     try:
-        rows = datasets.load_dataset(source, **where)
+        rows = library("datasets").load_dataset(source, **where)
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise UserError(
