@@ -257,8 +257,7 @@ class ContextAnswerer:
         return next((index for index in ids if index is not None), None)
 
     def _encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-        return ids
+        return self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
 
     @property
     def _limit(self) -> int | None:

@@ -141,18 +141,18 @@ def _amounts(
         UserError: if it describes no press, or one that takes a ratio where budgets alone are
             given.
     """
-    takes_ratio = takes(press, mechanism, "ratio")
-    ratios = [(ratio, None) for ratio in settings.ratio if ratio and takes_ratio]
-    takes_budget = takes(press, mechanism, "budget")
-    budgets = [(None, budget) for budget in settings.budget if takes_budget]
-    if ratios or budgets:
-        return [*ratios, *budgets]
-    if takes_ratio and settings.budget:
+    kinds = takes(press, mechanism)
+    told: list[tuple[float | None, int | None]]
+    told = [(ratio, None) for ratio in settings.ratio if ratio and "ratio" in kinds]
+    told += [(None, budget) for budget in settings.budget if "budget" in kinds]
+    if told or "ratio" not in kinds:
+        return told or [(None, None)]
+    if settings.budget:
         raise UserError(
             f"{press} takes a ratio, and no number of tokens; give a ratio, or write `budget` "
             "where it takes one"
         )
-    return [] if takes_ratio else [(None, None)]
+    return []
 
 
 def run_cell(settings: Settings, cell: Cell) -> Result:

@@ -119,8 +119,7 @@ def _instance(forward: Any) -> nn.Module:
     """Whose forward it is, below the layers of others."""
     while isinstance(forward, partial):
         forward = forward.args[0]
-    module: nn.Module = forward.__self__
-    return module
+    return forward.__self__
 
 
 @as_press

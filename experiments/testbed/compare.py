@@ -329,5 +329,4 @@ def _first_unequal(hook: Tensor, patch: Tensor) -> list[int] | None:
     hook, patch = hook.contiguous().view(as_integers), patch.contiguous().view(as_integers)
     if torch.equal(hook, patch):
         return None
-    index: list[int] = (hook != patch).nonzero()[0].tolist()
-    return index
+    return (hook != patch).nonzero()[0].tolist()

@@ -43,9 +43,7 @@ def build_tokenizer() -> PreTrainedTokenizerBase:
     is a token of its own, also when no space separates it from a word. There is no end-of-sequence
     token: an answer is one token long, so generation ends with ``max_new_tokens=1``.
     """
-    tokenizer: PreTrainedTokenizerBase
-    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[1] / "models" / "facts-llama")
-    return tokenizer
+    return AutoTokenizer.from_pretrained(Path(__file__).parents[1] / "models" / "facts-llama")
 
 
 class FactText(NamedTuple):
