@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # help has to come at once, and this imports pandas
     from experiments.framework.experiment import AnyExperiment
 
+QUESTION = (
+    "To change what a transformer keeps in its KV cache, must you patch its code, or are hooks "
+    "enough, and what does each cost?"
+)
+"""What the study asks."""
+
 EXPERIMENTS: dict[str, str] = {
     "equivalence": "Check that both mechanisms leave the same bits.",
     "architectures": "Sweep every decoder of transformers with tiny weights.",

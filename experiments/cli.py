@@ -15,11 +15,10 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from experiments import EXPERIMENTS, UserError
+from experiments import EXPERIMENTS, QUESTION, UserError
 
-_HELP = """\
-To change what a transformer keeps in its KV cache, must you patch its code, or are hooks enough, \
-and what does each cost?
+_HELP = f"""\
+{QUESTION}
 
 Every press (a policy that evicts tokens from the cache) is built here twice: with PyTorch's own \
 hooks, and with reversible patches of the attention forwards. The commands below watch both at \

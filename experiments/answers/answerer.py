@@ -336,10 +336,7 @@ class ContextAnswerer:
                 )
             rows, own = [i for _, i in group], {**options, "max_new_tokens": at_most or None}
             sequences = state.generate(rows, [asked[n, i] for i in rows], own)
-            for i, texts in zip(rows, map(self._decode, sequences), strict=True):
-                answers[i][n] = texts
+            for i, of_row in zip(rows, sequences, strict=True):
+                texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in of_row]
+                answers[i][n] = texts if len(texts) > 1 else texts[0]
         return answers
-
-    def _decode(self, sequences: list[list[int]]) -> Any:
-        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in sequences]
-        return texts if len(texts) > 1 else texts[0]

@@ -75,7 +75,7 @@ class Compressed:
         following = ids[:, -1:] if again else torch.tensor(new, device=ids.device)
         mask = torch.cat((mask, torch.ones_like(following)), dim=1)
         arguments = {"attention_mask": mask, "past_key_values": cache, **options}
-        arguments["return_dict_in_generate"] = False  # whatever a configuration says
+        arguments["return_dict_in_generate"] = False  # whatever anybody says
         if again and not any(_is_rerotated(layer) for layer in cache.layers):
             positions = mask.cumsum(dim=-1) - 1
             positions[:, -1] -= 1

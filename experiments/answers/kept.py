@@ -140,12 +140,5 @@ def keep(
             "keeps the cache only; use another press"
         )
     notes = {"tails": list(tails), "is_one": is_one, "acts_later": state.acts_later}
-    save_cache(
-        state.cache,
-        path,
-        state.model,
-        press=press,
-        input_ids=state.ids,
-        attention_mask=state.mask,
-        notes=notes,
-    )
+    inputs: dict[str, Any] = {"input_ids": state.ids, "attention_mask": state.mask}
+    save_cache(state.cache, path, state.model, press=press, notes=notes, **inputs)

@@ -43,8 +43,6 @@ def generation_of(max_new_tokens: Any, given: Mapping[str, Any]) -> dict[str, An
     """Arguments of `generate`, greedy unless something else is given."""
     if max_new_tokens is not None and not (isinstance(max_new_tokens, int) and max_new_tokens >= 1):
         raise UserError(f"max_new_tokens is {max_new_tokens!r:.60}; it must be 1 or more")
-    if given.get("return_dict_in_generate"):
-        raise UserError("answers are texts; leave return_dict_in_generate out")
     asks = given.get("generation_config") is not None or given.get("do_sample")
     return {"max_new_tokens": max_new_tokens, **({} if asks else GREEDY), **given}
 

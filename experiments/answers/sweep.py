@@ -108,14 +108,6 @@ def _sweep(
     plan(settings)  # mistakes show before a folder is made
     if not 1 <= part[0] <= part[1]:
         raise UserError(f"--part is {part[0]} {part[1]}; give two numbers such as 1 8, up to 8 8")
-    failures = _run(settings, output, part)
-    typer.echo(f"results: {output}")
-    if failures:
-        raise typer.Exit(1)
-
-
-def _run(settings: Settings, output: Path, part: tuple[int, int]) -> dict[Any, str]:
-    """Run the sweep and print its table; what failed, and why."""
     console, store = Console(stderr=True), Store(output, setup_of(settings))
     try:
         results, failures = sweep(settings, store, console, part)
@@ -125,7 +117,9 @@ def _run(settings: Settings, output: Path, part: tuple[int, int]) -> dict[Any, s
     Console().print(_results(results))
     for cell, reason in failures.items():
         console.print(f"no result: {' '.join(map(str, cell))}: {reason}", markup=False)
-    return failures
+    typer.echo(f"results: {output}")
+    if failures:
+        raise typer.Exit(1)
 
 
 command = with_flags(_sweep, Settings(), _sweep.__doc__)

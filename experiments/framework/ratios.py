@@ -9,13 +9,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from experiments.framework.experiment import Contrast
-from experiments.framework.plots import (
-    MUTED,
-    mechanism_colour,
-    mechanism_marker,
-    new_figure,
-    style,
-)
+from experiments.framework.plots import MUTED, mechanism_colour, mechanism_marker, new_figure, style
 
 
 def ratio_figure(panels: Mapping[str, pd.DataFrame], what: str, mark: float = 1) -> Figure:

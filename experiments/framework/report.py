@@ -18,7 +18,7 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from experiments import load_experiments
+from experiments import QUESTION, load_experiments
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import AnyExperiment, Finding, Related
 from experiments.framework.manifest import read_manifest, write_manifest
@@ -28,10 +28,6 @@ from experiments.framework.ratios import overview
 from experiments.framework.results import Part, drawn, read_parts, write_figures
 from experiments.loading import short_name
 
-QUESTION = (
-    "To change what a transformer keeps in its KV cache, must you patch its code, or are hooks "
-    "enough, and what does each cost?"
-)
 MAX_ROWS = 15
 """Rows of a CSV file that the HTML page shows."""
 

@@ -66,12 +66,8 @@ class Pruner:
 @as_press
 @contextmanager
 def plain_hook(model: PreTrainedModel, compression_ratio: float) -> Iterator[None]:
-    """A closure as forward hook of each attention module."""
-    pruner = Pruner(model, compression_ratio)
-
-    def prune(*call: Any) -> None:
-        pruner.after(*call)
-
+    """A function as forward hook of each attention module."""
+    prune = Pruner(model, compression_ratio).after
     with ExitStack() as hooks:
         for site in attention_sites(model):
             hooks.enter_context(site.module.register_forward_hook(prune, with_kwargs=True))
