@@ -12,9 +12,8 @@ asking, not the fact.)
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +70,7 @@ def answer_unseen(model: PreTrainedModel, press: InstalledPress | None, batch: F
         `(B, facts)` int64, the likeliest of all tokens after each question.
     """
     rows, n_facts = batch.answer_ids.shape
-    with _scope(press, model):
+    with nullcontext() if press is None else press(model):
         cache = _prefill(model, batch.context_ids)
         cache.batch_repeat_interleave(n_facts)
         questions = batch.question_ids.flatten(0, 1).to(model.device)
@@ -96,14 +95,10 @@ def answer_seen(model: PreTrainedModel, press: InstalledPress | None, batch: Fac
     if isinstance(press, Finch):
         assert press.delimiter_token_id is not None
         parts.insert(1, torch.full_like(context[:, :1], press.delimiter_token_id))
-    with _scope(press, model):
+    with nullcontext() if press is None else press(model):
         cache = _prefill(model, torch.cat(parts, dim=1))
         logits = model(input_ids=last, position_ids=position, past_key_values=cache).logits
     return logits[:, -1].argmax(dim=-1, keepdim=True).cpu()
-
-
-def _scope(press: InstalledPress | None, model: PreTrainedModel) -> AbstractContextManager[Any]:
-    return nullcontext() if press is None else press(model)
 
 
 def _prefill(model: PreTrainedModel, input_ids: Tensor) -> Cache:

@@ -29,8 +29,6 @@ PAD, BOS, UNKNOWN, QUESTION = "<pad>", "<bos>", "<unk>", "?"
 VOCABULARY: tuple[str, ...] = (PAD, BOS, UNKNOWN, QUESTION, *KEYS, *VALUES, *FILLER)
 """Every token; a token's id is its place here."""
 
-_BOS_ID = VOCABULARY.index(BOS)
-_QUESTION_ID = VOCABULARY.index(QUESTION)
 _FIRST_KEY = VOCABULARY.index(KEYS[0])
 _FIRST_VALUE = VOCABULARY.index(VALUES[0])
 _FIRST_FILLER = VOCABULARY.index(FILLER[0])
@@ -109,9 +107,9 @@ def draw(batch_size: int, context: int, facts: int, generator: torch.Generator) 
     values = torch.randint(len(VALUES), (batch_size, facts), generator=generator) + _FIRST_VALUE
     filler = torch.randint(len(FILLER), (batch_size, context), generator=generator) + _FIRST_FILLER
     positions = 1 + 2 * _distinct(batch_size, context // 2, facts, generator)
-    context_ids = torch.cat([torch.full((batch_size, 1), _BOS_ID), filler], dim=1)
+    context_ids = torch.cat([torch.full((batch_size, 1), VOCABULARY.index(BOS)), filler], dim=1)
     context_ids.scatter_(1, positions, keys).scatter_(1, positions + 1, values)
-    question_ids = torch.stack([torch.full_like(keys, _QUESTION_ID), keys], dim=-1)
+    question_ids = torch.stack([torch.full_like(keys, VOCABULARY.index(QUESTION)), keys], dim=-1)
     return FactBatch(context_ids, question_ids, values, positions)
 
 
