@@ -221,14 +221,13 @@ def forget() -> None:
 
 @lru_cache(maxsize=1)
 def _model(settings: Settings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    code = {"trust_remote_code": True} if settings.trust_remote_code else {}
     return load_model(
         settings.model,
         dtype=settings.dtype,
         attn_implementation=settings.attn_implementation,
         device=settings.device,
+        trust_remote_code=settings.trust_remote_code,
         **settings.model_kwargs,
-        **code,
     )
 
 

@@ -39,12 +39,6 @@ class Compressed:
         self.acts_later = acts_later
         self.evicted = _share_evicted(cache, mask.sum(dim=1))
 
-    @property
-    def is_all_in_the_cache(self) -> bool:
-        """Whether nobody but the cache has to know what was compressed: no open scope, say."""
-        memories = [m for x in self.cache.layers for m in getattr(x, "memories", {}).values()]
-        return not any(memory.slots or memory.steps for memory in memories)
-
     def n_positions(self, row: int) -> int:
         """How many positions a row takes: of the tokens kept, where keys were turned."""
         return int(self.mask[row, -int(self.cache.get_seq_length()) :].sum())
@@ -76,7 +70,7 @@ class Compressed:
         mask = torch.cat((mask, torch.ones_like(following)), dim=1)
         arguments = {"attention_mask": mask, "past_key_values": cache, **options}
         arguments["return_dict_in_generate"] = False  # whatever anybody says
-        if again and not any(_is_rerotated(layer) for layer in cache.layers):
+        if again and not any(getattr(layer, "rerotation", None) for layer in cache.layers):
             positions = mask.cumsum(dim=-1) - 1
             positions[:, -1] -= 1
             arguments["position_ids"] = positions.clamp(min=0)
@@ -174,11 +168,6 @@ def needs_help(layer: Any) -> bool:
     if isinstance(layer, (RaggedLayer, ChannelPrunedLayer)):
         return True
     return isinstance(layer, PrunedLayer) and bool(layer.needs)
-
-
-def _is_rerotated(layer: Any) -> bool:
-    """Whether positions continue from the number of keys kept, not of the tokens seen."""
-    return isinstance(layer, PrunedLayer) and layer.rerotation is not None
 
 
 def without_change(cache: Any) -> Any:

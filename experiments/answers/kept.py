@@ -134,7 +134,8 @@ def keep(
         UserError: if a press knows more of the contexts than their cache.
         PressError: if the cache cannot be kept, or the file not be written.
     """
-    if not state.is_all_in_the_cache:
+    memories = [m for x in state.cache.layers for m in getattr(x, "memories", {}).values()]
+    if any(memory.slots or memory.steps for memory in memories):
         raise UserError(
             f"{type(press).__name__} remembers more of a context than its cache holds, and a file "
             "keeps the cache only; use another press"

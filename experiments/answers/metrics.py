@@ -199,7 +199,7 @@ UNKNOWN = "unknown"
 METRICS: dict[str, Metric] = {
     **{
         metric.__name__: metric
-        for metric in (*(match_all, match_any, f1, choice, numbers, first_numbers, code, boxed),)
+        for metric in (match_all, match_any, f1, choice, numbers, first_numbers, code, boxed)
     },
     "first_number": first(_NUMBER.pattern),  # InfiniteBench
     "letter": first(r"\b[A-D]\b"),  # InfiniteBench: that stands alone

@@ -53,20 +53,6 @@ def at_least(least: int) -> Check:
     return checking(lambda n: n >= least, f"{{}} is less than {least}")
 
 
-def _checked_device(name: str) -> str:
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:  # what torch raises differs by device
-        raise typer.BadParameter(f"cannot use {name!r}: {str(error).splitlines()[0]}") from error
-    return name
-
-
-Device = Annotated[
-    str, typer.Option(help="Where to run, such as cpu or cuda.", callback=_checked_device)
-]
-"""A field of options: the device to run on."""
-
-
 def chosen_device(name: str) -> str:
     """`name`, or for "auto" a GPU where there is one, and the CPU elsewhere."""
     if name != "auto":
@@ -74,11 +60,20 @@ def chosen_device(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-AutoDevice = Annotated[
+def _checked_device(name: str) -> str:
+    device = chosen_device(name)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # what torch raises differs by device
+        raise typer.BadParameter(f"cannot use {name!r}: {str(error).splitlines()[0]}") from error
+    return device
+
+
+Device = Annotated[
     str,
     typer.Option(
         help="Where to run, such as cpu or cuda; auto: a GPU where there is one.",
-        callback=lambda name: _checked_device(chosen_device(name)),
+        callback=_checked_device,
     ),
 ]
 """A field of options: the device to run on, for `chosen_device` to read."""

@@ -80,10 +80,6 @@ def _to_html(markdown: str) -> Markup:
     return Markup(html.replace("</table>", "</table></div>"))
 
 
-def _inline(markdown: str) -> Markup:
-    return Markup(_MARKDOWN.renderInline(markdown))
-
-
 def _svg(figure: Figure, name: str) -> Markup:
     return Markup(svg(figure, salt=name))
 
@@ -118,7 +114,11 @@ def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
         undefined=StrictUndefined,
     )
     environment.filters.update(
-        markdown=_to_html, inline=_inline, cell=_cell, duration=_duration, svg=_svg
+        markdown=_to_html,
+        inline=lambda markdown: Markup(_MARKDOWN.renderInline(markdown)),
+        cell=_cell,
+        duration=_duration,
+        svg=_svg,
     )
     context = {
         "question": QUESTION,

@@ -24,7 +24,7 @@ from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.frames import frame_table, heat_maps
 from experiments.framework.options import (
-    AutoDevice,
+    Device,
     Dtype,
     checked_positive_share,
     chosen_device,
@@ -71,7 +71,7 @@ class Options:
     model: Annotated[str, typer.Option(help="Shipped model, folder or hub id.")] = "facts-llama"
     seed: Annotated[int, typer.Option(help="Seed of the contexts.")] = 0
     dtype: Dtype = "float32"
-    device: AutoDevice = "auto"
+    device: Device = "auto"
 
 
 # ---- samples -------------------------------------------------------------------------------------

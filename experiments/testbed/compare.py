@@ -208,9 +208,8 @@ class Difference:
     position: int | None = None
 
     def __str__(self) -> str:
-        places = ("layer", "row", "head", "position")
-        found = [f"{name} {getattr(self, name)}" for name in places]
-        named = ", ".join(place for place in found if not place.endswith("None"))
+        places = {name: getattr(self, name) for name in ("layer", "row", "head", "position")}
+        named = ", ".join(f"{name} {at}" for name, at in places.items() if at is not None)
         first = f" differ first at {named}" if named else " differ"
         return f"{self.where}{first}: hook {self.hook_value}, patch {self.patch_value}"
 

@@ -25,7 +25,7 @@ from experiments import UserError
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Claim, Experiment, Finding, Tables
 from experiments.framework.options import (
-    AutoDevice,
+    Device,
     Dtype,
     at_least,
     checked_positive_share,
@@ -131,7 +131,7 @@ class Options:
         ),
     ] = None
     dtype: Dtype = "float32"
-    device: AutoDevice = "auto"
+    device: Device = "auto"
 
     @property
     def parts(self) -> tuple[Part, ...]:
