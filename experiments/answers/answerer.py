@@ -211,14 +211,10 @@ class ContextAnswerer:
     ) -> list[Head]:
         """Tokens of each context, and the text that comes after a question; see `answered`."""
         texts = texts_of("contexts", contexts)
-        has_one = bool(getattr(self.tokenizer, "chat_template", None))
-        if chat_template and not has_one:
-            raise UserError(
-                "chat_template=True, and the tokenizer has none; set tokenizer.chat_template, or "
-                "leave it to None and put what is to stand around the question into the texts"
-            )
+        if chat_template is None:
+            chat_template = bool(getattr(self.tokenizer, "chat_template", None))
         words = {"enable_thinking": enable_thinking, **(template_options or {})}
-        template = words if has_one and chat_template is not False else None
+        template = words if chat_template else None
         return [self._context_ids(text, template, max_context_length) for text in texts]
 
     def _context_ids(
