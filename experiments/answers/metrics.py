@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
 from functools import lru_cache, partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 from experiments import UserError
@@ -162,11 +163,9 @@ def rouge(prediction: str, answers: Sequence[str], *, chinese: bool = False) -> 
 
 @lru_cache
 def _rouge_scorer(chinese: bool) -> Any:
-    class Words:
-        def tokenize(self, text: str) -> list[str]:
-            return list(_jieba().cut(text)) if chinese else text.lower().split()
-
-    return library("rouge_score.rouge_scorer").RougeScorer(["rougeL"], tokenizer=Words())
+    cut = _jieba().cut if chinese else lambda text: text.lower().split()
+    tokenizer = SimpleNamespace(tokenize=lambda text: list(cut(text)))
+    return library("rouge_score.rouge_scorer").RougeScorer(["rougeL"], tokenizer=tokenizer)
 
 
 def library(name: str) -> Any:

@@ -144,8 +144,6 @@ def read_manifest(folder: Path) -> Manifest:
             f"there is no {MANIFEST} in {folder}, so it holds no study; make one with "
             f"`python -m experiments study --output {folder}`"
         ) from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
     except ValidationError as error:
         first = refused(error.errors()[0], "all of it")
         raise UserError(f"{path} is no manifest of a study: {first}") from None

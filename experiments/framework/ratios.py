@@ -41,8 +41,7 @@ def ratio_figure(panels: Mapping[str, pd.DataFrame], what: str, mark: float = 1)
     return figure
 
 
-_COLOURS = {"hooks": mechanism_colour("hook"), "patches": mechanism_colour("patch")}
-_OTHER = mechanism_colour("bare")
+_MECHANISMS = {"hooks": "hook", "patches": "patch"}
 
 
 def overview(contrasts: Sequence[Contrast]) -> Figure:
@@ -57,7 +56,7 @@ def overview(contrasts: Sequence[Contrast]) -> Figure:
     with style():
         for panel, contrast in zip(axes, contrasts, strict=True):
             names, values = list(contrast.bars), list(contrast.bars.values())
-            colours = [_COLOURS.get(name, _OTHER) for name in names]
+            colours = [mechanism_colour(_MECHANISMS.get(name, "bare")) for name in names]
             bars = panel.barh(range(len(names)), values, 0.7, color=colours)
             panel.bar_label(bars, [f"{value:,.3g}" for value in values], padding=4)
             panel.set_yticks(range(len(names)), names)
