@@ -14,7 +14,6 @@ are too short for. Without one, windows and chunks are small enough for a few do
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,10 @@ import patch_impl
 from experiments import UserError
 from experiments.framework.plots import press_label
 from experiments.testbed.compare import Inputs, PressPair
-from press_core import HyperparameterError, PressError
+from press_core import HyperparameterError, Needs, PressError
 from press_core.budget import n_kept
 from press_core.presses.finch import Finch
+from press_core.probe import attention_sites
 from press_core.replay.kvzip import KVzip, RepeatPrompts
 from press_core.scope import InstalledPress, bound_to
 
@@ -178,10 +178,15 @@ def _fitted(press: InstalledPress, model: PreTrainedModel) -> InstalledPress:
         elif field.name == "compression_ratios":
             n_layers = model.config.num_hidden_layers
             changed[field.name] = (list(value) * n_layers)[:n_layers]
-        elif field.name in _LEARNED and value is None:
-            with suppress(PressError):  # of a model that the press does not suit
-                changed[field.name] = _learned(model, field.name)
+        elif field.name in _LEARNED and value is None and _works_on(press, model):
+            changed[field.name] = _learned(model, field.name)
     return replace(press, **changed)
+
+
+def _works_on(press: InstalledPress, model: PreTrainedModel) -> bool:
+    """Whether `model` has the position embeddings that `press` asks for."""
+    needs_rope = Needs.ROPE in press.needs
+    return not needs_rope or all(site.rotary is not None for site in attention_sites(model))
 
 
 _KNOWN: WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = WeakKeyDictionary()
