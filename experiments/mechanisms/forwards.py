@@ -66,8 +66,12 @@ class Pruner:
 @as_press
 @contextmanager
 def plain_hook(model: PreTrainedModel, compression_ratio: float) -> Iterator[None]:
-    """A function as forward hook of each attention module."""
-    prune = Pruner(model, compression_ratio).after
+    """A closure as forward hook of each attention module, which a deep copy shares."""
+    pruner = Pruner(model, compression_ratio)
+
+    def prune(*call: Any) -> None:
+        pruner.after(*call)
+
     with ExitStack() as hooks:
         for site in attention_sites(model):
             hooks.enter_context(site.module.register_forward_hook(prune, with_kwargs=True))
