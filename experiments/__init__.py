@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # help has to come at once, and this imports pandas
     from experiments.framework.experiment import AnyExperiment
 
+QUESTION = (
+    "To change what a transformer keeps in its KV cache, must you patch its code, or are hooks "
+    "enough, and what does each cost?"
+)
+"""What the study asks."""
+
 EXPERIMENTS: dict[str, str] = {
     "equivalence": "Check that both mechanisms leave the same bits.",
     "architectures": "Sweep every decoder of transformers with tiny weights.",
@@ -33,12 +39,6 @@ class UserError(Exception):
     """What was asked for cannot be done; the message says why, and what to ask for instead."""
 
 
-def load_experiment(name: str) -> AnyExperiment:
-    """One experiment of the study."""
-    experiment: AnyExperiment = import_module(f"experiments.questions.{name}").EXPERIMENT
-    return experiment
-
-
 def load_experiments() -> list[AnyExperiment]:
     """All experiments of the study, in the order of the report."""
-    return [load_experiment(name) for name in EXPERIMENTS]
+    return [import_module(f"experiments.questions.{name}").EXPERIMENT for name in EXPERIMENTS]

@@ -15,11 +15,10 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from experiments import EXPERIMENTS, UserError
+from experiments import EXPERIMENTS, QUESTION, UserError
 
-_HELP = """\
-To change what a transformer keeps in its KV cache, must you patch its code, or are hooks enough, \
-and what does each cost?
+_HELP = f"""\
+{QUESTION}
 
 Every press (a policy that evicts tokens from the cache) is built here twice: with PyTorch's own \
 hooks, and with reversible patches of the attention forwards. The commands below watch both at \
@@ -35,6 +34,7 @@ class _Entry(NamedTuple):
     panel: str
     help: str
     module: str
+    function: str = "command"
 
 
 def _experiment(name: str, panel: str = "Measure") -> _Entry:
@@ -53,8 +53,8 @@ COMMANDS: dict[str, _Entry] = {
     "trace": _experiment("trace", "Look"),
     **{name: _experiment(name) for name in EXPERIMENTS if name != "trace"},
     "claim": _Entry("Measure", _CLAIM, "experiments.claim"),
-    "compress": _Entry("Use", _COMPRESS, "experiments.answers.compress"),
-    "ask": _Entry("Use", _ASK, "experiments.answers.ask"),
+    "compress": _Entry("Use", _COMPRESS, "experiments.answers.commands", "compress"),
+    "ask": _Entry("Use", _ASK, "experiments.answers.commands", "ask"),
     "study": _Entry("Report", _STUDY, "experiments.study"),
     "report": _Entry("Report", _REPORT, "experiments.framework.report"),
     "readme": _Entry("Report", _README, "experiments.framework.readme"),
@@ -76,7 +76,10 @@ class FrontDoor(TyperGroup):
         try:
             return super().invoke(ctx)
         except Exception as error:
-            if ctx.params.get("debug") or not _is_users(error):
+            from press_core.errors import PressError
+
+            users = isinstance(error, (UserError, PressError, OSError))  # say what to do instead
+            if ctx.params.get("debug") or not users or isinstance(error, BrokenPipeError):
                 raise
             typer.echo(f"error: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(2) from None
@@ -84,27 +87,15 @@ class FrontDoor(TyperGroup):
 
 def _load(name: str) -> Any:
     module = import_module(COMMANDS[name].module)
-    if name in EXPERIMENTS and not hasattr(module, "command"):
+    if (command := getattr(module, COMMANDS[name].function, None)) is None:
         from experiments.framework.command import command_of
 
         command = command_of(module.EXPERIMENT)
-    else:
-        command = module.command
     app = typer.Typer(add_completion=False)
     # Typer breaks lines where a docstring breaks them; a blank line parts paragraphs.
     help_ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
     app.command(name, help=help_)(command)
     return get_command(app)
-
-
-def _is_users(error: Exception) -> bool:
-    """Whether `error` says what its user should do otherwise, so that a traceback adds nothing."""
-    from experiments.loading import ModelNotFoundError
-    from press_core.errors import PressError
-
-    if isinstance(error, OSError):
-        return not isinstance(error, BrokenPipeError)
-    return isinstance(error, (UserError, PressError, ModelNotFoundError))
 
 
 app = typer.Typer(

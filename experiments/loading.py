@@ -22,10 +22,13 @@ SHIPPED: tuple[str, ...] = ("facts-llama", "stdlib-neox", "stdlib-neox-sink")
 
 _SHIPPED = f"a shipped model ({', '.join(SHIPPED)})"
 _MODELS = Path(__file__).parent / "models"
+_OF_THE_REPOSITORY = ("revision", "subfolder", "local_files_only", "trust_remote_code")
+"""Arguments that the tokenizer is told too."""
+
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
-class ModelNotFoundError(ValueError):
+class ModelNotFoundError(UserError):
     """There is no model of the name that was given."""
 
 
@@ -53,9 +56,15 @@ def load_model(
         UserError: if the device cannot be used.
     """
     given = {"dtype": dtype, "attn_implementation": attn_implementation, **model_kwargs}
-    folder = _folder(name)
+    spread = {"device_map": "auto"} if device == "auto" else {}
+    shared = {name: given[name] for name in _OF_THE_REPOSITORY if name in given}
+    folder = local_folder(name)
+    bars = logging.is_progress_bar_enabled()
+    if folder is not None:  # small local files; a download keeps its bar
+        logging.disable_progress_bar()
     try:
-        return _load(name if folder is None else str(folder), device, given)
+        model = AutoModelForCausalLM.from_pretrained(folder or name, **given, **spread)
+        tokenizer = AutoTokenizer.from_pretrained(folder or name, **shared)
     except OSError as error:
         if folder is not None:
             raise
@@ -64,6 +73,14 @@ def load_model(
             "folder, and the hub gave no such model (no network, no such id, or no permission); "
             f"the cause was: {_first_sentence(error)}"
         ) from error
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+    try:
+        return (model if spread or device is None else model.to(device)).eval(), tokenizer
+    except (RuntimeError, AssertionError) as error:  # torch raises either
+        reason = _first_sentence(error)
+        raise UserError(f"cannot put the model on the device {device!r}: {reason}") from error
 
 
 def short_name(name: str) -> str:
@@ -71,8 +88,12 @@ def short_name(name: str) -> str:
     return Path(name).resolve().name if Path(name).is_dir() else name
 
 
-def _folder(name: str) -> Path | None:
-    """Where on this machine the model lies; None if `name` can only be a hub id."""
+def local_folder(name: str) -> Path | None:
+    """Where on this machine a model lies; None if `name` can only be a hub id.
+
+    Raises:
+        ModelNotFoundError: if it can be neither.
+    """
     folder = _MODELS / name if name in SHIPPED else Path(name).expanduser()
     if (folder / "config.json").is_file():
         return folder
@@ -82,33 +103,6 @@ def _folder(name: str) -> Path | None:
             f"give {_SHIPPED}, the path of such a folder, or a hub id such as owner/model"
         )
     return None
-
-
-_OF_THE_REPOSITORY = ("revision", "subfolder", "local_files_only", "trust_remote_code")
-"""Arguments that the tokenizer is told too."""
-
-
-def _load(
-    source: str, device: torch.device | str | None, given: dict[str, Any]
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    spread = {"device_map": "auto"} if device == "auto" else {}
-    shared = {name: given[name] for name in _OF_THE_REPOSITORY if name in given}
-    bars = logging.is_progress_bar_enabled()
-    if Path(source).is_dir():  # small local files; a download keeps its bar
-        logging.disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(source, **given, **spread)
-        tokenizer = AutoTokenizer.from_pretrained(source, **shared)
-    finally:
-        if bars:
-            logging.enable_progress_bar()
-    if device is not None and not spread:
-        try:
-            model = model.to(device)
-        except (RuntimeError, AssertionError) as error:  # torch raises either
-            reason = _first_sentence(error)
-            raise UserError(f"cannot put the model on the device {device!r}: {reason}") from error
-    return model.eval(), tokenizer
 
 
 def _first_sentence(error: Exception) -> str:

@@ -38,8 +38,8 @@ class KVPressTextGenerationPipeline(Pipeline):
     pipe(context, questions=["? alice", "? bob"], press=press)["answers"]
     pipe([context, context], questions=[["? alice"], ["? bob"]], press=press, batch_size=2)
 
-    pipe(context, question="? alice", press=press, save_to="context.safetensors")
-    pipe(SavedContext("context.safetensors"), question="? bob")
+    saved = ContextAnswerer(model, tokenizer).save(context, "a.safetensors", press=press)
+    pipe(saved, question="? bob")
     ```
 
     Options are those of `ContextAnswerer.__call__`, here or when the pipeline is made. Contexts may

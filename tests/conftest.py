@@ -19,7 +19,7 @@ LEFT_OUT = {
     for folder, names in [
         # What is the same with every release of transformers.
         ("attention_patch", "kernels reversible reversible_copies"),
-        ("experiments", "audit cli command datasets intervals manifest quotable ray readme study"),
+        ("experiments", "audit cli command datasets intervals manifest quotable readme study"),
         ("press_core", "decisions formulas learned learned_budgets learning properties"),
         ("press_core", "select tampered_files"),
         (".", "docs house"),

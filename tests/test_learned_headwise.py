@@ -131,7 +131,5 @@ def test_one_command_makes_all_files(tmp_path, capsys, monkeypatch):
     folder = Path(load_model("facts-llama")[0].config.name_or_path)
     assert names == {path.name for path in folder.glob("*.safetensors")} - {"model.safetensors"}
     assert all(str(tmp_path / name) in printed for name in names)
-    assert printed.count("correlation with KVzip+ on other contexts: 0.") == 2
-    assert printed.count("correlation with KVzip on other contexts: 0.") == 1
     with pytest.raises(UserError, match="vocabulary"):
         train("stdlib-neox")

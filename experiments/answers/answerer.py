@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from experiments import UserError
-from experiments.answers.compressed import Compressed, Row, compressed, without_change
-from experiments.answers.kept import SavedContext, check_free, keep
+from experiments.answers.compressed import Compressed, compressed, without_change
+from experiments.answers.kept import SavedContext, check_savable, keep
 from experiments.answers.prompts import (
     Head,
     Prompt,
     Questions,
     check_length,
+    check_press,
     generation_of,
     questions_of,
     texts_of,
-    with_budget,
 )
 from press_core.presses.finch import Finch
 from press_core.scope import InstalledPress
@@ -77,16 +77,13 @@ class ContextAnswerer:
         questions: Questions = None,
         *,
         press: InstalledPress | None = None,
-        budget: int | None = None,
         answer_prefix: str | Sequence[str] = "",
         compress_questions: bool = False,
         cache: Any = None,
         max_context_length: int | None = None,
-        max_positions: int | None = None,
         chat_template: bool | None = None,
         enable_thinking: bool = False,
         template_options: Mapping[str, Any] | None = None,
-        save_to: str | Path | None = None,
         max_new_tokens: int = 50,
         **generation: Any,
     ) -> Answered:
@@ -97,16 +94,14 @@ class ContextAnswerer:
         batch; what a row keeps and answers does not depend on the others.
 
         Args:
-            contexts: one or several; blank ones are taken as they are. Or what `save_to` has kept,
-                a `SavedContext`: what was said of contexts then is not to be said again.
+            contexts: one or several; blank ones are taken as they are. Or what `save` has kept, a
+                `SavedContext`: what was said of contexts then is not to be said again.
             questions: about the context, or about each of several: the same for all, or a list for
                 each. All of them are asked of the same compressed cache, none sees another. None,
                 or an empty one: the model goes on after the context.
             answer_prefix: how every answer begins, or those about each context.
             press: of either package; None: nothing is compressed. Of a `SavedContext`: the one that
                 it was compressed with, if that acts while decoding, and else none.
-            budget: how many tokens of each context the press is to keep, in place of what it says
-                itself (`press.with_budget`). Contexts of no more are left whole.
             compress_questions: compress context and question together, for each question anew. If
                 no text follows the question, its last token is run again on the compressed cache,
                 for its first run did not feel the eviction. A `FinchPress` always does this.
@@ -114,34 +109,37 @@ class ContextAnswerer:
                 afterwards, without the questions.
             max_context_length: longer contexts lose tokens in their middle, with a warning on the
                 logger of this module; None: none do.
-            max_positions: tokens that context and question may take; None: as many as the model
-                was made for (`max_position_embeddings`).
             chat_template: whether to apply it; None: where there is one.
             enable_thinking: for chat templates that know the word.
             template_options: more for `tokenizer.apply_chat_template`.
-            save_to: a new file for the compressed contexts, to be asked later as a `SavedContext`.
             generation: for `model.generate`, which is greedy unless asked to be otherwise, here or
                 by a `generation_config`.
 
         Raises:
             UserError: saying what is wrong with the texts, the cache or the tokenizer.
-            PressError: if the press does not fit model or cache, or cannot be told a budget.
+            PressError: if the press does not fit model or cache.
         """
-        press = with_budget(press, budget)
+        check_press(press)
         options = generation_of(max_new_tokens, generation)
-        limit = max_positions or self._trained_length()
-        reading = max_context_length, chat_template, enable_thinking, template_options
         together = compress_questions or isinstance(press, Finch)
-        heads = self._heads(contexts, *reading, cache=cache, save_to=save_to, together=together)
-        prompts = self._prompts(heads, questions, answer_prefix, limit)
+        reading: dict[str, Any] = {
+            **{"max_context_length": max_context_length, "chat_template": chat_template},
+            **{"enable_thinking": enable_thinking, "template_options": template_options},
+        }
+        opened: AbstractContextManager[Compressed]
         if isinstance(contexts, SavedContext):
+            given = {**reading, "cache": cache, "compress_questions": together}
+            heads = contexts.heads_unless(given)
             opened = contexts.opened(self.model, press)
-        elif together:
-            return self._together(prompts, press, cache, limit, options)
         else:
-            opened = self._read(heads, press, cache, save_to, isinstance(contexts, str))
+            heads = self._heads(contexts, **reading)
+            opened = self._compressed([ids for ids, _ in heads], press, cache)
+        prompts = self._prompts(heads, questions, answer_prefix)
+        if together:
+            return self._together(prompts, press, cache, options)
         with opened as state:
-            return Answered(self._ask_all(state, prompts, limit, options), state.evicted)
+            new = [[prompt.question + prompt.tail for prompt in row] for row in prompts]
+            return Answered(self._ask(state, new, options), state.evicted)
 
     def save(
         self,
@@ -149,7 +147,6 @@ class ContextAnswerer:
         path: str | Path,
         *,
         press: InstalledPress | None = None,
-        budget: int | None = None,
         **reading: Any,
     ) -> SavedContext:
         """Compress contexts and keep them in a new file, to be asked later.
@@ -157,7 +154,7 @@ class ContextAnswerer:
         Args:
             contexts: one, or several that are asked as one batch.
             path: of the file; no file is ever written over.
-            press, budget: as for `answered`.
+            press: as for `answered`.
             reading: max_context_length, chat_template, enable_thinking, template_options, as for
                 `answered`.
 
@@ -165,36 +162,26 @@ class ContextAnswerer:
             UserError: saying what is wrong with the texts, the press or the tokenizer.
             PressError: if the press does not fit the model, or its cache cannot be kept.
         """
-        together = isinstance(press, Finch)
-        heads = self._heads(contexts, **reading, save_to=path, together=together)
-        press = with_budget(press, budget)
-        with self._read(heads, press, None, path, isinstance(contexts, str)):
-            return SavedContext(path)
+        check_savable(path, press)
+        heads = self._heads(contexts, **reading)
+        with self._compressed([ids for ids, _ in heads], press) as state:
+            keep(state, path, press, [tail for _, tail in heads], isinstance(contexts, str))
+        return SavedContext(path)
 
-    @contextmanager
-    def _read(
+    def _compressed(
         self,
-        heads: Sequence[Head],
+        rows: list[list[int]],
         press: InstalledPress | None,
-        cache: Any,
-        save_to: str | Path | None,
-        is_one: bool,
-    ) -> Iterator[Compressed]:
-        """Compress contexts as one batch, and keep them if there is a file to keep them in."""
-        if save_to is not None:
-            check_free(save_to)
-        rows = [Row(ids) for ids, _ in heads]
-        with compressed(self.model, rows, press, self._pad_id(rows), cache) as state:
-            if save_to is not None:
-                keep(state, save_to, press, [tail for _, tail in heads], is_one)
-            yield state
+        cache: Any = None,
+        read: list[list[int]] | None = None,
+    ) -> AbstractContextManager[Compressed]:
+        return compressed(self.model, rows, press, self._pad_id(rows), cache, read)
 
     def _prompts(
         self,
         heads: Sequence[Head],
         questions: Questions,
         answer_prefix: str | Sequence[str],
-        limit: int | None,
     ) -> list[list[Prompt]]:
         """The prompts of each question about each context."""
         asked = questions_of(len(heads), questions)
@@ -209,7 +196,7 @@ class ContextAnswerer:
             for (head, tail), per_context, prefix in zip(heads, asked, prefixes, strict=True)
         ]
         for prompt in (prompt for row in prompts for prompt in row):
-            check_length(prompt, limit)
+            check_length(prompt, self._limit)
         return prompts
 
     # ---- text to tokens --------------------------------------------------------------------------
@@ -221,37 +208,13 @@ class ContextAnswerer:
         chat_template: bool | None = None,
         enable_thinking: bool = False,
         template_options: Mapping[str, Any] | None = None,
-        cache: Any = None,
-        save_to: str | Path | None = None,
-        together: bool = False,
     ) -> list[Head]:
-        """Tokens of each context, and the text that comes after a question; see `answered`.
-
-        Args:
-            cache, save_to: refused where they make no sense.
-            together: whether contexts are compressed with their questions.
-        """
-        if isinstance(contexts, SavedContext):
-            given = {
-                **{"max_context_length": max_context_length, "chat_template": chat_template},
-                **{"enable_thinking": enable_thinking, "template_options": template_options},
-                **{"cache": cache, "save_to": save_to, "compress_questions": together},
-            }
-            return contexts.heads_unless(given)
-        if save_to is not None and together:
-            raise UserError(
-                "what is saved is compressed before a question is known; leave compress_questions "
-                "and FinchPress out"
-            )
+        """Tokens of each context, and the text that comes after a question; see `answered`."""
         texts = texts_of("contexts", contexts)
-        has_one = bool(getattr(self.tokenizer, "chat_template", None))
-        if chat_template and not has_one:
-            raise UserError(
-                "chat_template=True, and the tokenizer has none; set tokenizer.chat_template, or "
-                "leave it to None and put what is to stand around the question into the texts"
-            )
+        if chat_template is None:
+            chat_template = bool(getattr(self.tokenizer, "chat_template", None))
         words = {"enable_thinking": enable_thinking, **(template_options or {})}
-        template = words if has_one and chat_template is not False else None
+        template = words if chat_template else None
         return [self._context_ids(text, template, max_context_length) for text in texts]
 
     def _context_ids(
@@ -276,121 +239,100 @@ class ContextAnswerer:
                 "a context of %d tokens is cut to %d: it loses its middle", len(ids), at_most
             )
             ids = ids[: at_most // 2] + ids[at_most // 2 - at_most :]
-        return ids or [self._start_id()], tail
+        start = self._special("bos", "eos")  # for a model reads at least one token
+        if not ids and start is None:
+            raise UserError(
+                "a context has no tokens, and the tokenizer no token for the start of a text; give "
+                "a context of at least one word"
+            )
+        return ids or [start], tail
 
-    def _start_id(self) -> int:
-        """What a context of no tokens is replaced by, for a model reads at least one."""
-        for index in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
-            if index is not None:
-                return int(index)
-        raise UserError(
-            "a context has no tokens, and the tokenizer no token for the start of a text; give a "
-            "context of at least one word"
-        )
+    def _special(self, *names: str) -> Any:
+        """The id of the first of some special tokens that the tokenizer has; None: it has none."""
+        ids = (getattr(self.tokenizer, f"{name}_token_id") for name in names)
+        return next((index for index in ids if index is not None), None)
 
     def _encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-        return ids
+        return self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
 
-    def _trained_length(self) -> int | None:
+    @property
+    def _limit(self) -> int | None:
+        """How many positions the model was made for."""
         config = self.model.config.get_text_config(decoder=True)
         return getattr(config, "max_position_embeddings", None)
 
-    def _pad_id(self, rows: Sequence[Row]) -> int:
+    def _pad_id(self, rows: list[list[int]]) -> int:
         """The token for padding, which nobody sees: any will do."""
-        known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
-        found = [index for index in known if index is not None]
-        if not found and len({len(row.ids) for row in rows}) > 1:
+        found = self._special("pad", "eos")
+        if found is None and len({len(row) for row in rows}) > 1:
             raise UserError(
                 "the contexts differ in length, and the tokenizer has neither a padding token nor "
                 "an end-of-sequence token to fill the shorter ones with; set tokenizer.pad_token, "
                 "or run them one by one"
             )
-        return int(found[0]) if found else 0
+        return 0 if found is None else int(found)
 
     # ---- tokens to answers -----------------------------------------------------------------------
-
-    def _ask_all(
-        self,
-        state: Compressed,
-        prompts: list[list[Prompt]],
-        limit: int | None,
-        options: dict[str, Any],
-    ) -> list[list[Any]]:
-        """Ask the first question of each context, then the second, and so on."""
-        answers: list[list[Any]] = [[None] * len(row) for row in prompts]
-        for index in range(max(len(row) for row in prompts)):
-            asked = {i: row[index] for i, row in enumerate(prompts) if index < len(row)}
-            new = {i: prompt.question + prompt.tail for i, prompt in asked.items()}
-            for i, answer in self._ask(state, new, limit, options).items():
-                answers[i][index] = answer
-        return answers
 
     def _together(
         self,
         prompts: list[list[Prompt]],
         press: InstalledPress | None,
         cache: Any,
-        limit: int | None,
         options: dict[str, Any],
     ) -> Answered:
         """Compress every context with each of its questions, and answer it."""
-        delimiter = None
+        delimiter: list[int] = []
         if isinstance(press, Finch):
-            delimiter = DELIMITER if press.delimiter_token_id is None else press.delimiter_token_id
-            press = replace(press, delimiter_token_id=delimiter)
+            known = press.delimiter_token_id
+            delimiter = [DELIMITER if known is None else known]
+            press = replace(press, delimiter_token_id=delimiter[0])
         flat = [prompt for row in prompts for prompt in row]
-        rows = [Row(p.context + p.question, len(p.context)) for p in flat]
         answers: list[Any] = []
         evicted = 0.0
         step = len(prompts)  # as large a batch as the contexts alone would be
-        for start in range(0, len(rows), step):
-            part = rows[start : start + step]
+        for start in range(0, len(flat), step):
+            part = flat[start : start + step]
+            rows = [p.context + p.question for p in part]
+            read = [[*p.context, *delimiter, *p.question] for p in part]
             # A cache holds one batch: if there are more, each has a copy of the empty one.
-            own = cache if len(rows) <= step else without_change(cache)
-            with compressed(self.model, part, press, self._pad_id(part), own, delimiter) as state:
-                tails = {i: flat[start + i].tail for i in range(len(part))}
-                found = self._ask(state, tails, limit, options)
-                answers += [found[i] for i in range(len(part))]
+            own = cache if len(flat) <= step else without_change(cache)
+            with self._compressed(rows, press, own, read) as state:
+                answers += self._ask(state, [[prompt.tail] for prompt in part], options)
             evicted += state.evicted * len(part)
-        remaining = iter(answers)
-        return Answered([[next(remaining) for _ in row] for row in prompts], evicted / len(rows))
+        remaining = chain.from_iterable(answers)
+        return Answered([[next(remaining) for _ in row] for row in prompts], evicted / len(flat))
 
     def _ask(
-        self,
-        state: Compressed,
-        new: Mapping[int, list[int]],
-        limit: int | None,
-        options: dict[str, Any],
-    ) -> dict[int, Any]:
-        """Answers to new tokens of some rows, those of one length in one batch.
+        self, state: Compressed, new: list[list[list[int]]], options: dict[str, Any]
+    ) -> list[list[Any]]:
+        """Answers to the new tokens of each row: the first question of each, then the second...
 
-        Questions are never padded: a mask with holes is more than presses that act while decoding
-        have to understand. Answers end where the model runs out of positions.
+        Questions of one length are one batch. They are never padded: a mask with holes is more than
+        presses that act while decoding have to understand. Answers end where the model runs out of
+        positions.
         """
-        wanted = options["max_new_tokens"]
+        wanted, limit = options["max_new_tokens"], self._limit
+        asked = {(n, i): ids for i, row in enumerate(new) for n, ids in enumerate(row)}
 
-        def alike(i: int) -> tuple[int, int]:
+        def alike(question: tuple[int, int]) -> tuple[int, int, int]:
+            (n, i), length = question, len(asked[question])
             if limit is None or wanted is None:
-                return len(new[i]), wanted or 0
+                return n, length, wanted or 0
             # The last token of an answer is not read, and takes no position.
-            room = limit - state.n_positions(i) - len(new[i]) + 1
-            return len(new[i]), max(1, min(wanted, room))
+            return n, length, max(1, min(wanted, limit - state.n_positions(i) - length + 1))
 
-        found: dict[int, Any] = {}
-        for (_, n), group in groupby(sorted(new, key=alike), key=alike):
-            rows = list(group)
-            if wanted is not None and n < wanted:
+        answers: list[list[Any]] = [[None] * len(row) for row in new]
+        for (n, _, at_most), group in groupby(sorted(asked, key=alike), key=alike):
+            if wanted is not None and at_most < wanted:
                 logger.warning(
                     "answers are cut to %d tokens, not %d, which the %d positions of the model "
-                    "have no room for; give max_positions if it can go further",
-                    *(n, wanted, limit),
+                    "have no room for; set max_position_embeddings if it can go further",
+                    *(at_most, wanted, limit),
                 )
-            own = {**options, "max_new_tokens": n or None}
-            tokens = state.generate(rows, [new[i] for i in rows], own)
-            found |= dict(zip(rows, map(self._decode, tokens), strict=True))
-        return found
-
-    def _decode(self, sequences: list[list[int]]) -> Any:
-        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in sequences]
-        return texts if len(texts) > 1 else texts[0]
+            rows, own = [i for _, i in group], {**options, "max_new_tokens": at_most or None}
+            sequences = state.generate(rows, [asked[n, i] for i in rows], own)
+            for i, of_row in zip(rows, sequences, strict=True):
+                texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in of_row]
+                answers[i][n] = texts if len(texts) > 1 else texts[0]
+        return answers

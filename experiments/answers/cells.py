@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import groupby
 from time import perf_counter
 from typing import Any, NamedTuple
 
-import pandas as pd
 import torch
 from pydantic import BaseModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,11 +17,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from experiments import UserError
 from experiments.answers.answerer import Answered, ContextAnswerer
 from experiments.answers.datasets import contexts_of, expand, load
-from experiments.answers.metrics import also, score
+from experiments.answers.metrics import score
 from experiments.answers.presses import make_press, takes
 from experiments.answers.sample import Sample
 from experiments.answers.settings import Settings
 from experiments.framework.intervals import mean_interval
+from experiments.framework.wording import in_one_line
 from experiments.loading import load_model
 from press_core import Tokens
 from press_core.scope import InstalledPress
@@ -68,7 +68,6 @@ class Prediction(BaseModel):
         sample: which question it is.
         context: a digest of it.
         score: None where nobody knows it.
-        also: what other metrics say.
     """
 
     sample: int
@@ -78,7 +77,6 @@ class Prediction(BaseModel):
     prediction: str
     metric: str
     score: float | None
-    also: dict[str, float] = {}
 
 
 class Result(BaseModel):
@@ -97,24 +95,17 @@ class Result(BaseModel):
     predictions: list[Prediction]
 
     def summary(self) -> dict[str, Any]:
-        """A row of a table: the score with its interval over contexts, other metrics on average.
-
-        Scores are None where nobody knows the answers.
-        """
+        """A row of a table: the score, None if nobody knows it, with its interval over contexts."""
         scores = [each.score for each in self.predictions if each.score is not None]
         contexts = [each.context for each in self.predictions if each.score is not None]
         low, high = mean_interval(scores, contexts)
-        others = pd.DataFrame([each.also for each in self.predictions]).mean().to_dict()
         return {
             **self.cell._asdict(),
             "score": sum(scores) / len(scores) if scores else None,
             "low": low,
             "high": high,
             "questions": len(self.predictions),
-            "evicted": self.evicted,
-            "also": json.dumps(others) if others else None,
-            "press_text": self.press_text,
-            "seconds": self.seconds,
+            **self.model_dump(include={"evicted", "press_text", "seconds"}),
         }
 
 
@@ -150,18 +141,18 @@ def _amounts(
         UserError: if it describes no press, or one that takes a ratio where budgets alone are
             given.
     """
-    takes_ratio = takes(press, mechanism, "ratio")
-    ratios = [(ratio, None) for ratio in settings.ratio if ratio and takes_ratio]
-    takes_budget = takes(press, mechanism, "budget")
-    budgets = [(None, budget) for budget in settings.budget if takes_budget]
-    if ratios or budgets:
-        return [*ratios, *budgets]
-    if takes_ratio and settings.budget:
+    kinds = takes(press, mechanism)
+    told: list[tuple[float | None, int | None]]
+    told = [(ratio, None) for ratio in settings.ratio if ratio and "ratio" in kinds]
+    told += [(None, budget) for budget in settings.budget if "budget" in kinds]
+    if told or "ratio" not in kinds:
+        return told or [(None, None)]
+    if settings.budget:
         raise UserError(
             f"{press} takes a ratio, and no number of tokens; give a ratio, or write `budget` "
             "where it takes one"
         )
-    return [] if takes_ratio else [(None, None)]
+    return []
 
 
 def run_cell(settings: Settings, cell: Cell) -> Result:
@@ -196,11 +187,27 @@ def run_cell(settings: Settings, cell: Cell) -> Result:
                 prediction=text,
                 metric=sample.metric,
                 score=score(sample, text),
-                also=also(sample, text),
             )
             for number, (sample, text) in enumerate(zip(samples, texts, strict=True))
         ],
     )
+
+
+class Failure(NamedTuple):
+    """Why a cell has no result, in one line."""
+
+    reason: str
+
+
+def each_of(
+    cells: Iterable[Cell], run: Callable[[Cell], Result]
+) -> Iterator[tuple[Cell, Result | Failure]]:
+    """Run one cell after the other. What goes wrong with one takes nothing from the others."""
+    for cell in cells:
+        try:
+            yield cell, run(cell)
+        except Exception as error:
+            yield cell, Failure(in_one_line(error))
 
 
 # Kept in the process for the next cell.
@@ -214,14 +221,13 @@ def forget() -> None:
 
 @lru_cache(maxsize=1)
 def _model(settings: Settings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    code = {"trust_remote_code": True} if settings.trust_remote_code else {}
     return load_model(
         settings.model,
         dtype=settings.dtype,
         attn_implementation=settings.attn_implementation,
         device=settings.device,
+        trust_remote_code=settings.trust_remote_code,
         **settings.model_kwargs,
-        **code,
     )
 
 
@@ -248,8 +254,6 @@ def _answered(
     generation = {"max_new_tokens": batch[0][0].max_new_tokens, **settings.generation}
     if settings.max_new_tokens is not None:
         generation["max_new_tokens"] = settings.max_new_tokens
-    if settings.custom_generate is not None:
-        generation |= {"custom_generate": settings.custom_generate, "trust_remote_code": True}
     return answerer.answered(
         [group[0].context for group in batch],
         [[sample.question for sample in group] for group in batch],

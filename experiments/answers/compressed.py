@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +18,6 @@ from press_core import Phase, RaggedLayer, kept_lengths
 from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.pruned import PrunedLayer
 from press_core.scope import InstalledPress
-
-
-class Row(NamedTuple):
-    """Token ids to compress, and where the question begins among them (None: there is none)."""
-
-    ids: list[int]
-    question_at: int | None = None
 
 
 class Compressed:
@@ -45,12 +38,6 @@ class Compressed:
         self.model, self.ids, self.mask, self.cache = model, ids, mask, cache
         self.acts_later = acts_later
         self.evicted = _share_evicted(cache, mask.sum(dim=1))
-
-    @property
-    def is_all_in_the_cache(self) -> bool:
-        """Whether nobody but the cache has to know what was compressed: no open scope, say."""
-        memories = [m for x in self.cache.layers for m in getattr(x, "memories", {}).values()]
-        return not any(memory.slots or memory.steps for memory in memories)
 
     def n_positions(self, row: int) -> int:
         """How many positions a row takes: of the tokens kept, where keys were turned."""
@@ -82,8 +69,8 @@ class Compressed:
         following = ids[:, -1:] if again else torch.tensor(new, device=ids.device)
         mask = torch.cat((mask, torch.ones_like(following)), dim=1)
         arguments = {"attention_mask": mask, "past_key_values": cache, **options}
-        arguments["return_dict_in_generate"] = False  # whatever a configuration says
-        if again and not any(_is_rerotated(layer) for layer in cache.layers):
+        arguments["return_dict_in_generate"] = False  # whatever anybody says
+        if again and not any(getattr(layer, "rerotation", None) for layer in cache.layers):
             positions = mask.cumsum(dim=-1) - 1
             positions[:, -1] -= 1
             arguments["position_ids"] = positions.clamp(min=0)
@@ -102,11 +89,11 @@ class Compressed:
 @contextmanager
 def compressed(
     model: PreTrainedModel,
-    rows: Sequence[Row],
+    rows: Sequence[list[int]],
     press: InstalledPress | None,
     pad_id: int,
     cache: Any = None,
-    delimiter: int | None = None,
+    read: Sequence[list[int]] | None = None,
 ) -> Iterator[Compressed]:
     """Run the rows through the model as one batch and compress what it caches.
 
@@ -114,10 +101,10 @@ def compressed(
     left a cache that the model cannot read without help.
 
     Args:
-        rows: at least one.
+        rows: token ids, at least one row.
         pad_id: what shorter rows are filled with on their left.
         cache: an empty one; None: a `DynamicCache`.
-        delimiter: token to put before the question of each row; the press takes it out again.
+        read: the rows with a token more, which the press takes out again; None: there is none.
     """
     if cache is None:
         cache = DynamicCache(config=model.config)
@@ -128,11 +115,8 @@ def compressed(
         )
     # A model that is spread over devices takes its inputs from wherever they are.
     device = torch.device("cpu") if model.device.type == "meta" else model.device
-    ids, mask = _left_padded([row.ids for row in rows], pad_id, device)
-    given, given_mask = ids, mask
-    if delimiter is not None:
-        delimited = [[*r.ids[: r.question_at], delimiter, *r.ids[r.question_at :]] for r in rows]
-        given, given_mask = _left_padded(delimited, pad_id, device)
+    ids, mask = _left_padded(rows, pad_id, device)
+    given, given_mask = _left_padded(read or rows, pad_id, device)
     arguments = {"input_ids": given}
     if not bool(given_mask.all()):
         positions = (given_mask.cumsum(dim=-1) - 1).clamp(min=0)
@@ -184,11 +168,6 @@ def needs_help(layer: Any) -> bool:
     if isinstance(layer, (RaggedLayer, ChannelPrunedLayer)):
         return True
     return isinstance(layer, PrunedLayer) and bool(layer.needs)
-
-
-def _is_rerotated(layer: Any) -> bool:
-    """Whether positions continue from the number of keys kept, not of the tokens seen."""
-    return isinstance(layer, PrunedLayer) and layer.rerotation is not None
 
 
 def without_change(cache: Any) -> Any:

@@ -20,6 +20,7 @@ from experiments import UserError
 from experiments.answers.compressed import Compressed, acts_later, needs_help
 from press_core import SavedCache, about_cache, load_cache, save_cache
 from press_core.files.files import check_target
+from press_core.presses.finch import Finch
 from press_core.scope import InstalledPress
 
 
@@ -46,7 +47,7 @@ class SavedContext:
         if needed[0] - about.notes.keys() or needed[1] - about.inputs.keys():
             raise UserError(
                 f"{str(self.path)!r} is a compressed cache, and does not say of which texts; "
-                "read it with press_core.load_cache, or make it with save_to"
+                "read it with press_core.load_cache, or make it with ContextAnswerer.save"
             )
         return about
 
@@ -101,12 +102,18 @@ class SavedContext:
             yield Compressed(model, ids, mask, cache, press is not None)
 
 
-def check_free(path: str | Path) -> None:
-    """Refuse to write over a file, before there is anything to write.
+def check_savable(path: str | Path, press: InstalledPress | None) -> None:
+    """Refuse what cannot be saved, before there is anything to write.
 
     Raises:
-        PressError: saying what is in the way.
+        UserError: if the press compresses contexts with their questions.
+        PressError: if there is a file already.
     """
+    if isinstance(press, Finch):
+        raise UserError(
+            "what is saved is compressed before a question is known, of which FinchPress makes "
+            "use; give another press"
+        )
     check_target(Path(path), overwrite=False)
 
 
@@ -127,18 +134,12 @@ def keep(
         UserError: if a press knows more of the contexts than their cache.
         PressError: if the cache cannot be kept, or the file not be written.
     """
-    if not state.is_all_in_the_cache:
+    memories = [m for x in state.cache.layers for m in getattr(x, "memories", {}).values()]
+    if any(memory.slots or memory.steps for memory in memories):
         raise UserError(
             f"{type(press).__name__} remembers more of a context than its cache holds, and a file "
-            "keeps the cache only; use another press, or leave save_to out"
+            "keeps the cache only; use another press"
         )
     notes = {"tails": list(tails), "is_one": is_one, "acts_later": state.acts_later}
-    save_cache(
-        state.cache,
-        path,
-        state.model,
-        press=press,
-        input_ids=state.ids,
-        attention_mask=state.mask,
-        notes=notes,
-    )
+    inputs: dict[str, Any] = {"input_ids": state.ids, "attention_mask": state.mask}
+    save_cache(state.cache, path, state.model, press=press, notes=notes, **inputs)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
 from functools import lru_cache, partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 from experiments import UserError
@@ -56,10 +57,14 @@ def numbers(prediction: str, answers: Sequence[str]) -> float:
     return sum(number in wanted for number in found) / len(found) if found else 0.0
 
 
-def first_number(prediction: str, answers: Sequence[str]) -> float:
-    """Whether the first number in the prediction is the one asked for (InfiniteBench)."""
-    found = _NUMBER.search(prediction)
-    return float(found is not None and found.group() in (a.strip() for a in answers))
+def first(pattern: str) -> Metric:
+    """Whether the first match of a pattern, or its group, is the reference."""
+
+    def metric(prediction: str, answers: Sequence[str]) -> float:
+        found = re.search(pattern, prediction)
+        return float(found is not None and found[found.re.groups] in (a.strip() for a in answers))
+
+    return metric
 
 
 def first_numbers(prediction: str, answers: Sequence[str]) -> float:
@@ -71,18 +76,6 @@ def first_numbers(prediction: str, answers: Sequence[str]) -> float:
             break
         right += 1
     return right / len(answers)
-
-
-def letter(prediction: str, answers: Sequence[str]) -> float:
-    """Whether the first letter from A to D that stands alone is the right one (InfiniteBench)."""
-    found = re.search(r"\b[A-D]\b", prediction)
-    return float(found is not None and found.group() in answers)
-
-
-def named_letter(prediction: str, answers: Sequence[str]) -> float:
-    """Whether "The correct answer is (C)" names the right letter (LongBench-v2)."""
-    found = re.search(r"The correct answer is \(?([A-D])\b", prediction.replace("*", ""))
-    return float(found is not None and found[1] in answers)
 
 
 def code(prediction: str, answers: Sequence[str]) -> float:
@@ -158,66 +151,41 @@ def _overlap(found: list[str], wanted: list[str]) -> float:
     return 2 * common / (len(found) + len(wanted)) if common else 0.0
 
 
-def rouge(
-    prediction: str, answers: Sequence[str], *, kind: str = "rougeL", chinese: bool = False
-) -> float:
-    """F-measure of ROUGE over words between spaces, of the best reference.
+def rouge(prediction: str, answers: Sequence[str], *, chinese: bool = False) -> float:
+    """F-measure of ROUGE-L (longest common subsequence of words), of the best reference.
 
     Args:
-        kind: "rouge1", "rouge2" or "rougeL" (longest common subsequence).
-        chinese: split into words by jieba.
+        chinese: split into words by jieba, not at spaces.
     """
-    scorer = _rouge_scorer(kind, chinese)
-    return float(max(scorer.score(answer, prediction)[kind].fmeasure for answer in answers))
+    scorer = _rouge_scorer(chinese)
+    return float(max(scorer.score(answer, prediction)["rougeL"].fmeasure for answer in answers))
 
 
 @lru_cache
-def _rouge_scorer(kind: str, chinese: bool) -> Any:
-    class Words:
-        def tokenize(self, text: str) -> list[str]:
-            return list(_jieba().cut(text)) if chinese else text.lower().split()
-
-    return _library("rouge_score.rouge_scorer").RougeScorer([kind], tokenizer=Words())
+def _rouge_scorer(chinese: bool) -> Any:
+    cut = _jieba().cut if chinese else lambda text: text.lower().split()
+    tokenizer = SimpleNamespace(tokenize=lambda text: list(cut(text)))
+    return library("rouge_score.rouge_scorer").RougeScorer(["rougeL"], tokenizer=tokenizer)
 
 
-def bleu(prediction: str, answers: Sequence[str], *, n: int = 4) -> float:
-    """Precision of n-grams of words with BLEU's penalty of brevity, against all references."""
-    nltk = _library("nltk.translate.bleu_score")
-    weights = tuple(float(length == n) for length in range(1, n + 1))
-    references = [answer.split() for answer in answers]
-    if len(prediction.split()) < n:
-        return 0.0
-    smooth = nltk.SmoothingFunction().method1  # says nothing of n-grams that do not occur
-    return float(nltk.sentence_bleu(references, prediction.split(), weights, smooth))
+def library(name: str) -> Any:
+    """A module of a library that only some datasets need.
 
-
-def meteor(prediction: str, answers: Sequence[str]) -> float:
-    """METEOR by equal words and equal stems, of the best reference; synonyms are not known."""
-    nltk = _library("nltk.translate.meteor_score")
-    given = {"hypothesis": prediction.split(), "wordnet": _NoSynonyms()}
-    return float(max(nltk.single_meteor_score(answer.split(), **given) for answer in answers))
-
-
-class _NoSynonyms:
-    """In place of WordNet, which would have to be downloaded."""
-
-    def synsets(self, _: str) -> list[Any]:
-        return []
-
-
-def _library(name: str) -> Any:
+    Raises:
+        UserError: if it is not installed.
+    """
     try:
         return import_module(name)
     except ImportError as error:
         raise UserError(
-            f"{name.partition('.')[0]} scores such answers, and is not installed; "
+            f"{name.partition('.')[0]} is needed here, and not installed; "
             'pip install "hook-or-patch[evaluate]"'
         ) from error
 
 
 @lru_cache
 def _jieba() -> Any:
-    jieba = _library("jieba")
+    jieba = library("jieba")
     jieba.setLogLevel(logging.WARNING)
     return jieba
 
@@ -230,35 +198,24 @@ UNKNOWN = "unknown"
 METRICS: dict[str, Metric] = {
     **{
         metric.__name__: metric
-        for metric in (
-            *(match_all, match_any, f1, choice, numbers, first_number, first_numbers),
-            *(letter, named_letter, code, boxed, meteor),
-        )
+        for metric in (match_all, match_any, f1, choice, numbers, first_numbers, code, boxed)
     },
+    "first_number": first(_NUMBER.pattern),  # InfiniteBench
+    "letter": first(r"\b[A-D]\b"),  # InfiniteBench: that stands alone
+    "named_letter": first(r"The correct answer is[ *(]*([A-D])\b"),  # LongBench-v2
     "f1_zh": partial(f1, words=chinese_words),
     "f1_characters": partial(f1, words=chinese_characters),
-    "rouge_1": partial(rouge, kind="rouge1"),
-    "rouge_2": partial(rouge, kind="rouge2"),
     "rouge_l": rouge,
     "rouge_l_zh": partial(rouge, chinese=True),
-    "bleu_1": partial(bleu, n=1),
-    "bleu_4": bleu,
 }
 """Every metric by its name."""
 
 
 def score(sample: Sample, prediction: str) -> float | None:
     """How right a prediction is, from 0 to 1, by the metric of its sample; None: nobody knows."""
-    return None if sample.metric == UNKNOWN else _judged(sample, prediction, sample.metric)
-
-
-def also(sample: Sample, prediction: str) -> dict[str, float]:
-    """What the other metrics of a sample say, by their names."""
-    return {name: _judged(sample, prediction, name) for name in sample.also}
-
-
-def _judged(sample: Sample, prediction: str, name: str) -> float:
+    if sample.metric == UNKNOWN:
+        return None
     text = prediction.lstrip("\n").split("\n")[0] if sample.one_line else prediction
-    if name == choice.__name__:
+    if sample.metric == choice.__name__:
         return choice(text, sample.answers, sample.choices)
-    return METRICS[name](text, sample.answers)
+    return METRICS[sample.metric](text, sample.answers)

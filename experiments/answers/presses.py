@@ -12,7 +12,8 @@ takes it in another place, the name `ratio` or `budget` stands for it:
 from __future__ import annotations
 
 import ast
-from dataclasses import fields
+from contextlib import suppress
+from inspect import signature
 from typing import Any, NamedTuple
 
 from experiments import UserError
@@ -48,30 +49,24 @@ def make_press(text: str, mechanism: str, amount: Amount | None, seed: int) -> I
     return _told(press, amount)
 
 
-def takes(text: str, mechanism: str, kind: str) -> bool:
-    """Whether the press that `text` describes can be told an amount of a kind.
-
-    Args:
-        kind: "ratio" or "budget".
+def takes(text: str, mechanism: str) -> set[str]:
+    """Which amounts the press that `text` describes can be told: "ratio", "budget", or both.
 
     Raises:
         UserError: if it describes none.
     """
-    named = _names_in(_parse(text))
-    if named:
-        return kind in named
-    press = make_press(text, mechanism, None, 0)
-    try:
-        _told(press, 0.5 if kind == "ratio" else Tokens(64))
-    except HyperparameterError:
-        return False
-    return True
+    if named := _names_in(_parse(text)):
+        return named
+    press, kinds = make_press(text, mechanism, None, 0), set()
+    for kind, amount in (("ratio", 0.5), ("budget", Tokens(64))):
+        with suppress(HyperparameterError):
+            _told(press, amount)
+            kinds.add(kind)
+    return kinds
 
 
 def _told(press: Any, amount: Amount) -> InstalledPress:
-    told: InstalledPress
-    told = press.with_budget(amount.n) if isinstance(amount, Tokens) else press.with_ratio(amount)
-    return told
+    return press.with_budget(amount.n) if isinstance(amount, Tokens) else press.with_ratio(amount)
 
 
 def _parse(text: str) -> ast.expr:
@@ -132,15 +127,13 @@ class _Maker(NamedTuple):
                 f"{', '.join(sorted(self.presses))}"
             )
         made = self.presses.get(name, Tokens)
-        names = [field.name for field in fields(made)]
-        given = dict(zip(names, args, strict=False)) | given
-        unknown = sorted(set(given) - set(names))
-        if unknown or len(args) > len(names):
-            what = ", ".join(unknown) or f"{len(args)} fields"
-            raise UserError(f"{name} has no {what}; its fields are {', '.join(names) or 'none'}")
-        if "seed" in names and given.get("seed") is None:
-            given["seed"] = self.seed
         try:
-            return made(**given)
-        except TypeError as error:  # a field without a default, or of another type
-            raise UserError(f"cannot make {self.text!r}: {error}") from error
+            told = signature(made).bind(*args, **given).arguments
+            if "seed" in signature(made).parameters and told.get("seed") is None:
+                told["seed"] = self.seed
+            return made(**told)
+        except TypeError as error:
+            names = ", ".join(signature(made).parameters) or "none"
+            raise UserError(
+                f"cannot make {self.text!r}: {error}; the fields of {name} are {names}"
+            ) from error

@@ -43,8 +43,6 @@ def generation_of(max_new_tokens: Any, given: Mapping[str, Any]) -> dict[str, An
     """Arguments of `generate`, greedy unless something else is given."""
     if max_new_tokens is not None and not (isinstance(max_new_tokens, int) and max_new_tokens >= 1):
         raise UserError(f"max_new_tokens is {max_new_tokens!r:.60}; it must be 1 or more")
-    if given.get("return_dict_in_generate"):
-        raise UserError("answers are texts; leave return_dict_in_generate out")
     asks = given.get("generation_config") is not None or given.get("do_sample")
     return {"max_new_tokens": max_new_tokens, **({} if asks else GREEDY), **given}
 
@@ -62,7 +60,7 @@ def check_length(prompt: Prompt, limit: int | None) -> None:
     raise UserError(
         f"context and question take {len(prompt.context)} and {n_asked} tokens, more than the "
         f"{limit} positions of the model; cut the context with max_context_length="
-        f"{limit - n_asked} or less, or give max_positions if the model can go further"
+        f"{limit - n_asked} or less, or set max_position_embeddings if the model can go further"
     )
 
 
@@ -82,16 +80,10 @@ def questions_of(n_contexts: int, questions: Any) -> list[list[str]]:
     return [texts_of("questions", each) for each in per_context]
 
 
-def with_budget(press: InstalledPress | None, budget: int | None) -> InstalledPress | None:
-    """The press, told to keep so many tokens."""
+def check_press(press: Any) -> None:
+    """Refuse what is no press; None is none."""
     if press is not None and not isinstance(press, InstalledPress):
         raise UserError(
             f"press is {press!r:.60}; give a press of hooks_impl or patch_impl, such as "
             "SnapKVPress(0.5)"
         )
-    if budget is None:
-        return press
-    if press is None:
-        raise UserError(f"budget is {budget}, and there is no press to keep to it; give a press")
-    told: Any = press.with_budget(budget)
-    return told

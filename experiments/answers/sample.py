@@ -19,7 +19,6 @@ class Sample:
         answer_prefix: how the answer begins, given to the model.
         choices: all answers that the task knows, for metrics that choose among them.
         one_line: score the first line of a prediction only.
-        also: names of other metrics to tell beside it.
     """
 
     task: str
@@ -31,4 +30,3 @@ class Sample:
     answer_prefix: str = ""
     choices: tuple[str, ...] = ()
     one_line: bool = False
-    also: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """What a sweep is asked to do: flags of the command line, or a YAML file with the same names.
 
 A file says what is measured and never runs code: arguments of `generate` and of `from_pretrained`
-are those of the lists below, and what brings code of its own is a flag, see `FLAGS_ONLY`.
+are those of the lists below, and `trust_remote_code` is a flag alone.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ from experiments.framework.wording import refused
 
 SWEPT = ("press", "ratio", "budget", "mechanism", "dataset")
 """Settings that make cells; all others are the set-up that cells of one folder share."""
-
-FLAGS_ONLY = ("custom_generate", "trust_remote_code")
-"""Settings that run somebody's code, and so are taken from the command line alone."""
 
 STUDIED = (
     *("SnapKVPress", "AdaKVPress(SnapKVPress())", "ExpectedAttentionPress", "TOVAPress"),
@@ -116,10 +113,6 @@ class Grid:
         ),
     ] = ("facts",)
     samples: Annotated[Count, typer.Option(help="Questions per task.")] = 48
-    fraction: Annotated[
-        Annotated[float, Field(gt=0, le=1)] | None,
-        typer.Option(help="Share of the questions of published datasets, in place of --samples."),
-    ] = None
     needle_depth: Annotated[
         Several[Annotated[float, Field(ge=0, le=1)]],
         typer.Option(
@@ -157,15 +150,9 @@ class Settings(Grid):
     device: Annotated[
         str, typer.Option(help="cpu, cuda, or auto to spread the model over devices.")
     ] = "cpu"
-    threads: Annotated[
-        Count | None, typer.Option(help="CPU threads of torch, and CPUs of a Ray worker.")
-    ] = None
+    threads: Annotated[Count | None, typer.Option(help="CPU threads of torch.")] = None
     data: Annotated[
         str | None, typer.Option(help="Folder with local copies of published datasets.")
-    ] = None
-    custom_generate: Annotated[
-        str | None,
-        typer.Option(help="Folder or hub id with a generate function of its own: its code is run."),
     ] = None
     trust_remote_code: Annotated[
         bool, typer.Option(help="Run code that the model's repository brings.")
@@ -207,11 +194,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} must be a YAML mapping of settings, such as `model: facts-llama`")
-    known = [field.name for field in fields(Settings) if field.name not in FLAGS_ONLY]
+    known = [field.name for field in fields(Settings) if field.name != "trust_remote_code"]
     for name in content:
-        if name in FLAGS_ONLY:
-            flag = f"--{name.replace('_', '-')}"
-            raise UserError(f"{path} has {name}, which runs code; give it as a flag, {flag}")
+        if name == "trust_remote_code":
+            raise UserError(f"{path} has {name}; what runs code is given by its flag alone")
         if name not in known:
             raise UserError(f"{path} has {name}, which is no setting; there are {', '.join(known)}")
     return content

@@ -17,21 +17,27 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
+from transformers import AutoConfig
 
 from experiments import UserError
 from experiments.answers.cells import Cell, Prediction, Result
+from experiments.answers.settings import SWEPT, Settings
+from experiments.framework.environment import environment_info
 from experiments.framework.manifest import write_at_once
+from experiments.loading import local_folder
 
 SETUP, CELLS, RESULTS, PREDICTIONS = "setup.json", "cells", "results.csv", "predictions.csv"
 
 OF_A_CELL = ("dataset", "press", "ratio", "budget", "mechanism")
 OF_RESULTS = (
     *OF_A_CELL,
-    *("score", "low", "high", "questions", "evicted", "also", "press_text", "seconds"),
+    *("score", "low", "high", "questions", "evicted", "press_text", "seconds"),
 )
 """Columns of `results.csv`."""
 
@@ -131,7 +137,7 @@ class Store:
         predictions = _table(
             (
                 {**result.cell._asdict(), "press_text": result.press_text, **each.model_dump()}
-                | {"answers": _json(each.answers), "also": _json(each.also)}
+                | {"answers": json.dumps(each.answers, ensure_ascii=False)}
                 for result in finished.values()
                 for each in result.predictions
             ),
@@ -147,5 +153,54 @@ def _table(rows: Iterable[dict[str, Any]], columns: Iterable[str]) -> pd.DataFra
     return table.astype({"budget": "Int64"})  # numbers, though some are missing
 
 
-def _json(value: Any) -> str | None:
-    return json.dumps(value, ensure_ascii=False) if value else None
+# ---- the set-up ----------------------------------------------------------------------------------
+
+_ROOT = Path(__file__).resolve().parents[2]
+_CODE = ("press_core", "hooks_impl", "patch_impl", "attention_patch", "experiments")
+"""The packages of this project; results hang on their code and on tables beside it."""
+
+_WEIGHTS = ("*.safetensors", "*.bin", "config.json", "tokenizer*.json")
+_ENDS = 2**20  # bytes of a file, at its start and its end, that tell it from another
+
+
+def setup_of(settings: Settings) -> dict[str, Any]:
+    """The settings that cells share, the model and the versions; `made_with` is for information."""
+    made_with = environment_info()
+    versions = made_with.pop("versions")
+    made_with.pop("seed")
+    shared = {name: value for name, value in asdict(settings).items() if name not in SWEPT}
+    shared["threads"] = settings.threads or torch.get_num_threads()
+    return {
+        **shared,
+        "model_fingerprint": model_fingerprint(settings.model),
+        "versions": versions,
+        "code": code_digest(),
+        "made_with": made_with,
+    }
+
+
+def code_digest() -> str:
+    """A digest of the sources that results hang on, whatever a commit says of them."""
+    parts = [_ROOT / part for part in _CODE]
+    kinds = ("*.py", "*.yaml")
+    return _digest([path for part in parts for kind in kinds for path in part.rglob(kind)], _ROOT)
+
+
+def model_fingerprint(name: str) -> str:
+    """The commit of a model of the hub; of a folder a digest of its files."""
+    if (folder := local_folder(name)) is None:
+        return str(getattr(AutoConfig.from_pretrained(name), "_commit_hash", None))
+    return _digest([path for pattern in _WEIGHTS for path in folder.glob(pattern)], folder)
+
+
+def _digest(files: list[Path], root: Path) -> str:
+    """Of names, sizes and contents of files below a folder, of large ones both ends."""
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(root).as_posix()} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_ENDS))
+            file.seek(max(0, size - _ENDS))
+            digest.update(file.read(_ENDS))
+    return digest.hexdigest()[:16]

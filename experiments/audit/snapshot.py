@@ -8,7 +8,6 @@ value, as they change in place.
 from __future__ import annotations
 
 import builtins
-import gc
 import hashlib
 import sys
 from collections import OrderedDict, defaultdict
@@ -24,6 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils.generic import GeneralInterface
+
+from experiments.framework.timing import no_garbage_collection
 
 CALL, INSTANCE, CLASS, THREAD, PROCESS = REACHES = (
     "this call",
@@ -99,13 +100,8 @@ def snapshot(model: nn.Module) -> Snapshot:
     homes = dict.fromkeys(type(module).__module__ for module in model.modules())
     own = [name for name in homes if not _is_shared(name)]
     files = chain.from_iterable(_file(name, CLASS) for name in own)
-    collects = gc.isenabled()
-    gc.disable()  # thousands of small tuples and no garbage: collecting takes twice as long as this
-    try:
+    with no_garbage_collection():  # of thousands of small tuples, which would take twice as long
         return dict(chain(_instances(model), _classes(model), files, _process(own)))
-    finally:
-        if collects:
-            gc.enable()
 
 
 def same(one: Any, other: Any) -> bool:
@@ -158,18 +154,12 @@ def _fingerprint(tensor: Tensor) -> str:
     """Tells whether shape, dtype or any bit of a dense tensor have changed."""
     # Modes that are open under audit are not to see what the auditor does.
     with torch._C.DisableTorchFunction(), _disable_current_modes():
-        return _content(tensor)
-
-
-def _content(tensor: Tensor) -> str:
-    described = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device}"
-    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
-        return described
-    flat = tensor.detach().cpu().contiguous().flatten()
-    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
-        return described  # a subclass need not have bytes of its own
-    content = hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
-    return f"{described} {content}"
+        described = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device}"
+        has_bytes = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)  # a subclass need not
+        if not has_bytes or tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
+            return described
+        flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return f"{described} {hashlib.blake2b(flat.tobytes(), digest_size=8).hexdigest()}"
 
 
 # ---- this class --------------------------------------------------------------------------------

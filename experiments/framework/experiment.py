@@ -191,8 +191,7 @@ class Experiment(ABC, Generic[OptionsT]):
         model = (own.model,) if several else own.model
         told = {"model": model, "dtype": own.dtype, "device": own.device}
         told = {name: value for name, value in told.items() if name in names}
-        options: OptionsT = replace(quick, **(told | changed))
-        return options
+        return replace(quick, **(told | changed))
 
     @abstractmethod
     def findings(self, tables: Tables) -> list[Finding]:

@@ -35,11 +35,11 @@ class OutcomeMatrix:
         cls, table: pd.DataFrame, row: str, looks: Mapping[str, tuple[str, str]]
     ) -> OutcomeMatrix:
         """From a column `mechanism`, a column `row` and the worst in a column `outcome`."""
-        ranked = table.assign(rank=table["outcome"].map(list(looks).index))
-        worst = ranked.sort_values("rank").drop_duplicates([row, "mechanism"], keep="last")
-        outcomes = worst.pivot(index=row, columns="mechanism", values="outcome")
-        ordered = outcomes.reindex(index=table[row].unique(), columns=table["mechanism"].unique())
-        return cls(ordered, looks)
+        order = list(looks)
+        worst = table.pivot_table(
+            "outcome", row, "mechanism", aggfunc=lambda had: max(had, key=order.index), sort=False
+        )
+        return cls(worst, looks)
 
     def table(self, note: str) -> ResultTable:
         """As a table of words."""
@@ -83,14 +83,12 @@ def draw_cells(
         if text:
             ink = "white" if _is_dark(colour) else CELL_INK
             panel.text(x, y, text, ha="center", va="center", fontsize=7.5, color=ink)
-    panel.set_xlim(-0.5, len(columns) - 0.5)
-    panel.set_ylim(len(rows) - 0.5, -0.5)
+    panel.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(rows) - 0.5, -0.5))
     panel.set_xticks(range(len(columns)), columns, rotation=50, ha="left", rotation_mode="anchor")
     panel.set_yticks(range(len(rows)), rows)
     panel.xaxis.tick_top()
     panel.grid(visible=False)
-    for spine in panel.spines.values():
-        spine.set_visible(False)
+    panel.spines[:].set_visible(False)
 
 
 def _is_dark(colour: str) -> bool:

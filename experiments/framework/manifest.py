@@ -70,15 +70,6 @@ class Entry(_Read):
         return [*(f"{name}.csv" for name in self.tables), *(f"{n}.svg" for n in self.figures)]
 
 
-class Machine(_Read):
-    """What a study ran on."""
-
-    system: str
-    cpu_count: int | None
-    torch_threads: int
-    gpu: str | None
-
-
 class Manifest(_Read):
     """A study: when, with what and on what it was begun, and what came of it.
 
@@ -94,7 +85,7 @@ class Manifest(_Read):
     commit: str | None
     seed: int
     versions: dict[str, str]
-    machine: Machine
+    machine: dict[str, str | int | None]
     model: str | None = None
     quick: bool = False
     left_out: dict[Name, str] = {}
@@ -110,8 +101,12 @@ class Manifest(_Read):
     @property
     def files(self) -> set[str]:
         """Names of all files that the study has written."""
-        own = {file for entry in self.experiments.values() for file in entry.files}
-        return own | {MANIFEST, *REPORTS}
+        return self.tables_and_figures | {MANIFEST, *REPORTS}
+
+    @property
+    def tables_and_figures(self) -> set[str]:
+        """Names of those of its experiments."""
+        return {file for entry in self.experiments.values() for file in entry.files}
 
     def noting(self, name: str, entry: Entry, order: Sequence[str]) -> Manifest:
         """The manifest with what came of one experiment; all of them in `order`."""
@@ -149,8 +144,6 @@ def read_manifest(folder: Path) -> Manifest:
             f"there is no {MANIFEST} in {folder}, so it holds no study; make one with "
             f"`python -m experiments study --output {folder}`"
         ) from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
     except ValidationError as error:
         first = refused(error.errors()[0], "all of it")
         raise UserError(f"{path} is no manifest of a study: {first}") from None
@@ -174,31 +167,32 @@ def write_at_once(path: Path, content: bytes) -> None:
 # ---- one run -----------------------------------------------------------------------------------
 
 
-def disagreements(folder: Path, manifest: Manifest, options: Mapping[str, str]) -> Iterator[str]:
-    """What keeps the results in `folder` from being those of one run of one commit.
+def check_one_run(folder: Path, manifest: Manifest, options: Mapping[str, str]) -> None:
+    """See that the results in `folder` are those of one run of one commit.
 
     Args:
         options: with which each experiment is to run, as text, by name.
+
+    Raises:
+        UserError: if they are not, saying why.
     """
+    if told := list(_disagreements(folder, manifest, options)):
+        raise UserError(f"{folder} is not from one run: {'; '.join(told)}; run `make results`")
+
+
+def _disagreements(folder: Path, manifest: Manifest, options: Mapping[str, str]) -> Iterator[str]:
     if manifest.commit and manifest.commit.endswith("+changes"):
         yield f"{manifest.commit[:7]} had changes that were not committed"
     yield from (f"{name} is not finished" for name in manifest.waiting)
     yield from (f"{name} is missing" for name in options.keys() - manifest.experiments.keys())
+    alike = {"error": None, "commit": manifest.commit, "versions": manifest.versions, "note": ""}
     for name, entry in manifest.experiments.items():
-        if entry.error:
-            yield f"{name} failed"
-        if entry.commit != manifest.commit:
-            yield f"{name} ran at {entry.commit}, the study at {manifest.commit}"
-        if entry.versions != manifest.versions:
-            yield f"{name} ran with other versions than the study"
-        if entry.options != options.get(name):
-            yield f"{name} ran with other options than it has now"
-        if entry.note:
-            yield f"{name} has a note"
-    found = {path.name for path in folder.iterdir() if path.is_file()}
-    written = {file for entry in manifest.experiments.values() for file in entry.files}
-    yield from (f"{name} is missing" for name in sorted(written - found))
-    yield from (f"{name} belongs to no experiment" for name in sorted(found - manifest.files))
+        for what, wanted in (alike | {"options": options.get(name)}).items():
+            if (found := getattr(entry, what)) != wanted:
+                yield f"the {what} of {name} is {found!r}, not {wanted!r}"
+    there = {path.name for path in folder.iterdir() if path.is_file()}
+    yield from (f"{name} is missing" for name in sorted(manifest.tables_and_figures - there))
+    yield from (f"{name} belongs to no experiment" for name in sorted(there - manifest.files))
 
 
 # ---- whose files ---------------------------------------------------------------------------------

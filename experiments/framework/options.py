@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection
 from typing import Annotated, Any
 
 import torch
 import typer
+from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
 Values = Any
 """What a flag was given: one value, or a list of them if it can be repeated; None if nothing."""
@@ -53,20 +53,6 @@ def at_least(least: int) -> Check:
     return checking(lambda n: n >= least, f"{{}} is less than {least}")
 
 
-def _checked_device(name: str) -> str:
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:  # what torch raises differs by device
-        raise typer.BadParameter(f"cannot use {name!r}: {str(error).splitlines()[0]}") from error
-    return name
-
-
-Device = Annotated[
-    str, typer.Option(help="Where to run, such as cpu or cuda.", callback=_checked_device)
-]
-"""A field of options: the device to run on."""
-
-
 def chosen_device(name: str) -> str:
     """`name`, or for "auto" a GPU where there is one, and the CPU elsewhere."""
     if name != "auto":
@@ -74,11 +60,20 @@ def chosen_device(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-AutoDevice = Annotated[
+def _checked_device(name: str) -> str:
+    device = chosen_device(name)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # what torch raises differs by device
+        raise typer.BadParameter(f"cannot use {name!r}: {str(error).splitlines()[0]}") from error
+    return device
+
+
+Device = Annotated[
     str,
     typer.Option(
         help="Where to run, such as cpu or cuda; auto: a GPU where there is one.",
-        callback=lambda name: _checked_device(chosen_device(name)),
+        callback=_checked_device,
     ),
 ]
 """A field of options: the device to run on, for `chosen_device` to read."""
@@ -121,19 +116,19 @@ def several(kind: Callable[[str], Any], help: str, check: Check | None = None, *
     return typer.Option(help=note, parser=split, callback=gathered, **more)
 
 
-_UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_SIZE = TypeAdapter(Annotated[ByteSize, Field(gt=0)])
 
 
 def n_bytes(text: str) -> int:
     """Bytes of a size such as `8GiB`, `500 MB` or `1048576`.
 
     Raises:
-        ValueError: if it is none.
+        BadParameter: if it is none.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
-    if not found or found[2].upper() not in _UNITS or not float(found[1]):
-        raise ValueError(f"{text!r} is no size; write one such as 8GiB or 500MB")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    try:
+        return int(_SIZE.validate_python(text))
+    except ValidationError as error:
+        raise typer.BadParameter(f"{text!r} is no size; write one such as 8GiB or 500MB") from error
 
 
 def size_of(n: int) -> str:
@@ -144,8 +139,5 @@ def size_of(n: int) -> str:
 def checked_size(text: str | None) -> str | None:
     """Check a size in bytes."""
     if text is not None:
-        try:
-            n_bytes(text)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
+        n_bytes(text)
     return text

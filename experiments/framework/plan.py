@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.table import Table
-from rich.text import Text
 
 from experiments import UserError
 from experiments.framework.experiment import AnyExperiment
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
+from experiments.framework.tables import ResultTable
 
 
 class Task(NamedTuple):
@@ -115,14 +115,13 @@ def announcement(plan: Plan, own: OwnModel) -> Table:
         f"{1 / own.token_seconds:,.0f} tokens a second in a prefill, "
         f"{1 / own.step_seconds:,.1f} while decoding) will take about {_about(sum(known))}"
     )
-    table = Table(title=title, title_justify="left")
-    for name in ("experiment", "takes about", ""):
-        table.add_column(name)
-    for task in plan.tasks:
-        said = " ".join(filter(None, (task.experiment.question, task.note)))
-        table.add_row(task.name, _about(task.duration), Text(said))
-    for name, reason in plan.left_out.items():
-        table.add_row(name, "left out", Text(reason))
+    rows = [
+        (task.name, _about(task.duration), f"{task.experiment.question} {task.note}".strip())
+        for task in plan.tasks
+    ]
+    rows += [(name, "left out", reason) for name, reason in plan.left_out.items()]
+    table = ResultTable("", ("experiment", "takes about", ""), rows, left=None).rich()
+    table.title, table.title_justify = title, "left"
     return table
 
 

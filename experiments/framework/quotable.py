@@ -6,7 +6,7 @@ what no table tells is marked as missing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -37,9 +37,8 @@ def joined(tables: Tables) -> pd.DataFrame:
         Indexed by `press`, its class name, and `ratio`, NaN where nothing was measured: `facts`,
         the share of right answers, mean over the questions that the press saw and those it did
         not; `pipeline`, the same over the tasks that were asked through the pipeline; `first
-        token`, `tokens/s` and `bytes` over those without a press; `logit error`, the largest
-        against the full cache; and `same bits`, whether both mechanisms left them, in all that
-        compared them.
+        token`, `tokens/s` and `bytes` over those without a press; and `logit error`, the largest
+        against the full cache.
     """
     quality = _pressed(tables, "quality", "question", "accuracy")
     answers = quality.groupby(_PLACE)["accuracy"].agg(["mean", "size"])
@@ -50,8 +49,7 @@ def joined(tables: Tables) -> pd.DataFrame:
     timed = timed[timed["model"].isin(timed["model"].head(1))]  # the one that was timed first
     whole = timed.loc[timed["press"] == NO_PRESS, "bytes"].max()
     timed = timed.set_index(_PLACE)
-    logits = _of(tables, "error_logits", "logit_error", "equal").set_index(_PLACE)
-    agreed = _of(tables, "quality_agreement", "answers", "same")
+    logits = _of(tables, "error_logits", "logit_error").set_index(_PLACE)
     columns: dict[str, Any] = {
         "facts": answers["mean"].where(answers["size"] == quality["question"].nunique()),
         "pipeline": asked.groupby(_PLACE)["score"].mean(),
@@ -60,21 +58,13 @@ def joined(tables: Tables) -> pd.DataFrame:
         "bytes": timed["bytes"] / whole,
         "logit error": logits["logit_error"],
         "asked": answers["mean"],  # also presses that have to see the question
-        "logits": logits["equal"],
-        "answers": agreed.assign(all=agreed["same"] == agreed["answers"])
-        .groupby(_PLACE)["all"]
-        .min(),
     }
     found = pd.DataFrame({name: column.astype(float) for name, column in columns.items()})
-    compared = _of(tables, "equivalence", "compared", "differ")
-    differ = compared[compared["compared"] > 0].groupby("press")["differ"].sum()
-    found["bits"] = (differ == 0).astype(float).reindex(found.index.get_level_values("press")).array
-    found["same bits"] = found[["logits", "answers", "bits"]].min(axis=1)
     found["right"] = found["facts"].fillna(found["pipeline"]).fillna(0)
     ordered = found[found[["asked", "pipeline"]].notna().any(axis=1)].sort_values(
         by=["ratio", "right", "press"], ascending=[True, False, True]
     )
-    return ordered[[*_FORMS, "same bits"]]
+    return ordered[[*_FORMS]]
 
 
 def _of(tables: Tables, name: str, *columns: str) -> pd.DataFrame:
@@ -111,7 +101,7 @@ def quotable(parts: Sequence[Part]) -> ResultTable | None:
         return None
     places = zip(rows.index, rows.to_dict("records"), frontier(rows), strict=True)
     shown = [
-        [ON_FRONTIER * best, press_label(press), f"{ratio:.0%}", *map(_written, row, row.values())]
+        [ON_FRONTIER * best, press_label(press), f"{ratio:.0%}", *_written(row)]
         for (press, ratio), row, best in places
     ]
     timed = _of(tables, "throughput_first", "model", "context").to_dict("records")
@@ -124,15 +114,14 @@ def quotable(parts: Sequence[Part]) -> ResultTable | None:
     note = (
         "Every press at every ratio, the most right answers first. Right answers to facts (mean of "
         "questions that the press saw and of those it did not) and through the pipeline (mean of "
-        f"its tasks). {times}Largest error of a logit against the full cache. Whether "
-        "hooks and patches left the same bits in all that compared them. "
+        f"its tasks). {times}Largest error of a logit against the full cache. "
         f"{ON_FRONTIER} on the frontier: no other answers more facts from as few bytes. "
         f"{MISSING} not measured."
     )
     return ResultTable(note, ["", "press", "evicted", *rows.columns], shown, left=2)
 
 
-def _written(column: Any, value: float) -> str:
-    if pd.isna(value):
-        return MISSING
-    return format(value, _FORMS[column]) if column in _FORMS else "yes" if value else "no"
+def _written(row: Mapping[Any, float]) -> list[str]:
+    return [
+        MISSING if pd.isna(row[name]) else f"{row[name]:{form}}" for name, form in _FORMS.items()
+    ]

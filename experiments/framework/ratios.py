@@ -1,20 +1,15 @@
-"""Figures of ratios: a dot and its interval per row."""
+"""Figures of numbers side by side: a dot and its interval per row, or a bar."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from experiments.framework.plots import (
-    MUTED,
-    mechanism_colour,
-    mechanism_marker,
-    new_figure,
-    style,
-)
+from experiments.framework.experiment import Contrast
+from experiments.framework.plots import MUTED, mechanism_colour, mechanism_marker, new_figure, style
 
 
 def ratio_figure(panels: Mapping[str, pd.DataFrame], what: str, mark: float = 1) -> Figure:
@@ -43,4 +38,34 @@ def ratio_figure(panels: Mapping[str, pd.DataFrame], what: str, mark: float = 1)
             panel.grid(visible=False, axis="y")
             panel.set_title(title)
         axes[-1].set_xlabel(what)
+    return figure
+
+
+_MECHANISMS = {"hooks": "hook", "patches": "patch"}
+
+
+def overview(contrasts: Sequence[Contrast]) -> Figure:
+    """A panel for each contrast, with a bar for each of its numbers."""
+    heights = [len(contrast.bars) for contrast in contrasts]
+    figure, axes = new_figure(
+        len(contrasts),
+        width=5.2,
+        height=0.3 * sum(heights) + 0.45 * len(contrasts),
+        height_ratios=heights,
+    )
+    with style():
+        for panel, contrast in zip(axes, contrasts, strict=True):
+            names, values = list(contrast.bars), list(contrast.bars.values())
+            colours = [mechanism_colour(_MECHANISMS.get(name, "bare")) for name in names]
+            bars = panel.barh(range(len(names)), values, 0.7, color=colours)
+            panel.bar_label(bars, [f"{value:,.3g}" for value in values], padding=4)
+            panel.set_yticks(range(len(names)), names)
+            panel.set(xlim=(0, 1.15 * max(*values, 1e-9)), xticks=[])
+            panel.invert_yaxis()
+            panel.grid(False)
+            panel.spines["bottom"].set_visible(False)
+            panel.set_title(contrast.title)
+    figure.set_label(
+        "Hooks and patches side by side; in grey the worst of the other mechanisms, where tried"
+    )
     return figure

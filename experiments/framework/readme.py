@@ -18,10 +18,8 @@ import typer
 
 from experiments import UserError, load_experiments
 from experiments.framework.experiment import AnyExperiment, Finding
-from experiments.framework.manifest import disagreements, read_manifest
+from experiments.framework.manifest import check_one_run, read_manifest
 from experiments.framework.results import Part, read_parts
-
-CITATION = "CITATION.cff"
 
 _BLOCK = re.compile(r"^<!-- table: ([^\n]+) -->$.*?^<!-- /table -->$", re.MULTILINE | re.DOTALL)
 _MARKER = re.compile(r"^<!-- (?:table: .+|/table) -->$", re.MULTILINE)
@@ -81,40 +79,21 @@ def fill(text: str, contents: Mapping[str, str]) -> str:
     return new
 
 
-def cited(text: str, results: Path) -> str:
-    """A `CITATION.cff` that names the date and the commit of the study in `results`."""
-    run = read_manifest(results)
-    for key, value in (("date-released", run.date[:10]), ("commit", run.commit)):
-        text = re.sub(rf"^( +{key}: ).*", rf"\g<1>{value}", text, flags=re.MULTILINE)
-    return text
-
-
-def _check_one_run(results: Path, experiments: Sequence[AnyExperiment]) -> None:
-    """See that a whole study comes from one run of one commit.
-
-    Raises:
-        UserError: if it does not; a quick study may.
-    """
-    run = read_manifest(results)
-    options = {experiment.name: repr(experiment.full) for experiment in experiments}
-    if not run.quick and (told := list(disagreements(results, run, options))):
-        raise UserError(f"{results} is not from one run: {'; '.join(told)}; run `make results`")
-
-
 def command(
     results: Annotated[Path, typer.Option(help="Folder of the study.")] = Path("results"),
     check: Annotated[
         bool, typer.Option("--check", help="Change nothing; exit 1 if a block is out of date.")
     ] = False,
 ) -> None:
-    """Rewrite the tables of the README and of docs/, and CITATION.cff, from committed results."""
+    """Rewrite the tables of the README and of docs/ from committed results."""
     experiments = load_experiments()
-    if check:
-        _check_one_run(results, experiments)
+    run = read_manifest(results)
+    if check and not run.quick:
+        check_one_run(results, run, {each.name: repr(each.full) for each in experiments})
     contents, stale = blocks(results, experiments), False
-    for page in (Path("README.md"), *sorted(Path("docs").rglob("*.md")), Path(CITATION)):
+    for page in (Path("README.md"), *sorted(Path("docs").rglob("*.md"))):
         old = page.read_text(encoding="utf-8")
-        new = cited(old, results) if page.name == CITATION else fill(old, contents)
+        new = fill(old, contents)
         if new == old:
             continue
         stale = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import pandas as pd
 import typer
@@ -19,20 +19,16 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from experiments import load_experiments
+from experiments import QUESTION, load_experiments
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import AnyExperiment, Finding
 from experiments.framework.manifest import read_manifest, write_manifest
-from experiments.framework.overview import overview
 from experiments.framework.plots import svg
 from experiments.framework.quotable import quotable
+from experiments.framework.ratios import overview
 from experiments.framework.results import Part, drawn, read_parts, write_figures
 from experiments.loading import short_name
 
-QUESTION = (
-    "To change what a transformer keeps in its KV cache, must you patch its code, or are hooks "
-    "enough, and what does each cost?"
-)
 MAX_ROWS = 15
 """Rows of a CSV file that the HTML page shows."""
 
@@ -88,36 +84,17 @@ def _to_html(markdown: str) -> Markup:
     return Markup(html.replace("</table>", "</table></div>"))
 
 
-def _inline(markdown: str) -> Markup:
-    return Markup(_MARKDOWN.renderInline(markdown))
+def _svg(figure: Figure, name: str) -> Markup:
+    return Markup(svg(figure, salt=name))
 
 
-class _Picture(NamedTuple):
-    """A figure on the page: its `<svg>` element, what it shows, and its width in CSS pixels."""
-
-    drawn: Markup
-    shows: str
-    width: int
-
-
-def _picture(name: str, figure: Figure) -> _Picture:
-    drawn = Markup(svg(figure, salt=name))
-    return _Picture(drawn, str(figure.get_label()), round(96 * figure.get_figwidth()))
-
-
-def _pictures(part: Part) -> list[_Picture]:
-    return [_picture(*each) for each in part.experiment.figures(part.tables).items()]
-
-
-def _overview(parts: Iterable[Part], folder: Path) -> list[_Picture]:
+def _overview(parts: Iterable[Part], folder: Path) -> dict[str, Figure]:
     """The first figure, also written as an SVG file; empty if nothing goes into it."""
     done = [part for part in parts if not part.error]
     contrasts = [each for part in done for each in part.experiment.contrasts(part.tables)]
-    if not contrasts:
-        return []
-    figure = overview(contrasts)
-    write_figures({OVERVIEW: figure}, folder)
-    return [_picture(OVERVIEW, figure)]
+    figures = {OVERVIEW: overview(contrasts)} if contrasts else {}
+    write_figures(figures, folder)
+    return figures
 
 
 def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
@@ -140,7 +117,13 @@ def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
         keep_trailing_newline=True,
         undefined=StrictUndefined,
     )
-    environment.filters.update(markdown=_to_html, inline=_inline, cell=_cell, duration=_duration)
+    environment.filters.update(
+        markdown=_to_html,
+        inline=lambda markdown: Markup(_MARKDOWN.renderInline(markdown)),
+        cell=_cell,
+        duration=_duration,
+        svg=_svg,
+    )
     context = {
         "question": QUESTION,
         "run": manifest,
@@ -151,7 +134,6 @@ def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
         "threats": threats(parts),
         "overview": _overview(parts, folder),
         "quotable": quotable(parts),
-        "pictures": _pictures,
         "max_rows": MAX_ROWS,
         "numeric": pd.api.types.is_numeric_dtype,
     }

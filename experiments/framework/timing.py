@@ -17,16 +17,12 @@ ConditionT = TypeVar("ConditionT", bound=Hashable)
 Array = np.ndarray[Any, Any]
 
 
-def _nothing() -> None:
-    return None
-
-
 def each_in_turn(
     conditions: list[ConditionT],
     timed: Callable[[ConditionT], Any],
     *,
     rounds: int,
-    advance: Callable[[], object] = _nothing,
+    advance: Callable[[], object] = lambda: None,
 ) -> dict[ConditionT, Array]:
     """Call `timed` for every condition, in turn, without collecting garbage.
 
@@ -39,7 +35,8 @@ def each_in_turn(
         Per condition an array of `rounds` rows.
     """
     taken: dict[ConditionT, list[Any]] = {name: [] for name in conditions}
-    with _no_garbage_collection():
+    gc.collect()
+    with no_garbage_collection():
         for index in range(rounds + 1):
             first = index % len(conditions)  # who begins changes: none always follows the same
             for name in conditions[first:] + conditions[:first]:
@@ -50,9 +47,9 @@ def each_in_turn(
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
+    """Nothing is collected for as long as the block lasts."""
     enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield

@@ -17,16 +17,11 @@ from press_core import attention_sites
 # ---- kvpress: hooks, for head-wise presses with the help of the attention registry ---------------
 
 
-def kvpress_knorm(model: PreTrainedModel) -> Any:
-    from kvpress import KnormPress
-
-    return KnormPress(0.5)(model)
-
-
-def kvpress_adakv(model: PreTrainedModel) -> Any:
+def kvpress(is_headwise: bool, model: PreTrainedModel) -> Any:
     from kvpress import AdaKVPress, KnormPress
 
-    return AdaKVPress(KnormPress(0.5))(model)
+    press = KnormPress(0.5)
+    return (AdaKVPress(press) if is_headwise else press)(model)
 
 
 # ---- accelerate: modules whose weights live elsewhere, brought in by a wrapper of each forward ---
@@ -151,7 +146,9 @@ def nnsight(model: PreTrainedModel) -> Iterator[Any]:
 
 
 LIBRARIES = {
-    "kvpress": Library("kvpress", {"KnormPress": kvpress_knorm, "AdaKVPress": kvpress_adakv}),
+    "kvpress": Library(
+        "kvpress", {"KnormPress": partial(kvpress, False), "AdaKVPress": partial(kvpress, True)}
+    ),
     "accelerate": Library(
         "accelerate",
         {

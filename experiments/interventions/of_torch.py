@@ -97,8 +97,7 @@ def exported(model: PreTrainedModel) -> Iterator[Runs]:
 
     def run(input_ids: Tensor, **_: Any) -> Tensor:
         program = torch.export.export(model, (input_ids,), {"use_cache": False}, strict=False)
-        logits: Tensor = program.module()(input_ids, use_cache=False).logits
-        return logits
+        return program.module()(input_ids, use_cache=False).logits
 
     yield run
 

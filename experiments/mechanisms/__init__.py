@@ -25,10 +25,7 @@ from experiments.mechanisms.forwards import (
     plain_hook,
     plain_patch,
 )
-from experiments.mechanisms.functions import (
-    attention_interface,
-    registry_patch,
-)
+from experiments.mechanisms.functions import attention_interface, registry_patch
 
 MECHANISMS: dict[str, Callable[[float], Opens]] = {
     "hooks": hooks_impl.KnormPress,

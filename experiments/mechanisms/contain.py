@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -18,16 +19,13 @@ def contained(model: PreTrainedModel) -> Iterator[None]:
     classes = {type(module) for module in model.modules()}
     own = [cls for cls in classes if cls.__module__.startswith("transformers.models.")]
     attributes = {cls: dict(vars(cls)) for cls in own}
-    mappings = [cls._global_mapping for cls in (AttentionInterface, AttentionMaskInterface)]
-    entries = [dict(mapping) for mapping in mappings]
-    try:
-        yield
-    finally:
-        for cls, former in attributes.items():
-            _restore(cls, former)
-        for mapping, former in zip(mappings, entries, strict=True):
-            mapping.clear()
-            mapping.update(former)
+    functions, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+    with patch.dict(functions), patch.dict(masks):
+        try:
+            yield
+        finally:
+            for cls, former in attributes.items():
+                _restore(cls, former)
 
 
 def _restore(cls: type, former: dict[str, Any]) -> None:

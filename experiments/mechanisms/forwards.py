@@ -66,7 +66,7 @@ class Pruner:
 @as_press
 @contextmanager
 def plain_hook(model: PreTrainedModel, compression_ratio: float) -> Iterator[None]:
-    """A closure as forward hook of each attention module."""
+    """A closure as forward hook of each attention module, which a deep copy shares."""
     pruner = Pruner(model, compression_ratio)
 
     def prune(*call: Any) -> None:
@@ -119,8 +119,7 @@ def _instance(forward: Any) -> nn.Module:
     """Whose forward it is, below the layers of others."""
     while isinstance(forward, partial):
         forward = forward.args[0]
-    module: nn.Module = forward.__self__
-    return module
+    return forward.__self__
 
 
 @as_press

@@ -22,7 +22,7 @@ from experiments.framework import shared
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.frames import frame_table, heat_maps
-from experiments.framework.options import AutoDevice, Dtype, chosen_device
+from experiments.framework.options import Device, Dtype, chosen_device
 from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import press_label
 from experiments.framework.tables import ResultTable
@@ -55,7 +55,7 @@ class Options:
     model: shared.Model = "facts-llama"
     seed: shared.Seed = 0
     dtype: Dtype = "float32"
-    device: AutoDevice = "auto"
+    device: Device = "auto"
 
 
 # ---- samples -------------------------------------------------------------------------------------

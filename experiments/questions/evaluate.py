@@ -12,8 +12,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
-from experiments.answers.cells import NO_PRESS, forget, plan, run_cell
-from experiments.answers.engines import Failure, serial
+from experiments.answers.cells import NO_PRESS, Failure, each_of, forget, plan, run_cell
 from experiments.answers.settings import STUDIED, Settings
 from experiments.answers.sweep import command, press_words, shown
 from experiments.framework.evidence import Evidence
@@ -70,14 +69,14 @@ class Evaluate(Experiment[Settings]):
     def measure(self, options: Settings, progress: Progress) -> Tables:
         cells = plan(options)
         rows = []
-        outcomes = serial(cells, partial(run_cell, options))
+        outcomes = each_of(cells, partial(run_cell, options))
         for cell, outcome in shown(outcomes, len(cells), progress):
             if isinstance(outcome, Failure):
                 raise RuntimeError(f"{cell}: {outcome.reason}")
             answers = " ".join(each.prediction for each in outcome.predictions)
             rows.append(outcome.summary() | {"answers": answers})
         forget()  # the next experiment loads a model of its own
-        return {self.name: pd.DataFrame(rows).drop(columns=["also", "press_text", "seconds"])}
+        return {self.name: pd.DataFrame(rows).drop(columns=["press_text", "seconds"])}
 
     def findings(self, tables: Tables) -> list[Finding]:
         table = tables[self.name]

@@ -12,16 +12,15 @@ asking, not the fact.)
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from experiments import UserError
-from experiments.testbed.facts import FactBatch, draw, reads_facts
+from experiments.testbed.facts import VOCABULARY, FactBatch, draw
 from press_core.presses.finch import Finch
 from press_core.scope import InstalledPress
 
@@ -80,7 +79,7 @@ def answer_unseen(model: PreTrainedModel, press: InstalledPress | None, batch: F
         `(B, facts)` int64, the likeliest of all tokens after each question.
     """
     rows, n_facts = batch.answer_ids.shape
-    with _scope(press, model):
+    with nullcontext() if press is None else press(model):
         cache = _prefill(model, batch.context_ids)
         cache.batch_repeat_interleave(n_facts)
         questions = batch.question_ids.flatten(0, 1).to(model.device)
@@ -105,14 +104,10 @@ def answer_seen(model: PreTrainedModel, press: InstalledPress | None, batch: Fac
     if isinstance(press, Finch):
         assert press.delimiter_token_id is not None
         parts.insert(1, torch.full_like(context[:, :1], press.delimiter_token_id))
-    with _scope(press, model):
+    with nullcontext() if press is None else press(model):
         cache = _prefill(model, torch.cat(parts, dim=1))
         logits = model(input_ids=last, position_ids=position, past_key_values=cache).logits
     return logits[:, -1].argmax(dim=-1, keepdim=True).cpu()
-
-
-def _scope(press: InstalledPress | None, model: PreTrainedModel) -> AbstractContextManager[Any]:
-    return nullcontext() if press is None else press(model)
 
 
 def _prefill(model: PreTrainedModel, input_ids: Tensor) -> Cache:
@@ -126,7 +121,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     Raises:
         UserError: if its tokens are not those of `experiments.testbed.facts`.
     """
-    if not reads_facts(tokenizer):
+    if tokenizer.get_vocab() != {word: index for index, word in enumerate(VOCABULARY)}:
         raise UserError(
             f"{name!r} has another vocabulary than the facts task; give facts-llama, a model "
             "trained by `python -m experiments train facts`, or another task, such as synthetic"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -110,13 +110,6 @@ class Inputs:
         mask = (torch.arange(longest) >= padding[:, None]).long() if padding.any() else None
         return cls(context, tuple(following), mask)
 
-    def row(self, index: int) -> Inputs:
-        """One row of the batch by itself, without its padding."""
-        context = self.context[index : index + 1]
-        if self.attention_mask is not None:
-            context = context[:, self.attention_mask[index] == 1]
-        return Inputs(context, tuple(ids[index : index + 1] for ids in self.following))
-
     def with_delimiter(self, token_id: int, question: int) -> Inputs:
         """The same with the token `token_id` in the context of each row, `question` tokens from its
         end or, in rows that are shorter, after their first."""
@@ -152,33 +145,22 @@ class Inputs:
             yield {name: tensor.to(device) for name, tensor in arguments.items()}
 
 
-@dataclass(frozen=True)
-class LayerState:
+class LayerState(NamedTuple):
     """What a layer of a cache holds at one moment.
 
     Attributes:
         kind: class name of the layer.
         seen: tokens that it has seen.
-        keys, values: `(B, H_kv, n, d)`.
         positions: `(B, H_kv, n_pruned)` int32, see `PrunedLayer`; None where nothing was pruned or
             the press did not say what it kept. Heads of different lengths are aligned on the right.
+        keys, values: `(B, H_kv, n, d)`.
     """
 
     kind: str
     seen: int
+    positions: Tensor | None
     keys: Tensor
     values: Tensor
-    positions: Tensor | None
-
-    def facts(self) -> dict[str, Any]:
-        """What has to be equal before tensors can be compared, by what it is."""
-        return {
-            "kinds of layer": self.kind,
-            "tokens seen": self.seen,
-            "shapes of the keys": _shape(self.keys),
-            "shapes of the values": _shape(self.values),
-            "positions known": _shape(self.positions),
-        }
 
     def position(self, row: int, head: int, slot: int) -> int:
         """Place in the sequence (padding counted) of what lies in `slot`.
@@ -190,8 +172,11 @@ class LayerState:
         return slot + self.seen - self.keys.shape[2]
 
 
-@dataclass(frozen=True)
-class Trace:
+_NAMES = ("kinds of layer", "tokens seen", "kept positions", "keys", "values")
+"""What a difference calls the fields of a `LayerState`."""
+
+
+class Trace(NamedTuple):
     """What a run left: the cache after the prefill and at the end, and the logits of each forward.
 
     Attributes:
@@ -200,7 +185,7 @@ class Trace:
 
     pruned: list[LayerState]
     final: list[LayerState]
-    logits: list[Tensor] = field(repr=False)
+    logits: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -223,9 +208,8 @@ class Difference:
     position: int | None = None
 
     def __str__(self) -> str:
-        places = ("layer", "row", "head", "position")
-        found = [f"{name} {getattr(self, name)}" for name in places]
-        named = ", ".join(place for place in found if not place.endswith("None"))
+        places = {name: getattr(self, name) for name in ("layer", "row", "head", "position")}
+        named = ", ".join(f"{name} {at}" for name, at in places.items() if at is not None)
         first = f" differ first at {named}" if named else " differ"
         return f"{self.where}{first}: hook {self.hook_value}, patch {self.patch_value}"
 
@@ -295,7 +279,7 @@ def _state(layer: Any) -> LayerState:
     if isinstance(layer, RaggedLayer):
         keys, values, positions = layer.dense()
     kind, seen = type(layer).__name__, int(layer.get_seq_length())
-    return LayerState(kind, seen, keys, values, positions)
+    return LayerState(kind, seen, positions, keys, values)
 
 
 def _differences(hook: Trace, patch: Trace) -> Iterator[Difference]:
@@ -318,20 +302,20 @@ def _between_caches(
     if len(hook) != len(patch):
         yield Difference(f"numbers of layers {when}", len(hook), len(patch))
     for layer, states in enumerate(zip(hook, patch, strict=False)):
-        facts = [state.facts() for state in states]
-        for what, value in facts[0].items():
-            if value != facts[1][what]:
-                yield Difference(f"{what} {when}", value, facts[1][what], layer)
-        for what in ("positions", "keys", "values"):
-            both = [getattr(state, what) for state in states]
-            if at := None if both[0] is None else _first_unequal(*both):
+        for what, *of_both in zip(_NAMES, *states, strict=True):
+            both: list[Any] = of_both
+            told = [each if isinstance(each, (int, str)) else _shape(each) for each in both]
+            if told[0] != told[1]:
+                shapes = "" if told == both else "shapes of the "
+                yield Difference(f"{shapes}{what} {when}", told[0], told[1], layer)
+            elif isinstance(both[0], Tensor) and (at := _first_unequal(*both)):
                 values = [of_one[tuple(at)].item() for of_one in both]
                 position = states[0].position(*at[:3])
-                if what == "positions":
+                if what == "kept positions":
                     # The smaller is kept by one of the two only; -1 marks a slot that is empty.
                     position = max(values) if min(values) < 0 else min(values)
-                named = f"{'kept ' * (what == 'positions')}{what} {when}"
-                yield Difference(named, values[0], values[1], layer, at[0], at[1], position)
+                found = values[0], values[1], layer, at[0], at[1], position
+                yield Difference(f"{what} {when}", *found)
 
 
 def _shape(states: Tensor | None) -> str:
@@ -344,5 +328,4 @@ def _first_unequal(hook: Tensor, patch: Tensor) -> list[int] | None:
     hook, patch = hook.contiguous().view(as_integers), patch.contiguous().view(as_integers)
     if torch.equal(hook, patch):
         return None
-    index: list[int] = (hook != patch).nonzero()[0].tolist()
-    return index
+    return (hook != patch).nonzero()[0].tolist()

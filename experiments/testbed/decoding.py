@@ -1,8 +1,8 @@
 """What a decode step takes and what a cache holds, of everything, of what is kept, in four ways.
 
-Times depend on how many tokens are kept, not on which: caches are filled with random numbers, and
-heads share their budget by random scores, some heads' higher than others'. All of them take turns,
-and are compared round by round with the full cache.
+Times depend on how many tokens are kept, not on which: the context is one of random tokens, of
+which all heads keep those of Knorm, or share that budget by AdaKV. All of them take turns, and are
+compared round by round with the full cache.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from experiments.framework.intervals import median_interval
 from experiments.framework.timing import Stopwatch, each_in_turn
-from experiments.testbed.variants import VARIANTS
-from experiments.testbed.variants import Kept as KeptByHeads
-from press_core import RaggedLayer, attention_sites, cache_nbytes
-from press_core.budget import n_kept
-from press_core.cache.caches import known
-from press_core.cache.tokens import Kept
-from press_core.presses.headwise import safeguarded, shared_budget
+from experiments.testbed.compare import Inputs
+from experiments.testbed.variants import VARIANTS, kept_in
+from hooks_impl import AdaKVPress, KnormPress
+from press_core import RaggedLayer, cache_nbytes
 
 FULL, UNIFORM = "full", "uniform"
 """The cache without a press, and one from which all heads have evicted as many tokens."""
@@ -60,58 +57,25 @@ Held = tuple[Cache, Callable[[], AbstractContextManager[Any]]]
 """A cache, and what opens the scope that decodes it."""
 
 
-# ---- caches --------------------------------------------------------------------------------------
-
-
-def full_cache(model: PreTrainedModel, context: int) -> DynamicCache:
-    """A cache of `context` random tokens."""
-    cache, generator = DynamicCache(config=model.config), torch.Generator().manual_seed(context)
-    for site in attention_sites(model):
-        shape = 2, 1, site.num_kv_heads, context, site.head_dim
-        states = torch.randn(shape, generator=generator).to(model.device, model.dtype)
-        cache.update(states[0].clone(), states[1].clone(), site.layer_idx)
-    return cache
-
-
-def head_budgets(cache: Cache, ratio: float) -> KeptByHeads:
-    """What heads keep that share a budget by random scores: as many on average, not each."""
-    generator = torch.Generator().manual_seed(0)
-    kept = {}
-    for index, layer in enumerate(cache.layers):
-        shape = layer.keys.shape[:3]
-        of_heads = 0.75 + 0.5 * torch.rand(*shape[:2], 1, generator=generator)
-        scores = torch.rand(shape, generator=generator) * of_heads
-        n = n_kept(shape[-1], ratio)
-        chosen = shared_budget(safeguarded(scores, n, 0.2), n)
-        kept[index] = chosen.to(layer.keys.device)
-    return kept
-
-
-def uniform_cache(full: Cache, ratio: float) -> DynamicCache:
-    """What is left of `full` when every head keeps as many tokens."""
-    cache = DynamicCache()
-    for index, layer in enumerate(full.layers):
-        seen = layer.get_seq_length()
-        n = n_kept(seen, ratio)
-        positions = torch.arange(n, device=layer.keys.device).expand(*layer.keys.shape[:2], -1)
-        keys, values = (states[:, :, :n].clone() for states in (layer.keys, layer.values))
-        pruned = known(full, index).holding(keys, values)
-        pruned.kept = Kept(positions.to(torch.int32), n, seen)
-        cache.layers.append(pruned)
-    return cache
-
-
+@torch.inference_mode()
 def caches(model: PreTrainedModel, context: int, ratios: tuple[float, ...]) -> dict[Timed, Held]:
-    """Everything that is timed at one context length."""
-    full = full_cache(model, context)
+    """Everything that is timed at one context length, of one context of random tokens."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    (ids, *_) = Inputs.random(vocabulary, [context], question=0, steps=0).forwards(model.device)
+
+    def prefilled(scope: AbstractContextManager[Any]) -> Cache:
+        with scope:
+            return model(**ids, use_cache=True, logits_to_keep=1).past_key_values
+
+    full = prefilled(nullcontext())
     held: dict[Timed, Held] = {Timed(FULL): (full, nullcontext)}
     for ratio in ratios:
-        uniform, kept = uniform_cache(full, ratio), head_budgets(full, ratio)
-        held[Timed(UNIFORM, ratio)] = (uniform, nullcontext)
+        evenly = KnormPress(ratio)
+        held[Timed(UNIFORM, ratio)] = (prefilled(evenly(model)), nullcontext)
+        kept = kept_in(prefilled(AdaKVPress(evenly)(model)))
         for variant in VARIANTS.values():
             opened = partial(variant.open, model, kept)
-            name = Timed(variant.name, ratio)
-            held[name] = (variant.cache(full, kept), opened)
+            held[Timed(variant.name, ratio)] = (variant.cache(full, kept), opened)
     return held
 
 

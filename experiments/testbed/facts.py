@@ -29,8 +29,6 @@ PAD, BOS, UNKNOWN, QUESTION = "<pad>", "<bos>", "<unk>", "?"
 VOCABULARY: tuple[str, ...] = (PAD, BOS, UNKNOWN, QUESTION, *KEYS, *VALUES, *FILLER)
 """Every token; a token's id is its place here."""
 
-_BOS_ID = VOCABULARY.index(BOS)
-_QUESTION_ID = VOCABULARY.index(QUESTION)
 _FIRST_KEY = VOCABULARY.index(KEYS[0])
 _FIRST_VALUE = VOCABULARY.index(VALUES[0])
 _FIRST_FILLER = VOCABULARY.index(FILLER[0])
@@ -43,14 +41,7 @@ def build_tokenizer() -> PreTrainedTokenizerBase:
     is a token of its own, also when no space separates it from a word. There is no end-of-sequence
     token: an answer is one token long, so generation ends with ``max_new_tokens=1``.
     """
-    tokenizer: PreTrainedTokenizerBase
-    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[1] / "models" / "facts-llama")
-    return tokenizer
-
-
-def reads_facts(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a tokenizer has the words of the task, and no others."""
-    return bool(tokenizer.get_vocab() == {word: index for index, word in enumerate(VOCABULARY)})
+    return AutoTokenizer.from_pretrained(Path(__file__).parents[1] / "models" / "facts-llama")
 
 
 class FactText(NamedTuple):
@@ -106,27 +97,20 @@ def draw(batch_size: int, context: int, facts: int, generator: torch.Generator) 
     Raises:
         ValueError: A number is out of range.
     """
-    _check_sizes(batch_size, context, facts)
+    most = min(len(KEYS), context // 2)
+    if not 1 <= facts <= most:
+        raise ValueError(
+            f"facts is {facts}, which does not fit in a context of {context} words: it holds 1 to "
+            f"{most}, each of two words and about a key of its own"
+        )
     keys = _distinct(batch_size, len(KEYS), facts, generator) + _FIRST_KEY
     values = torch.randint(len(VALUES), (batch_size, facts), generator=generator) + _FIRST_VALUE
     filler = torch.randint(len(FILLER), (batch_size, context), generator=generator) + _FIRST_FILLER
     positions = 1 + 2 * _distinct(batch_size, context // 2, facts, generator)
-    context_ids = torch.cat([torch.full((batch_size, 1), _BOS_ID), filler], dim=1)
+    context_ids = torch.cat([torch.full((batch_size, 1), VOCABULARY.index(BOS)), filler], dim=1)
     context_ids.scatter_(1, positions, keys).scatter_(1, positions + 1, values)
-    question_ids = torch.stack([torch.full_like(keys, _QUESTION_ID), keys], dim=-1)
+    question_ids = torch.stack([torch.full_like(keys, VOCABULARY.index(QUESTION)), keys], dim=-1)
     return FactBatch(context_ids, question_ids, values, positions)
-
-
-def _check_sizes(batch_size: int, context: int, facts: int) -> None:
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
-    if not 1 <= facts <= len(KEYS):
-        raise ValueError(f"facts is {facts}; it must be from 1 to {len(KEYS)}, one key each")
-    if facts > context // 2:
-        raise ValueError(
-            f"facts is {facts}, which does not fit in a context of {context} words; "
-            f"at most {max(context // 2, 0)} do, two words each"
-        )
 
 
 def _distinct(rows: int, below: int, count: int, generator: torch.Generator) -> Tensor:

@@ -37,9 +37,6 @@ FAMILIES = tuple(_SPECIAL)
 
 NO_ROPE = frozenset({"gpt2"})
 NO_GQA = frozenset({"gpt2", "gpt_neox"})
-_HAS_HEAD_DIM = frozenset(
-    {"qwen3", "gemma2", "gemma3_text", "gpt_oss", "mistral", "mixtral", "llama"}
-)
 HYBRID = frozenset({"gemma2", "gemma3_text", "gpt_oss"})
 """Families whose layers alternate between sliding and full attention."""
 
@@ -82,8 +79,6 @@ def build(
     width = width or num_heads * head_dim
     hybrid = family in HYBRID
     more: dict[str, Any] = {} if family in NO_GQA else {"num_key_value_heads": num_kv_heads}
-    if family in _HAS_HEAD_DIM:
-        more["head_dim"] = head_dim
     if hybrid:
         more["layer_types"] = ["sliding_attention", "full_attention"] * num_layers
     config = AutoConfig.for_model(
@@ -92,6 +87,7 @@ def build(
         hidden_size=width,
         intermediate_size=2 * width,
         num_attention_heads=num_heads,
+        head_dim=head_dim,
         num_hidden_layers=num_layers * (2 if hybrid else 1),
         **_SPECIAL[family],
         **more,

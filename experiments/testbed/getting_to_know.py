@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -16,7 +15,9 @@ from transformers import DynamicCache, PreTrainedModel
 import hooks_impl
 from experiments import UserError
 from experiments.framework.own_model import OwnModel
-from experiments.loading import ModelNotFoundError, load_model, short_name
+from experiments.framework.timing import Stopwatch
+from experiments.loading import load_model, short_name
+from experiments.testbed.compare import Inputs
 from experiments.testbed.recipes import recipe_pair
 from press_core import PressError, attention_sites
 
@@ -37,8 +38,6 @@ def get_to_know(name: str, dtype: str = "float32", device: str = "cpu") -> OwnMo
     try:
         model, tokenizer = load_model(name, dtype=dtype, device=device)
     except (ImportError, OSError, ValueError) as error:
-        if isinstance(error, ModelNotFoundError):
-            raise
         reason = " ".join(str(error).split())
         raise UserError(f"cannot load {name} with its tokenizer: {reason:.300}") from error
     # Where there are no files of a tokenizer, some releases of transformers make an empty one.
@@ -92,20 +91,15 @@ def _pace(model: PreTrainedModel) -> tuple[float, float]:
     """Seconds per token of a prefill, and per decode step."""
     config = model.config.get_text_config()
     length = min(PROBE, max(2, _trained(config) - STEPS))
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, config.vocab_size, (1, length), generator=generator).to(model.device)
+    ids = Inputs.random(config.vocab_size, [length]).context.to(model.device)
 
-    def timed(tokens: torch.Tensor, cache: DynamicCache) -> float:
-        start = perf_counter()
+    model(input_ids=ids[:, :2], use_cache=True)  # what comes once
+    cache, watch = DynamicCache(config=model.config), Stopwatch(model.device)
+    for tokens in (ids, *[ids[:, :1]] * STEPS):
         model(input_ids=tokens, past_key_values=cache, logits_to_keep=1)
-        if model.device.type == "cuda":
-            torch.cuda.synchronize(model.device)
-        return perf_counter() - start
-
-    timed(ids[:, :2], DynamicCache(config=model.config))  # what comes once
-    cache = DynamicCache(config=model.config)
-    prefill = timed(ids, cache)
-    return prefill / length, median(timed(ids[:, :1], cache) for _ in range(STEPS))
+        watch.lap()
+    prefill, *steps = watch.seconds()
+    return prefill / length, median(steps)
 
 
 def _is_online() -> bool:

@@ -86,16 +86,12 @@ class Reader:
         outputs: list[Tensor] = []
         weights: list[Tensor] = []
 
-        def note_output(_: nn.Module, args: tuple[Any, ...]) -> None:
-            outputs.append(args[0].clone())
-
-        def note_weights(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            weights.append(output[1])
-
         with ExitStack() as hooks:
             for site in self.sites:
-                hooks.callback(_projection(site).register_forward_pre_hook(note_output).remove)
-                hooks.callback(site.module.register_forward_hook(note_weights).remove)
+                before = _projection(site).register_forward_pre_hook
+                hooks.enter_context(before(lambda _, args: outputs.append(args[0].clone())))
+                after = site.module.register_forward_hook
+                hooks.enter_context(after(lambda _, args, output: weights.append(output[1])))
             logits = self.model(input_ids=self.question, past_key_values=cache).logits
         heads = (site.num_heads for site in self.sites)
         by_head = [o.unflatten(-1, (n, -1)) for n, o in zip(heads, outputs, strict=True)]

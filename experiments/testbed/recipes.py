@@ -16,10 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 import yaml
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -28,7 +27,7 @@ import hooks_impl
 import patch_impl
 from experiments import UserError
 from experiments.framework.plots import press_label
-from experiments.testbed.compare import PressPair
+from experiments.testbed.compare import Inputs, PressPair
 from press_core import HyperparameterError, Needs, PressError
 from press_core.budget import n_kept
 from press_core.presses.finch import Finch
@@ -83,9 +82,40 @@ def recipe(presses: Presses, name: str, ratio: float, length: int | None = None)
     presses[name]
     if not 0 <= ratio < 1:
         raise HyperparameterError(f"compression_ratio={ratio}: it must be a number in [0, 1)")
-    return _Kitchen(presses, length or SHORT, _FIELDS if length else _SHORT_FIELDS).make(
-        name, ratio
-    )
+    told = {**_FIELDS["usual"].get(name, {}), **({} if length else _FIELDS["short"].get(name, {}))}
+    told |= _amount(name, ratio, length or SHORT, told)
+    parts, of_parts = told.pop("parts", {}), told.pop("ratio_of_parts", ratio)
+    told |= {field: recipe(presses, part, of_parts, length) for field, part in parts.items()}
+    if name == "ComposedPress":
+        half = 1 - (1 - ratio) ** 0.5
+        told["presses"] = [recipe(presses, each, half, length) for each in told["presses"]]
+    return presses[name](**told)
+
+
+def _amount(name: str, ratio: float, length: int, told: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that say how much is evicted; none where what is wrapped says it."""
+    kept = n_kept(length, ratio)
+    match name:
+        case "CAMPress" | "DecodingPress" | "EveryTurnPress":
+            return {"target_size": kept}
+        case "CompressionRatioDecodingPress":
+            return {"target_compression_ratio": ratio}
+        case "DMSPress":  # scores are drawn from [0, 1)
+            window = told.get("sliding_window_size", max(1, length // 8))
+            return {"threshold": ratio, "sliding_window_size": window}
+        case "DuoAttentionPress":
+            spared = min(told["sink_size"] + told["recent_size"], length - 1)  # by streaming heads
+            return {"head_compression_ratio": min(1.0, ratio / (1 - spared / length))}
+        case "PerLayerCompressionPress":  # `fitted_pair` knows how many layers there are
+            return {"compression_ratios": [ratio]}
+        case "SimLayerKVPress":
+            return {"lazy_threshold": 1 - ratio, "n_recent": max(2, kept - 4)}
+        case "StreamingLLMDecodingPress":
+            return {"max_capacity": max(5, kept)}
+        case "ThinKPress":
+            return {"key_channel_compression_ratio": ratio}
+    wraps = "parts" in told or "presses" in told
+    return {} if wraps else {"compression_ratio": ratio}
 
 
 def recipe_pair(name: str, ratio: float, length: int | None = None) -> PressPair:
@@ -93,79 +123,10 @@ def recipe_pair(name: str, ratio: float, length: int | None = None) -> PressPair
     return PressPair(*(recipe(presses, name, ratio, length) for presses in MECHANISMS.values()))
 
 
-class _Kitchen(NamedTuple):
-    """The presses of one package for contexts of one length.
-
-    Attributes:
-        fields: by press, what is set whatever the ratio.
-    """
-
-    presses: Presses
-    length: int
-    fields: Mapping[str, Mapping[str, Any]]
-
-    def make(self, name: str, ratio: float) -> Any:
-        told = {**self.amount(name, ratio), **self.fields.get(name, {})}
-        return self.presses[name](**told)
-
-    def amount(self, name: str, ratio: float) -> dict[str, Any]:
-        """The fields that say how much is evicted."""
-        inner = _TOLD["wrapped"].get(name)
-        if inner is not None:
-            return {"press": self.make(inner, ratio)}
-        kept = n_kept(self.length, ratio)
-        match name:
-            case "CAMPress" | "DecodingPress":
-                return {"base_press": self.make("SnapKVPress", 0.0), "target_size": kept}
-            case "CompressionRatioDecodingPress":
-                whole = self.make("SnapKVPress", 0.0)
-                return {"base_press": whole, "target_compression_ratio": ratio}
-            case "EveryTurnPress":
-                return {"press": self.make("SnapKVPress", 0.0), "target_size": kept}
-            case "ComposedPress":
-                half = 1 - (1 - ratio) ** 0.5
-                return {
-                    "presses": [self.make(f"{part}Press", half) for part in ("Knorm", "SnapKV")]
-                }
-            case "DMSPress":
-                scores = self.make("RandomPress", ratio)  # in [0, 1)
-                window = max(1, self.length // 8)
-                return {"press": scores, "threshold": ratio, "sliding_window_size": window}
-            case "DuoAttentionPress":
-                spared = min(sum(self.fields[name].values()), self.length - 1)  # by streaming heads
-                return {"head_compression_ratio": min(1.0, ratio / (1 - spared / self.length))}
-            case "LUKVPress":  # with its default press
-                press = replace(self.make("ExpectedAttentionPress", 0.0), epsilon=2e-2)
-                return {"press": press, "compression_ratio": ratio}
-            case "PerLayerCompressionPress":  # `fitted_pair` knows how many layers there are
-                return {"press": self.make("SnapKVPress", ratio), "compression_ratios": [ratio]}
-            case "PrefillDecodingPress":
-                parts = {"prefilling_press": "SnapKVPress", "decoding_press": "DecodingPress"}
-                return {field: self.make(part, ratio) for field, part in parts.items()}
-            case "SimLayerKVPress":
-                return {"lazy_threshold": 1 - ratio, "n_recent": max(2, kept - 4)}
-            case "StreamingLLMDecodingPress":
-                return {"max_capacity": max(5, kept)}
-            case "ThinKPress":
-                return {"key_channel_compression_ratio": ratio}
-        return {"compression_ratio": ratio}
-
-
-_TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-_FIELDS: dict[str, dict[str, Any]] = {
-    **_TOLD["usual"],
-    "FinchPress": {"delimiter_token_id": DELIMITER},
-}
-_SHORT_FIELDS: dict[str, dict[str, Any]] = {
-    **_FIELDS,
-    **_TOLD["short"],
-    **{
-        name: {"chunk_size": 24, "prompts": PROMPTS}
-        for name in ("KVgradPress", "KVzipPress", "RestoreKVPress")
-    },
-}
-"""By press, fields that are set whatever the ratio, for contexts of hundreds and of dozens of
-tokens."""
+_FIELDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_FIELDS["usual"]["FinchPress"] = {"delimiter_token_id": DELIMITER}
+for _name in ("KVgradPress", "KVzipPress", "RestoreKVPress"):
+    _FIELDS["short"][_name] = {"chunk_size": 24, "prompts": PROMPTS}
 
 
 def told_delimiter(press: InstalledPress, token_id: int) -> InstalledPress:
@@ -228,22 +189,17 @@ def _works_on(press: InstalledPress, model: PreTrainedModel) -> bool:
     return not needs_rope or all(site.rotary is not None for site in attention_sites(model))
 
 
-def _learned(model: PreTrainedModel, field: str) -> Any:
-    known = _KNOWN.setdefault(model, {})
-    if field not in known:
-        known[field] = _learn(model, field)
-    return known[field]
-
-
 _KNOWN: WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = WeakKeyDictionary()
 """What was learned already, for as long as the model lives."""
 
 
-def _learn(model: PreTrainedModel, field: str) -> Any:
-    vocabulary = model.get_input_embeddings().num_embeddings
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, vocabulary, (2, 48), generator=generator).to(model.device)
-    return _LEARNED[field](model, ids)
+def _learned(model: PreTrainedModel, field: str) -> Any:
+    known = _KNOWN.setdefault(model, {})
+    if field not in known:
+        vocabulary = model.get_input_embeddings().num_embeddings
+        ids = Inputs.random(vocabulary, (SHORT, SHORT)).context.to(model.device)
+        known[field] = _LEARNED[field](model, ids)
+    return known[field]
 
 
 def _regressor(model: PreTrainedModel, ids: Tensor) -> Any:

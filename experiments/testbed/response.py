@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from experiments.testbed.compare import Inputs
 from experiments.testbed.families import VOCABULARY
 from press_core import RaggedLayer
 
@@ -59,5 +60,4 @@ def states_of(cache: Cache) -> list[Tensor]:
 
 def random_tokens(length: int) -> Tensor:
     """`(1, length)` random token ids, always the same."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(3, VOCABULARY, (1, length), generator=generator)
+    return Inputs.random(VOCABULARY, [length]).context

@@ -31,27 +31,22 @@ _EXCLUDED_FOLDERS = frozenset(
 _BUILD_PREFIXES = ("_sysconfigdata", "config-")  # differ from one build to the next
 
 
-def corpus(split: Split) -> list[str]:
-    """Return the documents of one split: module sources, in the order of their paths."""
-    held_out = split == "held-out"
-    return [
-        text
-        for index, text in enumerate(_sources())
-        if (index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == held_out
-    ]
-
-
 def token_stream(tokenizer: PreTrainedTokenizerBase, split: Split) -> torch.Tensor:
     """Return the split as one stream of token ids, ``(tokens,)`` int64, without any ``<bos>``.
 
     Documents follow one another, each ended by the end of a line.
     """
-    documents = [text.strip() + "\n" for text in corpus(split)]
+    documents, held_out = list(_sources()), slice(HELD_OUT_EVERY - 1, None, HELD_OUT_EVERY)
+    if split == "held-out":
+        documents = documents[held_out]
+    else:
+        del documents[held_out]
     encoded = tokenizer(documents, add_special_tokens=False)["input_ids"]
     return torch.tensor([token for document in encoded for token in document])
 
 
 def _sources() -> Iterator[str]:
+    """Sources of modules, in the order of their paths."""
     root = Path(sysconfig.get_paths()["stdlib"])
     relative = (path.relative_to(root) for path in root.rglob("*.py"))
     for path in sorted(relative, key=Path.as_posix):
@@ -60,4 +55,4 @@ def _sources() -> Iterator[str]:
             with tokenize.open(root / path) as file:  # honours a coding comment
                 text = file.read()
             if text.strip():
-                yield text
+                yield text.strip() + "\n"

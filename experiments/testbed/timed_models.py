@@ -54,8 +54,7 @@ class ModelSpec(NamedTuple):
             return load_model(self.source, dtype=self.dtype, device=self.device)[0]
         shape: dict[str, Any] = dict(self.shape)
         model: Any = build("llama", dtype=getattr(torch, self.dtype), **shape)
-        made: PreTrainedModel = model.to(self.device)
-        return made
+        return model.to(self.device)
 
 
 def random_llama(name: str, **shape: int) -> ModelSpec:

@@ -181,18 +181,13 @@ def mask_by_hook(model: nn.Module, kept: Kept) -> Iterator[None]:
         yield
 
 
-def ragged(model: nn.Module, kept: Kept) -> headwise:
-    """Attend over what is kept, where it lies."""
-    return headwise(model)
-
-
 VARIANTS: dict[str, Variant] = {
     variant.name: variant
     for variant in (
         Variant("fake keys", fake_keys, frees=False),
         Variant("mask by patch", mask_by_patch, frees=False),
         Variant("mask by hook", mask_by_hook, frees=False),
-        Variant("ragged", ragged, frees=True),
+        Variant("ragged", lambda model, _: headwise(model), frees=True),
     )
 }
 """All of them by name."""
@@ -213,19 +208,10 @@ def _n_cached(site: AttentionSite, args: tuple[Any, ...], kwargs: dict[str, Any]
 # ---- masks ---------------------------------------------------------------------------------------
 
 
-def _with_mask(
-    site: AttentionSite,
-    kept: Tensor,
-    function: Any,
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    **kwargs: Any,
-) -> Any:
+def _with_mask(site: AttentionSite, kept: Tensor, attend: Any, *given: Any, **more: Any) -> Any:
+    module, query, key, value, attention_mask = given
     mask = head_mask(site, kept, attention_mask, query[:, 0], key.shape[2])
-    return function(module, query, key, value, mask, **kwargs)
+    return attend(module, query, key, value, mask, **more)
 
 
 def _replace_mask(
@@ -255,38 +241,26 @@ def head_mask(site: AttentionSite, kept: Tensor, mask: Any, like: Tensor, n_keys
     Raises:
         UnsupportedInputError: if it takes no mask of that shape.
     """
-    seen = seen_by_heads(site, kept, mask, like.shape[1], n_keys)
-    return in_form(seen, site.attn_implementation, like.dtype, site.num_heads)
-
-
-def seen_by_heads(
-    site: AttentionSite, kept: Tensor, mask: Any, n_queries: int, n_keys: int
-) -> Tensor:
-    """The same as `(B, H, q, n_keys)` bool."""
+    n_queries = like.shape[1]
     shared = columns_seen(mask, n_queries, n_keys)
     if shared is None:
         shared = causal(n_queries, n_keys, kept.device)
     of_heads = kept.repeat_interleave(site.num_heads // kept.shape[1], dim=1)
     of_heads = pad(site.ungrouped(of_heads), (0, n_keys - kept.shape[-1]), value=True)
-    return shared & of_heads.unsqueeze(2)
+    seen = shared & of_heads.unsqueeze(2)
+    return in_form(seen, site.attn_implementation, like.dtype, site.num_heads)
 
 
 # ---- fake keys -----------------------------------------------------------------------------------
 
 
 def _with_fake_keys(
-    site: AttentionSite,
-    slots: tuple[Tensor, ...],
-    function: Any,
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    *rest: Any,
-    **kwargs: Any,
+    site: AttentionSite, slots: tuple[Tensor, ...], attend: Any, *given: Any, **more: Any
 ) -> Any:
+    _, query, key, *_ = given
     rows, heads, _ = slots
     key[slots] = unattended(query, key.shape[1], site.scaling).to(key.dtype)[rows, heads]
-    return function(module, query, key, *rest, **kwargs)
+    return attend(*given, **more)
 
 
 def unattended(query: Tensor, n_kv: int, scaling: float) -> Tensor:

@@ -1,8 +1,7 @@
-"""Cells of a sweep, its engines and its command: what is asked for, and what is answered."""
+"""Cells of a sweep and its command: what is asked for, and what is answered."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import fields, replace
 
 import pytest
@@ -14,9 +13,8 @@ import patch_impl
 from experiments import UserError
 from experiments.answers import cells
 from experiments.answers import sweep as sweeps
-from experiments.answers.cells import NO_PRESS, Cell, run_cell
+from experiments.answers.cells import NO_PRESS, Cell, Failure, each_of, run_cell
 from experiments.answers.datasets import load
-from experiments.answers.engines import Failure, on_ray, serial
 from experiments.answers.settings import Settings
 from experiments.framework.results import read_table, write_table
 from experiments.loading import load_model
@@ -87,19 +85,10 @@ def test_code_of_a_model_is_trusted_by_its_flag_alone(monkeypatch, tmp_path, tru
     assert seen == [trusted]
 
 
-# ---- engines -----------------------------------------------------------------------------------
-
-
-def test_the_serial_engine_goes_on_after_a_failure():
-    found = list(serial([1, 0, 2], lambda n: 2 // n))
+def test_a_failure_takes_nothing_from_the_others():
+    found = list(each_of([1, 0, 2], lambda n: 2 // n))
     reason = "ZeroDivisionError: integer division or modulo by zero"
     assert found == [(1, 2), (0, Failure(reason)), (2, 1)]
-
-
-def test_ray_is_asked_for_where_it_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UserError, match=r"hook-or-patch\[ray\].*leave out --on ray"):
-        list(on_ray([1], str))
 
 
 # ---- command -----------------------------------------------------------------------------------
@@ -130,14 +119,14 @@ def test_the_command_reads_a_file_and_tells_failures(tmp_path):
 
 def test_the_command_has_a_flag_for_every_setting(tmp_path):
     shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "160"}).output
-    own = "config", "output", "on", "ray_address", "ray_gpus", "retries"
+    own = "config", "output", "part"
     names = {field.name for field in fields(Settings)} - {"generation", "model_kwargs"}
     for name in (*own, *names):
         assert f"--{name.replace('_', '-')} " in shown
-    given = ["--needle-depth", "0.5", "--compress-questions", "--fraction", "0.5"]
+    given = ["--needle-depth", "0.5", "--compress-questions"]
     result = call(*given, "--output", tmp_path / "out")
     assert result.exit_code == 1
-    assert "no fraction" in result.output
+    assert "has no needle" in result.output
 
 
 def test_an_interrupted_command_says_how_to_continue(tmp_path, monkeypatch):

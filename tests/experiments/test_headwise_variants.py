@@ -24,10 +24,7 @@ from experiments.testbed.decoding import (
     Size,
     caches,
     decode_times,
-    full_cache,
-    head_budgets,
     step_seconds,
-    uniform_cache,
 )
 from experiments.testbed.families import supported_implementations
 from experiments.testbed.variants import (
@@ -208,22 +205,20 @@ def test_every_cache_is_timed_and_weighed(model):
 
 
 def test_budgets_come_out_even(model):
-    full = full_cache(model, 200)
-    for heads in head_budgets(full, 0.8).values():
-        counts = heads.sum(dim=-1).flatten()
-        assert counts.sum() == n_kept(200, 0.8) * len(counts)
-        assert counts.unique().numel() > 1
-    cache = uniform_cache(full, 0.75)
-    assert all((lengths == 50).all() for lengths in kept_lengths(cache))
-    assert cache.get_seq_length() == 200
+    held = {name.condition: cache for name, (cache, _) in caches(model, 200, (0.75,)).items()}
+    assert all((lengths == 50).all() for lengths in kept_lengths(held[UNIFORM]))
+    shared = torch.cat(kept_lengths(held["ragged"]), dim=1)
+    assert shared.unique().numel() > 1
+    assert shared.double().mean() == 50
+    assert {cache.get_seq_length() for cache in held.values()} == {200}
 
 
 def test_every_timed_step_starts_from_the_same_cache(model):
     """A second step gives the logits of the first, and no variant spoils the cache of another."""
-    given = {}
+    given, held = {}, list(caches(model, 64, (0.5,)).items())
     hook = model.register_forward_hook(lambda *seen: outputs.append(seen[-1].logits))
     with hook, torch.inference_mode():
-        for name, (cache, opened) in 2 * list(caches(model, 64, (0.5,)).items()):
+        for name, (cache, opened) in 2 * held:
             outputs = []
             with opened():
                 for _ in range(2):

@@ -6,15 +6,15 @@ import os
 
 import pytest
 import torch
-from transformers import QuantizedCache, pipeline
+from transformers import pipeline
 
 import hooks_impl
 import patch_impl
 from experiments import UserError
 from experiments.loading import load_model
-from experiments.pipeline import TASK, SavedContext
+from experiments.pipeline import TASK, ContextAnswerer, SavedContext
 from experiments.testbed.facts import draw
-from press_core import CacheFileError, UnsupportedCacheError, about_cache, save_cache
+from press_core import CacheFileError, about_cache, save_cache
 from tests.experiments.tiny import cli
 from tests.support import PIPELINE_PRESSES, both, snapshot
 
@@ -42,7 +42,8 @@ def test_several_contexts(answerer, name, package, tmp_path):
     texts, questions = facts()
     press, path = PIPELINE_PRESSES[name](package), tmp_path / "contexts.safetensors"
     before = snapshot(answerer.model)
-    at_once = answerer.answered(texts, questions, press=press, save_to=path, max_new_tokens=6)
+    at_once = answerer.answered(texts, questions, press=press, max_new_tokens=6)
+    answerer.save(texts, path, press=press)
     again = press if name in ACT_LATER else None
     later = answerer.answered(SavedContext(path), questions, press=again, max_new_tokens=6)
     assert later.answers == at_once.answers
@@ -54,9 +55,9 @@ def test_several_contexts(answerer, name, package, tmp_path):
 def test_the_pipeline(model, tokenizer, tmp_path):
     texts, questions = facts()
     pipe = pipeline(TASK, model=model, tokenizer=tokenizer)
-    path, press = tmp_path / "context.safetensors", patch_impl.KnormPress(0.3)
-    at_once = pipe(texts[0], questions=questions[0], press=press, save_to=path, max_new_tokens=2)
-    saved = SavedContext(path)
+    press = patch_impl.KnormPress(0.3)
+    at_once = pipe(texts[0], questions=questions[0], press=press, max_new_tokens=2)
+    saved = ContextAnswerer(model, tokenizer).save(texts[0], tmp_path / "a", press=press)
     assert pipe(saved, questions=questions[0], max_new_tokens=2) == at_once
     first = pipe(saved, question=questions[0][0], max_new_tokens=2)
     assert first == {"answer": at_once["answers"][0]}
@@ -78,7 +79,8 @@ def test_what_a_template_puts_after_the_question_is_kept(answerer, tmp_path):
     texts, questions = facts()
     path, press = tmp_path / "context.safetensors", hooks_impl.KnormPress(0.3)
     options = {"max_new_tokens": 4, "answer_prefix": "of"}
-    found = answerer(texts[0], questions[0], press=press, save_to=path, **options)
+    found = answerer(texts[0], questions[0], press=press, **options)
+    answerer.save(texts[0], path, press=press)
     answerer.tokenizer.chat_template = None
     assert about_cache(path).notes["tails"] == [" stone"]
     assert answerer(SavedContext(path), questions[0], **options) == found
@@ -92,21 +94,23 @@ def test_what_is_refused(answerer, tmp_path):
         with pytest.raises(error, match=match):
             answerer(*args, max_new_tokens=1, **options)
 
-    ask = (texts[0], questions[0])
     knorm = hooks_impl.KnormPress(0.5)
-    refused("leave compress_questions and FinchPress out", *ask, press=knorm,
-            compress_questions=True, save_to=path)  # fmt: skip
-    refused("FinchPress out", *ask, press=hooks_impl.FinchPress(0.4), save_to=path)
-    refused("H2OPress remembers more", *ask, press=hooks_impl.H2OPress(0.5), save_to=path)
+    for press, words in (
+        (hooks_impl.FinchPress(0.4), "of which FinchPress makes use"),
+        (hooks_impl.H2OPress(0.5), "H2OPress remembers more"),
+    ):
+        with pytest.raises(UserError, match=words):
+            answerer.save(texts[0], path, press=press)
     refused("there is no file", saved, questions[0], error=CacheFileError)
     assert not path.exists()
     path.write_text("mine")
-    refused("is there already", *ask, press=knorm, save_to=path, error=CacheFileError)
+    with pytest.raises(CacheFileError, match="is there already"):
+        answerer.save(texts[0], path, press=knorm)
     assert path.read_text() == "mine"
     path.unlink()
-    answerer(*ask, press=knorm, save_to=path, max_new_tokens=1)
+    answerer.save(texts[0], path, press=knorm)
     refused("is compressed already", saved, questions[0], press=knorm)
-    for name, value in (("cache", object()), ("max_context_length", 9), ("save_to", "b")):
+    for name, value in (("cache", object()), ("max_context_length", 9)):
         refused(f"{name} is of no use for a SavedContext", saved, questions[0], **{name: value})
     refused("the question takes", saved, [" of" * 5000])
 
@@ -115,23 +119,18 @@ def test_a_press_that_goes_on_is_asked_for(answerer, tmp_path):
     texts, questions = facts()
     path = tmp_path / "a"
     press = PIPELINE_PRESSES["decoding"](hooks_impl)
-    answerer(texts[0], questions[0], press=press, save_to=path, max_new_tokens=1)
+    answerer.save(texts[0], path, press=press)
     for other in (None, hooks_impl.KnormPress(0.5)):
         with pytest.raises(UserError, match=r"DecodingPress\(.*; give that press again"):
             answerer(SavedContext(path), questions[0], press=other)
 
 
 def test_a_cache_that_nobody_has_asked_about(answerer, model, tmp_path):
-    """Saved without its texts; of a quantized cache, not at all."""
+    """Saved without its texts."""
     cache = model(torch.arange(3, 40)[None], use_cache=True).past_key_values
     save_cache(cache, tmp_path / "a", model)
     with pytest.raises(UserError, match="does not say of which texts"):
         answerer(SavedContext(tmp_path / "a"), ["? alice"])
-    pytest.importorskip("optimum.quanto", reason="needs optimum-quanto")
-    quantized = QuantizedCache("quanto", model.config, q_group_size=16)
-    with pytest.raises(UnsupportedCacheError, match="cannot save a QuantizedCache"):
-        answerer("river", ["? alice"], cache=quantized, save_to=tmp_path / "b")
-    assert not (tmp_path / "b").exists()
 
 
 # ---- on the command line -------------------------------------------------------------------------

@@ -75,7 +75,8 @@ def test_a_name_that_only_the_hub_could_know(name):
 )
 def test_a_path_that_holds_no_model_is_not_looked_for_on_the_hub(name, monkeypatch, tmp_path):
     monkeypatch.setattr(loading, "_MODELS", tmp_path)
-    monkeypatch.setattr(loading, "_load", lambda *_: pytest.fail("asked the hub"))
+    hub = loading.AutoModelForCausalLM
+    monkeypatch.setattr(hub, "from_pretrained", lambda *_, **__: pytest.fail("asked the hub"))
     name = name.replace("TMP", str(tmp_path))
     with pytest.raises(
         ModelNotFoundError, match=r"there is no folder .* with a config\.json"

@@ -83,16 +83,17 @@ def test_long_contexts_lose_their_middle_and_say_so(model, answerer, caplog):
 @both
 @pytest.mark.parametrize("saved", [False, True])
 def test_answers_end_where_the_model_has_no_more_positions(
-    answerer, caplog, tmp_path, package, saved
+    model, answerer, monkeypatch, caplog, tmp_path, package, saved
 ):
     """Each row's own answer: its last token is not read, and takes no position."""
     contexts = ["river " * 20, "river " * 24, "river " * 24]  # and one token before each
-    press, asked = package.KnormPress(0.5), {"max_positions": 32}
+    monkeypatch.setattr(model.config, "max_position_embeddings", 32)
+    press = package.KnormPress(0.5)
     if saved:
         contexts, press = answerer.save(contexts, tmp_path / "a", press=press), None
 
     def lengths(**options):
-        answers = answerer(contexts, ["? alice"], press=press, **asked, **options)
+        answers = answerer(contexts, ["? alice"], press=press, **options)
         return [len(row[0].split()) for row in answers]
 
     assert lengths(max_new_tokens=6) == [6, 6, 6]
@@ -114,17 +115,13 @@ def test_a_budget_is_kept_of_every_context(model, answerer, package, together):
     contexts, questions = uneven(texts), [text.questions[:2] for text in texts]
     options = {"compress_questions": together, "max_new_tokens": 1}
     for name in ("snapkv", "adakv", "finch"):
-        given = PRESSES[name](package)
-        cache = DynamicCache(config=model.config)
-        found = answerer(contexts, questions, press=given, budget=20, cache=cache, **options)
-        expected = answerer(contexts, questions, press=given.with_budget(20), **options)
-        assert found == expected
-        assert given == PRESSES[name](package)
+        given, cache = PRESSES[name](package).with_budget(20), DynamicCache(config=model.config)
+        answerer(contexts, questions, press=given, cache=cache, **options)
         if not together and name != "finch":  # else the cache has been copied
             kept = torch.stack(kept_lengths(cache)).double().mean(dim=(0, 2))
             assert kept.tolist() == [20.0, 20.0]
-    whole = answerer.answered(contexts, questions, press=PRESSES["snapkv"](package), budget=500)
-    assert whole.evicted == 0
+    large = PRESSES["snapkv"](package).with_budget(500)
+    assert answerer.answered(contexts, questions, press=large).evicted == 0
 
 
 @both
@@ -222,9 +219,6 @@ def test_the_pipeline_answers_as_the_class_does(answerer, pipe, package):
     assert list(pipe(items, **options)) == several
     same = pipe(contexts, question=questions[0][0], batch_size=3, **options)
     assert same[0] == {"answer": expected[0][0]}
-    few = pipe(contexts, questions=questions, batch_size=3, budget=12, **options)
-    assert few == [{"answers": row} for row in answerer(contexts, questions, budget=12, **options)]
-    assert few != several
 
 
 @pytest.mark.parametrize(

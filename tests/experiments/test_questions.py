@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 
-from experiments import load_experiment
 from experiments.framework.results import read_table
 from experiments.testbed.facts import KEYS, build_tokenizer
 from tests.experiments.tiny import cli
@@ -61,7 +62,7 @@ RUNS = [
 def test_a_command_writes_what_it_shows(run, tmp_path, name, options, rows):
     result = run(name, f"{SMALL.get(name, '')} {options}", "--output", str(tmp_path))
     assert result.exit_code == 0, result.output
-    experiment = load_experiment(name)
+    experiment = import_module(f"experiments.questions.{name}").EXPERIMENT
     tables = {path.stem: read_table(path) for path in tmp_path.glob("*.csv")}
     shown = " ".join(result.output.split())
     assert sum(map(len, tables.values())) == rows

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pandas as pd
-import pytest
 
 from experiments.framework.quotable import MISSING, ON_FRONTIER, frontier, joined, quotable
 
@@ -46,8 +45,8 @@ FIRST = pd.DataFrame(
     columns=["model", "context", "press", "ratio", "first", "speed", "bytes"],
 )
 LOGITS = pd.DataFrame(
-    [(A, 0.5, 2.5, True), (B, 0.5, 0.125, True)],
-    columns=["press", "ratio", "logit_error", "equal"],
+    [(A, 0.5, 2.5), (B, 0.5, 0.125)],
+    columns=["press", "ratio", "logit_error"],
 )
 TABLES = {
     "quality": QUALITY,
@@ -65,11 +64,11 @@ def test_what_is_joined_by_ratio_and_the_most_right_first():
     found = joined(TABLES)
     assert list(found.index) == [(B, 0.5), (A, 0.5), (C, 0.5), (B, 0.8), ("AdaKVPress", 0.8)]
     by_hand = [
-        (0.9, 0.7, 1.2, 1.4, 0.51, 0.125, 1),
-        (0.6, None, 1.1, 1.5, 0.5, 2.5, 1),
-        (None,) * 7,
-        (0.5, None, 1.3, 1.9, 0.2, None, None),
-        (None, 0.25, *(None,) * 5),
+        (0.9, 0.7, 1.2, 1.4, 0.51, 0.125),
+        (0.6, None, 1.1, 1.5, 0.5, 2.5),
+        (None,) * 6,
+        (0.5, None, 1.3, 1.9, 0.2, None),
+        (None, 0.25, *(None,) * 4),
     ]
     expected = pd.DataFrame(by_hand, found.index, found.columns, dtype=float)
     pd.testing.assert_frame_equal(found, expected, check_dtype=False)
@@ -88,32 +87,15 @@ def test_the_frontier():
     assert best(TABLES | {"quality": better}) == {(B, 0.8)}
 
 
-@pytest.mark.parametrize(
-    ("name", "table"),
-    [
-        ("error_logits", LOGITS.assign(equal=[False, True])),
-        (
-            "quality_agreement",
-            pd.DataFrame({"press": [A], "ratio": [0.5], "answers": [8], "same": [7]}),
-        ),
-        ("equivalence", pd.DataFrame({"press": [A, A], "compared": 2, "differ": [0, 1]})),
-    ],
-)
-def test_bits_that_differ_anywhere_are_told(name, table):
-    same = joined(TABLES | {name: table})["same bits"]
-    assert not same[A, 0.5]
-    assert same[B, 0.5]
-
-
 def test_missing_cells_say_so():
     table = quotable([part(quality=QUALITY), part(evaluate=EVALUATE)])
     assert len(table.rows) == 5
     row = next(row for row in table.rows if row[1:3] == ["Knorm", "50%"])
-    assert row == ["", "Knorm", "50%", "60%", *[MISSING] * 6]
+    assert row == ["", "Knorm", "50%", "60%", *[MISSING] * 5]
     assert f"{MISSING} not measured" in table.note
     whole = quotable([part(**TABLES)])
     assert whole.rows[0][:3] == [ON_FRONTIER, "SnapKV", "50%"]
-    assert whole.rows[0][3:] == ["90%", "70%", "1.20", "1.40", "0.51", "0.125", "yes"]
+    assert whole.rows[0][3:] == ["90%", "70%", "1.20", "1.40", "0.51", "0.125"]
     assert "narrow, 4,096 tokens" in whole.note
 
 

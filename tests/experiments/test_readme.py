@@ -1,11 +1,8 @@
 """The tables of the README and of docs/, from a study's folder."""
 
-import json
-
 import pytest
 
 from experiments import UserError
-from experiments.framework.manifest import MANIFEST
 from experiments.framework.readme import blocks, fill
 from tests.experiments.tiny import BROKEN, ONE, TWO, cli, note, study
 
@@ -41,30 +38,24 @@ def test_blocks_are_filled_once(finished):
 
 @pytest.fixture
 def site(registered, folder, monkeypatch):
-    """A README, a page and a citation beside a study of `ONE` and `TWO`."""
+    """A README and a page beside a study of `ONE` and `TWO`."""
     registered(ONE, TWO)
     root = folder.parent
     (root / "docs" / "deep").mkdir(parents=True)
     for page in ("README.md", "docs/deep/one.md"):
         (root / page).write_text(README)
     (root / "docs" / "plain.md").write_text("# Title\n")
-    (root / "CITATION.cff").write_text(f"{RELEASED}2001-01-01\n")
     monkeypatch.chdir(root)
     return root
 
 
-RELEASED = "commit: kept\nreferences:\n  - type: data\n    date-released: "
-
-
-def test_readme_command(site, folder):
+def test_readme_command(site):
     readme, page = site / "README.md", site / "docs" / "deep" / "one.md"
     stale = cli("readme", "--check")
     assert stale.exit_code == 1
     assert "README.md does not show" in stale.stderr
     assert readme.read_text() == README
     assert cli("readme").exit_code == 0
-    date = json.loads((folder / MANIFEST).read_text())["date"][:10]
-    assert (site / "CITATION.cff").read_text() == f"{RELEASED}{date}\n"
     fresh = readme.read_text()
     assert page.read_text() == fresh != README
     assert (site / "docs" / "plain.md").read_text() == "# Title\n"
@@ -79,10 +70,10 @@ def test_readme_command(site, folder):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"commit": "1" * 40}, "two ran at 1111"),
-        ({"versions": {"torch": "1.0"}}, "two ran with other versions"),
-        ({"options": "Options(last=9)"}, "two ran with other options"),
-        ({"note": "by hand"}, "two has a note"),
+        ({"commit": "1" * 40}, "the commit of two is '1111"),
+        ({"versions": {"torch": "1.0"}}, "the versions of two is"),
+        ({"options": "Options(last=9)"}, "the options of two is"),
+        ({"note": "by hand"}, "the note of two is 'by hand'"),
         ({"figures": {}}, "two.svg belongs to no experiment"),
     ],
 )

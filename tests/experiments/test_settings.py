@@ -20,7 +20,7 @@ from experiments.answers.cells import NO_PRESS, plan
 from experiments.answers.presses import make_press
 from experiments.answers.settings import Settings, settings_from
 from press_core import HyperparameterError, Tokens
-from tests.experiments.sweeping import SMALL, call
+from tests.experiments.sweeping import SMALL
 
 EXAMPLES = sorted(Path(sweeps.__file__).parent.glob("examples/*.yaml"))
 REFUSED = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text("utf-8"))
@@ -111,39 +111,13 @@ def test_settings_that_cannot_be_are_named(tmp_path, text, words):
         "generation: {custom_generate: DIR, trust_remote_code: true}",
         "generation: {trust_remote_code: true}",
         "model_kwargs: {trust_remote_code: true}",
-        "custom_generate: DIR",
         "trust_remote_code: true",
     ],
 )
 def test_a_file_runs_no_code(tmp_path, text):
-    config = own_generate(tmp_path, text)
-    with pytest.raises(UserError, match=r"not allowed|give it as a flag, --"):
-        settings_from(config, {})
-
-
-def own_generate(folder, text):
-    """A YAML file, and beside it a folder whose `generate` leaves a mark."""
-    code = folder / "own" / "custom_generate"
-    code.mkdir(parents=True)
-    (code / "generate.py").write_text(
-        "import pathlib\n"
-        "def generate(model, **arguments):\n"
-        "    pathlib.Path(__file__).with_name('ran').touch()\n"
-        "    return model.generate(**arguments)\n"
-    )
-    (folder / "sweep.yaml").write_text(text.replace("DIR", str(folder / "own")))
-    return folder / "sweep.yaml"
-
-
-def test_code_is_run_where_a_flag_says_so(tmp_path, monkeypatch):
-    modules = tmp_path / "modules"
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules))
-    config = own_generate(tmp_path, "ratio: 0")
-    result = call(
-        "--config", config, "--custom-generate", tmp_path / "own", "--output", tmp_path / "out"
-    )
-    assert result.exit_code == 0, result.output
-    assert list(tmp_path.rglob("ran"))
+    (tmp_path / "sweep.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"not allowed|given by its flag alone"):
+        settings_from(tmp_path / "sweep.yaml", {})
 
 
 WORDS = [*"()[]{}=:,.-\\' ", "SnapKVPress", "AdaKVPress", "ratio", "window_size", "0.5", "lambda "]

@@ -17,11 +17,10 @@ from hypothesis import settings as drawn
 from hypothesis import strategies as st
 
 from experiments import UserError
-from experiments.answers import setup, store
+from experiments.answers import store
 from experiments.answers import sweep as sweeps
 from experiments.answers.cells import Cell, Prediction, Result, plan, run_cell
-from experiments.answers.setup import model_fingerprint, setup_of
-from experiments.answers.store import Store
+from experiments.answers.store import Store, model_fingerprint, setup_of
 from experiments.framework.manifest import write_at_once
 from experiments.loading import load_model
 from tests.experiments.sweeping import FILES, ONE, SETUP, SMALL, assert_same, call, run_sweep
@@ -67,6 +66,19 @@ def test_an_interrupted_sweep_continues(tmp_path, monkeypatch, ran):
     again, _, _ = run_sweep(SMALL, tmp_path / "cut")
     assert len(ran) == 6
     pd.testing.assert_frame_equal(again, continued)
+
+
+def test_parts_of_a_sweep_are_the_whole(tmp_path, ran):
+    whole = run_sweep(SMALL, tmp_path / "whole")[0]
+    for number in (1, 2, 3):  # jobs that share a folder
+        ran.clear()
+        results, failures, _ = run_sweep(SMALL, tmp_path / "parts", part=(number, 3))
+        assert failures == {}
+        assert len(ran) == 2
+        assert len(results) == 2 * number
+    assert_same(run_sweep(SMALL, tmp_path / "parts")[0], whole)
+    for part in (("0", "8"), ("9", "8")):
+        assert "give two numbers such as 1 8" in str(call("--part", *part).exception)
 
 
 def test_a_sweep_of_budgets_is_told_from_one_of_ratios(tmp_path, ran):
@@ -223,17 +235,18 @@ def test_set_ups_are_not_mixed(tmp_path, name, value):
 def test_predictions_come_back_as_they_were(tmp_path):
     told = [(0, "12e4", "007", 1.0), (1, "3456", ' a,\n"b" ', 0.1), (2, "0", "\ud800", 0.0)]
     rows = [
-        Prediction(sample=i, context=c, question="q", answers=["1"], prediction=p, metric="f1",
-                   score=s, also={"bleu_1": s})
+        Prediction(
+            sample=i, context=c, question="q", answers=["1"], prediction=p, metric="f1", score=s
+        )
         for i, c, p, s in told
-    ]  # fmt: skip
+    ]
     cell, kept = Cell("d", "KnormPress", None, "hook"), Store(tmp_path, SETUP)
     assert not kept.finished()
     kept.save(Result(cell=cell, press_text="p", evicted=0.5, seconds=1, predictions=rows))
     found = kept.finished()[cell].predictions
     assert found == [*rows[:2], rows[2].model_copy(update={"prediction": "?"})]  # no character
     (row,) = kept.write_tables([cell]).to_dict("records")
-    assert row["score"] == json.loads(row["also"])["bleu_1"] == pytest.approx(1.1 / 3)
+    assert row["score"] == pytest.approx(1.1 / 3)
     table = pd.read_csv(tmp_path / "predictions.csv", dtype=str, keep_default_na=False)
     assert list(table["context"]) == ["12e4", "3456", "0"]
     assert list(table["prediction"]) == ["007", ' a,\n"b" ', "?"]
@@ -265,11 +278,11 @@ def test_other_weights_are_another_model(tmp_path):
 
 
 def test_other_code_is_another_set_up(tmp_path, monkeypatch):
-    assert all((setup._ROOT / part).exists() for part in setup._CODE)
+    assert all((store._ROOT / part).exists() for part in store._CODE)
     (tmp_path / "press_core").mkdir()
     (tmp_path / "press_core" / "a.py").write_text("x = 1")
-    monkeypatch.setattr(setup, "_ROOT", tmp_path)
-    monkeypatch.setattr(setup, "_CODE", ("press_core",))
-    before = setup.code_digest()
+    monkeypatch.setattr(store, "_ROOT", tmp_path)
+    monkeypatch.setattr(store, "_CODE", ("press_core",))
+    before = store.code_digest()
     (tmp_path / "press_core" / "a.py").write_text("x = 2")
-    assert setup.code_digest() != before
+    assert store.code_digest() != before

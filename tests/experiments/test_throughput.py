@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from typer import BadParameter
 
 from experiments import UserError
 from experiments.framework import timing
@@ -247,7 +248,7 @@ def test_what_is_measured_by_default():
 def test_sizes_and_devices():
     assert [n_bytes(text) for text in ("8GiB", "1.5 mb", "4096")] == [8 * 2**30, 1_500_000, 4096]
     for wrong in ("", "8 apples", "-1", "0"):
-        with pytest.raises(ValueError, match="is no size"):
+        with pytest.raises(BadParameter, match="is no size"):
             n_bytes(wrong)
     assert chosen_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
     assert chosen_device("cuda:1") == "cuda:1"

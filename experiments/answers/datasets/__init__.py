@@ -76,8 +76,6 @@ def load(text: str, settings: Settings, tokenizer: PreTrainedTokenizerBase) -> l
     name, task, length = _parse(text)
     source = SOURCES[name]
     (task,) = [task] if task else source.tasks
-    if settings.fraction is not None and name not in published.SETS:
-        raise UserError(f"{name} is made here, as large as asked for: give samples, no fraction")
     if settings.needle_depth and name != "needle":
         raise UserError(f"{name} has no needle to put at a depth; leave out needle_depth")
     return source.make(task, length or source.length, settings, tokenizer)

@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from experiments import UserError
-from experiments.answers.metrics import UNKNOWN
+from experiments.answers.metrics import UNKNOWN, library
 from experiments.answers.sample import Sample
 
 if TYPE_CHECKING:
@@ -42,16 +42,14 @@ class Published:
         hub: id of the repository.
         split: of the dataset.
         tasks: that it has, and the metric of each.
-        length: where it comes in several and none is asked for; 0: it does not.
+        length: where it comes in several, a folder each, and none is asked for; 0: it does not.
         task_is: what of the repository a task is: a "config", a value of the "column" task, or
             nothing ("").
         config: name of the config of a task, with the task in place of `{}`.
-        length_is: "data_dir", or nothing.
         required: columns that every row must have.
         question: what follows the context where no column says it.
         max_new_tokens: where no column says it.
         one_line: tasks of which an answer is one line.
-        also: other metrics to tell beside that of a task.
     """
 
     hub: str
@@ -60,12 +58,10 @@ class Published:
     length: int = 0
     task_is: str = ""
     config: str = "{}"
-    length_is: str = ""
     required: Columns = Field(default_factory=lambda: _QUESTION_ABOUT_CONTEXT)
     question: str = ""
     max_new_tokens: int = 64
     one_line: tuple[str, ...] = ()
-    also: Mapping[str, tuple[str, ...]] = Field(default_factory=dict)
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -82,10 +78,7 @@ def make(
     if not samples:
         raise UserError(f"{name} has no rows of the task {task!r} in {published.hub}")
     # A choice that does not hang on the order of the rows, in that order.
-    wanted = settings.samples
-    if settings.fraction is not None:
-        wanted = max(1, round(settings.fraction * len(samples)))
-    few = min(wanted, len(samples))
+    few = min(settings.samples, len(samples))
     chosen = random.Random(settings.seed).sample(range(len(samples)), few)
     return [samples[index] for index in sorted(chosen)]
 
@@ -101,43 +94,25 @@ def rows_of(
     Raises:
         UserError: if it cannot be loaded, or lacks a column.
     """
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            f"{name} is loaded with the library datasets, which is not installed; "
-            'pip install "hook-or-patch[evaluate]"'
-        ) from error
     source = published.hub if data is None else str(Path(data).expanduser() / name)
     where: dict[str, Any] = {"split": published.split}
     where |= {"name": published.config.format(task)} if published.task_is == "config" else {}
-    where |= {"data_dir": str(length)} if published.length_is == "data_dir" else {}
+    where |= {"data_dir": str(length)} if published.length else {}
     try:
-        rows = datasets.load_dataset(source, **where)
+        rows = library("datasets").load_dataset(source, **where)
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise UserError(
             f"cannot load {name} ({task}) from {source}: {reason:.300}; give the folder of a local "
             f"copy with --data, which holds the repository {published.hub} as {name}/"
         ) from error
-    _check_columns(published, source, rows.column_names)
-    return rows
-
-
-def _check_columns(published: Published, source: str, columns: list[str]) -> None:
-    """Refuse rows that lack something that is needed.
-
-    Raises:
-        UserError: naming it, and the columns that there are.
-    """
-    missing = [names for names in published.required.values() if not set(names) & set(columns)]
-    if published.task_is == "column" and "task" not in columns:
-        missing.append(("task",))
-    if missing:
-        wanted = " and ".join(" or ".join(names) for names in missing)
+    needed = [*published.required.values(), *[("task",)] * (published.task_is == "column")]
+    if missing := [" or ".join(names) for names in needed if not set(names) & {*rows.column_names}]:
         raise UserError(
-            f"{source} lacks a column: it needs {wanted}, and has {', '.join(columns) or 'none'}"
+            f"{source} lacks a column: it needs {' and '.join(missing)}, and has "
+            f"{', '.join(rows.column_names) or 'none'}"
         )
+    return rows
 
 
 def samples_of(
@@ -168,7 +143,6 @@ def samples_of(
                 str(row.get("answer_prefix") or ""),
                 tuple(row.get("all_classes") or ()),
                 task in published.one_line,
-                published.also.get(task, ()),
             )
         )
     return samples

@@ -8,6 +8,7 @@ project's own, so that scores can be compared with each other, not with those pu
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import count, pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -77,11 +78,7 @@ def make(
 def most(fits: Callable[[int], bool]) -> int:
     """The largest amount that fits, found by doubling and halving; 0 if not even 1 does."""
     high = next(n for n in (2**power for power in count()) if not fits(n))
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect_left(range(high), True, lo=max(1, high // 2), key=lambda n: not fits(n)) - 1
 
 
 # ---- words and sentences -------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from experiments.framework import shared
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Claim, Experiment, Finding, Tables
 from experiments.framework.options import (
-    AutoDevice,
+    Device,
     Dtype,
     at_least,
     checked_size,
@@ -112,7 +112,7 @@ class Options:
         ),
     ] = None
     dtype: Dtype = "float32"
-    device: AutoDevice = "auto"
+    device: Device = "auto"
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from experiments.testbed.asking import answer_unseen
+from experiments.testbed.asking import UNSEEN, Task, answer_unseen
 from experiments.testbed.facts import FactBatch, build_tokenizer, draw
 from experiments.testbed.training.loop import descend, save, untrained
 
@@ -36,8 +36,6 @@ TOKENS_PER_STEP = 6_000
 PASS_ACCURACY = 0.97
 REVIEW_SHARE = 0.3
 """Share of the batches drawn from stages already passed."""
-EVALUATION_TOKENS = 65_536
-"""Cached tokens held at once by the evaluation, about 2 KiB each."""
 
 
 class Curriculum:
@@ -138,22 +136,11 @@ def evaluate(
 
     Contexts are drawn with a seed of their own, for the model has seen the first of other seeds.
     """
-    generator = torch.Generator().manual_seed(1_000_000)
-    return pd.DataFrame(
-        [[_accuracy(model, n, count, -(-answers // count), generator) for count in facts]
-         for n in contexts],
-        index=pd.Index(contexts, name="words"),
-        columns=list(facts),
-    )  # fmt: skip
 
+    def accuracy(words: int, count: int) -> float:
+        batches = Task(words, count, -(-answers // count), seed=1_000_000).batches(UNSEEN)
+        right = [answer_unseen(model, None, batch) == batch.answer_ids for batch in batches]
+        return float(torch.cat(right).double().mean())
 
-def _accuracy(
-    model: PreTrainedModel, context: int, facts: int, samples: int, generator: torch.Generator
-) -> float:
-    # Each question has its own copy of the cache, so memory grows with their product.
-    at_once = max(1, EVALUATION_TOKENS // (context * facts))
-    right = 0
-    for first in range(0, samples, at_once):
-        batch = draw(min(at_once, samples - first), context, facts, generator)
-        right += int((answer_unseen(model, None, batch) == batch.answer_ids).sum())
-    return right / (samples * facts)
+    shares = [[accuracy(words, count) for count in facts] for words in contexts]
+    return pd.DataFrame(shares, index=pd.Index(contexts, name="words"), columns=list(facts))

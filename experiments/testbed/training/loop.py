@@ -17,8 +17,7 @@ from experiments.loading import load_model
 def untrained(name: str) -> PreTrainedModel:
     """A shipped model with its weights drawn anew, from torch's global generator."""
     config = load_model(name)[0].config
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    return model
+    return AutoModelForCausalLM.from_config(config)
 
 
 def descend(

@@ -20,8 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from experiments.loading import load_model
-from experiments.testbed.training.loop import save
-from experiments.testbed.training.stdlib import Text, fit, loss_of, report
+from experiments.testbed.training.stdlib import Text, fit, loss_of
 
 STEPS = 300
 LEARNING_RATE = 3e-3
@@ -75,6 +74,4 @@ def train(output: Path, *, seed: int = 0, steps: int = STEPS) -> None:
     def pushed(tokens: Tensor, step: int) -> Tensor:
         return objective(model, tokens, WEIGHT * push_share(step, steps))
 
-    fit(model, text, seed, steps, LEARNING_RATE, pushed)
-    save(model, text.tokenizer, output)
-    report(model, text.held_out)
+    fit(model, text, output, seed, steps, LEARNING_RATE, pushed)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean
 from typing import NamedTuple
 
 import torch
@@ -85,20 +86,19 @@ def train(output: Path, *, seed: int = 0, steps: int = STEPS) -> None:
     text = Text.load()
     torch.manual_seed(seed)
     model = untrained("stdlib-neox")
-    fit(model, text, seed, steps, LEARNING_RATE, lambda tokens, _: objective(model, tokens))
-    save(model, text.tokenizer, output)
-    report(model, text.held_out)
+    fit(model, text, output, seed, steps, LEARNING_RATE, lambda ids, _: objective(model, ids))
 
 
 def fit(
     model: PreTrainedModel,
     text: Text,
+    output: Path,
     seed: int,
     steps: int,
     peak: float,
     objective: Callable[[Tensor, int], Tensor],
 ) -> None:
-    """Train a model on a text.
+    """Train a model on a text, save it with its tokenizer and print what it has learned.
 
     Args:
         peak: The learning rate after the warm-up, from which it falls to zero along a cosine.
@@ -121,17 +121,15 @@ def fit(
         return objective(_draw(text.train, generator), step)
 
     descend(model, optimizer, range(steps), rate, loss, steps)
+    save(model, text.tokenizer, output)
+    report(model, text.held_out)
 
 
 @torch.inference_mode()
 def report(model: PreTrainedModel, stream: Tensor) -> None:
     """Print the loss on a held-out stream, and what the heads of each layer pay ``<bos>``."""
-    total, count = 0.0, 0
-    for tokens in blocks(stream).split(ROWS):
-        known = int((tokens[:, 1:] != UNK_ID).sum())
-        total += float(objective(model, tokens)) * known
-        count += known
-    print(f"{total / count:.3f} nats per held-out token")
+    losses = [float(objective(model, tokens)) for tokens in blocks(stream).split(ROWS)]
+    print(f"{mean(losses):.3f} nats per held-out token")
     for layer, shares in enumerate(paid_to_first(model, blocks(stream)[:ROWS])):
         print(f"heads of layer {layer} pay <bos> {', '.join(map('{:.1%}'.format, shares))}")
 

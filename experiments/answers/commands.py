@@ -1,4 +1,4 @@
-"""`python -m experiments compress`: a text becomes a compressed cache in a file."""
+"""`python -m experiments compress` and `ask`: a text becomes a compressed cache, and is asked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 
 from experiments import UserError
 from experiments.answers.answerer import ContextAnswerer
-from experiments.answers.kept import check_free
+from experiments.answers.kept import SavedContext, check_savable
 from experiments.answers.presses import make_press
 from experiments.framework.options import Device, Dtype, checked_share
 from experiments.loading import load_model
@@ -24,24 +24,28 @@ _Ratio = Annotated[
         help="Share of the tokens to evict.", callback=checked_share, show_default="the press's own"
     ),
 ]
+_Mechanism = Annotated[Literal["hook", "patch"], typer.Option(help="hook or patch.")]
 
 
-def command(
+def compress(
     output: Annotated[Path, typer.Option(help="A new file, such as context.safetensors.")],
     context: Annotated[
         Path | None, typer.Option(help="File with the text.", show_default="standard input")
     ] = None,
     press: _Press = "SnapKVPress(0.5)",
     ratio: _Ratio = None,
-    mechanism: Annotated[Literal["hook", "patch"], typer.Option(help="hook or patch.")] = "hook",
+    mechanism: _Mechanism = "hook",
     model: Annotated[str, typer.Option(help="Shipped model, folder or hub id.")] = "facts-llama",
     dtype: Dtype = "float32",
     device: Device = "cpu",
 ) -> None:
     """Compress a text once, to be asked about later with `ask`."""
-    check_free(output)
     made = make_press(press, mechanism, ratio, seed=0)
-    text = _read(context)
+    check_savable(output, made)
+    try:
+        text = sys.stdin.read() if context is None else context.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{context or 'standard input'} is no text in UTF-8: {error}") from error
     console = Console(stderr=True)
     with console.status("Reading and compressing ..."):
         answerer = ContextAnswerer(*load_model(model, dtype=dtype, device=device))
@@ -52,8 +56,26 @@ def command(
         console.print("Nothing was evicted; --ratio 0.5 would evict half of the tokens.")
 
 
-def _read(path: Path | None) -> str:
-    try:
-        return sys.stdin.read() if path is None else path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path or 'standard input'} is no text in UTF-8: {error}") from error
+def ask(
+    cache: Annotated[Path, typer.Option(help="The file that compress has written.")],
+    question: Annotated[list[str], typer.Option(help="Repeat it for several.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1)] = 50,
+    press: Annotated[
+        str | None, typer.Option(help="As text: the same again, if it acts while decoding.")
+    ] = None,
+    mechanism: _Mechanism = "hook",
+    model: Annotated[
+        str | None, typer.Option(help="The model that has read the text.", show_default="its name")
+    ] = None,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+) -> None:
+    """Ask about a text that was compressed with `compress`, without reading it again."""
+    saved = SavedContext(cache)
+    name = saved.about.model if model is None else model
+    made = None if press is None else make_press(press, mechanism, None, seed=0)
+    with Console(stderr=True).status("Answering ..."):
+        answerer = ContextAnswerer(*load_model(name, dtype=dtype, device=device))
+        answers = answerer(saved, question, press=made, max_new_tokens=max_new_tokens)
+    for answer in answers:
+        print(answer)
