@@ -6,10 +6,12 @@ import gc
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils import cpp_extension
 
 import hooks_impl
 import patch_impl
@@ -20,9 +22,11 @@ LEFT_OUT = {
         # What is the same with every release of transformers.
         ("attention_patch", "kernels reversible reversible_copies"),
         ("experiments", "audit cli command datasets intervals manifest quotable ray readme study"),
-        ("press_core", "decisions formulas learned learned_budgets learning properties"),
-        ("press_core", "select tampered_files"),
-        (".", "docs house"),
+        ("press_core", "decisions eviction formulas learned learned_budgets learning masks"),
+        ("press_core", "properties replayed scope select tampered_files"),
+        (".", "changing_scopes_while_running compositions dms docs faults house"),
+        (".", "learned_headwise learned_presses new_presses offloaded_weights on_layers"),
+        (".", "presses_of_ones_own replaying state_machine"),
         # How things are measured, which `test_own_model.py` runs, whole, with any release.
         ("experiments", "error evaluate headwise headwise_variants intrusiveness overhead"),
         ("experiments", "quality settings sinks streaming sweeps throughput trace"),
@@ -67,6 +71,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_configure() -> None:
     gc.disable()
+    cpp_extension.load = unpacking
+
+
+def unpacking(name: str, **_: Any) -> SimpleNamespace:
+    """What quanto would compile, for a minute on each machine: `unpack(codes, bits)` in Python."""
+    assert name == "quanto_cpp"
+    return SimpleNamespace(
+        unpack=lambda codes, bits: torch.cat(
+            [codes >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
+        )
+    )
 
 
 def pytest_collection_finish() -> None:
@@ -83,6 +98,23 @@ def package(request: pytest.FixtureRequest) -> ModuleType:
     Where they could differ a test asks for `tests.support.both`.
     """
     return (hooks_impl, patch_impl)[zlib.crc32(request.node.nodeid.encode()) % 2]
+
+
+@pytest.fixture
+def no_graphs_after() -> Iterator[None]:
+    """For tests that compile: each scope that hooks open looks through all graphs that there are.
+
+    They would drop them, and with them names in modules that other tests compare.
+    """
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def not_compiled(no_graphs_after: None) -> Iterator[None]:
+    """Of flex_attention: a kernel takes a C++ compiler and half a minute per shape."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @pytest.fixture(autouse=True)
