@@ -227,15 +227,12 @@ def test_heads_of_every_family(package, name, family):
     assert found < (2e-5 if form == "eager" else 1e-9)
 
 
+@pytest.mark.usefixtures("not_compiled")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_heads_under_flex_attention(package, family):
-    """Not compiled, which takes a C++ compiler and half a minute per shape."""
-    ids = left_padded(2, CONTEXT + sum(TURNS), [0, 13])[0]
-    with torch.compiler.set_stance("force_eager"):
-        found = differs(
-            HELD["by head"](package), ids, [0, 13], "whole", "flex_attention", family=family
-        )
+    ids, press = left_padded(2, CONTEXT + sum(TURNS), [0, 13])[0], HELD["by head"](package)
+    found = differs(press, ids, [0, 13], "whole", "flex_attention", family=family)
     assert found < TOLERANCE["flex_attention"]
 
 

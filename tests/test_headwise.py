@@ -33,18 +33,10 @@ from tests.support import (
     tolerance,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 LENGTH = 40
 ACT_LAST = ("FastKVzipPress", "KVgradPress", "KVzipPress", "RestoreKVPress")
 """Those that act when all layers have run; all but the first run the context again."""
 HEADWISE = ("AdaKVPress", "CriticalAdaKVPress", "DMSPress", "DuoAttentionPress", "LUKVPress")
-
-
-@pytest.fixture(autouse=True)
-def _not_compiled():
-    """A compiled kernel takes a C++ compiler and half a minute per shape, and adds nothing."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 # ---- fewer channels ------------------------------------------------------------------------------
@@ -60,6 +52,8 @@ def run(model: Any, press: Any, given: list[Tensor]) -> tuple[Any, list[Tensor]]
         return cache, [model(ids, past_key_values=cache).logits for ids in given]
 
 
+@pytest.mark.usefixtures("not_compiled")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "flex_attention"])
 @pytest.mark.parametrize(
     "family", ["llama", "gpt_neox", "gpt2", "qwen3", "gemma2", "gpt_oss", "cohere"]

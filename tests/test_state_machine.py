@@ -56,8 +56,8 @@ from tests.twins import (
 )
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
-N_PROGRAMS = {"short": 80, "long": 20_000}.get(PROFILE, 120)
-N_SHARDS, MAX_STEPS = 4, 40
+N_PROGRAMS = {"short": 20, "long": 20_000}.get(PROFILE, 60)
+N_SHARDS, MAX_STEPS = 4, 30
 
 INDICES = st.sampled_from([0, 0, 1, 2])
 SIDES = st.integers(0, 1)

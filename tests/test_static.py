@@ -48,13 +48,13 @@ def test_the_same_tokens_and_logits(package, name, attention, padding):
         assert torch.equal(kept, of_static)
 
 
+@pytest.mark.usefixtures("no_graphs_after")
 @pytest.mark.parametrize(
     ("name", "is_static"),
     [("queries", False), ("heads", True), ("layers", False), ("rerotated", True)],
 )
 def test_a_step_compiles_as_one_graph(package, name, is_static):
     model, ids = build("llama"), token_ids(1, 26)
-    torch.compiler.reset()
     logits = []
     with PRESSES[name](package)(model):
         for step in (model, torch.compile(model, fullgraph=True, backend="eager")):

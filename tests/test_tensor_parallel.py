@@ -56,10 +56,10 @@ def run(
     """
     cache, rows = DynamicCache(config=model.config), len(padding)
     context = context_for(name, 48).repeat(rows, 1)
-    mask = torch.ones(rows, 48 + 3 + 4, dtype=torch.long)
+    mask = torch.ones(rows, 48 + 3 + 2, dtype=torch.long)
     for row, n in enumerate(padding):
         mask[row, :n] = 0
-    given = (context, token_ids(rows, 3, seed=1), *token_ids(rows, 4, seed=2).split(1, dim=1))
+    given = (context, token_ids(rows, 3, seed=1), *token_ids(rows, 2, seed=2).split(1, dim=1))
     seen = 0
     with press(model):
         for ids in given:
@@ -70,9 +70,10 @@ def run(
 
 
 def names_of(case: str, mechanism: str) -> list[str]:
-    """On Llama every press, in turn with either mechanism, for both leave the same bits."""
-    every = sorted(hooks_impl.PRESSES)[[*PACKAGES].index(mechanism) :: len(PACKAGES)]
-    return sorted({*SOME, *every} if case == "llama" else SOME)
+    """In turn with either mechanism, for both leave the same bits; on Llama some with both."""
+    every = sorted(hooks_impl.PRESSES) if case == "llama" else SOME
+    in_turn = every[[*PACKAGES].index(mechanism) :: len(PACKAGES)]
+    return sorted({*SOME, *in_turn}) if case == "llama" else [*in_turn]
 
 
 def found_with(

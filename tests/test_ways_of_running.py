@@ -33,6 +33,7 @@ IS_5_2 = transformers.__version__.startswith("5.2.")
 
 
 @both
+@pytest.mark.usefixtures("no_graphs_after")
 def test_a_compiled_function_is_pruned_by_one_press_after_the_other(package):
     """It was called before, and the first press needs nothing from inside the attention.
 
@@ -56,7 +57,6 @@ def test_a_compiled_function_is_pruned_by_one_press_after_the_other(package):
             assert kept.float().mean() == (LENGTH if press is None else LENGTH // 2) + 1
             assert (kept.unique().numel() > 1) == (name == "AdaKVPress")
         torch.testing.assert_close(*logits)
-    torch._dynamo.reset()  # each scope that hooks open looks through all graphs that there are
 
 
 # ---- in chunks -----------------------------------------------------------------------------------

@@ -23,19 +23,12 @@ from press_core import (
 )
 from tests.support import both, build, filled, snapshot, token_ids
 
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 LENGTH, QUESTION = 70, token_ids(1, 5, seed=1)
 
 
 @pytest.fixture
 def model() -> PreTrainedModel:
     return build("llama", num_layers=3)
-
-
-@pytest.fixture(autouse=True)
-def _not_compiled():
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def ada(package: Any = hooks_impl, ratio: float = 0.5) -> Any:

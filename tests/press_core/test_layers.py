@@ -28,7 +28,7 @@ from press_core.eviction import Eviction
 from tests.support import build, filled, held, left_padded, reading
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
-N_PROGRAMS = {"short": 15, "long": 1000}.get(PROFILE, 60)
+N_PROGRAMS = {"short": 10, "long": 1000}.get(PROFILE, 40)
 DIM = 4
 # transformers 5.2 crops to a length, later releases crop a number of tokens away.
 CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters

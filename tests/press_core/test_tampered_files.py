@@ -54,7 +54,7 @@ DTYPES = (
 )
 VALUES = (-(2**31), -1, 0, 0.5, 1, 7, 2**31 - 1, float("nan"), float("inf"), 1e38)
 
-N_EXAMPLES = {"short": 100, "long": 20_000}.get(os.environ.get("HYPOTHESIS_PROFILE", ""), 500)
+N_EXAMPLES = {"long": 20_000}.get(os.environ.get("HYPOTHESIS_PROFILE", ""), 200)
 FUZZED = settings(
     max_examples=N_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

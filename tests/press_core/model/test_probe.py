@@ -186,6 +186,7 @@ def test_open_scopes_take_no_part() -> None:
     outer.remove()
 
 
+@pytest.mark.usefixtures("no_graphs_after")
 def test_a_model_that_is_compiled_is_run_as_it_was_written() -> None:
     model = tiny("llama")
     model.compile(backend="eager")
