@@ -1,13 +1,9 @@
 """What a second transformers leaves out, what is run first, and what all tests share."""
 
-from __future__ import annotations
-
 import gc
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,7 +36,7 @@ FIRST = {TESTS / "test_tensor_parallel.py", TESTS / "experiments" / "test_ray.py
 comes last, and would start it once more."""
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption(
         "--second-transformers",
         action="store_true",
@@ -49,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_report_header(config: pytest.Config) -> list[str]:
+def pytest_report_header(config):
     if not config.getoption("second_transformers"):
         return []
     return [
@@ -58,23 +54,23 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     ]
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+def pytest_ignore_collect(collection_path, config):
     left_out = config.getoption("second_transformers") and collection_path.is_relative_to(TESTS)
     if left_out and collection_path.relative_to(TESTS).as_posix() in LEFT_OUT:
         return True
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path not in FIRST)
 
 
-def pytest_configure() -> None:
+def pytest_configure():
     gc.disable()
     cpp_extension.load = unpacking
 
 
-def unpacking(name: str, **_: Any) -> SimpleNamespace:
+def unpacking(name, **_):
     """What quanto would compile, for a minute on each machine: `unpack(codes, bits)` in Python."""
     assert name == "quanto_cpp"
     return SimpleNamespace(
@@ -84,7 +80,7 @@ def unpacking(name: str, **_: Any) -> SimpleNamespace:
     )
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """Modules and tests come to stay: the search for garbage leaves them out, and is rarer."""
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
@@ -92,7 +88,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
-def package(request: pytest.FixtureRequest) -> ModuleType:
+def package(request):
     """Hooks or patches, one for each case: `test_hooks_equal_patches.py` shows them alike.
 
     Where they could differ a test asks for `tests.support.both`.
@@ -101,7 +97,7 @@ def package(request: pytest.FixtureRequest) -> ModuleType:
 
 
 @pytest.fixture
-def no_graphs_after() -> Iterator[None]:
+def no_graphs_after():
     """For tests that compile: each scope that hooks open looks through all graphs that there are.
 
     They would drop them, and with them names in modules that other tests compare.
@@ -111,14 +107,14 @@ def no_graphs_after() -> Iterator[None]:
 
 
 @pytest.fixture
-def not_compiled(no_graphs_after: None) -> Iterator[None]:
+def not_compiled(no_graphs_after):
     """Of flex_attention: a kernel takes a C++ compiler and half a minute per shape."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 @pytest.fixture(autouse=True)
-def _without_gradients(request: pytest.FixtureRequest) -> Iterator[None]:
+def _without_gradients(request):
     """Tests of whole models ask for gradients where they are about them."""
     with torch.set_grad_enabled(request.path.parent not in (TESTS, TESTS / "attention_patch")):
         yield

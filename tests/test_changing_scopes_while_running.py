@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -24,22 +23,22 @@ LONG = 20
 class Started:
     """A thread that runs a function, and does not keep the tests from ending if it hangs."""
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function):
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, args=(function,), daemon=True)
         self.thread.start()
 
-    def _run(self, function: Any) -> None:
+    def _run(self, function):
         try:
             function()
         except BaseException as error:
             self.error = error
 
-    def is_over(self, seconds: float) -> bool:
+    def is_over(self, seconds):
         self.thread.join(seconds)
         return not self.thread.is_alive()
 
-    def end(self) -> None:
+    def end(self):
         """Wait for it, and hand on its error."""
         assert self.is_over(LONG), "it hangs"
         if self.error is not None:
@@ -53,11 +52,11 @@ class Halt:
         n_calls: how often it lets it pass before.
     """
 
-    def __init__(self, n_calls: int = 0) -> None:
+    def __init__(self, n_calls=0):
         self.here, self.go, self.thread = threading.Event(), threading.Event(), 0
         self.n_calls = n_calls
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, *_):
         if threading.get_ident() != self.thread:
             return
         self.n_calls -= 1
@@ -127,7 +126,7 @@ def running(model, halt, ids=None):
     thread.end()
 
 
-def lengths_of(cache) -> list[int]:
+def lengths_of(cache):
     return [int(lengths.max()) if lengths.numel() else 0 for lengths in kept_lengths(cache)]
 
 

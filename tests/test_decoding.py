@@ -1,13 +1,7 @@
 """Presses that act while decoding, against references that hold everything and forget nothing."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache
 
 from press_core import Needs, kept_lengths
@@ -16,7 +10,7 @@ from tests.support import both, filled, forwards, held, left_padded, make
 
 # ---- at intervals --------------------------------------------------------------------------------
 
-LENGTHS: dict[str, tuple[Callable[[Any], Any], list[int], list[int]]] = {
+LENGTHS = {
     "at intervals": (
         lambda p: p.DecodingPress(p.KnormPress(), 5, 20),
         [30] + [1] * 11,
@@ -109,7 +103,7 @@ def test_caches_in_turn_count_for_themselves(package):
 
 # ---- by the exact queries ------------------------------------------------------------------------
 
-BASES: dict[str, Callable[[Any], Any]] = {
+BASES = {
     "knorm": lambda p: p.KnormPress(),
     "keydiff": lambda p: p.KeyDiffPress(),
     "tova": lambda p: p.TOVAPress(),
@@ -166,7 +160,7 @@ def test_heads_keep_what_a_prefill_of_what_they_hold_keeps(
     assert n_pruned > 0
 
 
-def heads_of(positions: list[Any]) -> list[tuple[int, int, int]]:
+def heads_of(positions):
     """Each layer, row and head."""
     return [
         (layer, row, head)
@@ -194,7 +188,7 @@ def test_padding_that_positions_count(package, rerotate):
     """Without `position_ids` models count padding too; rotary embeddings see distances only."""
     model, press = make(), package.StreamingLLMDecodingPress(16, 3, rerotate)
     ids, mask, positions = left_padded(3, 40, [0, 13, 33])
-    runs: list[list[Any]] = [[], []]
+    runs = [[], []]
     for counted, run in zip((True, False), runs, strict=True):
         cache, seen, where = DynamicCache(config=model.config), mask, positions
         with press(model):
@@ -213,7 +207,7 @@ def test_padding_that_positions_count(package, rerotate):
 # ---- endless -------------------------------------------------------------------------------------
 
 
-def streamed(seen: list[int], capacity: int, n_sink: int) -> list[int]:
+def streamed(seen, capacity, n_sink):
     """What is left before a forward of what was held after the last."""
     if len(seen) <= capacity:
         return seen
@@ -230,7 +224,7 @@ def test_sinks_and_window_at_each_step(package, family, rerotate, capacity, n_si
         package.StreamingLLMDecodingPress(capacity, n_sink, rerotate),
         DynamicCache(config=model.config),
     )
-    left: list[int] = []
+    left = []
     seen = n_cuts = 0
     with press(model):
         for ids in forwards([12, 1, 9, 1, 1, 3, *[1] * 18], batch=2):
@@ -287,7 +281,7 @@ def test_positions_in_the_cache(package, family, dtype, atol):
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_only_what_a_press_reads_is_kept_for_it(package, wrapped):
     class InOwnWords(package.KnormPress):
-        def score(self, *arguments: Any) -> Tensor:
+        def score(self, *arguments):
             return super().score(*arguments)
 
     model = make()

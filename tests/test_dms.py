@@ -1,12 +1,7 @@
 """DMSPress: what scores below a threshold is evicted once it leaves a window, head by head."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache
 
 from attention_patch import headwise
@@ -15,12 +10,12 @@ from tests.slow import Whole
 from tests.support import both, build, filled, forwards, held, left_padded, make, token_ids
 
 
-def scores_in(whole: Whole) -> list[Tensor]:
+def scores_in(whole):
     """What KnormPress scores, per layer `(B, H_kv, n)`."""
     return [-layer.keys.norm(dim=-1) for layer in whole.cache.layers]
 
 
-def threshold_of(model: Any, ids: Tensor) -> float:
+def threshold_of(model, ids):
     """Halfway between the scores of all keys, so that it decides something in every head."""
     whole = Whole(model)
     whole(ids)
@@ -135,11 +130,11 @@ def test_a_question_taken_back_is_forgotten_by_the_threshold_too(package):
     assert found[0] == found[1]
 
 
-def of_ones_own(package: Any, **declared: Any) -> Any:
+def of_ones_own(package, **declared):
     """What KnormPress scores, in a user's words."""
 
     class Own(package.ScorerPress):
-        def score(self, *given: Any) -> Tensor:
+        def score(self, *given):
             keys = given[2] if len(given) > 1 else given[0].keys
             return -keys.norm(dim=-1)
 

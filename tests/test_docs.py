@@ -1,7 +1,5 @@
 """What the documentation tells its readers to do works."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -25,7 +23,7 @@ FREE_TESTS = ("house", "scopes", "generation", "bad_input", "hooks_equal_patches
 _BLOCK = re.compile(r'```(\w*)(?: title="(.*?)")?\n(.*?)```', re.DOTALL)
 
 
-def blocks(page: str) -> list[tuple[str, str, str]]:
+def blocks(page):
     """Language, title and text of the code blocks of a page, or of the README."""
     return _BLOCK.findall((ROOT / "docs" / page).resolve().read_text())
 
@@ -40,7 +38,7 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def declare(path: Path, text: str) -> None:
+def declare(path, text):
     """Add an import and a class to the list of presses of a package."""
     imported, declared = text.split("\n\n\n")
     listed = path.read_text().replace("\n\nPRESSES:", f"\n\n{declared}\n\nPRESSES:")

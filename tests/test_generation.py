@@ -1,11 +1,7 @@
 """A pruned cache continues as any other: positions, questions, generate, batches with padding."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +36,7 @@ PADDING = [0, 13, 30]
 
 # ---- every press, and some of presses ------------------------------------------------------------
 
-EXTRA: dict[str, Callable[[Any], Any]] = {
+EXTRA = {
     "composed with turned keys": lambda p: p.ComposedPress(
         [p.KnormPress(0.3), p.KeyRerotationPress(p.KnormPress(0.3)), p.KeyDiffPress(0.3)]
     ),
@@ -67,7 +63,7 @@ EXTRA: dict[str, Callable[[Any], Any]] = {
     ),
     "dms, for the prefill": lambda p: p.DMSPress(p.KnormPress(), -4.0, sliding_window_size=6),
 }
-OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+OPTIONS = {
     "FastKVzipPress, by layers": ("FastKVzipPress", {"layerwise": True}),
     "KVComposePress, by head": ("KVComposePress", {"structured": False}),
     "KVzipPress, by layers": ("KVzipPress", {"layerwise": True}),
@@ -88,7 +84,7 @@ prefilling_ways = pytest.mark.parametrize(
 )
 
 
-def press_of(package: Any, name: str, model: Any) -> Any:
+def press_of(package, name, model):
     if name in EXTRA:
         return EXTRA[name](package)
     made_of, fields = OPTIONS.get(name, (name, {}))
@@ -248,7 +244,7 @@ def test_beams_score_as_their_sequences_do_alone(package, name):
 # ---- one press, all ways of going on -------------------------------------------------------------
 
 
-def snapkv(package: Any) -> Any:
+def snapkv(package):
     return package.SnapKVPress(0.5, window_size=8)
 
 

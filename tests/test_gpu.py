@@ -1,7 +1,5 @@
 """The promises that only a GPU can test: `pytest -m gpu`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache

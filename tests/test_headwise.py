@@ -4,13 +4,8 @@ What heads of different lengths answer is judged in `test_dense_oracle.py`; what
 press stands in `test_generation.py`.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache
 
 from attention_patch import headwise
@@ -42,11 +37,11 @@ HEADWISE = ("AdaKVPress", "CriticalAdaKVPress", "DMSPress", "DuoAttentionPress",
 # ---- fewer channels ------------------------------------------------------------------------------
 
 
-def think(package: Any, free_memory: bool, ratio: float = 0.5) -> Any:
+def think(package, free_memory, ratio=0.5):
     return package.ThinKPress(ratio, window_size=8, free_memory=free_memory)
 
 
-def run(model: Any, press: Any, given: list[Tensor]) -> tuple[Any, list[Tensor]]:
+def run(model, press, given):
     cache = DynamicCache(config=model.config)
     with press(model):
         return cache, [model(ids, past_key_values=cache).logits for ids in given]
@@ -116,7 +111,7 @@ class Offloaded(DynamicCache):
 
     offloading = property(lambda self: True, lambda self, value: None)
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+    def update(self, keys, values, layer_idx, *_, **__):
         if layer_idx == len(self.layers):
             self.layers.append(self.layer_class_to_replicate())
         return self.layers[layer_idx].update(keys, values)
@@ -125,7 +120,7 @@ class Offloaded(DynamicCache):
 every_press = pytest.mark.parametrize("name", [*HEADWISE, *ACT_LAST, "channels"])
 
 
-def press_of(package: Any, name: str, model: Any) -> Any:
+def press_of(package, name, model):
     return think(package, True) if name == "channels" else example_for(package, name, 0.6, model)
 
 

@@ -4,8 +4,6 @@ The default run compares hundreds of drawn cases; `HYPOTHESIS_PROFILE=short` run
 `HYPOTHESIS_PROFILE=long` two hundred times as many, with new seeds each time.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -32,7 +30,7 @@ PRESSES = sorted(hooks_impl.PRESSES)
 REPLAYING = [name for name in PRESSES if issubclass(hooks_impl.PRESSES[name], ReplayPress)]
 
 
-def many(share: float = 1.0) -> settings:
+def many(share=1.0):
     """Settings for a share of the cases of a press; the same cases in every run but long ones."""
     return settings(
         max_examples=int(N_CASES * share),
@@ -44,7 +42,7 @@ def many(share: float = 1.0) -> settings:
     )
 
 
-def assert_same(case: Case) -> None:
+def assert_same(case):
     difference = case.difference()
     assert difference is None, str(difference)
 

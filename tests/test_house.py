@@ -1,7 +1,5 @@
 """What stands in which room."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect
@@ -15,7 +13,7 @@ import patch_impl
 ROOT = Path(__file__).parent.parent
 
 
-def calls_in(path: str) -> set[str]:
+def calls_in(path):
     """Names of all functions and methods that a file, or the files of a folder, call."""
     names, place = set(), ROOT / path
     for path in [place] if place.is_file() else place.rglob("*.py"):

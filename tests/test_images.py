@@ -3,8 +3,6 @@
 That each kind of press keeps what it should is in `tests/experiments/test_architectures.py`.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache

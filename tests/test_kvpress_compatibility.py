@@ -11,7 +11,6 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from torch import nn
 from transformers import DynamicCache
 
 import hooks_impl
@@ -45,7 +44,7 @@ class Halving(BasePress):
 
     spares_the_last: bool = False
 
-    def post_init_from_model(self, model: nn.Module) -> None:
+    def post_init_from_model(self, model):
         self.n_layers = model.config.num_hidden_layers
 
     def compress(self, module, hidden_states, keys, values, attentions, kwargs):

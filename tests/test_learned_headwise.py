@@ -1,9 +1,6 @@
 """What the shipped model ships with, and what FastKVzipPress and LUKVPress cannot learn or do."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -68,11 +65,11 @@ def test_curves_are_learned_for_the_press_that_ranks(package):
 
 
 @pytest.fixture(scope="module")
-def shipped() -> Any:
+def shipped():
     return load_model("facts-llama")[0]
 
 
-def right(model: Any, press: Any) -> float:
+def right(model, press):
     """Share of right answers about 16 contexts of the facts task."""
     batch = draw(16, 256, 8, torch.Generator().manual_seed(1))
     return float((answer_unseen(model, press, batch) == batch.answer_ids).float().mean())
@@ -95,7 +92,7 @@ def test_what_is_shipped_keeps_the_facts(shipped, package):
 
 
 def test_the_shipped_head_scores_tell_which_heads_can_stream(shipped, package):
-    options: dict[str, Any] = {"sink_size": SINKS, "recent_size": RECENT}
+    options = {"sink_size": SINKS, "recent_size": RECENT}
     press = package.DuoAttentionPress(0.25, **options)
     ids = next(fact_batches(1, seed=5))[:1, :60]
     kept = torch.cat(kept_lengths(filled(shipped, press, ids)))  # 4 layers of 4 KV heads

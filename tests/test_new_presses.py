@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache
 
 import hooks_impl
@@ -19,13 +18,13 @@ from tests.support import build, context_for, example_for, forwards, held, make,
 class SlowH2O:
     """What one head holds, from the queries and keys that the model attended with."""
 
-    def __init__(self, recent_ratio: float) -> None:
+    def __init__(self, recent_ratio):
         self.recent_ratio = recent_ratio
-        self.positions: list[int] = []
-        self.received: list[float] = []
+        self.positions = []
+        self.received = []
         self.seen = 0
 
-    def attend(self, queries: Tensor, keys: Tensor) -> None:
+    def attend(self, queries, keys):
         """Take in new tokens: `(G, q, d)` attended over `(n, d)`."""
         n_new = queries.shape[1]
         self.positions += range(self.seen, self.seen + n_new)
@@ -35,7 +34,7 @@ class SlowH2O:
         for place, mean in enumerate(votes(queries, keys)):
             self.received[place] += mean * n_new
 
-    def evict(self, n: int) -> None:
+    def evict(self, n):
         n_recent = n - int(n * (1 - self.recent_ratio))
         older = range(len(self.positions) - n_recent)
         heavy = sorted(older, key=lambda j: -self.received[j])[: n - n_recent]

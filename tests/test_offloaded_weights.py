@@ -1,7 +1,5 @@
 """Models whose weights are elsewhere between forwards, as accelerate has it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from accelerate import cpu_offload

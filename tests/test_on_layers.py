@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import threading
-from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 import hooks_impl
 from press_core import ScopeError, kept_positions
@@ -19,11 +18,11 @@ OFF, ON = [False] * 3, [True] * 3
 
 
 @pytest.fixture
-def model() -> PreTrainedModel:
+def model():
     return build("llama", num_layers=3)
 
 
-def covered(model: PreTrainedModel) -> list[bool]:
+def covered(model):
     """Whether there is anything on each attention module that an untouched one has not."""
     modules = [layer.self_attn for layer in model.model.layers]
     return [
@@ -33,11 +32,11 @@ def covered(model: PreTrainedModel) -> list[bool]:
     ]
 
 
-def step(model: PreTrainedModel, cache: Any, n: int = 1) -> None:
+def step(model, cache, n=1):
     model(token_ids(1, n), past_key_values=cache)
 
 
-def assert_they_stay(model: PreTrainedModel) -> None:
+def assert_they_stay(model):
     """In each step behind a context."""
     cache = prefilled(model)
     for _ in range(2):
@@ -45,11 +44,11 @@ def assert_they_stay(model: PreTrainedModel) -> None:
         assert covered(model) == ON
 
 
-def lengths(cache: DynamicCache) -> list[int]:
+def lengths(cache):
     return [layer.shape[-1] for layer in kept_positions(cache)]
 
 
-def prefilled(model: PreTrainedModel) -> DynamicCache:
+def prefilled(model):
     cache = DynamicCache(config=model.config)
     model(CONTEXT, past_key_values=cache)
     return cache
@@ -119,7 +118,7 @@ def test_they_stay_for_a_forward_of_another_thread(package, model):
     inside, go = threading.Event(), threading.Event()
     caches: list[DynamicCache] = []
 
-    def hold(*_: Any) -> None:
+    def hold(*_):
         if threading.get_ident() != main:
             inside.set()
             go.wait(20)
@@ -146,7 +145,7 @@ def test_what_cannot_be_put_back_leaves_nothing_half(package, model):
     class Failing(package.KnormPress):
         fails = False
 
-        def install_on_layers(self, scope: Any) -> Any:
+        def install_on_layers(self, scope):
             for n, removable in enumerate(super().install_on_layers(scope)):
                 yield removable
                 if n == 1 and type(self).fails:
@@ -179,7 +178,7 @@ def test_a_module_that_was_replaced_meanwhile_is_not_taken_for_the_verified_one(
 def test_a_compiled_step_that_needs_help_puts_it_back(package):
     model = build("llama", num_layers=1)
 
-    def press() -> Any:
+    def press():
         return package.AdaKVPress(package.SnapKVPress(compression_ratio=0.5, window_size=4))
 
     whole = prefilled(model)

@@ -1,14 +1,10 @@
 """Quantized caches: exact keys are judged, and what is kept of them is quantized."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache, QuantizedCache
 from transformers.cache_utils import QuantizedLayer
 
@@ -35,17 +31,17 @@ REORDERS = hasattr(QuantizedLayer, "_apply_pending_reorder")
 
 
 @pytest.fixture
-def model() -> Any:
+def model():
     return build("llama")
 
 
-def quantized(model: Any, backend: str = "quanto", nbits: int = 4, **options: Any) -> Any:
+def quantized(model, backend="quanto", nbits=4, **options):
     """A cache whose last few tokens wait to be quantized, in groups of 16 numbers."""
     options = {"residual_length": RESIDUAL, "q_group_size": 16, **options}
     return QuantizedCache(backend, model.config, nbits=nbits, **options)
 
 
-def everything(layer: Any) -> tuple[Tensor, Tensor]:
+def everything(layer):
     """All keys and values of a layer, as its next update would read them."""
     read = []
     for name in ("keys", "values"):
@@ -55,15 +51,13 @@ def everything(layer: Any) -> tuple[Tensor, Tensor]:
     return read[0], read[1]
 
 
-def assert_same_bits(layer: Any, expected: Any) -> None:
+def assert_same_bits(layer, expected):
     """Both hold the same, and as many tokens wait to be quantized."""
     assert all(map(torch.equal, everything(layer), everything(expected)))
     assert layer.keys.shape == expected.keys.shape
 
 
-def filled_by_hand(
-    cache: Any, model: Any, press: Any, ids: Tensor, **given: Any
-) -> tuple[Any, Any]:
+def filled_by_hand(cache, model, press, ids, **given):
     """`cache` with the keys and values that `press` leaves in a plain one; and that one."""
     plain = filled(model, press, ids, **given)
     for i, layer in enumerate(plain.layers):

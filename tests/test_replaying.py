@@ -1,11 +1,8 @@
 """Presses that run a context again: what they leave behind, and where they cannot be had."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -27,14 +24,14 @@ MODES = {
 }
 
 
-def kvgrad(package: Any, ratio: float = 0.5) -> Any:
+def kvgrad(package, ratio=0.5):
     return package.KVgradPress(ratio, chunk_size=16, prompts=PROMPTS)
 
 
 # ---- gradients -----------------------------------------------------------------------------------
 
 
-def with_graph() -> set[int]:
+def with_graph():
     """Tensors that are part of a graph, wherever they are."""
     gc.collect()
     return {id(x) for x in gc.get_objects() if isinstance(x, Tensor) and x.grad_fn is not None}
@@ -143,7 +140,7 @@ def test_threads_beside_a_replay_are_let_be(package, name):
     press, plain = example_for(package, name, 0.5, model), model(ids).logits
     alone = held(filled(model, press, ids))
 
-    def beside() -> None:
+    def beside():
         while not done.is_set():
             with torch.no_grad():
                 first = model(ids, past_key_values=DynamicCache()).logits

@@ -1,15 +1,10 @@
 """RestoreKV: what joins the cache, what the adapter touches, and how it is learned."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 from transformers import DynamicCache
 
 import hooks_impl
@@ -29,7 +24,7 @@ from tests.test_learned_presses import drawn_adapter
 LENGTH = 60
 
 
-def restoring(package: Any, model: Any, ratio: Any = 0.5, **fields: Any) -> Any:
+def restoring(package, model, ratio=0.5, **fields):
     fields.setdefault("adapter", drawn_adapter(model))
     return package.RestoreKVPress(ratio, chunk_size=16, prompts=PROMPTS, **fields)
 
@@ -37,7 +32,7 @@ def restoring(package: Any, model: Any, ratio: Any = 0.5, **fields: Any) -> Any:
 # ---- what joins ----------------------------------------------------------------------------------
 
 
-def merged(model: Any, adapter: RestoreAdapter) -> Any:
+def merged(model, adapter):
     """A model of its own whose weights have the adapter in them."""
     other = build("llama", dtype=model.dtype)
     with torch.no_grad():
@@ -126,7 +121,7 @@ def test_adapters_of_peft_go_on(package):
 # ---- learning ------------------------------------------------------------------------------------
 
 
-def divergence(model: Any, package: Any, adapter: RestoreAdapter, rows: list[Tensor]) -> float:
+def divergence(model, package, adapter, rows):
     with torch.no_grad():
         losses = [
             distillation_loss(
@@ -143,7 +138,7 @@ def divergence(model: Any, package: Any, adapter: RestoreAdapter, rows: list[Ten
 def test_what_is_learned_brings_predictions_closer():
     model = build("llama")
     rows = [token_ids(1, LENGTH, seed) for seed in range(4)]
-    fields: dict[str, Any] = {"n_following": 12, "prompts": PROMPTS, "compression_ratios": (0.6,)}
+    fields = {"n_following": 12, "prompts": PROMPTS, "compression_ratios": (0.6,)}
     started = first_adapter(model, 8, 0)
     learned = hooks_impl.RestoreKVPress.fit(model, rows * 15, n_batches=60, **fields)
     before = divergence(model, hooks_impl, started, rows)
@@ -160,7 +155,7 @@ def test_rows_without_a_context_teach_nothing():
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def peft_folder(folder: Path, adapter: RestoreAdapter, **config: Any) -> Path:
+def peft_folder(folder, adapter, **config):
     """`adapter` as PEFT has it, of alpha 6 and rank 3."""
     tensors = {}
     for name, down in adapter.down.items():

@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 import hooks_impl
 import patch_impl
@@ -21,17 +20,17 @@ every_press = pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
 
 
 @pytest.fixture
-def model() -> PreTrainedModel:
+def model():
     return build("llama", num_layers=3)
 
 
-def run(model: nn.Module, length: int = 40, cache: DynamicCache | None = None) -> torch.Tensor:
+def run(model, length=40, cache=None):
     with torch.no_grad():
         logits: torch.Tensor = model(token_ids(1, length), past_key_values=cache).logits
     return logits
 
 
-def kept(model: PreTrainedModel, length: int = 40) -> list[int]:
+def kept(model, length=40):
     """Tokens that each layer keeps of a prefill."""
     cache = DynamicCache(config=model.config)
     run(model, length, cache)
@@ -102,7 +101,7 @@ def test_one_model_run_by_several_threads(package, model):
     with package.SnapKVPress(0.5, window_size=4)(model):
         expected = [prefill(model, seed) for seed in range(4)]
 
-        def work(seed: int) -> None:
+        def work(seed):
             for _ in range(5):
                 assert_same(prefill(model, seed), expected[seed])
 
@@ -110,14 +109,14 @@ def test_one_model_run_by_several_threads(package, model):
             list(pool.map(work, range(4)))
 
 
-def prefill(model: PreTrainedModel, seed: int) -> DynamicCache:
+def prefill(model, seed):
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(token_ids(1, 60, seed=seed), past_key_values=cache)
     return cache
 
 
-def assert_same(left: DynamicCache, right: DynamicCache) -> None:
+def assert_same(left, right):
     for one, other in zip(left.layers, right.layers, strict=True):
         assert torch.equal(one.keys, other.keys)
         assert torch.equal(one.values, other.values)

@@ -1,7 +1,5 @@
 """Static caches hold what dynamic ones hold, and a step over either compiles as one graph."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache

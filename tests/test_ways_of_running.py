@@ -1,7 +1,5 @@
 """A model is run in many ways: compiled, in chunks, with draft tokens, over several turns."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 

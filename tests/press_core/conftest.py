@@ -1,18 +1,12 @@
 """What the model's own code computes, recorded without any press."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from press_core import attention_sites
@@ -22,24 +16,24 @@ BATCH = 2
 
 
 @lru_cache
-def _model(family: str, dtype: torch.dtype) -> PreTrainedModel:
+def _model(family, dtype):
     return build(family, num_layers=1, dtype=dtype, attn_implementation="eager")
 
 
-def _record(family: str, length: int, dtype: torch.dtype = torch.float32) -> SimpleNamespace:
+def _record(family, length, dtype=torch.float32):
     model = _model(family, dtype)
     site = attention_sites(model)[0]
-    modeling: Any = sys.modules[type(site.module).__module__]
+    modeling = sys.modules[type(site.module).__module__]
     found = SimpleNamespace(site=site, collected=[])
 
-    def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(_, args, kwargs):
         found.hidden_states = args[0] if args else kwargs["hidden_states"]
         found.position_embeddings = kwargs.get("position_embeddings")
 
-    def collect(_: Any, __: Any, output: Tensor) -> None:
+    def collect(_, __, output):
         found.collected.append(site.query_in(output))
 
-    def attention(module: Any, *states: Tensor, **options: Any) -> Any:
+    def attention(module, *states, **options):
         output, weights = modeling.eager_attention_forward(module, *states, **options)
         if module is site.module:
             found.query, found.keys, found.values = states[:3]
@@ -58,7 +52,7 @@ def _record(family: str, length: int, dtype: torch.dtype = torch.float32) -> Sim
 
 
 @pytest.fixture(scope="session")
-def record() -> Callable[..., SimpleNamespace]:
+def record():
     """`record(family, length, dtype=float32)`: one eager forward of an attention module.
 
     Of the attention module of `site`, over two rows: its `hidden_states` and

@@ -1,14 +1,10 @@
 """Files of caches: what is refused, in one line, and what is never written over."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,17 +31,11 @@ from tests.support import build, example_for, left_padded, token_ids
 
 
 @lru_cache
-def model_of(family: str = "llama", seed: int = 0) -> Any:
+def model_of(family="llama", seed=0):
     return build(family, attn_implementation="eager", seed=seed)
 
 
-def cache_of(
-    name: str = "SnapKVPress",
-    family: str = "llama",
-    model: Any = None,
-    package: Any = hooks_impl,
-    **fields: Any,
-) -> Any:
+def cache_of(name="SnapKVPress", family="llama", model=None, package=hooks_impl, **fields):
     """A cache of an uneven batch that a press has pruned, and that a token was decoded with."""
     model = model or model_of(family)
     cache = DynamicCache(config=model.config)
@@ -62,23 +52,23 @@ def cache_of(
 
 
 @pytest.fixture
-def path(tmp_path) -> Path:
+def path(tmp_path):
     return save_cache(cache_of(), tmp_path / "cache.safetensors", model_of())
 
 
-def header_of(path: Path) -> dict[str, Any]:
+def header_of(path):
     with safe_open(path, framework="pt") as file:
         return json.loads(file.metadata()[METADATA])
 
 
-def rewrite(path: Path, **changed: Any) -> Path:
+def rewrite(path, **changed):
     """The same file with another header."""
     header = header_of(path) | changed
     save_file(load_file(path), path, {METADATA: json.dumps(header)})
     return path
 
 
-def refused(path: Path, match: str, **options: Any) -> None:
+def refused(path, match, **options):
     with pytest.raises(CacheFileError, match=match) as error:
         load_cache(path, options.pop("model", model_of()), **options)
     assert "\n" not in str(error.value)
@@ -191,7 +181,7 @@ def test_a_part_of_the_heads(monkeypatch, tmp_path):
 # ---- caches that cannot be kept ------------------------------------------------------------------
 
 
-def not_saved(cache: Any, folder: Path, match: str) -> None:
+def not_saved(cache, folder, match):
     with pytest.raises(UnsupportedCacheError, match=match):
         save_cache(cache, folder / "cache.safetensors", model_of())
     assert not list(folder.iterdir())
@@ -282,11 +272,11 @@ def test_what_is_no_cache_is_never_written_over(tmp_path, path):
 def test_a_file_that_comes_meanwhile_or_a_disk_that_is_full(monkeypatch, tmp_path):
     path, save = tmp_path / "cache.safetensors", files.save_file
 
-    def slow(*args: Any) -> None:
+    def slow(*args):
         save(*args)
         path.write_text("mine")
 
-    def full(tensors: Any, part: Path, _: Any) -> None:
+    def full(tensors, part, _):
         part.write_bytes(b"half of it")
         raise OSError(28, "No space left on device")
 
@@ -309,7 +299,7 @@ def test_notes_that_are_no_json(tmp_path):
 
 
 class Evil:
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return pytest.fail, ("code of the file was run",)
 
 
