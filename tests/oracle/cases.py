@@ -12,7 +12,7 @@ import torch
 import hooks_impl
 import patch_impl
 from tests.oracle import handed
-from tests.oracle.running import Context, Press, Run, Setting
+from tests.oracle.running import Context, Run, Setting
 
 PACKAGES: dict[str, Mapping[str, Any]] = {
     "hooks": hooks_impl.PRESSES,
@@ -26,7 +26,7 @@ LLAMA, QWEN3, PHI3 = Setting(), Setting("qwen3"), Setting("phi3")
 EAGER, FLOAT32 = Setting(attn_implementation="eager"), Setting(dtype=torch.float32)
 
 
-def press_of(text: str, whose: str, ratio: float, given: Mapping[str, Any] = handed.GIVEN) -> Press:
+def press_of(text, whose, ratio, given=handed.GIVEN):
     """The press that the Python `text` builds from a package, in which `r` is the ratio."""
     return eval(text, {**PACKAGES[whose], **given, "r": ratio})
 
@@ -50,7 +50,7 @@ class Case:
     note: str = ""
 
     @property
-    def presses(self) -> set[str]:
+    def presses(self):
         """Names of the presses in it."""
         return set(re.findall(r"\w+Press\b", self.press))
 
@@ -66,7 +66,7 @@ GATED = "One row, float32: kvpress takes nothing else. The gates were made up, a
 REPEAT = "Float32, as kvpress fails on float64. Its tokenizer was one that makes the same prompts"
 
 
-def cases(*presses: str, **options: Any) -> list[Case]:
+def cases(*presses, **options):
     """Cases that are alike but for their press."""
     return [Case(press, **options) for press in presses]
 
