@@ -81,12 +81,19 @@ def left_padded(batch, length, padding):
     return ids, mask, (mask.cumsum(dim=-1) - 1).clamp(min=0)
 
 
-def filled(model, press, ids, **inputs):
-    """The cache that a press leaves of one forward; without a press the whole one."""
-    cache = DynamicCache(config=model.config)
+def ran(model, press, given, cache=None, **inputs):
+    """The cache that forwards over `given` leave in a scope of a press, and the logits of each.
+
+    Without a press, of forwards outside of any scope.
+    """
+    cache = DynamicCache(config=model.config) if cache is None else cache
     with torch.no_grad(), nullcontext() if press is None else press(model):
-        model(ids, past_key_values=cache, **inputs)
-    return cache
+        return cache, [model(ids, past_key_values=cache, **inputs).logits for ids in given]
+
+
+def filled(model, press, ids, cache=None, **inputs):
+    """The cache that a press leaves of one forward; without a press the whole one."""
+    return ran(model, press, [ids], cache, **inputs)[0]
 
 
 def held(cache):

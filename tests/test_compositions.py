@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import hooks_impl
 from press_core import kept_lengths
@@ -17,8 +16,10 @@ from tests.support import (
     context_for,
     example_for,
     filled,
+    forwards,
     left_padded,
     make,
+    ran,
     token_ids,
 )
 
@@ -43,11 +44,7 @@ def run(model, press, context, n_steps=0, since=0):
     Args:
         since: tokens that came after it has pruned last.
     """
-    cache = DynamicCache(config=model.config)
-    with press(model):
-        model(context, past_key_values=cache)
-        for seed in range(n_steps):
-            model(token_ids(1, 1, seed), past_key_values=cache)
+    cache, _ = ran(model, press, [context, *forwards([1] * n_steps)])
     kept = float(torch.stack(kept_lengths(cache)).double().mean())
     return 1 - (kept - since) / (context.shape[1] + n_steps - since), press.evicted_ratio
 
@@ -198,11 +195,8 @@ def test_remove_takes_off_the_scope_opened_last(package, name):
     press.remove()
     lengths = []
     for model in models:
-        cache = DynamicCache(config=model.config)
-        model(ids, past_key_values=cache)
-        lengths.append(int(kept_lengths(cache)[0].max()))
-    assert lengths[0] < LENGTH
-    assert lengths[1] == LENGTH
+        lengths.append(int(kept_lengths(filled(model, None, ids))[0].max()))
+    assert lengths[0] < lengths[1] == LENGTH
     handles[0].remove()
     press.register(models[0]).remove()
 

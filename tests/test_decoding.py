@@ -6,7 +6,7 @@ from transformers import DynamicCache
 
 from press_core import Needs, kept_lengths
 from tests.slow import Whole
-from tests.support import both, filled, forwards, held, left_padded, make
+from tests.support import both, filled, forwards, held, left_padded, make, ran
 
 # ---- at intervals --------------------------------------------------------------------------------
 
@@ -89,11 +89,7 @@ def test_a_scope_that_opens_counts_from_there(package):
 def test_caches_in_turn_count_for_themselves(package):
     model, press = make(), package.DecodingPress(package.SnapKVPress(window_size=4), 4, 20)
     texts = [forwards([n] + [1] * 9, batch) for n, batch in ((30, 1), (25, 2))]
-    caches, alone = [[DynamicCache(config=model.config) for _ in texts] for _ in range(2)]
-    for cache, text in zip(alone, texts, strict=True):
-        with press(model):
-            for ids in text:
-                model(ids, past_key_values=cache)
+    caches, alone = [DynamicCache() for _ in texts], [ran(model, press, text)[0] for text in texts]
     with press(model):
         for step in zip(*texts, strict=True):
             for cache, ids in zip(caches, step, strict=True):
@@ -174,10 +170,8 @@ def test_presses_that_know_too_few_queries(package):
     """A window or sinks longer than what is remembered: a number for every token all the same."""
     model = make()
     for base in (package.ExpectedAttentionPress(n_sink=4), package.SnapKVPress(window_size=12)):
-        cache = DynamicCache(config=model.config)
-        with package.DecodingPress(base, compression_interval=2, target_size=16)(model):
-            for ids in forwards([30, 1, 1]):
-                model(ids, past_key_values=cache)
+        press = package.DecodingPress(base, compression_interval=2, target_size=16)
+        cache, _ = ran(model, press, forwards([30, 1, 1]))
         assert [len(head) for head in held(cache)[0][0]] == [16, 16]
         wanted = list(range(4)) if Needs.ROPE in base.needs else list(range(20, 32))
         assert all(set(wanted) <= set(head) for head in held(cache)[0][0])

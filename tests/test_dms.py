@@ -7,7 +7,7 @@ from transformers import DynamicCache
 from attention_patch import headwise
 from press_core import HyperparameterError, PressError, kept_lengths
 from tests.slow import Whole
-from tests.support import both, build, filled, forwards, held, left_padded, make, token_ids
+from tests.support import both, build, filled, forwards, held, left_padded, make, ran, token_ids
 
 
 def scores_in(whole):
@@ -145,10 +145,8 @@ def of_ones_own(package, **declared):
 def test_new_tokens_are_judged_by_a_score_of_ones_own(package):
     model, kept = build("llama", num_layers=2), []
     for inner in (of_ones_own(package), package.KnormPress()):
-        cache = DynamicCache(config=model.config)
-        with package.DMSPress(inner, -4.0, sliding_window_size=6, decoding=True)(model):
-            for ids in forwards([30] + [1] * 12, batch=2):
-                model(ids, past_key_values=cache)
+        press = package.DMSPress(inner, -4.0, sliding_window_size=6, decoding=True)
+        cache, _ = ran(model, press, forwards([30] + [1] * 12, batch=2))
         kept.append(torch.stack(kept_lengths(cache)))
     assert torch.equal(*kept)
     assert kept[0].unique().numel() > 1

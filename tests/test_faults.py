@@ -10,7 +10,7 @@ from press_core import (
     PressError,
     ScopeError,
 )
-from tests.support import both, build, example_for, left_padded, token_ids
+from tests.support import both, build, example_for, filled, left_padded, token_ids
 
 # ---- KVzip: padding and positions ----------------------------------------------------------------
 
@@ -25,8 +25,7 @@ def test_a_replay_goes_on_from_the_positions_of_the_context(package, offset):
     model, ids, kept = build("llama", dtype=torch.float64), token_ids(2, 40), []
     for start in (0, offset):
         cache, positions = DynamicCache(config=model.config), start + torch.arange(40)[None]
-        with kvzip(package)(model):
-            model(ids, position_ids=positions, past_key_values=cache)
+        filled(model, kvzip(package), ids, cache, position_ids=positions)
         kept.append([layer.slots.tolist() for layer in cache.layers])
     assert kept[0] == kept[1]
 

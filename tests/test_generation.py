@@ -211,9 +211,7 @@ def test_a_cache_that_was_reset_is_as_new_or_refused(package, name):
 def test_bytes_are_those_of_what_is_kept(package, name):
     """And of a few per cent of room."""
     model, ids = build("llama"), context_for(name, 400)
-    whole, cache = filled(model, None, token_ids(1, 400)), DynamicCache(config=model.config)
-    with press_of(package, name, model)(model):
-        model(ids, past_key_values=cache)
+    whole, cache = (filled(model, p, ids) for p in (None, press_of(package, name, model)))
     share = float(torch.stack(kept_lengths(cache)).float().mean()) / 400
     channels = 0.75 if name == "channels freed" else 1
     assert cache_nbytes(cache) <= share * channels * 1.03 * cache_nbytes(whole)

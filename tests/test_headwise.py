@@ -24,6 +24,7 @@ from tests.support import (
     forwards,
     left_padded,
     make,
+    ran,
     token_ids,
     tolerance,
 )
@@ -41,12 +42,6 @@ def think(package, free_memory, ratio=0.5):
     return package.ThinKPress(ratio, window_size=8, free_memory=free_memory)
 
 
-def run(model, press, given):
-    cache = DynamicCache(config=model.config)
-    with press(model):
-        return cache, [model(ids, past_key_values=cache).logits for ids in given]
-
-
 @pytest.mark.usefixtures("not_compiled")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "flex_attention"])
@@ -58,10 +53,10 @@ def test_channels_left_out_are_as_good_as_zeros(package, family, implementation)
         return
     options = {} if implementation == "sdpa" else {"attn_implementation": "eager"}
     model, given = make(family, **options), forwards([LENGTH, 5, *[1] * 6, 3], batch=2)
-    whole, zeroed = run(model, think(package, False), given)
+    whole, zeroed = ran(model, think(package, False), given)
     if implementation == "flex_attention":
         model = make(attn_implementation="flex_attention", dtype=torch.float32)
-    cache, freed = run(model, think(package, True), given)
+    cache, freed = ran(model, think(package, True), given)
     for one, other in zip(zeroed, freed, strict=True):
         torch.testing.assert_close(other, one, rtol=0, atol=tolerance(model))
     for site in attention_sites(model):
@@ -95,7 +90,7 @@ def test_fewer_channels_of_fewer_tokens(package):
     model, logits, cache = make(), [], None
     for free_memory in (False, True):
         press = package.ComposedPress([package.KnormPress(0.5), think(package, free_memory)])
-        cache, found = run(model, press, forwards([LENGTH, 5, 1, 1, 3, 1], batch=2))
+        cache, found = ran(model, press, forwards([LENGTH, 5, 1, 1, 3, 1], batch=2))
         logits.append(torch.cat(found, dim=1))
     assert cache.layers[0].keys.shape == (2, 2, LENGTH // 2, 8)
     torch.testing.assert_close(*logits, rtol=0, atol=1e-10)

@@ -24,7 +24,7 @@ from press_core import (
     save_cache,
 )
 from press_core.cache.caches import known
-from tests.support import PIPELINE_PRESSES, build, example_for, left_padded
+from tests.support import PIPELINE_PRESSES, build, example_for, filled, left_padded
 
 LENGTH = 56
 IDS = torch.randperm(125, generator=torch.Generator().manual_seed(0)) + 3  # no token comes twice
@@ -186,9 +186,7 @@ def test_a_press_that_does_not_say_what_it_kept():
         def compress(self, module, hidden_states, keys, values, attentions, kwargs):
             return keys[:, :, -9:], values[:, :, -9:]
 
-    model, cache = build("llama"), DynamicCache()
-    with Silent()(model):
-        model(CONTEXT, past_key_values=cache)
+    cache = filled(build("llama"), Silent(), CONTEXT)
     assert kept_lengths(cache)[0].tolist() == [[9, 9]]
     with pytest.raises(UnsupportedCacheError, match=r"layer 0 .*Eviction\.keep"):
         kept_positions(cache)

@@ -11,7 +11,6 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import hooks_impl
 from hooks_impl import (
@@ -35,7 +34,7 @@ from hooks_impl import (
     queries,
 )
 from press_core import HyperparameterError, Needs, UnsupportedInputError, kept_lengths
-from tests.support import both, build, filled, held, left_padded, token_ids
+from tests.support import both, build, filled, held, left_padded, ran, token_ids
 
 
 @dataclass
@@ -55,11 +54,8 @@ class Halving(BasePress):
 
 def prefill(press, length=30):
     model = build("llama", num_layers=2)
-    cache = DynamicCache(config=model.config)
-    with press(model):
-        model(token_ids(2, length), past_key_values=cache)
-        logits = model(token_ids(2, 3), past_key_values=cache).logits
-    return [int(kept[0, 0]) - 3 for kept in kept_lengths(cache)], logits
+    cache, logits = ran(model, press, [token_ids(2, length), token_ids(2, 3)])
+    return [int(kept[0, 0]) - 3 for kept in kept_lengths(cache)], logits[-1]
 
 
 def test_compress_with_layers_of_different_length():
@@ -141,26 +137,20 @@ def test_blocks_hand_a_scorer_the_hidden_states_of_its_keys():
     ],
 )
 def test_plain_tensors_are_taken_where_nobody_asks_whose_they_are(press, kept):
-    model, cache = build("llama", num_layers=2), DynamicCache()
-    with press(model):
-        model(token_ids(2, 40), past_key_values=cache)
-        for _ in range(2):
-            logits = model(token_ids(2, 1), past_key_values=cache).logits
+    given = [token_ids(2, 40), token_ids(2, 1), token_ids(2, 1)]
+    cache, logits = ran(build("llama", num_layers=2), press, given)
     decodes = isinstance(press, PrefillDecodingPress) and press.decoding_press is not None
     assert [int(n[0, 0]) for n in kept_lengths(cache)] == [kept if decodes else kept + 2] * 2
-    assert torch.isfinite(logits).all()
+    assert torch.isfinite(logits[-1]).all()
 
 
 def test_plain_tensors_are_refused_in_words_where_somebody_does():
     with pytest.raises(UnsupportedInputError, match="without saying which tokens") as refused:
         prefill(ComposedPress([Halving(), KnormPress(0.5)]))
     assert "scope" not in str(refused.value)
-    model, cache = build("llama", num_layers=1), DynamicCache()
     press = PrefillDecodingPress(Halving(), DecodingPress(LeverageScorePress(), 1, 10))
-    with press(model):
-        model(token_ids(1, 40), past_key_values=cache)
-        with pytest.raises(UnsupportedInputError, match="did not say which tokens"):
-            model(token_ids(1, 1), past_key_values=cache)
+    with pytest.raises(UnsupportedInputError, match="did not say which tokens"):
+        ran(build("llama", num_layers=1), press, [token_ids(1, 40), token_ids(1, 1)])
 
 
 # ---- hooks of one's own --------------------------------------------------------------------------

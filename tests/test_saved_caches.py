@@ -150,8 +150,7 @@ def test_sliding_layers_and_caches_without_a_configuration(package, family, tmp_
     model = build(family, attn_implementation="eager")
     caches = [DynamicCache(config=model.config), DynamicCache()]
     for i, cache in enumerate(caches):
-        with package.KnormPress(0.5)(model):
-            model(token_ids(1, 40), past_key_values=cache)
+        filled(model, package.KnormPress(0.5), token_ids(1, 40), cache)
         read_again(model, cache, tmp_path / str(i), package.KnormPress(0.5)(model))
 
 

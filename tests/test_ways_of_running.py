@@ -246,8 +246,7 @@ def test_a_scope_with_nothing_to_do_says_nothing(package, run):
     press = package.SnapKVPress(0.0 if run == "no ratio" else 0.5, window_size=8)
     n = 8 if run == "short" else LENGTH
     if run == "read again":
-        with press(model):
-            model(token_ids(1, n), past_key_values=cache)
+        filled(model, press, token_ids(1, n), cache)
     with press(model):
         if run == "no cache":
             model(token_ids(1, n), use_cache=False)

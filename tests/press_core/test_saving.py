@@ -27,7 +27,7 @@ from press_core.files import files, saving
 from press_core.files.files import METADATA
 from press_core.files.identity import identity
 from press_core.learned.query_statistics import QFilters
-from tests.support import build, example_for, left_padded, token_ids
+from tests.support import build, example_for, filled, left_padded, token_ids
 
 
 @lru_cache
@@ -79,10 +79,8 @@ def refused(path, match, **options):
 
 def test_what_a_file_says(tmp_path):
     model, ids = model_of(), token_ids(1, 40)
-    cache = DynamicCache(config=model.config)
     press = hooks_impl.KnormPress(0.75)
-    with torch.no_grad(), press(model):
-        model(ids, past_key_values=cache)
+    cache = filled(model, press, ids)
     path = save_cache(
         cache, tmp_path / "a.safetensors", model, press=press, input_ids=ids, notes={"tail": "!"}
     )
@@ -191,8 +189,7 @@ def test_a_quantized_cache(tmp_path):
     pytest.importorskip("optimum.quanto", reason="needs optimum-quanto")
     model = model_of()
     cache = QuantizedCache("quanto", model.config, q_group_size=16)
-    with torch.no_grad(), hooks_impl.KnormPress(0.5)(model):
-        model(token_ids(1, 40), past_key_values=cache)
+    filled(model, hooks_impl.KnormPress(0.5), token_ids(1, 40), cache)
     not_saved(cache, tmp_path, "cannot save a QuantizedCache")
     plain = DynamicCache(config=model.config)
     plain.layers = cache.layers

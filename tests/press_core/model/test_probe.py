@@ -16,7 +16,7 @@ from experiments.framework.timing import threads
 from experiments.questions.architectures.decoders import build, decoders
 from press_core import UnsupportedModelError, attention_sites, kept_lengths, probe
 from press_core.model.rotary import NoRotation
-from tests.support import snapshot
+from tests.support import filled, snapshot
 
 KNOWN = decoders()
 ELSE_ON_5_2 = {
@@ -209,9 +209,7 @@ def test_a_probe_of_a_small_model_is_quick():
 @torch.no_grad()
 def test_a_bare_cache_slides_where_the_model_does(package):
     model = tiny("qwen2 (sliding)")
-    cache = DynamicCache()
-    with package.KnormPress(0.5)(model):
-        model(torch.arange(5, 45)[None], past_key_values=cache)
+    cache = filled(model, package.KnormPress(0.5), torch.arange(5, 45)[None], DynamicCache())
     assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [20, 15, 20, 15]
     assert [layer.is_sliding for layer in cache.layers] == [False, True, False, True]
 
