@@ -6,10 +6,7 @@ from transformers import DynamicCache
 
 import hooks_impl
 from experiments.testbed.recipes import PROMPTS
-from press_core import (
-    PressError,
-    ScopeError,
-)
+from press_core import PressError, ScopeError
 from tests.support import both, build, example_for, filled, left_padded, token_ids
 
 # ---- KVzip: padding and positions ----------------------------------------------------------------

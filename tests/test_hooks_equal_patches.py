@@ -14,12 +14,7 @@ import hooks_impl
 from experiments import strategies
 from experiments.strategies import HEADS, Case, ModelSpec
 from experiments.testbed.compare import Inputs, run
-from experiments.testbed.families import (
-    FAMILIES,
-    HYBRID,
-    NO_ROPE,
-    supported_implementations,
-)
+from experiments.testbed.families import FAMILIES, HYBRID, NO_ROPE, supported_implementations
 from experiments.testbed.recipes import fitted_pair, recipe_pair
 from press_core import Needs
 from press_core.replay.rows import ReplayPress

@@ -11,13 +11,7 @@ from experiments.loading import load_model
 from experiments.testbed.asking import answer_unseen
 from experiments.testbed.facts import draw
 from experiments.testbed.training import fitted as training
-from experiments.testbed.training.fitted import (
-    ASKED,
-    RECENT,
-    SINKS,
-    fact_batches,
-    train,
-)
+from experiments.testbed.training.fitted import ASKED, RECENT, SINKS, fact_batches, train
 from press_core import HyperparameterError, UnsupportedInputError, kept_lengths
 from press_core.learned.calibration import CalibrationError
 from press_core.learned.duo_attention import HeadScores, streaming_heads

@@ -16,16 +16,7 @@ from press_core.learned.calibration import Calibration, CalibrationError, model_
 from press_core.learned.restorekv import RestoreAdapter, first_adapter
 from tests.press_core.drawn import learned
 from tests.press_core.test_learned import same
-from tests.support import (
-    PACKAGES,
-    both,
-    build,
-    filled,
-    held,
-    left_padded,
-    snapshot,
-    token_ids,
-)
+from tests.support import PACKAGES, both, build, filled, held, left_padded, snapshot, token_ids
 
 LENGTH = 40
 

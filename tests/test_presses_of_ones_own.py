@@ -7,13 +7,7 @@ from transformers import DynamicCache
 import hooks_impl
 import patch_impl
 from attention_patch import headwise
-from press_core import (
-    Evicts,
-    HyperparameterError,
-    PressError,
-    UnsupportedInputError,
-    kept_lengths,
-)
+from press_core import Evicts, HyperparameterError, PressError, UnsupportedInputError, kept_lengths
 from tests.support import both, build, example_for, filled, token_ids
 
 

@@ -8,13 +8,7 @@ import torch
 from transformers import DynamicCache, QuantizedCache
 from transformers.cache_utils import QuantizedLayer
 
-from press_core import (
-    PressError,
-    UnsupportedCacheError,
-    cache_nbytes,
-    kept_lengths,
-    prefill,
-)
+from press_core import PressError, UnsupportedCacheError, cache_nbytes, kept_lengths, prefill
 from press_core.running.quantized import PrunedQuantizedLayer
 from tests.support import (
     PACKAGES,

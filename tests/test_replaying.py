@@ -10,10 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from experiments.testbed.recipes import PROMPTS
-from press_core import (
-    UnsupportedInputError,
-    UnsupportedModelError,
-)
+from press_core import UnsupportedInputError, UnsupportedModelError
 from tests.support import both, build, example_for, filled, held, snapshot, token_ids
 
 LENGTH = 40

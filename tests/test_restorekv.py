@@ -9,12 +9,7 @@ from transformers import DynamicCache
 
 import hooks_impl
 from experiments.testbed.recipes import PROMPTS
-from press_core import (
-    HyperparameterError,
-    RaggedLayer,
-    UnsupportedModelError,
-    kept_lengths,
-)
+from press_core import HyperparameterError, RaggedLayer, UnsupportedModelError, kept_lengths
 from press_core.learned.calibration import CalibrationError
 from press_core.learned.restorekv import RestoreAdapter, distillation_loss, first_adapter
 from tests.slow import Whole

@@ -10,12 +10,7 @@ import torch
 import hooks_impl
 import patch_impl
 from attention_patch import headwise
-from press_core import (
-    HyperparameterError,
-    ScopeError,
-    UnsupportedModelError,
-    attention_sites,
-)
+from press_core import HyperparameterError, ScopeError, UnsupportedModelError, attention_sites
 from tests.support import both, build, filled, snapshot, token_ids
 
 LENGTH, QUESTION = 70, token_ids(1, 5, seed=1)

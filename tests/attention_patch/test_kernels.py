@@ -15,11 +15,7 @@ from transformers.cache_utils import DynamicLayer
 from attention_patch import kernels
 from attention_patch.kernels import KERNELS, Asked, choose
 from attention_patch.scope import attend
-from press_core import (
-    RaggedLayer,
-    UnsupportedInputError,
-    attention_sites,
-)
+from press_core import RaggedLayer, UnsupportedInputError, attention_sites
 from press_core.cache import layout
 from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.masks import causal

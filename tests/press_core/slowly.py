@@ -10,14 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from press_core.presses.leverage import sketch
-from tests.press_core.drawn import (
-    DIM,
-    GROUP,
-    HEADS,
-    KV_HEADS,
-    attention_row,
-    rotated,
-)
+from tests.press_core.drawn import DIM, GROUP, HEADS, KV_HEADS, attention_row, rotated
 
 
 def members(head):

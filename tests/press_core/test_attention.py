@@ -10,21 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 import hooks_impl
 from experiments.testbed.families import FAMILIES
 from press_core import attention_sites, kept_lengths
-from press_core.attention import (
-    attention_tiles,
-    mean_attention,
-    window_attention,
-)
+from press_core.attention import attention_tiles, mean_attention, window_attention
 from press_core.tiles import NUMBERS
-from tests.press_core.drawn import (
-    BATCH,
-    GROUP,
-    KV_HEADS,
-    called,
-    drawn_call,
-    of_family,
-    with_sinks,
-)
+from tests.press_core.drawn import BATCH, GROUP, KV_HEADS, called, drawn_call, of_family, with_sinks
 from tests.support import build, token_ids
 
 LENGTH = 23

@@ -5,13 +5,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from press_core import UnsupportedInputError
-from press_core.cache.masks import (
-    causal,
-    columns_seen,
-    in_form,
-    prefill_tokens,
-    visible_tokens,
-)
+from press_core.cache.masks import causal, columns_seen, in_form, prefill_tokens, visible_tokens
 
 LENGTH, HEADS = 6, 4
 LEAST = torch.finfo(torch.float32).min

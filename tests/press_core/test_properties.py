@@ -15,26 +15,13 @@ from press_core import presses as formulas
 from press_core.attention import window_attention
 from press_core.budget import n_kept
 from press_core.learned.kvzap import KVzap
-from press_core.learned.query_statistics import (
-    ExpectedAttentionWithStats,
-    QFilter,
-)
+from press_core.learned.query_statistics import ExpectedAttentionWithStats, QFilter
 from press_core.observed import Positions, Query
 from press_core.presses import leverage
 from press_core.presses.leverage import leverage_scores, non_causal_scores, sketch
 from press_core.presses.window import similarity
 from press_core.select import top_positions
-from tests.press_core.drawn import (
-    BATCH,
-    DIM,
-    FITS,
-    GROUP,
-    KV,
-    KV_HEADS,
-    Prepared,
-    drawn_call,
-    site,
-)
+from tests.press_core.drawn import BATCH, DIM, FITS, GROUP, KV, KV_HEADS, Prepared, drawn_call, site
 
 LENGTH = 23
 PRESSES = {
