@@ -116,5 +116,5 @@ def not_compiled(no_graphs_after):
 @pytest.fixture(autouse=True)
 def _without_gradients(request):
     """Tests of whole models ask for gradients where they are about them."""
-    with torch.set_grad_enabled(request.path.parent not in (TESTS, TESTS / "attention_patch")):
+    with torch.set_grad_enabled(TESTS / "experiments" in request.path.parents):
         yield

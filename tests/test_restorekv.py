@@ -30,9 +30,8 @@ def restoring(package, model, ratio=0.5, **fields):
 def merged(model, adapter):
     """A model of its own whose weights have the adapter in them."""
     other = build("llama", dtype=model.dtype)
-    with torch.no_grad():
-        for name, down in adapter.down.items():
-            other.model.get_submodule(name).weight += (adapter.up[name] @ down).to(model.dtype)
+    for name, down in adapter.down.items():
+        other.model.get_submodule(name).weight += (adapter.up[name] @ down).to(model.dtype)
     return other
 
 
@@ -42,10 +41,9 @@ def test_what_joins_is_made_by_a_model_with_the_adapter_in_its_weights(package):
     adapter = drawn_adapter(model)
     cache = filled(model, restoring(package, model, adapter=adapter), ids)
     expected = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(ids, past_key_values=expected)
-        states = adapter.embeddings[None].double()
-        merged(model, adapter)(inputs_embeds=states, past_key_values=expected)
+    model(ids, past_key_values=expected)
+    states = adapter.embeddings[None].double()
+    merged(model, adapter)(inputs_embeds=states, past_key_values=expected)
     for layer, whole in zip(cache.layers, expected.layers, strict=True):
         for head in range(2):
             keys, values = layer.head(head)
@@ -103,30 +101,27 @@ def test_adapters_of_peft_go_on(package):
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model.add_adapter(config, "own")
     ids = token_ids(1, LENGTH)
-    with torch.no_grad():
-        expected = model(ids).logits
+    expected = model(ids).logits
     active = model.active_adapters()
     cache = filled(model, restoring(package, model, adapter=adapter), ids)
     assert isinstance(cache.layers[0], RaggedLayer)
     assert model.active_adapters() == active == ["own"]
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, expected)
+    assert torch.equal(model(ids).logits, expected)
 
 
 # ---- learning ------------------------------------------------------------------------------------
 
 
 def divergence(model, package, adapter, rows):
-    with torch.no_grad():
-        losses = [
-            distillation_loss(
-                model,
-                restoring(package, model, 0.6, adapter=adapter),
-                row[:, :-12],
-                row[:, -12:],
-            )
-            for row in rows
-        ]
+    losses = [
+        distillation_loss(
+            model,
+            restoring(package, model, 0.6, adapter=adapter),
+            row[:, :-12],
+            row[:, -12:],
+        )
+        for row in rows
+    ]
     return float(torch.stack(losses).mean())
 
 

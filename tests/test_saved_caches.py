@@ -166,8 +166,7 @@ def test_layers_that_presses_leave_alone(name, tmp_path):
     except UnsupportedModelError as error:
         assert transformers.__version__ < "5.3"
         pytest.skip(f"{name} needs a newer transformers: {error}")
-    with torch.no_grad():
-        cache = model(token_ids(1, 40), use_cache=True).past_key_values
+    cache = model(token_ids(1, 40), use_cache=True).past_key_values
     press.remove()
     read_again(model, cache, tmp_path / "cache.safetensors", headwise(model))
 
@@ -185,10 +184,9 @@ def test_an_encoder_decoder(tmp_path):
     encoded = (output.encoder_last_hidden_state,)
     found = []
     for asked in (cache, loaded):
-        with torch.no_grad():
-            logits = model(
-                encoder_outputs=encoded, decoder_input_ids=QUESTION[:, :3], past_key_values=asked
-            ).logits
+        logits = model(
+            encoder_outputs=encoded, decoder_input_ids=QUESTION[:, :3], past_key_values=asked
+        ).logits
         found.append([logits])
     assert_same(*found)
 

@@ -157,8 +157,7 @@ def test_draft_tokens_come_behind_a_context_that_was_brought_first(
     with example_for(package, name, 0.5, model)(model):
         with pytest.raises(UnsupportedInputError, match=r"prefill first, .*input_ids\[:, :-1\]"):
             model.generate(ids, **assisted)
-        with torch.no_grad():
-            model(ids[:, :-1], past_key_values=cache)
+        model(ids[:, :-1], past_key_values=cache)
         caches = [cache, copy.deepcopy(cache)]
         expected = model.generate(ids, past_key_values=caches[0], **plain)[:, LENGTH:]
         found = model.generate(rest, past_key_values=caches[1], **assisted)[:, rest.shape[1] :]
@@ -190,8 +189,7 @@ def test_presses_that_run_a_context_again_refuse_drafts_of_the_first_layers(
     model, ids, cache = make(), token_ids(1, LENGTH), DynamicCache()
     with example_for(package, name, 0.5, model)(model):
         if comes_first:
-            with torch.no_grad():
-                model(ids[:, :-1], past_key_values=cache)
+            model(ids[:, :-1], past_key_values=cache)
         given = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, **GENERATE}
         with pytest.raises(UnsupportedInputError, match="leave assistant_early_exit out"):
             model.generate(ids, assistant_early_exit=1, **given)

@@ -46,8 +46,7 @@ def _record(family, length, dtype=torch.float32):
         ALL_ATTENTION_FUNCTIONS["eager"] = attention
         stack.callback(ALL_ATTENTION_FUNCTIONS.__delitem__, "eager")
         ids = torch.randint(3, 128, (BATCH, length), generator=torch.Generator().manual_seed(0))
-        with torch.no_grad():
-            model(ids)
+        model(ids)
     return found
 
 

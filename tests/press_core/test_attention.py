@@ -72,7 +72,6 @@ def test_weights_are_scaled_as_the_options_of_gpt2_say(option):
     projected = []
     with (
         of_gpt2.query_module.register_forward_hook(lambda *call: projected.append(call[2])),
-        torch.no_grad(),
     ):
         output = model(torch.arange(3, 12)[None], output_attentions=True)
     query, key, value = (x.view(1, 9, 2, 8).transpose(1, 2) for x in projected[0].chunk(3, dim=-1))
@@ -95,7 +94,6 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("name", ["ObservedAttentionPress", "KVComposePress"])
 def test_weights_that_nobody_returns_take_no_matrix(name, monkeypatch):
     """Under sdpa twice the context takes twice the memory, not four times."""

@@ -116,7 +116,6 @@ def test_rows_are_selected_with_everything_known_of_them(how):
 
 
 @pytest.mark.parametrize(("backend", "package"), [("quanto", "optimum.quanto"), ("hqq", "hqq")])
-@torch.no_grad()
 def test_a_pickled_quantized_cache_is_decoded_as_the_one_that_was_pickled(backend, package):
     pytest.importorskip(package, reason=f"needs {package}, a back end of QuantizedCache")
     model, ids = build("llama"), torch.arange(3, 43)[None]
@@ -183,7 +182,6 @@ def test_other_layers_are_refused_by_what_they_are(package):
     model, cache = build("llama"), cache_of(OtherLayer(), OtherLayer())
     with (
         package.KnormPress(0.5)(model),
-        torch.no_grad(),
         pytest.raises(UnsupportedCacheError, match="OtherLayer"),
     ):
         model(torch.arange(3, 23)[None], past_key_values=cache)

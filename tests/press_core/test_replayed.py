@@ -20,7 +20,6 @@ Reading = tuple[list[Tensor], DynamicCache]
 """Inputs of the attention modules `(m, D)`, and the cache over the context and the reading."""
 
 
-@torch.no_grad()
 def read(model, context, then):
     """Run a context `(S,)`, and then what comes after it `(m,)`."""
     cache, inputs = DynamicCache(config=model.config), []
@@ -77,7 +76,6 @@ PROMPTS = RepeatPrompts(first=(3, 4), following=(6, 7), suffix=(8,))
 CONTEXT, CHUNK, N_SINK = 13, 8, 2
 
 
-@torch.no_grad()
 def slow_sensitivities(model, context, then):
     """By layer and token of `then`: how fast the last states' squared norms change, by differences.
 

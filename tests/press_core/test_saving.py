@@ -42,7 +42,7 @@ def cache_of(name="SnapKVPress", family="llama", model=None, package=hooks_impl,
     ids, mask, positions = left_padded(2, 40, [0, 7])
     fields |= {"free_memory": True} if name == "ThinKPress" else {}
     press = replace(example_for(package, name, 0.5, model), **fields)
-    with torch.no_grad(), press(model):
+    with press(model):
         model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
         mask = torch.cat((mask, torch.ones(2, 1, dtype=torch.int64)), dim=1)
         places = mask.sum(dim=-1, keepdim=True) - 1
@@ -125,8 +125,7 @@ def test_another_version_of_the_format(path):
 
 def test_other_models(path):
     weight, setting = (copy.deepcopy(model_of()) for _ in range(2))
-    with torch.no_grad():
-        weight.model.layers[1].self_attn.v_proj.weight[0, 0] += 1
+    weight.model.layers[1].self_attn.v_proj.weight[0, 0] += 1
     setting.config.rms_norm_eps = 1e-3
     for model, match in (
         (model_of(seed=1), "of another model .*: it has the same configuration, and other weights"),
@@ -149,7 +148,7 @@ def test_adapters_that_are_off_or_on(tmp_path):
     peft = pytest.importorskip("peft", reason="needs peft")
     config = peft.LoraConfig(target_modules=["v_proj"], init_lora_weights=False)
     model = peft.get_peft_model(copy.deepcopy(model_of()), config)
-    with torch.no_grad(), hooks_impl.KnormPress(0.5)(model):
+    with hooks_impl.KnormPress(0.5)(model):
         cache = model(token_ids(1, 40), use_cache=True).past_key_values
     path = save_cache(cache, tmp_path / "a", model)
     load_cache(path, model)
@@ -228,8 +227,7 @@ def test_an_empty_cache(tmp_path):
         loaded = load_cache(save_cache(cache, tmp_path / str(i), model_of()), model_of())
         assert loaded.get_seq_length() == 0
         assert len(loaded.layers) == len(cache.layers)
-        with torch.no_grad():
-            model_of()(token_ids(1, 5), past_key_values=loaded)
+        model_of()(token_ids(1, 5), past_key_values=loaded)
         assert loaded.get_seq_length() == 5
 
 

@@ -40,7 +40,6 @@ def test_what_was_installed_comes_off_once_the_last_first(names):
 
 
 @pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
-@torch.no_grad()
 def test_a_press_keeps_no_part_of_a_model_alive(package):
     press, model = package.SnapKVPress(0.5, window_size=4), build("llama", num_layers=2)
     held = [weakref.ref(module) for module in model.modules()]

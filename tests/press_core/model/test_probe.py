@@ -206,7 +206,6 @@ def test_a_probe_of_a_small_model_is_quick():
 # ---- layers beside those that are pruned ---------------------------------------------------------
 
 
-@torch.no_grad()
 def test_a_bare_cache_slides_where_the_model_does(package):
     model = tiny("qwen2 (sliding)")
     cache = filled(model, package.KnormPress(0.5), torch.arange(5, 45)[None], DynamicCache())
@@ -214,7 +213,6 @@ def test_a_bare_cache_slides_where_the_model_does(package):
     assert [layer.is_sliding for layer in cache.layers] == [False, True, False, True]
 
 
-@torch.no_grad()
 def test_an_encoder_decoder_is_pruned_where_its_decoder_attends_to_itself(package):
     model = tiny("bart (seq2seq)")
     context, written = torch.arange(5, 35)[None], torch.arange(5, 45)[None]
