@@ -16,12 +16,8 @@ LENGTH = 30
 VARIANTS = {
     "shared": {"num_kv_shared_layers": 6},
     "keys are values": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
-    "both": {
-        "attention_k_eq_v": True,
-        "num_global_key_value_heads": 1,
-        "num_kv_shared_layers": 6,
-    },
 }
+VARIANTS["both"] = VARIANTS["shared"] | VARIANTS["keys are values"]
 
 
 def build(variant, attention):

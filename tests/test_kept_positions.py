@@ -170,6 +170,7 @@ def test_an_encoder_decoder_tells_of_its_decoder(package):
     model = build_tiny(decoders()["bart (seq2seq)"])
     with package.SnapKVPress(0.5, window_size=8)(model):
         cache = model(CONTEXT[:, :12], decoder_input_ids=CONTEXT).past_key_values
+    assert {layer.keys.shape[2] for layer in cache.cross_attention_cache.layers} == {12}
     positions = kept_positions(cache)
     assert [x.shape[-1] for x in positions] == [LENGTH // 2] * len(cache.self_attention_cache)
     for told, of_decoder in zip(positions, kept_positions(cache.self_attention_cache), strict=True):

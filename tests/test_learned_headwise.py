@@ -12,25 +12,12 @@ from experiments.testbed.asking import answer_unseen
 from experiments.testbed.facts import draw
 from experiments.testbed.training import fitted as training
 from experiments.testbed.training.fitted import ASKED, RECENT, SINKS, fact_batches, train
-from press_core import HyperparameterError, UnsupportedInputError, kept_lengths
+from press_core import HyperparameterError, kept_lengths
 from press_core.learned.calibration import CalibrationError
 from press_core.learned.duo_attention import HeadScores, streaming_heads
 from tests.press_core.test_learned import same
-from tests.support import both, build, filled, snapshot, token_ids
-from tests.test_learned_presses import close, learn, make
-
-# ---- refused -------------------------------------------------------------------------------------
-
-
-@both
-def test_drafts_are_refused(package):
-    model = build("llama")
-    before, ids = snapshot(model), token_ids(1, 12).repeat(1, 3)
-    refused = pytest.raises(UnsupportedInputError, match=r"FastKVzipPress.*draft.*prefill first")
-    with make("FastKVzipPress", package, model)(model), refused:
-        model.generate(ids, max_new_tokens=4, prompt_lookup_num_tokens=3)
-    assert snapshot(model) == before
-
+from tests.support import both, build, filled, token_ids
+from tests.test_learned_presses import close, learn
 
 # ---- what curves are learned of ------------------------------------------------------------------
 

@@ -143,7 +143,7 @@ def with_assistance(by, dtype):
 
 @both
 @pytest.mark.parametrize(("implementation", "by"), [("sdpa", "lookup"), ("eager", "assistant")])
-@pytest.mark.parametrize("name", ["SnapKVPress", "AdaKVPress", "PyramidKVPress"])
+@pytest.mark.parametrize("name", ["SnapKVPress", "AdaKVPress", "FastKVzipPress", "PyramidKVPress"])
 def test_draft_tokens_come_behind_a_context_that_was_brought_first(
     package, implementation, name, by
 ):

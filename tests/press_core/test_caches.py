@@ -1,13 +1,12 @@
 """What a pruned layer knows beside its tokens; `test_layers.py` has those."""
 
 import copy
-import pickle
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import DynamicCache, QuantizedCache
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import hooks_impl
@@ -113,23 +112,6 @@ def test_rows_are_selected_with_everything_known_of_them(how):
     ):
         assert torch.equal(of(layer), of(before)[rows])
     assert (layer.memories[key].ticks, layer.memories[key].all_ticks) == (5, 6)
-
-
-@pytest.mark.parametrize(("backend", "package"), [("quanto", "optimum.quanto"), ("hqq", "hqq")])
-def test_a_pickled_quantized_cache_is_decoded_as_the_one_that_was_pickled(backend, package):
-    pytest.importorskip(package, reason=f"needs {package}, a back end of QuantizedCache")
-    model, ids = build("llama"), torch.arange(3, 43)[None]
-    cache = QuantizedCache(backend, model.config, nbits=4, residual_length=6, q_group_size=16)
-    with patch_impl.KnormPress(0.5)(model):
-        model(ids, past_key_values=cache)
-        model(ids[:, :3], past_key_values=cache)  # some wait to be quantized
-        other = pickle.loads(pickle.dumps(cache))
-        expected = model(ids[:, :5], past_key_values=cache).logits
-        assert torch.equal(model(ids[:, :5], past_key_values=other).logits, expected)
-    for one, two in zip(other.layers, cache.layers, strict=True):
-        assert isinstance(one, PrunedLayer)
-        assert (one.n_slots, one.n_seen) == (20 + 8, 40 + 8)
-        assert torch.equal(one.positions, two.positions)
 
 
 # ---- what a scope remembers ----------------------------------------------------------------------

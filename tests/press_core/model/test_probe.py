@@ -213,15 +213,6 @@ def test_a_bare_cache_slides_where_the_model_does(package):
     assert [layer.is_sliding for layer in cache.layers] == [False, True, False, True]
 
 
-def test_an_encoder_decoder_is_pruned_where_its_decoder_attends_to_itself(package):
-    model = tiny("bart (seq2seq)")
-    context, written = torch.arange(5, 35)[None], torch.arange(5, 45)[None]
-    with package.KnormPress(0.5)(model):
-        cache = model(context, decoder_input_ids=written).past_key_values
-    assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [20] * 4
-    assert {layer.keys.shape[2] for layer in cache.cross_attention_cache.layers} == {30}
-
-
 def test_positions_that_do_not_go_on_behind_the_cache_are_known():
     model = tiny("llama")
     assert not any(site.place.keeps_count for site in attention_sites(model))
