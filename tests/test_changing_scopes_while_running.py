@@ -12,7 +12,16 @@ from transformers import DynamicCache
 import hooks_impl
 from press_core import ScopeError, kept_lengths
 from press_core.forward import here
-from tests.support import PACKAGES, both, build, context_for, example_for, snapshot, token_ids
+from tests.support import (
+    PACKAGES,
+    both,
+    build,
+    context_for,
+    example_for,
+    filled,
+    snapshot,
+    token_ids,
+)
 
 N_LAYERS, LENGTH = 3, 40
 WHOLE, HALF = [LENGTH] * N_LAYERS, [LENGTH // 2] * N_LAYERS
@@ -102,9 +111,7 @@ def half(package):
 
 
 def prefilled(model, ids=None, cache=None):
-    cache = DynamicCache(config=model.config) if cache is None else cache
-    model(token_ids(1, LENGTH) if ids is None else ids, past_key_values=cache)
-    return cache
+    return filled(model, None, token_ids(1, LENGTH) if ids is None else ids, cache)
 
 
 @contextmanager

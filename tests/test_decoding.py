@@ -1,5 +1,6 @@
 """Presses that act while decoding, against references that hold everything and forget nothing."""
 
+import numpy
 import pytest
 import torch
 from transformers import DynamicCache
@@ -143,7 +144,7 @@ def test_heads_keep_what_a_prefill_of_what_they_hold_keeps(
             before = held(cache) if step else []
             model(ids, past_key_values=cache)
             new, seen = list(range(seen, seen + ids.shape[1])), seen + ids.shape[1]
-            for layer, row, head in heads_of(before):
+            for layer, row, head in numpy.ndindex(len(before), 2, cache.layers[0].keys.shape[1]):
                 tokens = before[layer][row][head] + new
                 found = held(cache)[layer][row][head]
                 if step % decoding.compression_interval or len(tokens) <= n:
@@ -154,16 +155,6 @@ def test_heads_keep_what_a_prefill_of_what_they_hold_keeps(
                     assert found == [tokens[i] for i in held(kept)[layer][0][head]]
                     n_pruned += layer + 1
     assert n_pruned > 0
-
-
-def heads_of(positions):
-    """Each layer, row and head."""
-    return [
-        (layer, row, head)
-        for layer, rows in enumerate(positions)
-        for row, heads in enumerate(rows)
-        for head in range(len(heads))
-    ]
 
 
 def test_presses_that_know_too_few_queries(package):

@@ -274,7 +274,7 @@ def test_compress_outside_of_any_scope(press):
     cache, whole = filled(model, press, ids), filled(model, None, ids)
     attention = model.model.layers[0].self_attn
     keys, values = whole.layers[0].keys, whole.layers[0].values
-    given = attention, torch.zeros(2, 40, 64), keys, values, None, {}
+    given = attention, torch.zeros(2, 40, 64), keys, values, None, None  # there may be no kwargs
     left = press.compress(*given)
     if left.head_mask is None:
         left_keys, left_values = left
@@ -293,8 +293,9 @@ def test_compress_outside_of_any_scope(press):
     [SnapKVPress(0.5), KeyRerotationPress(KnormPress(0.5)), CriticalKVPress(KnormPress(0.5))],
     ids=lambda press: type(press).__name__,
 )
-def test_compress_outside_of_any_scope_needs_no_more_than_it_is_given(press):
+@pytest.mark.parametrize("kwargs", [{}, None])
+def test_compress_outside_of_any_scope_needs_no_more_than_it_is_given(press, kwargs):
     attention = build("llama", num_layers=1).model.layers[0].self_attn
     keys = torch.randn(1, 2, 100, 16)
     with pytest.raises(UnsupportedInputError, match=r"with press\(model\): \.\.\."):
-        press.compress(attention, torch.zeros(1, 100, 64), keys, keys, None, {})
+        press.compress(attention, torch.zeros(1, 100, 64), keys, keys, None, kwargs)

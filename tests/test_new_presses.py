@@ -10,7 +10,7 @@ import hooks_impl
 from experiments.testbed.recipes import recipe_pair
 from press_core import HyperparameterError, Tokens, kept_lengths
 from tests.slow import votes
-from tests.support import build, context_for, example_for, forwards, held, make, watched
+from tests.support import build, context_for, example_for, forwards, held, make, ran, watched
 
 # ---- H2O -----------------------------------------------------------------------------------------
 
@@ -101,11 +101,9 @@ def test_a_budget_is_kept(package, name, tokens, length):
         return
     model = build("llama")
     press = example_for(package, name, 0.5, model).with_budget(tokens)
-    context, cache = context_for(name, length + (finch and length < 64)), DynamicCache()
-    with press(model):
-        model(context, past_key_values=cache)
-        for _ in range(2 if length == 64 and name in AT_INTERVALS | BEFORE_STEPS else 0):
-            model(context[:, -1:], past_key_values=cache)
+    context = context_for(name, length + (finch and length < 64))
+    n_steps = 2 if length == 64 and name in AT_INTERVALS | BEFORE_STEPS else 0
+    cache, _ = ran(model, press, [context, *[context[:, -1:]] * n_steps])
     kept = torch.stack(kept_lengths(cache))
     if length < 64:
         assert kept.unique().tolist() == [length]

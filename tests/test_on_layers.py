@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 import hooks_impl
 from press_core import ScopeError, kept_positions
-from tests.support import both, build, example_for, token_ids
+from tests.support import both, build, example_for, filled, token_ids
 
 CONTEXT, NEXT = token_ids(1, 40), token_ids(1, 1)
 OFF, ON = [False] * 3, [True] * 3
@@ -49,9 +49,7 @@ def lengths(cache):
 
 
 def prefilled(model):
-    cache = DynamicCache(config=model.config)
-    model(CONTEXT, past_key_values=cache)
-    return cache
+    return filled(model, None, CONTEXT)
 
 
 @both

@@ -103,18 +103,6 @@ def test_keys_that_are_masked_are_evicted_or_it_is_refused():
     assert not any("masked_key_indices" in vars(module) for module in model.modules())
 
 
-def test_what_differs_by_head_cannot_be_unpacked_into_keys_and_values(package):
-    class Around(package.BasePress):
-        press = package.AdaKVPress(package.KnormPress(0.5))
-
-        def compress(self, *given):
-            keys, values = self.press.compress(*given)
-            return keys, values
-
-    with pytest.raises(UnsupportedInputError, match="return the Eviction as it is"):
-        lengths(Around())
-
-
 NEVER_CALLED = {
     "MergingPress": "merge",
     "PyramidKVPress": "get_layer_budget",
@@ -136,14 +124,6 @@ def test_six_arguments_in_the_terms_of_patches():
         class Own(patch_impl.ScorerPress):
             def score(self, module, hidden_states, keys, values, attentions, kwargs):
                 return keys.norm(dim=-1)
-
-
-def test_outside_of_any_scope_there_may_be_no_kwargs():
-    keys = torch.randn(1, 2, 20, 16)
-    given = build("llama").model.layers[0].self_attn, torch.zeros(1, 20, 64), keys, keys, None, None
-    assert hooks_impl.KnormPress(0.5).compress(*given).keys.shape == (1, 2, 10, 16)
-    with pytest.raises(UnsupportedInputError, match="no hook has observed this forward"):
-        hooks_impl.SnapKVPress(0.5).compress(*given)
 
 
 # ---- classes with a state and a constructor of their own -----------------------------------------
@@ -195,15 +175,7 @@ def test_a_composition_that_holds_itself(package):
         press.register(build("llama"))
 
 
-# ---- keys and ways of running that nobody can judge ----------------------------------------------
-
-
-def test_keys_without_a_number(package):
-    model = build("llama")
-    press = example_for(package, "CapPress", 0.5, model)
-    model.model.layers[0].self_attn.k_proj.weight.data[0, 0] = float("nan")
-    with pytest.raises(PressError, match=r"CapPress\.score returned NaN"):
-        lengths(press, model)
+# ---- ways of running -----------------------------------------------------------------------------
 
 
 def test_vmap(package):

@@ -287,12 +287,10 @@ class Programs(Twins):
             return
         subject = next(s for s in self.subjects if any(module is m for m in s.model.modules()))
         lost = [[patch.is_lost for patch in own_patches(scope.handle)] for scope in subject.scopes]
-        acting = [
-            scope.name != "StreamingLLMDecodingPress" for scope in subject.scopes
-        ]  # in layers
+        in_part = [any(layers) and not all(layers) for layers in lost]
         if any(
-            acts and any(layers) and not all(layers)
-            for acts, layers in zip(acting, lost, strict=True)
+            part and scope.name != "StreamingLLMDecodingPress"  # which acts before any layer
+            for part, scope in zip(in_part, subject.scopes, strict=True)
         ):
             cache = DynamicCache(config=subject.model.config)
             found = outcome(lambda: [Step(n)(subject.model, cache) for n in (LENGTH, 1)])

@@ -23,28 +23,18 @@ def _own(trace, *, end="own"):
     return [*trace, end]
 
 
-def _base_instance():
-    return Base()
-
-
-def _instance_with_its_own():
-    owner = Base()
+def _with_its_own(owner):
     owner.f = _own
     return owner
 
 
-def _module():
-    owner = types.ModuleType("patched")
-    owner.f = _own
-    return owner
-
-
-def _class():
-    return type("Fresh", (), {"f": Base.f})
-
-
-OWNERS = [_base_instance, _instance_with_its_own, _module, _class]
-of_every_owner = pytest.mark.parametrize("make", OWNERS)
+OWNERS = {
+    "instance": Base,
+    "instance with its own": lambda: _with_its_own(Base()),
+    "module": lambda: _with_its_own(types.ModuleType("patched")),
+    "class": lambda: type("Fresh", (), {"f": Base.f}),
+}
+of_every_owner = pytest.mark.parametrize("make", OWNERS.values(), ids=OWNERS)
 
 
 def _call(owner, *args, **kwargs):

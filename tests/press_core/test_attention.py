@@ -13,6 +13,7 @@ from press_core import attention_sites, kept_lengths
 from press_core.attention import attention_tiles, mean_attention, window_attention
 from press_core.tiles import NUMBERS
 from tests.press_core.drawn import BATCH, GROUP, KV_HEADS, called, drawn_call, of_family, with_sinks
+from tests.press_core.recorded import record
 from tests.support import build, token_ids
 
 LENGTH = 23
@@ -47,7 +48,7 @@ def test_mean_attention_is_the_mean_of_all_rows(window):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_are_those_that_the_family_itself_computes(family, record):
+def test_weights_are_those_that_the_family_itself_computes(family):
     recorded = record(family, 9)
     weights = window_attention(of_family(recorded), 9).flatten(1, 2)
     torch.testing.assert_close(weights, recorded.weights, atol=1e-5, rtol=1e-4)

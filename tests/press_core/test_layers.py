@@ -7,7 +7,6 @@ import inspect
 import itertools
 import os
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -78,10 +77,6 @@ def append(layer, n, seed=1):
     return update(layer, *states(layer.batch, layer.n_heads, n, seed))
 
 
-def cat(*parts):
-    return torch.cat(parts)
-
-
 def cache_of(layer):
     cache = DynamicCache()
     cache.layers.append(layer)
@@ -89,10 +84,6 @@ def cache_of(layer):
 
 
 # ---- drawn sequences of operations ---------------------------------------------------------------
-
-
-Head = tuple[Tensor, ...]
-"""What a head holds: positions `(n,)`, keys and values `(n, d)`."""
 
 
 KINDS = "ragged", "ragged", "even", "unsaid", "channels"
@@ -104,9 +95,6 @@ class AgainstLists(RuleBasedStateMachine):
     Heads hold different numbers of tokens, or as many (rows fewer, with empty slots on the left;
     nobody says which; without some channels of the keys).
     """
-
-    layer: Any
-    rows: list[list[Head]]
 
     @initialize(
         data=st.data(),
@@ -173,7 +161,9 @@ class AgainstLists(RuleBasedStateMachine):
             assert all(map(torch.equal, found, self.layer.states()))
         new = torch.arange(self.seen, self.seen + n)
         self.each(
-            lambda b, h, at, *x: (cat(at, new), cat(x[0], keys[b, h]), cat(x[1], values[b, h]))
+            lambda b, h, *head: tuple(
+                torch.cat(x) for x in zip(head, (new, keys[b, h], values[b, h]), strict=True)
+            )
         )
         self.seen, self.recent = self.seen + n, self.recent + n
 
@@ -184,7 +174,7 @@ class AgainstLists(RuleBasedStateMachine):
         m = data.draw(st.integers(1, int(self.layer.lengths().min())))
         gone = torch.tensor([[data.draw(some_of(m)) for _ in row] for row in self.rows])
         self.layer.evict(gone, None)
-        self.each(lambda b, h, *head: tuple(cat(x[:-m], x[-m:][~gone[b, h]]) for x in head))
+        self.each(lambda b, h, *head: tuple(torch.cat((x[:-m], x[-m:][~gone[b, h]])) for x in head))
         self.recent = 0
 
     @rule(data=st.data(), to_length=st.booleans())

@@ -9,13 +9,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from experiments.testbed.families import FAMILIES, NO_ROPE
 from press_core import attention_sites
 from press_core.tiles import NUMBERS
+from tests.press_core.recorded import record
 from tests.support import build
 
 ROPE_FAMILIES = [family for family in FAMILIES if family not in NO_ROPE]
 
 
 @pytest.mark.parametrize("family", ROPE_FAMILIES)
-def test_parts_of_a_long_context_have_the_bits_of_the_whole(family, record, monkeypatch):
+def test_parts_of_a_long_context_have_the_bits_of_the_whole(family, monkeypatch):
     recorded = record(family, 7, torch.float32)
     rotary, cos_sin = recorded.site.rotary, recorded.position_embeddings
     turns = (rotary.rotate, rotary.unrotate)
@@ -54,7 +55,7 @@ def test_the_average_is_the_mean_of_all_rotations(family):
         torch.testing.assert_close(x[row] @ average[row, 0].mT, total / 30, atol=1e-5, rtol=1e-4)
 
 
-def test_a_layer_of_its_own_kind_gets_its_own_frequencies(record):
+def test_a_layer_of_its_own_kind_gets_its_own_frequencies():
     recorded = record("gemma3_text", 7)  # sliding and full layers differ in their base frequency
     cos, sin = recorded.site.rotary.embeddings(recorded.query, torch.arange(7)[None])
     given = recorded.position_embeddings

@@ -2,10 +2,8 @@
 
 import sys
 from contextlib import ExitStack
-from functools import lru_cache
 from types import SimpleNamespace
 
-import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -15,13 +13,14 @@ from tests.support import build
 BATCH = 2
 
 
-@lru_cache
-def _model(family, dtype):
-    return build(family, num_layers=1, dtype=dtype, attn_implementation="eager")
+def record(family, length, dtype=torch.float32):
+    """One eager forward of an attention module, that of `site`, over two rows.
 
-
-def _record(family, length, dtype=torch.float32):
-    model = _model(family, dtype)
+    Its `hidden_states` and `position_embeddings`; `collected`, what `site.query_in` makes of each
+    output of `site.query_module`; `query`, `keys` (both after RoPE) and `values` as the attention
+    function received them; the `weights` that the family's own eager function computed.
+    """
+    model = build(family, num_layers=1, dtype=dtype, attn_implementation="eager")
     site = attention_sites(model)[0]
     modeling = sys.modules[type(site.module).__module__]
     found = SimpleNamespace(site=site, collected=[])
@@ -48,15 +47,3 @@ def _record(family, length, dtype=torch.float32):
         ids = torch.randint(3, 128, (BATCH, length), generator=torch.Generator().manual_seed(0))
         model(ids)
     return found
-
-
-@pytest.fixture(scope="session")
-def record():
-    """`record(family, length, dtype=float32)`: one eager forward of an attention module.
-
-    Of the attention module of `site`, over two rows: its `hidden_states` and
-    `position_embeddings`; `collected`, what `site.query_in` makes of each output of
-    `site.query_module`; `query`, `keys` (both after RoPE) and `values` as the attention function
-    received them; the `weights` that the family's own eager function computed.
-    """
-    return _record
