@@ -1,7 +1,5 @@
 """Scopes begin and end between forwards, whoever opens and closes them, however these end."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import ExitStack, contextmanager
 

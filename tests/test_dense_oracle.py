@@ -5,8 +5,6 @@ head holds. What a mask of a later turn hides, it hides there. Nothing else of t
 part in it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial

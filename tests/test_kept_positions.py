@@ -4,8 +4,6 @@ Every value that a cache holds is one that it was given. Which one says where th
 takes no word of what layers know of themselves.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """A press written for kvpress runs unchanged on `hooks_impl`: one import is all that differs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Presses that learned something about a model: one contract for all, with both mechanisms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

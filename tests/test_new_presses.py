@@ -1,7 +1,5 @@
 """H2O and budgets in tokens, on whole models."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache

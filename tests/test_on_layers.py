@@ -1,7 +1,5 @@
 """What scopes put on attention modules is there while forwards need it, and only then."""
 
-from __future__ import annotations
-
 import copy
 import threading
 

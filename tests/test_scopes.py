@@ -1,7 +1,5 @@
 """A scope leaves nothing behind, however it ends."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import subprocess

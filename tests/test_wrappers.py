@@ -1,7 +1,5 @@
 """Presses made of presses, and those that prune in a way of their own, against slow references."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -214,14 +212,13 @@ def test_the_second_stage_weighs_values(package, family, ratio, first, epsilon):
 # ---- keys at new positions -----------------------------------------------------------------------
 
 
-def rotate_function(model):
-    module = attention_sites(model)[0].module
-    return sys.modules[type(module).__module__].apply_rotary_pos_emb
+def modeling_of(model):
+    return sys.modules[type(attention_sites(model)[0].module).__module__]
 
 
 def keys_before_rope(model, ids):
     """Per layer that attends to everything, what the model gave its rotary function as keys."""
-    modeling = sys.modules[type(attention_sites(model)[0].module).__module__]
+    modeling = modeling_of(model)
     rotate, given = modeling.apply_rotary_pos_emb, []
 
     def watch(query, key, *args, **kwargs):
@@ -244,7 +241,7 @@ def expected_turned(model, ids, kept, layer):
     before = keys_before_rope(model, ids)[layer].take_along_dim(index, dim=2)
     positions = torch.arange(index.shape[2])[None]
     cos, sin = model.base_model.rotary_emb(before, positions, **layer_type(model))
-    turned = rotate_function(model)(before, before, cos, sin)[1]
+    turned = modeling_of(model).apply_rotary_pos_emb(before, before, cos, sin)[1]
     return torch.cat((turned, keys[..., turned.shape[-1] :]), dim=-1), values
 
 

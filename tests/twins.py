@@ -1,7 +1,5 @@
 """Models with twins, scopes and caches: what `test_state_machine.py` draws programs about."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -229,15 +227,8 @@ def attention_of(model, layer):
 class Twins(RuleBasedStateMachine):
     """Models whose twins tell what they must do, and what always holds of them."""
 
-    @classmethod
-    def counted(cls, count):
-        return type(cls.__name__, (cls,), {"count": count})
-
-    count: list[int]
-
     def __init__(self):
         super().__init__()
-        self.count[0] += 1
         self.subjects = [Subject(index, made(index)) for index in range(len(FAMILIES))]
         for subject in self.subjects:
             subject.fingerprint = fingerprint(subject.model)

@@ -1,7 +1,5 @@
 """Every kernel against attention written out number by number."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

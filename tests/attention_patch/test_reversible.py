@@ -1,7 +1,5 @@
 """A patch comes off without a trace, whatever else happens to the attribute."""
 
-from __future__ import annotations
-
 import inspect
 import types
 

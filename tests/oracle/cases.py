@@ -1,7 +1,5 @@
 """The table: every press and wrapper, built from the same text here and in kvpress."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Where kvpress has no argument for it, its own way of getting it is replaced.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass

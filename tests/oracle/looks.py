@@ -1,7 +1,5 @@
 """What is looked at on one side: functions of a case, and of whose side it is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import contextmanager
 from copy import deepcopy

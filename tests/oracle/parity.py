@@ -1,7 +1,5 @@
 """What a side holds after a case, and how far two sides agree."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 

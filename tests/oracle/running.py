@@ -5,8 +5,6 @@ recorded on their way into the cache; a token is held where its value is still t
 or its key, where values were merged.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass

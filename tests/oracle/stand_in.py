@@ -5,8 +5,6 @@ modules of a Llama and hands on hidden states, queries, keys and values that wer
 Presses that call projections get them computed.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from unittest.mock import patch

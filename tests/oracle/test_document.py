@@ -1,7 +1,5 @@
 """docs/parity.md is what a run would write."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from pathlib import Path
 

@@ -12,8 +12,6 @@ that do, there are two rows: one as of all others, and one with 16 tokens decode
 and attention count on both sides. (Not of KVzip, which in kvpress evicts only after decoding.)
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import statistics

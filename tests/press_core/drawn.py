@@ -1,7 +1,5 @@
 """A prefill made of drawn numbers, for formulas against slow references."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, median_low
 
 import pytest
 import torch
@@ -152,10 +152,6 @@ def entropy(scores):
     return -sum(x / total * math.log(x / total) for x in raised if x > 0) / math.log(len(scores))
 
 
-def lower_median(numbers):
-    return sorted(numbers)[(len(numbers) - 1) // 2]
-
-
 def slow_gated(scores, budget, chunk_length, low):
     """Which tokens are kept."""
     starts = range(0, len(scores), chunk_length)
@@ -165,7 +161,7 @@ def slow_gated(scores, budget, chunk_length, low):
     kept = []
     for i in sorted(range(len(chunks)), key=lambda i: -means[i]):
         best = sorted(chunks[i], key=lambda t: -scores[t])
-        if means[i] >= lower_median(means) and entropies[i] < lower_median(entropies):
+        if means[i] >= median_low(means) and entropies[i] < median_low(entropies):
             best = best[:low]
         kept += best[: budget - len(kept)]
     rest = sorted(set(range(len(scores))) - set(kept), key=lambda t: -scores[t])

@@ -1,7 +1,5 @@
 """The formulas of single presses against slow references."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from itertools import product

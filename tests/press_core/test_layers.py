@@ -1,7 +1,5 @@
 """Layers that have lost tokens, against lists of lists; heads of different lengths in one."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import itertools

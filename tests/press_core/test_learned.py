@@ -1,7 +1,5 @@
 """What presses have learned: one contract for files, where they are looked for, and refusals."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
