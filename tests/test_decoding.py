@@ -205,10 +205,8 @@ def streamed(seen, capacity, n_sink):
 def test_sinks_and_window_at_each_step(package, family, rerotate, capacity, n_sink):
     """And logits of a full cache of which as little is seen, where keys stay where they were."""
     model, whole = make(family), Whole(make(family))
-    press, cache = (
-        package.StreamingLLMDecodingPress(capacity, n_sink, rerotate),
-        DynamicCache(config=model.config),
-    )
+    press = package.StreamingLLMDecodingPress(capacity, n_sink, rerotate)
+    cache = DynamicCache(config=model.config)
     left = []
     seen = n_cuts = 0
     with press(model):

@@ -250,10 +250,8 @@ def snapkv(package):
 @implementations
 def test_positions_continue(package, implementation):
     """A question after a pruned context is rotated and masked as with explicit position ids."""
-    model, question = (
-        make(attn_implementation=implementation, dtype=torch.float32),
-        token_ids(1, 7, seed=1),
-    )
+    model = make(attn_implementation=implementation, dtype=torch.float32)
+    question = token_ids(1, 7, seed=1)
     logits = []
     for position_ids in (None, torch.arange(LENGTH, LENGTH + 7)[None]):
         cache = filled(model, snapkv(package), token_ids(1, LENGTH))

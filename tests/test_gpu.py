@@ -46,12 +46,9 @@ def test_mechanisms_agree_bit_for_bit(name, dtype, implementation):
 @pytest.mark.parametrize("name", ["KnormPress", "SnapKVPress", "ExpectedAttentionPress"])
 def test_an_offloaded_cache_keeps_the_same(package, name):
     model, ids = build("llama", num_layers=4).cuda(), token_ids(2, 200).cuda()
-    press, offloaded = (
-        example_for(package, name, 0.5, model),
-        DynamicCache(config=model.config, offloading=True),
-    )
+    press = example_for(package, name, 0.5, model)
     plain = filled(model, press, ids)
-    filled(model, press, ids, offloaded)
+    offloaded = filled(model, press, ids, DynamicCache(config=model.config, offloading=True))
     assert_same(plain, offloaded)
     after = [model(ids[:, :3], past_key_values=cache).logits for cache in (plain, offloaded)]
     assert torch.equal(*after)

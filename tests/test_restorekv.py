@@ -113,15 +113,8 @@ def test_adapters_of_peft_go_on(package):
 
 
 def divergence(model, package, adapter, rows):
-    losses = [
-        distillation_loss(
-            model,
-            restoring(package, model, 0.6, adapter=adapter),
-            row[:, :-12],
-            row[:, -12:],
-        )
-        for row in rows
-    ]
+    press = restoring(package, model, 0.6, adapter=adapter)
+    losses = [distillation_loss(model, press, row[:, :-12], row[:, -12:]) for row in rows]
     return float(torch.stack(losses).mean())
 
 

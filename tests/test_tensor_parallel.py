@@ -39,10 +39,6 @@ SOME = ("AdaKVPress", "ChunkKVPress", "KeyRerotationPress", "SnapKVPress", "TOVA
 PADDING = 12
 
 
-def family_of(case):
-    return case.split(",")[0]
-
-
 def run(model, press, name, padding):
     """Positions kept per layer and KV head, logits of what comes after, and the share evicted.
 
@@ -93,7 +89,7 @@ def rank(index, folder, port):
     dist.init_process_group("gloo", rank=index, world_size=RANKS)
     found = {"sinks": refused_for_sinks(index)}
     for case in CASES:
-        family = family_of(case)
+        family = case.split(",")[0]
         model = AutoModelForCausalLM.from_pretrained(Path(folder, family), tp_plan="auto").eval()
         found[f"{case} ranks"] = attention_sites(model)[0].ranks.size
         presses = torch.load(Path(folder, f"{case}.pt"), weights_only=False)
@@ -108,7 +104,7 @@ def of_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     alone = {}
     for case in CASES:
-        family = family_of(case)
+        family = case.split(",")[0]
         implementation = "eager" if family == "gpt_oss" else "sdpa"
         model = build(family, num_heads=8, num_kv_heads=4, attn_implementation=implementation)
         model.save_pretrained(folder / family)

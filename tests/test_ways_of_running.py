@@ -135,12 +135,6 @@ def test_chunks_are_no_decoding_steps(package):
 GENERATE = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": 1}
 
 
-def with_assistance(by, dtype):
-    if by == "lookup":
-        return {"prompt_lookup_num_tokens": 3}
-    return {"assistant_model": build("llama", num_layers=1, dtype=dtype)}
-
-
 @both
 @pytest.mark.parametrize(("implementation", "by"), [("sdpa", "lookup"), ("eager", "assistant")])
 @pytest.mark.parametrize("name", ["SnapKVPress", "AdaKVPress", "FastKVzipPress", "PyramidKVPress"])
@@ -153,7 +147,9 @@ def test_draft_tokens_come_behind_a_context_that_was_brought_first(
     ids = token_ids(1, LENGTH // 2).repeat(1, 2)  # so that there is something to look up
     rest = ids if IS_5_2 else ids[:, -1:]
     plain = {**GENERATE, "attention_mask": torch.ones_like(ids)}
-    assisted = {**plain, **with_assistance(by, dtype)}
+    assisted = {**plain, "prompt_lookup_num_tokens": 3}
+    if by == "assistant":
+        assisted = {**plain, "assistant_model": build("llama", num_layers=1, dtype=dtype)}
     with example_for(package, name, 0.5, model)(model):
         with pytest.raises(UnsupportedInputError, match=r"prefill first, .*input_ids\[:, :-1\]"):
             model.generate(ids, **assisted)

@@ -31,10 +31,6 @@ LENGTH, CONTEXT = 12, token_ids(1, 12)
 FAMILIES = ("llama", "llama", "gpt_neox")
 
 
-class BrokenError(RuntimeError):
-    """Raised on purpose inside a model."""
-
-
 @lru_cache
 def presses(name):
     """A pair of presses that leave half of the context; the same objects in every program."""

@@ -190,7 +190,6 @@ SHAPES = {
     "one KV head for all": {"group": 4, "n_kv": 1, "dim": 32},
     "one row": {"batch": 1},
 }
-shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
 @pytest.mark.parametrize("kind", ["channels", *SHAPES])
@@ -334,7 +333,7 @@ def test_the_kernel_of_cuda_takes_no_mask_of_the_context():
 
 
 @pytest.mark.parametrize("backend", [pytest.param(name, marks=on_gpu) for name in KERNELS])
-@shapes
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("n_queries", [1, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu(backend, shape, n_queries, dtype):
