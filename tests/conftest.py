@@ -1,15 +1,13 @@
 """What a second transformers leaves out, what is run first, and what all tests share."""
 
-from __future__ import annotations
-
 import gc
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils import cpp_extension
 
 import hooks_impl
 import patch_impl
@@ -20,9 +18,11 @@ LEFT_OUT = {
         # What is the same with every release of transformers.
         ("attention_patch", "kernels reversible reversible_copies"),
         ("experiments", "audit cli command datasets intervals manifest quotable readme study"),
-        ("press_core", "decisions formulas learned learned_budgets learning properties"),
-        ("press_core", "select tampered_files"),
-        (".", "docs house"),
+        ("press_core", "decisions eviction formulas learned learned_budgets learning masks"),
+        ("press_core", "properties replayed scope select tampered_files"),
+        (".", "changing_scopes_while_running compositions dms docs house"),
+        (".", "learned_headwise learned_presses new_presses offloaded_weights"),
+        (".", "presses_of_ones_own replaying state_machine"),
         # How things are measured, which `test_own_model.py` runs, whole, with any release.
         ("experiments", "error evaluate headwise headwise_variants intrusiveness overhead"),
         ("experiments", "quality settings sinks streaming sweeps throughput trace"),
@@ -36,7 +36,7 @@ FIRST = {TESTS / "test_tensor_parallel.py", TESTS / "experiments" / "test_ray.py
 comes last, and would start it once more."""
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption(
         "--second-transformers",
         action="store_true",
@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_report_header(config: pytest.Config) -> list[str]:
+def pytest_report_header(config):
     if not config.getoption("second_transformers"):
         return []
     return [
@@ -54,22 +54,33 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     ]
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+def pytest_ignore_collect(collection_path, config):
     left_out = config.getoption("second_transformers") and collection_path.is_relative_to(TESTS)
     if left_out and collection_path.relative_to(TESTS).as_posix() in LEFT_OUT:
         return True
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path not in FIRST)
 
 
-def pytest_configure() -> None:
+def pytest_configure():
     gc.disable()
+    cpp_extension.load = unpacking
 
 
-def pytest_collection_finish() -> None:
+def unpacking(name, **_):
+    """What quanto would compile, for a minute on each machine: `unpack(codes, bits)` in Python."""
+    assert name == "quanto_cpp"
+    return SimpleNamespace(
+        unpack=lambda codes, bits: torch.cat(
+            [codes >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
+        )
+    )
+
+
+def pytest_collection_finish():
     """Modules and tests come to stay: the search for garbage leaves them out, and is rarer."""
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
@@ -77,7 +88,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
-def package(request: pytest.FixtureRequest) -> ModuleType:
+def package(request):
     """Hooks or patches, one for each case: `test_hooks_equal_patches.py` shows them alike.
 
     Where they could differ a test asks for `tests.support.both`.
@@ -85,8 +96,25 @@ def package(request: pytest.FixtureRequest) -> ModuleType:
     return (hooks_impl, patch_impl)[zlib.crc32(request.node.nodeid.encode()) % 2]
 
 
+@pytest.fixture
+def no_graphs_after():
+    """For tests that compile: each scope that hooks open looks through all graphs that there are.
+
+    They would drop them, and with them names in modules that other tests compare.
+    """
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def not_compiled(no_graphs_after):
+    """Of flex_attention: a kernel takes a C++ compiler and half a minute per shape."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 @pytest.fixture(autouse=True)
-def _without_gradients(request: pytest.FixtureRequest) -> Iterator[None]:
+def _without_gradients(request):
     """Tests of whole models ask for gradients where they are about them."""
-    with torch.set_grad_enabled(request.path.parent not in (TESTS, TESTS / "attention_patch")):
+    with torch.set_grad_enabled(TESTS / "experiments" in request.path.parents):
         yield

@@ -1,52 +1,46 @@
 """Slow references: what presses should keep, in loops; a model whose heads see what they keep."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import DynamicCache
 
-from press_core import AttentionSite, attention_sites
+from press_core import attention_sites
 from press_core.forward import Arguments
 from tests.support import filled, watched
 
 INF = float("inf")
 
 
-def best(scores: list[float], n: int) -> list[int]:
+def best(scores, n):
     """The `n` best, of equal ones the latest."""
     ranked = sorted(range(len(scores)), key=lambda i: (scores[i], i), reverse=True)
     return sorted(ranked[:n])
 
 
-def norms(keys: Tensor) -> list[float]:
+def norms(keys):
     """KnormPress: minus the norm of each key `(S, d)`."""
     return [-(sum(x * x for x in key) ** 0.5) for key in keys.tolist()]
 
 
-def cosines(keys: Tensor) -> list[float]:
+def cosines(keys):
     """KeyDiffPress: minus the cosine of each key `(S, d)` and the mean of unit keys."""
     unit = keys / keys.norm(dim=-1, keepdim=True)
     mean = unit.mean(dim=0)
     return [-float(key @ mean / mean.norm()) for key in unit]
 
 
-def votes(queries: Tensor, keys: Tensor) -> list[float]:
+def votes(queries, keys):
     """Mean attention on each key of the last queries `(G, w, d)`, d = 16."""
     total, rows = torch.zeros(len(keys), dtype=keys.dtype), queries.shape[1]
     for member in queries:
         for index, query in enumerate(member):
             seen = len(keys) - rows + index + 1
             total[:seen] += (keys[:seen] @ query * 0.25).softmax(dim=0)
-    mean: list[float] = (total / (len(queries) * rows)).tolist()
-    return mean
+    return (total / (len(queries) * rows)).tolist()
 
 
-def snapkv(queries: Tensor, keys: Tensor, window: int, kernel: int = 5) -> list[float]:
+def snapkv(queries, keys, window, kernel=5):
     """SnapKVPress, from queries `(G, n, d)` that end with those of the window."""
     before, half = len(keys) - window, kernel // 2
     found = votes(queries[:, -window:], keys)[:before]
@@ -54,7 +48,7 @@ def snapkv(queries: Tensor, keys: Tensor, window: int, kernel: int = 5) -> list[
     return pooled + [INF] * window
 
 
-def queries_and_keys(model: Any, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+def queries_and_keys(model, ids):
     """Per layer, query `(B, H_kv, G, S, d)` and keys `(B, H_kv, S, d)` of a prefill."""
     with watched() as seen:
         filled(model, None, ids)
@@ -65,7 +59,7 @@ def queries_and_keys(model: Any, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def choices(states: Any, choose: Callable[..., list[int]]) -> list[list[list[int]]]:
+def choices(states, choose):
     """What `choose` says of the states of each row and head, given tensors `(B, H_kv, ...)`."""
     of_rows = zip(*states, strict=True)
     return [[choose(*of_head) for of_head in zip(*row, strict=True)] for row in of_rows]
@@ -78,23 +72,22 @@ class Whole:
         shown: per layer, row and KV head, which tokens of the past, by position; None: all.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model):
         self.model, self.cache = model, DynamicCache(config=model.config)
-        self.shown: Any = None
+        self.shown = None
 
     @torch.no_grad()
-    def __call__(self, ids: Tensor, **inputs: Tensor) -> Tensor:
+    def __call__(self, ids, **inputs):
         with ExitStack() as stack:
             for site in attention_sites(self.model) if self.shown is not None else ():
                 handle = site.module.register_forward_pre_hook(
                     self._masking(site), with_kwargs=True
                 )
                 stack.callback(handle.remove)
-            logits: Tensor = self.model(ids, past_key_values=self.cache, **inputs).logits
-        return logits
+            return self.model(ids, past_key_values=self.cache, **inputs).logits
 
-    def _masking(self, site: AttentionSite) -> Any:
-        def hook(_: Any, args: Any, kwargs: Any) -> Any:
+    def _masking(self, site):
+        def hook(_, args, kwargs):
             given = Arguments(args, kwargs, site.signature.parameters)
             hidden = given.get("hidden_states")
             batch, n_new = hidden.shape[:2]

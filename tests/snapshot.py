@@ -1,12 +1,8 @@
 """Everything that a mechanism could touch; imports none of the packages that do."""
 
-from __future__ import annotations
-
 import sys
-from typing import Any
 
 import torch
-from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -18,9 +14,9 @@ _GLOBAL_HOOKS = (
 )
 
 
-def snapshot(model: nn.Module) -> dict[str, Any]:
+def snapshot(model):
     """Everything reachable from `model` that a hook or a patch could change, by identity."""
-    state: dict[str, Any] = {"config": repr(model.config)}
+    state = {"config": repr(model.config)}
     for name, module in model.named_modules():
         state[f"{name}: class"] = type(module)
         for key, value in vars(module).items():
@@ -42,7 +38,7 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
     return state
 
 
-def _identity(value: Any) -> Any:
+def _identity(value):
     if isinstance(value, dict):
         return {key: id(item) for key, item in value.items()}
     return id(value)

@@ -1,19 +1,15 @@
 """What several tests need: small inputs, presses, and `snapshot`."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from torch import nn
+from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hooks_impl
@@ -21,7 +17,7 @@ import patch_impl
 from experiments.testbed import families
 from experiments.testbed.families import VOCABULARY
 from experiments.testbed.recipes import DELIMITER, fitted_pair, recipe_pair
-from press_core import Press, kept_lengths, kept_positions
+from press_core import kept_lengths, kept_positions
 from press_core.forward import Arguments, Forward, here
 from tests.snapshot import snapshot as snapshot
 
@@ -29,21 +25,21 @@ PACKAGES = (hooks_impl, patch_impl)
 both = pytest.mark.parametrize("package", PACKAGES, ids=["hooks", "patches"])
 """For what may differ between the mechanisms; other tests take `package` from `conftest.py`."""
 
-GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
-def build(family: str, **options: Any) -> PreTrainedModel:
+def build(family, **options):
     """`experiments.testbed.families.build`: a copy, which takes less time than another model."""
     return copy.deepcopy(_built(family, **options))
 
 
 @lru_cache(maxsize=100)
 @torch.inference_mode(False)  # whatever the first test that asks is in
-def _built(family: str, **options: Any) -> PreTrainedModel:
+def _built(family, **options):
     return families.build(family, **options)
 
 
-def make(family: str = "llama", **options: Any) -> PreTrainedModel:
+def make(family="llama", **options):
     """A model in float64, in which no rounding error decides a top-k; eager attention in float32.
 
     (Masks of eager attention overflow in float64, as transformers makes them.)
@@ -53,23 +49,23 @@ def make(family: str = "llama", **options: Any) -> PreTrainedModel:
     return build(family, **{"dtype": torch.float32 if eager else torch.float64, **options})
 
 
-def tolerance(model: PreTrainedModel) -> float:
+def tolerance(model):
     return 1e-10 if model.dtype == torch.float64 else 2e-5
 
 
-def token_ids(batch: int, length: int, seed: int = 0) -> Tensor:
+def token_ids(batch, length, seed=0):
     """`(batch, length)` random token ids without special tokens."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
 
 
-def example_for(package: Any, name: str, ratio: float, model: PreTrainedModel) -> Press:
+def example_for(package, name, ratio, model):
     """The press `name` of a package, ready for `model` and for contexts of a few dozen tokens."""
     pair = fitted_pair(recipe_pair(name, ratio), model)
     return pair.patch if package is patch_impl else pair.hook
 
 
-def context_for(name: str, length: int) -> Tensor:
+def context_for(name, length):
     """`(1, length)` token ids that the press `name` can prune."""
     ids = token_ids(1, length)
     if name == "FinchPress":  # which asks for a delimiter between context and question
@@ -77,7 +73,7 @@ def context_for(name: str, length: int) -> Tensor:
     return ids
 
 
-def left_padded(batch: int, length: int, padding: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+def left_padded(batch, length, padding):
     """Input ids, attention mask and position ids of a left-padded batch, each `(batch, length)`."""
     ids, mask = token_ids(batch, length), torch.ones(batch, length, dtype=torch.long)
     for row, n in enumerate(padding):
@@ -85,15 +81,22 @@ def left_padded(batch: int, length: int, padding: list[int]) -> tuple[Tensor, Te
     return ids, mask, (mask.cumsum(dim=-1) - 1).clamp(min=0)
 
 
-def filled(model: PreTrainedModel, press: Press | None, ids: Tensor, **inputs: Any) -> Any:
-    """The cache that a press leaves of one forward; without a press the whole one."""
-    cache = DynamicCache(config=model.config)
+def ran(model, press, given, cache=None, **inputs):
+    """The cache that forwards over `given` leave in a scope of a press, and the logits of each.
+
+    Without a press, of forwards outside of any scope.
+    """
+    cache = DynamicCache(config=model.config) if cache is None else cache
     with torch.no_grad(), nullcontext() if press is None else press(model):
-        model(ids, past_key_values=cache, **inputs)
-    return cache
+        return cache, [model(ids, past_key_values=cache, **inputs).logits for ids in given]
 
 
-def held(cache: Any) -> list[list[list[list[int]]]]:
+def filled(model, press, ids, cache=None, **inputs):
+    """The cache that a press leaves of one forward; without a press the whole one."""
+    return ran(model, press, [ids], cache, **inputs)[0]
+
+
+def held(cache):
     """Positions that a cache holds, by layer, row and head, whatever kind its layers are."""
     told = zip(kept_positions(cache), kept_lengths(cache), strict=True)
     return [
@@ -102,18 +105,18 @@ def held(cache: Any) -> list[list[list[list[int]]]]:
     ]
 
 
-def forwards(lengths: list[int], batch: int = 1) -> list[Tensor]:
+def forwards(lengths, batch=1):
     """Ids of forwards of these lengths, `(batch, length)` each."""
     return list(token_ids(batch, sum(lengths), seed=7).split(lengths, dim=1))
 
 
 @contextmanager
-def watched() -> Iterator[dict[int, list[tuple[Tensor, Tensor]]]]:
+def watched():
     """Per layer, the query and the keys of each call of sdpa, as the model itself made them."""
-    seen: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    seen = defaultdict(list)
     function = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
-    def watch(module: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def watch(module, query, key, *args, **kwargs):
         seen[module.layer_idx].append((query, key))
         return function(module, query, key, *args, **kwargs)
 
@@ -124,7 +127,7 @@ def watched() -> Iterator[dict[int, list[tuple[Tensor, Tensor]]]]:
         del ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
-def in_turn(names: str, *lists: Iterable[Any]) -> pytest.MarkDecorator:
+def in_turn(names, *lists):
     """Every entry with every other, and as `package` hooks and patches like the squares of a board.
 
     For what is built upon presses, or holds of them as both leave the same bits: no case is run
@@ -141,7 +144,7 @@ def in_turn(names: str, *lists: Iterable[Any]) -> pytest.MarkDecorator:
 
 
 @contextmanager
-def reading(layer: Any) -> Iterator[None]:
+def reading(layer):
     """Stands for a forward that reads `layer` with all the help it needs."""
     here.forward, here.reading = Forward(nn.Identity(), Arguments((), {}, ())), layer
     try:

@@ -1,9 +1,6 @@
 """What a press cannot do is a clear error, and leaves nothing behind."""
 
-from __future__ import annotations
-
 from dataclasses import MISSING, fields
-from typing import Any
 
 import numpy
 import pytest
@@ -49,7 +46,7 @@ def test_ratio_outside_of_its_range(package, ratio, name):
         package.PRESSES[name](compression_ratio=ratio)
 
 
-WITHIN: dict[str, Any] = {
+WITHIN = {
     "ada": lambda p: p.AdaKVPress(p.KnormPress(0.5)),
     "knorm": lambda p: p.KnormPress(),
     "decoding": lambda p: p.DecodingPress(p.KnormPress()),

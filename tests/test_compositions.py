@@ -1,17 +1,11 @@
 """What presses and presses made of presses say that they evicted, and are told; their copies."""
 
-from __future__ import annotations
-
 import copy
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import DynamicCache
 
 import hooks_impl
 from press_core import kept_lengths
@@ -22,8 +16,10 @@ from tests.support import (
     context_for,
     example_for,
     filled,
+    forwards,
     left_padded,
     make,
+    ran,
     token_ids,
 )
 
@@ -42,30 +38,24 @@ def model():
     return build("llama", num_layers=2)
 
 
-def run(
-    model: Any, press: Any, context: Tensor, n_steps: int = 0, since: int = 0
-) -> tuple[float, float]:
+def run(model, press, context, n_steps=0, since=0):
     """Share of the tokens that is gone after so many steps, and what the press says.
 
     Args:
         since: tokens that came after it has pruned last.
     """
-    cache = DynamicCache(config=model.config)
-    with press(model):
-        model(context, past_key_values=cache)
-        for seed in range(n_steps):
-            model(token_ids(1, 1, seed), past_key_values=cache)
+    cache, _ = ran(model, press, [context, *forwards([1] * n_steps)])
     kept = float(torch.stack(kept_lengths(cache)).double().mean())
     return 1 - (kept - since) / (context.shape[1] + n_steps - since), press.evicted_ratio
 
 
-def evicting(package: Any, name: str, model: Any) -> Any:
+def evicting(package, name, model):
     """The press, such that it evicts about half of a few dozen tokens of any text."""
     press = example_for(package, name, 0.5, model)
     return replace(press, lazy_threshold=0.0) if name == "SimLayerKVPress" else press
 
 
-def told(press: Any) -> bool:
+def told(press):
     """Whether its `compression_ratio` is a field, which says what it is told."""
     return any(name == "compression_ratio" for name in vars(press))
 
@@ -115,16 +105,16 @@ def test_a_window_longer_than_the_context(model, package):
 # ---- of compositions -----------------------------------------------------------------------------
 
 
-def duo(package: Any) -> Any:
+def duo(package):
     scores = HeadScores(torch.tensor([[0.9, 0.1], [0.2, 0.8]]))
     return package.DuoAttentionPress(0.5, head_scores=scores, sink_size=2, recent_size=7)
 
 
-def lazy(package: Any) -> Any:
+def lazy(package):
     return package.SimLayerKVPress(0.0, n_recent=9, n_initial=2)
 
 
-MEASURED: dict[str, Callable[[Any], Any]] = {
+MEASURED = {
     "a press": lambda p: p.KnormPress(0.5),
     "adakv": lambda p: p.AdaKVPress(p.KnormPress(0.5)),
     "chunks": lambda p: p.ChunkKVPress(p.KnormPress(0.5), chunk_length=5),
@@ -162,7 +152,7 @@ def test_ratios_of_composed_presses_multiply(package):
     assert {int(n) for kept in kept_lengths(cache) for n in kept.flatten()} == {6}
 
 
-RATIOS: dict[str, Callable[..., Any]] = {
+RATIOS = {
     "AdaKVPress": lambda p, inner: p.AdaKVPress(inner),
     "CriticalKVPress": lambda p, inner: p.CriticalKVPress(inner),
     "PrefillDecodingPress": lambda p, inner: p.PrefillDecodingPress(inner),
@@ -189,7 +179,7 @@ def test_the_ratio_of_a_composition_can_be_set(package, name):
 # ---- taking off, counting, copying ---------------------------------------------------------------
 
 
-PRESSES: dict[str, Callable[[Any], Any]] = {
+PRESSES = {
     "a press": lambda p: p.KnormPress(0.5),
     "a composition": lambda p: p.ComposedPress([p.KnormPress(0.5), p.KeyDiffPress(0.2)]),
 }
@@ -205,16 +195,13 @@ def test_remove_takes_off_the_scope_opened_last(package, name):
     press.remove()
     lengths = []
     for model in models:
-        cache = DynamicCache(config=model.config)
-        model(ids, past_key_values=cache)
-        lengths.append(int(kept_lengths(cache)[0].max()))
-    assert lengths[0] < LENGTH
-    assert lengths[1] == LENGTH
+        lengths.append(int(kept_lengths(filled(model, None, ids))[0].max()))
+    assert lengths[0] < lengths[1] == LENGTH
     handles[0].remove()
     press.register(models[0]).remove()
 
 
-def pickled(press: Any) -> Any:
+def pickled(press):
     return pickle.loads(pickle.dumps(press))
 
 

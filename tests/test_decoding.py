@@ -1,22 +1,17 @@
 """Presses that act while decoding, against references that hold everything and forget nothing."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
+import numpy
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache
 
 from press_core import Needs, kept_lengths
 from tests.slow import Whole
-from tests.support import both, filled, forwards, held, left_padded, make
+from tests.support import both, filled, forwards, held, left_padded, make, ran
 
 # ---- at intervals --------------------------------------------------------------------------------
 
-LENGTHS: dict[str, tuple[Callable[[Any], Any], list[int], list[int]]] = {
+LENGTHS = {
     "at intervals": (
         lambda p: p.DecodingPress(p.KnormPress(), 5, 20),
         [30] + [1] * 11,
@@ -95,11 +90,7 @@ def test_a_scope_that_opens_counts_from_there(package):
 def test_caches_in_turn_count_for_themselves(package):
     model, press = make(), package.DecodingPress(package.SnapKVPress(window_size=4), 4, 20)
     texts = [forwards([n] + [1] * 9, batch) for n, batch in ((30, 1), (25, 2))]
-    caches, alone = [[DynamicCache(config=model.config) for _ in texts] for _ in range(2)]
-    for cache, text in zip(alone, texts, strict=True):
-        with press(model):
-            for ids in text:
-                model(ids, past_key_values=cache)
+    caches, alone = [DynamicCache() for _ in texts], [ran(model, press, text)[0] for text in texts]
     with press(model):
         for step in zip(*texts, strict=True):
             for cache, ids in zip(caches, step, strict=True):
@@ -109,7 +100,7 @@ def test_caches_in_turn_count_for_themselves(package):
 
 # ---- by the exact queries ------------------------------------------------------------------------
 
-BASES: dict[str, Callable[[Any], Any]] = {
+BASES = {
     "knorm": lambda p: p.KnormPress(),
     "keydiff": lambda p: p.KeyDiffPress(),
     "tova": lambda p: p.TOVAPress(),
@@ -153,7 +144,7 @@ def test_heads_keep_what_a_prefill_of_what_they_hold_keeps(
             before = held(cache) if step else []
             model(ids, past_key_values=cache)
             new, seen = list(range(seen, seen + ids.shape[1])), seen + ids.shape[1]
-            for layer, row, head in heads_of(before):
+            for layer, row, head in numpy.ndindex(len(before), 2, cache.layers[0].keys.shape[1]):
                 tokens = before[layer][row][head] + new
                 found = held(cache)[layer][row][head]
                 if step % decoding.compression_interval or len(tokens) <= n:
@@ -166,24 +157,12 @@ def test_heads_keep_what_a_prefill_of_what_they_hold_keeps(
     assert n_pruned > 0
 
 
-def heads_of(positions: list[Any]) -> list[tuple[int, int, int]]:
-    """Each layer, row and head."""
-    return [
-        (layer, row, head)
-        for layer, rows in enumerate(positions)
-        for row, heads in enumerate(rows)
-        for head in range(len(heads))
-    ]
-
-
 def test_presses_that_know_too_few_queries(package):
     """A window or sinks longer than what is remembered: a number for every token all the same."""
     model = make()
     for base in (package.ExpectedAttentionPress(n_sink=4), package.SnapKVPress(window_size=12)):
-        cache = DynamicCache(config=model.config)
-        with package.DecodingPress(base, compression_interval=2, target_size=16)(model):
-            for ids in forwards([30, 1, 1]):
-                model(ids, past_key_values=cache)
+        press = package.DecodingPress(base, compression_interval=2, target_size=16)
+        cache, _ = ran(model, press, forwards([30, 1, 1]))
         assert [len(head) for head in held(cache)[0][0]] == [16, 16]
         wanted = list(range(4)) if Needs.ROPE in base.needs else list(range(20, 32))
         assert all(set(wanted) <= set(head) for head in held(cache)[0][0])
@@ -194,7 +173,7 @@ def test_padding_that_positions_count(package, rerotate):
     """Without `position_ids` models count padding too; rotary embeddings see distances only."""
     model, press = make(), package.StreamingLLMDecodingPress(16, 3, rerotate)
     ids, mask, positions = left_padded(3, 40, [0, 13, 33])
-    runs: list[list[Any]] = [[], []]
+    runs = [[], []]
     for counted, run in zip((True, False), runs, strict=True):
         cache, seen, where = DynamicCache(config=model.config), mask, positions
         with press(model):
@@ -213,7 +192,7 @@ def test_padding_that_positions_count(package, rerotate):
 # ---- endless -------------------------------------------------------------------------------------
 
 
-def streamed(seen: list[int], capacity: int, n_sink: int) -> list[int]:
+def streamed(seen, capacity, n_sink):
     """What is left before a forward of what was held after the last."""
     if len(seen) <= capacity:
         return seen
@@ -226,11 +205,9 @@ def streamed(seen: list[int], capacity: int, n_sink: int) -> list[int]:
 def test_sinks_and_window_at_each_step(package, family, rerotate, capacity, n_sink):
     """And logits of a full cache of which as little is seen, where keys stay where they were."""
     model, whole = make(family), Whole(make(family))
-    press, cache = (
-        package.StreamingLLMDecodingPress(capacity, n_sink, rerotate),
-        DynamicCache(config=model.config),
-    )
-    left: list[int] = []
+    press = package.StreamingLLMDecodingPress(capacity, n_sink, rerotate)
+    cache = DynamicCache(config=model.config)
+    left = []
     seen = n_cuts = 0
     with press(model):
         for ids in forwards([12, 1, 9, 1, 1, 3, *[1] * 18], batch=2):
@@ -287,7 +264,7 @@ def test_positions_in_the_cache(package, family, dtype, atol):
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_only_what_a_press_reads_is_kept_for_it(package, wrapped):
     class InOwnWords(package.KnormPress):
-        def score(self, *arguments: Any) -> Tensor:
+        def score(self, *arguments):
             return super().score(*arguments)
 
     model = make()

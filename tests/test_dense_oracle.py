@@ -5,16 +5,13 @@ head holds. What a mask of a later turn hides, it hides there. Nothing else of t
 part in it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache
 
 import hooks_impl
@@ -37,10 +34,10 @@ JUDGED = [  # FinchPress takes its delimiter out of what the model reads
 TOLERANCE = {"sdpa": 1e-9, "eager": 1e-4, "flex_attention": 2e-5}
 
 
-def dense(model: nn.Module, ids: Tensor, visible: list[Tensor], position_ids: Tensor) -> Tensor:
+def dense(model, ids, visible, position_ids):
     """Logits of a model whose layers see what is `visible`, `(B, H, q, kv)` each."""
 
-    def masked(seen: Tensor, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    def masked(seen, _, args, kwargs):
         mask = torch.zeros(seen.shape, dtype=model.dtype).masked_fill(~seen, -1e30)
         return args, {**kwargs, "attention_mask": mask}
 
@@ -51,9 +48,7 @@ def dense(model: nn.Module, ids: Tensor, visible: list[Tensor], position_ids: Te
         return model(ids, position_ids=position_ids, use_cache=False).logits
 
 
-def visible_in(
-    kept: dict[int, list[Tensor]], real: Tensor, later: Tensor, n_heads: int
-) -> list[Tensor]:
+def visible_in(kept, real, later, n_heads):
     """Per layer what each query sees, `(B, H, N, N)` bool.
 
     Args:
@@ -85,23 +80,23 @@ Hide = Callable[[Tensor], None]
 """Takes what later tokens see, `(B, 1 or H, n, N)` bool, and lets them see less."""
 
 
-def whole(seen: Tensor) -> None:
+def whole(seen):
     pass
 
 
-def of_context(seen: Tensor) -> None:
+def of_context(seen):
     seen[..., 40:50] = False
 
 
-def first_tokens(seen: Tensor) -> None:
+def first_tokens(seen):
     seen[..., :10] = False
 
 
-def of_question(seen: Tensor) -> None:
+def of_question(seen):
     seen[:1, :, 5:, CONTEXT + 3 : CONTEXT + 5] = False
 
 
-def by_query(seen: Tensor) -> None:
+def by_query(seen):
     drawn = torch.rand(seen.shape, generator=torch.Generator().manual_seed(1)) < 0.3
     seen &= ~drawn
     seen |= torch.eye(seen.shape[-1], dtype=torch.bool)[-seen.shape[2] :]
@@ -118,7 +113,7 @@ MASKS: dict[str, tuple[Hide, int]] = {
 }
 
 
-def in_form(seen: Tensor, dims: int, form: str) -> Tensor:
+def in_form(seen, dims, form):
     """The mask of a turn as a user gives it, from what its tokens see, `(B, 1 or H, q, n)`."""
     if dims == 2:
         return seen[:, 0, -1].long()
@@ -128,17 +123,17 @@ def in_form(seen: Tensor, dims: int, form: str) -> Tensor:
 
 
 def differs(
-    press: Any,
-    ids: Tensor,
-    padding: list[int],
-    mask: str,
-    form: str = "sdpa",
+    press,
+    ids,
+    padding,
+    mask,
+    form="sdpa",
     *,
-    heads: int = 1,
-    family: str = "llama",
-    reading: Callable[[Any], Any] | None = None,
-    **options: Any,
-) -> float:
+    heads=1,
+    family="llama",
+    reading=None,
+    **options,
+):
     """By how much logits of the turns after a compressed context differ from dense ones.
 
     Args:
@@ -183,7 +178,7 @@ def differs(
     return float((torch.cat(logits, dim=1) - expected).abs().max())
 
 
-def ids_for(name: str) -> Tensor:
+def ids_for(name):
     return torch.cat((context_for(name, CONTEXT), token_ids(1, sum(TURNS), seed=1)), dim=1)
 
 
@@ -194,7 +189,7 @@ def test_every_press(name, mask):
     assert differs(press, ids_for(name), [0], mask) < 1e-9
 
 
-HELD: dict[str, Callable[[Any], Any]] = {
+HELD = {
     "even": lambda p: p.SnapKVPress(0.5, window_size=4),
     "uneven": lambda p: p.PyramidKVPress(0.5, window_size=4),
     "by head": lambda p: p.AdaKVPress(p.SnapKVPress(0.5, window_size=4)),
@@ -227,15 +222,12 @@ def test_heads_of_every_family(package, name, family):
     assert found < (2e-5 if form == "eager" else 1e-9)
 
 
+@pytest.mark.usefixtures("not_compiled")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_heads_under_flex_attention(package, family):
-    """Not compiled, which takes a C++ compiler and half a minute per shape."""
-    ids = left_padded(2, CONTEXT + sum(TURNS), [0, 13])[0]
-    with torch.compiler.set_stance("force_eager"):
-        found = differs(
-            HELD["by head"](package), ids, [0, 13], "whole", "flex_attention", family=family
-        )
+    ids, press = left_padded(2, CONTEXT + sum(TURNS), [0, 13])[0], HELD["by head"](package)
+    found = differs(press, ids, [0, 13], "whole", "flex_attention", family=family)
     assert found < TOLERANCE["flex_attention"]
 
 

@@ -1,26 +1,21 @@
 """DMSPress: what scores below a threshold is evicted once it leaves a window, head by head."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache
 
 from attention_patch import headwise
 from press_core import HyperparameterError, PressError, kept_lengths
 from tests.slow import Whole
-from tests.support import both, build, filled, forwards, held, left_padded, make, token_ids
+from tests.support import both, build, filled, forwards, held, left_padded, make, ran, token_ids
 
 
-def scores_in(whole: Whole) -> list[Tensor]:
+def scores_in(whole):
     """What KnormPress scores, per layer `(B, H_kv, n)`."""
     return [-layer.keys.norm(dim=-1) for layer in whole.cache.layers]
 
 
-def threshold_of(model: Any, ids: Tensor) -> float:
+def threshold_of(model, ids):
     """Halfway between the scores of all keys, so that it decides something in every head."""
     whole = Whole(model)
     whole(ids)
@@ -135,11 +130,11 @@ def test_a_question_taken_back_is_forgotten_by_the_threshold_too(package):
     assert found[0] == found[1]
 
 
-def of_ones_own(package: Any, **declared: Any) -> Any:
+def of_ones_own(package, **declared):
     """What KnormPress scores, in a user's words."""
 
     class Own(package.ScorerPress):
-        def score(self, *given: Any) -> Tensor:
+        def score(self, *given):
             keys = given[2] if len(given) > 1 else given[0].keys
             return -keys.norm(dim=-1)
 
@@ -150,10 +145,8 @@ def of_ones_own(package: Any, **declared: Any) -> Any:
 def test_new_tokens_are_judged_by_a_score_of_ones_own(package):
     model, kept = build("llama", num_layers=2), []
     for inner in (of_ones_own(package), package.KnormPress()):
-        cache = DynamicCache(config=model.config)
-        with package.DMSPress(inner, -4.0, sliding_window_size=6, decoding=True)(model):
-            for ids in forwards([30] + [1] * 12, batch=2):
-                model(ids, past_key_values=cache)
+        press = package.DMSPress(inner, -4.0, sliding_window_size=6, decoding=True)
+        cache, _ = ran(model, press, forwards([30] + [1] * 12, batch=2))
         kept.append(torch.stack(kept_lengths(cache)))
     assert torch.equal(*kept)
     assert kept[0].unique().numel() > 1

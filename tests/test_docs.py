@@ -1,7 +1,6 @@
 """What the documentation tells its readers to do works."""
 
-from __future__ import annotations
-
+import json
 import os
 import re
 import runpy
@@ -13,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import hooks_impl
+from experiments.cli import app
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("press_core", "attention_patch", "hooks_impl", "patch_impl", "experiments", "tests")
@@ -22,7 +23,7 @@ FREE_TESTS = ("house", "scopes", "generation", "bad_input", "hooks_equal_patches
 _BLOCK = re.compile(r'```(\w*)(?: title="(.*?)")?\n(.*?)```', re.DOTALL)
 
 
-def blocks(page: str) -> list[tuple[str, str, str]]:
+def blocks(page):
     """Language, title and text of the code blocks of a page, or of the README."""
     return _BLOCK.findall((ROOT / "docs" / page).resolve().read_text())
 
@@ -37,29 +38,19 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def declare(path: Path, text: str) -> None:
+def declare(path, text):
     """Add an import and a class to the list of presses of a package."""
     imported, declared = text.split("\n\n\n")
     listed = path.read_text().replace("\n\nPRESSES:", f"\n\n{declared}\n\nPRESSES:")
     path.write_text(listed.replace("\nfrom press_core", f"\n{imported}\nfrom press_core", 1))
 
 
-def run(checkout: Path, *arguments: str) -> str:
-    environment = os.environ | {
-        "HYPOTHESIS_PROFILE": "short",
-        "PYTHONPATH": f"{checkout}{os.pathsep}{ROOT}",
-        "COLUMNS": "100",
-    }
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=checkout,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+IN_THE_CHECKOUT = """
+import json, sys, pytest
+from experiments.cli import app
+failed = pytest.main(json.loads(sys.argv.pop(1)))
+sys.exit(failed or app())
+"""
 
 
 def test_adding_a_press(checkout):
@@ -71,13 +62,21 @@ def test_adding_a_press(checkout):
             path.write_text(text)
     free = [f"tests/test_{name}.py" for name in FREE_TESTS]
     own = "tests/press_core/test_value_norm.py"
-    chosen = ("-k", "ValueNormPress or test_value_norm", *free, own)
-    found = run(checkout, "-m", "pytest", "-q", "-rA", "-p", "no:xdist", *chosen)
-    for path in (*free, own):
-        assert f"PASSED {path}" in found
+    chosen = ["-k", "ValueNormPress or test_value_norm", *free, own]
     commands = [text for language, _, text in blocks("adding-a-press.md") if language == "bash"]
     equivalence = next(text for text in commands if "--family" in text)
-    assert "equal" in run(checkout, *equivalence.split()[1:])
+    arguments = [json.dumps(["-q", "-rA", "-p", "no:xdist", *chosen]), *equivalence.split()[3:]]
+    done = subprocess.run(
+        [sys.executable, "-c", IN_THE_CHECKOUT, *arguments],
+        cwd=checkout,
+        env=os.environ | {"HYPOTHESIS_PROFILE": "short", "PYTHONPATH": str(checkout)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for path in (*free, own):
+        assert f"PASSED {path}" in done.stdout
+    assert "equal" in done.stdout.rpartition(" passed")[2]
 
 
 PAGES = (
@@ -101,7 +100,10 @@ def test_pages_print_what_they_say(page, tmp_path, monkeypatch, capsys):
             expected += text.splitlines()
         elif not language and previous[1].startswith("python "):
             command = shlex.split(previous[1].replace("\\\n", ""))
-            printed += run(tmp_path, *command[1:]).splitlines()
+            assert command[:3] == ["python", "-m", "experiments"]
+            found = CliRunner(env={"COLUMNS": "100"}).invoke(app, command[3:])
+            assert found.exit_code == 0, found.output
+            printed += found.output.splitlines()
             expected += text.splitlines()
         previous = language, text
     (tmp_path / "page.py").write_text("\n".join(code))

@@ -1,27 +1,18 @@
 """What once went wrong without a word: each is right now, or refused."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache
 
 import hooks_impl
 from experiments.testbed.recipes import PROMPTS
-from press_core import (
-    PressError,
-    ScopeError,
-)
-from tests.support import both, build, example_for, left_padded, token_ids
+from press_core import PressError, ScopeError
+from tests.support import both, build, example_for, filled, left_padded, token_ids
 
 # ---- KVzip: padding and positions ----------------------------------------------------------------
 
 
-def kvzip(package: Any) -> Any:
+def kvzip(package):
     return package.KVzipPress(0.5, chunk_size=16, prompts=PROMPTS)
 
 
@@ -31,8 +22,7 @@ def test_a_replay_goes_on_from_the_positions_of_the_context(package, offset):
     model, ids, kept = build("llama", dtype=torch.float64), token_ids(2, 40), []
     for start in (0, offset):
         cache, positions = DynamicCache(config=model.config), start + torch.arange(40)[None]
-        with kvzip(package)(model):
-            model(ids, position_ids=positions, past_key_values=cache)
+        filled(model, kvzip(package), ids, cache, position_ids=positions)
         kept.append([layer.slots.tolist() for layer in cache.layers])
     assert kept[0] == kept[1]
 
@@ -62,7 +52,7 @@ def test_an_exception_inside_the_forward_does_not_leave_a_layer_open(package, na
     model = build("llama", num_layers=3)
     press, cache = example_for(package, name, 0.5, model), DynamicCache(config=model.config)
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         raise KeyError("interrupted")
 
     with press(model):
@@ -78,7 +68,7 @@ def test_an_exception_inside_the_forward_does_not_leave_a_layer_open(package, na
 
 # ---- what a press returns ------------------------------------------------------------------------
 
-SCORES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+SCORES = {
     "nan": (lambda s: s.masked_fill(s == s.amin(), float("nan")), "NaN for some tokens of model"),
     "short": (lambda s: s[..., 1:], r"shape \(1, 2, 19\).* here \(1, 2, 20\)"),
     "of query heads": (lambda s: s.repeat_interleave(2, dim=1), r"shape \(1, 4, 20\)"),
@@ -88,11 +78,11 @@ SCORES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 }
 
 
-def scoring(package: Any, change: Callable[[Tensor], Any]) -> Any:
+def scoring(package, change):
     """A press of a user, whose scores are wrong."""
 
     class MyPress(package.ScorerPress):
-        def score(self, *args: Any) -> Any:
+        def score(self, *args):
             keys = args[2] if package is hooks_impl else args[0].keys
             return change(keys.norm(dim=-1))
 

@@ -1,11 +1,7 @@
 """A pruned cache continues as any other: positions, questions, generate, batches with padding."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +36,7 @@ PADDING = [0, 13, 30]
 
 # ---- every press, and some of presses ------------------------------------------------------------
 
-EXTRA: dict[str, Callable[[Any], Any]] = {
+EXTRA = {
     "composed with turned keys": lambda p: p.ComposedPress(
         [p.KnormPress(0.3), p.KeyRerotationPress(p.KnormPress(0.3)), p.KeyDiffPress(0.3)]
     ),
@@ -67,7 +63,7 @@ EXTRA: dict[str, Callable[[Any], Any]] = {
     ),
     "dms, for the prefill": lambda p: p.DMSPress(p.KnormPress(), -4.0, sliding_window_size=6),
 }
-OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+OPTIONS = {
     "FastKVzipPress, by layers": ("FastKVzipPress", {"layerwise": True}),
     "KVComposePress, by head": ("KVComposePress", {"structured": False}),
     "KVzipPress, by layers": ("KVzipPress", {"layerwise": True}),
@@ -75,13 +71,20 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 KINDS = [*sorted(hooks_impl.PRESSES), *EXTRA, *OPTIONS]
 DECODES = ("Decoding", "H2O", "CAM", "DMSPress", "EveryTurn", "decoding", "phases", "streaming,")
 """In names of those that act on later tokens."""
+WAYS = (
+    *("SnapKVPress", "AdaKVPress", "PyramidKVPress", "KeyRerotationPress", "channels freed"),
+    *("KVzipPress", "RestoreKVPress", "dms, for the prefill", "DMSPress", "DecodingPress"),
+    *("CAMPress", "EveryTurnPress", "H2OPress", "StreamingLLMDecodingPress"),
+)
+"""A press for each way to hold what is left, and to remember something for later."""
 every_kind = pytest.mark.parametrize("name", KINDS)
-prefilling_kinds = pytest.mark.parametrize(
-    "name", [name for name in KINDS if not any(word in name for word in DECODES)]
+every_way = pytest.mark.parametrize("name", WAYS)
+prefilling_ways = pytest.mark.parametrize(
+    "name", [name for name in WAYS if not any(word in name for word in DECODES)]
 )
 
 
-def press_of(package: Any, name: str, model: Any) -> Any:
+def press_of(package, name, model):
     if name in EXTRA:
         return EXTRA[name](package)
     made_of, fields = OPTIONS.get(name, (name, {}))
@@ -96,7 +99,7 @@ TURNS = [[48, 35, 18], [5, 2, 8], *[[1] * 3] * 3, [2, 7, 4], *[[1] * 3] * 2]
     ("name", "side"),
     [
         *((name, "left") for name in KINDS if name != "FinchPress"),
-        *((name, "right") for name in sorted(hooks_impl.PRESSES) if name != "FinchPress"),
+        *((name, "right") for name in WAYS),
     ],
 )
 def test_rows_of_a_padded_batch_are_those_of_the_row_alone(package, name, side):
@@ -171,7 +174,7 @@ def test_rows_may_be_selected_repeated_and_reordered(package, name):
     assert held(cache) == held(reference)
 
 
-@prefilling_kinds
+@prefilling_ways
 def test_many_questions_on_one_compressed_cache(package, name):
     """After the scope as in it; each is cropped off again, or asked of a copy."""
     model, cache = make(), DynamicCache(config=make().config)
@@ -187,7 +190,7 @@ def test_many_questions_on_one_compressed_cache(package, name):
             assert cache.get_seq_length() == seen
 
 
-@every_kind
+@every_way
 def test_a_cache_that_was_reset_is_as_new_or_refused(package, name):
     model, cache, found = make(), DynamicCache(config=make().config), []
     with press_of(package, name, model)(model):
@@ -204,13 +207,11 @@ def test_a_cache_that_was_reset_is_as_new_or_refused(package, name):
     assert found[0] == found[1]
 
 
-@prefilling_kinds
+@prefilling_ways
 def test_bytes_are_those_of_what_is_kept(package, name):
     """And of a few per cent of room."""
     model, ids = build("llama"), context_for(name, 400)
-    whole, cache = filled(model, None, token_ids(1, 400)), DynamicCache(config=model.config)
-    with press_of(package, name, model)(model):
-        model(ids, past_key_values=cache)
+    whole, cache = (filled(model, p, ids) for p in (None, press_of(package, name, model)))
     share = float(torch.stack(kept_lengths(cache)).float().mean()) / 400
     channels = 0.75 if name == "channels freed" else 1
     assert cache_nbytes(cache) <= share * channels * 1.03 * cache_nbytes(whole)
@@ -241,7 +242,7 @@ def test_beams_score_as_their_sequences_do_alone(package, name):
 # ---- one press, all ways of going on -------------------------------------------------------------
 
 
-def snapkv(package: Any) -> Any:
+def snapkv(package):
     return package.SnapKVPress(0.5, window_size=8)
 
 
@@ -249,10 +250,8 @@ def snapkv(package: Any) -> Any:
 @implementations
 def test_positions_continue(package, implementation):
     """A question after a pruned context is rotated and masked as with explicit position ids."""
-    model, question = (
-        make(attn_implementation=implementation, dtype=torch.float32),
-        token_ids(1, 7, seed=1),
-    )
+    model = make(attn_implementation=implementation, dtype=torch.float32)
+    question = token_ids(1, 7, seed=1)
     logits = []
     for position_ids in (None, torch.arange(LENGTH, LENGTH + 7)[None]):
         cache = filled(model, snapkv(package), token_ids(1, LENGTH))

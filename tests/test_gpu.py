@@ -1,28 +1,18 @@
 """The promises that only a GPU can test: `pytest -m gpu`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache
 from transformers.utils import is_flash_attn_2_available
 
 import hooks_impl
-import patch_impl
 from experiments.testbed.recipes import DELIMITER
-from tests.support import both, build, example_for, left_padded, token_ids
+from tests.support import PACKAGES, both, build, example_for, filled, left_padded, ran, token_ids
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-
-def prefill(package, name, model, ids, **kwargs):
-    cache = kwargs.pop("cache", None) or DynamicCache(config=model.config)
-    with example_for(package, name, 0.5, model)(model):
-        logits = model(ids, past_key_values=cache, **kwargs).logits
-    return cache, logits
 
 
 def assert_same(left, right):
@@ -45,20 +35,20 @@ def test_mechanisms_agree_bit_for_bit(name, dtype, implementation):
     ids[:, -8] = DELIMITER if name == "FinchPress" else ids[:, -8]
     inputs = {"attention_mask": mask.cuda(), "position_ids": positions.cuda()}
     caches, logits = zip(
-        *(prefill(p, name, model, ids.cuda(), **inputs) for p in (hooks_impl, patch_impl)),
+        *(ran(model, example_for(p, name, 0.5, model), [ids.cuda()], **inputs) for p in PACKAGES),
         strict=True,
     )
     assert_same(*caches)
-    assert torch.equal(*logits)
+    assert torch.equal(*(of_prefill for (of_prefill,) in logits))
 
 
 @both
 @pytest.mark.parametrize("name", ["KnormPress", "SnapKVPress", "ExpectedAttentionPress"])
 def test_an_offloaded_cache_keeps_the_same(package, name):
     model, ids = build("llama", num_layers=4).cuda(), token_ids(2, 200).cuda()
-    plain, _ = prefill(package, name, model, ids)
-    offloaded = DynamicCache(config=model.config, offloading=True)
-    prefill(package, name, model, ids, cache=offloaded)
+    press = example_for(package, name, 0.5, model)
+    plain = filled(model, press, ids)
+    offloaded = filled(model, press, ids, DynamicCache(config=model.config, offloading=True))
     assert_same(plain, offloaded)
     after = [model(ids[:, :3], past_key_values=cache).logits for cache in (plain, offloaded)]
     assert torch.equal(*after)
@@ -66,6 +56,7 @@ def test_an_offloaded_cache_keeps_the_same(package, name):
 
 def test_random_numbers_are_those_of_the_cpu():
     model, ids = build("llama"), token_ids(1, 100)
-    on_cpu, _ = prefill(hooks_impl, "RandomPress", model, ids)
-    on_gpu, _ = prefill(hooks_impl, "RandomPress", model.cuda(), ids.cuda())
+    press = example_for(hooks_impl, "RandomPress", 0.5, model)
+    on_cpu = filled(model, press, ids)
+    on_gpu = filled(model.cuda(), press, ids.cuda())
     assert torch.equal(on_cpu.layers[0].positions, on_gpu.layers[0].positions.cpu())

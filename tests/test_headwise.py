@@ -4,13 +4,8 @@ What heads of different lengths answer is judged in `test_dense_oracle.py`; what
 press stands in `test_generation.py`.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache
 
 from attention_patch import headwise
@@ -29,37 +24,26 @@ from tests.support import (
     forwards,
     left_padded,
     make,
+    ran,
     token_ids,
     tolerance,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 LENGTH = 40
 ACT_LAST = ("FastKVzipPress", "KVgradPress", "KVzipPress", "RestoreKVPress")
 """Those that act when all layers have run; all but the first run the context again."""
 HEADWISE = ("AdaKVPress", "CriticalAdaKVPress", "DMSPress", "DuoAttentionPress", "LUKVPress")
 
 
-@pytest.fixture(autouse=True)
-def _not_compiled():
-    """A compiled kernel takes a C++ compiler and half a minute per shape, and adds nothing."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
 # ---- fewer channels ------------------------------------------------------------------------------
 
 
-def think(package: Any, free_memory: bool, ratio: float = 0.5) -> Any:
+def think(package, free_memory, ratio=0.5):
     return package.ThinKPress(ratio, window_size=8, free_memory=free_memory)
 
 
-def run(model: Any, press: Any, given: list[Tensor]) -> tuple[Any, list[Tensor]]:
-    cache = DynamicCache(config=model.config)
-    with press(model):
-        return cache, [model(ids, past_key_values=cache).logits for ids in given]
-
-
+@pytest.mark.usefixtures("not_compiled")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "flex_attention"])
 @pytest.mark.parametrize(
     "family", ["llama", "gpt_neox", "gpt2", "qwen3", "gemma2", "gpt_oss", "cohere"]
@@ -69,10 +53,10 @@ def test_channels_left_out_are_as_good_as_zeros(package, family, implementation)
         return
     options = {} if implementation == "sdpa" else {"attn_implementation": "eager"}
     model, given = make(family, **options), forwards([LENGTH, 5, *[1] * 6, 3], batch=2)
-    whole, zeroed = run(model, think(package, False), given)
+    whole, zeroed = ran(model, think(package, False), given)
     if implementation == "flex_attention":
         model = make(attn_implementation="flex_attention", dtype=torch.float32)
-    cache, freed = run(model, think(package, True), given)
+    cache, freed = ran(model, think(package, True), given)
     for one, other in zip(zeroed, freed, strict=True):
         torch.testing.assert_close(other, one, rtol=0, atol=tolerance(model))
     for site in attention_sites(model):
@@ -106,7 +90,7 @@ def test_fewer_channels_of_fewer_tokens(package):
     model, logits, cache = make(), [], None
     for free_memory in (False, True):
         press = package.ComposedPress([package.KnormPress(0.5), think(package, free_memory)])
-        cache, found = run(model, press, forwards([LENGTH, 5, 1, 1, 3, 1], batch=2))
+        cache, found = ran(model, press, forwards([LENGTH, 5, 1, 1, 3, 1], batch=2))
         logits.append(torch.cat(found, dim=1))
     assert cache.layers[0].keys.shape == (2, 2, LENGTH // 2, 8)
     torch.testing.assert_close(*logits, rtol=0, atol=1e-10)
@@ -122,7 +106,7 @@ class Offloaded(DynamicCache):
 
     offloading = property(lambda self: True, lambda self, value: None)
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+    def update(self, keys, values, layer_idx, *_, **__):
         if layer_idx == len(self.layers):
             self.layers.append(self.layer_class_to_replicate())
         return self.layers[layer_idx].update(keys, values)
@@ -131,7 +115,7 @@ class Offloaded(DynamicCache):
 every_press = pytest.mark.parametrize("name", [*HEADWISE, *ACT_LAST, "channels"])
 
 
-def press_of(package: Any, name: str, model: Any) -> Any:
+def press_of(package, name, model):
     return think(package, True) if name == "channels" else example_for(package, name, 0.6, model)
 
 

@@ -3,8 +3,6 @@
 That each kind of press keeps what it should is in `tests/experiments/test_architectures.py`.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache
@@ -38,8 +36,7 @@ def context(model, n=N):
 
 
 def run(model, ids, cache):
-    with torch.no_grad():
-        return model(input_ids=ids, past_key_values=cache, **image_inputs(model, ids)).logits
+    return model(input_ids=ids, past_key_values=cache, **image_inputs(model, ids)).logits
 
 
 def test_keys_of_images_move_to_their_places_and_text_goes_on_there(package):

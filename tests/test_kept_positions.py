@@ -4,11 +4,6 @@ Every value that a cache holds is one that it was given. Which one says where th
 takes no word of what layers know of themselves.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -27,7 +22,7 @@ from press_core import (
     save_cache,
 )
 from press_core.cache.caches import known
-from tests.support import PIPELINE_PRESSES, build, example_for, left_padded
+from tests.support import PIPELINE_PRESSES, build, example_for, filled, left_padded
 
 LENGTH = 56
 IDS = torch.randperm(125, generator=torch.Generator().manual_seed(0)) + 3  # no token comes twice
@@ -37,12 +32,12 @@ Given = dict[int, list[Tensor]]
 """By layer, the values that came, in the order in which they did."""
 
 
-def watch(cache: Any) -> Given:
+def watch(cache):
     """What `cache` is given from now on."""
     given: Given = {}
     update = cache.update
 
-    def watched(keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+    def watched(keys, values, layer_idx, *args, **kwargs):
         given.setdefault(layer_idx, []).append(values.clone())
         return update(keys, values, layer_idx, *args, **kwargs)
 
@@ -50,7 +45,7 @@ def watch(cache: Any) -> Given:
     return given
 
 
-def assert_right(cache: Any, given: Given, exact: bool = True) -> None:
+def assert_right(cache, given, exact=True):
     """What each head holds is what came at the positions that are said of it."""
     told, lengths = kept_positions(cache), kept_lengths(cache)
     assert len(told) == len(lengths) == len(cache.layers)
@@ -72,13 +67,13 @@ def assert_right(cache: Any, given: Given, exact: bool = True) -> None:
                 assert torch.equal(torch.cdist(values, came[row, head]).argmin(-1), of_head)
 
 
-def n_evicted(cache: Any) -> int:
+def n_evicted(cache):
     """Positions that some head has lost, over all layers."""
     seen = int(getattr(cache.layers[0], "n_seen", 0) or cache.get_seq_length())
     return sum(int((seen - lengths).clamp(min=0).sum()) for lengths in kept_lengths(cache))
 
 
-def fill(model: Any, cache: Any, mask: Tensor | None = None, ids: Tensor = CONTEXT) -> None:
+def fill(model, cache, mask=None, ids=CONTEXT):
     """A context, three tokens at once and six one by one."""
     seen = 0
     for n in (ids.shape[1], 3, *[1] * 6):
@@ -95,7 +90,7 @@ def fill(model: Any, cache: Any, mask: Tensor | None = None, ids: Tensor = CONTE
 
 @pytest.mark.parametrize("padding", [[0], [0, 7, 19]], ids=["alone", "padded"])
 @pytest.mark.parametrize("name", [name for name in PIPELINE_PRESSES if name != "none"])
-def test_every_kind_of_layer(package: Any, name: str, padding: list[int]) -> None:
+def test_every_kind_of_layer(package, name, padding):
     model = build("llama")
     ids, mask, _ = left_padded(len(padding), LENGTH, padding)
     press = PIPELINE_PRESSES[name](package)
@@ -110,7 +105,7 @@ def test_every_kind_of_layer(package: Any, name: str, padding: list[int]) -> Non
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_untouched(family: str) -> None:
+def test_untouched(family):
     model = build(family, attn_implementation="eager")
     cache = DynamicCache(config=model.config)
     given = watch(cache)
@@ -121,12 +116,12 @@ def test_untouched(family: str) -> None:
         assert positions[0, 0].tolist() == list(range(first, LENGTH + 9))
 
 
-def quantized(config: Any) -> Any:
+def quantized(config):
     pytest.importorskip("optimum.quanto", reason="needs optimum-quanto")
     return QuantizedCache("quanto", config, nbits=4, residual_length=6, q_group_size=16)
 
 
-CACHES: dict[str, Callable[[Any], Any]] = {
+CACHES = {
     "beside layers that slide": lambda config: DynamicCache(config=config),
     "quantized": quantized,
     "static": lambda config: StaticCache(config=config, max_cache_len=80),
@@ -135,7 +130,7 @@ CACHES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", ["none", "snapkv", "adakv", "decoding"])
 @pytest.mark.parametrize("kind", CACHES)
-def test_other_caches(package: Any, kind: str, name: str) -> None:
+def test_other_caches(package, kind, name):
     if (kind, name) == ("quantized", "adakv"):
         return  # refused: test_quantized.py
     model = build("llama")
@@ -149,7 +144,7 @@ def test_other_caches(package: Any, kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "rerotated", "dms"])
-def test_what_caches_do_meanwhile(package: Any, name: str, tmp_path: Any) -> None:
+def test_what_caches_do_meanwhile(package, name, tmp_path):
     """Chunks, tokens taken back, rows selected, a file."""
     model = build("llama")
     cache = DynamicCache(config=model.config)
@@ -169,29 +164,28 @@ def test_what_caches_do_meanwhile(package: Any, name: str, tmp_path: Any) -> Non
     assert_right(loaded, given)
 
 
-def test_an_encoder_decoder_tells_of_its_decoder(package: Any) -> None:
+def test_an_encoder_decoder_tells_of_its_decoder(package):
     model = build_tiny(decoders()["bart (seq2seq)"])
     with package.SnapKVPress(0.5, window_size=8)(model):
         cache = model(CONTEXT[:, :12], decoder_input_ids=CONTEXT).past_key_values
+    assert {layer.keys.shape[2] for layer in cache.cross_attention_cache.layers} == {12}
     positions = kept_positions(cache)
     assert [x.shape[-1] for x in positions] == [LENGTH // 2] * len(cache.self_attention_cache)
     for told, of_decoder in zip(positions, kept_positions(cache.self_attention_cache), strict=True):
         assert torch.equal(told, of_decoder)
 
 
-def test_layers_that_hold_nothing() -> None:
+def test_layers_that_hold_nothing():
     for cache in (DynamicCache(), DynamicCache(config=build("llama").config)):
         assert all(x.shape == (1, 1, 0) for x in kept_positions(cache))
 
 
-def test_a_press_that_does_not_say_what_it_kept() -> None:
+def test_a_press_that_does_not_say_what_it_kept():
     class Silent(hooks_impl.BasePress):
         def compress(self, module, hidden_states, keys, values, attentions, kwargs):
             return keys[:, :, -9:], values[:, :, -9:]
 
-    model, cache = build("llama"), DynamicCache()
-    with Silent()(model):
-        model(CONTEXT, past_key_values=cache)
+    cache = filled(build("llama"), Silent(), CONTEXT)
     assert kept_lengths(cache)[0].tolist() == [[9, 9]]
     with pytest.raises(UnsupportedCacheError, match=r"layer 0 .*Eviction\.keep"):
         kept_positions(cache)

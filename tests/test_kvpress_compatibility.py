@@ -1,7 +1,5 @@
 """A press written for kvpress runs unchanged on `hooks_impl`: one import is all that differs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -11,8 +9,6 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from torch import nn
-from transformers import DynamicCache
 
 import hooks_impl
 from hooks_impl import (
@@ -36,7 +32,7 @@ from hooks_impl import (
     queries,
 )
 from press_core import HyperparameterError, Needs, UnsupportedInputError, kept_lengths
-from tests.support import both, build, filled, held, left_padded, token_ids
+from tests.support import both, build, filled, held, left_padded, ran, token_ids
 
 
 @dataclass
@@ -45,7 +41,7 @@ class Halving(BasePress):
 
     spares_the_last: bool = False
 
-    def post_init_from_model(self, model: nn.Module) -> None:
+    def post_init_from_model(self, model):
         self.n_layers = model.config.num_hidden_layers
 
     def compress(self, module, hidden_states, keys, values, attentions, kwargs):
@@ -56,11 +52,8 @@ class Halving(BasePress):
 
 def prefill(press, length=30):
     model = build("llama", num_layers=2)
-    cache = DynamicCache(config=model.config)
-    with press(model):
-        model(token_ids(2, length), past_key_values=cache)
-        logits = model(token_ids(2, 3), past_key_values=cache).logits
-    return [int(kept[0, 0]) - 3 for kept in kept_lengths(cache)], logits
+    cache, logits = ran(model, press, [token_ids(2, length), token_ids(2, 3)])
+    return [int(kept[0, 0]) - 3 for kept in kept_lengths(cache)], logits[-1]
 
 
 def test_compress_with_layers_of_different_length():
@@ -142,26 +135,20 @@ def test_blocks_hand_a_scorer_the_hidden_states_of_its_keys():
     ],
 )
 def test_plain_tensors_are_taken_where_nobody_asks_whose_they_are(press, kept):
-    model, cache = build("llama", num_layers=2), DynamicCache()
-    with press(model):
-        model(token_ids(2, 40), past_key_values=cache)
-        for _ in range(2):
-            logits = model(token_ids(2, 1), past_key_values=cache).logits
+    given = [token_ids(2, 40), token_ids(2, 1), token_ids(2, 1)]
+    cache, logits = ran(build("llama", num_layers=2), press, given)
     decodes = isinstance(press, PrefillDecodingPress) and press.decoding_press is not None
     assert [int(n[0, 0]) for n in kept_lengths(cache)] == [kept if decodes else kept + 2] * 2
-    assert torch.isfinite(logits).all()
+    assert torch.isfinite(logits[-1]).all()
 
 
 def test_plain_tensors_are_refused_in_words_where_somebody_does():
     with pytest.raises(UnsupportedInputError, match="without saying which tokens") as refused:
         prefill(ComposedPress([Halving(), KnormPress(0.5)]))
     assert "scope" not in str(refused.value)
-    model, cache = build("llama", num_layers=1), DynamicCache()
     press = PrefillDecodingPress(Halving(), DecodingPress(LeverageScorePress(), 1, 10))
-    with press(model):
-        model(token_ids(1, 40), past_key_values=cache)
-        with pytest.raises(UnsupportedInputError, match="did not say which tokens"):
-            model(token_ids(1, 1), past_key_values=cache)
+    with pytest.raises(UnsupportedInputError, match="did not say which tokens"):
+        ran(build("llama", num_layers=1), press, [token_ids(1, 40), token_ids(1, 1)])
 
 
 # ---- hooks of one's own --------------------------------------------------------------------------
@@ -285,7 +272,7 @@ def test_compress_outside_of_any_scope(press):
     cache, whole = filled(model, press, ids), filled(model, None, ids)
     attention = model.model.layers[0].self_attn
     keys, values = whole.layers[0].keys, whole.layers[0].values
-    given = attention, torch.zeros(2, 40, 64), keys, values, None, {}
+    given = attention, torch.zeros(2, 40, 64), keys, values, None, None  # there may be no kwargs
     left = press.compress(*given)
     if left.head_mask is None:
         left_keys, left_values = left
@@ -304,8 +291,9 @@ def test_compress_outside_of_any_scope(press):
     [SnapKVPress(0.5), KeyRerotationPress(KnormPress(0.5)), CriticalKVPress(KnormPress(0.5))],
     ids=lambda press: type(press).__name__,
 )
-def test_compress_outside_of_any_scope_needs_no_more_than_it_is_given(press):
+@pytest.mark.parametrize("kwargs", [{}, None])
+def test_compress_outside_of_any_scope_needs_no_more_than_it_is_given(press, kwargs):
     attention = build("llama", num_layers=1).model.layers[0].self_attn
     keys = torch.randn(1, 2, 100, 16)
     with pytest.raises(UnsupportedInputError, match=r"with press\(model\): \.\.\."):
-        press.compress(attention, torch.zeros(1, 100, 64), keys, keys, None, {})
+        press.compress(attention, torch.zeros(1, 100, 64), keys, keys, None, kwargs)

@@ -1,7 +1,5 @@
 """What a press written for kvpress finds as `module.rotary_emb` is that of the very layer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

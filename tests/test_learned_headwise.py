@@ -1,9 +1,6 @@
 """What the shipped model ships with, and what FastKVzipPress and LUKVPress cannot learn or do."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,32 +11,13 @@ from experiments.loading import load_model
 from experiments.testbed.asking import answer_unseen
 from experiments.testbed.facts import draw
 from experiments.testbed.training import fitted as training
-from experiments.testbed.training.fitted import (
-    ASKED,
-    RECENT,
-    SINKS,
-    fact_batches,
-    train,
-)
-from press_core import HyperparameterError, UnsupportedInputError, kept_lengths
+from experiments.testbed.training.fitted import ASKED, RECENT, SINKS, fact_batches, train
+from press_core import HyperparameterError, kept_lengths
 from press_core.learned.calibration import CalibrationError
 from press_core.learned.measured import HeadScores, streaming_heads
 from tests.press_core.test_learned import same
-from tests.support import both, build, filled, snapshot, token_ids
-from tests.test_learned_presses import close, learn, make
-
-# ---- refused -------------------------------------------------------------------------------------
-
-
-@both
-def test_drafts_are_refused(package):
-    model = build("llama")
-    before, ids = snapshot(model), token_ids(1, 12).repeat(1, 3)
-    refused = pytest.raises(UnsupportedInputError, match=r"FastKVzipPress.*draft.*prefill first")
-    with make("FastKVzipPress", package, model)(model), refused:
-        model.generate(ids, max_new_tokens=4, prompt_lookup_num_tokens=3)
-    assert snapshot(model) == before
-
+from tests.support import both, build, filled, token_ids
+from tests.test_learned_presses import close, learn
 
 # ---- what curves are learned of ------------------------------------------------------------------
 
@@ -68,11 +46,11 @@ def test_curves_are_learned_for_the_press_that_ranks(package):
 
 
 @pytest.fixture(scope="module")
-def shipped() -> Any:
+def shipped():
     return load_model("facts-llama")[0]
 
 
-def right(model: Any, press: Any) -> float:
+def right(model, press):
     """Share of right answers about 16 contexts of the facts task."""
     batch = draw(16, 256, 8, torch.Generator().manual_seed(1))
     return float((answer_unseen(model, press, batch) == batch.answer_ids).float().mean())
@@ -95,7 +73,7 @@ def test_what_is_shipped_keeps_the_facts(shipped, package):
 
 
 def test_the_shipped_head_scores_tell_which_heads_can_stream(shipped, package):
-    options: dict[str, Any] = {"sink_size": SINKS, "recent_size": RECENT}
+    options = {"sink_size": SINKS, "recent_size": RECENT}
     press = package.DuoAttentionPress(0.25, **options)
     ids = next(fact_batches(1, seed=5))[:1, :60]
     kept = torch.cat(kept_lengths(filled(shipped, press, ids)))  # 4 layers of 4 KV heads

@@ -1,16 +1,11 @@
 """Presses that learned something about a model: one contract for all, with both mechanisms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from experiments.testbed.compare import Inputs, compare
 from experiments.testbed.recipes import PROMPTS
@@ -19,21 +14,12 @@ from press_core.learned.calibration import Calibration, CalibrationError, model_
 from press_core.learned.restorekv import RestoreAdapter, first_adapter
 from tests.press_core.drawn import learned
 from tests.press_core.test_learned import same
-from tests.support import (
-    PACKAGES,
-    both,
-    build,
-    filled,
-    held,
-    left_padded,
-    snapshot,
-    token_ids,
-)
+from tests.support import PACKAGES, both, build, filled, held, left_padded, snapshot, token_ids
 
 LENGTH = 40
 
 
-def norms(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
+def norms(model, ids):
     """Scores that cost nothing, for presses to learn: norms of the values, in [0, 1]."""
     return [layer.values.norm(dim=-1).tanh() for layer in filled(model, None, ids).layers]
 
@@ -52,14 +38,14 @@ every_press = pytest.mark.parametrize("name", SCORING)
 all_presses = pytest.mark.parametrize("name", FIELD)
 
 
-def drawn_adapter(model: Any) -> RestoreAdapter:
+def drawn_adapter(model):
     """One that changes what it is added to."""
     generator, started = torch.Generator().manual_seed(0), first_adapter(model, rank=3, seed=0)
     up = {n: torch.randn(x.shape, generator=generator) / 3 for n, x in started.up.items()}
     return RestoreAdapter(started.embeddings, started.down, up)
 
 
-def made_up(name: str, model: PreTrainedModel) -> Calibration:
+def made_up(name, model):
     """Something drawn at random, of the sizes of `model`."""
     if name == RESTORE:
         return drawn_adapter(model)
@@ -68,16 +54,16 @@ def made_up(name: str, model: PreTrainedModel) -> Calibration:
     return fit.of({part: tensor.float() for part, tensor in fit.tensors.items()})
 
 
-def make(name: str, package: Any, model: PreTrainedModel, **fields: Any) -> Any:
+def make(name, package, model, **fields):
     """A press that evicts half, by something made up."""
-    known: dict[str, Any] = {"compression_ratio": 0.5, FIELD[name]: made_up(name, model)}
+    known = {"compression_ratio": 0.5, FIELD[name]: made_up(name, model)}
     known |= {"press": package.SnapKVPress(window_size=4)} if name == "LUKVPress" else {}
     known |= {"n_sink": 2, "window_ratio": 0.1} if name == "FastKVzipPress" else {}
     known |= {"prompts": PROMPTS} if name == RESTORE else {}
     return package.PRESSES[name](**{**known, **fields})
 
 
-def learn(name: str, package: Any, model: PreTrainedModel, batches: Any) -> Calibration:
+def learn(name, package, model, batches):
     press = package.PRESSES[name]
     ways: dict[str, Callable[[], Calibration]] = {
         "ExpectedAttentionStatsPress": lambda: press.collect(model, batches),
@@ -91,12 +77,12 @@ def learn(name: str, package: Any, model: PreTrainedModel, batches: Any) -> Cali
     return ways[name]()
 
 
-def close(one: Calibration, two: Calibration, atol: float = 1e-4) -> None:
+def close(one, two, atol=1e-4):
     for key, tensor in one.tensors.items():
         torch.testing.assert_close(tensor, two.tensors[key], atol=atol, rtol=1e-3)
 
 
-def kept_by(press: Any, model: PreTrainedModel) -> Any:
+def kept_by(press, model):
     return held(filled(model, press, token_ids(1, LENGTH)))
 
 
@@ -194,7 +180,7 @@ def test_kvzip_is_what_is_learned_by_default(package, name, monkeypatch):
 
 
 @pytest.fixture
-def two_models(tmp_path: Path) -> list[PreTrainedModel]:
+def two_models(tmp_path):
     """Two models of different shapes, each loaded from its folder."""
     models = []
     for index, (heads, kv_heads, head_dim) in enumerate([(4, 2, 16), (6, 3, 8)]):

@@ -1,17 +1,14 @@
 """H2O and budgets in tokens, on whole models."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache
 
 import hooks_impl
 from experiments.testbed.recipes import recipe_pair
 from press_core import HyperparameterError, Tokens, kept_lengths
 from tests.slow import votes
-from tests.support import build, context_for, example_for, forwards, held, make, watched
+from tests.support import build, context_for, example_for, forwards, held, make, ran, watched
 
 # ---- H2O -----------------------------------------------------------------------------------------
 
@@ -19,13 +16,13 @@ from tests.support import build, context_for, example_for, forwards, held, make,
 class SlowH2O:
     """What one head holds, from the queries and keys that the model attended with."""
 
-    def __init__(self, recent_ratio: float) -> None:
+    def __init__(self, recent_ratio):
         self.recent_ratio = recent_ratio
-        self.positions: list[int] = []
-        self.received: list[float] = []
+        self.positions = []
+        self.received = []
         self.seen = 0
 
-    def attend(self, queries: Tensor, keys: Tensor) -> None:
+    def attend(self, queries, keys):
         """Take in new tokens: `(G, q, d)` attended over `(n, d)`."""
         n_new = queries.shape[1]
         self.positions += range(self.seen, self.seen + n_new)
@@ -35,7 +32,7 @@ class SlowH2O:
         for place, mean in enumerate(votes(queries, keys)):
             self.received[place] += mean * n_new
 
-    def evict(self, n: int) -> None:
+    def evict(self, n):
         n_recent = n - int(n * (1 - self.recent_ratio))
         older = range(len(self.positions) - n_recent)
         heavy = sorted(older, key=lambda j: -self.received[j])[: n - n_recent]
@@ -102,11 +99,9 @@ def test_a_budget_is_kept(package, name, tokens, length):
         return
     model = build("llama")
     press = example_for(package, name, 0.5, model).with_budget(tokens)
-    context, cache = context_for(name, length + (finch and length < 64)), DynamicCache()
-    with press(model):
-        model(context, past_key_values=cache)
-        for _ in range(2 if length == 64 and name in AT_INTERVALS | BEFORE_STEPS else 0):
-            model(context[:, -1:], past_key_values=cache)
+    context = context_for(name, length + (finch and length < 64))
+    n_steps = 2 if length == 64 and name in AT_INTERVALS | BEFORE_STEPS else 0
+    cache, _ = ran(model, press, [context, *[context[:, -1:]] * n_steps])
     kept = torch.stack(kept_lengths(cache))
     if length < 64:
         assert kept.unique().tolist() == [length]

@@ -1,46 +1,27 @@
 """What scopes put on attention modules is there while forwards need it, and only then."""
 
-from __future__ import annotations
-
 import copy
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, OPTConfig, OPTForCausalLM, PreTrainedModel
+from transformers import DynamicCache, OPTConfig, OPTForCausalLM
 
 import hooks_impl
 import patch_impl
 from press_core import ScopeError, kept_positions
-from tests.support import (
-    both,
-    build,
-    example_for,
-    left_padded,
-    make,
-    token_ids,
-    tolerance,
-)
+from tests.support import both, build, example_for, filled, left_padded, make, token_ids, tolerance
 
 CONTEXT, NEXT = token_ids(1, 40), token_ids(1, 1)
 OFF, ON = [False] * 3, [True] * 3
 
 
 @pytest.fixture
-def no_graphs_after() -> Iterator[None]:
-    """Hooks that open would drop them, and with them names in modules that other tests compare."""
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
+def model():
     return build("llama", num_layers=3)
 
 
-def covered(model: PreTrainedModel) -> list[bool]:
+def covered(model):
     """Whether there is anything on each attention module that an untouched one has not."""
     modules = [layer.self_attn for layer in model.model.layers]
     return [
@@ -50,11 +31,11 @@ def covered(model: PreTrainedModel) -> list[bool]:
     ]
 
 
-def step(model: PreTrainedModel, cache: Any, n: int = 1) -> None:
+def step(model, cache, n=1):
     model(token_ids(1, n), past_key_values=cache)
 
 
-def assert_they_stay(model: PreTrainedModel) -> None:
+def assert_they_stay(model):
     """In each step behind a context."""
     cache = prefilled(model)
     for _ in range(2):
@@ -62,14 +43,12 @@ def assert_they_stay(model: PreTrainedModel) -> None:
         assert covered(model) == ON
 
 
-def lengths(cache: DynamicCache) -> list[int]:
+def lengths(cache):
     return [layer.shape[-1] for layer in kept_positions(cache)]
 
 
-def prefilled(model: PreTrainedModel) -> DynamicCache:
-    cache = DynamicCache(config=model.config)
-    model(CONTEXT, past_key_values=cache)
-    return cache
+def prefilled(model):
+    return filled(model, None, CONTEXT)
 
 
 @both
@@ -101,7 +80,7 @@ def test_one_mask_reads_padded_rows(kind, n, package):
     if kind == "opt":  # which counts positions by the mask where it is not told any
         sizes = {"hidden_size": 32, "ffn_dim": 32, "num_attention_heads": 2, "vocab_size": 300}
         config = OPTConfig(**sizes, num_hidden_layers=3, word_embed_proj_dim=32)
-        model: Any = OPTForCausalLM(config).double().eval()
+        model = OPTForCausalLM(config).double().eval()
         attention = [layer.self_attn for layer in model.model.decoder.layers]
     else:
         model = make("llama", num_layers=3, attn_implementation=kind)
@@ -180,7 +159,7 @@ def test_they_stay_for_a_forward_of_another_thread(package, model):
     inside, go = threading.Event(), threading.Event()
     caches: list[DynamicCache] = []
 
-    def hold(*_: Any) -> None:
+    def hold(*_):
         if threading.get_ident() != main:
             inside.set()
             go.wait(20)
@@ -207,7 +186,7 @@ def test_what_cannot_be_put_back_leaves_nothing_half(package, model):
     class Failing(package.KnormPress):
         fails = False
 
-        def install_on_layers(self, scope: Any) -> Any:
+        def install_on_layers(self, scope):
             for n, removable in enumerate(super().install_on_layers(scope)):
                 yield removable
                 if n == 1 and type(self).fails:
@@ -251,8 +230,10 @@ def test_a_module_that_was_replaced_meanwhile_is_not_taken_for_the_verified_one(
 @both
 @pytest.mark.usefixtures("no_graphs_after")
 @pytest.mark.filterwarnings("ignore:AdaKVPress evicted nothing")
-def test_a_compiled_step_that_needs_help_puts_it_back(package, model):
-    def press() -> Any:
+def test_a_compiled_step_that_needs_help_puts_it_back(package):
+    model = build("llama", num_layers=1)
+
+    def press():
         return package.AdaKVPress(package.SnapKVPress(compression_ratio=0.5, window_size=4))
 
     whole = prefilled(model)
@@ -260,12 +241,12 @@ def test_a_compiled_step_that_needs_help_puts_it_back(package, model):
         cache = prefilled(model)
     other = copy.deepcopy(cache)
     with press()(model):
-        expected = [model(NEXT, past_key_values=other).logits for _ in range(3)]
+        expected = [model(NEXT, past_key_values=other).logits for _ in range(2)]
     compiled = torch.compile(model.forward, backend="eager")
     with press()(model):
         step(model, whole)
-        assert covered(model) == OFF
-        found = [compiled(input_ids=NEXT, past_key_values=cache).logits for _ in range(3)]
+        assert covered(model) == [False]
+        found = [compiled(input_ids=NEXT, past_key_values=cache).logits for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 

@@ -1,28 +1,27 @@
 """Quantized caches: exact keys are judged, and what is kept of them is quantized."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache, QuantizedCache
 from transformers.cache_utils import QuantizedLayer
 
-import hooks_impl
-import patch_impl
-from press_core import (
-    PressError,
-    UnsupportedCacheError,
-    cache_nbytes,
-    kept_lengths,
-    prefill,
-)
+from press_core import PressError, UnsupportedCacheError, cache_nbytes, kept_lengths, prefill
 from press_core.running.quantized import PrunedQuantizedLayer
-from tests.support import both, build, example_for, filled, held, left_padded, snapshot, token_ids
+from tests.support import (
+    PACKAGES,
+    both,
+    build,
+    example_for,
+    filled,
+    held,
+    left_padded,
+    ran,
+    snapshot,
+    token_ids,
+)
 
 pytest.importorskip("optimum.quanto", reason="needs optimum-quanto, a back end of QuantizedCache")
 pytest.importorskip("hqq", reason="needs hqq, a back end of QuantizedCache")
@@ -35,17 +34,17 @@ REORDERS = hasattr(QuantizedLayer, "_apply_pending_reorder")
 
 
 @pytest.fixture
-def model() -> Any:
+def model():
     return build("llama")
 
 
-def quantized(model: Any, backend: str = "quanto", nbits: int = 4, **options: Any) -> Any:
+def quantized(model, backend="quanto", nbits=4, **options):
     """A cache whose last few tokens wait to be quantized, in groups of 16 numbers."""
     options = {"residual_length": RESIDUAL, "q_group_size": 16, **options}
     return QuantizedCache(backend, model.config, nbits=nbits, **options)
 
 
-def everything(layer: Any) -> tuple[Tensor, Tensor]:
+def everything(layer):
     """All keys and values of a layer, as its next update would read them."""
     read = []
     for name in ("keys", "values"):
@@ -55,15 +54,13 @@ def everything(layer: Any) -> tuple[Tensor, Tensor]:
     return read[0], read[1]
 
 
-def assert_same_bits(layer: Any, expected: Any) -> None:
+def assert_same_bits(layer, expected):
     """Both hold the same, and as many tokens wait to be quantized."""
     assert all(map(torch.equal, everything(layer), everything(expected)))
     assert layer.keys.shape == expected.keys.shape
 
 
-def filled_by_hand(
-    cache: Any, model: Any, press: Any, ids: Tensor, **given: Any
-) -> tuple[Any, Any]:
+def filled_by_hand(cache, model, press, ids, **given):
     """`cache` with the keys and values that `press` leaves in a plain one; and that one."""
     plain = filled(model, press, ids, **given)
     for i, layer in enumerate(plain.layers):
@@ -110,9 +107,7 @@ def test_decoding_goes_on_as_from_there(package, backend, nbits, model):
     """Through several fillings of the residual window, and a question at once."""
     press, ids = package.SnapKVPress(0.5, window_size=8), token_ids(2, LENGTH)
     expected, _ = filled_by_hand(quantized(model, backend, nbits), model, press, ids)
-    cache = quantized(model, backend, nbits)
-    with press(model):
-        model(ids, past_key_values=cache)
+    cache = filled(model, press, ids, quantized(model, backend, nbits))
     seen, n_flushed = LENGTH, 0
     for n_new in [1] * 8 + [3] + [1] * 9:
         new = token_ids(2, n_new, seed=seen)
@@ -131,15 +126,14 @@ def test_decoding_goes_on_as_from_there(package, backend, nbits, model):
 
 @kinds
 def test_nothing_evicted_leaves_the_layers_as_they_were(package, backend, nbits, model):
-    caches = [quantized(model, backend, nbits) for _ in range(2)]
-    kept = [type(layer) for layer in caches[0].layers]
-    ids = [token_ids(2, LENGTH), *token_ids(2, 9).split(1, dim=1)]
-    plain = [model(new, past_key_values=caches[0]).logits for new in ids]
-    with package.SnapKVPress(0.0, window_size=8)(model):
-        pressed = [model(new, past_key_values=caches[1]).logits for new in ids]
-    assert [type(layer) for layer in caches[1].layers] == kept
-    assert all(torch.equal(one, other) for one, other in zip(plain, pressed, strict=True))
-    for layer, other in zip(caches[1].layers, caches[0].layers, strict=True):
+    given = [token_ids(2, LENGTH), *token_ids(2, 9).split(1, dim=1)]
+    presses = None, package.SnapKVPress(0.0, window_size=8)
+    (plain, expected), (pressed, logits) = (
+        ran(model, press, given, quantized(model, backend, nbits)) for press in presses
+    )
+    assert all(torch.equal(one, other) for one, other in zip(expected, logits, strict=True))
+    for layer, other in zip(pressed.layers, plain.layers, strict=True):
+        assert type(layer) is type(other)
         assert_same_bits(layer, other)
 
 
@@ -152,23 +146,25 @@ def test_bytes_are_those_of_the_codes(package, backend, nbits):
             options = {"nbits": nbits, "q_group_size": 64}
             plain = kind == "plain"
             cache = DynamicCache() if plain else quantized(model, backend, **options)
-            with package.KnormPress(ratio)(model):
-                model(token_ids(1, 256), past_key_values=cache)
+            filled(model, package.KnormPress(ratio), token_ids(1, 256), cache)
             sizes[kind, ratio] = cache_nbytes(cache)
     assert sizes["quantized", 0.5] == pytest.approx(sizes["quantized", 0.0] / 2, rel=0.01)
     # Per group of 64 numbers: codes, a scale and a shift of up to 4 bytes each.
-    assert sizes["quantized", 0.5] <= sizes["plain", 0.5] * (nbits / 32 + 8 / (4 * 64)) * 1.01
+    codes, scales = (sizes["plain", 0.5] * share for share in (nbits / 32, 8 / (4 * 64)))
+    assert codes < sizes["quantized", 0.5] <= (codes + scales) * 1.01
 
 
 @kinds
 @pytest.mark.parametrize("name", LATER)
 def test_both_mechanisms_leave_the_same_bits(backend, nbits, name, model):
-    caches, logits = [], []
-    forwards = [token_ids(2, LENGTH), token_ids(2, 3, seed=1), *token_ids(2, 10).split(1, dim=1)]
-    for package in (hooks_impl, patch_impl):
-        caches.append(quantized(model, backend, nbits))
-        with example_for(package, name, 0.5, model)(model):
-            logits.append([model(ids, past_key_values=caches[-1]).logits for ids in forwards])
+    given = [token_ids(2, LENGTH), token_ids(2, 3, seed=1), *token_ids(2, 10).split(1, dim=1)]
+    caches, logits = zip(
+        *(
+            ran(model, example_for(p, name, 0.5, model), given, quantized(model, backend, nbits))
+            for p in PACKAGES
+        ),
+        strict=True,
+    )
     assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))
     for one, other in zip(*(cache.layers for cache in caches), strict=True):
         assert_same_bits(one, other)
@@ -239,24 +235,20 @@ def test_a_prefill_that_has_failed_leaves_the_cache_empty(package, layer, model)
     """No exact keys stay in it, and the next prefill quantizes them as ever."""
     press, ids = package.KnormPress(0.5), token_ids(1, LENGTH)
     expected, cache = quantized(model), quantized(model)
-    with press(model):
-        model(ids, past_key_values=expected)
+    filled(model, press, ids, expected)
     broken = model.model.layers[layer].mlp.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError), press(model):
         model(ids, past_key_values=cache)
     broken.remove()
     assert cache.get_seq_length() == 0
-    with press(model):
-        model(ids, past_key_values=cache)
+    filled(model, press, ids, cache)
     for one, other in zip(cache.layers, expected.layers, strict=True):
         assert_same_bits(one, other)
 
 
 @both
 def test_what_is_quantized_is_not_cropped(package, model):
-    cache = quantized(model)
-    with package.KnormPress(0.5)(model):
-        model(token_ids(1, LENGTH), past_key_values=cache)
+    cache = filled(model, package.KnormPress(0.5), token_ids(1, LENGTH), quantized(model))
     model(token_ids(1, 3), past_key_values=cache)
     expected = [everything(layer) for layer in cache.layers]
     with pytest.raises(UnsupportedCacheError, match="cannot give back its latest tokens"):

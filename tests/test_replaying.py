@@ -1,11 +1,8 @@
 """Presses that run a context again: what they leave behind, and where they cannot be had."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -13,28 +10,21 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from experiments.testbed.recipes import PROMPTS
-from press_core import (
-    UnsupportedInputError,
-    UnsupportedModelError,
-)
+from press_core import UnsupportedInputError, UnsupportedModelError
 from tests.support import both, build, example_for, filled, held, snapshot, token_ids
 
 LENGTH = 40
-MODES = {
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-    "with gradients": torch.enable_grad,
-}
+MODES = torch.no_grad, torch.inference_mode, torch.enable_grad
 
 
-def kvgrad(package: Any, ratio: float = 0.5) -> Any:
+def kvgrad(package, ratio=0.5):
     return package.KVgradPress(ratio, chunk_size=16, prompts=PROMPTS)
 
 
 # ---- gradients -----------------------------------------------------------------------------------
 
 
-def with_graph() -> set[int]:
+def with_graph():
     """Tensors that are part of a graph, wherever they are."""
     gc.collect()
     return {id(x) for x in gc.get_objects() if isinstance(x, Tensor) and x.grad_fn is not None}
@@ -46,7 +36,7 @@ def test_no_gradient_is_left_behind(package):
     """And the same is kept, whatever the caller does with gradients."""
     model, before = build("llama"), with_graph()
     alive, found, untouched = [], [], snapshot(model)
-    for mode, frozen in itertools.product(MODES.values(), (False, True)):
+    for mode, frozen in itertools.product(MODES, (False, True)):
         model.requires_grad_(not frozen)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)  # of a training that goes on
@@ -143,7 +133,7 @@ def test_threads_beside_a_replay_are_let_be(package, name):
     press, plain = example_for(package, name, 0.5, model), model(ids).logits
     alone = held(filled(model, press, ids))
 
-    def beside() -> None:
+    def beside():
         while not done.is_set():
             with torch.no_grad():
                 first = model(ids, past_key_values=DynamicCache()).logits

@@ -1,25 +1,15 @@
 """RestoreKV: what joins the cache, what the adapter touches, and how it is learned."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 from transformers import DynamicCache
 
 import hooks_impl
 from experiments.testbed.recipes import PROMPTS
-from press_core import (
-    HyperparameterError,
-    RaggedLayer,
-    UnsupportedModelError,
-    kept_lengths,
-)
+from press_core import HyperparameterError, RaggedLayer, UnsupportedModelError, kept_lengths
 from press_core.learned.calibration import CalibrationError
 from press_core.learned.restorekv import RestoreAdapter, distillation_loss, first_adapter
 from tests.slow import Whole
@@ -29,7 +19,7 @@ from tests.test_learned_presses import drawn_adapter
 LENGTH = 60
 
 
-def restoring(package: Any, model: Any, ratio: Any = 0.5, **fields: Any) -> Any:
+def restoring(package, model, ratio=0.5, **fields):
     fields.setdefault("adapter", drawn_adapter(model))
     return package.RestoreKVPress(ratio, chunk_size=16, prompts=PROMPTS, **fields)
 
@@ -37,12 +27,11 @@ def restoring(package: Any, model: Any, ratio: Any = 0.5, **fields: Any) -> Any:
 # ---- what joins ----------------------------------------------------------------------------------
 
 
-def merged(model: Any, adapter: RestoreAdapter) -> Any:
+def merged(model, adapter):
     """A model of its own whose weights have the adapter in them."""
     other = build("llama", dtype=model.dtype)
-    with torch.no_grad():
-        for name, down in adapter.down.items():
-            other.model.get_submodule(name).weight += (adapter.up[name] @ down).to(model.dtype)
+    for name, down in adapter.down.items():
+        other.model.get_submodule(name).weight += (adapter.up[name] @ down).to(model.dtype)
     return other
 
 
@@ -52,10 +41,9 @@ def test_what_joins_is_made_by_a_model_with_the_adapter_in_its_weights(package):
     adapter = drawn_adapter(model)
     cache = filled(model, restoring(package, model, adapter=adapter), ids)
     expected = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(ids, past_key_values=expected)
-        states = adapter.embeddings[None].double()
-        merged(model, adapter)(inputs_embeds=states, past_key_values=expected)
+    model(ids, past_key_values=expected)
+    states = adapter.embeddings[None].double()
+    merged(model, adapter)(inputs_embeds=states, past_key_values=expected)
     for layer, whole in zip(cache.layers, expected.layers, strict=True):
         for head in range(2):
             keys, values = layer.head(head)
@@ -113,37 +101,27 @@ def test_adapters_of_peft_go_on(package):
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model.add_adapter(config, "own")
     ids = token_ids(1, LENGTH)
-    with torch.no_grad():
-        expected = model(ids).logits
+    expected = model(ids).logits
     active = model.active_adapters()
     cache = filled(model, restoring(package, model, adapter=adapter), ids)
     assert isinstance(cache.layers[0], RaggedLayer)
     assert model.active_adapters() == active == ["own"]
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, expected)
+    assert torch.equal(model(ids).logits, expected)
 
 
 # ---- learning ------------------------------------------------------------------------------------
 
 
-def divergence(model: Any, package: Any, adapter: RestoreAdapter, rows: list[Tensor]) -> float:
-    with torch.no_grad():
-        losses = [
-            distillation_loss(
-                model,
-                restoring(package, model, 0.6, adapter=adapter),
-                row[:, :-12],
-                row[:, -12:],
-            )
-            for row in rows
-        ]
+def divergence(model, package, adapter, rows):
+    press = restoring(package, model, 0.6, adapter=adapter)
+    losses = [distillation_loss(model, press, row[:, :-12], row[:, -12:]) for row in rows]
     return float(torch.stack(losses).mean())
 
 
 def test_what_is_learned_brings_predictions_closer():
     model = build("llama")
     rows = [token_ids(1, LENGTH, seed) for seed in range(4)]
-    fields: dict[str, Any] = {"n_following": 12, "prompts": PROMPTS, "compression_ratios": (0.6,)}
+    fields = {"n_following": 12, "prompts": PROMPTS, "compression_ratios": (0.6,)}
     started = first_adapter(model, 8, 0)
     learned = hooks_impl.RestoreKVPress.fit(model, rows * 15, n_batches=60, **fields)
     before = divergence(model, hooks_impl, started, rows)
@@ -160,7 +138,7 @@ def test_rows_without_a_context_teach_nothing():
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def peft_folder(folder: Path, adapter: RestoreAdapter, **config: Any) -> Path:
+def peft_folder(folder, adapter, **config):
     """`adapter` as PEFT has it, of alpha 6 and rank 3."""
     tensors = {}
     for name, down in adapter.down.items():

@@ -1,15 +1,11 @@
 """Compress once, ask tomorrow: a cache from a file answers as the one that was saved."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
 
 import hooks_impl
@@ -35,7 +31,7 @@ from tests.support import PACKAGES, build, context_for, example_for, filled, lef
 QUESTION = token_ids(1, 5, seed=3)
 
 
-def answers(model: Any, cache: Any, helper: Any, rows: int = 1, **arguments: Any) -> list[Tensor]:
+def answers(model, cache, helper, rows=1, **arguments):
     """Logits of a question of several tokens, and of two tokens after it; `cache` is not changed.
 
     Args:
@@ -56,11 +52,11 @@ def answers(model: Any, cache: Any, helper: Any, rows: int = 1, **arguments: Any
     return logits
 
 
-def needs(layer: Any) -> ReadingNeeds:
+def needs(layer):
     return getattr(layer, "needs", ReadingNeeds.NOTHING)
 
 
-def assert_kept(cache: Any, loaded: Any) -> None:
+def assert_kept(cache, loaded):
     """Both caches say the same of themselves."""
     for layer, other in zip(cache.layers, loaded.layers, strict=True):
         assert type(other) is type(layer)
@@ -79,12 +75,12 @@ def assert_kept(cache: Any, loaded: Any) -> None:
     assert all(map(torch.equal, kept_lengths(cache), kept_lengths(loaded)))
 
 
-def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
+def assert_same(one, other):
     for logits, expected in zip(one, other, strict=True):
         assert torch.equal(logits, expected)
 
 
-def read_again(model: Any, cache: Any, path: Any, *helpers: Any, **arguments: Any) -> Any:
+def read_again(model, cache, path, *helpers, **arguments):
     """What is read says the same as what was written, and answers as it does."""
     loaded = load_cache(save_cache(cache, path, model), model)
     assert_kept(cache, loaded)
@@ -154,8 +150,7 @@ def test_sliding_layers_and_caches_without_a_configuration(package, family, tmp_
     model = build(family, attn_implementation="eager")
     caches = [DynamicCache(config=model.config), DynamicCache()]
     for i, cache in enumerate(caches):
-        with package.KnormPress(0.5)(model):
-            model(token_ids(1, 40), past_key_values=cache)
+        filled(model, package.KnormPress(0.5), token_ids(1, 40), cache)
         read_again(model, cache, tmp_path / str(i), package.KnormPress(0.5)(model))
 
 
@@ -171,8 +166,7 @@ def test_layers_that_presses_leave_alone(name, tmp_path):
     except UnsupportedModelError as error:
         assert transformers.__version__ < "5.3"
         pytest.skip(f"{name} needs a newer transformers: {error}")
-    with torch.no_grad():
-        cache = model(token_ids(1, 40), use_cache=True).past_key_values
+    cache = model(token_ids(1, 40), use_cache=True).past_key_values
     press.remove()
     read_again(model, cache, tmp_path / "cache.safetensors", headwise(model))
 
@@ -190,10 +184,9 @@ def test_an_encoder_decoder(tmp_path):
     encoded = (output.encoder_last_hidden_state,)
     found = []
     for asked in (cache, loaded):
-        with torch.no_grad():
-            logits = model(
-                encoder_outputs=encoded, decoder_input_ids=QUESTION[:, :3], past_key_values=asked
-            ).logits
+        logits = model(
+            encoder_outputs=encoded, decoder_input_ids=QUESTION[:, :3], past_key_values=asked
+        ).logits
         found.append([logits])
     assert_same(*found)
 

@@ -1,41 +1,48 @@
 """A scope leaves nothing behind, however it ends."""
 
-from __future__ import annotations
-
 import copy
 import pickle
+import subprocess
+import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 import hooks_impl
 import patch_impl
 from press_core import ScopeError, kept_lengths
-from tests.support import both, build, context_for, example_for, snapshot, token_ids
+from tests.support import (
+    both,
+    build,
+    context_for,
+    example_for,
+    filled,
+    forwards,
+    held,
+    ran,
+    snapshot,
+    token_ids,
+)
 
 every_press = pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
 
 
 @pytest.fixture
-def model() -> PreTrainedModel:
+def model():
     return build("llama", num_layers=3)
 
 
-def run(model: nn.Module, length: int = 40, cache: DynamicCache | None = None) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = model(token_ids(1, length), past_key_values=cache).logits
-    return logits
+def run(model):
+    """Logits of a prefill."""
+    return model(token_ids(1, 40), past_key_values=DynamicCache(config=model.config)).logits
 
 
-def kept(model: PreTrainedModel, length: int = 40) -> list[int]:
-    """Tokens that each layer keeps of a prefill."""
-    cache = DynamicCache(config=model.config)
-    run(model, length, cache)
-    return [int(lengths[0, 0]) for lengths in kept_lengths(cache)]
+def kept(model):
+    """Tokens that each layer keeps of one."""
+    return [int(n[0, 0]) for n in kept_lengths(filled(model, None, token_ids(1, 40)))]
 
 
 @both
@@ -44,10 +51,7 @@ def test_normal_exit(package, name, model):
     press = example_for(package, name, 0.5, model)
     before, reference = snapshot(model), run(model)
     with press(model):
-        cache = DynamicCache(config=model.config)
-        model(context_for(name, 80), past_key_values=cache)
-        for _ in range(3):
-            model(token_ids(1, 1), past_key_values=cache)
+        ran(model, None, [context_for(name, 80), *forwards([1, 1, 1])])
         assert snapshot(model) != before
     assert snapshot(model) == before
     assert torch.equal(run(model), reference)
@@ -100,27 +104,14 @@ def test_state_dict_inside_a_scope(package, model):
 def test_one_model_run_by_several_threads(package, model):
     """Queries wait for the attention hook per thread; a mix-up would show in the kept sets."""
     with package.SnapKVPress(0.5, window_size=4)(model):
-        expected = [prefill(model, seed) for seed in range(4)]
+        expected = [filled(model, None, token_ids(1, 60, seed)) for seed in range(4)]
 
-        def work(seed: int) -> None:
+        def work(seed):
             for _ in range(5):
-                assert_same(prefill(model, seed), expected[seed])
+                assert held(filled(model, None, token_ids(1, 60, seed))) == held(expected[seed])
 
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(work, range(4)))
-
-
-def prefill(model: PreTrainedModel, seed: int) -> DynamicCache:
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(token_ids(1, 60, seed=seed), past_key_values=cache)
-    return cache
-
-
-def assert_same(left: DynamicCache, right: DynamicCache) -> None:
-    for one, other in zip(left.layers, right.layers, strict=True):
-        assert torch.equal(one.keys, other.keys)
-        assert torch.equal(one.values, other.values)
 
 
 def test_importing_changes_nothing():
@@ -128,9 +119,6 @@ def test_importing_changes_nothing():
 
     One module registers something, the pipeline of `experiments`.
     """
-    import subprocess
-    import sys
-
     program = """
 import sys
 from transformers.pipelines import PIPELINE_REGISTRY
@@ -156,7 +144,7 @@ def test_a_patch_that_somebody_takes_away_is_not_silent(model):
     scope = patch_impl.KnormPress(0.5).register(model)
     modules[1].forward = former
     with pytest.raises(ScopeError, match="prunes some layers and no longer others"):
-        run(model, 40, DynamicCache(config=model.config))
+        run(model)
     with pytest.warns(RuntimeWarning, match="put back what this scope had patched"):
         scope.remove()
     del modules[1].forward
@@ -206,4 +194,4 @@ def test_a_forward_that_breaks_off_is_no_reason_for_a_warning(package, model):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(ZeroDivisionError), package.KnormPress(0.5)(model):
-            run(model, 40, DynamicCache(config=model.config))
+            run(model)

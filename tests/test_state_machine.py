@@ -6,26 +6,17 @@ what its twin does, and all others nothing. Steps are forwards, contexts in chun
 which some are taken back, second questions.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    initialize,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -38,11 +29,9 @@ from tests.twins import (
     LENGTH,
     NAMES,
     TOKEN,
-    BrokenError,
     CachePair,
     Opened,
     Step,
-    Subject,
     Twins,
     attention_of,
     contents,
@@ -56,8 +45,8 @@ from tests.twins import (
 )
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
-N_PROGRAMS = {"short": 80, "long": 20_000}.get(PROFILE, 120)
-N_SHARDS, MAX_STEPS = 4, 40
+N_PROGRAMS = {"short": 20, "long": 20_000}.get(PROFILE, 60)
+N_SHARDS, MAX_STEPS = 4, 30
 
 INDICES = st.sampled_from([0, 0, 1, 2])
 SIDES = st.integers(0, 1)
@@ -69,15 +58,15 @@ class Programs(Twins):
     # ---- scopes ----
 
     @initialize(opened=st.lists(st.tuples(INDICES, st.sampled_from(NAMES), SIDES), max_size=4))
-    def begin(self, opened: list[tuple[int, str, int]]) -> None:
+    def begin(self, opened):
         for index, name, side in opened:
             self.open_scope(index, name, side, elsewhere=False)
 
     @rule(index=INDICES, name=st.sampled_from(NAMES), side=SIDES, elsewhere=st.booleans())
-    def open(self, index: int, name: str, side: int, elsewhere: bool) -> None:
+    def open(self, index, name, side, elsewhere):
         self.open_scope(index, name, side, elsewhere)
 
-    def open_scope(self, index: int, name: str, side: int, elsewhere: bool) -> None:
+    def open_scope(self, index, name, side, elsewhere):
         subject = self.subjects[index]
         if len(subject.scopes) == 3:
             return
@@ -89,7 +78,7 @@ class Programs(Twins):
             return
         subject.scopes.append(Opened(name, side, handle))
 
-    def _may_refuse(self, subject: Subject, name: str, side: int) -> bool:
+    def _may_refuse(self, subject, name, side):
         if (name, FAMILIES[subject.index]) == ("DuoAttentionPress", "gpt_neox"):
             return True  # whose head scores are those of a model with other heads
         # Another owner's wrapper above a patch of ours, where a new one could not get beneath.
@@ -97,7 +86,7 @@ class Programs(Twins):
 
     @precondition(lambda self: any(subject.scopes for subject in self.subjects))
     @rule(data=st.data(), elsewhere=st.booleans())
-    def close(self, data: st.DataObject, elsewhere: bool) -> None:
+    def close(self, data, elsewhere):
         """In any order, from any thread, twice."""
         subject = self._opened(data)
         scope = subject.scopes[data.draw(st.integers(0, len(subject.scopes) - 1))]
@@ -106,12 +95,12 @@ class Programs(Twins):
         scope.handle.remove()
 
     @rule(index=INDICES, side=SIDES)
-    def fail_to_open(self, index: int, side: int) -> None:
+    def fail_to_open(self, index, side):
         """The last layer is refused, after all others were installed or not."""
         subject, press = self.subjects[index], presses("SnapKVPress")[side]
 
         class Failing(type(press)):  # type: ignore[misc]
-            def install(self, scope: Any) -> None:
+            def install(self, scope):
                 scope.sites = scope.sites[:1]
                 super().install(scope)
                 raise KeyboardInterrupt
@@ -125,7 +114,7 @@ class Programs(Twins):
         else:
             pytest.fail("opened")
 
-    def _opened(self, data: st.DataObject) -> Subject:
+    def _opened(self, data):
         """Any model with an open scope."""
         found = [subject for subject in self.subjects if subject.scopes]
         return found[data.draw(st.integers(0, len(found) - 1))]
@@ -138,13 +127,13 @@ class Programs(Twins):
         chunk_size=st.sampled_from([None, None, 5, 8]),
         later=st.sampled_from(["nothing", "a token", "a question"]),
     )
-    def prefill(self, index: int, batch: int, chunk_size: int | None, later: str) -> None:
+    def prefill(self, index, batch, chunk_size, later):
         """A new cache, and the tokens that follow at once."""
         both = self._new_cache(index, batch)
         for step in (Step(LENGTH, chunk_size), *LATER.get(later, [])):
             self._run(both, step)
 
-    def _new_cache(self, index: int, batch: int) -> CachePair:
+    def _new_cache(self, index, batch):
         if len(self.caches) == 4:
             self.caches.pop(0)
         subject = self.subjects[index]
@@ -154,22 +143,22 @@ class Programs(Twins):
 
     @precondition(lambda self: self.caches)
     @rule(data=st.data(), later=st.sampled_from(sorted(LATER)), elsewhere=st.booleans())
-    def go_on(self, data: st.DataObject, later: str, elsewhere: bool) -> None:
+    def go_on(self, data, later, elsewhere):
         """In this thread, or in one of its own."""
         both = self._any_cache(data)
         for step in LATER[later]:
             self._run(both, step, elsewhere)
 
-    def _any_cache(self, data: st.DataObject) -> CachePair:
+    def _any_cache(self, data):
         return self.caches[data.draw(st.integers(0, len(self.caches) - 1))]
 
     @precondition(lambda self: len(self.caches) > 1)
     @rule()
-    def decode_in_two_threads(self) -> None:
+    def decode_in_two_threads(self):
         first, second = self.caches[:2]
         barrier = threading.Barrier(2)
 
-        def run(both: CachePair) -> Any:
+        def run(both):
             barrier.wait()
             return self._actual(both, TOKEN)
 
@@ -179,12 +168,12 @@ class Programs(Twins):
             self._compare(both, found[both], TOKEN)
 
     @precondition(lambda self: any(s.scopes for s in self.subjects))
-    @rule(data=st.data(), error=st.sampled_from([BrokenError, KeyboardInterrupt]))
-    def break_off(self, data: st.DataObject, error: type[BaseException]) -> None:
+    @rule(data=st.data(), error=st.sampled_from([ZeroDivisionError, KeyboardInterrupt]))
+    def break_off(self, data, error):
         """A forward that fails half way leaves nothing of its own behind."""
         subject = self._opened(data)
 
-        def explode(*_: Any) -> None:
+        def explode(*_):
             raise error
 
         hook = attention_of(subject.model, 1).register_forward_pre_hook(explode)
@@ -196,7 +185,7 @@ class Programs(Twins):
 
     @precondition(lambda self: self.caches)
     @rule(data=st.data(), name=st.sampled_from(NAMES), side=SIDES, elsewhere=st.booleans())
-    def open_in_a_forward(self, data: st.DataObject, name: str, side: int, elsewhere: bool) -> None:
+    def open_in_a_forward(self, data, name, side, elsewhere):
         """The forward has nothing to do with the new scope."""
         both = self._any_cache(data)
         self._change_in_a_forward(
@@ -205,14 +194,14 @@ class Programs(Twins):
 
     @precondition(lambda self: any(both.subject.scopes for both in self.caches))
     @rule(data=st.data(), elsewhere=st.booleans())
-    def close_in_a_forward(self, data: st.DataObject, elsewhere: bool) -> None:
+    def close_in_a_forward(self, data, elsewhere):
         """The forward is the scope's to its end, and another thread waits for that."""
         found = [both for both in self.caches if both.subject.scopes]
         both = found[data.draw(st.integers(0, len(found) - 1))]
         scopes, threads = both.subject.scopes, []
         scope = scopes[data.draw(st.integers(0, len(scopes) - 1))]
 
-        def close() -> None:
+        def close():
             scopes.remove(scope)
             threads.append(threading.Thread(target=scope.handle.remove, daemon=True))
             threads[0].start() if elsewhere else scope.handle.remove()
@@ -222,10 +211,10 @@ class Programs(Twins):
             threads[0].join(20)
             assert not threads[0].is_alive()
 
-    def _change_in_a_forward(self, both: CachePair, change: Callable[[], None]) -> None:
+    def _change_in_a_forward(self, both, change):
         model, order, changed = both.subject.model, both.subject.order(), []
 
-        def once(*_: Any) -> None:
+        def once(*_):
             if not changed:
                 changed.append(True)
                 change()
@@ -238,17 +227,15 @@ class Programs(Twins):
         once()  # of a forward that was refused before
         self._compare(both, found, TOKEN, order)
 
-    def _actual(self, both: CachePair, step: Step) -> Any:
+    def _actual(self, both, step):
         return outcome(lambda: step(both.subject.model, both.cache, both.batch))
 
-    def _run(self, both: CachePair, step: Step, elsewhere: bool = False) -> None:
+    def _run(self, both, step, elsewhere=False):
         if both not in self.caches or both.cache.get_seq_length() + step.n <= step.n_rejected:
             return
         self._compare(both, in_thread(elsewhere, lambda: self._actual(both, step)), step)
 
-    def _compare(
-        self, both: CachePair, found: Any, step: Step, order: list[str] | None = None
-    ) -> None:
+    def _compare(self, both, found, step, order=None):
         """Compare what a step has done with what it does in scopes of presses in this `order`."""
         model = twin(both.subject.index)
         with ExitStack() as scopes:
@@ -265,7 +252,7 @@ class Programs(Twins):
     # ---- others ----
 
     @rule(index=INDICES, layer=st.integers(0, 1))
-    def wrap_forward(self, index: int, layer: int) -> None:
+    def wrap_forward(self, index, layer):
         """As accelerate does: an instance attribute, which remembers what it replaced."""
         subject = self.subjects[index]
         module = attention_of(subject.model, layer)
@@ -274,7 +261,7 @@ class Programs(Twins):
         subject.foreign = True
         former, calls = module.forward, [0]
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args, **kwargs):
             calls[0] += 1
             return former(*args, **kwargs)
 
@@ -283,7 +270,7 @@ class Programs(Twins):
 
     @precondition(lambda self: self.wrapped)
     @rule(data=st.data())
-    def unwrap_forward(self, data: st.DataObject) -> None:
+    def unwrap_forward(self, data):
         """Puts back what it had found, which may be a wrapper that was closed meanwhile.
 
         Scopes that were opened since lose their patch of the module, and say so.
@@ -297,12 +284,10 @@ class Programs(Twins):
             return
         subject = next(s for s in self.subjects if any(module is m for m in s.model.modules()))
         lost = [[patch.is_lost for patch in own_patches(scope.handle)] for scope in subject.scopes]
-        acting = [
-            scope.name != "StreamingLLMDecodingPress" for scope in subject.scopes
-        ]  # in layers
+        in_part = [any(layers) and not all(layers) for layers in lost]
         if any(
-            acts and any(layers) and not all(layers)
-            for acts, layers in zip(acting, lost, strict=True)
+            part and scope.name != "StreamingLLMDecodingPress"  # which acts before any layer
+            for part, scope in zip(in_part, subject.scopes, strict=True)
         ):
             cache = DynamicCache(config=subject.model.config)
             found = outcome(lambda: [Step(n)(subject.model, cache) for n in (LENGTH, 1)])
@@ -315,7 +300,7 @@ class Programs(Twins):
         subject.scopes = []
 
     @rule()
-    def change_registry(self) -> None:
+    def change_registry(self):
         """Another attention function under the name that the models use, or that one gone again."""
         if self.undo_registry is not None:
             self.undo_registry()
@@ -323,14 +308,14 @@ class Programs(Twins):
             return
         former = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
-        def attention(*args: Any, **kwargs: Any) -> Any:
+        def attention(*args, **kwargs):
             return former(*args, **kwargs)
 
         ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
         self.undo_registry = lambda: ALL_ATTENTION_FUNCTIONS.__delitem__("sdpa")
 
     @rule(index=INDICES)
-    def copy_model(self, index: int) -> None:
+    def copy_model(self, index):
         """A copy is not pruned, whatever is open on the model; it answers and goes."""
         subject = self.subjects[index]
         if subject.foreign:  # a copied closure still calls the original
@@ -345,11 +330,9 @@ class Programs(Twins):
 
 @pytest.mark.filterwarnings("ignore:.*before this scope opened")
 @pytest.mark.parametrize("shard", range(N_SHARDS))
-def test_programs(shard, record_property):
-    count = [0]
-    machine = seed(shard)(Programs.counted(count))
+def test_programs(shard):
     run_state_machine_as_test(
-        machine,
+        seed(shard)(type("Shard", (Programs,), {})),
         settings=settings(
             max_examples=N_PROGRAMS // N_SHARDS,
             stateful_step_count=MAX_STEPS,
@@ -359,5 +342,3 @@ def test_programs(shard, record_property):
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert count[0] >= N_PROGRAMS // N_SHARDS
-    record_property("programs", count[0])

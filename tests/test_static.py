@@ -1,7 +1,5 @@
 """Static caches hold what dynamic ones hold, and a step over either compiles as one graph."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
@@ -48,6 +46,7 @@ def test_the_same_tokens_and_logits(package, name, attention, padding):
         assert torch.equal(kept, of_static)
 
 
+@pytest.mark.usefixtures("no_graphs_after")
 @pytest.mark.parametrize(
     ("name", "is_static", "masked"),
     [
@@ -60,7 +59,6 @@ def test_the_same_tokens_and_logits(package, name, attention, padding):
 )
 def test_a_step_compiles_as_one_graph(package, name, is_static, masked):
     model, ids = build("llama"), token_ids(1, 26)
-    torch.compiler.reset()
     logits = []
     with PRESSES[name](package)(model):
         for step in (model, torch.compile(model, fullgraph=True, backend="eager")):

@@ -4,13 +4,10 @@ Every press on Llama; with both mechanisms, on other families, and on a padded b
 thing that ranks may have to agree on.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,11 +15,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import hooks_impl
 import patch_impl
-from press_core import Press, UnsupportedModelError
+from press_core import UnsupportedModelError
 from press_core.probe import attention_sites
 from tests.support import build, context_for, example_for, held, token_ids
 
@@ -42,13 +39,7 @@ SOME = ("AdaKVPress", "ChunkKVPress", "KeyRerotationPress", "SnapKVPress", "TOVA
 PADDING = 12
 
 
-def family_of(case: str) -> str:
-    return case.split(",")[0]
-
-
-def run(
-    model: PreTrainedModel, press: Press, name: str, padding: list[int]
-) -> tuple[list[Any], list[float], float]:
+def run(model, press, name, padding):
     """Positions kept per layer and KV head, logits of what comes after, and the share evicted.
 
     Args:
@@ -56,10 +47,10 @@ def run(
     """
     cache, rows = DynamicCache(config=model.config), len(padding)
     context = context_for(name, 48).repeat(rows, 1)
-    mask = torch.ones(rows, 48 + 3 + 4, dtype=torch.long)
+    mask = torch.ones(rows, 48 + 3 + 2, dtype=torch.long)
     for row, n in enumerate(padding):
         mask[row, :n] = 0
-    given = (context, token_ids(rows, 3, seed=1), *token_ids(rows, 4, seed=2).split(1, dim=1))
+    given = (context, token_ids(rows, 3, seed=1), *token_ids(rows, 2, seed=2).split(1, dim=1))
     seen = 0
     with press(model):
         for ids in given:
@@ -69,15 +60,14 @@ def run(
     return kept, logits.flatten().tolist(), press.evicted_ratio
 
 
-def names_of(case: str, mechanism: str) -> list[str]:
-    """On Llama every press, in turn with either mechanism, for both leave the same bits."""
-    every = sorted(hooks_impl.PRESSES)[[*PACKAGES].index(mechanism) :: len(PACKAGES)]
-    return sorted({*SOME, *every} if case == "llama" else SOME)
+def names_of(case, mechanism):
+    """In turn with either mechanism, for both leave the same bits; on Llama some with both."""
+    every = sorted(hooks_impl.PRESSES) if case == "llama" else SOME
+    in_turn = every[[*PACKAGES].index(mechanism) :: len(PACKAGES)]
+    return sorted({*SOME, *in_turn}) if case == "llama" else [*in_turn]
 
 
-def found_with(
-    case: str, model: PreTrainedModel, presses: dict[str, dict[str, Press]]
-) -> dict[str, Any]:
+def found_with(case, model, presses):
     """By case, press and mechanism what `run` finds, or the error."""
     padding, found = [0, PADDING] if "padded" in case else [0], {}
     for mechanism, fitted in presses.items():
@@ -89,7 +79,7 @@ def found_with(
     return found
 
 
-def rank(index: int, folder: str, port: int) -> None:
+def rank(index, folder, port):
     """What one rank does: run each press of both packages, and write down what it keeps."""
     os.environ.update(
         RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(RANKS),
@@ -97,9 +87,9 @@ def rank(index: int, folder: str, port: int) -> None:
     )  # fmt: skip
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=index, world_size=RANKS)
-    found: dict[str, Any] = {"sinks": refused_for_sinks(index)}
+    found = {"sinks": refused_for_sinks(index)}
     for case in CASES:
-        family = family_of(case)
+        family = case.split(",")[0]
         model = AutoModelForCausalLM.from_pretrained(Path(folder, family), tp_plan="auto").eval()
         found[f"{case} ranks"] = attention_sites(model)[0].ranks.size
         presses = torch.load(Path(folder, f"{case}.pt"), weights_only=False)
@@ -109,12 +99,12 @@ def rank(index: int, folder: str, port: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[Any]]:
+def of_ranks(tmp_path_factory):
     """What one process keeps, and each of two ranks."""
     folder = tmp_path_factory.mktemp("models")
-    alone: dict[str, Any] = {}
+    alone = {}
     for case in CASES:
-        family = family_of(case)
+        family = case.split(",")[0]
         implementation = "eager" if family == "gpt_oss" else "sdpa"
         model = build(family, num_heads=8, num_kv_heads=4, attn_implementation=implementation)
         model.save_pretrained(folder / family)
@@ -165,9 +155,9 @@ def test_two_ranks_keep_what_one_process_keeps(of_ranks, case, name, mechanism):
         assert of_rank[2] == pytest.approx(evicted)
 
 
-def refused_for_sinks(index: int) -> list[str]:
+def refused_for_sinks(index):
     """What each package says of learned sinks whose heads lie on different ranks."""
-    model: Any = build("gpt_oss", attn_implementation="eager")
+    model = build("gpt_oss", attn_implementation="eager")
     model._device_mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     for layer in model.model.layers:
         attention = layer.self_attn

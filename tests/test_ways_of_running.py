@@ -1,7 +1,5 @@
 """A model is run in many ways: compiled, in chunks, with draft tokens, over several turns."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 
@@ -33,6 +31,7 @@ IS_5_2 = transformers.__version__.startswith("5.2.")
 
 
 @both
+@pytest.mark.usefixtures("no_graphs_after")
 def test_a_compiled_function_is_pruned_by_one_press_after_the_other(package):
     """It was called before, and the first press needs nothing from inside the attention.
 
@@ -56,7 +55,6 @@ def test_a_compiled_function_is_pruned_by_one_press_after_the_other(package):
             assert kept.float().mean() == (LENGTH if press is None else LENGTH // 2) + 1
             assert (kept.unique().numel() > 1) == (name == "AdaKVPress")
         torch.testing.assert_close(*logits)
-    torch._dynamo.reset()  # each scope that hooks open looks through all graphs that there are
 
 
 # ---- in chunks -----------------------------------------------------------------------------------
@@ -137,15 +135,9 @@ def test_chunks_are_no_decoding_steps(package):
 GENERATE = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": 1}
 
 
-def with_assistance(by, dtype):
-    if by == "lookup":
-        return {"prompt_lookup_num_tokens": 3}
-    return {"assistant_model": build("llama", num_layers=1, dtype=dtype)}
-
-
 @both
 @pytest.mark.parametrize(("implementation", "by"), [("sdpa", "lookup"), ("eager", "assistant")])
-@pytest.mark.parametrize("name", ["SnapKVPress", "AdaKVPress", "PyramidKVPress"])
+@pytest.mark.parametrize("name", ["SnapKVPress", "AdaKVPress", "FastKVzipPress", "PyramidKVPress"])
 def test_draft_tokens_come_behind_a_context_that_was_brought_first(
     package, implementation, name, by
 ):
@@ -155,12 +147,13 @@ def test_draft_tokens_come_behind_a_context_that_was_brought_first(
     ids = token_ids(1, LENGTH // 2).repeat(1, 2)  # so that there is something to look up
     rest = ids if IS_5_2 else ids[:, -1:]
     plain = {**GENERATE, "attention_mask": torch.ones_like(ids)}
-    assisted = {**plain, **with_assistance(by, dtype)}
+    assisted = {**plain, "prompt_lookup_num_tokens": 3}
+    if by == "assistant":
+        assisted = {**plain, "assistant_model": build("llama", num_layers=1, dtype=dtype)}
     with example_for(package, name, 0.5, model)(model):
         with pytest.raises(UnsupportedInputError, match=r"prefill first, .*input_ids\[:, :-1\]"):
             model.generate(ids, **assisted)
-        with torch.no_grad():
-            model(ids[:, :-1], past_key_values=cache)
+        model(ids[:, :-1], past_key_values=cache)
         caches = [cache, copy.deepcopy(cache)]
         expected = model.generate(ids, past_key_values=caches[0], **plain)[:, LENGTH:]
         found = model.generate(rest, past_key_values=caches[1], **assisted)[:, rest.shape[1] :]
@@ -192,8 +185,7 @@ def test_presses_that_run_a_context_again_refuse_drafts_of_the_first_layers(
     model, ids, cache = make(), token_ids(1, LENGTH), DynamicCache()
     with example_for(package, name, 0.5, model)(model):
         if comes_first:
-            with torch.no_grad():
-                model(ids[:, :-1], past_key_values=cache)
+            model(ids[:, :-1], past_key_values=cache)
         given = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, **GENERATE}
         with pytest.raises(UnsupportedInputError, match="leave assistant_early_exit out"):
             model.generate(ids, assistant_early_exit=1, **given)
@@ -248,8 +240,7 @@ def test_a_scope_with_nothing_to_do_says_nothing(package, run):
     press = package.SnapKVPress(0.0 if run == "no ratio" else 0.5, window_size=8)
     n = 8 if run == "short" else LENGTH
     if run == "read again":
-        with press(model):
-            model(token_ids(1, n), past_key_values=cache)
+        filled(model, press, token_ids(1, n), cache)
     with press(model):
         if run == "no cache":
             model(token_ids(1, n), use_cache=False)

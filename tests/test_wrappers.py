@@ -1,7 +1,5 @@
 """Presses made of presses, and those that prune in a way of their own, against slow references."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -25,28 +23,28 @@ Choose = Callable[[Tensor, Tensor], list[int]]
 """The positions that a head keeps, of its queries `(G, S, d)` and its keys `(S, d)`."""
 
 
-def by(score: Callable[[Tensor], list[float]], n: int) -> Choose:
+def by(score, n):
     return lambda queries, keys: best(score(keys), n)
 
 
-def by_window(window: int, n: int) -> Choose:
+def by_window(window, n):
     return lambda queries, keys: best(snapkv(queries, keys, window), n)
 
 
-def after(first: Choose, second: Choose) -> Choose:
+def after(first, second):
     """The second sees what the first has left, with the queries of those tokens."""
 
-    def choose(queries: Tensor, keys: Tensor) -> list[int]:
+    def choose(queries, keys):
         left = first(queries, keys)
         return [left[i] for i in second(queries[:, left], keys[left])]
 
     return choose
 
 
-def by_blocks(n: int, block: int, choose: Choose) -> Choose:
+def by_blocks(n, block, choose):
     """Winners of a competition of each block with those of the blocks before."""
 
-    def chosen(queries: Tensor, keys: Tensor) -> list[int]:
+    def chosen(queries, keys):
         kept = list(range(n))
         for start in range(n, len(keys), block):
             some = kept + list(range(start, min(start + block, len(keys))))
@@ -81,7 +79,7 @@ def test_what_presses_of_presses_keep(package, family, name):
         assert kept == choices(states, choose)
 
 
-PAIRS: dict[str, Callable[[Any], tuple[Any, Any]]] = {
+PAIRS = {
     "knorm, expected": lambda p: (
         p.KnormPress(0.4),
         p.ExpectedAttentionPress(0.5, n_future_positions=16),
@@ -146,7 +144,7 @@ def test_a_composition_its_parts_and_nested_scopes_leave_the_same(package, name)
 
 # ---- chunks --------------------------------------------------------------------------------------
 
-CHUNKED: dict[str, Callable[[Any], Any]] = {
+CHUNKED = {
     "knorm": lambda p: p.KnormPress(0.5),
     "keydiff": lambda p: p.KeyDiffPress(0.5),
     "snapkv": lambda p: p.SnapKVPress(0.5, window_size=6),
@@ -168,7 +166,7 @@ def test_chunks_are_pruned_as_each_alone(package, name, chunk_length):
     """In a single layer keys and queries depend on a token and its position and on nothing else."""
     model, ids, press = make(num_layers=1), token_ids(2, LENGTH), CHUNKED[name](package)
     (found,) = held(filled(model, package.ChunkPress(press, chunk_length), ids))
-    expected: list[Any] = [[[], []], [[], []]]
+    expected = [[[], []], [[], []]]
     for start in range(0, LENGTH, chunk_length):
         stop = min(start + chunk_length, LENGTH)
         positions = torch.arange(start, stop)[None]
@@ -182,7 +180,7 @@ def test_chunks_are_pruned_as_each_alone(package, name, chunk_length):
 # ---- what values become --------------------------------------------------------------------------
 
 
-def output_norms(model: Any, layer: int, values: Tensor, head: int) -> list[float]:
+def output_norms(model, layer, values, head):
     """L1 norm of `W_o v`, mean over the query heads of a KV head; `values` `(S, d)`."""
     module = attention_sites(model)[layer].module
     projections = ("o_proj", "dense", "c_proj")
@@ -214,17 +212,16 @@ def test_the_second_stage_weighs_values(package, family, ratio, first, epsilon):
 # ---- keys at new positions -----------------------------------------------------------------------
 
 
-def rotate_function(model: Any) -> Any:
-    module = attention_sites(model)[0].module
-    return sys.modules[type(module).__module__].apply_rotary_pos_emb
+def modeling_of(model):
+    return sys.modules[type(attention_sites(model)[0].module).__module__]
 
 
-def keys_before_rope(model: Any, ids: Tensor) -> list[Tensor]:
+def keys_before_rope(model, ids):
     """Per layer that attends to everything, what the model gave its rotary function as keys."""
-    modeling: Any = sys.modules[type(attention_sites(model)[0].module).__module__]
+    modeling = modeling_of(model)
     rotate, given = modeling.apply_rotary_pos_emb, []
 
-    def watch(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def watch(query, key, *args, **kwargs):
         given.append(key)
         return rotate(query, key, *args, **kwargs)
 
@@ -236,7 +233,7 @@ def keys_before_rope(model: Any, ids: Tensor) -> list[Tensor]:
     return [given[site.layer_idx] for site in attention_sites(model)]
 
 
-def expected_turned(model: Any, ids: Tensor, kept: Any, layer: int) -> tuple[Tensor, Tensor]:
+def expected_turned(model, ids, kept, layer):
     """Kept keys as if they were tokens `0 ... n - 1`, and kept values, `(B, H_kv, n, d)`."""
     states = filled(model, None, ids).layers[attention_sites(model)[layer].layer_idx]
     index = torch.tensor(kept).unsqueeze(-1)
@@ -244,15 +241,15 @@ def expected_turned(model: Any, ids: Tensor, kept: Any, layer: int) -> tuple[Ten
     before = keys_before_rope(model, ids)[layer].take_along_dim(index, dim=2)
     positions = torch.arange(index.shape[2])[None]
     cos, sin = model.base_model.rotary_emb(before, positions, **layer_type(model))
-    turned = rotate_function(model)(before, before, cos, sin)[1]
+    turned = modeling_of(model).apply_rotary_pos_emb(before, before, cos, sin)[1]
     return torch.cat((turned, keys[..., turned.shape[-1] :]), dim=-1), values
 
 
-def layer_type(model: Any) -> dict[str, str]:
+def layer_type(model):
     return {"layer_type": "full_attention"} if "gemma3" in model.config.model_type else {}
 
 
-def yarn() -> Any:
+def yarn():
     """A Llama whose rotary embedding scales attention."""
     config = make().config
     config.rope_parameters = {
@@ -266,7 +263,7 @@ def yarn() -> Any:
     return model.eval()
 
 
-ROTARY: dict[str, Callable[[], Any]] = {
+ROTARY = {
     "llama": make,
     "partial, gpt_neox": lambda: make("gpt_neox"),
     "partial, stablelm": lambda: make("stablelm"),

@@ -1,8 +1,5 @@
 """Models with twins, scopes and caches: what `test_state_machine.py` draws programs about."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -34,12 +31,8 @@ LENGTH, CONTEXT = 12, token_ids(1, 12)
 FAMILIES = ("llama", "llama", "gpt_neox")
 
 
-class BrokenError(RuntimeError):
-    """Raised on purpose inside a model."""
-
-
 @lru_cache
-def presses(name: str) -> PressPair:
+def presses(name):
     """A pair of presses that leave half of the context; the same objects in every program."""
     if name == "SnapKVPress":
         return pair(name, compression_ratio=0.5, window_size=3)
@@ -58,25 +51,24 @@ def presses(name: str) -> PressPair:
     return PressPair(*(recipe(p, name, 0.5) for p in (HOOK_PRESSES, PATCH_PRESSES)))
 
 
-def made(index: int) -> PreTrainedModel:
+def made(index):
     """The model `index`, and any number of twins of it."""
     return build(FAMILIES[index], num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, seed=index)
 
 
 @lru_cache
-def twin(index: int) -> PreTrainedModel:
+def twin(index):
     return made(index)
 
 
 @torch.inference_mode()
-def answer(model: nn.Module) -> Tensor:
+def answer(model):
     """Logits without a cache, which no press has a say in."""
-    logits: Tensor = model(CONTEXT, use_cache=False).logits
-    return logits
+    return model(CONTEXT, use_cache=False).logits
 
 
 @lru_cache
-def expected_answer(index: int) -> Tensor:
+def expected_answer(index):
     return answer(made(index))
 
 
@@ -90,7 +82,7 @@ class Opened:
     handle: Any
 
 
-def own_patches(handle: Any) -> list[Patch]:
+def own_patches(handle):
     """The patches by which a press prunes, one per attention module; none where hooks do."""
     installed = handle.state.on_layers.by_scope.get(handle.state, [])
     patches = [patch for patch in installed if isinstance(patch, Patch)]
@@ -108,7 +100,7 @@ class Subject:
     """Whether somebody else has ever changed an attribute of it."""
     fingerprint: Any = None
 
-    def order(self) -> list[str]:
+    def order(self):
         """Names of the open presses, the one that acts last first.
 
         A forward hook sees what a patched forward has left, whichever was opened first.
@@ -127,9 +119,9 @@ class CachePair:
     contents: Any = None
 
 
-def contents(cache: DynamicCache) -> list[Any]:
+def contents(cache):
     """All that a cache says of itself."""
-    said: list[Any] = [(type(layer).__name__, layer.get_seq_length()) for layer in cache.layers]
+    said = [(type(layer).__name__, layer.get_seq_length()) for layer in cache.layers]
     said += [lengths.clone() for lengths in kept_lengths(cache)]
     for layer in cache.layers:
         if isinstance(layer, RaggedLayer):
@@ -139,7 +131,7 @@ def contents(cache: DynamicCache) -> list[Any]:
     return said
 
 
-def same(left: Any, right: Any) -> bool:
+def same(left, right):
     if isinstance(left, Tensor):
         return isinstance(right, Tensor) and torch.equal(left, right)
     if isinstance(left, (list, tuple)):
@@ -147,9 +139,9 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def fingerprint(model: nn.Module) -> list[Any]:
+def fingerprint(model):
     """Every instance attribute and hook of a model, by identity."""
-    found: list[Any] = []
+    found = []
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             inside = [id(x) for x in value.values()] if isinstance(value, dict) else id(value)
@@ -157,7 +149,7 @@ def fingerprint(model: nn.Module) -> list[Any]:
     return found
 
 
-def registry() -> list[Any]:
+def registry():
     found = [(name, id(value)) for name, value in vars(ALL_ATTENTION_FUNCTIONS).items()]
     found += [(name, id(value)) for name, value in vars(type(ALL_ATTENTION_FUNCTIONS)).items()]
     return found + [(name, id(ALL_ATTENTION_FUNCTIONS[name])) for name in ("sdpa",)]
@@ -177,7 +169,7 @@ class Step:
     chunk_size: int | None = None
     n_rejected: int = 0
 
-    def __call__(self, model: nn.Module, cache: DynamicCache, batch: int = 1) -> Tensor:
+    def __call__(self, model, cache, batch=1):
         ids = token_ids(batch, self.n, seed=cache.get_seq_length())
         logits = torch.empty(0)
         if self.chunk_size is not None:
@@ -200,14 +192,14 @@ LATER = {
 """What may follow a context."""
 
 
-def take_back(cache: DynamicCache, n: int) -> None:
+def take_back(cache, n):
     """Crop the last `n` tokens, of which transformers 5.2 wants to know how many stay."""
     tells_length = "tokens_to_remove" not in type(cache).crop.__code__.co_varnames
     cache.crop(cache.get_seq_length() - n if tells_length else -n)
 
 
 @torch.inference_mode()
-def outcome(run: Callable[[], Any]) -> Any:
+def outcome(run):
     """What it returns (logits, of a forward), or which error."""
     try:
         return run()
@@ -215,7 +207,7 @@ def outcome(run: Callable[[], Any]) -> Any:
         return type(error), str(error).replace(" of hooks_impl", "").replace(" of patch_impl", "")
 
 
-def in_thread(elsewhere: bool, run: Callable[[], Any]) -> Any:
+def in_thread(elsewhere, run):
     """What `run` returns or raises, called here or in a thread of its own."""
     if not elsewhere:
         return run()
@@ -223,7 +215,7 @@ def in_thread(elsewhere: bool, run: Callable[[], Any]) -> Any:
         return pool.submit(run).result()
 
 
-def attention_of(model: nn.Module, layer: int) -> nn.Module:
+def attention_of(model, layer):
     found = [m for name, m in model.named_modules() if name.endswith(("self_attn", "attention"))]
     return found[layer]
 
@@ -231,26 +223,19 @@ def attention_of(model: nn.Module, layer: int) -> nn.Module:
 class Twins(RuleBasedStateMachine):
     """Models whose twins tell what they must do, and what always holds of them."""
 
-    @classmethod
-    def counted(cls, count: list[int]) -> type[Twins]:
-        return type(cls.__name__, (cls,), {"count": count})
-
-    count: list[int]
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.count[0] += 1
         self.subjects = [Subject(index, made(index)) for index in range(len(FAMILIES))]
         for subject in self.subjects:
             subject.fingerprint = fingerprint(subject.model)
         self.caches: list[CachePair] = []
         self.wrapped: dict[nn.Module, tuple[Any, list[int], Any]] = {}
-        self.undo_registry: Callable[[], None] | None = None
+        self.undo_registry = None
         self.registry = registry()
         self.fields = {name: repr(presses(name)) for name in NAMES}
 
     @invariant()
-    def models_answer_as_untouched(self) -> None:
+    def models_answer_as_untouched(self):
         for subject in self.subjects:
             before = {m: calls[0] for m, (_, calls, _) in self.wrapped.items()}
             assert torch.equal(answer(subject.model), expected_answer(subject.index))
@@ -259,7 +244,7 @@ class Twins(RuleBasedStateMachine):
                 assert calls[0] == before[module] + own  # nobody's wrapper was lost
 
     @invariant()
-    def nothing_is_left(self) -> None:
+    def nothing_is_left(self):
         for subject in self.subjects:
             if not subject.scopes and not subject.foreign:
                 assert fingerprint(subject.model) == subject.fingerprint
@@ -267,15 +252,15 @@ class Twins(RuleBasedStateMachine):
             assert registry() == self.registry
 
     @invariant()
-    def caches_change_only_when_they_are_used(self) -> None:
+    def caches_change_only_when_they_are_used(self):
         for both in self.caches:
             assert same(contents(both.cache), both.contents)
 
     @invariant()
-    def presses_hold_no_state(self) -> None:
+    def presses_hold_no_state(self):
         assert {name: repr(presses(name)) for name in NAMES} == self.fields
 
-    def teardown(self) -> None:
+    def teardown(self):
         for subject in self.subjects:
             while subject.scopes:
                 subject.scopes.pop(0).handle.remove()

@@ -1,59 +1,42 @@
 """The scope in which head-wise compressed caches are decoded: reach, and what it leaves alone."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl
 import patch_impl
 from attention_patch import headwise
-from press_core import (
-    HyperparameterError,
-    ScopeError,
-    UnsupportedModelError,
-    attention_sites,
-)
+from press_core import HyperparameterError, ScopeError, UnsupportedModelError, attention_sites
 from tests.support import both, build, filled, snapshot, token_ids
 
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 LENGTH, QUESTION = 70, token_ids(1, 5, seed=1)
 
 
 @pytest.fixture
-def model() -> PreTrainedModel:
+def model():
     return build("llama", num_layers=3)
 
 
-@pytest.fixture(autouse=True)
-def _not_compiled():
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-def ada(package: Any = hooks_impl, ratio: float = 0.5) -> Any:
+def ada(package=hooks_impl, ratio=0.5):
     return package.AdaKVPress(package.KnormPress(ratio), alpha_safeguard=0.1)
 
 
-def compressed(model: Any, press: Any = None, length: int = LENGTH) -> DynamicCache:
+def compressed(model, press=None, length=LENGTH):
     """The cache of a context after an open and closed scope."""
     return filled(model, press or ada(), token_ids(1, length))
 
 
-def ask(model: Any, cache: Any, ids: Tensor = QUESTION) -> Tensor:
+def ask(model, cache, ids=QUESTION):
     """Logits of a question and of two more steps."""
     steps = [ids, ids[:, :1], ids[:, 1:2]]
     return torch.cat([model(new, past_key_values=cache).logits for new in steps], dim=1)
 
 
-def plain(model: Any, ids: Tensor = QUESTION) -> Tensor:
+def plain(model, ids=QUESTION):
     """The same after an uncompressed context."""
     return ask(model, filled(model, None, token_ids(1, LENGTH)), ids)
 
@@ -140,7 +123,7 @@ def test_scopes_of_both_packages_closed_in_any_order(order, model):
     with headwise(model):
         expected = ask(model, copy.deepcopy(whole))
     presses = [ada(hooks_impl), ada(patch_impl), hooks_impl.SnapKVPress(0.0)]
-    opened: list[Any] = [press.register(model) for press in presses]
+    opened = [press.register(model) for press in presses]
     scope = headwise(model)
     scope.__enter__()
     opened.append(scope)

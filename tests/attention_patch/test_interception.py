@@ -1,12 +1,7 @@
 """An override reaches the calls that carry it, and no others."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attention_patch import intercept, with_override
@@ -16,35 +11,34 @@ from tests.support import build
 class Registry:
     """As `AttentionInterface`: hands a function out by its name."""
 
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
+    def __init__(self):
+        self.calls = []
 
-    def get_interface(self, name: str, default: Any) -> Any:
+    def get_interface(self, name, default):
         return {"attend": self.attend}.get(name, default)
 
-    def attend(self, module: str, *args: int, **kwargs: Any) -> str:
+    def attend(self, module, *args, **kwargs):
         self.calls.append(kwargs)
         return f"{module}{args}"
 
 
-def _asked(registry: Registry, **kwargs: Any) -> str:
+def _asked(registry, **kwargs):
     """What an attention module does: ask for the function, and call it."""
     function = registry.get_interface("attend", default=None)
-    result: str = function("module", 1, 2, scaling=0.5, **kwargs)
-    return result
+    return function("module", 1, 2, scaling=0.5, **kwargs)
 
 
-def _tagging(tag: str) -> Any:
-    def override(function: Any, *args: Any, **kwargs: Any) -> str:
+def _tagging(tag):
+    def override(function, *args, **kwargs):
         return f"{tag}[{function(*args, **kwargs)}]"
 
     return override
 
 
-def test_a_call_that_carries_an_override_is_run_by_it_and_no_other() -> None:
+def test_a_call_that_carries_an_override_is_run_by_it_and_no_other():
     registry, seen = Registry(), []
 
-    def override(function: Any, *args: Any, **kwargs: Any) -> str:
+    def override(function, *args, **kwargs):
         seen.append((args, kwargs))
         return f"over {function(*args, **kwargs)}"
 
@@ -59,13 +53,13 @@ def test_a_call_that_carries_an_override_is_run_by_it_and_no_other() -> None:
     patch.remove()
 
 
-def test_an_override_may_answer_itself_or_fail() -> None:
+def test_an_override_may_answer_itself_or_fail():
     registry = Registry()
     patch = intercept(registry)
     assert _asked(registry, **with_override({}, lambda *_, **__: "instead")) == "instead"
     assert registry.calls == []
 
-    def failing(*_: Any, **__: Any) -> str:
+    def failing(*_, **__):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -74,7 +68,7 @@ def test_an_override_may_answer_itself_or_fail() -> None:
     patch.remove()
 
 
-def test_two_overrides_compose_the_later_around_the_former() -> None:
+def test_two_overrides_compose_the_later_around_the_former():
     registry = Registry()
     patch = intercept(registry)
     former = with_override({"mask": 7}, _tagging("former"))
@@ -86,7 +80,7 @@ def test_two_overrides_compose_the_later_around_the_former() -> None:
     patch.remove()
 
 
-def test_several_interceptions_act_once_and_cost_a_call_what_one_does() -> None:
+def test_several_interceptions_act_once_and_cost_a_call_what_one_does():
     """Every module of a model asks for its own."""
     registry = Registry()
     before = dict(vars(registry))
@@ -106,12 +100,12 @@ def test_several_interceptions_act_once_and_cost_a_call_what_one_does() -> None:
 IDS = torch.arange(3, 12)[None]
 
 
-def test_an_override_reaches_each_attention_of_its_forward() -> None:
+def test_an_override_reaches_each_attention_of_its_forward():
     model = build("llama")
     expected = model(IDS).logits
-    shapes: list[Any] = []
+    shapes = []
 
-    def watching(function: Any, module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def watching(function, module, query, *args, **kwargs):
         shapes.append((module.layer_idx, tuple(query.shape)))
         return function(module, query, *args, **kwargs)
 

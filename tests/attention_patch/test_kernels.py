@@ -1,7 +1,5 @@
 """Every kernel against attention written out number by number."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace
@@ -15,12 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from attention_patch import kernels
 from attention_patch.kernels import KERNELS, Asked, choose
 from attention_patch.scope import attend
-from press_core import (
-    AttentionSite,
-    RaggedLayer,
-    UnsupportedInputError,
-    attention_sites,
-)
+from press_core import RaggedLayer, UnsupportedInputError, attention_sites
 from press_core.cache import layout
 from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.masks import causal
@@ -61,7 +54,7 @@ class Example(NamedTuple):
     n_recent: int
     whole: tuple[Tensor, Tensor] | None = None
 
-    def head(self, row: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
+    def head(self, row, head):
         """Keys and values `(n, d)` that a KV head of a row holds, and where they stand."""
         if self.whole is not None:
             keys, values = (states[row, head] for states in self.whole)
@@ -71,20 +64,20 @@ class Example(NamedTuple):
 
 
 def example(
-    batch: int = 2,
-    n_kv: int = 2,
-    group: int = 2,
-    n_queries: int = 1,
-    n_before: int = 3,
-    dim: int = 16,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    kept: Tensor | None = None,
-) -> Example:
+    batch=2,
+    n_kv=2,
+    group=2,
+    n_queries=1,
+    n_before=3,
+    dim=16,
+    dtype=torch.float32,
+    device="cpu",
+    kept=None,
+):
     """Heads that keep some of `N` tokens, one of them one, and got `n_before + n_queries` more."""
     generator = torch.Generator().manual_seed(n_kv + 10 * group + 100 * n_queries)
 
-    def random(heads: int, n: int) -> Tensor:
+    def random(heads, n):
         states = torch.randn(batch, heads, n, dim, generator=generator, dtype=torch.float64)
         return states.to(device, dtype)
 
@@ -104,7 +97,7 @@ def example(
 CHANNELS = torch.tensor([[[0, 2, 7], [1, 2, 3]], [[4, 5, 6], [0, 1, 7]]])
 
 
-def pruned(dtype: torch.dtype = torch.float64) -> tuple[ChannelPrunedLayer, Tensor, Tensor]:
+def pruned(dtype=torch.float64):
     """A layer with three of eight channels, and its keys with zeros in the others and values."""
     keys, values = (drawn(2, 2, 12, 8, seed=seed).to(dtype) for seed in (1, 2))
     index = CHANNELS.unsqueeze(2).expand(-1, -1, 12, -1)
@@ -114,7 +107,7 @@ def pruned(dtype: torch.dtype = torch.float64) -> tuple[ChannelPrunedLayer, Tens
     return layer, torch.zeros_like(keys).scatter(-1, index, keys.gather(-1, index)), values
 
 
-def of_kind(kind: str, n_queries: int = 1, dtype: torch.dtype = torch.float64) -> Example:
+def of_kind(kind, n_queries=1, dtype=torch.float64):
     """An example whose heads have lost tokens, of some shape, or channels."""
     if kind != "channels":
         return example(**SHAPES.get(kind, {}), n_queries=n_queries, dtype=dtype)
@@ -127,29 +120,23 @@ def of_kind(kind: str, n_queries: int = 1, dtype: torch.dtype = torch.float64) -
     return Example(layer, query, n_queries, 3 + n_queries, (keys, values))
 
 
-def update(layer: Any, *new: Tensor) -> None:
+def update(layer, *new):
     with reading(layer):
         layer.update(*new)
 
 
-def site(softcap: float | None = None, family: str = "llama") -> AttentionSite:
+def site(softcap=None, family="llama"):
     """An attention module that scales by 0.3."""
     model = build(family, attn_implementation="eager")
     return replace(attention_sites(model)[0], softmax=Softmax(0.3, softcap))
 
 
-def run(
-    backend: str | None,
-    case: Example,
-    mask: Any = None,
-    of: AttentionSite | None = None,
-    **kwargs: Any,
-) -> Tensor:
+def run(backend, case, mask=None, of=None, **kwargs):
     """`(B, H, q, d)`, as an attention module would get it; without a `mask` causal."""
     if mask is None and case.n_queries > 1:
         mask = causal(case.n_queries, case.n_recent, case.query.device)[None, None]
 
-    def untouched(*_: Any, **__: Any) -> Any:
+    def untouched(*_, **__):
         raise AssertionError("the model's own attention function was called")
 
     new = torch.full_like(case.query, float("nan"))  # what update returns is not to be read
@@ -162,13 +149,7 @@ def run(
     return output.transpose(1, 2)
 
 
-def slowly(
-    case: Example,
-    scaling: float = 0.3,
-    softcap: float | None = None,
-    sinks: list[float] | None = None,
-    seen: Tensor | None = None,
-) -> Tensor:
+def slowly(case, scaling=0.3, softcap=None, sinks=None, seen=None):
     """The same, one query and one key at a time.
 
     Args:
@@ -196,7 +177,7 @@ def slowly(
     return output
 
 
-def assert_equal(output: Tensor, expected: Tensor) -> None:
+def assert_equal(output, expected):
     atol = TOLERANCE[output.dtype]
     torch.testing.assert_close(output.double().cpu(), expected, rtol=0, atol=atol)
 
@@ -209,7 +190,6 @@ SHAPES = {
     "one KV head for all": {"group": 4, "n_kv": 1, "dim": 32},
     "one row": {"batch": 1},
 }
-shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
 @pytest.mark.parametrize("kind", ["channels", *SHAPES])
@@ -353,7 +333,7 @@ def test_the_kernel_of_cuda_takes_no_mask_of_the_context():
 
 
 @pytest.mark.parametrize("backend", [pytest.param(name, marks=on_gpu) for name in KERNELS])
-@shapes
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("n_queries", [1, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu(backend, shape, n_queries, dtype):

@@ -1,11 +1,7 @@
 """A patch comes off without a trace, whatever else happens to the attribute."""
 
-from __future__ import annotations
-
 import inspect
 import types
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,56 +13,45 @@ from attention_patch import Patch, wrap
 
 
 class Base:
-    def f(self, trace: list[str], *, end: str = "base") -> list[str]:
+    def f(self, trace, *, end="base"):
         return [*trace, end]
 
 
-def _own(trace: list[str], *, end: str = "own") -> list[str]:
+def _own(trace, *, end="own"):
     return [*trace, end]
 
 
-def _base_instance() -> Any:
-    return Base()
-
-
-def _instance_with_its_own() -> Any:
-    owner: Any = Base()
+def _with_its_own(owner):
     owner.f = _own
     return owner
 
 
-def _module() -> Any:
-    owner: Any = types.ModuleType("patched")
-    owner.f = _own
-    return owner
+OWNERS = {
+    "instance": Base,
+    "instance with its own": lambda: _with_its_own(Base()),
+    "module": lambda: _with_its_own(types.ModuleType("patched")),
+    "class": lambda: type("Fresh", (), {"f": Base.f}),
+}
+of_every_owner = pytest.mark.parametrize("make", OWNERS.values(), ids=OWNERS)
 
 
-def _class() -> Any:
-    return type("Fresh", (), {"f": Base.f})
-
-
-OWNERS = [_base_instance, _instance_with_its_own, _module, _class]
-of_every_owner = pytest.mark.parametrize("make", OWNERS)
-
-
-def _call(owner: Any, *args: Any, **kwargs: Any) -> list[str]:
+def _call(owner, *args, **kwargs):
     instance = owner() if isinstance(owner, type) else owner
-    result: list[str] = instance.f([], *args, **kwargs)
-    return result
+    return instance.f([], *args, **kwargs)
 
 
-def _layer(name: str) -> Callable[..., Any]:
-    def layer(call_next: Any, trace: list[str], **kwargs: Any) -> Any:
+def _layer(name):
+    def layer(call_next, trace, **kwargs):
         return call_next([*trace, name], **kwargs)
 
     return layer
 
 
-def _attributes(owner: Any) -> dict[str, Any]:
+def _attributes(owner):
     return dict(vars(owner))
 
 
-def _same(owner: Any, before: dict[str, Any]) -> bool:
+def _same(owner, before):
     """Whether `owner` has the very attributes that it had."""
     now = _attributes(owner)
     return now.keys() == before.keys() and all(now[name] is before[name] for name in before)
@@ -75,7 +60,7 @@ def _same(owner: Any, before: dict[str, Any]) -> bool:
 # ---- putting on and taking off -------------------------------------------------------------------
 
 
-def test_the_same_layer_put_on_twice_runs_twice_and_comes_off_once_each() -> None:
+def test_the_same_layer_put_on_twice_runs_twice_and_comes_off_once_each():
     owner, layer = Base(), _layer("twice")
     first, second = wrap(owner, "f", layer), wrap(owner, "f", layer)
     assert _call(owner) == ["twice", "twice", "base"]
@@ -85,8 +70,8 @@ def test_the_same_layer_put_on_twice_runs_twice_and_comes_off_once_each() -> Non
     assert _call(owner) == ["base"]
 
 
-def test_another_name_for_a_patched_attribute_is_an_attribute_of_its_own() -> None:
-    owner: Any = Base()
+def test_another_name_for_a_patched_attribute_is_an_attribute_of_its_own():
+    owner = Base()
     patch = wrap(owner, "f", _layer("f"))
     owner.g = owner.f  # as accelerate keeps the forward that it replaces
     patch_of_g = wrap(owner, "g", _layer("g"))
@@ -99,11 +84,11 @@ def test_another_name_for_a_patched_attribute_is_an_attribute_of_its_own() -> No
     assert set(vars(owner)) == {"g"}
 
 
-def test_a_layer_may_take_itself_off_while_it_runs() -> None:
+def test_a_layer_may_take_itself_off_while_it_runs():
     owner = Base()
     patches: list[Patch] = []
 
-    def once(call_next: Any, trace: list[str]) -> Any:
+    def once(call_next, trace):
         patches[0].remove()
         return call_next([*trace, "once"])
 
@@ -113,7 +98,7 @@ def test_a_layer_may_take_itself_off_while_it_runs() -> None:
     assert vars(owner) == {}
 
 
-def test_a_patched_function_looks_like_the_original() -> None:
+def test_a_patched_function_looks_like_the_original():
     owner = Base()
     signature, name, doc = inspect.signature(owner.f), owner.f.__name__, owner.f.__doc__
     patch = wrap(owner, "f", _layer("layer"))
@@ -122,7 +107,7 @@ def test_a_patched_function_looks_like_the_original() -> None:
     patch.remove()
 
 
-def test_a_missing_attribute_is_an_error_that_leaves_nothing() -> None:
+def test_a_missing_attribute_is_an_error_that_leaves_nothing():
     owner = Base()
     with pytest.raises(AttributeError, match="nothing_of_that_name"):
         wrap(owner, "nothing_of_that_name", _layer("layer"))
@@ -133,17 +118,17 @@ def test_a_missing_attribute_is_an_error_that_leaves_nothing() -> None:
 
 
 class Shouting:
-    def __call__(self, x: str) -> str:
+    def __call__(self, x):
         return x.upper()
 
 
 class Kinds:
     @staticmethod
-    def static(x: str) -> str:
+    def static(x):
         return x
 
     @classmethod
-    def of_class(cls, x: str) -> str:
+    def of_class(cls, x):
         return f"{cls.__name__} {x}"
 
     callable_object = Shouting()
@@ -153,7 +138,7 @@ class SubKinds(Kinds):
     pass
 
 
-def _marking(call_next: Any, x: str) -> str:
+def _marking(call_next, x):
     return f"marked {call_next(x)}"
 
 
@@ -163,7 +148,7 @@ def _marking(call_next: Any, x: str) -> str:
     ids=["class", "subclass", "instance", "instance of subclass"],
 )
 @pytest.mark.parametrize("name", ["static", "of_class", "callable_object"])
-def test_any_kind_of_method_is_patched_and_restored(owner: Any, name: str) -> None:
+def test_any_kind_of_method_is_patched_and_restored(owner, name):
     before = _attributes(owner)
     expected = f"marked {getattr(owner, name)('x')}"
     callers = [owner, owner()] if isinstance(owner, type) else [owner]
@@ -177,7 +162,7 @@ def test_any_kind_of_method_is_patched_and_restored(owner: Any, name: str) -> No
 
 
 @pytest.mark.parametrize("first", ["class", "instance"])
-def test_a_class_and_its_instance_may_both_be_patched(first: str) -> None:
+def test_a_class_and_its_instance_may_both_be_patched(first):
     owner, before = Base(), _attributes(Base)
     owners = {"class": Base, "instance": owner}
     order = [first, *(owners.keys() - {first})]
@@ -198,19 +183,19 @@ def test_a_class_and_its_instance_may_both_be_patched(first: str) -> None:
 class Foreign:
     """Somebody else's wrapper: takes what it finds, and puts that back."""
 
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner, name):
         self.owner, self.name = owner, name
         self.had_own = "f" in vars(owner)
         self.found = vars(owner).get("f")
         call_next = owner.f
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args, **kwargs):
             *of_class, trace = args  # a class hands the instance over first
             return call_next(*of_class, [*trace, name], **kwargs)
 
         owner.f = run
 
-    def remove(self) -> None:
+    def remove(self):
         if self.had_own:
             self.owner.f = self.found
         else:
@@ -230,19 +215,17 @@ OPERATIONS = st.lists(
 @of_every_owner
 @given(OPERATIONS)
 @settings(deadline=None)
-def test_any_sequence_of_patches_ours_and_foreign_ends_clean(
-    make: Callable[[], Any], order: str, operations: list[tuple[str, int]]
-) -> None:
+def test_any_sequence_of_patches_ours_and_foreign_ends_clean(make, order, operations):
     owner = make()
     before = _attributes(owner)
     end = _call(owner)
     # The model: what lies around the attribute, inside out. A list holds our layers that lie side
     # by side, the oldest first; anything else is a foreign wrapper.
-    around: list[Any] = []
+    around = []
     patches: list[tuple[Patch, str]] = []
     names = iter(range(100))
 
-    def unwrap(foreign: Foreign) -> None:
+    def unwrap(foreign):
         del around[[part is foreign for part in around].index(True) :]  # and what lies on it
         foreign.remove()
 
@@ -268,7 +251,7 @@ def test_any_sequence_of_patches_ours_and_foreign_ends_clean(
             elif around[-1] is foreigners[-1] or around[-1] == []:
                 unwrap(foreigners[-1])
         elif operation == "call":
-            expected: list[str] = []
+            expected = []
             for part in reversed(around):
                 expected += [part.name] if isinstance(part, Foreign) else part
             assert _call(owner) == [*expected, *end]

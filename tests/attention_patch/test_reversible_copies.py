@@ -1,16 +1,12 @@
 """Copies of patched modules are clean, patches that somebody takes away say so; threads."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io
 import pickle
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -21,26 +17,26 @@ from tests.attention_patch.test_reversible import _attributes, _same
 
 
 class Doubling(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.tensor(2.0), requires_grad=False)
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         return x * self.weight
 
 
 # ---- copies --------------------------------------------------------------------------------------
 
 
-def _tenfold(call_next: Any, x: Any) -> Any:
+def _tenfold(call_next, x):
     return 10 * call_next(x)
 
 
-def _pickled(module: nn.Module, protocol: int | None = None) -> Any:
+def _pickled(module, protocol=None):
     return pickle.loads(pickle.dumps(module, protocol=protocol))
 
 
-def _saved(module: nn.Module) -> Any:
+def _saved(module):
     file = io.BytesIO()
     torch.save(module, file)
     file.seek(0)
@@ -53,7 +49,7 @@ by_every_copy = pytest.mark.parametrize("make_copy", COPIES)
 
 
 @by_every_copy
-def test_a_copy_of_a_model_with_a_patched_part_is_clean(make_copy: Callable[[Any], Any]) -> None:
+def test_a_copy_of_a_model_with_a_patched_part_is_clean(make_copy):
     part = Doubling()
     part.weight.fill_(3.0)
     model = nn.Sequential(Doubling(), part)
@@ -67,8 +63,8 @@ def test_a_copy_of_a_model_with_a_patched_part_is_clean(make_copy: Callable[[Any
 
 
 @by_every_copy
-def test_a_forward_of_the_modules_own_goes_along(make_copy: Callable[[Any], Any]) -> None:
-    module: Any = Doubling()
+def test_a_forward_of_the_modules_own_goes_along(make_copy):
+    module = Doubling()
     module.forward = _negative
     patch = wrap(module, "forward", _tenfold)
     other = make_copy(module)
@@ -78,11 +74,11 @@ def test_a_forward_of_the_modules_own_goes_along(make_copy: Callable[[Any], Any]
     assert vars(module)["forward"] is _negative
 
 
-def _negative(x: Any) -> Any:
+def _negative(x):
     return -x
 
 
-def test_a_copy_may_be_patched_by_itself() -> None:
+def test_a_copy_may_be_patched_by_itself():
     module = Doubling()
     patch = wrap(module, "forward", _tenfold)
     other = copy.deepcopy(module)
@@ -93,8 +89,8 @@ def test_a_copy_may_be_patched_by_itself() -> None:
     assert float(other(3)) == 6
 
 
-def test_a_way_of_copying_that_the_module_had_is_left_alone() -> None:
-    module: Any = Doubling()
+def test_a_way_of_copying_that_the_module_had_is_left_alone():
+    module = Doubling()
     module.__reduce_ex__ = own = lambda protocol: (Doubling, ())
     patch = wrap(module, "forward", _tenfold)
     assert vars(module)["__reduce_ex__"] is own
@@ -103,10 +99,8 @@ def test_a_way_of_copying_that_the_module_had_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("make_copy", DEEP_COPIES)
-def test_a_copy_under_a_foreign_wrapper_runs_the_foreign_one_alone(
-    make_copy: Callable[[Any], Any],
-) -> None:
-    module: Any = Doubling()
+def test_a_copy_under_a_foreign_wrapper_runs_the_foreign_one_alone(make_copy):
+    module = Doubling()
     patch = wrap(module, "forward", _tenfold)
     module._old_forward = module.forward  # as accelerate hooks a module
     wrapper = functools.partial(_plus_one, module)
@@ -122,21 +116,21 @@ def test_a_copy_under_a_foreign_wrapper_runs_the_foreign_one_alone(
     assert "__reduce_ex__" not in vars(module)
 
 
-def _plus_one(module: Any, x: Any) -> Any:
+def _plus_one(module, x):
     return module._old_forward(x) + 1
 
 
-def _put_back(module: Any, former: Any) -> None:
+def _put_back(module, former):
     module.forward = former
 
 
-def _delete(module: Any, _: Any) -> None:
+def _delete(module, _):
     del module.forward
 
 
 @pytest.mark.parametrize("take", [_put_back, _delete])
-def test_a_patch_that_somebody_took_away_says_so(take: Callable[[Any, Any], None]) -> None:
-    module: Any = Doubling()
+def test_a_patch_that_somebody_took_away_says_so(take):
+    module = Doubling()
     former = module.forward
     patches = [wrap(module, "forward", _tenfold)]
     assert not patches[0].is_lost
@@ -155,11 +149,11 @@ def test_a_patch_that_somebody_took_away_says_so(take: Callable[[Any, Any], None
 # ---- threads -------------------------------------------------------------------------------------
 
 
-def test_threads_that_patch_at_once_end_clean() -> None:
+def test_threads_that_patch_at_once_end_clean():
     module, start = Doubling(), threading.Barrier(3)
     before = _attributes(module)
 
-    def patching(first: int) -> None:
+    def patching(first):
         start.wait(20)
         for _ in range(300):
             patches = [wrap(module, "forward", _tenfold) for _ in range(2)]
@@ -167,7 +161,7 @@ def test_threads_that_patch_at_once_end_clean() -> None:
             patches[first].remove()
             patches[1 - first].remove()
 
-    def calling() -> None:
+    def calling():
         start.wait(20)
         for _ in range(900):
             assert float(module(3)) in {6 * 10**n for n in range(5)}

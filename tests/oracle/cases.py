@@ -1,7 +1,5 @@
 """The table: every press and wrapper, built from the same text here and in kvpress."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ import torch
 import hooks_impl
 import patch_impl
 from tests.oracle import handed
-from tests.oracle.running import Context, Press, Run, Setting
+from tests.oracle.running import Context, Run, Setting
 
 PACKAGES: dict[str, Mapping[str, Any]] = {
     "hooks": hooks_impl.PRESSES,
@@ -26,7 +24,7 @@ LLAMA, QWEN3, PHI3 = Setting(), Setting("qwen3"), Setting("phi3")
 EAGER, FLOAT32 = Setting(attn_implementation="eager"), Setting(dtype=torch.float32)
 
 
-def press_of(text: str, whose: str, ratio: float, given: Mapping[str, Any] = handed.GIVEN) -> Press:
+def press_of(text, whose, ratio, given=handed.GIVEN):
     """The press that the Python `text` builds from a package, in which `r` is the ratio."""
     return eval(text, {**PACKAGES[whose], **given, "r": ratio})
 
@@ -50,7 +48,7 @@ class Case:
     note: str = ""
 
     @property
-    def presses(self) -> set[str]:
+    def presses(self):
         """Names of the presses in it."""
         return set(re.findall(r"\w+Press\b", self.press))
 
@@ -66,7 +64,7 @@ GATED = "One row, float32: kvpress takes nothing else. The gates were made up, a
 REPEAT = "Float32, as kvpress fails on float64. Its tokenizer was one that makes the same prompts"
 
 
-def cases(*presses: str, **options: Any) -> list[Case]:
+def cases(*presses, **options):
     """Cases that are alike but for their press."""
     return [Case(press, **options) for press in presses]
 

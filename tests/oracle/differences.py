@@ -1,9 +1,6 @@
 """Where this repository keeps something else than kvpress on purpose."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -20,7 +17,7 @@ NOT_IN_KVPRESS = {
 
 assert NOT_IN_KVPRESS.keys() <= hooks_impl.PRESSES.keys()
 
-DIFFERENCES: list[dict[str, Any]] = [
+DIFFERENCES = [
     difference
     for name in ("kept", "works")
     for difference in yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text())

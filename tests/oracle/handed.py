@@ -3,17 +3,13 @@
 Where kvpress has no argument for it, its own way of getting it is replaced.
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 from unittest.mock import patch
 
 import kvpress
@@ -22,15 +18,10 @@ from kvpress.presses import expected_attention_with_stats as with_stats
 from kvpress.presses import fastkvzip_press, kvzap_press, qfilter_press, restorekv_press
 from peft import LoraConfig
 from safetensors.torch import save_file
-from torch import Tensor
-from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers import AutoTokenizer
 
 import hooks_impl
 from press_core import attention_sites
-from press_core.learned.fast_kvzip import KVzipGates
-from press_core.learned.kvzap import KVzapRegressor
-from press_core.learned.lukv import BudgetCurves
-from press_core.learned.measured import ExpectedAttentionStats, HeadScores, QFilters
 from press_core.learned.restorekv import RestoreAdapter
 from press_core.presses.keys import sketch
 from press_core.presses.merging import uniform
@@ -46,11 +37,11 @@ PROMPTS = kvzip.RepeatPrompts(first=[5, 8, 6], following=[5, 9, 6, 7, 4], suffix
 DELIMITER = 1
 
 
-def _adapter() -> RestoreAdapter:
+def _adapter():
     """Embeddings and an adapter on all linear layers of the attention modules."""
     generator = torch.Generator().manual_seed(0)
 
-    def draw(*shape: int) -> Tensor:
+    def draw(*shape):
         return torch.randn(shape, generator=generator) / 4
 
     sizes = {"q_proj": WIDTH, "k_proj": N_KV * D, "v_proj": N_KV * D, "o_proj": WIDTH}
@@ -73,17 +64,17 @@ GIVEN = learned(N_LAYERS, N_HEADS, N_KV, D, WIDTH) | {
 # ---- presses of kvpress, given what it would look for --------------------------------------------
 
 
-def _q_filters(press: Any, filters: QFilters) -> None:
+def _q_filters(press, filters):
     _from_the_hub(press, qfilter_press.QFilters(*filters.directions.shape), filters)
 
 
-def _stats(press: Any, stats: ExpectedAttentionStats) -> None:
+def _stats(press, stats):
     about = {"dataset_name": "", "model_name": "", "num_samples": 0, "sample_seq_len": 0}
     module = with_stats.ExpectedAttentionStats(*stats.mean.shape, n_sink=4, **about)
     _from_the_hub(press, module, stats)
 
 
-def _kvzap(press: Any, regressor: KVzapRegressor) -> None:
+def _kvzap(press, regressor):
     sizes, hidden = regressor.sizes, regressor.hidden_bias
     config = kvzap_press.KVzapConfig(
         input_dim=sizes["hidden_size"],
@@ -94,14 +85,14 @@ def _kvzap(press: Any, regressor: KVzapRegressor) -> None:
     _from_the_hub(press, kvzap_press.KVzapModel(config), regressor)
 
 
-def _from_the_hub(press: Any, found: torch.nn.Module, fit: Any) -> None:
+def _from_the_hub(press, found, fit):
     """Have `press` find `found`, with what `fit` has learned, wherever it looks for one."""
     tensors = as_published(fit)
     found.to(next(iter(tensors.values())).dtype).load_state_dict(tensors)
     _loading(press, type(found), "from_pretrained", found)
 
 
-def _gates(press: Any, gates: KVzipGates) -> None:
+def _gates(press, gates):
     sizes = gates.sizes
     n_kv, group = sizes["kv_heads"], sizes["heads"] // sizes["kv_heads"]
     modules = torch.nn.ModuleList(
@@ -112,41 +103,39 @@ def _gates(press: Any, gates: KVzipGates) -> None:
     _loading(press, fastkvzip_press, "load_fastkvzip", [*modules])
 
 
-def _loading(press: Any, where: Any, name: str, found: Any) -> None:
+def _loading(press, where, name, found):
     """Have `press` find `found` where it calls the function `name`."""
     load = press.post_init_from_model
 
-    def post_init_from_model(model: Any) -> None:
+    def post_init_from_model(model):
         with patch.object(where, name, lambda *_, **__: found):
             load(model)
 
     press.post_init_from_model = post_init_from_model
 
 
-def _curves(press: Any, curves: BudgetCurves) -> None:
+def _curves(press, curves):
     press._load_budget_curves = lambda _: curves.rates.numpy()
 
 
-def _head_scores(
-    press: Any, head_scores: HeadScores, sink_size: int = 128, recent_size: int = 256
-) -> None:
+def _head_scores(press, head_scores, sink_size=128, recent_size=256):
     press.load_attention_pattern = lambda _: (sink_size, recent_size, head_scores.scores.numpy())
 
 
-def _delimiter(press: Any, delimiter_token_id: int) -> None:
+def _delimiter(press, delimiter_token_id):
     press.delimiter_token, press.delimiter_token_id = "<sep>", delimiter_token_id
 
 
-def _replayed(press: Any, prompts: Any = None, adapter: Any = None) -> None:
+def _replayed(press, prompts=None, adapter=None):
     """`Repeated` and `Restored` hand these over."""
 
 
-def _sketch(press: Any) -> None:
+def _sketch(press):
     """Have it draw this repository's numbers."""
     score, randn = press.score, torch.randn
 
-    def score_with_it(module: Any, hidden_states: Tensor, keys: Tensor, *rest: Any) -> Tensor:
-        def ours(*shape: int, **_: Any) -> Tensor:
+    def score_with_it(module, hidden_states, keys, *rest):
+        def ours(*shape, **_):
             with patch.object(torch, "randn", randn):
                 return sketch(shape[-3:], module.layer_idx, keys).expand(shape)
 
@@ -156,15 +145,15 @@ def _sketch(press: Any) -> None:
     press.score = score_with_it
 
 
-def _draws(press: Any, seed: int) -> None:
+def _draws(press, seed):
     """Have it draw this repository's numbers."""
     compress, calls = press.compress, Counter[int]()
 
-    def compress_with_them(module: Any, *args: Any, **kwargs: Any) -> Any:
+    def compress_with_them(module, *args, **kwargs):
         calls[module.layer_idx] += 1
         forward = calls[module.layer_idx] * press.compression_interval
 
-        def ours(probabilities: Tensor, **_: Any) -> Tensor:
+        def ours(probabilities, **_):
             numbers = uniform(probabilities.shape[1:], seed, module.layer_idx, forward)
             return (numbers < probabilities).to(probabilities)
 
@@ -174,7 +163,7 @@ def _draws(press: Any, seed: int) -> None:
     press.compress = compress_with_them
 
 
-HANDED: dict[str, Callable[..., None]] = {
+HANDED = {
     "QFilterPress": _q_filters,
     "ExpectedAttentionStatsPress": _stats,
     "KVzapPress": _kvzap,
@@ -189,9 +178,9 @@ HANDED: dict[str, Callable[..., None]] = {
 }
 
 
-def _handed(name: str, *args: Any, **kwargs: Any) -> Any:
+def _handed(name, *args, **kwargs):
     """kvpress's press, which also takes the arguments that only ours has."""
-    wanted: Sequence[str] = [*signature(HANDED[name]).parameters][1:]
+    wanted = [*signature(HANDED[name]).parameters][1:]
     given = {key: kwargs.pop(key) for key in wanted if key in kwargs}
     press = getattr(kvpress, name)(*args, **kwargs)
     if given or not wanted:
@@ -214,14 +203,14 @@ class Question:
     length: int
     question_length: int
 
-    def __call__(self, model: PreTrainedModel, press: Any, past: DynamicCache) -> None:
+    def __call__(self, model, press, past):
         parts = [self.length - self.question_length, self.question_length]
         given, asked = token_ids(self.length).split(parts, dim=1)
         ids = torch.cat((given, torch.tensor([[DELIMITER]]), asked), dim=1)
         with torch.no_grad(), press(model):
             model(ids, past_key_values=past)
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.length} tokens, the last {self.question_length} a question"
 
 
@@ -230,7 +219,7 @@ class PromptTokenizer:
 
     chat_template = None
 
-    def encode(self, text: str, **_: Any) -> Tensor:
+    def encode(self, text, **_):
         ids = {kvzip.FIRST: PROMPTS.first, kvzip.NEXT: PROMPTS.following, "\n": PROMPTS.suffix}
         return torch.tensor([ids.get(text, [])], dtype=torch.long)
 
@@ -238,7 +227,7 @@ class PromptTokenizer:
 class Repeated(Context):
     """A context that kvpress asks to repeat in the words of `PROMPTS`."""
 
-    def __call__(self, model: PreTrainedModel, press: Any, past: DynamicCache) -> None:
+    def __call__(self, model, press, past):
         with patch.object(AutoTokenizer, "from_pretrained", lambda *_, **__: PromptTokenizer()):
             super().__call__(model, press, past)
 
@@ -246,7 +235,7 @@ class Repeated(Context):
 class ReadAgain(Context):
     """A context that is read again, which kvpress leaves in a cache by heads: it is taken out."""
 
-    def __call__(self, model: PreTrainedModel, press: Any, past: DynamicCache) -> None:
+    def __call__(self, model, press, past):
         super().__call__(model, press, past)
         for layer in past.layers:
             if layer.keys.shape[2] > self.length and layer.get_seq_length() > self.length:
@@ -254,7 +243,7 @@ class ReadAgain(Context):
                 layer.values = layer.values[:, :, : self.length]
 
 
-def published(folder: Path) -> Path:
+def published(folder):
     """`ADAPTER` as PEFT saves it, with the embeddings beside it."""
     rank, alpha = 4, 8
     tensors = {}
@@ -274,7 +263,7 @@ def published(folder: Path) -> Path:
 class Restored(Repeated):
     """A context after which kvpress runs the embeddings of `ADAPTER`, which it finds published."""
 
-    def __call__(self, model: PreTrainedModel, press: Any, past: DynamicCache) -> None:
+    def __call__(self, model, press, past):
         if isinstance(press, ReplayPress):
             super().__call__(model, press, past)
             for index, layer in enumerate(past.layers):  # no forward of this cache has made them

@@ -1,12 +1,10 @@
 """What is looked at on one side: functions of a case, and of whose side it is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest.mock import patch
 
 import kvpress
@@ -21,12 +19,11 @@ import hooks_impl
 from press_core import AttentionCall
 from press_core.presses.keys import LagKV
 from tests.oracle import handed
-from tests.oracle.cases import LLAMA, Case, press_of
+from tests.oracle.cases import LLAMA, press_of
 from tests.oracle.parity import compare, held_by
 from tests.oracle.running import (
     VOCABULARY,
     Context,
-    Held,
     RecordingCache,
     held,
     held_after,
@@ -47,23 +44,23 @@ class Given(NamedTuple):
     ids: tuple[Tensor, ...]
     options: Callable[[Tensor], dict[str, Tensor]] = lambda _: {}
 
-    def __call__(self, model: Any, press: Any, past: DynamicCache) -> None:
+    def __call__(self, model, press, past):
         with torch.no_grad(), press(model):
             for ids in self.ids:
                 model(ids, past_key_values=past, **self.options(ids))
 
 
-def _padding(ids: Tensor) -> dict[str, Tensor]:
+def _padding(ids):
     mask = torch.ones_like(ids)
     mask[:, :20] = 0
     return {"attention_mask": mask, "position_ids": (mask.cumsum(dim=-1) - 1).clamp(min=0)}
 
 
-def _no_positions(ids: Tensor) -> dict[str, Tensor]:
+def _no_positions(ids):
     return {"position_ids": torch.zeros_like(ids)}
 
 
-def _two_questions() -> Given:
+def _two_questions():
     """Two rows with a delimiter in different places."""
     ids = token_ids(100, batch=2)
     ids[0, 60], ids[1, 80] = handed.DELIMITER, handed.DELIMITER
@@ -73,7 +70,7 @@ def _two_questions() -> Given:
 class Seeded(Context):
     """A context, under another state of torch's generator and with kvpress's own numbers."""
 
-    def __call__(self, model: Any, press: Any, past: DynamicCache) -> None:
+    def __call__(self, model, press, past):
         torch.manual_seed(1)
         vars(press).pop("score", None)
         super().__call__(model, press, past)
@@ -91,7 +88,7 @@ RUNS = {
 # ---- what is held --------------------------------------------------------------------------------
 
 
-def of_held(see: Callable[[Held], Any]) -> Callable[[Case, str], Any]:
+def of_held(see):
     """What `see` makes of all that is held after a case."""
     return lambda case, whose: see(held_by(whose, case))
 
@@ -112,14 +109,14 @@ fewest = of_held(lambda held: min(len(head.kept) for layer in held for head in l
 
 
 @of_held
-def alike(held: Held) -> list[bool]:
+def alike(held):
     """Whether the first two layers are, and the two rows of the first."""
     first, second = ([head.kept for head in layer] for layer in held[:2])
     return [first == second, first[:2] == first[2:]]
 
 
 @of_held
-def ranks(held: Held) -> list[list[float]]:
+def ranks(held):
     """By layer and head, LagKV's scores of what is kept."""
     past = DynamicCache()
     with torch.no_grad():
@@ -134,7 +131,7 @@ def ranks(held: Held) -> list[list[float]]:
     return found
 
 
-def stored(case: Case, whose: str) -> list[int]:
+def stored(case, whose):
     """How many tokens and channels of keys the first layer stores."""
     past = RecordingCache()
     case.run(model_for(whose, case.setting), press_of(case.press, whose, 0.5), past)
@@ -144,17 +141,17 @@ def stored(case: Case, whose: str) -> list[int]:
 # ---- comparisons on one side ---------------------------------------------------------------------
 
 
-def as_others(*others: dict[str, Any]) -> Callable[[Case, str], bool]:
+def as_others(*others):
     """Whether a case holds the same as one with another press, run or setting does."""
 
-    def look(case: Case, whose: str) -> bool:
+    def look(case, whose):
         mine = held_by(whose, case)
         return all(bool(compare(mine, held_by(whose, replace(case, **o)))) for o in others)
 
     return look
 
 
-def rows_as_alone(case: Case, whose: str) -> bool:
+def rows_as_alone(case, whose):
     alone = []
     for row in token_ids(390, batch=2).split(1):
         alone.append(held_by(whose, replace(case, run=Given((row,)))))
@@ -162,13 +159,13 @@ def rows_as_alone(case: Case, whose: str) -> bool:
     return bool(compare(held_by(whose, replace(case, run=Context(390, batch=2))), together))
 
 
-def chunk_as_alone(case: Case, whose: str) -> bool:
+def chunk_as_alone(case, whose):
     chunked = replace(case, press=f"ChunkPress({case.press}, chunk_length=130)")
     alone = replace(case, run=Given((token_ids(390)[:, :130],)))
     return kept(chunked, whose)[:65] == kept(alone, whose)
 
 
-def steps_as_at_once(case: Case, whose: str) -> bool:
+def steps_as_at_once(case, whose):
     steps = f"DecodingPress({case.press}, compression_interval=7, target_size=33)"
     at_once = case.press.replace("(", "(1 - 33.5 / 67, ")
     return kept(replace(case, press=steps, run=Context(60, then=7)), whose) == kept(
@@ -176,7 +173,7 @@ def steps_as_at_once(case: Case, whose: str) -> bool:
     )
 
 
-def as_sinks_and_recent(case: Case, whose: str) -> bool:
+def as_sinks_and_recent(case, whose):
     """Whether StreamingLLM keeps the ends of what a press has left."""
     left = kept(case, whose)
     n = len(left) // 2
@@ -187,7 +184,7 @@ def as_sinks_and_recent(case: Case, whose: str) -> bool:
 # ---- looks of one difference each ----------------------------------------------------------------
 
 
-def buffered_states(case: Case, whose: str) -> list[int]:
+def buffered_states(case, whose):
     found = []
 
     class Seeing(SCORER_PRESSES[whose]):
@@ -200,7 +197,7 @@ def buffered_states(case: Case, whose: str) -> list[int]:
     return found
 
 
-def ratio_after_an_error(case: Case, whose: str) -> float:
+def ratio_after_an_error(case, whose):
     class Failing(SCORER_PRESSES[whose]):
         def score(self, module, hidden_states, keys, values, attentions, kwargs):
             raise ZeroDivisionError
@@ -214,7 +211,7 @@ def ratio_after_an_error(case: Case, whose: str) -> float:
     raise AssertionError("the press did not run")
 
 
-def answers_a_question(case: Case, whose: str) -> bool:
+def answers_a_question(case, whose):
     model, past = model_for(whose, LLAMA), DynamicCache()
     ids, positions = token_ids(105), torch.arange(100, 105)[None]
     with torch.no_grad(), press_of(case.press, whose, 0.5)(model):
@@ -223,7 +220,7 @@ def answers_a_question(case: Case, whose: str) -> bool:
     return bool(torch.isfinite(logits).all())
 
 
-def change_of_another_cache(case: Case, whose: str) -> str:
+def change_of_another_cache(case, whose):
     """What a press does to the logits over a cache that it did not prune."""
     model, ids, logits = model_for(whose, LLAMA), token_ids(101), []
     for prunes in (False, True):
@@ -241,14 +238,14 @@ def change_of_another_cache(case: Case, whose: str) -> str:
     return "little" if torch.allclose(*logits) else "much"
 
 
-def n_kept_after_a_question(case: Case, whose: str) -> int:
+def n_kept_after_a_question(case, whose):
     """Of a prompt without a delimiter, after one with it."""
     press, model = press_of(case.press, whose, 0.5), model_for(whose, LLAMA)
     held_after(handed.Question(100, 30), press, model)
     return len(held_after(Context(100), press, model)[0][0].kept)
 
 
-def grows_the_vocabulary(case: Case, whose: str) -> bool:
+def grows_the_vocabulary(case, whose):
     words = WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
     model, press = deepcopy(model_for(whose, LLAMA)), press_of(case.press, whose, 0.5)
@@ -256,22 +253,22 @@ def grows_the_vocabulary(case: Case, whose: str) -> bool:
     return model.get_input_embeddings().num_embeddings > VOCABULARY
 
 
-def n_without_network(case: Case, whose: str) -> list[int]:
-    def no_network(*_: Any, **__: Any) -> None:
+def n_without_network(case, whose):
+    def no_network(*_, **__):
         raise ConnectionError("no network")
 
     with patch.object(duo_attention_press, "load_dataset", no_network):
         return sorted(len(head.kept) for layer in held_by(whose, case) for head in layer)
 
 
-def n_inside_and_after(case: Case, whose: str) -> list[int]:
+def n_inside_and_after(case, whose):
     """How many tokens there are before a scope closes, and afterwards."""
     inside = []
 
     class Watched(handed.Repeated):
-        def __call__(self, model: Any, press: Any, past: Any) -> None:
+        def __call__(self, model, press, past):
             @contextmanager
-            def watched(model: Any) -> Any:
+            def watched(model):
                 with press(model):
                     yield
                     inside.append(sum(len(h.kept) for x in held(past, model) for h in x))
@@ -282,14 +279,14 @@ def n_inside_and_after(case: Case, whose: str) -> list[int]:
     return [inside[0], after]
 
 
-def reports_the_truth(case: Case, whose: str) -> bool:
+def reports_the_truth(case, whose):
     press = press_of(case.press, whose, 0.5)
     layers = held_after(Context(100), press, model_for(whose, LLAMA))
     n = sum(len(head.kept) for layer in layers for head in layer)
     return abs(press.compression_ratio - (1 - n / 600)) < 1e-6
 
 
-def scores_tokens_alike(case: Case, whose: str) -> bool:
+def scores_tokens_alike(case, whose):
     """Whether kvpress gives any token that is alone the same score; ours is built around it."""
     if whose != "kvpress":
         press_of(f"DMSPress({case.press}, 0.0, decoding=True)", whose, 0.5)

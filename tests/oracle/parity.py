@@ -1,14 +1,12 @@
 """What a side holds after a case, and how far two sides agree."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
-from tests.oracle.cases import Case, press_of
-from tests.oracle.running import Held, held_after, model_for
+from tests.oracle.cases import press_of
+from tests.oracle.running import held_after, model_for
 
 
 class Agreement(NamedTuple):
@@ -24,23 +22,23 @@ class Agreement(NamedTuple):
     same: int
     first: str = ""
 
-    def __bool__(self) -> bool:
+    def __bool__(self):
         return self.heads == self.same
 
 
 @cache
-def held_by(whose: str, case: Case, ratio: float = 0.5) -> Held:
+def held_by(whose, case, ratio=0.5):
     """What the press of `"hooks"`, `"patches"` or `"kvpress"` holds."""
     press = press_of(case.press, whose, ratio)
     return held_after(case.run, press, model_for(whose, case.setting))
 
 
 @cache
-def agreement(case: Case, ratio: float, mechanism: str) -> Agreement:
+def agreement(case, ratio, mechanism):
     return compare(held_by(mechanism, case, ratio), held_by("kvpress", case, ratio))
 
 
-def compare(ours: Held, theirs: Held) -> Agreement:
+def compare(ours, theirs):
     """Head by head, whatever the order in the cache."""
     assert [len(layer) for layer in ours] == [len(layer) for layer in theirs]
     heads = same = 0

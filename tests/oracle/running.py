@@ -5,16 +5,14 @@ recorded on their way into the cache; a token is held where its value is still t
 or its key, where values were merged.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from experiments.testbed.families import build
@@ -34,13 +32,11 @@ class RecordingCache(DynamicCache):
         made: per layer, keys and values `(B, H_kv, q, d)`, forward by forward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.made: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        self.made = defaultdict(list)
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         self.made[layer_idx].append((key_states, value_states))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -57,13 +53,13 @@ class Head(NamedTuple):
     keys: Tensor
     values: Tensor
 
-    def in_time(self) -> Head:
+    def in_time(self):
         """The same in temporal order."""
         order = self.positions.argsort()
         return Head(self.positions[order], self.keys[order], self.values[order])
 
     @property
-    def kept(self) -> list[int]:
+    def kept(self):
         """Positions in temporal order."""
         return self.positions.sort().values.tolist()
 
@@ -80,7 +76,7 @@ class Setting(NamedTuple):
     dtype: torch.dtype = torch.float64
     attn_implementation: str = "sdpa"
 
-    def __str__(self) -> str:
+    def __str__(self):
         parts = [self.family, str(self.dtype).removeprefix("torch.")]
         if self.attn_implementation != "sdpa":
             parts.append(self.attn_implementation)
@@ -90,7 +86,7 @@ class Setting(NamedTuple):
 
 
 @cache
-def model_for(whose: str, setting: Setting) -> PreTrainedModel:
+def model_for(whose, setting):
     """The same weights for everyone, but nobody's model is touched by anybody else."""
     model = build(
         setting.family,
@@ -104,7 +100,7 @@ def model_for(whose: str, setting: Setting) -> PreTrainedModel:
     return model
 
 
-def token_ids(length: int, batch: int = 1, seed: int = 0) -> Tensor:
+def token_ids(length, batch=1, seed=0):
     """`(batch, length)` token ids, none of them twice in a row, so that no two values are equal."""
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randperm(VOCABULARY - 3, generator=generator)[:length] + 3 for _ in range(batch)]
@@ -119,7 +115,7 @@ class Context:
     batch: int = 1
     then: int = 0
 
-    def __call__(self, model: PreTrainedModel, press: Press, past: DynamicCache) -> None:
+    def __call__(self, model, press, past):
         ids = token_ids(self.length + self.then, self.batch)
         with torch.no_grad(), press(model):
             model(ids[:, : self.length], past_key_values=past)
@@ -127,12 +123,12 @@ class Context:
                 # kvpress leaves it to its users to say where a token stands.
                 model(ids[:, i : i + 1], past_key_values=past, position_ids=torch.tensor([[i]]))
 
-    def __str__(self) -> str:
+    def __str__(self):
         rows = f"{self.batch} rows of " if self.batch > 1 else ""
         return f"{rows}{self.length}{f' + {self.then}' if self.then else ''} tokens"
 
 
-def held_after(run: Run, press: Press, model: PreTrainedModel) -> Held:
+def held_after(run, press, model):
     """What the layers hold after `run`, with a press of this repository or of kvpress."""
     past = RecordingCache()
     for site in attention_sites(model):
@@ -142,7 +138,7 @@ def held_after(run: Run, press: Press, model: PreTrainedModel) -> Held:
     return held(past, model)
 
 
-def held(past: RecordingCache, model: PreTrainedModel) -> Held:
+def held(past, model):
     """What the layers of `past` hold."""
     made = {
         index: [torch.cat(states, dim=2) for states in zip(*forwards, strict=True)]
@@ -157,7 +153,7 @@ def held(past: RecordingCache, model: PreTrainedModel) -> Held:
     ]
 
 
-def _heads(layer: Any, module: nn.Module) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+def _heads(layer, module):
     """Row, KV head, keys and values `(n, d)` of each head of a layer."""
     if isinstance(layer, RaggedLayer):
         for index in range(len(layer.counts)):
@@ -174,7 +170,7 @@ def _heads(layer: Any, module: nn.Module) -> Iterator[tuple[int, int, Tensor, Te
             yield row, head, layer.keys[row, head][mine], layer.values[row, head][mine]
 
 
-def _positions_of(keys: Tensor, values: Tensor, made_keys: Tensor, made_values: Tensor) -> Tensor:
+def _positions_of(keys, values, made_keys, made_values):
     """Which of the tokens that were made the held ones `(n, d)` are, `(n,)` int64."""
     found = _found(values, made_values)
     if found is None and keys.shape[-1] == made_keys.shape[-1]:
@@ -183,7 +179,7 @@ def _positions_of(keys: Tensor, values: Tensor, made_keys: Tensor, made_values: 
     return found
 
 
-def _found(states: Tensor, made: Tensor) -> Tensor | None:
+def _found(states, made):
     """Where `states` `(n, d)` are among those `made` `(S, d)`, `(n,)` int64; None: not there.
 
     Of equal ones the first, which are the context's where it was replayed.

@@ -5,16 +5,12 @@ modules of a Llama and hands on hidden states, queries, keys and values that wer
 Presses that call projections get them computed.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
-from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -37,18 +33,18 @@ class Clock:
         spent: seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.spent, self._since = 0.0, 0.0
         self._counting = [False]
 
-    def _switch(self) -> None:
+    def _switch(self):
         now = perf_counter()
         if self._counting[-1]:
             self.spent += now - self._since
         self._since = now
 
     @contextmanager
-    def at(self, press: bool) -> Iterator[None]:
+    def at(self, press):
         """While a press is at work, or the model."""
         self._switch()
         self._counting.append(press)
@@ -59,8 +55,8 @@ class Clock:
             self._counting.pop()
 
 
-def _timed(function: Callable[..., Any], clock: Callable[[], Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
+def _timed(function, clock):
+    def call(*args, **kwargs):
         with clock():
             return function(*args, **kwargs)
 
@@ -68,11 +64,11 @@ def _timed(function: Callable[..., Any], clock: Callable[[], Any]) -> Callable[.
 
 
 @contextmanager
-def _hooks_timed(clock: Clock) -> Iterator[None]:
+def _hooks_timed(clock):
     """All hooks registered meanwhile are the press's."""
 
-    def timing(register: Callable[..., Any]) -> Callable[..., Any]:
-        def register_timed(module: nn.Module, hook: Any, **kwargs: Any) -> Any:
+    def timing(register):
+        def register_timed(module, hook, **kwargs):
             return register(module, _timed(hook, lambda: clock.at(press=True)), **kwargs)
 
         return register_timed
@@ -93,7 +89,7 @@ class StandIn:
         model: to open presses on.
     """
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length):
         total = length + REPLAYED
         config = LlamaConfig(
             vocab_size=VOCABULARY,
@@ -125,7 +121,7 @@ class StandIn:
                 self._replace(attention)
         self.model.model.forward = self._as_model(self._body)
 
-    def measure(self, press: Any, ids: Tensor, then: int = 0, attending: bool = False) -> float:
+    def measure(self, press, ids, then=0, attending=False):
         """Run once with a press: the seconds that it takes.
 
         Args:
@@ -148,25 +144,23 @@ class StandIn:
                 scope.__exit__(None, None, None)
         return clock.spent
 
-    def _as_model(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _as_model(self, function):
         return _timed(function, lambda: self._clock.at(press=False))
 
-    def _states(self, projection: nn.Module) -> Tensor:
+    def _states(self, projection):
         return projection(self.hidden).unflatten(-1, (-1, D)).transpose(1, 2)
 
-    def _replace(self, attention: Any) -> None:
+    def _replace(self, attention):
         project = attention.q_proj.forward
         query = attention.q_proj(self.hidden)
         key, value = (self._states(p) for p in (attention.k_proj, attention.v_proj))
         _, key = apply_rotary_pos_emb(key, key, *self.rotation)
         asked: list[slice] = []  # by the stand-in itself
 
-        def q_proj(hidden_states: Tensor) -> Tensor:
+        def q_proj(hidden_states):
             return query[:, asked[-1]] if asked else project(hidden_states)
 
-        def forward(
-            hidden_states: Tensor, past_key_values: Any, position_ids: Tensor, **kwargs: Any
-        ) -> Any:
+        def forward(hidden_states, past_key_values, position_ids, **kwargs):
             start = int(position_ids[0, 0])
             now = slice(start, start + hidden_states.shape[1])
             asked.append(now)
@@ -186,7 +180,7 @@ class StandIn:
         attention.q_proj.forward = q_proj
         attention.forward = self._as_model(forward)
 
-    def _body(self, input_ids: Tensor, past_key_values: Any, **_: Any) -> BaseModelOutputWithPast:
+    def _body(self, input_ids, past_key_values, **_):
         body = self.model.model
         n, start = body.embed_tokens(input_ids).shape[1], past_key_values.get_seq_length()
         now = slice(start, start + n)

@@ -3,8 +3,6 @@
 A test of `kept.yaml` and `works.yaml` fails as soon as either side changes.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

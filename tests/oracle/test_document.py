@@ -1,7 +1,5 @@
 """docs/parity.md is what a run would write."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from pathlib import Path
 
@@ -47,7 +45,7 @@ Each row is shown, on both sides, by a test of
 """
 
 
-def document() -> str:
+def document():
     """What `docs/parity.md` should hold."""
     presses = set().union(*(case.presses for case in CASES))
     notes = list(dict.fromkeys(case.note for case in CASES if case.note))
@@ -69,7 +67,7 @@ def document() -> str:
     )
 
 
-def _row(name: str, cases: list[Case], notes: list[str]) -> str:
+def _row(name, cases, notes):
     counts = []
     for mechanism in MECHANISMS:
         found = [agreement(case, r, mechanism) for case in cases for r in case.ratios]
@@ -83,7 +81,7 @@ def _row(name: str, cases: list[Case], notes: list[str]) -> str:
     return f"| {' | '.join([f'`{name}`{mark}', runs, used, *counts])} |"
 
 
-def _setting(case: Case) -> str:
+def _setting(case):
     """What differs from Llama in float64."""
     return str(case.setting).replace(", float64", "").removeprefix("llama, ")
 

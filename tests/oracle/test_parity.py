@@ -1,7 +1,5 @@
 """The same tokens are kept as kvpress keeps."""
 
-from __future__ import annotations
-
 import pytest
 
 import hooks_impl

@@ -12,8 +12,6 @@ that do, there are two rows: one as of all others, and one with 16 tokens decode
 and attention count on both sides. (Not of KVzip, which in kvpress evicts only after decoding.)
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import statistics
@@ -123,23 +121,23 @@ class Row:
 class Comparison:
     """One press, here and in kvpress."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.name, self.then = name, 4 if "Decoding" in name or name == "CAMPress" else 0
         self.stand_in = StandIn(LENGTH)
         self.ids = self.stand_in.ids[:, :LENGTH].clone()
         if name == "FinchPress":
             self.ids[0, -65] = handed.DELIMITER
 
-    def milliseconds(self, whose: str, decoded: int) -> float:
+    def milliseconds(self, whose, decoded):
         press = press_of(TIMED[self.name], whose, 0.5, GIVEN)
         gc.disable()
         spent = self.stand_in.measure(press, self.ids, decoded or self.then, attending=decoded > 0)
         gc.enable()
         return 1000 * spent / N_LAYERS
 
-    def row(self, decoded: int = 0) -> Row:
+    def row(self, decoded=0):
         sides = "hooks", "kvpress"
-        rounds: list[list[float]] = []
+        rounds = []
         began = perf_counter()
         for number in range(-1, ROUNDS):
             if number >= LEAST and perf_counter() - began > SECONDS:
@@ -154,7 +152,7 @@ class Comparison:
         return Row(*what, *times_of_sides, statistics.median(ratios), *median_interval(ratios))
 
 
-def _compare(name: str) -> list[Row]:
+def _compare(name):
     """The rows of a press."""
     tokenizer = patch.object(
         handed.AutoTokenizer, "from_pretrained", lambda *_, **__: handed.PromptTokenizer()
@@ -164,7 +162,7 @@ def _compare(name: str) -> list[Row]:
         return [comparison.row(n) for n in ((0, DECODED) if name in HEADWISE else (0,))]
 
 
-def main(names: list[str]) -> None:
+def main(names):
     threads = torch.get_num_threads()
     print(f"torch {torch.__version__}, {threads} threads, {os.cpu_count()} cores", file=sys.stderr)
     context, found = get_context("forkserver"), list[Row]()

@@ -1,7 +1,5 @@
 """A prefill made of drawn numbers, for formulas against slow references."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -10,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from press_core import AttentionCall, AttentionSite, attention_sites
 from press_core.learned.calibration import Calibration
@@ -29,20 +27,20 @@ KV = list(itertools.product(range(BATCH), range(KV_HEADS)))
 """Each KV head of each row."""
 
 
-def drawn(*shape: int, seed: int = 0) -> Tensor:
+def drawn(*shape, seed=0):
     """Normal numbers in float64."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 @cache
-def site(layer: int = 0) -> AttentionSite:
+def site(layer=0):
     """An attention module of a small Llama."""
     model = build("llama", num_layers=LAYERS, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM)
     return attention_sites(model)[layer]
 
 
-def with_sinks() -> AttentionSite:
+def with_sinks():
     """With attention sinks of its own."""
     module = nn.Module()
     module.sinks = nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 0.0]), requires_grad=False)
@@ -58,13 +56,13 @@ SITES: dict[str, Callable[[], AttentionSite]] = {
 
 
 def called(
-    query: Tensor | None = None,
-    query_is_rotated: bool = False,
-    position_embeddings: tuple[Tensor, Tensor] | None = None,
-    position_ids: Tensor | None = None,
-    rotary_positions: Tensor | None = None,
-    **fields: Any,
-) -> AttentionCall:
+    query=None,
+    query_is_rotated=False,
+    position_embeddings=None,
+    position_ids=None,
+    rotary_positions=None,
+    **fields,
+):
     """A call with a query `(B, H, q, d)`, as it is before RoPE or after it."""
     return AttentionCall(
         query=None if query is None else Query(query, query_is_rotated),
@@ -73,14 +71,7 @@ def called(
     )
 
 
-def drawn_call(
-    length: int,
-    seed: int = 0,
-    batch: int = BATCH,
-    dtype: torch.dtype = torch.float64,
-    scale: float = 1.0,
-    **fields: Any,
-) -> AttentionCall:
+def drawn_call(length, seed=0, batch=BATCH, dtype=torch.float64, scale=1.0, **fields):
     """A prefill; the query is given as it is before RoPE, unless `query_is_rotated` is among them.
 
     Args:
@@ -88,7 +79,7 @@ def drawn_call(
     """
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(*shape: int) -> Tensor:
+    def draw(*shape):
         states = torch.randn(batch, *shape, generator=generator, dtype=torch.float64)
         return (scale * states).to(dtype)
 
@@ -106,7 +97,7 @@ def drawn_call(
     return called(**{**known, **fields})
 
 
-def of_family(recorded: Any) -> AttentionCall:
+def of_family(recorded):
     """The call of what `record` has recorded."""
     return called(
         site=recorded.site,
@@ -119,7 +110,7 @@ def of_family(recorded: Any) -> AttentionCall:
     )
 
 
-def rotated(x: Tensor, position: int) -> Tensor:
+def rotated(x, position):
     """RoPE of one state `(d,)`, channels paired by halves, theta 10,000."""
     half = len(x) // 2
     turned = torch.empty_like(x)
@@ -131,7 +122,7 @@ def rotated(x: Tensor, position: int) -> Tensor:
     return turned
 
 
-def attention_row(call: AttentionCall, row: int, head: int, token: int) -> Tensor:
+def attention_row(call, row, head, token):
     """What the query of `token` puts on each of the keys up to its own, `(token + 1,)`."""
     assert not call.query.is_rotated
     query = rotated(call.query.states[row, head, token], token)
@@ -148,7 +139,7 @@ def attention_row(call: AttentionCall, row: int, head: int, token: int) -> Tenso
 # ---- what presses have learned -------------------------------------------------------------------
 
 
-def fitted(kind: type[F], *names: str, **sizes: int) -> F:
+def fitted(kind, *names, **sizes):
     """Something learned, of drawn numbers, about the model of `site`.
 
     Args:
@@ -163,9 +154,7 @@ def fitted(kind: type[F], *names: str, **sizes: int) -> F:
     return kind(**{n: drawn(*[known[x] for x in of], seed=seed) for seed, (n, of) in drawn_with})
 
 
-def learned(
-    layers: int, heads: int, kv_heads: int, head_dim: int, hidden_size: int
-) -> dict[str, Any]:
+def learned(layers, heads, kv_heads, head_dim, hidden_size):
     """What presses might have learned about a model of these sizes, by names in capitals."""
     sizes = {"layers": layers, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     sizes["hidden_size"] = hidden_size
@@ -187,7 +176,7 @@ def learned(
     }
 
 
-FITS: dict[str, Any] = {
+FITS = {
     "filters": fitted(QFilters),
     "stats": fitted(ExpectedAttentionStats),
     "linear": fitted(KVzapRegressor, "weight", "bias", width=WIDTH),
@@ -204,7 +193,7 @@ FITS: dict[str, Any] = {
 """One of everything that presses learn."""
 
 
-def as_published(fit: Any) -> dict[str, Tensor]:
+def as_published(fit):
     """In the layout of nthngdy/*_qfilt, alessiodevoto/exp_att_stats_* or KVzap-*.
 
     Gates in that of the published pickle, which `docs/learned.md` turns into safetensors.
@@ -244,7 +233,7 @@ class Prepared:
     known: Any
     sites: tuple[AttentionSite, ...] = ()
 
-    def prepared(self, press: Any) -> Any:
+    def prepared(self, press):
         return self.known
 
 

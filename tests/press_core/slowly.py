@@ -4,86 +4,73 @@ Each function gives the scores `(S,)` of one KV head, of a prefill and a press; 
 press protects score 0 here.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.functional import pad
 
-from press_core import AttentionCall
 from press_core.presses.keys import sketch
-from tests.press_core.drawn import (
-    DIM,
-    GROUP,
-    HEADS,
-    KV_HEADS,
-    attention_row,
-    rotated,
-)
+from tests.press_core.drawn import DIM, GROUP, HEADS, KV_HEADS, attention_row, rotated
 
 
-def members(head: int) -> range:
+def members(head):
     """The query heads of a KV head."""
     return range(head * GROUP, (head + 1) * GROUP)
 
 
-def mean(states: Sequence[Tensor]) -> Tensor:
+def mean(states):
     return torch.stack([*states]).mean(dim=0)
 
 
-def weights(call: AttentionCall, row: int, head: int, token: int) -> Tensor:
+def weights(call, row, head, token):
     """Causal attention of one query of one head, over all `S` keys."""
     return pad(attention_row(call, row, head, token), (0, call.length - token - 1))
 
 
-def of_group(call: AttentionCall, row: int, head: int, token: int) -> Tensor:
+def of_group(call, row, head, token):
     return mean([weights(call, row, member, token) for member in members(head)])
 
 
-def pooled(scores: Tensor, kernel: int) -> Tensor:
+def pooled(scores, kernel):
     """Mean over neighbours, zeros beyond the ends."""
     reach = kernel // 2
     sums = [scores[max(0, j - reach) : j + reach + 1].sum() for j in range(len(scores))]
     return torch.stack(sums) / kernel
 
 
-def knorm(call: AttentionCall, _: Any, row: int, head: int) -> Tensor:
+def knorm(call, _, row, head):
     return torch.stack([-(key @ key).sqrt() for key in call.keys[row, head]])
 
 
-def keydiff(call: AttentionCall, _: Any, row: int, head: int) -> Tensor:
+def keydiff(call, _, row, head):
     units = [key / (key @ key).sqrt() for key in call.keys[row, head]]
     anchor = mean(units)
     return -(torch.stack(units) @ anchor) / (anchor @ anchor).sqrt()
 
 
-def snapkv(call: AttentionCall, press: Any, row: int, head: int) -> Tensor:
+def snapkv(call, press, row, head):
     before = call.length - press.window_size
     votes = mean([of_group(call, row, head, token) for token in range(before, call.length)])
     return pad(pooled(votes[:before], press.kernel_size), (0, press.window_size))
 
 
-def tova(call: AttentionCall, _: Any, row: int, __: int) -> Tensor:
+def tova(call, _, row, __):
     return mean([weights(call, row, head, call.length - 1) for head in range(HEADS)])
 
 
-def observed_attention(call: AttentionCall, _: Any, row: int, head: int) -> Tensor:
+def observed_attention(call, _, row, head):
     """Mean over the queries that see a key."""
     rows = torch.stack([of_group(call, row, head, token) for token in range(call.length)])
     return torch.stack([rows[j:, j].mean() for j in range(call.length)])
 
 
-def expected_attention(call: AttentionCall, press: Any, row: int, head: int) -> Tensor:
+def expected_attention(call, press, row, head):
     n_sink, future = press.n_sink, range(call.length, call.length + press.n_future_positions)
 
-    def turned(state: Tensor) -> Tensor:
+    def turned(state):
         return mean([rotated(state, position) for position in future])
 
-    def of_member(member: int) -> Tensor:
+    def of_member(member):
         queries = call.query.states[row, member, n_sink:]
         anchor, logits = queries.mean(dim=0), []
         deviations = [turned(state - anchor) for state in queries]
@@ -100,7 +87,7 @@ def expected_attention(call: AttentionCall, press: Any, row: int, head: int) -> 
     return pad(scores, (n_sink, 0))
 
 
-def cap(call: AttentionCall, press: Any, row: int, head: int) -> Tensor:
+def cap(call, press, row, head):
     tokens = range(press.n_sink, call.length)
     future = range(call.length, call.length + press.n_future_positions)
     keys, values = (x[row, head, press.n_sink :] for x in (call.keys, call.values))
@@ -119,7 +106,7 @@ def cap(call: AttentionCall, press: Any, row: int, head: int) -> Tensor:
     return total
 
 
-def lagkv(call: AttentionCall, press: Any, row: int, head: int) -> Tensor:
+def lagkv(call, press, row, head):
     lag, scores = press.lag_size, torch.zeros(call.length).double()
     for block in range((call.length - press.n_sink) // lag - 1):
         judged = slice(press.n_sink + block * lag, press.n_sink + (block + 1) * lag)
@@ -131,7 +118,7 @@ def lagkv(call: AttentionCall, press: Any, row: int, head: int) -> Tensor:
     return scores
 
 
-def dropkv(call: AttentionCall, press: Any, row: int, head: int) -> Tensor:
+def dropkv(call, press, row, head):
     """What the last outputs lose if a pair is taken out and they are computed again."""
     before = call.length - press.window_size
     losses = torch.zeros(before).double()
@@ -147,7 +134,7 @@ def dropkv(call: AttentionCall, press: Any, row: int, head: int) -> Tensor:
     return pad(pooled(losses, press.kernel_size), (0, press.window_size))
 
 
-def rkv(call: AttentionCall, press: Any, row: int, head: int) -> Tensor:
+def rkv(call, press, row, head):
     window, reach = press.window_size, press.kernel_size // 2
     before, keys = call.length - window, call.keys[row, head]
     important = torch.zeros(before).double()
@@ -166,10 +153,10 @@ def rkv(call: AttentionCall, press: Any, row: int, head: int) -> Tensor:
     return pad(press.mix_lambda * important - (1 - press.mix_lambda) * redundant, (0, window))
 
 
-def cur(call: AttentionCall, press: Any, row: int, head: int) -> Tensor:
+def cur(call, press, row, head):
     """Shares of squared norms, each divided by the sum of its window."""
 
-    def leverage(states: Tensor) -> Tensor:
+    def leverage(states):
         if press.use_random_leverage:
             states = states @ sketch((DIM, 20), call.site.layer_idx, states)
         squares = torch.stack([state @ state for state in states])
@@ -184,13 +171,13 @@ def cur(call: AttentionCall, press: Any, row: int, head: int) -> Tensor:
     return combined[press.leverage_type] / combined[press.leverage_type].sum()
 
 
-def qfilter(call: AttentionCall, _: Any, row: int, head: int) -> Tensor:
+def qfilter(call, _, row, head):
     """How far a key lies against the filter."""
     direction = call.scope.known.directions[call.site.layer_idx, head]
     return torch.stack([-(key @ direction) for key in call.keys[row, head]])
 
 
-def kvzap(call: AttentionCall, _: Any, row: int, head: int) -> Tensor:
+def kvzap(call, _, row, head):
     """Each token through the regressor."""
     given, layer, scores = call.scope.known, call.site.layer_idx, []
     for state in call.hidden_states[row]:
@@ -204,14 +191,12 @@ def kvzap(call: AttentionCall, _: Any, row: int, head: int) -> Tensor:
 # ---- Compactor: standardised over all tokens of all heads of a row -------------------------------
 
 
-def _standardised(heads: list[Tensor], head: int) -> Tensor:
+def _standardised(heads, head):
     scores = torch.stack(heads)
     return (scores[head] - scores.mean()) / scores.std()
 
 
-def leverage(
-    call: AttentionCall, press: Any, row: int, head: int, tokens: range | None = None
-) -> Tensor:
+def leverage(call, press, row, head, tokens=None):
     """`x (XᵀX + λI)⁻¹ xᵀ` of the centred keys before RoPE times a sketch."""
     width = press.sketch_dimension
     projection, heads = sketch((KV_HEADS, DIM, width), call.site.layer_idx, call.keys), []
@@ -224,9 +209,7 @@ def leverage(
     return _standardised(heads, head)
 
 
-def non_causal(
-    call: AttentionCall, press: Any, row: int, head: int, tokens: range | None = None
-) -> Tensor:
+def non_causal(call, press, row, head, tokens=None):
     """Column sums of each chunk's softmax, mean over the group, times `‖v‖`, pooled over three."""
     tokens, heads, size = tokens or range(call.length), [], press.chunk_size
     part = slice(tokens.start, tokens.stop)
@@ -243,7 +226,7 @@ def non_causal(
     return _standardised(heads, head)
 
 
-def compactor(call: AttentionCall, press: Any, row: int, head: int) -> Tensor:
+def compactor(call, press, row, head):
     """Both, of the tokens between the two ends."""
     ends = press.sink_size_start, press.sink_size_end
     middle = range(ends[0], call.length - ends[1])

@@ -1,10 +1,5 @@
 """Attention weights are those of the model: explicit softmaxes, whole or in tiles."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,21 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 import hooks_impl
 from experiments.testbed.families import FAMILIES
 from press_core import attention_sites, kept_lengths
-from press_core.attention import (
-    attention_tiles,
-    mean_attention,
-    window_attention,
-)
+from press_core.attention import attention_tiles, mean_attention, window_attention
 from press_core.tiles import NUMBERS
-from tests.press_core.drawn import (
-    BATCH,
-    GROUP,
-    KV_HEADS,
-    called,
-    drawn_call,
-    of_family,
-    with_sinks,
-)
+from tests.press_core.drawn import BATCH, GROUP, KV_HEADS, called, drawn_call, of_family, with_sinks
+from tests.press_core.recorded import record
 from tests.support import build, token_ids
 
 LENGTH = 23
@@ -37,9 +21,7 @@ LENGTH = 23
 
 @pytest.mark.parametrize("at_once", [1, 4, 100, 1000, 100_000])
 @pytest.mark.parametrize("window", [1, 5, LENGTH])
-def test_tiles_of_attention_are_parts_of_all_of_it(
-    window: int, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiles_of_attention_are_parts_of_all_of_it(window, at_once, monkeypatch):
     monkeypatch.setitem(NUMBERS, "cpu", at_once)
     call = drawn_call(LENGTH, site=with_sinks())
     whole, seen = window_attention(call, window), torch.zeros(KV_HEADS, window)
@@ -56,7 +38,7 @@ def test_tiles_of_attention_are_parts_of_all_of_it(
 
 
 @pytest.mark.parametrize("window", [1, 5, LENGTH])
-def test_mean_attention_is_the_mean_of_all_rows(window: int) -> None:
+def test_mean_attention_is_the_mean_of_all_rows(window):
     call = drawn_call(LENGTH, site=with_sinks())
     weights, factors = window_attention(call, window), torch.arange(1.0, window + 1)
     found = mean_attention(call, call.queries(window))
@@ -66,9 +48,7 @@ def test_mean_attention_is_the_mean_of_all_rows(window: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_are_those_that_the_family_itself_computes(
-    family: str, record: Callable[..., Any]
-) -> None:
+def test_weights_are_those_that_the_family_itself_computes(family):
     recorded = record(family, 9)
     weights = window_attention(of_family(recorded), 9).flatten(1, 2)
     torch.testing.assert_close(weights, recorded.weights, atol=1e-5, rtol=1e-4)
@@ -77,7 +57,7 @@ def test_weights_are_those_that_the_family_itself_computes(
 @pytest.mark.parametrize(
     "option", [{"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_weights": False}]
 )
-def test_weights_are_scaled_as_the_options_of_gpt2_say(option: dict[str, bool]) -> None:
+def test_weights_are_scaled_as_the_options_of_gpt2_say(option):
     config = AutoConfig.for_model(
         "gpt2",
         vocab_size=32,
@@ -90,10 +70,9 @@ def test_weights_are_scaled_as_the_options_of_gpt2_say(option: dict[str, bool]) 
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     of_gpt2 = attention_sites(model)[2]
-    projected: list[Tensor] = []
+    projected = []
     with (
         of_gpt2.query_module.register_forward_hook(lambda *call: projected.append(call[2])),
-        torch.no_grad(),
     ):
         output = model(torch.arange(3, 12)[None], output_attentions=True)
     query, key, value = (x.view(1, 9, 2, 8).transpose(1, 2) for x in projected[0].chunk(3, dim=-1))
@@ -108,7 +87,7 @@ class Largest(TorchDispatchMode):
 
     numbers = 0
 
-    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, _, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(made):
             if isinstance(leaf, Tensor):
@@ -116,11 +95,8 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("name", ["ObservedAttentionPress", "KVComposePress"])
-def test_weights_that_nobody_returns_take_no_matrix(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_nobody_returns_take_no_matrix(name, monkeypatch):
     """Under sdpa twice the context takes twice the memory, not four times."""
     monkeypatch.setitem(NUMBERS, "cpu", 2**16)
     monkeypatch.setattr("press_core.replay.kvcompose.AT_A_TIME", 64)

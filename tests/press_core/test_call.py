@@ -1,10 +1,6 @@
 """A call gives a press its queries, and can be narrowed to some of its rows, tokens or keys."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,14 +9,14 @@ from hypothesis import strategies as st
 
 import patch_impl
 from experiments.testbed.families import FAMILIES
-from press_core import AttentionCall, UnsupportedInputError
+from press_core import UnsupportedInputError
 from tests.press_core.drawn import called
+from tests.press_core.recorded import record
 
 LENGTH = 7
-Record = Callable[..., Any]
 
 
-def _call(recorded: Any, **fields: Any) -> AttentionCall:
+def _call(recorded, **fields):
     known = {
         "site": recorded.site,
         "hidden_states": recorded.hidden_states,
@@ -34,7 +30,7 @@ def _call(recorded: Any, **fields: Any) -> AttentionCall:
     return called(**{**known, **fields})
 
 
-def _as_patched(recorded: Any) -> AttentionCall:
+def _as_patched(recorded):
     return _call(recorded, query=recorded.query, query_is_rotated=True)
 
 
@@ -43,9 +39,7 @@ def _as_patched(recorded: Any) -> AttentionCall:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_queries_have_the_models_bits_whichever_way_they_came(
-    family: str, dtype: torch.dtype, length: int, last: int | None, record: Record
-) -> None:
+def test_queries_have_the_models_bits_whichever_way_they_came(family, dtype, length, last):
     recorded = record(family, length, dtype)
     wanted = recorded.query[:, :, -(last or length) :]
     for call in (_call(recorded), _as_patched(recorded)):
@@ -55,9 +49,7 @@ def test_queries_have_the_models_bits_whichever_way_they_came(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_queries_before_rope_agree_bit_for_bit_and_are_those_of_the_model(
-    family: str, record: Record
-) -> None:
+def test_queries_before_rope_agree_bit_for_bit_and_are_those_of_the_model(family):
     recorded = record(family, LENGTH)
     by_hook = _call(recorded).queries_before_rope()
     assert torch.equal(by_hook, _as_patched(recorded).queries_before_rope())
@@ -67,7 +59,7 @@ def test_queries_before_rope_agree_bit_for_bit_and_are_those_of_the_model(
         assert half.queries_before_rope().dtype == torch.float32
 
 
-def test_what_nobody_collected_or_prepared_is_missed_by_name(record: Record) -> None:
+def test_what_nobody_collected_or_prepared_is_missed_by_name():
     call = _call(record("llama", LENGTH), query=None)
     with pytest.raises(UnsupportedInputError, match=r"Needs\.QUERIES"):
         call.queries()
@@ -80,7 +72,7 @@ def test_what_nobody_collected_or_prepared_is_missed_by_name(record: Record) -> 
 
 @given(data=st.data())
 @settings(deadline=None, max_examples=80)
-def test_narrowed_calls_are_about_what_is_left(record: Record, data: st.DataObject) -> None:
+def test_narrowed_calls_are_about_what_is_left(data):
     """`select`, `chunk` and `of_rows` one after the other, against positions that are tracked."""
     recorded = record("llama", LENGTH)
     rows, tokens, selected, budget = torch.arange(2), torch.arange(LENGTH), False, 3
@@ -133,14 +125,14 @@ def test_narrowed_calls_are_about_what_is_left(record: Record, data: st.DataObje
         torch.testing.assert_close(found, wanted, atol=atol, rtol=10 * atol)
 
 
-def test_what_is_known_of_some_tokens_is_not_aligned_to_all_keys(record: Record) -> None:
+def test_what_is_known_of_some_tokens_is_not_aligned_to_all_keys():
     recorded = record("llama", LENGTH)
     decoding = _call(recorded, hidden_states=recorded.hidden_states[:, -2:])
     with pytest.raises(UnsupportedInputError, match=r"7 keys .* those of 2 tokens"):
         decoding.align_to_keys(torch.zeros(2, 2, 2))
 
 
-def test_positions_that_a_model_does_not_tell_count_from_zero(record: Record) -> None:
+def test_positions_that_a_model_does_not_tell_count_from_zero():
     call = _call(record("llama", LENGTH), position_ids=None)
     assert call.next_position.tolist() == [[LENGTH]]
     assert call.chunk(2, 5).key_positions().tolist() == [[[2, 3, 4]]]

@@ -1,19 +1,16 @@
 """What presses keep and merge, against slow references, without a model."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, median_low
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import patch_impl
-from press_core import AttentionCall, Tokens
+from press_core import Tokens
 from press_core.observed import Moment
 from press_core.presses.chunks import gated_order
 from press_core.presses.decoding import RECEIVED
@@ -24,9 +21,7 @@ from tests.press_core.drawn import BATCH, KV, KV_HEADS, drawn, drawn_call
 LENGTH = 24
 
 
-def slow_merge(
-    call: AttentionCall, kept: list[int], row: int, head: int, threshold: float, fraction: float
-) -> Tensor:
+def slow_merge(call, kept, row, head, threshold, fraction):
     """Values of one head after merging, one evicted token at a time."""
     keys, values = call.keys[row, head], call.values[row, head]
     evicted = [t for t in range(call.length) if t not in kept]
@@ -53,9 +48,7 @@ def slow_merge(
     ("threshold", "fraction"), [(0.0, 1.0), (0.4, 1.0), (0.0, 0.35), (0.3, 0.6), (1.0, 1.0)]
 )
 @pytest.mark.parametrize("ratio", [0.25, 0.8])
-def test_merging_against_the_slow_reference(
-    ratio: float, threshold: float, fraction: float
-) -> None:
+def test_merging_against_the_slow_reference(ratio, threshold, fraction):
     call = drawn_call(LENGTH)
     inner = patch_impl.KnormPress(ratio)
     press = patch_impl.MergingPress(inner, threshold, fraction)
@@ -69,7 +62,7 @@ def test_merging_against_the_slow_reference(
             torch.testing.assert_close(merged.values[row, head], expected)
 
 
-def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_change_nothing(monkeypatch):
     call = drawn_call(LENGTH)
     keys, others = call.keys[:, :, :10], call.keys[:, :, 10:]
     found = most_similar(keys, others)
@@ -83,7 +76,7 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 TARGET, STEPS, SEED = 14, 6, 3
 
 
-def due(seed: int = 0) -> AttentionCall:
+def due(seed=0):
     """A decoding step on which the press is due, and what keys have received so far."""
     received = drawn(BATCH, KV_HEADS, LENGTH, seed=seed).sigmoid()
     when = Moment(decoding=True, n_steps=STEPS, n_forwards=2 * STEPS)
@@ -92,7 +85,7 @@ def due(seed: int = 0) -> AttentionCall:
 
 @pytest.mark.parametrize("merge_budget", [1, 3, 100])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_cam_against_the_slow_reference(merge_budget: int, seed: int) -> None:
+def test_cam_against_the_slow_reference(merge_budget, seed):
     call = due(seed)
     base = patch_impl.KnormPress()
     press = patch_impl.CAMPress(base, target_size=TARGET, merge_budget=merge_budget, seed=SEED)
@@ -121,7 +114,7 @@ def test_cam_against_the_slow_reference(merge_budget: int, seed: int) -> None:
             torch.testing.assert_close(eviction.values[row, head], expected)
 
 
-def test_numbers_depend_on_seed_layer_and_forward() -> None:
+def test_numbers_depend_on_seed_layer_and_forward():
     found = [uniform((2, 9), *key) for key in [(0, 0, 1), (1, 0, 1), (0, 1, 1), (0, 0, 2)]]
     assert torch.equal(found[0], uniform((2, 9), 0, 0, 1))
     assert all(not torch.equal(found[0], other) for other in found[1:])
@@ -134,7 +127,7 @@ def test_numbers_depend_on_seed_layer_and_forward() -> None:
     ("recent_ratio", "n", "recent"),
     [(0.5, 8, 4), (0.5, 7, 4), (0.0, 8, 0), (1.0, 8, 8), (0.2, 5, 1)],
 )
-def test_recent_and_heavy_share_the_budget(recent_ratio: float, n: int, recent: int) -> None:
+def test_recent_and_heavy_share_the_budget(recent_ratio, n, recent):
     call = drawn_call(15)
     press = patch_impl.H2OPress(Tokens(n), recent_ratio)
     memory = press.remember(call)
@@ -150,7 +143,7 @@ def test_recent_and_heavy_share_the_budget(recent_ratio: float, n: int, recent: 
 # ---- ChunkKV with a gate, which fills a budget chunk by chunk -----------------------------------
 
 
-def entropy(scores: list[float]) -> float:
+def entropy(scores):
     least = min(0.0, *scores)
     raised = [score - least for score in scores]
     total = sum(raised)
@@ -159,20 +152,16 @@ def entropy(scores: list[float]) -> float:
     return -sum(x / total * math.log(x / total) for x in raised if x > 0) / math.log(len(scores))
 
 
-def lower_median(numbers: list[float]) -> float:
-    return sorted(numbers)[(len(numbers) - 1) // 2]
-
-
-def slow_gated(scores: list[float], budget: int, chunk_length: int, low: int) -> list[int]:
+def slow_gated(scores, budget, chunk_length, low):
     """Which tokens are kept."""
     starts = range(0, len(scores), chunk_length)
     chunks = [list(range(s, min(s + chunk_length, len(scores)))) for s in starts]
     means = [fmean(scores[t] for t in chunk) for chunk in chunks]
     entropies = [entropy([scores[t] for t in chunk]) for chunk in chunks]
-    kept: list[int] = []
+    kept = []
     for i in sorted(range(len(chunks)), key=lambda i: -means[i]):
         best = sorted(chunks[i], key=lambda t: -scores[t])
-        if means[i] >= lower_median(means) and entropies[i] < lower_median(entropies):
+        if means[i] >= median_low(means) and entropies[i] < median_low(entropies):
             best = best[:low]
         kept += best[: budget - len(kept)]
     rest = sorted(set(range(len(scores))) - set(kept), key=lambda t: -scores[t])
@@ -180,7 +169,7 @@ def slow_gated(scores: list[float], budget: int, chunk_length: int, low: int) ->
 
 
 @st.composite
-def scored(draw: st.DrawFn) -> Tensor:
+def scored(draw):
     length, seed = draw(st.integers(3, 60)), draw(st.integers(0, 2**16))
     scores = torch.rand(length, generator=torch.Generator().manual_seed(seed)).double()
     return scores ** draw(st.sampled_from([1, 4])) - draw(st.sampled_from([0.0, 0.3]))
@@ -188,9 +177,7 @@ def scored(draw: st.DrawFn) -> Tensor:
 
 @settings(max_examples=200, deadline=None)
 @given(scored(), st.integers(2, 12), st.data())
-def test_gated_chunks_against_the_slow_reference(
-    scores: Tensor, chunk_length: int, data: st.DataObject
-) -> None:
+def test_gated_chunks_against_the_slow_reference(scores, chunk_length, data):
     low = data.draw(st.integers(1, chunk_length - 1))
     budget = data.draw(st.integers(1, len(scores)))
     kept = gated_order(scores, chunk_length, low)[:budget].sort().values

@@ -1,28 +1,24 @@
 """Evictions say what is left; of several, positions count in what the first was about."""
 
-from __future__ import annotations
-
 from dataclasses import FrozenInstanceError
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from press_core import AttentionCall, UnsupportedInputError
+from press_core import UnsupportedInputError
 from press_core.eviction import Eviction
 from tests.press_core.drawn import BATCH, HEADS, KV, KV_HEADS, drawn, drawn_call, site
 
 LENGTH = 9
 
 
-def _call() -> AttentionCall:
+def _call():
     return drawn_call(LENGTH, attentions=drawn(BATCH, HEADS, LENGTH, LENGTH))
 
 
-def _positions(*heads: list[int]) -> Tensor:
+def _positions(*heads):
     """The same for both rows; one list for each KV head, or one for both."""
     return torch.tensor(heads).expand(BATCH, KV_HEADS, -1)
 
@@ -30,7 +26,7 @@ def _positions(*heads: list[int]) -> Tensor:
 ALL = _positions(list(range(LENGTH)))
 
 
-def _at(states: Tensor, positions: Tensor) -> Tensor:
+def _at(states, positions):
     """`(B, H_kv, n, d)`, one token after the other."""
     rows = [torch.stack([states[row, head, p] for p in positions[row, head]]) for row, head in KV]
     return torch.stack(rows).view(BATCH, KV_HEADS, -1, states.shape[-1])
@@ -39,7 +35,7 @@ def _at(states: Tensor, positions: Tensor) -> Tensor:
 # ---- the kinds -----------------------------------------------------------------------------------
 
 
-def test_nothing_leaves_everything() -> None:
+def test_nothing_leaves_everything():
     call = _call()
     eviction = Eviction.nothing(call)
     keys, values = eviction
@@ -49,16 +45,16 @@ def test_nothing_leaves_everything() -> None:
 
 
 @pytest.mark.parametrize("field", ["kept", "call.budget", "call.at.tokens", "call.when.decoding"])
-def test_calls_and_evictions_are_values(field: str) -> None:
+def test_calls_and_evictions_are_values(field):
     *path, name = field.split(".")
-    value: Any = Eviction.nothing(_call())
+    value = Eviction.nothing(_call())
     for part in path:
         value = getattr(value, part)
     with pytest.raises(FrozenInstanceError):
         setattr(value, name, None)
 
 
-def test_heads_that_differ_keep_their_states_until_they_are_stored() -> None:
+def test_heads_that_differ_keep_their_states_until_they_are_stored():
     call = _call()
     mask, carried = torch.rand(BATCH, KV_HEADS, LENGTH) > 0.5, {"scores": torch.rand(2, 2, 2)}
     eviction = Eviction.keep_per_head(call, mask, carried)
@@ -73,7 +69,7 @@ def test_heads_that_differ_keep_their_states_until_they_are_stored() -> None:
             _, _ = found
 
 
-def test_states_alone_do_not_say_what_was_kept() -> None:
+def test_states_alone_do_not_say_what_was_kept():
     call = _call()
     eviction = Eviction.of(call, (call.keys[:, :, 1:4], call.values[:, :, 1:4]))
     assert eviction.kept is None
@@ -82,7 +78,7 @@ def test_states_alone_do_not_say_what_was_kept() -> None:
             use()
 
 
-def test_states_of_all_tokens_are_all_tokens() -> None:
+def test_states_of_all_tokens_are_all_tokens():
     call = _call()
     eviction = Eviction.of(call, (2 * call.keys, call.values))
     assert torch.equal(eviction.known_kept, ALL)
@@ -94,7 +90,7 @@ def test_states_of_all_tokens_are_all_tokens() -> None:
 # ---- rerotated -----------------------------------------------------------------------------------
 
 
-def test_rerotating_everything_or_twice_changes_no_key() -> None:
+def test_rerotating_everything_or_twice_changes_no_key():
     call = _call()
     whole = Eviction.nothing(call).rerotated()
     assert whole.keys is call.keys
@@ -108,14 +104,14 @@ def test_rerotating_everything_or_twice_changes_no_key() -> None:
 # ---- one after the other -------------------------------------------------------------------------
 
 
-def _then(first: Eviction, positions: Tensor, rerotate: bool = False) -> Eviction:
+def _then(first, positions, rerotate=False):
     left = first.next_call()
     is_all = positions.shape[-1] == left.length
     later = Eviction.nothing(left) if is_all else Eviction.keep(left, positions)
     return first.then(later.rerotated() if rerotate else later)
 
 
-def test_rerotating_a_whole_context_at_other_positions_rotates_its_keys() -> None:
+def test_rerotating_a_whole_context_at_other_positions_rotates_its_keys():
     ids = torch.arange(LENGTH)[None] + 7
     there = site().rotary.embeddings(torch.zeros(1).double(), ids)
     call = drawn_call(LENGTH, position_ids=ids, position_embeddings=there)
@@ -124,7 +120,7 @@ def test_rerotating_a_whole_context_at_other_positions_rotates_its_keys() -> Non
     torch.testing.assert_close(Eviction.nothing(call).rerotated().keys, expected)
 
 
-def test_what_the_first_did_not_say_the_second_cannot_tell() -> None:
+def test_what_the_first_did_not_say_the_second_cannot_tell():
     call = _call()
     first = Eviction.keep(call, _positions([0, 3, 5, 8]))
     left = first.next_call()
@@ -134,7 +130,7 @@ def test_what_the_first_did_not_say_the_second_cannot_tell() -> None:
 
 
 @st.composite
-def _steps(draw: Any) -> list[tuple[Tensor, bool]]:
+def _steps(draw):
     """Evictions one after the other: what each head keeps of what is left; whether to rerotate."""
     length, steps = LENGTH, []
     for _ in range(3):
@@ -150,7 +146,7 @@ def _steps(draw: Any) -> list[tuple[Tensor, bool]]:
 
 @settings(deadline=None, max_examples=40)
 @given(_steps())
-def test_evictions_may_be_nested_in_any_way(steps: list[tuple[Tensor, bool]]) -> None:
+def test_evictions_may_be_nested_in_any_way(steps):
     """`(a, b), c` is `a, (b, c)`, and both are the positions taken step by step."""
     call = _call().with_budget(3)
     nothing = Eviction.nothing(call)
@@ -190,7 +186,7 @@ def test_evictions_may_be_nested_in_any_way(steps: list[tuple[Tensor, bool]]) ->
             assert torch.equal(after.at.tokens, kept)
 
 
-def test_heads_that_differ_come_last_and_count_in_the_first_call() -> None:
+def test_heads_that_differ_come_last_and_count_in_the_first_call():
     call = _call()
     first = Eviction.keep(call, _positions([0, 3, 5, 8], [1, 2, 4, 6]))
     mask = torch.tensor([[True, False, True, True], [False, True, False, False]]).expand(2, 2, 4)

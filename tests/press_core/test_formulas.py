@@ -1,7 +1,5 @@
 """The formulas of single presses against slow references."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -32,17 +30,17 @@ class Formula:
     close: dict[str, float] = field(default_factory=lambda: {"rtol": 1e-5, "atol": 1e-6})
     known: Any = None
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.press}, {self.kind}"
 
 
-def window_of(press: Any, slow: Any, kind: str = "plain", **close: float) -> Formula:
+def window_of(press, slow, kind="plain", **close):
     """Of a press that protects its window."""
     protected = range(LENGTH - press.window_size, LENGTH)
     return Formula(press, slow, protected, kind, close or {"rtol": 1e-5, "atol": 1e-6})
 
 
-def lagkv(lag: int, **options: Any) -> Formula:
+def lagkv(lag, **options):
     """Of which the last whole block is protected, as all that follows is."""
     last = 3 + ((LENGTH - 3) // lag - 1) * lag
     press = formulas.LagKV(0.5, n_sink=3, lag_size=lag, **options)
@@ -134,7 +132,7 @@ FORMULAS = [
 
 
 @pytest.mark.parametrize("formula", FORMULAS, ids=str)
-def test_against_the_slow_reference(formula: Formula) -> None:
+def test_against_the_slow_reference(formula):
     """Protected tokens are above all others."""
     call = drawn_call(LENGTH, site=SITES[formula.kind](), scope=Prepared(formula.known))
     scores, protected = formula.press.score(call), sorted(formula.protected)

@@ -1,7 +1,5 @@
 """What presses have learned: one contract for files, where they are looked for, and refusals."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -16,9 +14,8 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
-from press_core.learned.calibration import Calibration, CalibrationError
+from press_core.learned.calibration import CalibrationError
 from press_core.learned.fast_kvzip import KVzipGates
 from press_core.learned.kvzap import KVzap, KVzapRegressor
 from press_core.learned.measured import (
@@ -44,7 +41,7 @@ NAMES = {
 of_every_kind = pytest.mark.parametrize("name", FITS)
 
 
-SPOILT: list[tuple[Any, str, Tensor | None]] = [
+SPOILT = [
     (FILTERS, "directions", torch.zeros(2, 3)),
     (STATS, "covariance", torch.zeros(3, 4, 8)),
     (STATS, "covariance", torch.zeros(3, 4, 8, 9)),
@@ -62,20 +59,18 @@ SPOILT: list[tuple[Any, str, Tensor | None]] = [
 
 
 @pytest.mark.parametrize(("fit", "field", "tensor"), SPOILT)
-def test_tensors_that_do_not_fit_each_other_are_refused(
-    fit: Any, field: str, tensor: Tensor | None
-) -> None:
+def test_tensors_that_do_not_fit_each_other_are_refused(fit, field, tensor):
     with pytest.raises(CalibrationError, match=field):
         replace(fit, **{field: tensor})
 
 
-def test_what_was_learned_says_what_it_is_for() -> None:
+def test_what_was_learned_says_what_it_is_for():
     assert repr(STATS) == "ExpectedAttentionStats(layers=3, heads=4, head_dim=8)"
     assert repr(FILTERS) == "QFilters(layers=3, kv_heads=2, head_dim=8)"
     assert repr(MLP) == "KVzapRegressor(layers=3, kv_heads=2, hidden_size=32)"
 
 
-def same(one: Calibration, two: Calibration) -> bool:
+def same(one, two):
     names = one.tensors.keys()
     return names == two.tensors.keys() and all(
         torch.equal(one.tensors[name], two.tensors[name]) for name in names
@@ -83,7 +78,7 @@ def same(one: Calibration, two: Calibration) -> bool:
 
 
 @of_every_kind
-def test_what_is_saved_is_loaded(name: str, tmp_path: Path) -> None:
+def test_what_is_saved_is_loaded(name, tmp_path):
     fit = FITS[name]
     beside = fit.save(tmp_path / "new" / "folder")
     alone = fit.save(str(tmp_path / "other.safetensors"))
@@ -98,7 +93,7 @@ def test_what_is_saved_is_loaded(name: str, tmp_path: Path) -> None:
     assert {key: json.loads(text) for key, text in metadata.items()} == {"hook-or-patch": about}
 
 
-def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
+def test_a_file_that_changed_is_read_again(tmp_path):
     FILTERS.save(tmp_path)
     QFilters.load(tmp_path)
     changed = QFilters(drawn(LAYERS, KV_HEADS, DIM, seed=9))
@@ -108,18 +103,18 @@ def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["filters", "stats", "linear", "mlp", "gates"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_what_is_published_is_read(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_what_is_published_is_read(name, dtype, tmp_path):
     tensors = {key: tensor.to(dtype) for key, tensor in PUBLISHED[name].items()}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     fit = FITS[name].of({key: tensor.to(dtype) for key, tensor in FITS[name].tensors.items()})
     assert same(type(fit).load(tmp_path), fit)
 
 
-def about(version: int) -> dict[str, str]:
+def about(version):
     return {"hook-or-patch": json.dumps({"kind": "Q-filters", "version": version})}
 
 
-def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
+def test_files_of_something_else_are_refused(tmp_path):
     path = tmp_path / "model.safetensors"
     with pytest.raises(CalibrationError, match=r"holds 'Q-filters', not a KVzap regressor"):
         KVzapRegressor.load(FILTERS.save(tmp_path))
@@ -142,13 +137,11 @@ def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
 class Hub:
     """Stands for `hf_hub_download`: remembers what was asked, and has some files."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, files: dict[str, Path] | None = None
-    ) -> None:
+    def __init__(self, monkeypatch, files=None):
         self.files, self.asked = files or {}, list[tuple[str, str, bool]]()
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", self)
 
-    def __call__(self, repo: str, name: str, *, local_files_only: bool) -> str:
+    def __call__(self, repo, name, *, local_files_only):
         self.asked.append((repo, name, local_files_only))
         if f"{repo}/{name}" not in self.files:
             raise LocalEntryNotFoundError("check your connection. And more.")
@@ -156,9 +149,7 @@ class Hub:
 
 
 @of_every_kind
-def test_a_hub_without_network_is_an_error_that_names_the_id(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_without_network_is_an_error_that_names_the_id(name, monkeypatch):
     hub = Hub(monkeypatch)
     with pytest.raises(CalibrationError, match=r"'owner/thing'.*no network.*check your connection"):
         type(FITS[name]).load("owner/thing")
@@ -169,7 +160,7 @@ def test_a_hub_without_network_is_an_error_that_names_the_id(
 # ---- finding what belongs to a model -------------------------------------------------------------
 
 
-def looked_for(given: Any, name: str | None) -> Calibration:
+def looked_for(given, name):
     config = SimpleNamespace() if name is None else SimpleNamespace(name_or_path=name)
     return QFilter(0.5, given).find(SimpleNamespace(config=config))
 
@@ -193,9 +184,7 @@ MISSING: list[tuple[Callable[[Path], Any], str]] = [
 
 
 @pytest.mark.parametrize(("look", "match"), MISSING)
-def test_what_is_missing_here_is_not_looked_for_on_the_hub(
-    look: Any, match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_here_is_not_looked_for_on_the_hub(look, match, tmp_path, monkeypatch):
     """Unasked; it is told how to get one."""
     hub = Hub(monkeypatch)
     (tmp_path / "a-model").mkdir()
@@ -204,9 +193,7 @@ def test_what_is_missing_here_is_not_looked_for_on_the_hub(
     assert not hub.asked
 
 
-def test_a_model_of_the_hub_gets_what_is_published_or_is_told_how_to_get_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_of_the_hub_gets_what_is_published_or_is_told_how_to_get_one(tmp_path, monkeypatch):
     hub, file = Hub(monkeypatch), "nthngdy/Model-8B_qfilt/model.safetensors"
     with pytest.raises(CalibrationError, match=r"_qfilt'.*company/Model-8B.*QFilter\.fit"):
         looked_for(None, "company/Model-8B")
@@ -215,7 +202,7 @@ def test_a_model_of_the_hub_gets_what_is_published_or_is_told_how_to_get_one(
     assert same(looked_for(None, "company/Model-8B"), FILTERS)
 
 
-def test_what_is_given_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_given_is_taken(tmp_path, monkeypatch):
     path = FILTERS.save(tmp_path)
     Hub(monkeypatch, {"owner/mine/qfilters.safetensors": path})
     for given in (FILTERS, path, str(path), tmp_path, "owner/mine"):
@@ -238,9 +225,7 @@ def test_what_is_given_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ),
     ],
 )
-def test_the_repositories_are_those_of_kvpress(
-    press: Any, repository: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_repositories_are_those_of_kvpress(press, repository, monkeypatch):
     hub, name = Hub(monkeypatch), "meta-llama/Llama-3.1-8B-Instruct"
     with pytest.raises(CalibrationError, match=re.escape(repository)):
         press.find(SimpleNamespace(config=SimpleNamespace(name_or_path=name)))

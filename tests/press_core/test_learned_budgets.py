@@ -1,21 +1,17 @@
 """Fast KVzip and LU-KV against plain Python: scores, and how many tokens heads keep."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from press_core import AttentionCall, PressError, Tokens
-from press_core.learned.fast_kvzip import FastKVzip, Gate, KVzipGates
+from press_core import PressError, Tokens
+from press_core.learned.fast_kvzip import FastKVzip, KVzipGates
 from press_core.learned.lukv import (
     best_rates,
     concave,
@@ -46,14 +42,14 @@ ALL = FastKVzip(0.5, n_sink=0, window_ratio=0)
 """Protects no token."""
 
 
-def a_call(length: int = LENGTH, **fields: Any) -> AttentionCall:
+def a_call(length=LENGTH, **fields):
     return drawn_call(length, **{"site": site(1), "scope": Prepared(GATES), **fields})
 
 
-def slow_gate(given: Gate, head: int, state: Tensor) -> float:
+def slow_gate(given, head, state):
     """The formula of the paper for one token and KV head."""
 
-    def rms(vector: Tensor, weight: Tensor) -> Tensor:
+    def rms(vector, weight):
         return weight * vector / (vector @ vector / len(vector) + 1e-6).sqrt()
 
     key = rms(given.key_weight[head] @ state, given.key_norm)
@@ -67,7 +63,7 @@ def slow_gate(given: Gate, head: int, state: Tensor) -> float:
     return sum(found) / GROUP
 
 
-def test_a_gate_is_the_formula_of_the_paper() -> None:
+def test_a_gate_is_the_formula_of_the_paper():
     call = a_call()
     scores = ALL.scores(call)
     assert scores.shape == (BATCH, KV_HEADS, LENGTH)
@@ -77,7 +73,7 @@ def test_a_gate_is_the_formula_of_the_paper() -> None:
         assert scores[row, head].tolist() == pytest.approx(expected)
 
 
-def test_long_contexts_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_contexts_are_scored_in_parts(monkeypatch):
     call = a_call()
     whole = GATES.of_layer(1)(call.hidden_states)
     monkeypatch.setitem(NUMBERS, "cpu", 7 * BATCH * HEADS * RANK)
@@ -86,7 +82,7 @@ def test_long_contexts_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1e3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_scores_are_probabilities_whatever_the_states(dtype: torch.dtype, scale: float) -> None:
+def test_scores_are_probabilities_whatever_the_states(dtype, scale):
     states = (a_call().hidden_states * scale).to(dtype)
     steep = GATES.of_layer(0)._replace(bias=1000 * drawn(HEADS))  # exp overflows
     for gate in (GATES.of_layer(0), steep):
@@ -95,7 +91,7 @@ def test_scores_are_probabilities_whatever_the_states(dtype: torch.dtype, scale:
         assert bool(((scores >= 0) & (scores <= 1)).all())
 
 
-def test_states_that_are_no_numbers_are_refused() -> None:
+def test_states_that_are_no_numbers_are_refused():
     call = a_call()
     call.hidden_states[1, 3, 0] = float("inf")
     with pytest.raises(PressError, match="says NaN of some tokens"):
@@ -105,11 +101,11 @@ def test_states_that_are_no_numbers_are_refused() -> None:
 @pytest.mark.parametrize(
     ("length", "window"), [(10, 0), (99, 1), (100, 2), (31_999, 639), (32_000, 4096)]
 )
-def test_the_window_is_a_share_of_short_contexts(length: int, window: int) -> None:
+def test_the_window_is_a_share_of_short_contexts(length, window):
     assert FastKVzip(0.5).window(length) == window
 
 
-def test_sinks_and_window_stay_above_all_others() -> None:
+def test_sinks_and_window_stay_above_all_others():
     scores = FastKVzip(0.5, n_sink=3, window_ratio=0.2).scores(a_call())
     protected = [0, 1, 2, *range(LENGTH - 6, LENGTH)]
     others = [token for token in range(LENGTH) if token not in protected]
@@ -120,7 +116,7 @@ def test_sinks_and_window_stay_above_all_others() -> None:
 # ---- budgets -------------------------------------------------------------------------------------
 
 
-def slow_choice(scores: list[Tensor], n: int) -> list[list[set[int]]]:
+def slow_choice(scores, n):
     """The best token of each head, then the best of all heads of all layers."""
     heads = [(layer, head) for layer in range(len(scores)) for head in range(len(scores[layer]))]
     best = {(i, h): int(scores[i][h].argmax()) for i, h in heads}
@@ -138,7 +134,7 @@ def slow_choice(scores: list[Tensor], n: int) -> list[list[set[int]]]:
 
 @pytest.mark.parametrize("ratio", [0.01, 0.33, 0.5, 0.9, 0.97, 0.999])
 @pytest.mark.parametrize("lengths", [(40, 40, 40), (40, 12, 25)])
-def test_heads_of_all_layers_share_a_budget(ratio: float, lengths: tuple[int, ...]) -> None:
+def test_heads_of_all_layers_share_a_budget(ratio, lengths):
     """Layers may differ in length, where another press acted before."""
     scores = [drawn(KV_HEADS, n, seed=i).sigmoid() for i, n in enumerate(lengths)]
     chosen = FastKVzip(ratio).choose(scores)
@@ -150,7 +146,7 @@ def test_heads_of_all_layers_share_a_budget(ratio: float, lengths: tuple[int, ..
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 40, 50])
-def test_a_number_of_tokens_is_met_on_average(tokens: int) -> None:
+def test_a_number_of_tokens_is_met_on_average(tokens):
     scores = [drawn(KV_HEADS, n).sigmoid() for n in (40, 12)]
     chosen = FastKVzip(Tokens(tokens)).choose(scores)
     expected = KV_HEADS * (min(tokens, 40) + min(tokens, 12))
@@ -165,7 +161,7 @@ RATES = st.floats(0, 1)
 # ---- how many tokens heads keep ------------------------------------------------------------------
 
 
-def slow_counts(rates: list[Fraction], length: int) -> list[int]:
+def slow_counts(rates, length):
     """Largest remainders, exactly; of equal ones the first head's."""
     shares = [(1 - rate) * length for rate in rates]
     counts = [math.floor(share) for share in shares]
@@ -179,15 +175,13 @@ def slow_counts(rates: list[Fraction], length: int) -> list[int]:
 @given(
     per_mille=st.lists(st.integers(0, 960), min_size=1, max_size=6), length=st.integers(100, 300)
 )
-def test_counts_of_heads_are_largest_remainders(per_mille: list[int], length: int) -> None:
+def test_counts_of_heads_are_largest_remainders(per_mille, length):
     exact = [Fraction(n, 1024) for n in per_mille]  # which floats hold exactly
     assert head_counts([float(rate) for rate in exact], length) == slow_counts(exact, length)
 
 
 @given(st.lists(RATES, min_size=1, max_size=8), st.integers(1, 500))
-def test_no_head_is_empty_and_none_holds_more_than_there_is(
-    rates: list[float], length: int
-) -> None:
+def test_no_head_is_empty_and_none_holds_more_than_there_is(rates, length):
     counts = head_counts(rates, length)
     assert all(1 <= n <= length for n in counts)
     total = round(sum((1 - rate) * length for rate in rates))
@@ -195,7 +189,7 @@ def test_no_head_is_empty_and_none_holds_more_than_there_is(
 
 
 @given(st.data())
-def test_a_number_of_tokens_is_met_exactly(data: Any) -> None:
+def test_a_number_of_tokens_is_met_exactly(data):
     shape = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 4)))
     row = st.lists(RATES, min_size=shape[1], max_size=shape[1])
     rates = data.draw(st.lists(row, min_size=shape[0], max_size=shape[0]))
@@ -206,7 +200,7 @@ def test_a_number_of_tokens_is_met_exactly(data: Any) -> None:
     assert all(1 <= count <= length for layer in counts for count in layer)
 
 
-def test_who_is_to_lose_more_loses_more_of_a_number_of_tokens_too() -> None:
+def test_who_is_to_lose_more_loses_more_of_a_number_of_tokens_too():
     for total in (8, 60, 200, 380):
         counts = exact_counts([[0.1, 0.4], [0.6, 0.9]], 100, total)
         flat = [n for layer in counts for n in layer]
@@ -217,7 +211,7 @@ def test_who_is_to_lose_more_loses_more_of_a_number_of_tokens_too() -> None:
 # ---- how curves are measured ---------------------------------------------------------------------
 
 
-def hull(gains: list[float]) -> list[float]:
+def hull(gains):
     """Heights of the least concave line above the sums: the steepest chord, step by step."""
     sums = [0.0, *itertools.accumulate(gains)]
     heights, at = [0.0], 0
@@ -231,13 +225,13 @@ def hull(gains: list[float]) -> list[float]:
 
 
 @given(st.lists(st.floats(0, 1), max_size=20))
-def test_steps_are_those_of_the_concave_hull(gains: list[float]) -> None:
+def test_steps_are_those_of_the_concave_hull(gains):
     steps = concave(gains)
     assert list(itertools.accumulate(steps)) == pytest.approx(hull(gains))
     assert all(one >= other - 1e-12 for one, other in itertools.pairwise(steps))
 
 
-def best_by_trying(gains: Tensor, total: int) -> float:
+def best_by_trying(gains, total):
     """What all splits of `total` tokens over the heads `(N, n)` gain at most."""
     n = gains.shape[1]
     sums = torch.cat((torch.zeros(len(gains), 1), gains.cumsum(dim=1)), dim=1)
@@ -249,7 +243,7 @@ def best_by_trying(gains: Tensor, total: int) -> float:
     )
 
 
-def test_the_best_budgets_are_found_where_gains_fall() -> None:
+def test_the_best_budgets_are_found_where_gains_fall():
     """On concave curves the greedy choice is the optimum over all splits."""
     gains = drawn(2, 2, 6).abs().sort(dim=-1, descending=True).values
     rates = best_rates(gains, 0)
@@ -262,7 +256,7 @@ def test_the_best_budgets_are_found_where_gains_fall() -> None:
         assert found == pytest.approx(best_by_trying(gains.flatten(0, 1), total))
 
 
-def test_on_other_curves_budgets_follow_the_hull() -> None:
+def test_on_other_curves_budgets_follow_the_hull():
     """What a head gains late is worth reaching for, together with what lies before it."""
     gains = torch.tensor([[[0.0, 0.0, 0.0, 9.0], [2.0, 2.0, 2.0, 2.0]]], dtype=torch.float64)
     counts = ((1 - best_rates(gains, 0)) * 4).round().long()[:, 0]
@@ -271,7 +265,7 @@ def test_on_other_curves_budgets_follow_the_hull() -> None:
 
 
 @given(st.integers(0, 2**16), st.integers(0, 6), st.integers(1, 40))
-def test_budgets_spend_what_there_is(seed: int, n_protected: int, length: int) -> None:
+def test_budgets_spend_what_there_is(seed, n_protected, length):
     gains = drawn(2, 3, length, seed=seed).abs()
     rates = best_rates(gains, min(n_protected, length))
     assert rates.shape == (99, 2, 3)
@@ -284,7 +278,7 @@ def test_budgets_spend_what_there_is(seed: int, n_protected: int, length: int) -
             assert float(counts.min()) >= min(n_protected, length) - 1e-9
 
 
-def test_worth_is_later_attention_times_the_norm_of_the_value() -> None:
+def test_worth_is_later_attention_times_the_norm_of_the_value():
     call, n = drawn_call(26), 20
     found = later_worth(call, n)
     for row, head in KV:
@@ -296,7 +290,7 @@ def test_worth_is_later_attention_times_the_norm_of_the_value() -> None:
         torch.testing.assert_close(found[row, head], expected, rtol=1e-6, atol=0)
 
 
-def test_protected_tokens_come_first() -> None:
+def test_protected_tokens_come_first():
     scores, keys = drawn(1, 2, 9), drawn(1, 2, 9, 8)
     order = ranks_protected(scores, keys, 2, 3).argsort(dim=-1, descending=True, stable=True)
     assert order[0, :, :5].tolist() == [[0, 1, 6, 7, 8]] * 2

@@ -1,19 +1,13 @@
 """What presses learn from examples is what there was to learn."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from press_core import AttentionCall
-from press_core.learned.calibration import Calibration, CalibrationError
+from press_core.learned.calibration import CalibrationError
 from press_core.learned.fast_kvzip import Gate, fit_gates
-from press_core.learned.kvzap import KVzap, KVzapRegressor, fit_regressor
+from press_core.learned.kvzap import KVzap, fit_regressor
 from press_core.learned.measured import (
     ExpectedAttentionStats,
     ExpectedAttentionWithStats,
@@ -37,7 +31,7 @@ from tests.press_core.test_learned_budgets import GATES, N_BASE, RANK
 LENGTH = 17
 
 
-def a_call(length: int = LENGTH, **fields: Any) -> AttentionCall:
+def a_call(length=LENGTH, **fields):
     return drawn_call(length, **{"site": site(1), **fields})
 
 
@@ -45,7 +39,7 @@ def a_call(length: int = LENGTH, **fields: Any) -> AttentionCall:
 
 
 @pytest.mark.parametrize("n_sink", [0, 4])
-def test_statistics_of_the_context_itself_give_expected_attention(n_sink: int) -> None:
+def test_statistics_of_the_context_itself_give_expected_attention(n_sink):
     call = a_call(batch=1)
     measured = [x.expand(LAYERS, *x.shape[1:]) for x in query_statistics(call, n_sink)]
     known = Prepared(ExpectedAttentionStats(*measured))
@@ -57,7 +51,7 @@ def test_statistics_of_the_context_itself_give_expected_attention(n_sink: int) -
 
 
 @pytest.mark.parametrize("offset", [-2.0, 2.0])
-def test_a_filter_is_the_first_right_singular_vector_turned_from_the_mean(offset: float) -> None:
+def test_a_filter_is_the_first_right_singular_vector_turned_from_the_mean(offset):
     queries = drawn(KV_HEADS, 100, DIM) + offset
     second = queries.mT @ queries / 100
     directions = filter_directions(queries.mean(dim=1), second)
@@ -70,13 +64,11 @@ def test_a_filter_is_the_first_right_singular_vector_turned_from_the_mean(offset
 # ---- trained -------------------------------------------------------------------------------------
 
 
-def of_layer_1(scores: Tensor) -> list[Tensor]:
+def of_layer_1(scores):
     return [torch.zeros(0), scores, torch.zeros(0)]
 
 
-def examples(
-    target: Any, n: int = 400, max_tokens: int = 10_000, dtype: torch.dtype = torch.float32
-) -> Examples:
+def examples(target, n=400, max_tokens=10_000, dtype=torch.float32):
     """Hidden states of layer 1, with scores whose logarithm is `target` of them."""
     learned = Examples(max_tokens)
     for seed in range(2):
@@ -90,15 +82,15 @@ def examples(
 WEIGHT = drawn(KV_HEADS, WIDTH, seed=7) / WIDTH
 
 
-def a_line(states: Tensor) -> Tensor:
+def a_line(states):
     return states @ WEIGHT.mT - 3
 
 
-def a_bend(states: Tensor) -> Tensor:
+def a_bend(states):
     return (states @ WEIGHT.mT - 0.3).abs() - 3
 
 
-def left_over(given: KVzapRegressor, learned: Examples) -> float:
+def left_over(given, learned):
     """Share of the variance of the targets that the regressor leaves unexplained."""
     states = torch.cat(learned.states[1])[None]
     call = a_call(states.shape[1], batch=1, dtype=torch.float32, scope=Prepared(given))
@@ -107,7 +99,7 @@ def left_over(given: KVzapRegressor, learned: Examples) -> float:
     return float((scores - targets).var() / targets.var())
 
 
-def test_regression_finds_a_line_and_a_hidden_layer_what_is_none() -> None:
+def test_regression_finds_a_line_and_a_hidden_layer_what_is_none():
     learned, bent = examples(a_line), examples(a_bend)
     line = fit_regressor(learned, "linear", None, 0, 0)
     assert line.model_type == "linear"
@@ -122,7 +114,7 @@ def test_regression_finds_a_line_and_a_hidden_layer_what_is_none() -> None:
         assert regressor.hidden_bias.shape == (LAYERS, width)
 
 
-def gate_examples(target: Gate, n: int = 600) -> Examples:
+def gate_examples(target, n=600):
     """States whose scores a gate tells."""
     learned = Examples(10_000)
     call = a_call(n, batch=1, dtype=torch.float32)
@@ -131,7 +123,7 @@ def gate_examples(target: Gate, n: int = 600) -> Examples:
     return learned
 
 
-def test_gates_learn_what_a_gate_says() -> None:
+def test_gates_learn_what_a_gate_says():
     target = Gate(*(x.float() for x in GATES.of_layer(0)))
     learned = gate_examples(target)
     states = learned.states[1][0][None]
@@ -144,17 +136,17 @@ def test_gates_learn_what_a_gate_says() -> None:
     torch.testing.assert_close(before.mean(dim=-1), wanted.mean(dim=-1), atol=0.15, rtol=0)
 
 
-def regressor(seed: int) -> Calibration:
+def regressor(seed):
     return fit_regressor(examples(a_bend, dtype=torch.bfloat16), "mlp", 4, 20, seed)
 
 
-def gates(seed: int) -> Calibration:
+def gates(seed):
     target = Gate(*(x.float() for x in GATES.of_layer(0)))
     return fit_gates(gate_examples(target, 80), 2, 2, 10, seed)
 
 
 @pytest.mark.parametrize("learn", [regressor, gates])
-def test_a_seed_decides_all_whatever_else_is_drawn(learn: Callable[[int], Calibration]) -> None:
+def test_a_seed_decides_all_whatever_else_is_drawn(learn):
     one = learn(5)
     state = torch.manual_seed(2).get_state()
     with torch.inference_mode():  # gradients are off
@@ -171,14 +163,14 @@ def test_a_seed_decides_all_whatever_else_is_drawn(learn: Callable[[int], Calibr
 # ---- examples ------------------------------------------------------------------------------------
 
 
-def test_no_more_tokens_are_held_than_asked_for() -> None:
+def test_no_more_tokens_are_held_than_asked_for():
     learned = examples(a_line, n=400, max_tokens=250)
     assert learned.n_tokens >= learned.max_tokens
     assert learned.n_tokens == 250
     assert len(torch.cat(learned.states[1])) == len(torch.cat(learned.targets[1])) == 250
 
 
-def test_tokens_of_infinite_score_are_not_learned_from_those_of_zero_are() -> None:
+def test_tokens_of_infinite_score_are_not_learned_from_those_of_zero_are():
     learned, call = Examples(1000), a_call(dtype=torch.float32)
     scores = torch.ones(BATCH, KV_HEADS, LENGTH)
     scores[1, 0, 5] = 0
@@ -191,7 +183,7 @@ def test_tokens_of_infinite_score_are_not_learned_from_those_of_zero_are() -> No
     assert fit_regressor(learned, "linear", None, 0, 0).bias.isfinite().all()
 
 
-def test_scores_of_another_shape_are_refused() -> None:
+def test_scores_of_another_shape_are_refused():
     too_short = torch.zeros(BATCH, KV_HEADS, LENGTH - 1)
     for scores in (of_layer_1(too_short), [torch.zeros(BATCH, KV_HEADS, LENGTH)] * 2):
         learned = Examples(1000)

@@ -1,45 +1,28 @@
 """What holds for the formulas of all presses, and for some of them alone."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import patch_impl
 from press_core import AttentionCall, HyperparameterError, formulas
 from press_core.attention import window_attention
 from press_core.budget import n_kept
 from press_core.learned.kvzap import KVzap
-from press_core.learned.measured import (
-    ExpectedAttentionWithStats,
-    QFilter,
-)
+from press_core.learned.measured import ExpectedAttentionWithStats, QFilter
 from press_core.observed import Positions, Query
 from press_core.presses.keys import leverage_scores, non_causal_scores, sketch
 from press_core.presses.window import similarity
 from press_core.select import top_positions
-from tests.press_core.drawn import (
-    BATCH,
-    DIM,
-    FITS,
-    GROUP,
-    KV,
-    KV_HEADS,
-    Prepared,
-    drawn_call,
-    site,
-)
+from tests.press_core.drawn import BATCH, DIM, FITS, GROUP, KV, KV_HEADS, Prepared, drawn_call, site
 
 LENGTH = 23
-PRESSES: dict[str, tuple[Any, Any]] = {
+PRESSES = {
     "random": (formulas.Random(0.5, seed=0), None),
     "knorm": (formulas.Knorm(0.5), None),
     "streaming_llm": (formulas.StreamingLLM(0.5, n_sink=4), None),
@@ -67,24 +50,22 @@ PRESSES: dict[str, tuple[Any, Any]] = {
 of_every_formula = pytest.mark.parametrize("name", PRESSES)
 
 
-def _call(seed: int = 0, length: int = LENGTH, **fields: Any) -> AttentionCall:
+def _call(seed=0, length=LENGTH, **fields):
     return drawn_call(length, seed, **fields)
 
 
-def scores_of(name: str, call: AttentionCall) -> Tensor:
+def scores_of(name, call):
     press, known = PRESSES[name]
-    scores: Tensor = press.score(call.replace(scope=Prepared(known)))
-    return scores
+    return press.score(call.replace(scope=Prepared(known)))
 
 
-def _kept(scores: Tensor, n: int) -> list[list[list[int]]]:
-    kept: list[list[list[int]]] = top_positions(scores, n).tolist()
-    return kept
+def _kept(scores, n):
+    return top_positions(scores, n).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @of_every_formula
-def test_scores_are_single_precision_and_finite(name: str, dtype: torch.dtype) -> None:
+def test_scores_are_single_precision_and_finite(name, dtype):
     largest = 1e3 if any(x in name for x in ("leverage", "non-causal", "compactor")) else 30.0
     for length, scale in product((6, 7, 12, LENGTH), (1e-6, 1.0, largest)):
         if PRESSES[name][0].is_long_enough(length):
@@ -96,14 +77,14 @@ def test_scores_are_single_precision_and_finite(name: str, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("fill", [0.0, 1.0, 300.0])
 @of_every_formula
-def test_states_that_are_all_alike_give_finite_scores(name: str, fill: float) -> None:
+def test_states_that_are_all_alike_give_finite_scores(name, fill):
     call = _call(dtype=torch.float16)
     alike = {x: torch.full_like(getattr(call, x), fill) for x in ("keys", "values")}
     assert scores_of(name, replace(call, **alike)).isfinite().all()
 
 
 @of_every_formula
-def test_scoring_changes_none_of_its_inputs(name: str) -> None:
+def test_scoring_changes_none_of_its_inputs(name):
     call, untouched = _call(dtype=torch.float32), _call(dtype=torch.float32)
     before = torch.get_rng_state()
     scores_of(name, call)
@@ -113,14 +94,14 @@ def test_scoring_changes_none_of_its_inputs(name: str) -> None:
 
 
 @of_every_formula
-def test_the_query_may_be_given_before_or_after_rope(name: str) -> None:
+def test_the_query_may_be_given_before_or_after_rope(name):
     before = _call(dtype=torch.float32)
     after = replace(before, query=Query(before.queries(), is_rotated=True))
     torch.testing.assert_close(scores_of(name, after), scores_of(name, before))
 
 
 @pytest.mark.parametrize("name", ["knorm", "filters", "linear", "mlp"])
-def test_scores_of_single_tokens_follow_the_keys_that_are_left(name: str) -> None:
+def test_scores_of_single_tokens_follow_the_keys_that_are_left(name):
     call, positions = _call(), torch.rand(BATCH, KV_HEADS, LENGTH).topk(6).indices.sort().values
     left = scores_of(name, call.select(positions))
     torch.testing.assert_close(left, scores_of(name, call).gather(-1, positions))
@@ -155,7 +136,7 @@ def test_scores_of_single_tokens_follow_the_keys_that_are_left(name: str) -> Non
         ("KVzap", {"model_type": "cubic"}),
     ],
 )
-def test_a_field_out_of_range_is_named_with_its_value(name: str, fields: dict[str, Any]) -> None:
+def test_a_field_out_of_range_is_named_with_its_value(name, fields):
     (field, value), *_ = reversed(fields.items())
     with pytest.raises(HyperparameterError, match=rf"{name}Press\({field}={value!r}.*must be"):
         patch_impl.PRESSES[f"{name}Press"](**fields)
@@ -172,9 +153,7 @@ def test_a_field_out_of_range_is_named_with_its_value(name: str, fields: dict[st
         (formulas.Compactor(sink_size_start=0, sink_size_end=0), 0),
     ],
 )
-def test_a_context_no_longer_than_what_is_protected_is_left_whole(
-    method: Any, too_short: int
-) -> None:
+def test_a_context_no_longer_than_what_is_protected_is_left_whole(method, too_short):
     assert not method.is_long_enough(too_short)
     assert method.is_long_enough(too_short + 1)
 
@@ -182,11 +161,11 @@ def test_a_context_no_longer_than_what_is_protected_is_left_whole(
 # ---- random --------------------------------------------------------------------------------------
 
 
-def _random(of: int | None, layer: int = 0, **fields: Any) -> Tensor:
+def _random(of, layer=0, **fields):
     return formulas.Random(seed=of).score(_call(site=site(layer), **fields))
 
 
-def test_random_depends_on_seed_layer_and_head_and_on_nothing_else() -> None:
+def test_random_depends_on_seed_layer_and_head_and_on_nothing_else():
     torch.manual_seed(3)
     scores = _random(7, layer=2)
     torch.manual_seed(4)
@@ -196,7 +175,7 @@ def test_random_depends_on_seed_layer_and_head_and_on_nothing_else() -> None:
         assert not torch.equal(changed, scores)
 
 
-def test_random_without_a_seed_follows_the_global_generator() -> None:
+def test_random_without_a_seed_follows_the_global_generator():
     torch.manual_seed(3)
     one, two = _random(None), _random(None)
     torch.manual_seed(3)
@@ -204,14 +183,14 @@ def test_random_without_a_seed_follows_the_global_generator() -> None:
     assert not torch.equal(one, two)
 
 
-def test_random_is_uniform() -> None:
+def test_random_is_uniform():
     counts = _random(0, length=10_000)[0].flatten().histc(bins=10, min=0, max=1)
     assert counts.sum() == 20_000
     assert counts.min() > 1850  # 2000 expected in each, standard deviation 42
     assert counts.max() < 2150
 
 
-def test_a_sketch_depends_on_the_layer_alone() -> None:
+def test_a_sketch_depends_on_the_layer_alone():
     torch.manual_seed(3)
     drawn = sketch((2, 3), 7, torch.zeros(1))
     torch.manual_seed(4)
@@ -225,9 +204,7 @@ def test_a_sketch_depends_on_the_layer_alone() -> None:
 
 @given(st.integers(1, 80), st.floats(0, 0.999), st.integers(0, 12))
 @settings(deadline=None)
-def test_streaming_llm_keeps_exactly_the_sinks_and_the_most_recent(
-    length: int, ratio: float, n_sink: int
-) -> None:
+def test_streaming_llm_keeps_exactly_the_sinks_and_the_most_recent(length, ratio, n_sink):
     n = n_kept(length, ratio)
     scores = formulas.StreamingLLM(ratio, n_sink).score(_call(length=length, budget=n))
     if n_sink >= n:
@@ -237,13 +214,13 @@ def test_streaming_llm_keeps_exactly_the_sinks_and_the_most_recent(
     assert _kept(scores, n) == [[expected] * KV_HEADS] * BATCH
 
 
-def test_observed_attention_is_the_same_over_several_blocks() -> None:
+def test_observed_attention_is_the_same_over_several_blocks():
     call, press = _call(length=300), formulas.ObservedAttention(0.5)  # longer than two blocks
     weights = window_attention(call, 300).flatten(1, 2)
     torch.testing.assert_close(press.score(call), press.score(replace(call, attentions=weights)))
 
 
-def test_expected_attention_looks_from_after_the_last_position() -> None:
+def test_expected_attention_looks_from_after_the_last_position():
     press = formulas.ExpectedAttention(n_future_positions=3)
     scores = press.score(_call())
     moved = _call(position_ids=1000 + torch.arange(LENGTH)[None])
@@ -251,7 +228,7 @@ def test_expected_attention_looks_from_after_the_last_position() -> None:
     assert torch.equal(press.score(_call(position_ids=None)), scores)  # they count from 0 then
 
 
-def test_lagkv_ranks_within_each_block() -> None:
+def test_lagkv_ranks_within_each_block():
     call, press = _call(), formulas.LagKV(0.5, 3, 4)
     scores, raw = press.score(call), replace(press, cross_scoring=True).score(call)
     blocks = [range(start, start + 4) for start in (3, 7, 11, 15)]  # and then the last, protected
@@ -267,7 +244,7 @@ def test_lagkv_ranks_within_each_block() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 10])
-def test_lagkv_prefers_the_recent_in_a_short_context(length: int) -> None:
+def test_lagkv_prefers_the_recent_in_a_short_context(length):
     scores = formulas.LagKV(0.5, 3, 4).score(_call(length=length))
     for n in range(1, length + 1):
         sinks = list(range(min(3, length)))
@@ -276,7 +253,7 @@ def test_lagkv_prefers_the_recent_in_a_short_context(length: int) -> None:
         assert _kept(scores, n) == [[expected] * KV_HEADS] * BATCH
 
 
-def test_rkv_compares_keys_in_blocks() -> None:
+def test_rkv_compares_keys_in_blocks():
     blocks = (similarity(_call().keys, 0.3, 1, block) for block in (4, 256))
     torch.testing.assert_close(*blocks, rtol=1e-6, atol=1e-12)
 
@@ -287,16 +264,16 @@ SKETCH, CHUNK = 5, 4
 COMPACTOR = PRESSES["compactor"][0]
 
 
-def _rotated(length: int = LENGTH, **fields: Any) -> AttentionCall:
+def _rotated(length=LENGTH, **fields):
     """A prefill whose queries are given as they are after RoPE, of the layer 1."""
     return _call(length=length, **{"site": site(1), "query_is_rotated": True, **fields})
 
 
-def _non_causal(call: AttentionCall, chunk_size: int) -> Tensor:
+def _non_causal(call, chunk_size):
     return formulas.NonCausalAttn(0.5, chunk_size).score(call)
 
 
-def test_the_blending_is_the_share_that_is_evicted_where_the_budget_comes_from_outside() -> None:
+def test_the_blending_is_the_share_that_is_evicted_where_the_budget_comes_from_outside():
     call = _rotated()
     given = COMPACTOR.score(replace(call, budget=4))
     asked = replace(COMPACTOR, blending=1 - 4 / LENGTH).score(call)
@@ -304,7 +281,7 @@ def test_the_blending_is_the_share_that_is_evicted_where_the_budget_comes_from_o
 
 
 @pytest.mark.parametrize("name", ["leverage", "leverage of a wide sketch", "non-causal attention"])
-def test_a_single_token_scores_zero(name: str) -> None:
+def test_a_single_token_scores_zero(name):
     call = _rotated(1, batch=1, dtype=torch.float32)
     assert PRESSES[name][0].score(call).isfinite().all()
     of_one_head = call.replace(keys=call.keys[:, :1] * 0, values=call.values[:, :1])
@@ -312,7 +289,7 @@ def test_a_single_token_scores_zero(name: str) -> None:
 
 
 @pytest.mark.parametrize("same_heads", [True, False])
-def test_a_call_that_another_press_has_pruned_is_scored_over_what_is_left(same_heads: bool) -> None:
+def test_a_call_that_another_press_has_pruned_is_scored_over_what_is_left(same_heads):
     """Keys and queries follow the tokens: the scores are those of a call with these states."""
     call, tokens = _rotated(), torch.randperm(LENGTH)[:9].sort().values
     other = tokens if same_heads else LENGTH - 1 - tokens.flip(0)
@@ -332,7 +309,7 @@ def test_a_call_that_another_press_has_pruned_is_scored_over_what_is_left(same_h
 
 @pytest.mark.parametrize("size", [1.0, 1e4, 1e7])
 @pytest.mark.parametrize("length", [3, 60, 3000])
-def test_leverage_stands_keys_of_low_rank_however_large(length: int, size: float) -> None:
+def test_leverage_stands_keys_of_low_rank_however_large(length, size):
     for rank in (1, 2):
         generator = torch.Generator().manual_seed(rank)
         along = torch.randn(1, 2, length, rank, generator=generator)
@@ -341,21 +318,19 @@ def test_leverage_stands_keys_of_low_rank_however_large(length: int, size: float
             assert leverage_scores(keys, width, 0).isfinite().all()
 
 
-def test_leverage_works_without_rope() -> None:
+def test_leverage_works_without_rope():
     call = _rotated(site=replace(site(1), rotary=None), position_embeddings=None)
     assert torch.equal(PRESSES["leverage"][0].score(call), leverage_scores(call.keys, SKETCH, 1))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7])
-def test_the_rows_held_at_a_time_do_not_change_the_scores(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rows_held_at_a_time_do_not_change_the_scores(rows, monkeypatch):
     whole = _non_causal(_rotated(), 10)
     monkeypatch.setattr("press_core.presses.keys._ROWS", rows)
     torch.testing.assert_close(_non_causal(_rotated(), 10), whole)
 
 
-def test_a_call_of_a_decoding_step_is_scored_over_all_keys() -> None:
+def test_a_call_of_a_decoding_step_is_scored_over_all_keys():
     """Leverage as in a prefill; attention from the queries that are known."""
     call = _rotated()
     cos, sin = call.at.embeddings

@@ -1,12 +1,8 @@
 """Second readings of a context, worked out slowly: queries, keys and weights one by one."""
 
-from __future__ import annotations
-
 import itertools
 import math
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -24,8 +20,7 @@ Reading = tuple[list[Tensor], DynamicCache]
 """Inputs of the attention modules `(m, D)`, and the cache over the context and the reading."""
 
 
-@torch.no_grad()
-def read(model: Any, context: Tensor, then: Tensor) -> Reading:
+def read(model, context, then):
     """Run a context `(S,)`, and then what comes after it `(m,)`."""
     cache, inputs = DynamicCache(config=model.config), []
     model(context[None], past_key_values=cache)
@@ -41,15 +36,7 @@ def read(model: Any, context: Tensor, then: Tensor) -> Reading:
     return inputs, cache
 
 
-def weights(
-    model: Any,
-    reading: Reading,
-    layer: int,
-    head: int,
-    query: int,
-    length: int,
-    seen: Sequence[int],
-) -> dict[int, float]:
+def weights(model, reading, layer, head, query, length, seen):
     """What one query of one head pays to each of the keys `seen`, before itself.
 
     Args:
@@ -67,7 +54,7 @@ def weights(
     return {key: term / sum(terms) for key, term in zip(visible, terms, strict=True)}
 
 
-def float64_llama(**options: Any) -> Any:
+def float64_llama(**options):
     """Two layers, four query and two KV heads; norms that do not round to float32."""
     model = build(
         "llama", num_layers=2, num_heads=4, num_kv_heads=2, dtype=torch.float64, **options
@@ -78,7 +65,7 @@ def float64_llama(**options: Any) -> Any:
     return model
 
 
-def _norm(module: Any, states: Tensor) -> Tensor:
+def _norm(module, states):
     scale = (states.square().mean(dim=-1, keepdim=True) + module.variance_epsilon).rsqrt()
     return module.weight * states * scale
 
@@ -89,16 +76,15 @@ PROMPTS = RepeatPrompts(first=(3, 4), following=(6, 7), suffix=(8,))
 CONTEXT, CHUNK, N_SINK = 13, 8, 2
 
 
-@torch.no_grad()
-def slow_sensitivities(model: Any, context: Tensor, then: Tensor) -> list[list[float]]:
+def slow_sensitivities(model, context, then):
     """By layer and token of `then`: how fast the last states' squared norms change, by differences.
 
     `sqrt(sum_i (d Phi / d a_i)^2)`, the attention output moved in every channel there and back.
     """
     step, width, change = 1e-4, model.config.hidden_size, None
 
-    def move(layer: int) -> Any:
-        def hook(_: Any, __: Any, output: Any) -> Any:
+    def move(layer):
+        def hook(_, __, output):
             if change is None or change[0] != layer:
                 return None
             moved = output[0].clone()
@@ -110,7 +96,7 @@ def slow_sensitivities(model: Any, context: Tensor, then: Tensor) -> list[list[f
 
         return hook
 
-    last: list[Tensor] = []
+    last = []
     layers = model.model.layers
     handles = [layer.self_attn.register_forward_hook(move(i)) for i, layer in enumerate(layers)]
     handles.append(model.model.norm.register_forward_pre_hook(lambda _, args: last.append(args[0])))
@@ -133,10 +119,10 @@ def slow_sensitivities(model: Any, context: Tensor, then: Tensor) -> list[list[f
     return found
 
 
-def slow_kvgrad(model: Any, ids: Tensor) -> Tensor:
+def slow_kvgrad(model, ids):
     """`(L, H_kv, S)`."""
     n, found = len(ids), torch.zeros(2, 2, CONTEXT, dtype=torch.float64)
-    previous: list[int] | None = None
+    previous = None
     for start in range(0, n, CHUNK):
         chunk = ids[start : start + CHUNK].tolist()
         asking = [3, 4] if previous is None else [6, 7, *previous]
@@ -177,7 +163,7 @@ LENGTH = 9
 MEAN = {"max": max, "mean": lambda xs: sum(xs) / len(xs)}
 
 
-def slow_kvcompose(model: Any, ids: Tensor, press: Any) -> list[list[list[float]]]:
+def slow_kvcompose(model, ids, press):
     """By layer, KV head and token."""
     n, reading = len(ids), read(model, ids, ids)
     task, group = MEAN[press.agg_task], MEAN[press.agg_group]
@@ -235,7 +221,7 @@ def test_a_reading_in_parts_is_one_reading(monkeypatch):
 # ---- which tokens --------------------------------------------------------------------------------
 
 
-def uneven(n_layers: int, n_heads: int, length: int, seed: int) -> Tensor:
+def uneven(n_layers, n_heads, length, seed):
     generator = torch.Generator().manual_seed(seed)
     # Some layers and heads matter more than others.
     scale = torch.rand(n_layers, n_heads, 1, generator=generator, dtype=torch.float64)
@@ -243,7 +229,7 @@ def uneven(n_layers: int, n_heads: int, length: int, seed: int) -> Tensor:
     return numbers * (0.2 + scale)
 
 
-def slow_budgets(scores: Tensor, press: Any, budget: int) -> list[int]:
+def slow_budgets(scores, press, budget):
     """Composite tokens of all layers in one list, the best of them kept."""
     head = MEAN[press.agg_head]
     curves = []

@@ -1,29 +1,22 @@
 """Rotations are the model's own, and can be undone and averaged."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from experiments.testbed.families import FAMILIES, NO_ROPE
 from press_core import attention_sites
-from press_core.model.rotary import Rotary
 from press_core.tiles import NUMBERS
+from tests.press_core.recorded import record
 from tests.support import build
 
 ROPE_FAMILIES = [family for family in FAMILIES if family not in NO_ROPE]
 
 
 @pytest.mark.parametrize("family", ROPE_FAMILIES)
-def test_parts_of_a_long_context_have_the_bits_of_the_whole(
-    family: str, record: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_a_long_context_have_the_bits_of_the_whole(family, monkeypatch):
     recorded = record(family, 7, torch.float32)
     rotary, cos_sin = recorded.site.rotary, recorded.position_embeddings
     turns = (rotary.rotate, rotary.unrotate)
@@ -33,7 +26,7 @@ def test_parts_of_a_long_context_have_the_bits_of_the_whole(
         assert torch.equal(turn(recorded.query, *cos_sin), expected)
 
 
-def test_unrotate_undoes_the_scale_of_yarn() -> None:
+def test_unrotate_undoes_the_scale_of_yarn():
     rotary = _llama_rotary(
         rope_type="yarn", factor=8.0, original_max_position_embeddings=64, rope_theta=10000.0
     )
@@ -44,9 +37,9 @@ def test_unrotate_undoes_the_scale_of_yarn() -> None:
 
 
 @pytest.mark.parametrize("family", ROPE_FAMILIES)
-def test_the_average_is_the_mean_of_all_rotations(family: str) -> None:
+def test_the_average_is_the_mean_of_all_rotations(family):
     site = attention_sites(build(family, num_layers=1, attn_implementation="eager"))[0]
-    rotary: Any = site.rotary
+    rotary = site.rotary
     x, start = torch.randn(2, 4, 16), torch.tensor([[5], [40]])
 
     average = rotary.average(x, start, 30)
@@ -62,7 +55,7 @@ def test_the_average_is_the_mean_of_all_rotations(family: str) -> None:
         torch.testing.assert_close(x[row] @ average[row, 0].mT, total / 30, atol=1e-5, rtol=1e-4)
 
 
-def test_a_layer_of_its_own_kind_gets_its_own_frequencies(record: Callable[..., Any]) -> None:
+def test_a_layer_of_its_own_kind_gets_its_own_frequencies():
     recorded = record("gemma3_text", 7)  # sliding and full layers differ in their base frequency
     cos, sin = recorded.site.rotary.embeddings(recorded.query, torch.arange(7)[None])
     given = recorded.position_embeddings
@@ -70,7 +63,7 @@ def test_a_layer_of_its_own_kind_gets_its_own_frequencies(record: Callable[..., 
     assert torch.equal(sin, given[1])
 
 
-def test_asking_for_far_positions_leaves_no_trace_on_the_model() -> None:
+def test_asking_for_far_positions_leaves_no_trace_on_the_model():
     rotary = _llama_rotary(rope_type="dynamic", factor=2.0, rope_theta=10000.0)
     x = torch.zeros(1, 8)
     before = copy.deepcopy(_state(rotary))
@@ -81,11 +74,11 @@ def test_asking_for_far_positions_leaves_no_trace_on_the_model() -> None:
     assert all(torch.equal(a, b) for a, b in zip(near, again, strict=True))
 
 
-def _state(rotary: Rotary) -> list[Tensor]:
+def _state(rotary):
     return [buffer for _, buffer in rotary.embedding.named_buffers()]
 
 
-def _llama_rotary(**rope_parameters: Any) -> Rotary:
+def _llama_rotary(**rope_parameters):
     config = AutoConfig.for_model(
         "llama",
         vocab_size=32,

@@ -1,14 +1,10 @@
 """Files of caches: what is refused, in one line, and what is never written over."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,28 +27,22 @@ from press_core.files import files, saving
 from press_core.files.files import METADATA
 from press_core.files.identity import identity
 from press_core.learned.measured import QFilters
-from tests.support import build, example_for, left_padded, token_ids
+from tests.support import build, example_for, filled, left_padded, token_ids
 
 
 @lru_cache
-def model_of(family: str = "llama", seed: int = 0) -> Any:
+def model_of(family="llama", seed=0):
     return build(family, attn_implementation="eager", seed=seed)
 
 
-def cache_of(
-    name: str = "SnapKVPress",
-    family: str = "llama",
-    model: Any = None,
-    package: Any = hooks_impl,
-    **fields: Any,
-) -> Any:
+def cache_of(name="SnapKVPress", family="llama", model=None, package=hooks_impl, **fields):
     """A cache of an uneven batch that a press has pruned, and that a token was decoded with."""
     model = model or model_of(family)
     cache = DynamicCache(config=model.config)
     ids, mask, positions = left_padded(2, 40, [0, 7])
     fields |= {"free_memory": True} if name == "ThinKPress" else {}
     press = replace(example_for(package, name, 0.5, model), **fields)
-    with torch.no_grad(), press(model):
+    with press(model):
         model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
         mask = torch.cat((mask, torch.ones(2, 1, dtype=torch.int64)), dim=1)
         places = mask.sum(dim=-1, keepdim=True) - 1
@@ -62,23 +52,23 @@ def cache_of(
 
 
 @pytest.fixture
-def path(tmp_path) -> Path:
+def path(tmp_path):
     return save_cache(cache_of(), tmp_path / "cache.safetensors", model_of())
 
 
-def header_of(path: Path) -> dict[str, Any]:
+def header_of(path):
     with safe_open(path, framework="pt") as file:
         return json.loads(file.metadata()[METADATA])
 
 
-def rewrite(path: Path, **changed: Any) -> Path:
+def rewrite(path, **changed):
     """The same file with another header."""
     header = header_of(path) | changed
     save_file(load_file(path), path, {METADATA: json.dumps(header)})
     return path
 
 
-def refused(path: Path, match: str, **options: Any) -> None:
+def refused(path, match, **options):
     with pytest.raises(CacheFileError, match=match) as error:
         load_cache(path, options.pop("model", model_of()), **options)
     assert "\n" not in str(error.value)
@@ -89,10 +79,8 @@ def refused(path: Path, match: str, **options: Any) -> None:
 
 def test_what_a_file_says(tmp_path):
     model, ids = model_of(), token_ids(1, 40)
-    cache = DynamicCache(config=model.config)
     press = hooks_impl.KnormPress(0.75)
-    with torch.no_grad(), press(model):
-        model(ids, past_key_values=cache)
+    cache = filled(model, press, ids)
     path = save_cache(
         cache, tmp_path / "a.safetensors", model, press=press, input_ids=ids, notes={"tail": "!"}
     )
@@ -137,8 +125,7 @@ def test_another_version_of_the_format(path):
 
 def test_other_models(path):
     weight, setting = (copy.deepcopy(model_of()) for _ in range(2))
-    with torch.no_grad():
-        weight.model.layers[1].self_attn.v_proj.weight[0, 0] += 1
+    weight.model.layers[1].self_attn.v_proj.weight[0, 0] += 1
     setting.config.rms_norm_eps = 1e-3
     for model, match in (
         (model_of(seed=1), "of another model .*: it has the same configuration, and other weights"),
@@ -161,7 +148,7 @@ def test_adapters_that_are_off_or_on(tmp_path):
     peft = pytest.importorskip("peft", reason="needs peft")
     config = peft.LoraConfig(target_modules=["v_proj"], init_lora_weights=False)
     model = peft.get_peft_model(copy.deepcopy(model_of()), config)
-    with torch.no_grad(), hooks_impl.KnormPress(0.5)(model):
+    with hooks_impl.KnormPress(0.5)(model):
         cache = model(token_ids(1, 40), use_cache=True).past_key_values
     path = save_cache(cache, tmp_path / "a", model)
     load_cache(path, model)
@@ -191,7 +178,7 @@ def test_a_part_of_the_heads(monkeypatch, tmp_path):
 # ---- caches that cannot be kept ------------------------------------------------------------------
 
 
-def not_saved(cache: Any, folder: Path, match: str) -> None:
+def not_saved(cache, folder, match):
     with pytest.raises(UnsupportedCacheError, match=match):
         save_cache(cache, folder / "cache.safetensors", model_of())
     assert not list(folder.iterdir())
@@ -201,8 +188,7 @@ def test_a_quantized_cache(tmp_path):
     pytest.importorskip("optimum.quanto", reason="needs optimum-quanto")
     model = model_of()
     cache = QuantizedCache("quanto", model.config, q_group_size=16)
-    with torch.no_grad(), hooks_impl.KnormPress(0.5)(model):
-        model(token_ids(1, 40), past_key_values=cache)
+    filled(model, hooks_impl.KnormPress(0.5), token_ids(1, 40), cache)
     not_saved(cache, tmp_path, "cannot save a QuantizedCache")
     plain = DynamicCache(config=model.config)
     plain.layers = cache.layers
@@ -241,8 +227,7 @@ def test_an_empty_cache(tmp_path):
         loaded = load_cache(save_cache(cache, tmp_path / str(i), model_of()), model_of())
         assert loaded.get_seq_length() == 0
         assert len(loaded.layers) == len(cache.layers)
-        with torch.no_grad():
-            model_of()(token_ids(1, 5), past_key_values=loaded)
+        model_of()(token_ids(1, 5), past_key_values=loaded)
         assert loaded.get_seq_length() == 5
 
 
@@ -282,11 +267,11 @@ def test_what_is_no_cache_is_never_written_over(tmp_path, path):
 def test_a_file_that_comes_meanwhile_or_a_disk_that_is_full(monkeypatch, tmp_path):
     path, save = tmp_path / "cache.safetensors", files.save_file
 
-    def slow(*args: Any) -> None:
+    def slow(*args):
         save(*args)
         path.write_text("mine")
 
-    def full(tensors: Any, part: Path, _: Any) -> None:
+    def full(tensors, part, _):
         part.write_bytes(b"half of it")
         raise OSError(28, "No space left on device")
 
@@ -309,7 +294,7 @@ def test_notes_that_are_no_json(tmp_path):
 
 
 class Evil:
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return pytest.fail, ("code of the file was run",)
 
 

@@ -1,11 +1,8 @@
 """A scope takes off all that it has installed, and lets go of the model when it closes."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -18,17 +15,17 @@ from tests.support import build
 
 
 class Removable:
-    def __init__(self, name: str, removed: list[str]) -> None:
+    def __init__(self, name, removed):
         self.name, self.removed = name, removed
 
-    def remove(self) -> None:
+    def remove(self):
         self.removed.append(self.name)
         if self.name == "stuck":
             raise RuntimeError(self.name)
 
 
 @pytest.mark.parametrize("names", [["a", "b", "c"], ["a", "stuck", "c"]])
-def test_what_was_installed_comes_off_once_the_last_first(names: list[str]) -> None:
+def test_what_was_installed_comes_off_once_the_last_first(names):
     """Also if one part cannot."""
     state, removed = bound_to(KnormPress(0.5), build("llama", num_layers=2)), list[str]()
     state.key.is_open = True
@@ -43,8 +40,7 @@ def test_what_was_installed_comes_off_once_the_last_first(names: list[str]) -> N
 
 
 @pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
-@torch.no_grad()
-def test_a_press_keeps_no_part_of_a_model_alive(package: Any) -> None:
+def test_a_press_keeps_no_part_of_a_model_alive(package):
     press, model = package.SnapKVPress(0.5, window_size=4), build("llama", num_layers=2)
     held = [weakref.ref(module) for module in model.modules()]
     with press(model):

@@ -1,11 +1,8 @@
 """What a probe finds out about a model, what it refuses, and that it leaves nothing behind."""
 
-from __future__ import annotations
-
 import copy
 import time
 from operator import attrgetter
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from experiments.framework.timing import threads
 from experiments.questions.architectures.decoders import build, decoders
 from press_core import UnsupportedModelError, attention_sites, kept_lengths, probe
 from press_core.model.rotary import NoRotation
-from tests.support import snapshot
+from tests.support import filled, snapshot
 
 KNOWN = decoders()
 ELSE_ON_5_2 = {
@@ -30,7 +27,7 @@ ELSE_ON_5_2 = {
 }
 
 
-def tiny(name: str) -> Any:
+def tiny(name):
     if name not in KNOWN:
         pytest.skip(f"the installed transformers has no {name}")
     if transformers.__version__.startswith("5.2.") and name in ELSE_ON_5_2:
@@ -39,7 +36,7 @@ def tiny(name: str) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_known(monkeypatch):
     monkeypatch.setattr(probe, "_known", probe.weakref.WeakKeyDictionary())
 
 
@@ -68,19 +65,19 @@ FACTS = {
 
 
 @pytest.mark.parametrize("name", FACTS)
-def test_what_is_known_of_a_model(name: str) -> None:
+def test_what_is_known_of_a_model(name):
     for site in attention_sites(tiny(name)):
         assert {of: attrgetter(of)(site) for of in FACTS[name]} == FACTS[name]
 
 
-def test_layers_without_positions_are_told_from_those_that_rotate() -> None:
+def test_layers_without_positions_are_told_from_those_that_rotate():
     rotations = [type(site.rotary) for site in attention_sites(tiny("smollm3"))]
     assert [kind is NoRotation for kind in rotations] == [False, False, False, True]
     assert all(type(site.rotary) is NoRotation for site in attention_sites(tiny("cohere2")))
 
 
 @pytest.mark.parametrize("name", ["glm4v", "ernie4_5_vl_moe", "qwen3_vl"])
-def test_positions_in_three_dimensions(name: str) -> None:
+def test_positions_in_three_dimensions(name):
     """Cosines and sines at positions of one's own are those that the model makes of them."""
     (site, *_) = attention_sites(tiny(name))
     assert "rope" not in site.refusals
@@ -103,14 +100,14 @@ def test_positions_in_three_dimensions(name: str) -> None:
         ("inkling_text", "tokens"),
     ],
 )
-def test_what_a_model_does_not_do_is_refused_by_need(name: str, need: str) -> None:
+def test_what_a_model_does_not_do_is_refused_by_need(name, need):
     for site in attention_sites(tiny(name)):
         assert need in site.refusals
         if name == "nanochat":  # its norm, without weights, commutes with rotations
             assert "rope" not in site.refusals
 
 
-def test_sites_are_named_and_tell_the_implementation_in_force() -> None:
+def test_sites_are_named_and_tell_the_implementation_in_force():
     model = tiny("llama")
     sites = attention_sites(model)
     assert [site.name for site in sites] == [f"model.layers.{i}.self_attn" for i in range(4)]
@@ -124,7 +121,7 @@ def test_sites_are_named_and_tell_the_implementation_in_force() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "cohere2", "jamba", "bart (seq2seq)"])
-def test_a_probe_leaves_nothing_behind(name: str) -> None:
+def test_a_probe_leaves_nothing_behind(name):
     model = tiny(name)
     model.train()
     before, random_state = snapshot(model), torch.get_rng_state()
@@ -134,10 +131,10 @@ def test_a_probe_leaves_nothing_behind(name: str) -> None:
     assert model.training
 
 
-def test_a_model_is_run_once_per_class_and_configuration() -> None:
+def test_a_model_is_run_once_per_class_and_configuration():
     model, calls = tiny("llama"), 0
 
-    def count(*_: Any) -> None:
+    def count(*_):
         nonlocal calls
         calls += 1
 
@@ -154,7 +151,7 @@ def test_a_model_is_run_once_per_class_and_configuration() -> None:
     assert calls > first
 
 
-def test_a_changed_attention_is_probed_anew() -> None:
+def test_a_changed_attention_is_probed_anew():
     model = tiny("llama")
     attention_sites(model)
     attention = model.model.layers[0].self_attn
@@ -169,11 +166,11 @@ def test_a_changed_attention_is_probed_anew() -> None:
 
 
 class Halved(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x / 2
 
 
-def test_open_scopes_take_no_part() -> None:
+def test_open_scopes_take_no_part():
     """A press that is open already does not prune what the probe of another runs over."""
     model = tiny("llama")
     outer = patch_impl.KnormPress(0.5).register(model)
@@ -186,14 +183,15 @@ def test_open_scopes_take_no_part() -> None:
     outer.remove()
 
 
-def test_a_model_that_is_compiled_is_run_as_it_was_written() -> None:
+@pytest.mark.usefixtures("no_graphs_after")
+def test_a_model_that_is_compiled_is_run_as_it_was_written():
     model = tiny("llama")
     model.compile(backend="eager")
     (site, *_) = attention_sites(model)
     assert not site.refusals
 
 
-def test_a_probe_of_a_small_model_is_quick() -> None:
+def test_a_probe_of_a_small_model_is_quick():
     """Under 100 ms of processor time; the best of several, as caches warm."""
     model, times = tiny("llama"), []
     for _ in range(8):
@@ -208,27 +206,14 @@ def test_a_probe_of_a_small_model_is_quick() -> None:
 # ---- layers beside those that are pruned ---------------------------------------------------------
 
 
-@torch.no_grad()
-def test_a_bare_cache_slides_where_the_model_does(package: Any) -> None:
+def test_a_bare_cache_slides_where_the_model_does(package):
     model = tiny("qwen2 (sliding)")
-    cache = DynamicCache()
-    with package.KnormPress(0.5)(model):
-        model(torch.arange(5, 45)[None], past_key_values=cache)
+    cache = filled(model, package.KnormPress(0.5), torch.arange(5, 45)[None], DynamicCache())
     assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [20, 15, 20, 15]
     assert [layer.is_sliding for layer in cache.layers] == [False, True, False, True]
 
 
-@torch.no_grad()
-def test_an_encoder_decoder_is_pruned_where_its_decoder_attends_to_itself(package: Any) -> None:
-    model = tiny("bart (seq2seq)")
-    context, written = torch.arange(5, 35)[None], torch.arange(5, 45)[None]
-    with package.KnormPress(0.5)(model):
-        cache = model(context, decoder_input_ids=written).past_key_values
-    assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [20] * 4
-    assert {layer.keys.shape[2] for layer in cache.cross_attention_cache.layers} == {30}
-
-
-def test_positions_that_do_not_go_on_behind_the_cache_are_known() -> None:
+def test_positions_that_do_not_go_on_behind_the_cache_are_known():
     model = tiny("llama")
     assert not any(site.place.keeps_count for site in attention_sites(model))
     model.__class__ = FromZero
@@ -238,6 +223,6 @@ def test_positions_that_do_not_go_on_behind_the_cache_are_known() -> None:
 class FromZero(transformers.LlamaForCausalLM):
     """Counts positions as if every forward were the first; Bamba does."""
 
-    def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+    def forward(self, input_ids, **kwargs):
         kwargs.setdefault("position_ids", torch.arange(input_ids.shape[1])[None])
         return super().forward(input_ids, **kwargs)
