@@ -80,7 +80,7 @@ clean:
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs]"
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs,ray]"
 	touch $@
 
 $(OLDEST)/.installed: pyproject.toml constraints.txt constraints-oldest.txt

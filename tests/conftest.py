@@ -17,7 +17,7 @@ LEFT_OUT = {
     for folder, names in [
         # What is the same with every release of transformers.
         ("attention_patch", "kernels reversible reversible_copies"),
-        ("experiments", "audit cli command datasets intervals manifest quotable readme study"),
+        ("experiments", "audit cli command datasets intervals manifest quotable ray readme study"),
         ("press_core", "decisions eviction formulas learned learned_budgets learning masks"),
         ("press_core", "properties replayed scope select tampered_files"),
         (".", "changing_scopes_while_running compositions dms docs house"),

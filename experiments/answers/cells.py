@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import groupby
 from time import perf_counter
@@ -22,7 +22,6 @@ from experiments.answers.presses import make_press, takes
 from experiments.answers.sample import Sample
 from experiments.answers.settings import Settings
 from experiments.framework.intervals import mean_interval
-from experiments.framework.wording import in_one_line
 from experiments.loading import load_model
 from press_core import Tokens
 from press_core.scope import InstalledPress
@@ -191,23 +190,6 @@ def run_cell(settings: Settings, cell: Cell) -> Result:
             for number, (sample, text) in enumerate(zip(samples, texts, strict=True))
         ],
     )
-
-
-class Failure(NamedTuple):
-    """Why a cell has no result, in one line."""
-
-    reason: str
-
-
-def each_of(
-    cells: Iterable[Cell], run: Callable[[Cell], Result]
-) -> Iterator[tuple[Cell, Result | Failure]]:
-    """Run one cell after the other. What goes wrong with one takes nothing from the others."""
-    for cell in cells:
-        try:
-            yield cell, run(cell)
-        except Exception as error:
-            yield cell, Failure(in_one_line(error))
 
 
 # Kept in the process for the next cell.

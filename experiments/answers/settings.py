@@ -150,7 +150,9 @@ class Settings(Grid):
     device: Annotated[
         str, typer.Option(help="cpu, cuda, or auto to spread the model over devices.")
     ] = "cpu"
-    threads: Annotated[Count | None, typer.Option(help="CPU threads of torch.")] = None
+    threads: Annotated[
+        Count | None, typer.Option(help="CPU threads of torch, and CPUs of a Ray worker.")
+    ] = None
     data: Annotated[
         str | None, typer.Option(help="Folder with local copies of published datasets.")
     ] = None

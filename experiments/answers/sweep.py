@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pandas as pd
+import torch
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from experiments import UserError
-from experiments.answers.cells import Cell, Failure, Result, each_of, plan, run_cell
+from experiments.answers.cells import Cell, Result, plan, run_cell
+from experiments.answers.engines import Failure, on_ray, serial
 from experiments.answers.settings import Settings, settings_from
 from experiments.answers.store import Store, setup_of
 from experiments.framework.command import with_flags
@@ -27,24 +28,24 @@ from experiments.framework.intervals import bracket
 
 
 def sweep(
-    settings: Settings, store: Store, console: Console, part: tuple[int, int] = (1, 1)
+    settings: Settings, store: Store, console: Console, **ray: Any
 ) -> tuple[pd.DataFrame, dict[Cell, str]]:
     """Run the cells of `settings` that `store` does not hold yet, and write each down.
 
     Args:
         console: for progress.
-        part: which of how many equal parts of the cells to run.
+        ray: arguments of `on_ray`; none: cells run one after the other in this process.
 
     Returns:
         The results of all cells in the store, and why cells of this sweep have none.
     """
-    number, n_parts = part
-    cells = plan(settings)[number - 1 :: n_parts]
+    cells = plan(settings)
     finished = store.finished()
     waiting = [cell for cell in cells if cell not in finished]
     if len(waiting) < len(cells):
         console.print(f"{len(cells) - len(waiting)} of {len(cells)} cells are finished already")
-    outcomes = each_of(waiting, partial(run_cell, settings))
+    run = partial(run_cell, settings)
+    outcomes = on_ray(waiting, run, **ray) if ray else serial(waiting, run)
     failures = {}
     with Progress(console=console, transient=True) as progress:
         for cell, outcome in shown(outcomes, len(waiting), progress):
@@ -90,10 +91,17 @@ def _sweep(
     output: Annotated[
         Path, typer.Option(help="Folder for the results; the same one continues a sweep.")
     ] = Path("evaluation"),
-    part: Annotated[
-        tuple[int, int],
-        typer.Option(help="`2 8`: the second of eight parts of the cells, by jobs that share it."),
-    ] = (1, 1),
+    on: Annotated[Literal["serial", "ray"], typer.Option(help="What runs the cells.")] = "serial",
+    ray_address: Annotated[
+        str | None, typer.Option(help="Ray cluster to join; one on this machine if not given.")
+    ] = None,
+    ray_gpus: Annotated[
+        float | None,
+        typer.Option(help="GPUs of a Ray worker; 1 unless the device is cpu, or there are none."),
+    ] = None,
+    retries: Annotated[
+        int, typer.Option(min=0, help="How often a cell is run again when its Ray worker dies.")
+    ] = 3,
 ) -> None:
     """Accuracy by press, amount, mechanism and dataset, in a sweep that can be interrupted.
 
@@ -106,20 +114,28 @@ def _sweep(
     given = {n: flags[n] for n, source in sources.items() if source and source.name != "DEFAULT"}
     settings = settings_from(config, given)
     plan(settings)  # mistakes show before a folder is made
-    if not 1 <= part[0] <= part[1]:
-        raise UserError(f"--part is {part[0]} {part[1]}; give two numbers such as 1 8, up to 8 8")
+    on_gpu = settings.device != "cpu" and torch.cuda.is_available()
+    gpus = float(on_gpu) if ray_gpus is None else ray_gpus
+    cpus = settings.threads or torch.get_num_threads()
+    ray = {"address": ray_address, "cpus": cpus, "gpus": gpus, "retries": retries}
+    failures = _run(settings, output, ray if on == "ray" else {})
+    typer.echo(f"results: {output}")
+    if failures:
+        raise typer.Exit(1)
+
+
+def _run(settings: Settings, output: Path, ray: dict[str, Any]) -> dict[Any, str]:
+    """Run the sweep and print its table; what failed, and why."""
     console, store = Console(stderr=True), Store(output, setup_of(settings))
     try:
-        results, failures = sweep(settings, store, console, part)
+        results, failures = sweep(settings, store, console, **ray)
     except KeyboardInterrupt:
         console.print(f"interrupted; the same command continues with what is in {output}")
         raise typer.Exit(130) from None
     Console().print(_results(results))
     for cell, reason in failures.items():
         console.print(f"no result: {' '.join(map(str, cell))}: {reason}", markup=False)
-    typer.echo(f"results: {output}")
-    if failures:
-        raise typer.Exit(1)
+    return failures
 
 
 command = with_flags(_sweep, Settings(), _sweep.__doc__)

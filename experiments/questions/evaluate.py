@@ -12,7 +12,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
-from experiments.answers.cells import NO_PRESS, Failure, each_of, forget, plan, run_cell
+from experiments.answers.cells import NO_PRESS, forget, plan, run_cell
+from experiments.answers.engines import Failure, serial
 from experiments.answers.settings import STUDIED, Settings
 from experiments.answers.sweep import command, press_words, shown
 from experiments.framework.evidence import Evidence
@@ -69,7 +70,7 @@ class Evaluate(Experiment[Settings]):
     def measure(self, options: Settings, progress: Progress) -> Tables:
         cells = plan(options)
         rows = []
-        outcomes = each_of(cells, partial(run_cell, options))
+        outcomes = serial(cells, partial(run_cell, options))
         for cell, outcome in shown(outcomes, len(cells), progress):
             if isinstance(outcome, Failure):
                 raise RuntimeError(f"{cell}: {outcome.reason}")

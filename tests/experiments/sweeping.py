@@ -28,11 +28,11 @@ FILES = {"setup.json", "cells", "results.csv", "predictions.csv"}
 SETUP = {"model": "facts-llama", "seed": 0, "versions": {"torch": "1"}, "made_with": {"date": "x"}}
 
 
-def run_sweep(settings, folder, part=(1, 1)):
+def run_sweep(settings, folder, **ray):
     """Run a sweep in `folder`; returns results, failures and what was printed."""
     printed = StringIO()
     kept = Store(folder, SETUP)
-    return *sweep(settings, kept, Console(file=printed, width=200), part), printed.getvalue()
+    return *sweep(settings, kept, Console(file=printed, width=200), **ray), printed.getvalue()
 
 
 def assert_same(results, others):

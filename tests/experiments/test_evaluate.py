@@ -1,7 +1,8 @@
-"""Cells of a sweep and its command: what is asked for, and what is answered."""
+"""Cells of a sweep, its engines and its command: what is asked for, and what is answered."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields, replace
 
 import pytest
@@ -13,8 +14,9 @@ import patch_impl
 from experiments import UserError
 from experiments.answers import cells
 from experiments.answers import sweep as sweeps
-from experiments.answers.cells import NO_PRESS, Cell, Failure, each_of, run_cell
+from experiments.answers.cells import NO_PRESS, Cell, run_cell
 from experiments.answers.datasets import load
+from experiments.answers.engines import Failure, on_ray, serial
 from experiments.answers.settings import Settings
 from experiments.framework.results import read_table, write_table
 from experiments.loading import load_model
@@ -85,10 +87,19 @@ def test_code_of_a_model_is_trusted_by_its_flag_alone(monkeypatch, tmp_path, tru
     assert seen == [trusted]
 
 
-def test_a_failure_takes_nothing_from_the_others():
-    found = list(each_of([1, 0, 2], lambda n: 2 // n))
+# ---- engines -----------------------------------------------------------------------------------
+
+
+def test_the_serial_engine_goes_on_after_a_failure():
+    found = list(serial([1, 0, 2], lambda n: 2 // n))
     reason = "ZeroDivisionError: integer division or modulo by zero"
     assert found == [(1, 2), (0, Failure(reason)), (2, 1)]
+
+
+def test_ray_is_asked_for_where_it_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"hook-or-patch\[ray\].*leave out --on ray"):
+        list(on_ray([1], str))
 
 
 # ---- command -----------------------------------------------------------------------------------
@@ -119,7 +130,7 @@ def test_the_command_reads_a_file_and_tells_failures(tmp_path):
 
 def test_the_command_has_a_flag_for_every_setting(tmp_path):
     shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "160"}).output
-    own = "config", "output", "part"
+    own = "config", "output", "on", "ray_address", "ray_gpus", "retries"
     names = {field.name for field in fields(Settings)} - {"generation", "model_kwargs"}
     for name in (*own, *names):
         assert f"--{name.replace('_', '-')} " in shown

@@ -68,19 +68,6 @@ def test_an_interrupted_sweep_continues(tmp_path, monkeypatch, ran):
     pd.testing.assert_frame_equal(again, continued)
 
 
-def test_parts_of_a_sweep_are_the_whole(tmp_path, ran):
-    whole = run_sweep(SMALL, tmp_path / "whole")[0]
-    for number in (1, 2, 3):  # jobs that share a folder
-        ran.clear()
-        results, failures, _ = run_sweep(SMALL, tmp_path / "parts", part=(number, 3))
-        assert failures == {}
-        assert len(ran) == 2
-        assert len(results) == 2 * number
-    assert_same(run_sweep(SMALL, tmp_path / "parts")[0], whole)
-    for part in (("0", "8"), ("9", "8")):
-        assert "give two numbers such as 1 8" in str(call("--part", *part).exception)
-
-
 def test_a_sweep_of_budgets_is_told_from_one_of_ratios(tmp_path, ran):
     run_sweep(ONE, tmp_path)
     ran.clear()

@@ -1,0 +1,118 @@
+"""Running the cells of a sweep: one after the other, or spread over a Ray cluster.
+
+Every engine takes work and a function, and yields each piece with its outcome as it is finished.
+What goes wrong with one piece is its outcome, a `Failure`; the others are run all the same.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from experiments import UserError
+from experiments.framework.wording import in_one_line
+
+Work = TypeVar("Work")
+Result = TypeVar("Result")
+
+
+class Failure(NamedTuple):
+    """Why a piece of work has no result, in one line."""
+
+    reason: str
+
+
+def serial(
+    work: Iterable[Work], run: Callable[[Work], Result]
+) -> Iterator[tuple[Work, Result | Failure]]:
+    """Run one piece after the other in this process."""
+    for piece in work:
+        yield piece, _attempt(run, piece)
+
+
+def on_ray(
+    work: Iterable[Work],
+    run: Callable[[Work], Result],
+    *,
+    address: str | None = None,
+    cpus: float = 1,
+    gpus: float = 0,
+    retries: int = 3,
+) -> Iterator[tuple[Work, Result | Failure]]:
+    """Run pieces on the workers of a Ray cluster, as they have room.
+
+    A piece whose worker dies is run again. Results come back to this process, which alone writes
+    them down.
+
+    Args:
+        address: of a cluster; None: one on this machine, for as long as this takes.
+        cpus, gpus: what each piece needs of a worker.
+        retries: how often a piece is run again when its worker has died.
+
+    Raises:
+        UserError: if Ray is not installed, or the cluster has no such worker.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise UserError(
+            'Ray is not installed; pip install "hook-or-patch[ray]", or leave out --on ray'
+        ) from error
+    joined = ray.is_initialized()
+    if not joined:
+        _start(ray, address)
+    try:
+        _check_room(ray, cpus, gpus)
+        task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=retries)(_attempt)
+        pending = {task.remote(run, piece): piece for piece in work}
+        while pending:
+            (done,), _ = ray.wait(list(pending), num_returns=1)
+            yield pending.pop(done), _outcome(ray, done, retries)
+    finally:
+        if not joined:
+            ray.shutdown()
+
+
+def _attempt(run: Callable[[Work], Result], piece: Work) -> Result | Failure:
+    try:
+        return run(piece)
+    except Exception as error:
+        return Failure(in_one_line(error))
+
+
+def _start(ray: Any, address: str | None) -> None:
+    # Workers import this package from where this process has it, installed or not.
+    here = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+    environment = {"env_vars": {"PYTHONPATH": path}} if address is None else None
+    options: dict[str, Any] = {"runtime_env": environment, "log_to_driver": False}
+    if address is None:
+        options["include_dashboard"] = False
+    try:
+        host, _, port = (address or "").rpartition(":")
+        if port.isdecimal() and "//" not in host:  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), timeout=10).close()
+        ray.init(address=address, logging_level="error", **options)
+    except OSError as error:  # ConnectionError is one
+        raise UserError(f"there is no Ray cluster at {address!r}: {error}") from error
+
+
+def _check_room(ray: Any, cpus: float, gpus: float) -> None:
+    """Refuse what no node can ever run, which Ray would wait for."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not any(n.get("CPU", 0) >= cpus and n.get("GPU", 0) >= gpus for n in nodes):
+        raise UserError(
+            f"a cell needs {cpus:g} CPUs and {gpus:g} GPUs, which no node of the Ray cluster has; "
+            "lower --threads, or join a larger cluster with --ray-address"
+        )
+
+
+def _outcome(ray: Any, reference: Any, retries: int) -> Any:
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayError as error:
+        first = str(error).strip().splitlines()[0]
+        return Failure(f"its worker died {retries + 1} times: {type(error).__name__}: {first}")
