@@ -17,9 +17,9 @@ What is drawn is described by numbers, so that a failing case prints as a few re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -312,11 +312,19 @@ def press_pairs(*names: str) -> SearchStrategy[PressPair]:
 def _drawn_pairs(name: str) -> SearchStrategy[PressPair]:
     known = FIELDS | _OWN_FIELDS.get(name, {})
     drawn = {
-        field.name: known[field.name].filter(field.metadata.get("holds", lambda value: True))
+        field.name: known[field.name].filter(partial(_is_taken, field.metadata))
         for field in fields(hooks_impl.PRESSES[name])
         if field.init and field.name in known
     }
     return st.builds(pair, st.just(name), **drawn)
+
+
+def _is_taken(declared: Mapping[str, Any], value: Any) -> bool:
+    """Whether a field that was declared so takes a value; of pairs, the press with hooks."""
+    pairs = value if isinstance(value, list) else [value]
+    hooks = [drawn.hook if isinstance(drawn, PressPair) else drawn for drawn in pairs]
+    taken: bool = declared.get("holds", lambda value: True)(hooks if pairs is value else hooks[0])
+    return taken
 
 
 def nestable_pairs() -> SearchStrategy[PressPair]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from attention_patch.scope import check_interface, serve
@@ -16,7 +15,7 @@ from press_core import entry
 from press_core.collecting import Collecting
 from press_core.errors import ScopeError
 from press_core.forward import Arguments, Forward, here, names_of
-from press_core.model.graphs import compile_nothing, forget_graphs
+from press_core.model.graphs import forget_graphs
 from press_core.model.sites import AttentionSite, Signature
 from press_core.observed import Query
 from press_core.observing import Passed
@@ -128,26 +127,8 @@ def _enter(
         return None
     called = Arguments(args, kwargs[0], names)
     eagerly = entry.runs_eagerly(scope, called)
-    given = (_enter_eagerly if eagerly else entry.enter)(scope, called)
+    given = (entry.enter_eagerly if eagerly else entry.enter)(scope, called)
     return None if given is called else (given.args, given.kwargs)
-
-
-def _entered_eagerly(scope: ScopeState, given: Arguments) -> Arguments:
-    """Enter a forward that compiles, which runs as it was written from here to its end."""
-    compile_again = compile_nothing()
-    try:
-        given = entry.enter(scope, given)
-    except BaseException:
-        compile_again()
-        raise
-    if here.forward is None:  # the scope takes no part
-        compile_again()
-    else:
-        here.forward.at_end.append(compile_again)
-    return given
-
-
-_enter_eagerly = torch.compiler.disable(_entered_eagerly, recursive=False)
 
 
 def _leave(scope: ScopeState, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:

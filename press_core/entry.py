@@ -31,7 +31,7 @@ from press_core.cache.reading import (
 from press_core.engine import prune_before
 from press_core.errors import UnsupportedCacheError
 from press_core.forward import Arguments, Forward, Progress, here, own_cache
-from press_core.model.graphs import may_break
+from press_core.model.graphs import compile_nothing, may_break
 from press_core.model.sites import AttentionSite, Bystander
 from press_core.on_layers import OnLayers
 from press_core.running import chunks
@@ -110,6 +110,24 @@ def runs_eagerly(scope: ScopeState, given: Arguments) -> bool:
     cache, sites = own_cache(given.get("past_key_values")), scope.sites
     acts = bool(sites) and bool(scope.traits.phases & Phase.ON_CONTEXTS)
     return acts and is_empty(cache, sites[0].layer_idx)
+
+
+def _entered_eagerly(scope: ScopeState, given: Arguments) -> Arguments:
+    """Enter a forward that compiles, which runs as it was written from here to its end."""
+    compile_again = compile_nothing()
+    try:
+        given = enter(scope, given)
+    except BaseException:
+        compile_again()
+        raise
+    if here.forward is None:  # the scope takes no part
+        compile_again()
+    else:
+        here.forward.at_end.append(compile_again)
+    return given
+
+
+enter_eagerly = torch.compiler.disable(_entered_eagerly, recursive=False)
 
 
 def _passes(scope: ScopeState, forward: Forward) -> bool:
