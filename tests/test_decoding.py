@@ -189,6 +189,25 @@ def test_padding_that_positions_count(package, rerotate):
         torch.testing.assert_close(counted_logits, logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("rerotate", [False, True])
+def test_padding_in_a_later_turn(package, rerotate):
+    """Each row decodes as it does alone, though a question of the batch was padded."""
+    model, press = make(), package.StreamingLLMDecodingPress(16, 3, rerotate)
+    context, question, *steps = forwards([20, 8, 1, 1, 1, 1, 1, 1], batch=2)
+    cache, alone = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    mask = torch.ones(2, 0, dtype=torch.long)
+    with press(model):
+        for n, ids in enumerate((context, question, *steps)):
+            new = torch.ones_like(ids)
+            new[0, :3] = n != 1
+            mask = torch.cat((mask, new), dim=1)
+            where = (mask.cumsum(dim=-1) - 1)[:, -ids.shape[1] :]
+            given = {"attention_mask": mask, "position_ids": where.clamp(min=0)}
+            found = model(ids, past_key_values=cache, **given).logits
+            expected = model(ids[:1, 3:] if n == 1 else ids[:1], past_key_values=alone).logits
+            assert (found[0, -1] - expected[0, -1]).abs().max() < 1e-5
+
+
 # ---- endless -------------------------------------------------------------------------------------
 
 
