@@ -176,10 +176,12 @@ def differences(right: dict[tuple[str, float, str], pd.Series[float]]) -> pd.Dat
         `contexts`. The mean over all pairs is there as the pair `ALL`, the mean over all ratios as
         a row whose `ratio` is missing.
     """
-    wide = pd.concat(right, names=["pair", "ratio", "budgets", "sample"]).unstack(
-        "budgets", sort=False
-    )
-    gains = (wide[HEADWISE] - wide[UNIFORM]).dropna().rename("gain").reset_index()
+    both = {
+        (pair, ratio): answers - right[pair, ratio, UNIFORM]
+        for (pair, ratio, budgets), answers in right.items()
+        if budgets == HEADWISE
+    }
+    gains = pd.concat(both, names=["pair", "ratio", "sample"]).rename("gain").reset_index()
     gains = pd.concat([gains, gains.assign(pair=ALL)])
     gains = pd.concat([gains, gains.assign(ratio=float("nan"))])
     key = ["pair", "ratio"]
