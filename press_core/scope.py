@@ -74,7 +74,6 @@ class ScopeState:
     """One open scope: a press bound to a model, and all that the run learns and measures.
 
     Attributes:
-        press: as it acts on this model.
         model: None once the scope is closed, and so is `decoder`.
         sites: the attention modules that the press works on.
         bystanders: attention modules beside them that need help to read what is pruned.
@@ -239,7 +238,7 @@ class Scope:
     begin while it is open, whichever thread runs them, from their first layer to their last.
     """
 
-    def __init__(self, press: Press, model: nn.Module) -> None:
+    def __init__(self, press: InstalledPress, model: nn.Module) -> None:
         self.press, self.model = press, model
         self.state: ScopeState | None = None
         self._lock = threading.Lock()
@@ -258,9 +257,8 @@ class Scope:
                     "again, `press(model)`, for a second scope"
                 )
             state = bound_to(self.press, self.model)
-            assert isinstance(state.press, InstalledPress)
             try:
-                state.press.install(state)
+                self.press.install(state)
                 state.on_layers = _on_layers_of(state.decoder)
                 state.on_layers.add(state)
             except BaseException:
@@ -269,8 +267,7 @@ class Scope:
                 raise
             state.key.is_open, self.state = True, state
             _open.add(state)
-            for press in (self.press, state.press):
-                vars(press)["_last_scope"] = state
+            vars(self.press)["_last_scope"] = state
 
     def remove(self) -> None:
         """Take the press off the model; without effect on a scope that is not open."""

@@ -136,20 +136,27 @@ def one_mask(
     """
     mask, needs_own = forward.given.get("attention_mask"), ReadingNeeds.ATTENTION
     turned = any(needs_own in layer.needs or layer.rerotation is not None for layer in layers)
-    if turned or torch.compiler.is_compiling():
-        return None, forward.given
-    if any(layer.kept.is_padded for layer in layers):
-        of_slots = _mask_of_slots(forward, mask, layers)
-        if of_slots is not None:
-            return OneMask.OF_SLOTS, forward.given.replace(attention_mask=of_slots)
-        return None, forward.given
-    # What eager attention adds to the logits is spread over them.
+    if not turned and not torch.compiler.is_compiling():
+        if any(layer.kept.is_padded for layer in layers):
+            of_slots = _mask_of_slots(forward, mask, layers)
+            if of_slots is not None:
+                return OneMask.OF_SLOTS, forward.given.replace(attention_mask=of_slots)
+        elif _spreads_a_column(forward, site, layers, mask):
+            return OneMask.OF_ONE_COLUMN, forward.given
+    return None, forward.given
+
+
+def _spreads_a_column(
+    forward: Forward, site: AttentionSite, layers: list[PrunedLayer], mask: Any
+) -> bool:
+    """Whether it is a single token that sees everything, by eager attention.
+
+    What that adds to the logits is spread over them.
+    """
     spread = site.attn_implementation == "eager" and site.signature.hands_on
     spread = spread and mask_layer(forward.cache) in layers and not layers[0].is_always_masked
     sees_all = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all()))
-    if spread and forward.n_tokens == 1 and sees_all:
-        return OneMask.OF_ONE_COLUMN, forward.given
-    return None, forward.given
+    return spread and forward.n_tokens == 1 and sees_all
 
 
 def _mask_of_slots(forward: Forward, mask: Any, layers: list[PrunedLayer]) -> Tensor | None:
