@@ -27,6 +27,7 @@ EXPERIMENTS: dict[str, str] = {
     "error": "Tell in which layers and heads an eviction hurts.",
     "evaluate": "Sweep models, presses and datasets; can be interrupted.",
     "streaming": "Stream thousands of tokens through bounded caches.",
+    "seeds": "Draw contexts from other seeds: which findings hold?",
     "trace": "Follow one forward step by step, hook and patch side by side.",
 }
 """Modules of `experiments.questions`, in the order of the report, and the help of their commands.

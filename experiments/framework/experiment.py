@@ -43,6 +43,7 @@ from matplotlib.figure import Figure
 from rich.progress import Progress
 
 from experiments.framework.evidence import Evidence
+from experiments.framework.intervals import NONE
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
 
@@ -56,6 +57,7 @@ MAX_WORDS = 25
 
 _BOLD = re.compile(r"\*\*(.+?)\*\*")
 _NUMBER = re.compile(r"\d[\d,.]*")
+_INTERVAL = re.compile(r"\[([-+]?[\d.]+), ([-+]?[\d.]+)\]")
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,12 @@ class Finding:
         (bold,) = _BOLD.findall(self.text)
         sign = -1 if bold.startswith("-") else 1
         return sign * float(_NUMBER.findall(bold)[0].replace(",", ""))
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of the number in bold, as it is written; both ends are NaN where it has none."""
+        found = _INTERVAL.search(self.text)
+        return (float(found[1]), float(found[2])) if found else NONE
 
 
 @dataclass(frozen=True)
@@ -139,6 +147,7 @@ class Experiment(ABC, Generic[OptionsT]):
         quick: options of `make study`, on smaller grids.
         evidence: what kind its findings rest on, where they do not say.
         claims: how single findings are measured again in about a minute, by their names.
+        redrawn: options, with a `seed`, under which findings are drawn again from other seeds.
         left_out: why it has nothing to say of a model of the user's own, if it takes none.
     """
 
@@ -150,6 +159,7 @@ class Experiment(ABC, Generic[OptionsT]):
     quick: OptionsT
     evidence: ClassVar[Evidence | None] = None
     claims: ClassVar[dict[str, Claim]] = {}
+    redrawn: OptionsT | None = None
     left_out: ClassVar[str] = "it runs on small models of its own"
 
     def __init_subclass__(cls) -> None:

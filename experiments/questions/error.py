@@ -147,6 +147,7 @@ class Error(Experiment[Options]):
         press=("SnapKVPress", "AdaKVPress", "KnormPress", "StreamingLLMPress"),
         samples=4,
     )
+    redrawn = full
 
     def on(self, own: OwnModel) -> Planned[Options]:
         presses, words = own.opened(self.quick.press), 192

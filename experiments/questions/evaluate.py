@@ -55,6 +55,7 @@ class Evaluate(Experiment[Settings]):
     evidence = Evidence.MODEL
     full = Settings()
     quick = Settings(ratio=(0.0, 0.8), samples=12)
+    redrawn = Settings(ratio=(0.0, 0.8))
 
     def on(self, own: OwnModel) -> Planned[Settings]:
         (length,) = own.at_most(1024)

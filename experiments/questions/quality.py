@@ -181,6 +181,7 @@ class Quality(Experiment[Options]):
     evidence = Evidence.MODEL
     full = Options()
     quick = Options(ratio=(0.8,), samples=6)
+    redrawn = Options(ratio=(0.9,))
     claims: ClassVar = {
         "agreement": Claim(replace(quick, press=("SnapKVPress", "AdaKVPress", "KnormPress"))),
     }

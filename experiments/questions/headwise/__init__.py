@@ -104,6 +104,7 @@ class Headwise(Experiment[Options]):
     evidence = Evidence.MODEL
     full = Options()
     quick = Options(ratio=(0.8,), samples=16, contexts=(1024, 4096), rounds=6, family=("llama",))
+    redrawn = Options(part=(Part.BUDGETS,))
     claims: ClassVar = {
         "patching": Claim(Options(part=(Part.CONDITIONS,))),
         "freeing": Claim(Options(part=(Part.DECODING,), contexts=(4096,), rounds=1), within=0.01),

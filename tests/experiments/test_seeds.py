@@ -1,0 +1,89 @@
+"""Other seeds: which findings hold is counted by hand, and experiments get the seeds asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+import pytest
+
+from experiments.framework.evidence import Evidence
+from experiments.framework.experiment import Experiment, Finding
+from experiments.framework.results import read_table
+from experiments.questions import seeds
+from tests.experiments.tiny import cli
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Options:
+    seed: int = 40
+    samples: int = 9
+
+
+class Drawing(Experiment[Options]):
+    """Tell what it was asked."""
+
+    name, title, evidence = "drawing", "Drawing", Evidence.MODEL
+    full = quick = Options()
+
+    def measure(self, options, progress):
+        return {"drawing": pd.DataFrame([{"seed": options.seed, "samples": options.samples}])}
+
+    def findings(self, tables):
+        (row,) = tables["drawing"].to_dict("records")
+        wide = f"Answers: **{row['seed']}%** [{row['seed'] - 5}, {row['seed'] + 5}]."
+        narrow = f"Gain: **-{row['seed']}** points [-40.5, -39.5] of {row['samples']}."
+        return [
+            Finding("wide", wide),
+            Finding("narrow", narrow),
+            Finding("bare", f"Alone **{row['seed']}**."),
+            Finding("same", "Always **3**."),
+            Finding("bits", f"Bits **{row['seed']}** differ.", evidence=Evidence.BITS),
+        ]
+
+
+class Redrawn(Drawing):
+    """Tell what it was asked, again."""
+
+    redrawn = Options()
+
+
+def test_experiments_are_run_from_each_seed(monkeypatch, tmp_path):
+    monkeypatch.setattr(seeds, "load_experiments", lambda: [Drawing(), Redrawn()])
+    result = cli("seeds", "--shift", "0,2", "--samples", "7", "--output", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    table = read_table(tmp_path / "seeds.csv")
+    assert table["finding"].tolist() == ["wide", "narrow", "bare", "same"] * 2  # and no bits
+    assert table["seed"].tolist() == [40] * 4 + [42] * 4
+    assert table["number"].tolist() == [40, -40, 40, 3, 42, -42, 42, 3]
+    assert table.loc[0, ["low", "high"]].tolist() == [35, 45]
+    assert table.loc[1, ["low", "high"]].tolist() == [-40.5, -39.5]
+    assert table["text"].str.endswith("of 7.").sum() == 2
+    shown = " ".join(result.output.split())
+    assert (
+        "2 of 3 findings about answers stay within their intervals, all but drawing-narrow" in shown
+    )
+    assert "42 [37, 47]" in shown
+
+
+@pytest.mark.parametrize(
+    ("numbers", "low", "high", "holds"),
+    [
+        ((2, 2, 3), 1, 3, True),  # to the very end
+        ((2, 3.5, 2), 1, 3, False),
+        ((2, 0.9, 2), 1, 3, False),
+        ((2, 2, 2), NAN, NAN, True),
+        ((2, 2, 2.1), NAN, NAN, None),
+    ],
+)
+def test_a_finding_holds_if_it_stays_in_the_first_interval(numbers, low, high, holds):
+    wide = [(low, high), (-9, 9), (-9, 9)]
+    rows = [
+        {"experiment": "e", "finding": "f", "number": n, "low": ends[0], "high": ends[1]}
+        for n, ends in zip(numbers, wide, strict=True)
+    ]
+    (row,) = seeds.moves(pd.DataFrame(rows)).to_dict("records")
+    assert row["holds"] is holds
+    assert (row["least"], row["most"]) == (min(numbers), max(numbers))
