@@ -25,7 +25,7 @@ LEFT_OUT = {
         (".", "presses_of_ones_own replaying state_machine"),
         # How things are measured, which `test_own_model.py` runs, whole, with any release.
         ("experiments", "error evaluate headwise headwise_variants intrusiveness overhead"),
-        ("experiments", "quality settings sinks streaming sweeps throughput trace"),
+        ("experiments", "quality seeds settings sinks streaming sweeps throughput trace"),
     ]
     for name in names.split()
 }
