@@ -73,6 +73,7 @@ def test_an_interrupt_while_files_are_written_leaves_none_that_nobody_knows(tmp_
     monkeypatch.setattr("experiments.study.read_table", interrupt)
     interrupted(tmp_path, [])
     assert (tmp_path / "a.csv").exists()
+    assert read_manifest(tmp_path).waiting == ["a", "b", "c"]
     monkeypatch.undo()
     (part,) = read_parts(tmp_path, three([]))
     assert "interrupted" in part.error
