@@ -16,13 +16,18 @@ FREELY := env -u OMP_NUM_THREADS
 # transformers' attention registry.
 ORACLE := $(OLDEST)/bin/python -m pytest tests/oracle
 
-.PHONY: study test test-newest test-oldest test-oracle test-long
+.PHONY: study test environments test-newest test-oldest test-oracle test-long
 .PHONY: parity oracle-timing subjects docs check format results clean
 
 study: $(VENV)/.installed
 	$(FREELY) $(RUN) -m experiments study
 
-test: test-oldest test-oracle test-newest
+test:
+	$(MAKE) -j2 environments
+	$(MAKE) test-oldest test-oracle test-newest
+
+# What tests run in; two at a time, as each install keeps one core busy.
+environments: $(VENV)/.installed $(OLDEST)/.installed
 
 test-newest: $(VENV)/.installed
 	$(RUN) $(PYTEST)
