@@ -5,7 +5,6 @@ A file is written at once or not at all, never over what somebody else has put t
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
@@ -14,8 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -23,12 +21,6 @@ from press_core.errors import PressError, first_line
 
 METADATA = "hook-or-patch"
 """Entry of a file's metadata that says, as JSON, what it holds, of which model."""
-
-UNREADABLE: tuple[type[Exception], ...] = (
-    *(SafetensorError, OSError, ValueError, LookupError, TypeError, RuntimeError),
-    *(AttributeError, ArithmeticError, AssertionError, EOFError, MemoryError, SyntaxError),
-)
-"""What reading a file may raise, whatever lies in it."""
 
 KIND = "compressed cache"
 """What files say that they hold."""
@@ -48,7 +40,7 @@ def read(path: str | Path, group: str | None = None) -> tuple[Any, dict[str, Ten
         group: read only the tensors whose names begin with it and a dot; None: all.
 
     Raises:
-        Exception: one of `UNREADABLE`.
+        Exception: of any kind, by what lies in the file.
     """
     with safe_open(path, framework="pt") as file:
         about = json.loads((file.metadata() or {}).get(METADATA, "{}"))
@@ -67,65 +59,10 @@ def refused(path: Path, what: str, kind: type[PressError] = CacheFileError) -> I
     """Raises an error of a kind, that `path` is `what`, for all that may be wrong with a file."""
     try:
         yield
-    except kind:
+    except PressError:
         raise
-    except UNREADABLE as error:
+    except Exception as error:
         raise kind(f"{str(path)!r} {what}: {first_line(error)}") from error
-
-
-_DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if type(x) is torch.dtype}
-
-
-def sealed(value: Any, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """`value` as JSON has it, with a seal that breaks where anything is changed later.
-
-    Args:
-        name: of the group of tensors that it has.
-        tensors: where they go.
-    """
-    own: dict[str, Tensor] = {}
-
-    def packed(x: Any) -> dict[str, str]:
-        if isinstance(x, torch.dtype):
-            return {"dtype": str(x).removeprefix("torch.")}
-        key = f"{name}.{len(own)}"
-        own[key] = x.detach().cpu().clone(memory_format=torch.contiguous_format)
-        return {"tensor": key}
-
-    description = json.loads(json.dumps(value, default=packed))
-    tensors |= own
-    return {"is": description, "seal": _seal(description, own)}
-
-
-def unsealed(description: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `sealed` was given; lists as tuples.
-
-    Raises:
-        ValueError: if something is not as it was written.
-    """
-    whole = description["seal"] == _seal(description["is"], tensors)
-    require(whole, "it is not as it was written")
-
-    def unpacked(x: dict[str, Any]) -> Any:
-        if x.keys() == {"tensor"}:
-            return tensors[x["tensor"]]
-        if x.keys() == {"dtype"}:
-            return _DTYPES[x["dtype"]]
-        # JSON knows no other keys than words, and no tuples.
-        named = {int(key) if key.isdigit() else key: value for key, value in x.items()}
-        return {k: tuple(v) if isinstance(v, list) else v for k, v in named.items()}
-
-    return json.loads(json.dumps(description["is"]), object_hook=unpacked)
-
-
-def _seal(description: Any, tensors: Mapping[str, Tensor]) -> str:
-    """A digest of all but the floating-point numbers, any of which keys and values may hold."""
-    digest = hashlib.sha256(json.dumps(description).encode())
-    for name, x in sorted(tensors.items()):
-        digest.update(f"{name} {tuple(x.shape)} {x.dtype}\n".encode())
-        if not x.is_floating_point():
-            digest.update(x.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def check_target(path: Path, overwrite: bool) -> None:

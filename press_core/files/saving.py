@@ -20,7 +20,13 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+)
 
 from press_core.cache.caches import kept_lengths, known, mask_layer
 from press_core.cache.positions import tokens_seen
@@ -28,9 +34,9 @@ from press_core.cache.pruned import PrunedLayer
 from press_core.cache.reading import reading_needs
 from press_core.errors import UnsupportedCacheError, UnsupportedModelError
 from press_core.files import files
-from press_core.files.files import read, read_header, refused, require, unsealed
+from press_core.files.files import read, read_header, refused, require
 from press_core.files.identity import identity, name_of
-from press_core.files.records import Record, layer_from, record_of
+from press_core.files.records import layer_from, sealed, unsealed
 from press_core.model.sites import AttentionSite
 from press_core.press import Press
 from press_core.probe import attention_sites
@@ -123,14 +129,14 @@ def save_cache(
         "press": None if press is None else repr(press),
         **_summary(cache, sites),
         "notes": dict(notes or {}),
-        "inputs": files.sealed(inputs, "inputs", tensors),
-        "caches": files.sealed(_parts(cache), "cache", tensors),
+        "inputs": sealed(inputs, "inputs", tensors),
+        "caches": sealed(_parts(cache), "cache", tensors),
     }
     files.write(path, tensors, about, overwrite)
     return path
 
 
-def _parts(cache: Any) -> dict[str, Record]:
+def _parts(cache: Any) -> dict[str, dict[str, Any]]:
     """The caches that `cache` is made of, by name.
 
     Raises:
@@ -149,7 +155,7 @@ def _parts(cache: Any) -> dict[str, Record]:
     return {
         name: {
             "grows": part.layer_class_to_replicate is DynamicLayer,
-            "layers": dict(enumerate(map(record_of, part.layers))),
+            "layers": dict(enumerate(part.layers)),
         }
         for name, part in parts.items()
     }
@@ -266,15 +272,16 @@ def _cache(parts: Any, model: Any, device: torch.device | None) -> Any:
     return made[0] if len(made) == 1 else EncoderDecoderCache(*made)
 
 
-def _part(record: Record, model: Any, device: torch.device | None) -> DynamicCache:
-    layers, templates = record["layers"], DynamicCache(config=model.config).layers
+def _part(record: dict[str, Any], model: Any, device: torch.device | None) -> DynamicCache:
+    known_kinds = DynamicLayer(), DynamicSlidingWindowLayer(1)
+    empty = (*known_kinds, *DynamicCache(config=model.config).layers)
+    templates = {type(layer).__name__: layer for layer in empty}
     runs_on = {} if device is not None else _devices(model)
     first = device or _runs_on(model)
     cache = DynamicCache()
     cache.layer_class_to_replicate = DynamicLayer if record["grows"] else None
     cache.layers = [
-        layer_from(layers[i], template, runs_on.get(i, first))
-        for i, template in zip(layers, [*templates, *[None] * len(layers)], strict=False)
+        layer_from(layer, templates, runs_on.get(i, first)) for i, layer in record["layers"].items()
     ]
     return cache
 
