@@ -320,23 +320,10 @@ class LearnedPress(Press):
 
     def find(self, model: Any) -> Calibration:
         """What was given, or what lies beside the model or is published for it."""
-        ((name, kind),) = [
-            (x.name, x.metadata["learned"]) for x in fields(self) if "learned" in x.metadata
-        ]
-        given = getattr(self, name)
-        if given is None:
-            return self._search(kind, model)
-        return given if isinstance(given, kind) else kind.load(given, self.file_names())
-
-    def file_names(self) -> tuple[str, ...]:
-        """What the file is called in a folder; empty: as its kind has it."""
-        return ()
-
-    def hub_id(self, model_name: str) -> str:
-        """The repository on the hub that belongs to a model there; empty: nobody publishes such."""
-        return ""
-
-    def _search(self, kind: type[Calibration], model: Any) -> Calibration:
+        (declared,) = (x for x in fields(self) if "learned" in x.metadata)
+        kind, given = declared.metadata["learned"], getattr(self, declared.name)
+        if given is not None:
+            return given if isinstance(given, kind) else kind.load(given, self.file_names())
         fit = f"{type(self).__name__}.{kind.made_by}"
         name = str(getattr(getattr(model, "config", None), "name_or_path", None) or "")
         source, published, advice = "", "", f"hand over what {fit} returns"
@@ -355,12 +342,20 @@ class LearnedPress(Press):
             about = name or f"this {type(model).__name__}"
             raise CalibrationError(f"{error}. For {about}, {advice}") from error
 
+    def file_names(self) -> tuple[str, ...]:
+        """What the file is called in a folder; empty: as its kind has it."""
+        return ()
+
+    def hub_id(self, model_name: str) -> str:
+        """The repository on the hub that belongs to a model there; empty: nobody publishes such."""
+        return ""
+
 
 def model_sizes(site: AttentionSite) -> dict[str, int]:
     """The sizes of the model that `site` belongs to."""
     config: Any = site.module.config
-    of_site = site.num_heads, site.num_kv_heads, site.head_dim
-    return dict(zip(SIZES, (n_layers_of(site), *of_site, config.hidden_size), strict=True))
+    heads = site.num_heads, site.num_kv_heads, site.head_dim
+    return dict(zip(SIZES, (n_layers_of(site), *heads, config.hidden_size), strict=True))
 
 
 def check_fits(fitted: Calibration, site: AttentionSite) -> None:

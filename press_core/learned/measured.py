@@ -24,8 +24,8 @@ from press_core.learned.calibration import Calibration, LearnedPress, learned, s
 from press_core.learned.running import Batch, LayerMeans, run
 from press_core.model.decoder import device_of
 from press_core.press import MeasuredPress
-from press_core.presses.expected_attention import ExpectedAttention
 from press_core.presses.positions import layer_generator
+from press_core.presses.queries import ExpectedAttention
 from press_core.probe import attention_sites
 from press_core.scoring import RatioScorer
 from press_core.select import upcast

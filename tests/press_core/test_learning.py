@@ -14,7 +14,7 @@ from press_core.learned.measured import (
     filter_directions,
 )
 from press_core.learned.running import Examples
-from press_core.presses.expected_attention import ExpectedAttention, query_statistics
+from press_core.presses.queries import ExpectedAttention
 from tests.press_core.drawn import (
     BATCH,
     DIM,
@@ -41,13 +41,13 @@ def a_call(length=LENGTH, **fields):
 @pytest.mark.parametrize("n_sink", [0, 4])
 def test_statistics_of_the_context_itself_give_expected_attention(n_sink):
     call = a_call(batch=1)
-    measured = [x.expand(LAYERS, *x.shape[1:]) for x in query_statistics(call, n_sink)]
+    press = ExpectedAttention(n_future_positions=9, n_sink=n_sink)
+    measured = [x.expand(LAYERS, *x.shape[1:]) for x in press.statistics(call)]
     known = Prepared(ExpectedAttentionStats(*measured))
     found = ExpectedAttentionWithStats(n_future_positions=9, n_sink=n_sink).score(
         call.replace(scope=known)
     )
-    expected = ExpectedAttention(n_future_positions=9, n_sink=n_sink).score(call)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, press.score(call))
 
 
 @pytest.mark.parametrize("offset", [-2.0, 2.0])
