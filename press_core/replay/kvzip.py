@@ -17,12 +17,7 @@ from torch import Tensor, nn
 from press_core.attention import attention_tiles
 from press_core.budget import n_together
 from press_core.call import AttentionCall
-from press_core.errors import (
-    PressError,
-    UnsupportedInputError,
-    UnsupportedModelError,
-    first_line,
-)
+from press_core.errors import PressError, UnsupportedInputError, UnsupportedModelError, first_line
 from press_core.fields import count, limited
 from press_core.model.decoder import last_layer, tokenizer_of
 from press_core.model.sites import AttentionSite, output_weight

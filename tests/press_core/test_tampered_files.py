@@ -26,8 +26,7 @@ from press_core import (
     load_cache,
     save_cache,
 )
-from press_core.files.files import METADATA
-from press_core.files.records import _seal
+from press_core.files.files import METADATA, _seal
 from press_core.learned.calibration import Calibration, CalibrationError, check_fits
 from press_core.learned.restorekv import RestoreAdapter
 from tests.press_core.drawn import FITS, JSON, PUBLISHED, WIDTH, site
