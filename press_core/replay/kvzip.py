@@ -140,7 +140,7 @@ class KVzip(ReplayPress):
             if self.kvzip_plus_normalization:  # over the norms of the hidden states
                 norms = upcast(call.hidden_states[0]).norm(dim=-1)
                 factors = projected_value_norms(call, replay), 1 / norms
-            of_chunk = replay_attention(call, replay, self.n_sink, row.length, factors)
+            of_chunk = self.replay_attention(call, replay, row, factors)
             received.setdefault(call.site.layer_idx, []).append(of_chunk)
 
         with self.watch_attention(row, see), torch.no_grad():
@@ -162,6 +162,35 @@ class KVzip(ReplayPress):
         prefix = of_chunks[0].new_full(shape, float("inf"))  # each answer needs it
         return torch.cat((prefix, *of_chunks), dim=-1)
 
+    def replay_attention(
+        self, call: AttentionCall, replay: Replay, row: Row, factors: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """The most attention that each key of the repeated chunk gets from any query of its group.
+
+        Queries see the first `n_sink` tokens, the chunk and the replay itself.
+
+        Args:
+            call: the replay, over all keys.
+            row: whose context is repeated.
+            factors: by which to multiply attention: of the keys of the chunk
+                `(1, H_kv, G, chunk)`, and of the queries `(m,)`.
+
+        Returns:
+            `(1, H_kv, chunk)`, float32.
+        """
+        start, stop, n_before = replay.start, replay.stop, min(self.n_sink, replay.start)
+        seen = slice(n_before), slice(start, stop), slice(row.length, None)
+        keys = torch.cat([call.keys[:, :, part] for part in seen], dim=2)
+        most = torch.zeros_like(upcast(call.keys[:, :, start:stop, 0]))
+        for tile in attention_tiles(call.site, call.queries(), keys):
+            # (1, heads, G, rows, chunk)
+            weights = tile.weights[..., n_before : n_before + stop - start]
+            if factors is not None:
+                of_keys, of_queries = factors[0][:, tile.heads], factors[1][tile.rows, None]
+                weights = weights * of_keys.unsqueeze(3) * of_queries
+            most[:, tile.heads] = torch.maximum(most[:, tile.heads], weights.amax(dim=(2, 3)))
+        return most
+
     def choose(self, scores: dict[int, Tensor], n_joining: int = 0) -> Chosen:
         """Which tokens of a row are kept, from its scores.
 
@@ -177,39 +206,6 @@ class KVzip(ReplayPress):
         chosen = best_first(shared[None], n)[0].view(stacked.shape)
         chosen |= best & ~chosen.any(dim=-1, keepdim=True)
         return dict(zip(scores, chosen, strict=True))
-
-
-def replay_attention(
-    call: AttentionCall,
-    replay: Replay,
-    n_sink: int,
-    length: int,
-    factors: tuple[Tensor, Tensor] | None,
-) -> Tensor:
-    """The most attention that each key of the repeated chunk gets from any query of its group.
-
-    Queries see the first `n_sink` tokens, the chunk and the replay itself.
-
-    Args:
-        call: the replay, over all keys.
-        length: of the context.
-        factors: by which to multiply attention: of the keys of the chunk `(1, H_kv, G, chunk)`, and
-            of the queries `(m,)`.
-
-    Returns:
-        `(1, H_kv, chunk)`, float32.
-    """
-    start, stop, n_before = replay.start, replay.stop, min(n_sink, replay.start)
-    parts = (call.keys[:, :, x] for x in (slice(n_before), slice(start, stop), slice(length, None)))
-    most = torch.zeros_like(upcast(call.keys[:, :, start:stop, 0]))
-    for tile in attention_tiles(call.site, call.queries(), torch.cat(tuple(parts), dim=2)):
-        # (1, heads, G, rows, chunk)
-        weights = tile.weights[..., n_before : n_before + stop - start]
-        if factors is not None:
-            of_keys, of_queries = factors
-            weights = weights * of_keys[:, tile.heads].unsqueeze(3) * of_queries[tile.rows, None]
-        most[:, tile.heads] = torch.maximum(most[:, tile.heads], weights.amax(dim=(2, 3)))
-    return most
 
 
 def projected_value_norms(call: AttentionCall, replay: Replay) -> Tensor:
@@ -258,7 +254,22 @@ class KVgrad(KVzip):
     chunk_size: int = count(512, 1)
 
     def prepare(self, model: Any) -> RepeatPrompts:
-        self._try_out(model)
+        """What asks the model to repeat.
+
+        Raises:
+            UnsupportedModelError: for a model that no gradient comes back from, with the cause.
+        """
+        sites = attention_sites(model)
+        try:
+            with differentiable(self, model, sites) as differentiate:
+                differentiate(lambda: run_aside(model))
+        except (RuntimeError, NotImplementedError, PressError) as error:
+            raise UnsupportedModelError(
+                f"{type(self).__name__} gets no gradient of {type(model).__name__} "
+                f"({sites[0].attn_implementation} attention), as "
+                f"{first_line(error)}; load the model outside of torch.inference_mode(), or use "
+                "KVzipPress, which needs none"
+            ) from error
         return super().prepare(model)
 
     def check_site(self, site: AttentionSite) -> None:
@@ -282,27 +293,9 @@ class KVgrad(KVzip):
                     for site, of_queries in zip(sites, norms, strict=True):
                         call = calls.pop(site.layer_idx)
                         factors = projected_value_norms(call, replay), of_queries
-                        of_chunk = replay_attention(call, replay, self.n_sink, row.length, factors)
+                        of_chunk = self.replay_attention(call, replay, row, factors)
                         received.setdefault(site.layer_idx, []).append(of_chunk)
         return {layer: self.whole(row, of_chunks) for layer, of_chunks in received.items()}
-
-    def _try_out(self, model: Any) -> None:
-        """Refuse a model that no gradient comes back from.
-
-        Raises:
-            UnsupportedModelError: with the cause.
-        """
-        sites = attention_sites(model)
-        try:
-            with differentiable(self, model, sites) as differentiate:
-                differentiate(lambda: run_aside(model))
-        except (RuntimeError, NotImplementedError, PressError) as error:
-            raise UnsupportedModelError(
-                f"{type(self).__name__} gets no gradient of {type(model).__name__} "
-                f"({sites[0].attn_implementation} attention), as "
-                f"{first_line(error)}; load the model outside of torch.inference_mode(), or use "
-                "KVzipPress, which needs none"
-            ) from error
 
 
 @contextmanager
@@ -334,28 +327,26 @@ def differentiable(
     def differentiate(run: Callable[[], Any]) -> list[Tensor]:
         try:
             run()
-            return _sensitivities(outputs, [site.name for site in sites])
+            missing = [name for name in watched if name not in outputs]
+            if missing:
+                raise UnsupportedInputError(
+                    f"the output of {', '.join(missing)} was not seen in a forward"
+                )
+            objective = upcast(outputs.pop(LAST)).square().sum()
+            gradients = torch.autograd.grad(objective, [outputs[site.name] for site in sites])
         finally:
             outputs.clear()
+        # Of the last states' squared norms.
+        norms = [upcast(gradient[0]).norm(dim=-1).detach() for gradient in gradients]
+        if not all(bool(x.isfinite().all()) for x in norms):
+            raise UnsupportedInputError(
+                f"gradients in {gradients[0].dtype} are beyond its range; run the model in "
+                "bfloat16 or float32"
+            )
+        return norms
 
-    watched = {LAST: last_layer(model, sites), **{site.name: site.module for site in sites}}
+    watched = {**{site.name: site.module for site in sites}, LAST: last_layer(model, sites)}
     with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
         for name, module in watched.items():
             stack.callback(press.after(module, in_this_thread(partial(see, name))).remove)
         yield differentiate
-
-
-def _sensitivities(outputs: dict[str, Tensor], names: list[str]) -> list[Tensor]:
-    """Norms of the gradient of the last states' squared norms, at the outputs of these modules."""
-    missing = [name for name in (*names, LAST) if name not in outputs]
-    if missing:
-        raise UnsupportedInputError(f"the output of {', '.join(missing)} was not seen in a forward")
-    objective = upcast(outputs[LAST]).square().sum()
-    gradients = torch.autograd.grad(objective, [outputs[name] for name in names])
-    norms = [upcast(gradient[0]).norm(dim=-1).detach() for gradient in gradients]
-    if not all(bool(x.isfinite().all()) for x in norms):
-        raise UnsupportedInputError(
-            f"gradients in {gradients[0].dtype} are beyond its range; run the model in bfloat16 or "
-            "float32"
-        )
-    return norms
