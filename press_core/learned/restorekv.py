@@ -192,10 +192,7 @@ class RestoreKV(LearnedPress, KVzip):
             )
         adapter = LearnedPress.prepare(self, model)
         adapted_layers(model, sites, adapter)
-        return KVzip.prepare(self, model), adapter
-
-    def prompts_of(self, row: Row) -> RepeatPrompts:
-        return row.scope.prepared(self)[0]
+        return *KVzip.prepare(self, model), adapter
 
     # ---- rows ------------------------------------------------------------------------------------
 

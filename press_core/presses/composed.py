@@ -22,7 +22,7 @@ from press_core.eviction import Eviction
 from press_core.fields import above, count, limited, require
 from press_core.model.sites import AttentionSite, n_layers_of, site_of
 from press_core.press import Press
-from press_core.scoring import BudgetPress, Composition, Wrapper, acts_in_prefill_only
+from press_core.scoring import READS, BudgetPress, Composition, Wrapper, acts_in_prefill_only
 from press_core.select import best_first, gather_tokens, top_positions, upcast
 from press_core.traits import Evicts, Needs, Phase
 
@@ -59,10 +59,13 @@ class Composed(Composition):
 
     def with_ratio(self, compression_ratio: Amount) -> Press:
         """A copy whose presses share what is to be evicted as these do."""
-        weights = _shares(self.presses)
-        presses, done = list(self.presses), 0.0
-        for index, weight in weights.items():
-            share = _share_of(compression_ratio, weight, done)
+        presses, done, told = list(self.presses), 0.0, compression_ratio
+        for index, weight in _shares(self.presses).items():
+            if isinstance(told, Tokens):  # the presses before have gone a part of the way
+                progress = told.progress * weight / (1 - told.progress * done)
+                share: Amount = Tokens(told.n, min(1.0, progress))
+            else:
+                share = 1 - (1 - told) ** weight
             presses[index] = presses[index].with_ratio(share)
             done += weight
         return self.changed(presses=presses)
@@ -96,14 +99,6 @@ def _shares(presses: Sequence[Press]) -> dict[int, float]:
         presses[-1].with_ratio(0.5)  # says what to do
     total = log(prod(kept.values()))
     return {i: log(share) / total if total else 1 / len(kept) for i, share in kept.items()}
-
-
-def _share_of(amount: Amount, weight: float, done: float) -> Amount:
-    """What a press is told whose `weight` of `amount` comes after `done` of it."""
-    if not isinstance(amount, Tokens):
-        return 1 - (1 - amount) ** weight
-    left = 1 - amount.progress * done
-    return Tokens(amount.n, min(1.0, amount.progress * weight / left))
 
 
 @dataclass
@@ -310,26 +305,19 @@ class Block(Wrapper, BudgetPress):
 
     @property
     def phases(self) -> Phase:
-        reads = Needs.QUERIES | Needs.ROPE | Needs.FORWARD | Needs.HIDDEN_STATES
-        return Phase.PREFILL if self.press.needs & reads else Phase.IN_PREFILL
+        reads = self.press.needs & (READS | Needs.ROPE)
+        return Phase.PREFILL if reads else Phase.IN_PREFILL
 
     def spend(self, call: AttentionCall, n: int) -> Eviction:
         tokens = torch.arange(call.length, device=call.keys.device).expand(call.keys.shape[:3])
         kept = tokens[..., :n]
         for block in tokens[..., n:].split(self.block_size, dim=-1):
-            kept = self.compete(call, torch.cat((kept, block), dim=-1), n)
+            candidates = torch.cat((kept, block), dim=-1)
+            kept = candidates[..., -n:]
+            if self.is_long_enough(candidates.shape[-1]):  # else there are too few to judge
+                scores = self.scorer.checked_scores(call.select(candidates).with_budget(n))
+                kept = candidates.gather(-1, top_positions(scores, n))
         return Eviction.keep(call, kept)
-
-    def compete(self, call: AttentionCall, candidates: Tensor, n: int) -> Tensor:
-        """The best `n` of `candidates` `(B, H_kv, m)`; the last, where there are too few to judge.
-
-        Returns:
-            `(B, H_kv, n)` int64, ascending.
-        """
-        if not self.is_long_enough(candidates.shape[-1]):
-            return candidates[..., -n:]
-        scores = self.scorer.checked_scores(call.select(candidates).with_budget(n))
-        return candidates.gather(-1, top_positions(scores, n))
 
 
 def in_chunks(scores: Tensor, chunk_length: int) -> tuple[Tensor, Tensor]:

@@ -43,21 +43,18 @@ class AdaKV(Wrapper, BudgetPress):
     evicts = Evicts.PER_HEAD
 
     def spend(self, call: AttentionCall, n: int) -> Eviction:
-        scores = safeguarded(self.scorer.checked_scores(call), n, self.alpha_safeguard)
-        return Eviction.keep_per_head(call, self.choose(call, scores, n))
+        scores = self.scorer.checked_scores(call)
+        safe = best_first(scores, max(1, int(n * self.alpha_safeguard)))
+        kept = self.choose(call, scores.masked_fill(safe, float("inf")), n)
+        return Eviction.keep_per_head(call, kept)
 
     def choose(self, call: AttentionCall, scores: Tensor, n: int) -> Tensor:
         """Which tokens each head keeps, `n * H_kv` together: `(B, H_kv, S)` bool.
 
         Args:
-            scores: `(B, H_kv, S)`, safeguarded.
+            scores: `(B, H_kv, S)`, infinite for the tokens that each head keeps in any case.
         """
         return shared_budget(scores, n)
-
-
-def safeguarded(scores: Tensor, n: int, share: float) -> Tensor:
-    """The scores, infinite for the best `share` of the `n` tokens of each head, at least one."""
-    return scores.masked_fill(best_first(scores, max(1, int(n * share))), float("inf"))
 
 
 def shared_budget(scores: Tensor, n: int) -> Tensor:

@@ -120,11 +120,11 @@ class KVzip(ReplayPress):
     """Tokens of its context that every head keeps."""
 
     def prepare(self, model: Any) -> Any:
-        """What asks the model to repeat."""
+        """What asks the model to repeat; subclasses add what else they have to know."""
         if self.prompts is not None:
-            return self.prompts
+            return (self.prompts,)
         instead = f"hand over {type(self).__name__}(prompts=RepeatPrompts(...)) in token ids"
-        return RepeatPrompts.from_tokenizer(tokenizer_of(model, instead))
+        return (RepeatPrompts.from_tokenizer(tokenizer_of(model, instead)),)
 
     def check_site(self, site: AttentionSite) -> None:
         super().check_site(site)
@@ -148,17 +148,13 @@ class KVzip(ReplayPress):
                 row.run(input_ids=replay.ids)
         return {layer: self.whole(row, of_chunks) for layer, of_chunks in received.items()}
 
-    def prompts_of(self, row: Row) -> RepeatPrompts:
-        """What asks the model of `row` to repeat."""
-        return row.scope.prepared(self)
-
     def replays(self, row: Row) -> Iterator[Replay]:
         """What to run for each chunk of the context of `row`."""
-        return self.prompts_of(row).replays(row.tokens, self.chunk_size)
+        return row.scope.prepared(self)[0].replays(row.tokens, self.chunk_size)
 
     def whole(self, row: Row, of_chunks: list[Tensor]) -> Tensor:
         """The scores of a context `(1, H_kv, S)` from those of its chunks `(1, H_kv, chunk)`."""
-        shape = *of_chunks[0].shape[:2], self.prompts_of(row).n_prefix
+        shape = *of_chunks[0].shape[:2], row.scope.prepared(self)[0].n_prefix
         prefix = of_chunks[0].new_full(shape, float("inf"))  # each answer needs it
         return torch.cat((prefix, *of_chunks), dim=-1)
 
@@ -253,7 +249,7 @@ class KVgrad(KVzip):
     kvzip_plus_normalization: ClassVar[bool] = False  # type: ignore[misc]
     chunk_size: int = count(512, 1)
 
-    def prepare(self, model: Any) -> RepeatPrompts:
+    def prepare(self, model: Any) -> Any:
         """What asks the model to repeat.
 
         Raises:

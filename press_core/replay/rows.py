@@ -173,11 +173,13 @@ class ReplayPress(RatioPress):
         """What is left of the layer of `site`, of all rows, and behind it what joins them."""
         scope, even, index = judged[0][0].scope, self.evicts is Evicts.TOKENS, site.layer_idx
         layer = judged[0][0].cache.layers[index]
-        length, joining = layer.keys.shape[2], [joins.get(index) for _, _, joins in judged]
-        keys, values = (
-            _joined(x, [None if joins is None else joins[part] for joins in joining])
-            for part, x in enumerate((layer.keys, layer.values))
-        )
+        length, keys, values = layer.keys.shape[2], layer.keys, layer.values
+        some = next((joins[index] for _, _, joins in judged if joins), None)
+        if some is not None:  # zeros behind rows that nothing joins
+            zeros = torch.zeros_like(some[0]), torch.zeros_like(some[1])
+            joined = [joins.get(index, zeros) for _, _, joins in judged]
+            keys = torch.cat((keys, torch.cat([k for k, _ in joined]).to(keys)), dim=2)
+            values = torch.cat((values, torch.cat([v for _, v in joined]).to(values)), dim=2)
         seen = tuple(row.length for row, *_ in judged)
         nothing = keys.new_empty(keys.shape[0], keys.shape[2], 0)  # of the hidden states
         call = AttentionCall(site, nothing, keys, values, when=Moment(seen=seen), scope=scope)
@@ -217,15 +219,6 @@ def cache_after(forward: Forward, output: Any) -> Any:
     if forward.cache is not None:
         return forward.cache
     return own_cache(getattr(output, "past_key_values", None))
-
-
-def _joined(states: Tensor, joining: list[Tensor | None]) -> Tensor:
-    """`states` `(B, H_kv, S, d)`, and behind each row what joins it `(1, H_kv, n, d)`, or zeros."""
-    some = next((x for x in joining if x is not None), None)
-    if some is None:
-        return states
-    behind = [torch.zeros_like(some) if x is None else x for x in joining]
-    return torch.cat((states, torch.cat(behind).to(states)), dim=2)
 
 
 def _next_positions(position_ids: Tensor | None, ids: Tensor) -> list[int]:
