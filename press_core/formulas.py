@@ -12,5 +12,5 @@ from press_core.presses.keys import *
 from press_core.presses.positions import *
 from press_core.presses.queries import *
 from press_core.presses.wrappers import *
-from press_core.replay.kvcompose import *
 from press_core.replay.kvzip import *
+from press_core.replay.rows import *

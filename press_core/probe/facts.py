@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -247,25 +248,21 @@ def _with_maker(rotary: Rotary, cos: Tensor, sin: Tensor, watch: Watch) -> Rotar
     """`rotary` with the module that makes these `cos` and `sin`, and from which position on."""
     steps = torch.arange(cos.shape[1], device=cos.device)[None]
     like = torch.zeros(1, dtype=cos.dtype, device=cos.device)
-    for candidate in _makers(rotary, cos, watch):
+    modules = set(watch.model.modules())
+    makers = [maker for maker in watch.makers if maker[0] in modules]
+    makers.sort(key=lambda maker: maker[1] is not cos)  # first those that returned it
+    # Those that take three dimensions take one too.
+    for (module, _, given), in_3d in product(makers, (True, False)):
+        made_by = {"embedding": module, "layer_type": given.get("layer_type"), "in_3d": in_3d}
         for start in (0, 1, 2):
+            candidate = replace(rotary, first_position=start, **made_by)
             try:
                 made = candidate.embeddings(like, steps + start)
             except Exception:  # not how this one is called
                 break
             if close(made[0], cos) and close(made[1], sin):
-                return replace(candidate, first_position=start)
+                return candidate
     return None
-
-
-def _makers(rotary: Rotary, cos: Tensor, watch: Watch) -> Iterator[Rotary]:
-    """`rotary` with each module that may make `cos`, first those that returned it."""
-    modules = set(watch.model.modules())
-    for module, _, given in sorted(watch.makers, key=lambda maker: maker[1] is not cos):
-        for in_3d in (True, False):  # those that take three dimensions take one too
-            if module in modules:
-                layer_type = given.get("layer_type")
-                yield replace(rotary, embedding=module, layer_type=layer_type, in_3d=in_3d)
 
 
 def close(a: Tensor, b: Tensor, tolerance: float | None = None) -> bool:
