@@ -62,10 +62,8 @@ class RestoreAdapter(Calibration):
     def dims(self) -> dict[str, str]:
         dims = {"embeddings": "tokens hidden_size"}
         for name in {**self.down, **self.up}:  # each layer needs both
-            dims |= {
-                f"down.{name}": f"rank:{name} in:{name}",
-                f"up.{name}": f"out:{name} rank:{name}",
-            }
+            rank = f"rank:{name}"
+            dims |= {f"down.{name}": f"{rank} in:{name}", f"up.{name}": f"out:{name} {rank}"}
         return dims
 
     @property
