@@ -181,7 +181,7 @@ class RestoreKV(LearnedPress, KVzip):
         return f"higokri/RestoreKV-{model_name.split('/')[-1]}{suffix}"
 
     def prepare(self, model: Any) -> Any:
-        """What asks the model to repeat, and the adapter."""
+        """What asks the model to repeat, the adapter, and the layers that it is added to."""
         sites = attention_sites(model)
         if sites[0].ranks.size > 1:
             raise UnsupportedModelError(
@@ -189,41 +189,37 @@ class RestoreKV(LearnedPress, KVzip):
                 f"those of {sites[0].name} (tensor parallelism); use KVzipPress"
             )
         adapter = LearnedPress.prepare(self, model)
-        adapted_layers(model, sites, adapter)
-        return *KVzip.prepare(self, model), adapter
+        layers = adapted_layers(model, sites, adapter)
+        return *KVzip.prepare(self, model), adapter, layers
 
     # ---- rows ------------------------------------------------------------------------------------
 
     def judge(self, row: Row) -> tuple[Chosen, Joining]:
-        n, told = len(self.adapter_of(row.scope).embeddings), self.compression_ratio
+        n, told = len(row.scope.prepared(self)[1].embeddings), self.compression_ratio
         whole_up_to = told.n if isinstance(told, Tokens) else 0
         if row.length <= max(n, whole_up_to):
             ones = partial(torch.ones, dtype=torch.bool, device=row.tokens.device)
             return {s.layer_idx: ones(s.num_kv_heads, row.length) for s in row.scope.sites}, {}
         return self.choose(self.score_row(row), n_joining=n), self.restored(row)
 
-    def adapter_of(self, scope: ScopeState) -> RestoreAdapter:
-        """The adapter for the model of `scope`."""
-        return scope.prepared(self)[1]
-
     def restored(self, row: Row) -> Joining:
         """Keys and values of the tokens that restore `row`, `(1, H_kv, n, d)` each, by layer."""
-        scope, adapter = row.scope, self.adapter_of(row.scope)
+        scope, (_, adapter, layers) = row.scope, row.scope.prepared(self)
         press: Any = self  # which its mechanism installs
         assert scope.model is not None
         embedding: Any = scope.model.get_input_embeddings()  # type: ignore[operator]
         with ExitStack() as stack:
-            for name, layer in adapted_layers(scope.model, scope.sites, adapter).items():
+            for name, layer in layers.items():
                 act = in_this_thread(partial(_added, adapter.down[name], adapter.up[name]))
                 stack.callback(press.after(layer, act).remove)
             cache = row.alone()
             row.run(cache, inputs_embeds=adapter.embeddings[None].to(embedding.weight.dtype))
-            layers = {site.layer_idx: cache.layers[site.layer_idx] for site in scope.sites}
-            n = len(adapter.embeddings)
-            return {i: (x.keys[:, :, -n:], x.values[:, :, -n:]) for i, x in layers.items()}
+            new = slice(-len(adapter.embeddings), None)
+            filled = {site.layer_idx: cache.layers[site.layer_idx] for site in scope.sites}
+            return {i: (x.keys[:, :, new], x.values[:, :, new]) for i, x in filled.items()}
 
     def after_decoder(self, scope: ScopeState, forward: Forward, output: Any) -> None:
-        wanted = any(x.requires_grad for x in self.adapter_of(scope).tensors.values())
+        wanted = any(x.requires_grad for x in scope.prepared(self)[1].tensors.values())
         with torch.set_grad_enabled(torch.is_grad_enabled() or wanted):
             super().after_decoder(scope, forward, output)
 
