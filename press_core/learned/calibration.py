@@ -255,8 +255,10 @@ def _read(path: Path, _modified: int) -> tuple[dict[str, Tensor], str]:
             "safetensors once, if you trust it, as docs/learned.md says"
         )
     with refused(path, "cannot be read", CalibrationError):
-        if path.suffix in ARRAYS:  # one tensor without a name
-            return floats({"": torch.as_tensor(ARRAYS[path.suffix](path))}), ""
+        if path.suffix == ".tsv":  # in such formats authors of papers publish one nameless array
+            return floats({"": torch.as_tensor(np.loadtxt(path, dtype=np.float32, ndmin=2))}), ""
+        if path.suffix == ".npy":
+            return floats({"": torch.as_tensor(np.load(path, allow_pickle=False))}), ""
         about, tensors = read(path)
         if about:
             check_version(about, FORMAT_VERSION)
@@ -280,13 +282,6 @@ def called(tensors: Mapping[str, Tensor], name: str) -> Tensor:
         return tensors[name]
     n_layers = len({key.split(".")[1] for key in tensors})
     return torch.stack([tensors[name.replace("*", str(i))] for i in range(n_layers)])
-
-
-ARRAYS: dict[str, Callable[[Path], Any]] = {
-    ".tsv": partial(np.loadtxt, dtype=np.float32, ndmin=2),
-    ".npy": partial(np.load, allow_pickle=False),
-}
-"""By suffix, what reads the numbers that authors of papers publish in files of other formats."""
 
 
 # ---- presses that have learned -------------------------------------------------------------------

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,6 @@ from press_core.scope import ScopeState
 
 N_TOKENS = 8
 """Tokens that restore."""
-
-F = TypeVar("F", bound="RestoreAdapter")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -73,7 +71,7 @@ class RestoreAdapter(Calibration):
         return {"embeddings": self.embeddings, **parts}
 
     @classmethod
-    def of(cls: type[F], tensors: Mapping[str, Tensor]) -> F:
+    def of(cls, tensors: Mapping[str, Tensor]) -> RestoreAdapter:
         parts: dict[str, dict[str, Tensor]] = {"down": {}, "up": {}}
         for name, tensor in tensors.items():
             part, _, layer = name.partition(".")

@@ -16,7 +16,7 @@ import copy
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -44,20 +44,6 @@ from press_core.probe.watching import (
     watched,
 )
 
-
-@dataclass(frozen=True)
-class Verified:
-    """The attention modules of a model.
-
-    Attributes:
-        sites: those that presses work on, in the order of their layers.
-        bystanders: modules beside them that need help once those are pruned.
-    """
-
-    sites: list[AttentionSite]
-    bystanders: list[Bystander]
-
-
 _known: weakref.WeakKeyDictionary[type, dict[str, list[Facts] | str]] = weakref.WeakKeyDictionary()
 """By class and kind of a model what was found, or why nothing was."""
 
@@ -78,10 +64,10 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
     Raises:
         UnsupportedModelError: if there are none, or if the model could not be asked.
     """
-    return verified(model).sites
+    return verified(model)[0]
 
 
-def verified(model: nn.Module) -> Verified:
+def verified(model: nn.Module) -> tuple[list[AttentionSite], list[Bystander]]:
     """The same, and the modules beside them that need help once those are pruned."""
     known, key = _known.setdefault(type(model), {}), _kind_of(model)
     with one_at_a_time:
@@ -111,7 +97,7 @@ def verified(model: nn.Module) -> Verified:
         keeps_count = slides or in_3d or not pruned[depth].goes_on
         place = Place(depth, len(sites), keeps_count)
         sites[depth] = replace(site, place=place, ranks=ranks)
-    return Verified(sites, _bystanders(found, sites))
+    return sites, _bystanders(found, sites)
 
 
 def _bystanders(found: list[Facts], pruned: list[AttentionSite]) -> list[Bystander]:

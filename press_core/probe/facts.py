@@ -96,7 +96,10 @@ def _site(seen: Seen, model: nn.Module) -> AttentionSite:
         call = seen.attended[0]
         keys = getattr(seen.layer, "keys", None)
         keys = keys if isinstance(keys, Tensor) and keys.dim() == 4 else call.key
-        ranks = _ranks_that_share(model, keys)
+        group = ranks_of(model)
+        of_ranks = group.gather(keys).chunk(group.size, dim=1)
+        shared = any(not torch.equal(of_ranks[0], x) for x in of_ranks[1:])
+        ranks = group if shared else HeadGroup()  # each of them may hold all heads
         sizes = call.query.shape[1] * ranks.size, keys.shape[1] * ranks.size, call.query.shape[-1]
         softcap = call.options.get("softcap")
         softmax = Softmax(call.scaling, None if softcap is None else float(softcap))
@@ -106,13 +109,6 @@ def _site(seen: Seen, model: nn.Module) -> AttentionSite:
     return AttentionSite(
         seen.name, seen.module, seen.layer_idx, *sizes, softmax, signature, ranks=ranks
     )
-
-
-def _ranks_that_share(model: nn.Module, keys: Tensor) -> HeadGroup:
-    """The ranks that hold different heads, if not each of them holds them all."""
-    group = ranks_of(model)
-    of_ranks = group.gather(keys).chunk(group.size, dim=1)
-    return HeadGroup() if all(torch.equal(of_ranks[0], x) for x in of_ranks[1:]) else group
 
 
 def _owner(seen: Seen, cache: Any) -> int | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,19 +30,6 @@ FIRST = "\n\nRepeat the previous context exactly."
 NEXT = "\n\nRepeat the part of the previous context exactly, starting with"
 N_STARTING = 8
 """Tokens of the chunk before that tell where to start."""
-
-
-class Replay(NamedTuple):
-    """A part of a context that is run again.
-
-    Attributes:
-        ids: `(1, m)`, what is run.
-        start, stop: where the tokens that it judges lie in the context.
-    """
-
-    ids: Tensor
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True)
@@ -77,14 +64,14 @@ class RepeatPrompts:
         before, after = text.split(content, 1)
         return cls(ids(FIRST), ids(NEXT), ids(after), len(ids(before)))
 
-    def replays(self, context: Tensor, chunk_size: int) -> Iterator[Replay]:
-        """What to run for each chunk of `context` `(S,)`."""
+    def replays(self, context: Tensor, chunk_size: int) -> Iterator[tuple[Tensor, slice]]:
+        """What to run for each chunk of `context` `(S,)`, `(1, m)`; and where the chunk lies."""
         previous: list[int] | None = None
         for start in range(self.n_prefix, len(context), chunk_size):
             chunk = context[start : start + chunk_size].tolist()
             asking = self.first if previous is None else [*self.following, *previous]
             ids = torch.tensor([[*asking, *self.suffix, *chunk]], device=context.device)
-            yield Replay(ids, start, start + len(chunk))
+            yield ids, slice(start, start + len(chunk))
             previous = chunk[-N_STARTING:]
 
 
@@ -133,23 +120,23 @@ class KVzip(ReplayPress):
 
     def score_row(self, row: Row) -> dict[int, Tensor]:
         received: dict[int, list[Tensor]] = {}
-        replay: Replay
+        chunk: slice
 
         def see(call: AttentionCall) -> None:
             factors = None
             if self.kvzip_plus_normalization:  # over the norms of the hidden states
                 norms = upcast(call.hidden_states[0]).norm(dim=-1)
-                factors = projected_value_norms(call, replay), 1 / norms
-            of_chunk = self.replay_attention(call, replay, row, factors)
+                factors = projected_value_norms(call, chunk), 1 / norms
+            of_chunk = self.replay_attention(call, chunk, row, factors)
             received.setdefault(call.site.layer_idx, []).append(of_chunk)
 
         with self.watch_attention(row, see), torch.no_grad():
-            for replay in self.replays(row):
-                row.run(input_ids=replay.ids)
+            for ids, chunk in self.replays(row):  # noqa: B007
+                row.run(input_ids=ids)
         return {layer: self.whole(row, of_chunks) for layer, of_chunks in received.items()}
 
-    def replays(self, row: Row) -> Iterator[Replay]:
-        """What to run for each chunk of the context of `row`."""
+    def replays(self, row: Row) -> Iterator[tuple[Tensor, slice]]:
+        """What to run for each chunk of the context of `row`, and where the chunk lies."""
         return row.scope.prepared(self)[0].replays(row.tokens, self.chunk_size)
 
     def whole(self, row: Row, of_chunks: list[Tensor]) -> Tensor:
@@ -159,7 +146,7 @@ class KVzip(ReplayPress):
         return torch.cat((prefix, *of_chunks), dim=-1)
 
     def replay_attention(
-        self, call: AttentionCall, replay: Replay, row: Row, factors: tuple[Tensor, Tensor] | None
+        self, call: AttentionCall, chunk: slice, row: Row, factors: tuple[Tensor, Tensor] | None
     ) -> Tensor:
         """The most attention that each key of the repeated chunk gets from any query of its group.
 
@@ -167,20 +154,21 @@ class KVzip(ReplayPress):
 
         Args:
             call: the replay, over all keys.
-            row: whose context is repeated.
+            chunk: where the tokens that are repeated lie in the context.
+            row: whose context that is.
             factors: by which to multiply attention: of the keys of the chunk
                 `(1, H_kv, G, chunk)`, and of the queries `(m,)`.
 
         Returns:
             `(1, H_kv, chunk)`, float32.
         """
-        start, stop, n_before = replay.start, replay.stop, min(self.n_sink, replay.start)
-        seen = slice(n_before), slice(start, stop), slice(row.length, None)
+        n_before = min(self.n_sink, chunk.start)
+        seen = slice(n_before), chunk, slice(row.length, None)
         keys = torch.cat([call.keys[:, :, part] for part in seen], dim=2)
-        most = torch.zeros_like(upcast(call.keys[:, :, start:stop, 0]))
+        most = torch.zeros_like(upcast(call.keys[:, :, chunk, 0]))
         for tile in attention_tiles(call.site, call.queries(), keys):
             # (1, heads, G, rows, chunk)
-            weights = tile.weights[..., n_before : n_before + stop - start]
+            weights = tile.weights[..., n_before : n_before + most.shape[-1]]
             if factors is not None:
                 of_keys, of_queries = factors[0][:, tile.heads], factors[1][tile.rows, None]
                 weights = weights * of_keys.unsqueeze(3) * of_queries
@@ -204,13 +192,13 @@ class KVzip(ReplayPress):
         return dict(zip(scores, chosen, strict=True))
 
 
-def projected_value_norms(call: AttentionCall, replay: Replay) -> Tensor:
+def projected_value_norms(call: AttentionCall, chunk: slice) -> Tensor:
     """L2 norm of each value of the chunk after the output projection, for each query head.
 
     Returns:
         `(1, H_kv, G, chunk)`, float32.
     """
-    values = upcast(call.values[:, :, replay.start : replay.stop])
+    values = upcast(call.values[:, :, chunk])
     n_kv, d = values.shape[1], values.shape[-1]
     weight = upcast(output_weight(call.site))
     per_head = weight.view(weight.shape[0], n_kv, -1, d).permute(1, 2, 3, 0)  # (H_kv, G, d, D)
@@ -282,14 +270,14 @@ class KVgrad(KVzip):
         sites, model = row.scope.sites, row.scope.model
         assert model is not None
         with differentiable(self, model, sites) as differentiate, self.watch_attention(row, see):
-            for replay in self.replays(row):
+            for ids, chunk in self.replays(row):
                 # Inside of this block no tensor of inference mode is made, but for those given.
-                norms = differentiate(partial(row.run, input_ids=replay.ids.clone()))
+                norms = differentiate(partial(row.run, input_ids=ids.clone()))
                 with torch.no_grad():
                     for site, of_queries in zip(sites, norms, strict=True):
                         call = calls.pop(site.layer_idx)
-                        factors = projected_value_norms(call, replay), of_queries
-                        of_chunk = self.replay_attention(call, replay, row, factors)
+                        factors = projected_value_norms(call, chunk), of_queries
+                        of_chunk = self.replay_attention(call, chunk, row, factors)
                         received.setdefault(site.layer_idx, []).append(of_chunk)
         return {layer: self.whole(row, of_chunks) for layer, of_chunks in received.items()}
 
