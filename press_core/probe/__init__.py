@@ -132,7 +132,7 @@ def _probe(model: nn.Module) -> list[Facts] | str:
         return _NO_ATTENTION
     step = "it does not run over a few tokens alone"
     try:
-        with as_if_nothing_happened(model):
+        with as_if_nothing_happened(model), torch.no_grad():
             module, watch, cache = _run(getattr(model, "_orig_mod", model))
             step = "what it does with a few tokens is like no other model"
             attending = [s for s in watch.seen if s.cache_name and s.interface]
@@ -160,13 +160,9 @@ def _run(model: nn.Module) -> tuple[nn.Module, Watch, Any]:
 
 
 def run_aside(model: nn.Module) -> Any:
-    """Run the decoder over a few tokens as if nothing had happened; no press takes part in it.
-
-    Gradients are those of the caller.
-    """
+    """Run the decoder over a few tokens as if nothing had happened; no press takes part in it."""
     decoder = decoder_of(model, [site.name for site in attention_sites(model)])
-    with_gradients = torch.is_grad_enabled()
-    with as_if_nothing_happened(model), torch.set_grad_enabled(with_gradients):
+    with as_if_nothing_happened(model):
         return run(model, decoder)
 
 
@@ -258,8 +254,7 @@ def _again(
 
     with ExitStack() as stack:
         for site in sites:
-            hiding = partial(before, site)
-            hook = site.module.register_forward_pre_hook(hiding, with_kwargs=True)
+            hook = site.module.register_forward_pre_hook(partial(before, site), with_kwargs=True)
             stack.callback(hook.remove)
         watch = stack.enter_context(watched(model))
         run(model, module, cache)
@@ -268,8 +263,7 @@ def _again(
 
 def _hiding_one(site: AttentionSite, given: Arguments) -> Arguments:
     """The arguments with a mask that hides one of the first tokens."""
-    cache = given.get(site.signature.cache_name)
-    own = own_cache(cache)
+    own = own_cache(given.get(site.signature.cache_name))
     # Who reads the layer of another module finds the new token there already.
     n_keys = int(own.get_seq_length(site.layer_idx)) + (site.module.layer_idx == site.layer_idx)
     mask, like = given.get("attention_mask"), given.get("hidden_states")

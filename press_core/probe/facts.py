@@ -132,7 +132,9 @@ def _with_needs(name: str, seen: Seen, layer: Any, facts: Facts, watch: Watch) -
             "read neither, can evict them"
         )
         return facts.refused(why, "states", "heads", "rope")
-    if order is None or any(call.masks_heads for call in seen.attended):
+    masks = [attended.options.get("attention_mask") for attended in seen.attended]
+    of_each_head = [isinstance(x, Tensor) and x.dim() == 4 and x.shape[1] > 1 for x in masks]
+    if order is None or any(of_each_head):
         why = (
             f"{name} does not attend over the heads of its cache one by one, so that they cannot "
             "keep tokens of their own; StreamingLLMPress keeps the same of all"

@@ -39,12 +39,6 @@ class Attended:
     weights: Tensor | None = None
 
     @property
-    def masks_heads(self) -> bool:
-        """Whether its mask hides other tokens from each head."""
-        mask = self.options.get("attention_mask")
-        return isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] > 1
-
-    @property
     def scaling(self) -> float:
         """The factor on the logits: what it was told, or else what its weights show."""
         told, usual = self.options.get("scaling"), self.query.shape[-1] ** -0.5
@@ -252,7 +246,7 @@ def as_if_nothing_happened(model: nn.Module) -> Iterator[None]:
     noted = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     rng = torch.random.fork_rng(list(devices))
-    with one_at_a_time, here.apart(), rng, torch.no_grad(), _eagerly():
+    with one_at_a_time, here.apart(), rng, _eagerly():
         for module, attributes, _ in noted:
             if "rope_deltas" in attributes:  # of the image before, by which 5.2 counts on
                 module.rope_deltas = None  # type: ignore[assignment]
