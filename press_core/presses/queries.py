@@ -1,7 +1,7 @@
-"""Presses that ask queries: the last ones of the context, or those to come.
+"""Presses that ask queries: those of the context, the last ones alone, or those to come.
 
-SnapKV and its kin score tokens by the observation window; ThinK (Xu et al., arXiv 2407.21018) the
-channels of keys. Expected attention (2510.00636) and CAPKV (2604.25975) go by queries to come.
+Observed attention counts all of them, SnapKV and its kin those of the observation window. Expected
+attention (arXiv 2510.00636) and CAPKV (2604.25975) go by queries to come.
 """
 
 from __future__ import annotations
@@ -14,15 +14,30 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d, normalize
 
-from press_core.attention import mean_attention, window_attention
+from press_core.attention import mean_attention, received_attention, window_attention
 from press_core.call import AttentionCall
-from press_core.eviction import Eviction
 from press_core.fields import count, limited, number, odd, share
-from press_core.press import Press
 from press_core.scoring import RatioScorer
-from press_core.select import best_first, places, protect, trailing, upcast, with_ends
+from press_core.select import protect, trailing, upcast, with_ends
 from press_core.tiles import Scratch, rows_at_once
-from press_core.traits import Evicts, Needs
+from press_core.traits import Needs
+
+
+@dataclass
+class ObservedAttention(RatioScorer):
+    """Keeps the tokens that were attended to most during prefill (H2O, arXiv 2306.14048).
+
+    Where the attention implementation returns weights (eager), those are used; elsewhere they are
+    computed from the exact queries and keys, some rows at a time, in O(S) extra memory.
+    """
+
+    needs = Needs.QUERIES
+
+    def score(self, call: AttentionCall) -> Tensor:
+        """Mean attention that each key received from the queries that can see it."""
+        n_queries = call.length if call.at.tokens is not None else call.hidden_states.shape[1]
+        observers = torch.arange(call.length, 0, -1, device=call.keys.device)
+        return received_attention(call) / observers.clamp(max=max(1, n_queries))
 
 
 @dataclass
@@ -202,54 +217,6 @@ def similarity(keys: Tensor, threshold: float, n_retained: int, block: int | Non
             similar.scatter_(-1, index, 0)
         total += cosines.sum(dim=2)
     return total / length
-
-
-@dataclass
-class ThinK(Press):
-    """Drops the channels of the keys that the last queries need least (arXiv 2407.21018).
-
-    Attributes:
-        key_channel_compression_ratio: share of the channels that each KV head drops, in [0, 1).
-        window_size: last tokens, whose queries decide.
-        free_memory: store the kept channels only; attention then cuts queries to the same
-            channels. By default dropped channels are set to zero, which saves nothing.
-    """
-
-    key_channel_compression_ratio: float = limited(0.0, lambda x: 0 <= x < 1, "a number in [0, 1)")
-    window_size: int = count(32, 1)
-    free_memory: bool = False
-
-    needs = Needs.QUERIES
-
-    @property
-    def asked_ratio(self) -> float:
-        return self.key_channel_compression_ratio / 2  # values keep all channels
-
-    @property
-    def compression_ratio(self) -> float:
-        """Share of the cache that is dropped."""
-        return self.asked_ratio
-
-    @property
-    def evicts(self) -> Evicts:
-        return Evicts.CHANNELS if self.free_memory else Evicts.NOTHING
-
-    def compress(self, call: AttentionCall) -> Eviction:
-        n_channels = call.keys.shape[-1]
-        n_kept = n_channels - int(n_channels * self.key_channel_compression_ratio)
-        if n_kept == n_channels:
-            return Eviction.nothing(call)
-        kept = best_first(self.channel_scores(call), n_kept)
-        if self.free_memory:
-            return Eviction.keep_channels(call, places(kept))
-        keys = call.keys * kept.to(call.keys.dtype).unsqueeze(2)
-        return Eviction.from_states(call, keys, call.values)
-
-    def channel_scores(self, call: AttentionCall) -> Tensor:
-        """Mean square of the last queries, times the mean square of the keys: `(B, H_kv, d)`."""
-        queries = upcast(call.queries(self.window_size)).square().mean(dim=2)  # (B, H, d)
-        per_group = queries.unflatten(1, (call.keys.shape[1], -1)).mean(dim=2)
-        return per_group * upcast(call.keys).square().mean(dim=2)
 
 
 @dataclass
