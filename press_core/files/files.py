@@ -29,6 +29,7 @@ from press_core.cache.ragged import RaggedLayer
 from press_core.cache.recent import Recent
 from press_core.cache.tokens import Kept, Rerotation
 from press_core.errors import PressError, UnsupportedCacheError, first_line
+from press_core.select import upcast
 
 METADATA = "hook-or-patch"
 """Entry of a file's metadata that says, as JSON, what it holds, of which model."""
@@ -57,6 +58,17 @@ def read(path: str | Path, group: str | None = None) -> tuple[Any, dict[str, Ten
         about = json.loads((file.metadata() or {}).get(METADATA, "{}"))
         names = [n for n in file.keys() if group is None or n.split(".")[0] == group]  # noqa: SIM118
         return about, {name: file.get_tensor(name).clone() for name in names}
+
+
+def floats(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The `tensors` of a file in float32 or better.
+
+    Raises:
+        ValueError: if some are no floating-point numbers.
+    """
+    for name, tensor in tensors.items():
+        require(tensor.is_floating_point(), f"{name!r:.80} is of {tensor.dtype}, not of floats")
+    return {name: upcast(x) for name, x in tensors.items()}
 
 
 def require(holds: bool, what: str) -> None:

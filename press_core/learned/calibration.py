@@ -23,13 +23,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from press_core.errors import PressError, UnsupportedModelError, first_line
-from press_core.files.files import METADATA, check_version, read, refused, require
+from press_core.files.files import METADATA, check_version, floats, read, refused, require
 from press_core.model.decoder import device_of
 from press_core.model.sites import AttentionSite, n_layers_of
 from press_core.press import Press
 from press_core.probe import attention_sites
 from press_core.scope import InstalledPress
-from press_core.select import upcast
 
 FORMAT_VERSION = 1
 """Of the files that `Calibration.save` writes."""
@@ -263,17 +262,6 @@ def _read(path: Path, _modified: int) -> tuple[dict[str, Tensor], str]:
         if about:
             check_version(about, FORMAT_VERSION)
         return floats(tensors), about["kind"] if about else ""
-
-
-def floats(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The `tensors` of a file in float32 or better.
-
-    Raises:
-        ValueError: if some are no floating-point numbers.
-    """
-    for name, tensor in tensors.items():
-        require(tensor.is_floating_point(), f"{name!r:.80} is of {tensor.dtype}, not of floats")
-    return {name: upcast(x) for name, x in tensors.items()}
 
 
 def called(tensors: Mapping[str, Tensor], name: str) -> Tensor:

@@ -16,15 +16,9 @@ from torch import Tensor, nn
 
 from press_core.budget import Tokens
 from press_core.errors import UnsupportedModelError
-from press_core.files.files import read
+from press_core.files.files import floats, read
 from press_core.forward import Forward
-from press_core.learned.calibration import (
-    Calibration,
-    CalibrationError,
-    LearnedPress,
-    floats,
-    learned,
-)
+from press_core.learned.calibration import Calibration, CalibrationError, LearnedPress, learned
 from press_core.learned.running import Batch, rows_alone
 from press_core.model.decoder import decoder_of, device_of
 from press_core.model.sites import AttentionSite

@@ -33,16 +33,8 @@ from press_core.model.decoder import decoder_of
 from press_core.model.ranks import ranks_of
 from press_core.model.rotary import Rotary
 from press_core.model.sites import AttentionSite, Bystander, Place
+from press_core.probe import watching
 from press_core.probe.facts import Facts, close, judged
-from press_core.probe.watching import (
-    N_TOKENS,
-    Watch,
-    as_if_nothing_happened,
-    layers_of,
-    one_at_a_time,
-    run,
-    watched,
-)
 
 _known: weakref.WeakKeyDictionary[type, dict[str, list[Facts] | str]] = weakref.WeakKeyDictionary()
 """By class and kind of a model what was found, or why nothing was."""
@@ -70,7 +62,7 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
 def verified(model: nn.Module) -> tuple[list[AttentionSite], list[Bystander]]:
     """The same, and the modules beside them that need help once those are pruned."""
     known, key = _known.setdefault(type(model), {}), _kind_of(model)
-    with one_at_a_time:
+    with watching.one_at_a_time:
         if key not in known:
             known[key] = _probe(model)
     found = known[key]
@@ -117,7 +109,7 @@ def _kind_of(model: Any) -> str:
     config = getattr(model, "config", None)
     told = "" if config is None else config.to_json_string(use_diff=False)
     of_modules = []
-    for name, module in layers_of(model):
+    for name, module in watching.layers_of(model):
         implementation = getattr(getattr(module, "config", None), "_attn_implementation", "")
         children = {n: type(child).__name__ for n, child in module.named_children()}
         options = {n: x for n, x in vars(module).items() if isinstance(x, (bool, int, float, str))}
@@ -128,11 +120,11 @@ def _kind_of(model: Any) -> str:
 
 def _probe(model: nn.Module) -> list[Facts] | str:
     """The facts about each attention module; or why nothing is known."""
-    if not layers_of(model):
+    if not watching.layers_of(model):
         return _NO_ATTENTION
     step = "it does not run over a few tokens alone"
     try:
-        with as_if_nothing_happened(model), torch.no_grad():
+        with watching.as_if_nothing_happened(model), torch.no_grad():
             module, watch, cache = _run(getattr(model, "_orig_mod", model))
             step = "what it does with a few tokens is like no other model"
             attending = [s for s in watch.seen if s.cache_name and s.interface]
@@ -145,13 +137,13 @@ def _probe(model: nn.Module) -> list[Facts] | str:
         return f"{step} ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
 
 
-def _run(model: nn.Module) -> tuple[nn.Module, Watch, Any]:
+def _run(model: nn.Module) -> tuple[nn.Module, watching.Watch, Any]:
     """What was run: the model, or its decoder where that wants more than text; what was seen."""
-    decoder = decoder_of(model, [name for name, _ in layers_of(model)])
+    decoder = decoder_of(model, [name for name, _ in watching.layers_of(model)])
     for module in (model, decoder):
         try:
-            with watched(model) as watch:
-                output = run(model, module)
+            with watching.watched(model) as watch:
+                output = watching.run(model, module)
             break
         except Exception:
             if module is decoder:
@@ -162,8 +154,8 @@ def _run(model: nn.Module) -> tuple[nn.Module, Watch, Any]:
 def run_aside(model: nn.Module) -> Any:
     """Run the decoder over a few tokens as if nothing had happened; no press takes part in it."""
     decoder = decoder_of(model, [site.name for site in attention_sites(model)])
-    with as_if_nothing_happened(model):
-        return run(model, decoder)
+    with watching.as_if_nothing_happened(model):
+        return watching.run(model, decoder)
 
 
 EVICTED = 3
@@ -220,7 +212,7 @@ def _goes_on(rotary: Rotary | None, embeddings: Any) -> bool:
     if rotary is None or rotary.embedding is None:
         return True
     found = embeddings[0]
-    next_position = torch.tensor([[rotary.first_position + N_TOKENS]], device=found.device)
+    next_position = torch.tensor([[rotary.first_position + watching.N_TOKENS]], device=found.device)
     return close(rotary.embeddings(found, next_position)[0], found)
 
 
@@ -241,7 +233,7 @@ def _without_one(cache: Any, indices: set[int]) -> Any:
 
 def _again(
     model: nn.Module, module: nn.Module, cache: Any, sites: Sequence[AttentionSite] = ()
-) -> tuple[Watch, list[str]]:
+) -> tuple[watching.Watch, list[str]]:
     """What is seen when `module` reads `cache`, and from which of `sites` one token was hidden."""
     hidden_from: list[str] = []
 
@@ -256,8 +248,8 @@ def _again(
         for site in sites:
             hook = site.module.register_forward_pre_hook(partial(before, site), with_kwargs=True)
             stack.callback(hook.remove)
-        watch = stack.enter_context(watched(model))
-        run(model, module, cache)
+        watch = stack.enter_context(watching.watched(model))
+        watching.run(model, module, cache)
     return watch, hidden_from
 
 
