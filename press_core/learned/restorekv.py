@@ -21,7 +21,6 @@ from press_core.forward import Forward
 from press_core.learned.calibration import Calibration, CalibrationError, LearnedPress, learned
 from press_core.learned.running import Batch, rows_alone
 from press_core.model.decoder import decoder_of, device_of
-from press_core.model.sites import AttentionSite
 from press_core.probe import attention_sites
 from press_core.replay.kvzip import KVzip, RepeatPrompts
 from press_core.replay.rows import Chosen, Joining, Row, in_this_thread
@@ -112,27 +111,6 @@ def first_adapter(model: Any, rank: int, seed: int) -> RestoreAdapter:
 # ---- the adapter on its layers -------------------------------------------------------------------
 
 
-def adapted_layers(
-    model: nn.Module, sites: list[AttentionSite], adapter: RestoreAdapter
-) -> dict[str, nn.Module]:
-    """The layers that `adapter` is made for, by its names: within the decoder, or within the model.
-
-    Raises:
-        UnsupportedModelError: if the model has none of those names and shapes.
-    """
-    decoder = decoder_of(model, [site.name for site in sites])
-    named = dict(model.named_modules()) | dict(decoder.named_modules())
-    for name, down in adapter.down.items():
-        wanted = len(adapter.up[name]), down.shape[1]
-        found = getattr(named.get(name), "weight", torch.empty(0)).shape
-        if found != wanted:
-            raise UnsupportedModelError(
-                f"the adapter is made for a layer {name!r} of weight {wanted}, and that of "
-                f"{type(model).__name__} has {tuple(found)}; fit one to it"
-            )
-    return {name: named[name] for name in adapter.down}
-
-
 def _added(down: Tensor, up: Tensor, args: tuple[Any, ...], output: Tensor) -> Tensor:
     """What an adapted layer puts out in place of `output`."""
     return output + (args[0].to(down.dtype) @ down.mT @ up.mT).to(output.dtype)
@@ -173,7 +151,13 @@ class RestoreKV(LearnedPress, KVzip):
         return f"higokri/RestoreKV-{model_name.split('/')[-1]}{suffix}"
 
     def prepare(self, model: Any) -> Any:
-        """What asks the model to repeat, the adapter, and the layers that it is added to."""
+        """What asks the model to repeat, the adapter, and the layers that it is added to.
+
+        These are found by their names within the decoder, or within the model.
+
+        Raises:
+            UnsupportedModelError: if the model has none of those names and shapes.
+        """
         sites = attention_sites(model)
         if sites[0].ranks.size > 1:
             raise UnsupportedModelError(
@@ -181,8 +165,17 @@ class RestoreKV(LearnedPress, KVzip):
                 f"those of {sites[0].name} (tensor parallelism); use KVzipPress"
             )
         adapter = LearnedPress.prepare(self, model)
-        layers = adapted_layers(model, sites, adapter)
-        return *KVzip.prepare(self, model), adapter, layers
+        decoder = decoder_of(model, [site.name for site in sites])
+        named = dict(model.named_modules()) | dict(decoder.named_modules())
+        for name, down in adapter.down.items():
+            wanted = len(adapter.up[name]), down.shape[1]
+            found = getattr(named.get(name), "weight", torch.empty(0)).shape
+            if found != wanted:
+                raise UnsupportedModelError(
+                    f"the adapter is made for a layer {name!r} of weight {wanted}, and that of "
+                    f"{type(model).__name__} has {tuple(found)}; fit one to it"
+                )
+        return *KVzip.prepare(self, model), adapter, {name: named[name] for name in adapter.down}
 
     # ---- rows ------------------------------------------------------------------------------------
 
