@@ -102,8 +102,7 @@ def first_adapter(model: Any, rank: int, seed: int) -> RestoreAdapter:
     for name, layer in decoder_of(model, [site.name for site in sites]).named_modules():
         if id(layer) in own and isinstance(layer, nn.Linear):
             n_out, n_in = layer.weight.shape
-            drawn = torch.randn(rank, n_in, generator=generator) / n_in**0.5
-            down[name] = drawn.to(embedding.device)
+            down[name] = (torch.randn(rank, n_in, generator=generator) / n_in**0.5).to(embedding)
             up[name] = torch.zeros(n_out, rank, device=embedding.device)
     return RestoreAdapter(embedding[chosen.to(embedding.device)].clone(), down, up)
 

@@ -229,13 +229,12 @@ def taught(
     n_tokens: int,
     steps: int,
     generator: torch.Generator,
-    batch: int = 512,
 ) -> list[Tensor]:
     """Parameters after some steps of AdamW, whose rate falls to zero along a cosine.
 
     Args:
         start: the parameters to begin with; left as they are.
-        loss_of: the loss of parameters on some tokens, given by their indices `(batch,)` int64.
+        loss_of: the loss of parameters on some tokens, given by their indices `(n,)` int64.
         n_tokens: how many there are.
         generator: draws the tokens of each step.
     """
@@ -244,7 +243,7 @@ def taught(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))
     with torch.enable_grad():
         for _ in range(steps):
-            rows = torch.randint(n_tokens, (min(batch, n_tokens),), generator=generator)
+            rows = torch.randint(n_tokens, (min(512, n_tokens),), generator=generator)
             loss = loss_of(parameters, rows)
             optimizer.zero_grad()
             loss.backward()
