@@ -51,7 +51,7 @@ class _Heard(threading.local):
 _heard = _Heard()
 
 _NEVER_CALLED = {
-    "merge": ("MergingPress", "override compress, or `merged` of press_core.presses.merging"),
+    "merge": ("MergingPress", "override compress, or `merged` of press_core.presses.wrappers"),
     "get_layer_budget": ("PyramidKVPress", "override budget(call)"),
     "compute_window_attention": ("SnapKVPress", "override score"),
     "get_query_statistics": ("ExpectedAttentionPress", "override score"),

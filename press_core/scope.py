@@ -207,12 +207,12 @@ def bound_to(press: Press, model: nn.Module) -> ScopeState:
     """
     press.validate()
     press.post_init_from_model(model)
-    known = verified(model)
-    for site in known.sites:
+    sites, bystanders = verified(model)
+    for site in sites:
         press.check_site(site)
-    decoder = decoder_of(model, [site.name for site in known.sites])
-    state = ScopeState(press, model, known.sites, known.bystanders, decoder, Traits.of(press))
-    state.tally.n_sites, state.known = len(known.sites), prepared(press, model)
+    decoder = decoder_of(model, [site.name for site in sites])
+    state = ScopeState(press, model, sites, bystanders, decoder, Traits.of(press))
+    state.tally.n_sites, state.known = len(sites), prepared(press, model)
     return state
 
 

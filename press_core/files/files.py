@@ -1,6 +1,8 @@
 """Files of records: safetensors, and one line of JSON that says what the tensors are.
 
-A file is written at once or not at all, never over what somebody else has put there.
+A file is written at once or not at all, never over what somebody else has put there. Of layers of
+caches it says what each *is*: how a scope helps with reading it, and what a scope remembers of it,
+is not in there.
 """
 
 from __future__ import annotations
@@ -11,24 +13,26 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from press_core.errors import PressError, first_line
+from press_core.cache.channels import ChannelPrunedLayer
+from press_core.cache.kinds import PrunedHybridLayer, kind_of
+from press_core.cache.pruned import PrunedLayer
+from press_core.cache.ragged import RaggedLayer
+from press_core.cache.recent import Recent
+from press_core.cache.tokens import Kept, Rerotation
+from press_core.errors import PressError, UnsupportedCacheError, first_line
+from press_core.select import upcast
 
 METADATA = "hook-or-patch"
 """Entry of a file's metadata that says, as JSON, what it holds, of which model."""
-
-UNREADABLE: tuple[type[Exception], ...] = (
-    *(SafetensorError, OSError, ValueError, LookupError, TypeError, RuntimeError),
-    *(AttributeError, ArithmeticError, AssertionError, EOFError, MemoryError, SyntaxError),
-)
-"""What reading a file may raise, whatever lies in it."""
 
 KIND = "compressed cache"
 """What files say that they hold."""
@@ -48,12 +52,23 @@ def read(path: str | Path, group: str | None = None) -> tuple[Any, dict[str, Ten
         group: read only the tensors whose names begin with it and a dot; None: all.
 
     Raises:
-        Exception: one of `UNREADABLE`.
+        Exception: of any kind, by what lies in the file.
     """
     with safe_open(path, framework="pt") as file:
         about = json.loads((file.metadata() or {}).get(METADATA, "{}"))
         names = [n for n in file.keys() if group is None or n.split(".")[0] == group]  # noqa: SIM118
         return about, {name: file.get_tensor(name).clone() for name in names}
+
+
+def floats(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The `tensors` of a file in float32 or better.
+
+    Raises:
+        ValueError: if some are no floating-point numbers.
+    """
+    for name, tensor in tensors.items():
+        require(tensor.is_floating_point(), f"{name!r:.80} is of {tensor.dtype}, not of floats")
+    return {name: upcast(x) for name, x in tensors.items()}
 
 
 def require(holds: bool, what: str) -> None:
@@ -67,65 +82,10 @@ def refused(path: Path, what: str, kind: type[PressError] = CacheFileError) -> I
     """Raises an error of a kind, that `path` is `what`, for all that may be wrong with a file."""
     try:
         yield
-    except kind:
+    except PressError:
         raise
-    except UNREADABLE as error:
+    except Exception as error:
         raise kind(f"{str(path)!r} {what}: {first_line(error)}") from error
-
-
-_DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if type(x) is torch.dtype}
-
-
-def sealed(value: Any, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """`value` as JSON has it, with a seal that breaks where anything is changed later.
-
-    Args:
-        name: of the group of tensors that it has.
-        tensors: where they go.
-    """
-    own: dict[str, Tensor] = {}
-
-    def packed(x: Any) -> dict[str, str]:
-        if isinstance(x, torch.dtype):
-            return {"dtype": str(x).removeprefix("torch.")}
-        key = f"{name}.{len(own)}"
-        own[key] = x.detach().cpu().clone(memory_format=torch.contiguous_format)
-        return {"tensor": key}
-
-    description = json.loads(json.dumps(value, default=packed))
-    tensors |= own
-    return {"is": description, "seal": _seal(description, own)}
-
-
-def unsealed(description: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `sealed` was given; lists as tuples.
-
-    Raises:
-        ValueError: if something is not as it was written.
-    """
-    whole = description["seal"] == _seal(description["is"], tensors)
-    require(whole, "it is not as it was written")
-
-    def unpacked(x: dict[str, Any]) -> Any:
-        if x.keys() == {"tensor"}:
-            return tensors[x["tensor"]]
-        if x.keys() == {"dtype"}:
-            return _DTYPES[x["dtype"]]
-        # JSON knows no other keys than words, and no tuples.
-        named = {int(key) if key.isdigit() else key: value for key, value in x.items()}
-        return {k: tuple(v) if isinstance(v, list) else v for k, v in named.items()}
-
-    return json.loads(json.dumps(description["is"]), object_hook=unpacked)
-
-
-def _seal(description: Any, tensors: Mapping[str, Tensor]) -> str:
-    """A digest of all but the floating-point numbers, any of which keys and values may hold."""
-    digest = hashlib.sha256(json.dumps(description).encode())
-    for name, x in sorted(tensors.items()):
-        digest.update(f"{name} {tuple(x.shape)} {x.dtype}\n".encode())
-        if not x.is_floating_point():
-            digest.update(x.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def check_target(path: Path, overwrite: bool) -> None:
@@ -182,3 +142,171 @@ def check_version(about: Mapping[str, Any], known: int) -> None:
     version = about.get("version")
     what = f"has version {version!r:.20} of the format; this release reads {known}"
     require(version == known, f"it {what}: make it anew")
+
+
+MOST = 2**24
+"""Tokens that a cache may have seen: what is made of them has to stay small."""
+
+_PARTS: dict[str, Any] = {"Kept": Kept, "Rerotation": Rerotation}
+_KEPT = (type(None), bool, int, float, str, tuple, torch.dtype, Tensor, Kept, Rerotation)
+_OF_SCOPES = "memories", "needs", "is_first", "_has_told_sizes"
+_DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if type(x) is torch.dtype}
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def sealed(value: Any, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """`value` as JSON has it, with a seal that breaks where anything is changed later.
+
+    Args:
+        value: mappings, plain values, tensors and layers of caches.
+        name: of the group of tensors that it has.
+        tensors: where they go.
+
+    Raises:
+        UnsupportedCacheError: if a layer holds what cannot be kept.
+    """
+    own: dict[str, Tensor] = {}
+
+    def packed(x: Any) -> dict[str, Any]:
+        if isinstance(x, torch.dtype):
+            return {"dtype": str(x).removeprefix("torch.")}
+        if not isinstance(x, Tensor):
+            return _record_of(x)
+        key = f"{name}.{len(own)}"
+        own[key] = x.detach().cpu().clone(memory_format=torch.contiguous_format)
+        return {"tensor": key}
+
+    description = json.loads(json.dumps(value, default=packed))
+    tensors |= own
+    return {"is": description, "seal": _seal(description, own)}
+
+
+def _seal(description: Any, tensors: Mapping[str, Tensor]) -> str:
+    """A digest of all but the floating-point numbers, any of which keys and values may hold."""
+    digest = hashlib.sha256(json.dumps(description).encode())
+    for name, x in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(x.shape)} {x.dtype}\n".encode())
+        if not x.is_floating_point():
+            digest.update(x.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _record_of(value: Any) -> dict[str, Any]:
+    """What a layer, or a part of it, holds by name."""
+    kind = type(value).__name__
+    if isinstance(value, PrunedLayer):
+        torn = value.is_unusable or any(memory.in_prefill for memory in value.memories.values())
+        if torn or (not value.is_initialized and type(value) in (RaggedLayer, ChannelPrunedLayer)):
+            raise UnsupportedCacheError(
+                f"cannot save a {kind} that was abandoned in the middle of a forward, reset, or "
+                "whose prefill is under way; save caches at rest"
+            )
+        if not value.is_initialized:
+            return _record_of(value.inner)  # it was reset, and knows nothing
+    elif kind_of(value) not in (None, PrunedLayer, PrunedHybridLayer):
+        raise UnsupportedCacheError(
+            f"cannot save a {kind}, whose states lie in a buffer or in the format of a library; "
+            "use a DynamicCache"
+        )
+    state = {}
+    for name, x in (_held_by(value) if isinstance(value, RaggedLayer) else vars(value)).items():
+        if name in _OF_SCOPES or isinstance(x, torch.device):  # which follows from where it is put
+            continue
+        for part in x.values() if isinstance(x, dict) else [x]:
+            if name != "inner" and not isinstance(part, _KEPT):
+                raise UnsupportedCacheError(
+                    f"cannot save a {kind}: its {name} is a {type(part).__name__}, and only "
+                    "numbers, words and tensors are kept"
+                )
+        state[name] = x
+    return {"kind": kind, "state": state}
+
+
+def _held_by(layer: RaggedLayer) -> dict[str, Any]:
+    """What heads of different lengths hold, one after the other."""
+    own = {name: getattr(layer, name) for name in ("kept", "carried", "carried_until", "n_heads")}
+    recent = (x[:, : layer.n_recent] for x in layer.recent.states())
+    names = "keys", "values", "positions", "recent_keys", "recent_values"
+    states = zip(names, (*layer.packed(), *recent), strict=True)
+    return {**own, "held": tuple(layer.held), **dict(states)}
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def unsealed(description: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `sealed` was given; lists as tuples, and layers as what `layer_from` makes them of.
+
+    Raises:
+        ValueError: if something is not as it was written.
+    """
+    whole = description["seal"] == _seal(description["is"], tensors)
+    require(whole, "it is not as it was written")
+
+    def unpacked(x: dict[str, Any]) -> Any:
+        if x.keys() == {"tensor"}:
+            return tensors[x["tensor"]]
+        if x.keys() == {"dtype"}:
+            return _DTYPES[x["dtype"]]
+        # JSON knows no other keys than words, and no tuples.
+        named = {int(key) if key.isdigit() else key: value for key, value in x.items()}
+        return {k: tuple(v) if isinstance(v, list) else v for k, v in named.items()}
+
+    return json.loads(json.dumps(description["is"]), object_hook=unpacked)
+
+
+def layer_from(record: Any, templates: Mapping[str, Any], device: torch.device) -> Any:
+    """The layer, or the part of one, that was written as `record`, on `device`.
+
+    Args:
+        templates: by kind, a layer of `transformers` that holds nothing yet.
+
+    Raises:
+        ValueError: if this release knows no such layer, or if it counts what cannot be.
+    """
+    if isinstance(record, Tensor):
+        return record.to(device)
+    if not isinstance(record, dict):
+        return record
+    if record.keys() != {"kind", "state"}:
+        return {key: layer_from(x, templates, device) for key, x in record.items()}
+    kind, state = record["kind"], layer_from(record["state"], templates, device)
+    if kind in _PARTS:
+        return _PARTS[kind](**state)
+    if "kept" in state:
+        _check(state["kept"], state.get("positions", state["kept"].positions), state.get("held"))
+    if kind == "RaggedLayer":
+        return _ragged_layer(state)
+    if kind == "ChannelPrunedLayer":
+        head_dim = state["recent_keys"].shape[-1]
+        layer: Any = ChannelPrunedLayer(state["inner"], state["channels"], head_dim)
+    elif "inner" in state:
+        layer = kind_of(state["inner"])(state["inner"])  # type: ignore[misc]
+    else:
+        require(kind in templates, f"it has a layer of an unknown kind {kind!r}")
+        layer = copy(templates[kind])
+    vars(layer).update(state)
+    for name in state:
+        if name.endswith("dtype") and state[name] is not None:
+            setattr(layer, name.removesuffix("dtype") + "device", device)
+    return layer
+
+
+def _check(kept: Kept, positions: Tensor | None, held: tuple[int, ...] | None) -> None:
+    """Require that counts and positions are in bounds, whoever has sealed them."""
+    counts = (kept.n_slots, kept.n_seen, *(kept.rows or ()), *(held or ()))
+    require(all(type(n) is int and 0 <= n <= MOST for n in counts), "it counts beyond all bounds")
+    if positions is not None and positions.numel() and not positions.is_meta:
+        fits = int(positions.min()) >= -1 and int(positions.max()) < kept.n_seen
+        require(fits, f"it holds positions beyond {kept.n_seen}")
+
+
+def _ragged_layer(state: dict[str, Any]) -> RaggedLayer:
+    recent = Recent(state["recent_keys"], state["recent_values"])
+    layer, positions = RaggedLayer(state["kept"], state["n_heads"], recent), state["positions"]
+    chosen = torch.arange(len(positions), device=positions.device)
+    layer.lay_out(state["keys"], state["values"], positions, chosen, list(state["held"]))
+    layer.carried, layer.carried_until = state["carried"], state["carried_until"]
+    return layer

@@ -11,7 +11,9 @@ cache = load_cache("context.safetensors", model)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
 from pathlib import Path
@@ -20,7 +22,8 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from press_core.cache.caches import kept_lengths, known, mask_layer
 from press_core.cache.positions import tokens_seen
@@ -28,9 +31,6 @@ from press_core.cache.pruned import PrunedLayer
 from press_core.cache.reading import reading_needs
 from press_core.errors import UnsupportedCacheError, UnsupportedModelError
 from press_core.files import files
-from press_core.files.files import read, read_header, refused, require, unsealed
-from press_core.files.identity import identity, name_of
-from press_core.files.records import Record, layer_from, record_of
 from press_core.model.sites import AttentionSite
 from press_core.press import Press
 from press_core.probe import attention_sites
@@ -130,14 +130,14 @@ def save_cache(
     return path
 
 
-def _parts(cache: Any) -> dict[str, Record]:
+def _parts(cache: Any) -> dict[str, dict[str, Any]]:
     """The caches that `cache` is made of, by name.
 
     Raises:
         UnsupportedCacheError: if it is of another kind.
     """
-    of_both = type(cache) is EncoderDecoderCache
-    parts = {name: getattr(cache, name) for name in _CACHES} if of_both else {_CACHES[0]: cache}
+    names = _CACHES if type(cache) is EncoderDecoderCache else _CACHES[:1]
+    parts = {name: getattr(cache, name, cache) for name in names}
     for part in parts.values():
         if type(part) is not DynamicCache:
             raise UnsupportedCacheError(
@@ -149,7 +149,7 @@ def _parts(cache: Any) -> dict[str, Record]:
     return {
         name: {
             "grows": part.layer_class_to_replicate is DynamicLayer,
-            "layers": dict(enumerate(map(record_of, part.layers))),
+            "layers": dict(enumerate(part.layers)),
         }
         for name, part in parts.items()
     }
@@ -204,19 +204,19 @@ def load_cache(
         UnsupportedModelError: if the model cannot be told from others.
     """
     path = Path(path)
-    about = read_header(path)
+    about = files.read_header(path)
     now = identity(model)
-    with refused(path, "cannot be read"):
+    with files.refused(path, "cannot be read"):
         made_with = about["made_with"]["transformers"]
-        require(
+        files.require(
             any_version or made_with == transformers.__version__,
             f"it was written with transformers {made_with!s:.20}, and {transformers.__version__} "
             "is installed, which may compute other keys and values: pass any_version=True to try",
         )
         differing = _differences(about["model"], now, any_version)
         name = f"{about['model']['name']!s:.60}"
-        require(not differing, f"it is a cache of another model ({name!r}): {differing}")
-        parts = unsealed(about["caches"], read(path, "cache")[1])
+        files.require(not differing, f"it is a cache of another model ({name!r}): {differing}")
+        parts = files.unsealed(about["caches"], files.read(path, "cache")[1])
         return _cache(parts, model, None if device is None else torch.device(device))
 
 
@@ -227,15 +227,15 @@ def about_cache(path: str | Path) -> SavedCache:
         CacheFileError: if there is no such file, or if it is not what `save_cache` writes.
     """
     path = Path(path)
-    about = read_header(path)
-    with refused(path, "cannot be read"):
+    about = files.read_header(path)
+    with files.refused(path, "cannot be read"):
         return SavedCache(
             path,
             str(about["model"]["name"]),
             None if about["press"] is None else str(about["press"]),
             int(about["n_seen"]),
             float(about["evicted"]),
-            unsealed(about["inputs"], read(path, "inputs")[1]),
+            files.unsealed(about["inputs"], files.read(path, "inputs")[1]),
             dict(about["notes"]),
             dict(about["made_with"]),
         )
@@ -266,16 +266,15 @@ def _cache(parts: Any, model: Any, device: torch.device | None) -> Any:
     return made[0] if len(made) == 1 else EncoderDecoderCache(*made)
 
 
-def _part(record: Record, model: Any, device: torch.device | None) -> DynamicCache:
-    layers, templates = record["layers"], DynamicCache(config=model.config).layers
+def _part(record: dict[str, Any], model: Any, device: torch.device | None) -> DynamicCache:
+    of_model = DynamicCache(config=model.config).layers
+    empty = (DynamicLayer(), DynamicSlidingWindowLayer(1), *of_model)
+    templates = {type(layer).__name__: layer for layer in empty}
     runs_on = {} if device is not None else _devices(model)
-    first = device or _runs_on(model)
-    cache = DynamicCache()
+    first, cache = device or _runs_on(model), DynamicCache()
     cache.layer_class_to_replicate = DynamicLayer if record["grows"] else None
-    cache.layers = [
-        layer_from(layers[i], template, runs_on.get(i, first))
-        for i, template in zip(layers, [*templates, *[None] * len(layers)], strict=False)
-    ]
+    for i, layer in record["layers"].items():
+        cache.layers.append(files.layer_from(layer, templates, runs_on.get(i, first)))
     return cache
 
 
@@ -294,3 +293,94 @@ def _runs_on(module: nn.Module) -> torch.device:
     found = (getattr(hook, "execution_device", None) for hook in hooks)
     device = next((x for x in found if x is not None), "cpu")
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+N_SAMPLED = 64
+"""Numbers that are looked at of each parameter, evenly spread."""
+
+_OF_NO_MATTER = (
+    *("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures"),
+    *("_attn_implementation", "_attn_implementation_internal", "_experts_implementation"),
+    *("id2label", "label2id", "problem_type", "use_cache", "return_dict", "auto_map"),
+    *("output_attentions", "output_hidden_states"),
+)
+"""Fields of a configuration that change nothing in keys and values."""
+
+
+def identity(model: Any) -> dict[str, Any]:
+    """What tells `model` from others, as JSON has it.
+
+    Where it lies, its class and its attention implementation are no part of that: a model and its
+    decoder body, on any device, are the same.
+
+    Returns:
+        `config`: its class, its fields and the dtype; and `weights`: a digest of names, shapes and
+        `N_SAMPLED` numbers of every parameter, and of which adapters are on.
+
+    Raises:
+        UnsupportedModelError: if the model has no configuration, or weights that are not here.
+    """
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no configuration of transformers, by which it could be "
+            "told from other models"
+        )
+    body = getattr(model, "base_model", model)
+    fields = json.loads(json.dumps(_relevant(config.to_dict()), default=str, sort_keys=True))
+    dtype = str(getattr(model, "dtype", "")).removeprefix("torch.")
+    kind = {"config_class": type(config).__name__, "dtype": dtype}
+    return {"config": {**fields, **kind}, "weights": _digest(body)}
+
+
+def name_of(model: Any) -> str:
+    """What `model` is called: the id on the hub, or the last folder of where it was loaded from."""
+    name = str(getattr(getattr(model, "config", None), "name_or_path", None) or "")
+    return name if name.count("/") == 1 and not name.startswith((".", "/")) else name.split("/")[-1]
+
+
+def _relevant(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: _relevant(value) if isinstance(value, dict) else value
+        for name, value in fields.items()
+        if name not in _OF_NO_MATTER
+    }
+
+
+def _digest(body: nn.Module) -> str:
+    digest = hashlib.sha256()
+    with torch.no_grad():
+        for name, parameter in sorted(body.named_parameters()):
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
+            for part in _stored(body, name, parameter):
+                flat = part.detach().reshape(-1)
+                step = max(1, flat.numel() // N_SAMPLED)
+                sample = flat[::step][:N_SAMPLED].cpu().contiguous()
+                digest.update(sample.view(torch.uint8).numpy().tobytes())
+    for name, module in body.named_modules():
+        if hasattr(module, "disable_adapters"):  # a layer of PEFT
+            digest.update(f"{name} {module.disable_adapters} {module.active_adapters}".encode())
+    return digest.hexdigest()
+
+
+def _stored(body: nn.Module, name: str, parameter: Any) -> Iterator[Tensor]:
+    """The plain tensors that hold a parameter.
+
+    Raises:
+        UnsupportedModelError: if it is not on this machine's devices.
+    """
+    if parameter.device.type == "meta":
+        owner, _, own = name.rpartition(".")
+        hook = getattr(body.get_submodule(owner), "_hf_hook", None)  # of accelerate
+        weights = getattr(hook, "weights_map", None)
+        if weights is None:
+            raise UnsupportedModelError(
+                f"the parameter {name} has no data, so that the model cannot be told from others; "
+                "load its weights"
+            )
+        parameter = weights[own]
+    if hasattr(parameter, "__tensor_flatten__"):  # quantized, or a part of it on this rank
+        for part in parameter.__tensor_flatten__()[0]:
+            yield from _stored(body, name, getattr(parameter, part))
+    else:
+        yield parameter

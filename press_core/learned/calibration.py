@@ -23,13 +23,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from press_core.errors import PressError, UnsupportedModelError, first_line
-from press_core.files.files import METADATA, check_version, read, refused, require
+from press_core.files.files import METADATA, check_version, floats, read, refused, require
 from press_core.model.decoder import device_of
 from press_core.model.sites import AttentionSite, n_layers_of
 from press_core.press import Press
 from press_core.probe import attention_sites
 from press_core.scope import InstalledPress
-from press_core.select import upcast
 
 FORMAT_VERSION = 1
 """Of the files that `Calibration.save` writes."""
@@ -255,23 +254,14 @@ def _read(path: Path, _modified: int) -> tuple[dict[str, Tensor], str]:
             "safetensors once, if you trust it, as docs/learned.md says"
         )
     with refused(path, "cannot be read", CalibrationError):
-        if path.suffix in ARRAYS:  # one tensor without a name
-            return floats({"": torch.as_tensor(ARRAYS[path.suffix](path))}), ""
+        if path.suffix == ".tsv":  # in such formats authors of papers publish one nameless array
+            return floats({"": torch.as_tensor(np.loadtxt(path, dtype=np.float32, ndmin=2))}), ""
+        if path.suffix == ".npy":
+            return floats({"": torch.as_tensor(np.load(path, allow_pickle=False))}), ""
         about, tensors = read(path)
         if about:
             check_version(about, FORMAT_VERSION)
         return floats(tensors), about["kind"] if about else ""
-
-
-def floats(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The `tensors` of a file in float32 or better.
-
-    Raises:
-        ValueError: if some are no floating-point numbers.
-    """
-    for name, tensor in tensors.items():
-        require(tensor.is_floating_point(), f"{name!r:.80} is of {tensor.dtype}, not of floats")
-    return {name: upcast(x) for name, x in tensors.items()}
 
 
 def called(tensors: Mapping[str, Tensor], name: str) -> Tensor:
@@ -280,13 +270,6 @@ def called(tensors: Mapping[str, Tensor], name: str) -> Tensor:
         return tensors[name]
     n_layers = len({key.split(".")[1] for key in tensors})
     return torch.stack([tensors[name.replace("*", str(i))] for i in range(n_layers)])
-
-
-ARRAYS: dict[str, Callable[[Path], Any]] = {
-    ".tsv": partial(np.loadtxt, dtype=np.float32, ndmin=2),
-    ".npy": partial(np.load, allow_pickle=False),
-}
-"""By suffix, what reads the numbers that authors of papers publish in files of other formats."""
 
 
 # ---- presses that have learned -------------------------------------------------------------------
@@ -320,23 +303,10 @@ class LearnedPress(Press):
 
     def find(self, model: Any) -> Calibration:
         """What was given, or what lies beside the model or is published for it."""
-        ((name, kind),) = [
-            (x.name, x.metadata["learned"]) for x in fields(self) if "learned" in x.metadata
-        ]
-        given = getattr(self, name)
-        if given is None:
-            return self._search(kind, model)
-        return given if isinstance(given, kind) else kind.load(given, self.file_names())
-
-    def file_names(self) -> tuple[str, ...]:
-        """What the file is called in a folder; empty: as its kind has it."""
-        return ()
-
-    def hub_id(self, model_name: str) -> str:
-        """The repository on the hub that belongs to a model there; empty: nobody publishes such."""
-        return ""
-
-    def _search(self, kind: type[Calibration], model: Any) -> Calibration:
+        (declared,) = (x for x in fields(self) if "learned" in x.metadata)
+        kind, given = declared.metadata["learned"], getattr(self, declared.name)
+        if given is not None:
+            return given if isinstance(given, kind) else kind.load(given, self.file_names())
         fit = f"{type(self).__name__}.{kind.made_by}"
         name = str(getattr(getattr(model, "config", None), "name_or_path", None) or "")
         source, published, advice = "", "", f"hand over what {fit} returns"
@@ -355,12 +325,20 @@ class LearnedPress(Press):
             about = name or f"this {type(model).__name__}"
             raise CalibrationError(f"{error}. For {about}, {advice}") from error
 
+    def file_names(self) -> tuple[str, ...]:
+        """What the file is called in a folder; empty: as its kind has it."""
+        return ()
+
+    def hub_id(self, model_name: str) -> str:
+        """The repository on the hub that belongs to a model there; empty: nobody publishes such."""
+        return ""
+
 
 def model_sizes(site: AttentionSite) -> dict[str, int]:
     """The sizes of the model that `site` belongs to."""
     config: Any = site.module.config
-    of_site = site.num_heads, site.num_kv_heads, site.head_dim
-    return dict(zip(SIZES, (n_layers_of(site), *of_site, config.hidden_size), strict=True))
+    heads = site.num_heads, site.num_kv_heads, site.head_dim
+    return dict(zip(SIZES, (n_layers_of(site), *heads, config.hidden_size), strict=True))
 
 
 def check_fits(fitted: Calibration, site: AttentionSite) -> None:

@@ -289,7 +289,8 @@ class FastKVzip(TaughtPress, RatioPress):
         cache = cache_after(forward, output)
         if cache is None:
             return
-        memories = [known(cache, site.layer_idx).memories.get(scope.key) for site in scope.sites]
+        layers = [known(cache, site.layer_idx) for site in scope.sites]
+        memories = [layer.memories.get(scope.key) for layer in layers]
         slots = [{} if memory is None else memory.slots for memory in memories]
         if not all(GATE in of_layer for of_layer in slots):
             return
@@ -303,13 +304,12 @@ class FastKVzip(TaughtPress, RatioPress):
             for layer, here, chosen in zip(kept, mine, self.choose(scores), strict=True):
                 layer[row, :, here] = chosen
         is_whole = all(map(torch.equal, kept, tokens))
-        for site, keeps, occupied in zip(scope.sites, kept, tokens, strict=True):
-            layer = known(cache, site.layer_idx)
+        for site, layer, keeps, here in zip(scope.sites, layers, kept, tokens, strict=True):
             layer.remember(scope.key, None)
             if is_whole:
                 continue
             keys, values = layer.states()
-            when = Moment(seen=tokens_seen(layer, occupied[:, 0]))
+            when = Moment(seen=tokens_seen(layer, here[:, 0]))
             nothing = keys.new_zeros(len(keys), 0, 0)  # nobody asks for the hidden states again
             call = AttentionCall(site, nothing, keys, values, when=when, scope=scope)
             eviction = Eviction.keep_per_head(call, site.ranks.own(keeps, keys.shape[1]))

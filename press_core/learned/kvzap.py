@@ -58,6 +58,17 @@ class KVzapRegressor(Calibration):
         linear = {"weight": "layers kv_heads hidden_size", "bias": "layers kv_heads"}
         return linear if self.model_type == "linear" else super().dims()
 
+    def logarithms(self, states: Tensor, layer: int) -> Tensor:
+        """Of tokens with hidden states `(B, q, D)`, `(B, q, H_kv)` float32.
+
+        A hidden layer is computed in the precision of the hidden states, what follows in float32.
+        """
+        if self.hidden_weight is not None and self.hidden_bias is not None:
+            hidden = self.hidden_weight[layer].to(states), self.hidden_bias[layer].to(states)
+            states = gelu(linear(states, *hidden))
+        states = upcast(states)
+        return linear(states, self.weight[layer].to(states), self.bias[layer].to(states))
+
     @classmethod
     def published(cls, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
         if "layers.0.weight" in tensors:
@@ -95,8 +106,7 @@ def fit_regressor(
         layers[-1] = weight / x_scale, bias - (weight / x_scale) @ x_mean
         return [x for layer in layers for x in layer]
 
-    names = ("weight", "bias", "hidden_weight", "hidden_bias")
-    return KVzapRegressor(**dict(zip(names, examples.taught(learn), strict=False)))
+    return KVzapRegressor(*examples.taught(learn))
 
 
 def _standardised(columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,28 +175,8 @@ class KVzap(TaughtPress, RatioScorer):
         return f"nvidia/KVzap-{self.model_type}-{model_name.split('/')[-1]}"
 
     def score(self, call: AttentionCall) -> Tensor:
-        return kvzap_scores(call, call.prepared(self))
-
-
-def kvzap_scores(call: AttentionCall, regressor: KVzapRegressor) -> Tensor:
-    """Logarithm of the score that the regressor of the layer gives each key's token.
-
-    A hidden layer is computed in the precision of the hidden states, what follows in float32.
-
-    Returns:
-        `(B, H_kv, S)`, float32.
-    """
-    states = call.hidden_states
-    parts = states.split(rows_at_once(states, states[:, :1].numel()), dim=1)
-    scores = [_logarithms(part, regressor, call.site.layer_idx) for part in parts]
-    return call.align_to_keys(torch.cat(scores, dim=1).mT)
-
-
-def _logarithms(states: Tensor, regressor: KVzapRegressor, layer: int) -> Tensor:
-    """Of tokens with hidden states `(B, q, D)`, `(B, q, H_kv)`."""
-    if regressor.hidden_weight is not None and regressor.hidden_bias is not None:
-        hidden = regressor.hidden_weight[layer].to(states), regressor.hidden_bias[layer].to(states)
-        states = gelu(linear(states, *hidden))
-    states = upcast(states)
-    weight, bias = regressor.weight[layer].to(states), regressor.bias[layer].to(states)
-    return linear(states, weight, bias)
+        """Logarithm of the score that the regressor of the layer gives each key's token."""
+        regressor, states = call.prepared(self), call.hidden_states
+        parts = states.split(rows_at_once(states, states[:, :1].numel()), dim=1)
+        scores = [regressor.logarithms(part, call.site.layer_idx) for part in parts]
+        return call.align_to_keys(torch.cat(scores, dim=1).mT)

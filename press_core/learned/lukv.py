@@ -80,10 +80,14 @@ class LUKV(LearnedPress, Around, BudgetPress):
     # ---- the formula -----------------------------------------------------------------------------
 
     def spend(self, call: AttentionCall, n: int) -> Eviction:
-        scores = self.scorer.checked_scores(call.with_budget(n))
-        ranked = ranks_protected(scores, call.keys, self.sink, self.window)
-        counts = torch.tensor(self.head_counts(call), device=scores.device).view(1, -1, 1)
-        return Eviction.keep_per_head(call, best_first(ranked, counts.expand(len(scores), -1, -1)))
+        ranked = self.ranked(call.with_budget(n))
+        counts = torch.tensor(self.head_counts(call), device=ranked.device).view(1, -1, 1)
+        return Eviction.keep_per_head(call, best_first(ranked, counts.expand(len(ranked), -1, -1)))
+
+    def ranked(self, call: AttentionCall) -> Tensor:
+        """The scores of `press` with the first and last tokens above all others."""
+        protected = leading(call.keys, self.sink) | trailing(call.keys, self.window)
+        return self.scorer.checked_scores(call).masked_fill(protected, float("inf"))
 
     def head_counts(self, call: AttentionCall) -> list[int]:
         """How many tokens each KV head of the layer keeps."""
@@ -133,19 +137,18 @@ class LUKV(LearnedPress, Around, BudgetPress):
         told, means = cls(press, sink=sink, window=window), LayerMeans()
         scope = bound_to(told.scorer, model)
         for ids in rows_alone(token_batches):
-            sites, gains = list[AttentionSite](), list[Tensor]()
+            seen: list[tuple[AttentionSite, Tensor]] = []
 
             def see(call: AttentionCall) -> None:
                 n_future = call.length // 8 or 1 if horizon is None else horizon
                 n = call.length - n_future
                 if n > sink + window and told.is_long_enough(n):
-                    sites.append(call.site)  # noqa: B023
-                    gains.append(told.gains(call.replace(scope=scope), n))  # noqa: B023
+                    seen.append((call.site, told.gains(call.replace(scope=scope), n)))  # noqa: B023
 
             run(model, [ids], cls.collector(see, reads=told.scorer.needs | Needs.QUERIES))
-            for text in zip(*gains, strict=True):
+            for text in zip(*(gains for _, gains in seen), strict=True):
                 rates = best_rates(torch.stack(text), sink + window)
-                for site, of_layer in zip(sites, rates.unbind(dim=1), strict=True):
+                for (site, _), of_layer in zip(seen, rates.unbind(dim=1), strict=True):
                     means.add(site, 1, of_layer)
         those = f"{sink} + {window} protected tokens and those that stand for the future"
         (rates,) = means.stacked(because=f": no text is longer than {those}")
@@ -157,17 +160,8 @@ class LUKV(LearnedPress, Around, BudgetPress):
         Returns:
             `(B, H_kv, n)`, float64 on the CPU.
         """
-        context = call.chunk(0, n)
-        scores = self.scorer.checked_scores(context)
-        ranked = ranks_protected(scores, context.keys, self.sink, self.window)
-        order = ranked.argsort(dim=-1, descending=True, stable=True)
+        order = self.ranked(call.chunk(0, n)).argsort(dim=-1, descending=True, stable=True)
         return later_worth(call, n).gather(-1, order).double().cpu()
-
-
-def ranks_protected(scores: Tensor, keys: Tensor, sink: int, window: int) -> Tensor:
-    """`scores` with the first and last tokens above all others."""
-    protected = leading(keys, sink) | trailing(keys, window)
-    return scores.masked_fill(protected, float("inf"))
 
 
 def head_counts(evicted: Sequence[float], length: int, total: int | None = None) -> list[int]:

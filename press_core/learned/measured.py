@@ -24,8 +24,8 @@ from press_core.learned.calibration import Calibration, LearnedPress, learned, s
 from press_core.learned.running import Batch, LayerMeans, run
 from press_core.model.decoder import device_of
 from press_core.press import MeasuredPress
-from press_core.presses.expected_attention import ExpectedAttention
 from press_core.presses.positions import layer_generator
+from press_core.presses.queries import ExpectedAttention
 from press_core.probe import attention_sites
 from press_core.scoring import RatioScorer
 from press_core.select import upcast
@@ -177,7 +177,14 @@ class QFilter(LearnedPress, RatioScorer):
         return f"nthngdy/{model_name.split('/')[-1]}_qfilt"
 
     def score(self, call: AttentionCall) -> Tensor:
-        return qfilter_scores(call.keys, call.prepared(self), call.site.layer_idx)
+        """How far each key lies on the side of the mean query: `-<k, f>`, `(B, H_kv, S)` float32.
+
+        That is the logit that it can expect, up to a factor.
+        """
+        keys = upcast(call.keys)
+        direction = call.prepared(self).directions[call.site.layer_idx].to(keys)
+        # Rows times a transposed matrix: several times as fast as the keys times columns.
+        return -(direction.unsqueeze(-2) @ keys.mT).squeeze(-2)
 
     @classmethod
     def fit(cls, model: Any, token_batches: Iterable[Batch]) -> QFilters:
@@ -218,21 +225,6 @@ def filter_directions(mean: Tensor, second: Tensor) -> Tensor:
     direction = torch.linalg.eigh(second).eigenvectors[..., -1]
     along = (direction * mean).sum(dim=-1, keepdim=True)
     return torch.where(along > 0, -direction, direction)
-
-
-def qfilter_scores(keys: Tensor, filters: QFilters, layer_idx: int) -> Tensor:
-    """How far each key lies on the side of the mean query: the logit it expects, up to a factor.
-
-    Args:
-        keys: `(B, H_kv, S, d)`, as they lie in the cache.
-        filters: those of the model.
-
-    Returns:
-        `-<k, f>`, `(B, H_kv, S)`, float32.
-    """
-    keys = upcast(keys)
-    # Rows times a transposed matrix: several times as fast as the keys times columns.
-    return -(filters.directions[layer_idx].to(keys).unsqueeze(-2) @ keys.mT).squeeze(-2)
 
 
 # ---- DuoAttention --------------------------------------------------------------------------------
@@ -284,8 +276,7 @@ class DuoAttention(LearnedPress, MeasuredPress):
         return type(self).measure(model, batches, self.sink_size, self.recent_size)
 
     def compress(self, call: AttentionCall) -> Eviction:
-        scores = call.prepared(self).scores
-        streaming = streaming_heads(scores, self.head_compression_ratio)
+        streaming = streaming_heads(call.prepared(self).scores, self.head_compression_ratio)
         streaming = streaming[call.site.layer_idx].to(call.keys.device)
         if not self.is_long_enough(call.length) or not bool(streaming.any()):
             return Eviction.nothing(call)

@@ -9,25 +9,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from press_core.budget import Tokens
 from press_core.errors import UnsupportedModelError
-from press_core.files.files import read
+from press_core.files.files import floats, read
 from press_core.forward import Forward
-from press_core.learned.calibration import (
-    Calibration,
-    CalibrationError,
-    LearnedPress,
-    floats,
-    learned,
-)
+from press_core.learned.calibration import Calibration, CalibrationError, LearnedPress, learned
 from press_core.learned.running import Batch, rows_alone
 from press_core.model.decoder import decoder_of, device_of
-from press_core.model.sites import AttentionSite
 from press_core.probe import attention_sites
 from press_core.replay.kvzip import KVzip, RepeatPrompts
 from press_core.replay.rows import Chosen, Joining, Row, in_this_thread
@@ -35,8 +28,6 @@ from press_core.scope import ScopeState
 
 N_TOKENS = 8
 """Tokens that restore."""
-
-F = TypeVar("F", bound="RestoreAdapter")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -62,10 +53,8 @@ class RestoreAdapter(Calibration):
     def dims(self) -> dict[str, str]:
         dims = {"embeddings": "tokens hidden_size"}
         for name in {**self.down, **self.up}:  # each layer needs both
-            dims |= {
-                f"down.{name}": f"rank:{name} in:{name}",
-                f"up.{name}": f"out:{name} rank:{name}",
-            }
+            rank = f"rank:{name}"
+            dims |= {f"down.{name}": f"{rank} in:{name}", f"up.{name}": f"out:{name} {rank}"}
         return dims
 
     @property
@@ -75,7 +64,7 @@ class RestoreAdapter(Calibration):
         return {"embeddings": self.embeddings, **parts}
 
     @classmethod
-    def of(cls: type[F], tensors: Mapping[str, Tensor]) -> F:
+    def of(cls, tensors: Mapping[str, Tensor]) -> RestoreAdapter:
         parts: dict[str, dict[str, Tensor]] = {"down": {}, "up": {}}
         for name, tensor in tensors.items():
             part, _, layer = name.partition(".")
@@ -113,34 +102,12 @@ def first_adapter(model: Any, rank: int, seed: int) -> RestoreAdapter:
     for name, layer in decoder_of(model, [site.name for site in sites]).named_modules():
         if id(layer) in own and isinstance(layer, nn.Linear):
             n_out, n_in = layer.weight.shape
-            drawn = torch.randn(rank, n_in, generator=generator) / n_in**0.5
-            down[name] = drawn.to(embedding.device)
+            down[name] = (torch.randn(rank, n_in, generator=generator) / n_in**0.5).to(embedding)
             up[name] = torch.zeros(n_out, rank, device=embedding.device)
     return RestoreAdapter(embedding[chosen.to(embedding.device)].clone(), down, up)
 
 
 # ---- the adapter on its layers -------------------------------------------------------------------
-
-
-def adapted_layers(
-    model: nn.Module, sites: list[AttentionSite], adapter: RestoreAdapter
-) -> dict[str, nn.Module]:
-    """The layers that `adapter` is made for, by its names: within the decoder, or within the model.
-
-    Raises:
-        UnsupportedModelError: if the model has none of those names and shapes.
-    """
-    decoder = decoder_of(model, [site.name for site in sites])
-    named = dict(model.named_modules()) | dict(decoder.named_modules())
-    for name, down in adapter.down.items():
-        wanted = len(adapter.up[name]), down.shape[1]
-        found = getattr(named.get(name), "weight", torch.empty(0)).shape
-        if found != wanted:
-            raise UnsupportedModelError(
-                f"the adapter is made for a layer {name!r} of weight {wanted}, and that of "
-                f"{type(model).__name__} has {tuple(found)}; fit one to it"
-            )
-    return {name: named[name] for name in adapter.down}
 
 
 def _added(down: Tensor, up: Tensor, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -183,7 +150,13 @@ class RestoreKV(LearnedPress, KVzip):
         return f"higokri/RestoreKV-{model_name.split('/')[-1]}{suffix}"
 
     def prepare(self, model: Any) -> Any:
-        """What asks the model to repeat, and the adapter."""
+        """What asks the model to repeat, the adapter, and the layers that it is added to.
+
+        These are found by their names within the decoder, or within the model.
+
+        Raises:
+            UnsupportedModelError: if the model has none of those names and shapes.
+        """
         sites = attention_sites(model)
         if sites[0].ranks.size > 1:
             raise UnsupportedModelError(
@@ -191,44 +164,46 @@ class RestoreKV(LearnedPress, KVzip):
                 f"those of {sites[0].name} (tensor parallelism); use KVzipPress"
             )
         adapter = LearnedPress.prepare(self, model)
-        adapted_layers(model, sites, adapter)
-        return KVzip.prepare(self, model), adapter
-
-    def prompts_of(self, row: Row) -> RepeatPrompts:
-        return row.scope.prepared(self)[0]
+        decoder = decoder_of(model, [site.name for site in sites])
+        named = dict(model.named_modules()) | dict(decoder.named_modules())
+        for name, down in adapter.down.items():
+            wanted = len(adapter.up[name]), down.shape[1]
+            found = getattr(named.get(name), "weight", torch.empty(0)).shape
+            if found != wanted:
+                raise UnsupportedModelError(
+                    f"the adapter is made for a layer {name!r} of weight {wanted}, and that of "
+                    f"{type(model).__name__} has {tuple(found)}; fit one to it"
+                )
+        return *KVzip.prepare(self, model), adapter, {name: named[name] for name in adapter.down}
 
     # ---- rows ------------------------------------------------------------------------------------
 
     def judge(self, row: Row) -> tuple[Chosen, Joining]:
-        n, told = len(self.adapter_of(row.scope).embeddings), self.compression_ratio
+        n, told = len(row.scope.prepared(self)[1].embeddings), self.compression_ratio
         whole_up_to = told.n if isinstance(told, Tokens) else 0
         if row.length <= max(n, whole_up_to):
             ones = partial(torch.ones, dtype=torch.bool, device=row.tokens.device)
             return {s.layer_idx: ones(s.num_kv_heads, row.length) for s in row.scope.sites}, {}
         return self.choose(self.score_row(row), n_joining=n), self.restored(row)
 
-    def adapter_of(self, scope: ScopeState) -> RestoreAdapter:
-        """The adapter for the model of `scope`."""
-        return scope.prepared(self)[1]
-
     def restored(self, row: Row) -> Joining:
         """Keys and values of the tokens that restore `row`, `(1, H_kv, n, d)` each, by layer."""
-        scope, adapter = row.scope, self.adapter_of(row.scope)
+        scope, (_, adapter, layers) = row.scope, row.scope.prepared(self)
         press: Any = self  # which its mechanism installs
         assert scope.model is not None
         embedding: Any = scope.model.get_input_embeddings()  # type: ignore[operator]
         with ExitStack() as stack:
-            for name, layer in adapted_layers(scope.model, scope.sites, adapter).items():
+            for name, layer in layers.items():
                 act = in_this_thread(partial(_added, adapter.down[name], adapter.up[name]))
                 stack.callback(press.after(layer, act).remove)
             cache = row.alone()
             row.run(cache, inputs_embeds=adapter.embeddings[None].to(embedding.weight.dtype))
-            layers = {site.layer_idx: cache.layers[site.layer_idx] for site in scope.sites}
-            n = len(adapter.embeddings)
-            return {i: (x.keys[:, :, -n:], x.values[:, :, -n:]) for i, x in layers.items()}
+            new = slice(-len(adapter.embeddings), None)
+            filled = {site.layer_idx: cache.layers[site.layer_idx] for site in scope.sites}
+            return {i: (x.keys[:, :, new], x.values[:, :, new]) for i, x in filled.items()}
 
     def after_decoder(self, scope: ScopeState, forward: Forward, output: Any) -> None:
-        wanted = any(x.requires_grad for x in self.adapter_of(scope).tensors.values())
+        wanted = any(x.requires_grad for x in scope.prepared(self)[1].tensors.values())
         with torch.set_grad_enabled(torch.is_grad_enabled() or wanted):
             super().after_decoder(scope, forward, output)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -104,7 +105,6 @@ class Examples:
 
     Attributes:
         max_tokens: how many are taken in, at most.
-        n_tokens: how many there are.
         states: by layer, `(n, D)` each.
         targets: by layer, `(n, H_kv)` float32 each.
         site: of a layer that they are of.
@@ -113,33 +113,30 @@ class Examples:
     site: AttentionSite
 
     def __init__(self, max_tokens: int) -> None:
-        self.max_tokens, self.n_tokens = max_tokens, 0
+        self.max_tokens = max_tokens
         self.states: dict[int, list[Tensor]] = {}
         self.targets: dict[int, list[Tensor]] = {}
-        self._seen: list[AttentionCall] = []
 
-    def see(self, call: AttentionCall) -> None:
-        """Take in the hidden states of a layer, to be labelled."""
-        self._seen.append(call)
+    @property
+    def n_tokens(self) -> int:
+        """How many there are."""
+        return max((sum(map(len, of_layer)) for of_layer in self.states.values()), default=0)
 
-    def label(self, scores: Sequence[Tensor]) -> None:
-        """Add the tokens seen last, with their scores `(B, H_kv, S)` for each layer."""
-        n_before = self.n_tokens
-        for call in self._seen:
-            self.site, layer = call.site, call.site.layer_idx
-            found, shape = [tuple(x.shape) for x in scores], tuple(call.keys.shape[:3])
-            if len(found) != n_layers_of(self.site) or found[layer] != shape:
-                raise CalibrationError(
-                    f"scores of shapes {found} for a model of {n_layers_of(self.site)} layers: "
-                    f"that of layer {layer} must be {shape}"
-                )
-            targets = scores[layer].detach().float().mT.flatten(0, 1)
-            finite = targets.isfinite().all(dim=-1).nonzero()[: self.max_tokens - n_before, 0]
-            states = call.hidden_states.detach().flatten(0, 1)[finite]
-            self.states.setdefault(layer, []).append(states.cpu())
-            self.targets.setdefault(layer, []).append(targets[finite].cpu())
-            self.n_tokens = n_before + len(finite)
-        self._seen.clear()
+    def add(self, scores: Sequence[Tensor], call: AttentionCall) -> None:
+        """Take in the hidden states of a layer, with `scores` `(B, H_kv, S)` for each layer."""
+        self.site, layer = call.site, call.site.layer_idx
+        found, shape = [tuple(x.shape) for x in scores], tuple(call.keys.shape[:3])
+        if len(found) != n_layers_of(self.site) or found[layer] != shape:
+            raise CalibrationError(
+                f"scores of shapes {found} for a model of {n_layers_of(self.site)} layers: "
+                f"that of layer {layer} must be {shape}"
+            )
+        states, targets = self.states.setdefault(layer, []), self.targets.setdefault(layer, [])
+        room = self.max_tokens - sum(map(len, states))
+        scored = scores[layer].detach().float().mT.flatten(0, 1)
+        finite = scored.isfinite().all(dim=-1).nonzero()[:room, 0]
+        states.append(call.hidden_states.detach().flatten(0, 1)[finite].cpu())
+        targets.append(scored[finite].cpu())
 
     @torch.inference_mode(False)  # a tensor of that mode could not be learned from
     def taught(self, learn: Callable[[Tensor, Tensor], Sequence[Tensor]]) -> list[Tensor]:
@@ -219,8 +216,8 @@ class TaughtPress(LearnedPress):
         examples = Examples(max_tokens)
         for ids in rows_alone(token_batches):
             ids = ids.to(device_of(model))
-            run(model, [ids], cls.collector(examples.see, reads=Needs.NOTHING))
-            examples.label(scored(model, ids))
+            see = partial(examples.add, scored(model, ids))
+            run(model, [ids], cls.collector(see, reads=Needs.NOTHING))
             if examples.n_tokens >= max_tokens:
                 break
         return cls.learn(examples, steps=steps, seed=seed, **shape)
@@ -232,13 +229,12 @@ def taught(
     n_tokens: int,
     steps: int,
     generator: torch.Generator,
-    batch: int = 512,
 ) -> list[Tensor]:
     """Parameters after some steps of AdamW, whose rate falls to zero along a cosine.
 
     Args:
         start: the parameters to begin with; left as they are.
-        loss_of: the loss of parameters on some tokens, given by their indices `(batch,)` int64.
+        loss_of: the loss of parameters on some tokens, given by their indices `(n,)` int64.
         n_tokens: how many there are.
         generator: draws the tokens of each step.
     """
@@ -247,7 +243,7 @@ def taught(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))
     with torch.enable_grad():
         for _ in range(steps):
-            rows = torch.randint(n_tokens, (min(batch, n_tokens),), generator=generator)
+            rows = torch.randint(n_tokens, (min(512, n_tokens),), generator=generator)
             loss = loss_of(parameters, rows)
             optimizer.zero_grad()
             loss.backward()

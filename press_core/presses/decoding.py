@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 
-import torch
 from torch import Tensor
 
 from press_core.attention import received_attention
@@ -17,35 +16,11 @@ from press_core.call import AttentionCall
 from press_core.eviction import Eviction
 from press_core.fields import count, limited, require, share, told_amount
 from press_core.press import Press, RatioPress
-from press_core.scoring import (
-    SCORER_AGAIN,
-    Around,
-    BudgetPress,
-    Composition,
-    RatioScorer,
-    acts_in_prefill_only,
-)
+from press_core.scoring import SCORER_AGAIN, Around, BudgetPress, Composition, acts_in_prefill_only
 from press_core.select import protect, top_positions, trailing
 from press_core.traits import Evicts, Needs, Phase
 
 RECEIVED = "received attention"
-
-
-@dataclass
-class ObservedAttention(RatioScorer):
-    """Keeps the tokens that were attended to most during prefill (H2O, arXiv 2306.14048).
-
-    Where the attention implementation returns weights (eager), those are used; elsewhere they are
-    computed from the exact queries and keys, some rows at a time, in O(S) extra memory.
-    """
-
-    needs = Needs.QUERIES
-
-    def score(self, call: AttentionCall) -> Tensor:
-        """Mean attention that each key received from the queries that can see it."""
-        n_queries = call.length if call.at.tokens is not None else call.hidden_states.shape[1]
-        observers = torch.arange(call.length, 0, -1, device=call.keys.device)
-        return received_attention(call) / observers.clamp(max=max(1, n_queries))
 
 
 class Accumulating(Press):

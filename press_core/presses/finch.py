@@ -107,8 +107,8 @@ class Finch(RatioPress):
         scores = self.scores(call, int(call.notes["questions"][row]))
         step = self.chunk_length or call.length
         numbers = kept_of_chunks(call.length, step, self.amount)
-        chunks = enumerate(zip(scores.split(step, dim=-1), numbers, strict=True))
-        kept = [i * step + top_positions(chunk, n) for i, (chunk, n) in chunks]
+        chunks = zip(scores.split(step, dim=-1), numbers, strict=True)
+        kept = [i * step + top_positions(chunk, n) for i, (chunk, n) in enumerate(chunks)]
         eviction = Eviction.keep(call, torch.cat(kept, dim=-1))
         return eviction.rerotated() if self.rerotate_keys else eviction
 

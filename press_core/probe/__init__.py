@@ -12,35 +12,29 @@ noted of it.
 
 from __future__ import annotations
 
+import copy
 import weakref
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 
+from press_core.cache.caches import known
+from press_core.cache.masks import columns_seen, in_form
+from press_core.cache.tokens import Kept
 from press_core.errors import UnsupportedModelError
+from press_core.forward import Arguments, here, own_cache
 from press_core.model.decoder import decoder_of
 from press_core.model.ranks import ranks_of
+from press_core.model.rotary import Rotary
 from press_core.model.sites import AttentionSite, Bystander, Place
-from press_core.probe.aside import as_if_nothing_happened, one_at_a_time, run
-from press_core.probe.facts import Facts, judged
-from press_core.probe.trial import with_eviction_tried
-from press_core.probe.watching import Watch, layers_of, watched
-
-
-@dataclass(frozen=True)
-class Verified:
-    """The attention modules of a model.
-
-    Attributes:
-        sites: those that presses work on, in the order of their layers.
-        bystanders: modules beside them that need help once those are pruned.
-    """
-
-    sites: list[AttentionSite]
-    bystanders: list[Bystander]
-
+from press_core.probe import watching
+from press_core.probe.facts import Facts, close, judged
 
 _known: weakref.WeakKeyDictionary[type, dict[str, list[Facts] | str]] = weakref.WeakKeyDictionary()
 """By class and kind of a model what was found, or why nothing was."""
@@ -62,13 +56,13 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
     Raises:
         UnsupportedModelError: if there are none, or if the model could not be asked.
     """
-    return verified(model).sites
+    return verified(model)[0]
 
 
-def verified(model: nn.Module) -> Verified:
+def verified(model: nn.Module) -> tuple[list[AttentionSite], list[Bystander]]:
     """The same, and the modules beside them that need help once those are pruned."""
     known, key = _known.setdefault(type(model), {}), _kind_of(model)
-    with one_at_a_time:
+    with watching.one_at_a_time:
         if key not in known:
             known[key] = _probe(model)
     found = known[key]
@@ -95,7 +89,7 @@ def verified(model: nn.Module) -> Verified:
         keeps_count = slides or in_3d or not pruned[depth].goes_on
         place = Place(depth, len(sites), keeps_count)
         sites[depth] = replace(site, place=place, ranks=ranks)
-    return Verified(sites, _bystanders(found, sites))
+    return sites, _bystanders(found, sites)
 
 
 def _bystanders(found: list[Facts], pruned: list[AttentionSite]) -> list[Bystander]:
@@ -115,7 +109,7 @@ def _kind_of(model: Any) -> str:
     config = getattr(model, "config", None)
     told = "" if config is None else config.to_json_string(use_diff=False)
     of_modules = []
-    for name, module in layers_of(model):
+    for name, module in watching.layers_of(model):
         implementation = getattr(getattr(module, "config", None), "_attn_implementation", "")
         children = {n: type(child).__name__ for n, child in module.named_children()}
         options = {n: x for n, x in vars(module).items() if isinstance(x, (bool, int, float, str))}
@@ -126,11 +120,11 @@ def _kind_of(model: Any) -> str:
 
 def _probe(model: nn.Module) -> list[Facts] | str:
     """The facts about each attention module; or why nothing is known."""
-    if not layers_of(model):
+    if not watching.layers_of(model):
         return _NO_ATTENTION
     step = "it does not run over a few tokens alone"
     try:
-        with as_if_nothing_happened(model):
+        with watching.as_if_nothing_happened(model), torch.no_grad():
             module, watch, cache = _run(getattr(model, "_orig_mod", model))
             step = "what it does with a few tokens is like no other model"
             attending = [s for s in watch.seen if s.cache_name and s.interface]
@@ -143,13 +137,13 @@ def _probe(model: nn.Module) -> list[Facts] | str:
         return f"{step} ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
 
 
-def _run(model: nn.Module) -> tuple[nn.Module, Watch, Any]:
+def _run(model: nn.Module) -> tuple[nn.Module, watching.Watch, Any]:
     """What was run: the model, or its decoder where that wants more than text; what was seen."""
-    decoder = decoder_of(model, [name for name, _ in layers_of(model)])
+    decoder = decoder_of(model, [name for name, _ in watching.layers_of(model)])
     for module in (model, decoder):
         try:
-            with watched(model) as watch:
-                output = run(model, module)
+            with watching.watched(model) as watch:
+                output = watching.run(model, module)
             break
         except Exception:
             if module is decoder:
@@ -158,11 +152,122 @@ def _run(model: nn.Module) -> tuple[nn.Module, Watch, Any]:
 
 
 def run_aside(model: nn.Module) -> Any:
-    """Run the decoder over a few tokens as if nothing had happened; no press takes part in it.
-
-    Gradients are those of the caller.
-    """
+    """Run the decoder over a few tokens as if nothing had happened; no press takes part in it."""
     decoder = decoder_of(model, [site.name for site in attention_sites(model)])
-    with_gradients = torch.is_grad_enabled()
-    with as_if_nothing_happened(model), torch.set_grad_enabled(with_gradients):
-        return run(model, decoder)
+    with watching.as_if_nothing_happened(model):
+        return watching.run(model, decoder)
+
+
+EVICTED = 3
+
+
+def with_eviction_tried(
+    model: nn.Module, module: nn.Module, cache: Any, facts: dict[str, Facts]
+) -> dict[str, Facts]:
+    """`facts`, with what depends on the place of a key in the cache refused.
+
+    One token is taken out of the cache, and masked in another: attention has to be the same.
+
+    Args:
+        module: of `model`, that has been run over a few tokens and left `cache`.
+    """
+    pruned = [found.site for found in facts.values() if not found.left_whole]
+    if not pruned or cache is None:
+        return facts
+    indices = {site.layer_idx for site in pruned}
+    beside = [
+        replace(found.site, layer_idx=found.owner)  # the layer of the cache that it reads
+        for found in facts.values()
+        if found.left_whole and found.owner is not None and found.owner in indices
+    ]
+    readers = [*pruned, *beside]
+    watch, hidden_from = _again(model, module, copy.deepcopy(cache), readers)
+    masked = {seen.name: seen.output for seen in watch.seen}
+    for seen in watch.seen:
+        if seen.name in facts and not _goes_on(facts[seen.name].site.rotary, seen.embeddings):
+            facts = {**facts, seen.name: replace(facts[seen.name], goes_on=False)}
+    if len(hidden_from) < len(readers):  # somebody calls modules past their hooks
+        return facts
+    try:
+        seen_then = _again(model, module, _without_one(cache, indices))[0].seen
+    except RuntimeError:  # shapes that do not fit
+        seen_then = []
+    evicted = {seen.name: seen.output for seen in seen_then}
+    for site in pruned:
+        expected, found = masked[site.name], evicted.get(site.name)
+        assert expected is not None
+        tolerance = 4 * torch.finfo(expected.dtype).eps ** 0.5
+        if found is None or not close(found, expected, tolerance):
+            why = (
+                f"the attention of {site.name} changes with the number of keys that were evicted "
+                "before those which it sees, as where it goes by a key's place in the cache in "
+                "place of its position"
+            )
+            facts = {**facts, site.name: facts[site.name].refused(why, "tokens")}
+    return facts
+
+
+def _goes_on(rotary: Rotary | None, embeddings: Any) -> bool:
+    """Whether a token behind the cache has the position after the last one there."""
+    if rotary is None or rotary.embedding is None:
+        return True
+    found = embeddings[0]
+    next_position = torch.tensor([[rotary.first_position + watching.N_TOKENS]], device=found.device)
+    return close(rotary.embeddings(found, next_position)[0], found)
+
+
+def _without_one(cache: Any, indices: set[int]) -> Any:
+    """A copy of `cache` in which some layers have lost one token."""
+    cache = copy.deepcopy(cache)
+    own = own_cache(cache)
+    for index in indices:
+        former = known(own, index)
+        keys, values = former.states()
+        left = [slot for slot in range(keys.shape[2]) if slot != EVICTED]
+        layer = former.holding(keys[:, :, left], values[:, :, left])
+        positions = torch.tensor(left, dtype=torch.int32).expand(*keys.shape[:2], -1)
+        layer.kept = Kept(positions, len(left), len(left) + 1)
+        own.layers[index] = layer
+    return cache
+
+
+def _again(
+    model: nn.Module, module: nn.Module, cache: Any, sites: Sequence[AttentionSite] = ()
+) -> tuple[watching.Watch, list[str]]:
+    """What is seen when `module` reads `cache`, and from which of `sites` one token was hidden."""
+    hidden_from: list[str] = []
+
+    def before(site: AttentionSite, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not here.is_apart:  # another thread's forward
+            return None
+        given = _hiding_one(site, Arguments(args, kwargs, site.signature.parameters))
+        hidden_from.append(site.name)
+        return given.args, given.kwargs
+
+    with ExitStack() as stack:
+        for site in sites:
+            hook = site.module.register_forward_pre_hook(partial(before, site), with_kwargs=True)
+            stack.callback(hook.remove)
+        watch = stack.enter_context(watching.watched(model))
+        watching.run(model, module, cache)
+    return watch, hidden_from
+
+
+def _hiding_one(site: AttentionSite, given: Arguments) -> Arguments:
+    """The arguments with a mask that hides one of the first tokens."""
+    own = own_cache(given.get(site.signature.cache_name))
+    # Who reads the layer of another module finds the new token there already.
+    n_keys = int(own.get_seq_length(site.layer_idx)) + (site.module.layer_idx == site.layer_idx)
+    mask, like = given.get("attention_mask"), given.get("hidden_states")
+    if "attention_mask" not in site.signature.parameters:
+        return given
+    if isinstance(mask, BlockMask):
+        seen = columns_seen(mask, like.shape[1], mask.seq_lengths[1])
+        assert seen is not None
+        seen = seen.clone()
+        seen[..., EVICTED] = False
+        hiding = in_form(seen, "flex_attention", like.dtype, site.num_heads)
+        return given.replace(attention_mask=hiding)
+    mask = like.new_zeros(1, 1, 1, n_keys) if mask is None else mask.clone()
+    mask[..., EVICTED] = torch.finfo(mask.dtype).min if mask.is_floating_point() else 0
+    return given.replace(attention_mask=mask)

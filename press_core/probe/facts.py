@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -95,7 +96,10 @@ def _site(seen: Seen, model: nn.Module) -> AttentionSite:
         call = seen.attended[0]
         keys = getattr(seen.layer, "keys", None)
         keys = keys if isinstance(keys, Tensor) and keys.dim() == 4 else call.key
-        ranks = _ranks_that_share(model, keys)
+        group = ranks_of(model)
+        of_ranks = group.gather(keys).chunk(group.size, dim=1)
+        shared = any(not torch.equal(of_ranks[0], x) for x in of_ranks[1:])
+        ranks = group if shared else HeadGroup()  # each of them may hold all heads
         sizes = call.query.shape[1] * ranks.size, keys.shape[1] * ranks.size, call.query.shape[-1]
         softcap = call.options.get("softcap")
         softmax = Softmax(call.scaling, None if softcap is None else float(softcap))
@@ -105,13 +109,6 @@ def _site(seen: Seen, model: nn.Module) -> AttentionSite:
     return AttentionSite(
         seen.name, seen.module, seen.layer_idx, *sizes, softmax, signature, ranks=ranks
     )
-
-
-def _ranks_that_share(model: nn.Module, keys: Tensor) -> HeadGroup:
-    """The ranks that hold different heads, if not each of them holds them all."""
-    group = ranks_of(model)
-    of_ranks = group.gather(keys).chunk(group.size, dim=1)
-    return HeadGroup() if all(torch.equal(of_ranks[0], x) for x in of_ranks[1:]) else group
 
 
 def _owner(seen: Seen, cache: Any) -> int | None:
@@ -135,7 +132,9 @@ def _with_needs(name: str, seen: Seen, layer: Any, facts: Facts, watch: Watch) -
             "read neither, can evict them"
         )
         return facts.refused(why, "states", "heads", "rope")
-    if order is None or any(call.masks_heads for call in seen.attended):
+    masks = [attended.options.get("attention_mask") for attended in seen.attended]
+    of_each_head = [isinstance(x, Tensor) and x.dim() == 4 and x.shape[1] > 1 for x in masks]
+    if order is None or any(of_each_head):
         why = (
             f"{name} does not attend over the heads of its cache one by one, so that they cannot "
             "keep tokens of their own; StreamingLLMPress keeps the same of all"
@@ -247,25 +246,21 @@ def _with_maker(rotary: Rotary, cos: Tensor, sin: Tensor, watch: Watch) -> Rotar
     """`rotary` with the module that makes these `cos` and `sin`, and from which position on."""
     steps = torch.arange(cos.shape[1], device=cos.device)[None]
     like = torch.zeros(1, dtype=cos.dtype, device=cos.device)
-    for candidate in _makers(rotary, cos, watch):
+    modules = set(watch.model.modules())
+    makers = [maker for maker in watch.makers if maker[0] in modules]
+    makers.sort(key=lambda maker: maker[1] is not cos)  # first those that returned it
+    # Those that take three dimensions take one too.
+    for (module, _, given), in_3d in product(makers, (True, False)):
+        made_by = {"embedding": module, "layer_type": given.get("layer_type"), "in_3d": in_3d}
         for start in (0, 1, 2):
+            candidate = replace(rotary, first_position=start, **made_by)
             try:
                 made = candidate.embeddings(like, steps + start)
             except Exception:  # not how this one is called
                 break
             if close(made[0], cos) and close(made[1], sin):
-                return replace(candidate, first_position=start)
+                return candidate
     return None
-
-
-def _makers(rotary: Rotary, cos: Tensor, watch: Watch) -> Iterator[Rotary]:
-    """`rotary` with each module that may make `cos`, first those that returned it."""
-    modules = set(watch.model.modules())
-    for module, _, given in sorted(watch.makers, key=lambda maker: maker[1] is not cos):
-        for in_3d in (True, False):  # those that take three dimensions take one too
-            if module in modules:
-                layer_type = given.get("layer_type")
-                yield replace(rotary, embedding=module, layer_type=layer_type, in_3d=in_3d)
 
 
 def close(a: Tensor, b: Tensor, tolerance: float | None = None) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,7 @@ from torch import Tensor, nn
 from press_core.attention import attention_tiles
 from press_core.budget import n_together
 from press_core.call import AttentionCall
-from press_core.errors import (
-    PressError,
-    UnsupportedInputError,
-    UnsupportedModelError,
-    first_line,
-)
+from press_core.errors import PressError, UnsupportedInputError, UnsupportedModelError, first_line
 from press_core.fields import count, limited
 from press_core.model.decoder import last_layer, tokenizer_of
 from press_core.model.sites import AttentionSite, output_weight
@@ -35,19 +30,6 @@ FIRST = "\n\nRepeat the previous context exactly."
 NEXT = "\n\nRepeat the part of the previous context exactly, starting with"
 N_STARTING = 8
 """Tokens of the chunk before that tell where to start."""
-
-
-class Replay(NamedTuple):
-    """A part of a context that is run again.
-
-    Attributes:
-        ids: `(1, m)`, what is run.
-        start, stop: where the tokens that it judges lie in the context.
-    """
-
-    ids: Tensor
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True)
@@ -82,14 +64,14 @@ class RepeatPrompts:
         before, after = text.split(content, 1)
         return cls(ids(FIRST), ids(NEXT), ids(after), len(ids(before)))
 
-    def replays(self, context: Tensor, chunk_size: int) -> Iterator[Replay]:
-        """What to run for each chunk of `context` `(S,)`."""
+    def replays(self, context: Tensor, chunk_size: int) -> Iterator[tuple[Tensor, slice]]:
+        """What to run for each chunk of `context` `(S,)`, `(1, m)`; and where the chunk lies."""
         previous: list[int] | None = None
         for start in range(self.n_prefix, len(context), chunk_size):
             chunk = context[start : start + chunk_size].tolist()
             asking = self.first if previous is None else [*self.following, *previous]
             ids = torch.tensor([[*asking, *self.suffix, *chunk]], device=context.device)
-            yield Replay(ids, start, start + len(chunk))
+            yield ids, slice(start, start + len(chunk))
             previous = chunk[-N_STARTING:]
 
 
@@ -125,11 +107,11 @@ class KVzip(ReplayPress):
     """Tokens of its context that every head keeps."""
 
     def prepare(self, model: Any) -> Any:
-        """What asks the model to repeat."""
+        """What asks the model to repeat; subclasses add what else they have to know."""
         if self.prompts is not None:
-            return self.prompts
+            return (self.prompts,)
         instead = f"hand over {type(self).__name__}(prompts=RepeatPrompts(...)) in token ids"
-        return RepeatPrompts.from_tokenizer(tokenizer_of(model, instead))
+        return (RepeatPrompts.from_tokenizer(tokenizer_of(model, instead)),)
 
     def check_site(self, site: AttentionSite) -> None:
         super().check_site(site)
@@ -138,34 +120,60 @@ class KVzip(ReplayPress):
 
     def score_row(self, row: Row) -> dict[int, Tensor]:
         received: dict[int, list[Tensor]] = {}
-        replay: Replay
+        chunk: slice
 
         def see(call: AttentionCall) -> None:
             factors = None
             if self.kvzip_plus_normalization:  # over the norms of the hidden states
                 norms = upcast(call.hidden_states[0]).norm(dim=-1)
-                factors = projected_value_norms(call, replay), 1 / norms
-            of_chunk = replay_attention(call, replay, self.n_sink, row.length, factors)
+                factors = projected_value_norms(call, chunk), 1 / norms
+            of_chunk = self.replay_attention(call, chunk, row, factors)
             received.setdefault(call.site.layer_idx, []).append(of_chunk)
 
         with self.watch_attention(row, see), torch.no_grad():
-            for replay in self.replays(row):
-                row.run(input_ids=replay.ids)
+            for ids, chunk in self.replays(row):  # noqa: B007
+                row.run(input_ids=ids)
         return {layer: self.whole(row, of_chunks) for layer, of_chunks in received.items()}
 
-    def prompts_of(self, row: Row) -> RepeatPrompts:
-        """What asks the model of `row` to repeat."""
-        return row.scope.prepared(self)
-
-    def replays(self, row: Row) -> Iterator[Replay]:
-        """What to run for each chunk of the context of `row`."""
-        return self.prompts_of(row).replays(row.tokens, self.chunk_size)
+    def replays(self, row: Row) -> Iterator[tuple[Tensor, slice]]:
+        """What to run for each chunk of the context of `row`, and where the chunk lies."""
+        return row.scope.prepared(self)[0].replays(row.tokens, self.chunk_size)
 
     def whole(self, row: Row, of_chunks: list[Tensor]) -> Tensor:
         """The scores of a context `(1, H_kv, S)` from those of its chunks `(1, H_kv, chunk)`."""
-        shape = *of_chunks[0].shape[:2], self.prompts_of(row).n_prefix
+        shape = *of_chunks[0].shape[:2], row.scope.prepared(self)[0].n_prefix
         prefix = of_chunks[0].new_full(shape, float("inf"))  # each answer needs it
         return torch.cat((prefix, *of_chunks), dim=-1)
+
+    def replay_attention(
+        self, call: AttentionCall, chunk: slice, row: Row, factors: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """The most attention that each key of the repeated chunk gets from any query of its group.
+
+        Queries see the first `n_sink` tokens, the chunk and the replay itself.
+
+        Args:
+            call: the replay, over all keys.
+            chunk: where the tokens that are repeated lie in the context.
+            row: whose context that is.
+            factors: by which to multiply attention: of the keys of the chunk
+                `(1, H_kv, G, chunk)`, and of the queries `(m,)`.
+
+        Returns:
+            `(1, H_kv, chunk)`, float32.
+        """
+        n_before = min(self.n_sink, chunk.start)
+        seen = slice(n_before), chunk, slice(row.length, None)
+        keys = torch.cat([call.keys[:, :, part] for part in seen], dim=2)
+        most = torch.zeros_like(upcast(call.keys[:, :, chunk, 0]))
+        for tile in attention_tiles(call.site, call.queries(), keys):
+            # (1, heads, G, rows, chunk)
+            weights = tile.weights[..., n_before : n_before + most.shape[-1]]
+            if factors is not None:
+                of_keys, of_queries = factors[0][:, tile.heads], factors[1][tile.rows, None]
+                weights = weights * of_keys.unsqueeze(3) * of_queries
+            most[:, tile.heads] = torch.maximum(most[:, tile.heads], weights.amax(dim=(2, 3)))
+        return most
 
     def choose(self, scores: dict[int, Tensor], n_joining: int = 0) -> Chosen:
         """Which tokens of a row are kept, from its scores.
@@ -184,46 +192,13 @@ class KVzip(ReplayPress):
         return dict(zip(scores, chosen, strict=True))
 
 
-def replay_attention(
-    call: AttentionCall,
-    replay: Replay,
-    n_sink: int,
-    length: int,
-    factors: tuple[Tensor, Tensor] | None,
-) -> Tensor:
-    """The most attention that each key of the repeated chunk gets from any query of its group.
-
-    Queries see the first `n_sink` tokens, the chunk and the replay itself.
-
-    Args:
-        call: the replay, over all keys.
-        length: of the context.
-        factors: by which to multiply attention: of the keys of the chunk `(1, H_kv, G, chunk)`, and
-            of the queries `(m,)`.
-
-    Returns:
-        `(1, H_kv, chunk)`, float32.
-    """
-    start, stop, n_before = replay.start, replay.stop, min(n_sink, replay.start)
-    parts = (call.keys[:, :, x] for x in (slice(n_before), slice(start, stop), slice(length, None)))
-    most = torch.zeros_like(upcast(call.keys[:, :, start:stop, 0]))
-    for tile in attention_tiles(call.site, call.queries(), torch.cat(tuple(parts), dim=2)):
-        # (1, heads, G, rows, chunk)
-        weights = tile.weights[..., n_before : n_before + stop - start]
-        if factors is not None:
-            of_keys, of_queries = factors
-            weights = weights * of_keys[:, tile.heads].unsqueeze(3) * of_queries[tile.rows, None]
-        most[:, tile.heads] = torch.maximum(most[:, tile.heads], weights.amax(dim=(2, 3)))
-    return most
-
-
-def projected_value_norms(call: AttentionCall, replay: Replay) -> Tensor:
+def projected_value_norms(call: AttentionCall, chunk: slice) -> Tensor:
     """L2 norm of each value of the chunk after the output projection, for each query head.
 
     Returns:
         `(1, H_kv, G, chunk)`, float32.
     """
-    values = upcast(call.values[:, :, replay.start : replay.stop])
+    values = upcast(call.values[:, :, chunk])
     n_kv, d = values.shape[1], values.shape[-1]
     weight = upcast(output_weight(call.site))
     per_head = weight.view(weight.shape[0], n_kv, -1, d).permute(1, 2, 3, 0)  # (H_kv, G, d, D)
@@ -262,8 +237,23 @@ class KVgrad(KVzip):
     kvzip_plus_normalization: ClassVar[bool] = False  # type: ignore[misc]
     chunk_size: int = count(512, 1)
 
-    def prepare(self, model: Any) -> RepeatPrompts:
-        self._try_out(model)
+    def prepare(self, model: Any) -> Any:
+        """What asks the model to repeat.
+
+        Raises:
+            UnsupportedModelError: for a model that no gradient comes back from, with the cause.
+        """
+        sites = attention_sites(model)
+        try:
+            with differentiable(self, model, sites) as differentiate:
+                differentiate(lambda: run_aside(model))
+        except (RuntimeError, NotImplementedError, PressError) as error:
+            raise UnsupportedModelError(
+                f"{type(self).__name__} gets no gradient of {type(model).__name__} "
+                f"({sites[0].attn_implementation} attention), as "
+                f"{first_line(error)}; load the model outside of torch.inference_mode(), or use "
+                "KVzipPress, which needs none"
+            ) from error
         return super().prepare(model)
 
     def check_site(self, site: AttentionSite) -> None:
@@ -280,34 +270,16 @@ class KVgrad(KVzip):
         sites, model = row.scope.sites, row.scope.model
         assert model is not None
         with differentiable(self, model, sites) as differentiate, self.watch_attention(row, see):
-            for replay in self.replays(row):
+            for ids, chunk in self.replays(row):
                 # Inside of this block no tensor of inference mode is made, but for those given.
-                norms = differentiate(partial(row.run, input_ids=replay.ids.clone()))
+                norms = differentiate(partial(row.run, input_ids=ids.clone()))
                 with torch.no_grad():
                     for site, of_queries in zip(sites, norms, strict=True):
                         call = calls.pop(site.layer_idx)
-                        factors = projected_value_norms(call, replay), of_queries
-                        of_chunk = replay_attention(call, replay, self.n_sink, row.length, factors)
+                        factors = projected_value_norms(call, chunk), of_queries
+                        of_chunk = self.replay_attention(call, chunk, row, factors)
                         received.setdefault(site.layer_idx, []).append(of_chunk)
         return {layer: self.whole(row, of_chunks) for layer, of_chunks in received.items()}
-
-    def _try_out(self, model: Any) -> None:
-        """Refuse a model that no gradient comes back from.
-
-        Raises:
-            UnsupportedModelError: with the cause.
-        """
-        sites = attention_sites(model)
-        try:
-            with differentiable(self, model, sites) as differentiate:
-                differentiate(lambda: run_aside(model))
-        except (RuntimeError, NotImplementedError, PressError) as error:
-            raise UnsupportedModelError(
-                f"{type(self).__name__} gets no gradient of {type(model).__name__} "
-                f"({sites[0].attn_implementation} attention), as "
-                f"{first_line(error)}; load the model outside of torch.inference_mode(), or use "
-                "KVzipPress, which needs none"
-            ) from error
 
 
 @contextmanager
@@ -339,28 +311,26 @@ def differentiable(
     def differentiate(run: Callable[[], Any]) -> list[Tensor]:
         try:
             run()
-            return _sensitivities(outputs, [site.name for site in sites])
+            missing = [name for name in watched if name not in outputs]
+            if missing:
+                raise UnsupportedInputError(
+                    f"the output of {', '.join(missing)} was not seen in a forward"
+                )
+            objective = upcast(outputs.pop(LAST)).square().sum()
+            gradients = torch.autograd.grad(objective, [outputs[site.name] for site in sites])
         finally:
             outputs.clear()
+        # Of the last states' squared norms.
+        norms = [upcast(gradient[0]).norm(dim=-1).detach() for gradient in gradients]
+        if not all(bool(x.isfinite().all()) for x in norms):
+            raise UnsupportedInputError(
+                f"gradients in {gradients[0].dtype} are beyond its range; run the model in "
+                "bfloat16 or float32"
+            )
+        return norms
 
-    watched = {LAST: last_layer(model, sites), **{site.name: site.module for site in sites}}
+    watched = {**{site.name: site.module for site in sites}, LAST: last_layer(model, sites)}
     with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
         for name, module in watched.items():
             stack.callback(press.after(module, in_this_thread(partial(see, name))).remove)
         yield differentiate
-
-
-def _sensitivities(outputs: dict[str, Tensor], names: list[str]) -> list[Tensor]:
-    """Norms of the gradient of the last states' squared norms, at the outputs of these modules."""
-    missing = [name for name in (*names, LAST) if name not in outputs]
-    if missing:
-        raise UnsupportedInputError(f"the output of {', '.join(missing)} was not seen in a forward")
-    objective = upcast(outputs[LAST]).square().sum()
-    gradients = torch.autograd.grad(objective, [outputs[name] for name in names])
-    norms = [upcast(gradient[0]).norm(dim=-1).detach() for gradient in gradients]
-    if not all(bool(x.isfinite().all()) for x in norms):
-        raise UnsupportedInputError(
-            f"gradients in {gradients[0].dtype} are beyond its range; run the model in bfloat16 or "
-            "float32"
-        )
-    return norms

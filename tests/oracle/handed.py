@@ -24,7 +24,7 @@ import hooks_impl
 from press_core import attention_sites
 from press_core.learned.restorekv import RestoreAdapter
 from press_core.presses.keys import sketch
-from press_core.presses.merging import uniform
+from press_core.presses.wrappers import uniform
 from press_core.replay import kvzip
 from press_core.replay.rows import ReplayPress
 from tests.oracle.running import Context, token_ids

@@ -99,7 +99,7 @@ class Largest(TorchDispatchMode):
 def test_weights_that_nobody_returns_take_no_matrix(name, monkeypatch):
     """Under sdpa twice the context takes twice the memory, not four times."""
     monkeypatch.setitem(NUMBERS, "cpu", 2**16)
-    monkeypatch.setattr("press_core.replay.kvcompose.AT_A_TIME", 64)
+    monkeypatch.setattr("press_core.replay.rows.AT_A_TIME", 64)
     press, model = hooks_impl.PRESSES[name](compression_ratio=0.5), build("llama", num_layers=1)
     sizes = list[int]()
     for length in (512, 1024, 2048):

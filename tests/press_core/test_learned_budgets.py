@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from press_core import PressError, Tokens
 from press_core.learned.fast_kvzip import FastKVzip, KVzipGates
 from press_core.learned.lukv import (
+    LUKV,
     best_rates,
     concave,
     exact_counts,
     head_counts,
     later_worth,
-    ranks_protected,
 )
+from press_core.presses.keys import Knorm
 from press_core.tiles import NUMBERS
 from tests.press_core.drawn import (
     BATCH,
@@ -291,6 +292,7 @@ def test_worth_is_later_attention_times_the_norm_of_the_value():
 
 
 def test_protected_tokens_come_first():
-    scores, keys = drawn(1, 2, 9), drawn(1, 2, 9, 8)
-    order = ranks_protected(scores, keys, 2, 3).argsort(dim=-1, descending=True, stable=True)
-    assert order[0, :, :5].tolist() == [[0, 1, 6, 7, 8]] * 2
+    ranked = LUKV(Knorm(0.5), sink=2, window=3).ranked(drawn_call(9))
+    order = ranked.argsort(dim=-1, descending=True, stable=True)
+    for head in order.flatten(0, 1):
+        assert head[:5].tolist() == [0, 1, 6, 7, 8]

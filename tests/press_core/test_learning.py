@@ -14,7 +14,7 @@ from press_core.learned.measured import (
     filter_directions,
 )
 from press_core.learned.running import Examples
-from press_core.presses.expected_attention import ExpectedAttention, query_statistics
+from press_core.presses.queries import ExpectedAttention
 from tests.press_core.drawn import (
     BATCH,
     DIM,
@@ -41,13 +41,13 @@ def a_call(length=LENGTH, **fields):
 @pytest.mark.parametrize("n_sink", [0, 4])
 def test_statistics_of_the_context_itself_give_expected_attention(n_sink):
     call = a_call(batch=1)
-    measured = [x.expand(LAYERS, *x.shape[1:]) for x in query_statistics(call, n_sink)]
+    press = ExpectedAttention(n_future_positions=9, n_sink=n_sink)
+    measured = [x.expand(LAYERS, *x.shape[1:]) for x in press.statistics(call)]
     known = Prepared(ExpectedAttentionStats(*measured))
     found = ExpectedAttentionWithStats(n_future_positions=9, n_sink=n_sink).score(
         call.replace(scope=known)
     )
-    expected = ExpectedAttention(n_future_positions=9, n_sink=n_sink).score(call)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, press.score(call))
 
 
 @pytest.mark.parametrize("offset", [-2.0, 2.0])
@@ -74,8 +74,8 @@ def examples(target, n=400, max_tokens=10_000, dtype=torch.float32):
     for seed in range(2):
         call = a_call(n // 2 // BATCH, dtype=dtype)
         states = (2 + 3 * drawn(*call.hidden_states.shape, seed=seed)).to(dtype)
-        learned.see(replace(call, hidden_states=states))
-        learned.label(of_layer_1(target(states.double()).mT.exp()))
+        scores = of_layer_1(target(states.double()).mT.exp())
+        learned.add(scores, replace(call, hidden_states=states))
     return learned
 
 
@@ -118,8 +118,7 @@ def gate_examples(target, n=600):
     """States whose scores a gate tells."""
     learned = Examples(10_000)
     call = a_call(n, batch=1, dtype=torch.float32)
-    learned.see(call)
-    learned.label(of_layer_1(target(call.hidden_states)))
+    learned.add(of_layer_1(target(call.hidden_states)), call)
     return learned
 
 
@@ -175,8 +174,7 @@ def test_tokens_of_infinite_score_are_not_learned_from_those_of_zero_are():
     scores = torch.ones(BATCH, KV_HEADS, LENGTH)
     scores[1, 0, 5] = 0
     scores[0, 1, :3] = float("inf")  # such as those that a chat template begins with
-    learned.see(call)
-    learned.label(of_layer_1(scores))
+    learned.add(of_layer_1(scores), call)
     assert learned.n_tokens == BATCH * LENGTH - 3
     assert torch.equal(learned.states[1][0], call.hidden_states.flatten(0, 1)[3:])
     assert int((learned.targets[1][0] != 1).sum()) == 1
@@ -186,7 +184,5 @@ def test_tokens_of_infinite_score_are_not_learned_from_those_of_zero_are():
 def test_scores_of_another_shape_are_refused():
     too_short = torch.zeros(BATCH, KV_HEADS, LENGTH - 1)
     for scores in (of_layer_1(too_short), [torch.zeros(BATCH, KV_HEADS, LENGTH)] * 2):
-        learned = Examples(1000)
-        learned.see(a_call())
         with pytest.raises(CalibrationError, match=r"3 layers.*layer 1 must be \(2, 2, 17\)"):
-            learned.label(scores)
+            Examples(1000).add(scores, a_call())

@@ -17,7 +17,7 @@ from press_core.learned.kvzap import KVzap
 from press_core.learned.measured import ExpectedAttentionWithStats, QFilter
 from press_core.observed import Positions, Query
 from press_core.presses.keys import leverage_scores, non_causal_scores, sketch
-from press_core.presses.window import similarity
+from press_core.presses.queries import similarity
 from press_core.select import top_positions
 from tests.press_core.drawn import BATCH, DIM, FITS, GROUP, KV, KV_HEADS, Prepared, drawn_call, site
 

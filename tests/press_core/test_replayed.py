@@ -213,7 +213,7 @@ def test_scores_are_what_a_second_reading_pays_to_each_key(task, group, options)
 def test_a_reading_in_parts_is_one_reading(monkeypatch):
     model, ids, press = float64_llama(), token_ids(1, 41), hooks_impl.KVComposePress(0.5)
     whole = press.scores(model, ids)
-    monkeypatch.setattr("press_core.replay.kvcompose.AT_A_TIME", 7)
+    monkeypatch.setattr("press_core.replay.rows.AT_A_TIME", 7)
     for one, other in zip(whole, press.scores(model, ids), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 

@@ -25,7 +25,7 @@ from press_core import (
 from press_core.cache.memory import Key, Memory
 from press_core.files import files, saving
 from press_core.files.files import METADATA
-from press_core.files.identity import identity
+from press_core.files.saving import identity
 from press_core.learned.measured import QFilters
 from tests.support import build, example_for, filled, left_padded, token_ids
 

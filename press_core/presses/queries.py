@@ -1,0 +1,363 @@
+"""Presses that ask queries: those of the context, the last ones alone, or those to come.
+
+Observed attention counts all of them, SnapKV and its kin those of the observation window. Expected
+attention (arXiv 2510.00636) and CAPKV (2604.25975) go by queries to come.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d, normalize
+
+from press_core.attention import mean_attention, received_attention, window_attention
+from press_core.call import AttentionCall
+from press_core.fields import count, limited, number, odd, share
+from press_core.scoring import RatioScorer
+from press_core.select import protect, trailing, upcast, with_ends
+from press_core.tiles import Scratch, rows_at_once
+from press_core.traits import Needs
+
+
+@dataclass
+class ObservedAttention(RatioScorer):
+    """Keeps the tokens that were attended to most during prefill (H2O, arXiv 2306.14048).
+
+    Where the attention implementation returns weights (eager), those are used; elsewhere they are
+    computed from the exact queries and keys, some rows at a time, in O(S) extra memory.
+    """
+
+    needs = Needs.QUERIES
+
+    def score(self, call: AttentionCall) -> Tensor:
+        """Mean attention that each key received from the queries that can see it."""
+        n_queries = call.length if call.at.tokens is not None else call.hidden_states.shape[1]
+        observers = torch.arange(call.length, 0, -1, device=call.keys.device)
+        return received_attention(call) / observers.clamp(max=max(1, n_queries))
+
+
+@dataclass
+class WindowScorer(RatioScorer):
+    """Scores the tokens before the window; those in the window are always kept."""
+
+    window_size: int = count(64, 1)
+    kernel_size: int = odd(5)
+
+    needs = Needs.QUERIES
+    whole_up_to = ("window_size",)
+
+    def score(self, call: AttentionCall) -> Tensor:
+        return with_ends(self.votes(call), last=self.window_size)
+
+    @abstractmethod
+    def votes(self, call: AttentionCall) -> Tensor:
+        """Scores of the tokens before the window, `(B, H_kv, S - w)`, float32."""
+
+    def pooled(self, votes: Tensor) -> Tensor:
+        """The mean over neighbouring keys, `(B, H_kv, m)`."""
+        return avg_pool1d(votes, self.kernel_size, stride=1, padding=self.kernel_size // 2)
+
+
+@dataclass
+class SnapKV(WindowScorer):
+    """Keeps what the last queries of the context attend to (Li et al., arXiv 2404.14469).
+
+    Contexts of at most `window_size` tokens are left whole.
+
+    Attributes:
+        window_size: last tokens, whose queries vote and which are themselves always kept.
+        kernel_size: width of the average pooling over neighbouring keys; odd.
+    """
+
+    def votes(self, call: AttentionCall) -> Tensor:
+        """Mean attention of the window's queries, pooled over neighbours."""
+        attention = mean_attention(call, call.queries(self.window_size))
+        return self.pooled(attention[..., : call.length - self.window_size])
+
+
+@dataclass
+class PyramidKV(SnapKV):
+    """SnapKV with budgets that fall from layer to layer (Cai et al., arXiv 2406.02069).
+
+    Contexts of at most `window_size` tokens are left whole.
+
+    Attributes:
+        window_size: last tokens, whose queries vote and which are themselves always kept.
+        kernel_size: width of the average pooling over neighbouring keys; odd.
+        beta: how steeply budgets fall: the last layer keeps a `beta`-th of the mean.
+    """
+
+    beta: int = count(20, 1)
+
+    def budget(self, call: AttentionCall) -> int:
+        length, ratio, place = call.length, self.ratio_of(call.length), call.site.place
+        if call.budget or ratio == 0 or not self.is_long_enough(length):
+            return super().budget(call)
+        mean = length * (1 - ratio)
+        low = mean / self.beta
+        high = 2 * mean - low
+        if high > length - self.window_size:
+            high = length - self.window_size
+            low = 2 * mean - high
+        if not length >= high >= low >= self.window_size:
+            return max(1, round(mean))
+        return round(high - place.depth * (high - low) / max(1, place.n_sites - 1))
+
+
+@dataclass
+class TOVA(RatioScorer):
+    """Keeps what the last query attends to, over all heads (Oren et al., arXiv 2401.06104)."""
+
+    needs = Needs.QUERIES
+
+    def score(self, call: AttentionCall) -> Tensor:
+        weights = mean_attention(call, call.queries(1)).mean(dim=1, keepdim=True)
+        return protect(weights.expand(-1, call.keys.shape[1], -1), trailing(call.keys, 1))
+
+
+# ---- DropKV --------------------------------------------------------------------------------------
+
+
+@dataclass
+class DropKV(WindowScorer):
+    """Keeps the pairs without which the last outputs would change most (DropKV, MqfNzH3TVH).
+
+    If pair `j` goes and its weight is shared among the others, output `o_i` moves by
+    `p_ij / (1 - p_ij) * (o_i - v_j)`; the score is the sum of the squares of that. Scores of
+    different heads can be compared. Contexts of at most `window_size` tokens are left whole.
+
+    Attributes:
+        window_size: last tokens, whose outputs count and which are themselves always kept.
+        kernel_size: width of the average pooling over neighbouring keys; odd.
+        epsilon: added to `1 - p_ij`.
+    """
+
+    window_size: int = count(32, 1)
+    kernel_size: int = odd(7)
+    epsilon: float = limited(1e-6, lambda x: x > 0, "more than 0")
+
+    def votes(self, call: AttentionCall) -> Tensor:
+        """How far the last outputs move without each token: squared distances, summed."""
+        before = call.length - self.window_size
+        weights = window_attention(call, self.window_size)  # (B, H_kv, G, w, S)
+        values = upcast(call.values).unsqueeze(2)
+        outputs = weights @ values  # (B, H_kv, G, w, d)
+        weights, values = weights[..., :before], values[..., :before, :]
+        odds = (weights / (1 - weights + self.epsilon)).square()
+        # ‖v - o‖² = ‖v‖² - 2 v·o + ‖o‖², without a tensor of (w, S, d)
+        distances = values.square().sum(dim=-1).unsqueeze(-2) - 2 * outputs @ values.mT
+        distances = (distances + outputs.square().sum(dim=-1, keepdim=True)).clamp(min=0)
+        return self.pooled((odds * distances).sum(dim=3).mean(dim=2))
+
+
+# ---- R-KV ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class RKV(WindowScorer):
+    """Keeps what the last queries attend to, less what other keys repeat (R-KV, arXiv 2505.24133).
+
+    `mix_lambda * importance - (1 - mix_lambda) * redundancy`. Made for reasoning models, to prune
+    while they decode: `DecodingPress(RKVPress(), compression_interval=128, target_size=1024)`.
+    Contexts of at most `window_size` tokens are left whole.
+
+    Attributes:
+        window_size: last tokens, whose queries vote and which are themselves always kept.
+        kernel_size: width of the max pooling over neighbouring keys; odd.
+        mix_lambda: weight of the importance, in [0, 1].
+        similarity_threshold: cosine from which on a key repeats another.
+        n_retained: how many of the keys that repeat another, the latest, are not blamed for it.
+    """
+
+    window_size: int = count(8, 1)
+    kernel_size: int = odd(7)
+    mix_lambda: float = share(0.1)
+    similarity_threshold: float = number(0.5, -1, 1)
+    n_retained: int = count(1)
+
+    def votes(self, call: AttentionCall) -> Tensor:
+        """The most attention of each group and of neighbouring keys, less what others repeat."""
+        before, width = call.length - self.window_size, self.kernel_size
+        weights = window_attention(call, self.window_size)[..., :before].amax(dim=2)
+        pooled = max_pool1d(weights.flatten(0, 1), width, stride=1, padding=width // 2)
+        important = pooled.view_as(weights).mean(dim=2)  # over the queries: (B, H_kv, S - w)
+        similar = similarity(call.keys, self.similarity_threshold, self.n_retained)
+        redundant = similar.softmax(dim=-1)[..., :before]
+        return self.mix_lambda * important - (1 - self.mix_lambda) * redundant
+
+
+def similarity(keys: Tensor, threshold: float, n_retained: int, block: int | None = None) -> Tensor:
+    """Mean cosine of each key with all keys, `(B, H_kv, S)` float32.
+
+    Its own and, of each key, those of the `n_retained` latest that are more similar to it than
+    `threshold` count as zero, so that the last mention of something stays.
+
+    Args:
+        keys: `(B, H_kv, S, d)`.
+        block: of how many keys to hold the cosines with all others at a time; None: what suits the
+            device.
+    """
+    directions = normalize(upcast(keys), dim=-1)
+    total, length = torch.zeros_like(directions[..., 0]), keys.shape[2]
+    order = torch.arange(1, length + 1, dtype=torch.int32, device=keys.device)
+    step = block or rows_at_once(keys, keys[..., 0].numel())
+    for start in range(0, length, step):
+        cosines = directions[:, :, start : start + step] @ directions.mT
+        cosines.diagonal(start, dim1=-2, dim2=-1).zero_()
+        similar = (cosines > threshold) * order
+        for _ in range(n_retained):
+            latest = similar.amax(dim=-1, keepdim=True)
+            index = (latest.long() - 1).clamp(min=0)
+            counted = cosines.gather(-1, index).masked_fill(latest > 0, 0)
+            cosines.scatter_(-1, index, counted)
+            similar.scatter_(-1, index, 0)
+        total += cosines.sum(dim=2)
+    return total / length
+
+
+@dataclass
+class ExpectedAttention(RatioScorer):
+    """Keeps what Gaussian future queries would attend to (Devoto et al., arXiv 2510.00636).
+
+    Contexts of at most `n_sink` tokens are left whole.
+
+    Attributes:
+        n_future_positions: how many coming positions the rotation is averaged over.
+        n_sink: first tokens, left out of the statistics and always kept.
+        use_covariance: whether the covariance of the queries counts, or their mean alone.
+        use_vnorm: whether scores are weighted by the norm of the values.
+        epsilon: added before that weighting.
+    """
+
+    n_future_positions: int = count(512, 1)
+    n_sink: int = count(4)
+    use_covariance: bool = True
+    use_vnorm: bool = True
+    epsilon: float = number(0.0, 0)
+
+    needs = Needs.QUERIES | Needs.ROPE
+    whole_up_to = ("n_sink",)
+
+    def statistics(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        """Mean `(B or 1, H, d)` and covariance `(B or 1, H, d, d)` of the queries before RoPE."""
+        sizes, means, scatters = [], [], []
+        for queries in query_blocks(call, self.n_sink):
+            mean = queries.mean(dim=2, keepdim=True)
+            centred = queries - mean
+            sizes.append(queries.shape[2])
+            means.append(mean)
+            scatters.append(centred.mT @ centred)
+        weights = torch.tensor(sizes, dtype=means[0].dtype, device=means[0].device)[:, None]
+        by_block = torch.cat(means, dim=2)  # (B, H, blocks, d)
+        mean = (by_block * weights).sum(dim=2, keepdim=True) / sum(sizes)
+        between = (by_block - mean).mT @ ((by_block - mean) * weights)
+        scatter = torch.stack(scatters).sum(dim=0) + between
+        return mean.squeeze(2), scatter / sum(sizes)
+
+    def score(self, call: AttentionCall) -> Tensor:
+        """Attention expected from queries of these statistics at the coming positions."""
+        mean, covariance = self.statistics(call)
+        mean, rotation = at_coming_positions(call, mean, self.n_future_positions)
+        keys = upcast(call.keys[:, :, self.n_sink :])
+        n_kv, d = keys.shape[1], keys.shape[-1]
+        logits = mean.unflatten(1, (n_kv, -1)) @ keys.mT / d**0.5  # (B, H_kv, G, S)
+        if self.use_covariance:
+            covariance = (rotation @ covariance @ rotation.mT).unflatten(1, (n_kv, -1))
+            logits = logits + _spread(keys, covariance) / (2 * d)
+        scores = logits.softmax(dim=-1).mean(dim=2)
+        if self.use_vnorm:
+            norms = upcast(call.values[:, :, self.n_sink :]).norm(dim=-1)
+            scores = (scores + self.epsilon) * norms
+        return with_ends(scores, first=self.n_sink)
+
+
+def query_blocks(call: AttentionCall, n_sink: int, block: int = 1024) -> Iterator[Tensor]:
+    """Queries before RoPE without the sinks', `(B, H, rows, d)`."""
+    if call.at.tokens is None and call.hidden_states.shape[1] == call.length:
+        for start in range(n_sink, call.length, block):
+            yield call.chunk(start, start + block).queries_before_rope()
+        return
+    queries = call.queries_before_rope()
+    yield queries[:, :, max(0, n_sink - call.length + queries.shape[2]) :]
+
+
+def at_coming_positions(call: AttentionCall, mean: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The mean query `(B or 1, H, d)` at the next `n` positions, and their mean rotation."""
+    assert call.site.rotary is not None
+    rotation = call.site.rotary.average(mean, call.next_position, n)
+    return (mean.unsqueeze(-2) @ rotation.mT).squeeze(-2), rotation
+
+
+@torch.no_grad()
+def _spread(keys: Tensor, covariance: Tensor) -> Tensor:
+    """`kᵀΣk` of keys `(B, H_kv, S, d)` and `Σ` `(B, H_kv, G, d, d)`: `(B, H_kv, G, S)`.
+
+    Some keys at a time: what stands between is `G` times as large as the keys.
+    """
+    n_groups, d = covariance.shape[2], covariance.shape[-1]
+    side_by_side = covariance.transpose(2, 3).flatten(3)  # (B, H_kv, d, G * d)
+    space, n_rows = Scratch(keys), rows_at_once(keys, keys[:, :, 0].numel() * n_groups)
+
+    def spread(part: Tensor) -> Tensor:
+        product = space.of(*part.shape[:3], n_groups * d)
+        torch.matmul(part, side_by_side, out=product)
+        return product.unflatten(-1, (n_groups, d)).mul_(part.unsqueeze(3)).sum(dim=-1)
+
+    return torch.cat([spread(part) for part in keys.split(n_rows, dim=2)], dim=2).mT
+
+
+@dataclass
+class Cap(RatioScorer):
+    """Keeps values of high weighted leverage, weighed by their keys' alignment (2604.25975).
+
+    `w_i = exp(tau * cos(k_i, a) - max)` with `a` the mean query at the positions to come, and
+    `A = I + sum (w_i + epsilon) v_i v_iᵀ`; the score is `w_i v_iᵀ A⁻¹ v_i`, mean over the group.
+    Contexts of at most `n_sink` tokens are left whole.
+
+    Attributes:
+        tau: how sharply keys are weighed by their direction.
+        n_future_positions: how many coming positions the rotation is averaged over.
+        n_sink: first tokens, left out of the mean query and always kept.
+        epsilon: added to the weights in `A`.
+    """
+
+    tau: float = 5.0
+    n_future_positions: int = count(512, 1)
+    n_sink: int = count(4)
+    epsilon: float = number(1e-6, 0)
+
+    needs = Needs.QUERIES | Needs.ROPE
+    whole_up_to = ("n_sink",)
+
+    def score(self, call: AttentionCall) -> Tensor:
+        keys, values = (upcast(x[:, :, self.n_sink :]) for x in (call.keys, call.values))
+        blocks = list(query_blocks(call, self.n_sink))
+        total = torch.stack([block.sum(dim=2) for block in blocks]).sum(dim=0)
+        mean = total / sum(block.shape[2] for block in blocks)
+        anchor, _ = at_coming_positions(call, mean, self.n_future_positions)
+        directions = normalize(anchor.unflatten(1, (keys.shape[1], -1)), dim=-1)
+        logits = self.tau * (directions @ normalize(keys, dim=-1).mT)  # (B, H_kv, G, S)
+        weights = (logits - logits.amax(dim=-1, keepdim=True)).exp()
+        scores = weighted_leverage(values, weights, self.epsilon).mean(dim=2)
+        return with_ends(scores, first=self.n_sink)
+
+
+def weighted_leverage(values: Tensor, weights: Tensor, epsilon: float) -> Tensor:
+    """`w_i v_iᵀ (I + sum (w_i + epsilon) v_i v_iᵀ)⁻¹ v_i`, `(B, H_kv, G, S)`.
+
+    Args:
+        values: `(B, H_kv, S, d)`.
+        weights: `(B, H_kv, G, S)`.
+    """
+    leverages = []
+    for of_head in weights.unbind(dim=2):  # one at a time: each needs weighted values of its own
+        weighted = values * (of_head + epsilon).unsqueeze(-1)
+        identity = torch.eye(values.shape[-1], dtype=values.dtype, device=values.device)
+        root, _ = torch.linalg.cholesky_ex(identity + weighted.mT @ values)  # NaN stays NaN
+        solved = torch.linalg.solve_triangular(root, values.mT, upper=False)  # (B, H_kv, d, S)
+        leverages.append(of_head * solved.square().sum(dim=-2))
+    return torch.stack(leverages, dim=2)
