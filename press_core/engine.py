@@ -12,9 +12,9 @@ from press_core import running
 from press_core.cache.caches import known
 from press_core.cache.masks import visible_tokens
 from press_core.cache.memory import Memory
-from press_core.cache.positions import rotary_positions, tokens_seen
+from press_core.cache.positions import first_position, rotary_positions, tokens_seen
 from press_core.cache.pruned import PrunedLayer
-from press_core.cache.reading import first_position, occupied_slots
+from press_core.cache.reading import occupied_slots
 from press_core.cache.writing import store
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError

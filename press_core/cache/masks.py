@@ -25,6 +25,11 @@ def is_visible(mask: Tensor) -> Tensor:
     return mask > torch.finfo(mask.dtype).min / 2
 
 
+def for_full_attention(mask: Any) -> Any:
+    """Of masks by kind of layer the one for those that do not slide."""
+    return mask.get("full_attention") if isinstance(mask, dict) else mask
+
+
 def one_for_all_heads(mask: Tensor) -> Tensor:
     """`(B, 1, q, n)` from a mask `(B, 1 or H, q, n)`.
 

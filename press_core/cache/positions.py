@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from press_core.cache.masks import for_full_attention, visible_tokens
 from press_core.cache.pruned import PrunedLayer
+from press_core.forward import Arguments
 from press_core.model.sites import AttentionSite
 
 
@@ -64,3 +66,20 @@ def rotary_positions(
         return positions
     recent = positions[..., known.shape[-1] :].expand(*known.shape[:2], -1)
     return torch.cat((known.to(positions), recent), dim=-1)
+
+
+def first_position(given: Arguments, layer: PrunedLayer, n_tokens: int) -> Tensor:
+    """Position of the first token of a forward that is no padding, `(1 or B,)` int64.
+
+    Where positions count padding, that of the first token.
+    """
+    ids = given.get("position_ids")
+    if ids is None:
+        return torch.tensor([int(layer.get_seq_length())], device=layer.device)
+    ids = ids if ids.dim() == 2 else ids[0]
+    mask = for_full_attention(given.get("attention_mask"))
+    real = visible_tokens(mask, n_tokens, len(ids))
+    if real is None:
+        return ids[:, 0]
+    counted = ids[:, -1] - ids[:, 0] == n_tokens - 1
+    return torch.where(counted, ids[:, 0], ids[:, -1] + 1 - real.sum(dim=-1).to(ids.device))

@@ -9,7 +9,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from press_core.cache.caches import columns_of, mask_layer
-from press_core.cache.masks import causal, columns_seen, in_form, is_visible, visible_tokens
+from press_core.cache.masks import (
+    causal,
+    columns_seen,
+    for_full_attention,
+    in_form,
+    is_visible,
+    visible_tokens,
+)
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import ReadingNeeds
 from press_core.errors import UnsupportedInputError
@@ -49,7 +56,7 @@ def needs_help(forward: Forward, layers: list[PrunedLayer]) -> bool:
         return False
     if hidden_context(forward) is not None:
         return True
-    is_2d, mask = isinstance(mask, Tensor) and mask.dim() == 2, _for_full_attention(mask)
+    is_2d, mask = isinstance(mask, Tensor) and mask.dim() == 2, for_full_attention(mask)
     fits = is_2d or mask is None or mask.shape[-1] == layers[0].columns(forward.n_tokens)
     return not fits
 
@@ -59,10 +66,6 @@ def _hides_recent(mask: Any, layer: PrunedLayer, forward: Forward) -> bool:
     if torch.compiler.is_compiling() or not isinstance(mask, Tensor) or mask.dim() != 2:
         return False
     return not bool(mask[:, -layer.n_recent - forward.n_tokens :].all())
-
-
-def _for_full_attention(mask: Any) -> Any:
-    return mask.get("full_attention") if isinstance(mask, dict) else mask
 
 
 def with_counted_columns(forward: Forward, layers: list[PrunedLayer]) -> Arguments:
@@ -105,7 +108,7 @@ def hidden_context(forward: Forward) -> Tensor | None:
 
 
 def _hidden_context(forward: Forward) -> Tensor | None:
-    mask, layers = _for_full_attention(forward.given.get("attention_mask")), None
+    mask, layers = for_full_attention(forward.given.get("attention_mask")), None
     if isinstance(mask, Tensor):
         layers = pruned_layers(forward.cache)
     if not layers or not isinstance(mask, Tensor):
@@ -383,20 +386,3 @@ def occupied_slots(mask: Any, layer: PrunedLayer, n_tokens: int, n_held: int) ->
         for part, n in ((old, layer.n_old), (recent, n_recent))
     ]
     return torch.cat([part.to(layer.device) for part in filled], dim=-1)
-
-
-def first_position(given: Arguments, layer: PrunedLayer, n_tokens: int) -> Tensor:
-    """Position of the first token of a forward that is no padding, `(1 or B,)` int64.
-
-    Where positions count padding, that of the first token.
-    """
-    ids = given.get("position_ids")
-    if ids is None:
-        return torch.tensor([int(layer.get_seq_length())], device=layer.device)
-    ids = ids if ids.dim() == 2 else ids[0]
-    mask = _for_full_attention(given.get("attention_mask"))
-    real = visible_tokens(mask, n_tokens, len(ids))
-    if real is None:
-        return ids[:, 0]
-    counted = ids[:, -1] - ids[:, 0] == n_tokens - 1
-    return torch.where(counted, ids[:, 0], ids[:, -1] + 1 - real.sum(dim=-1).to(ids.device))
