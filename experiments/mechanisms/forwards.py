@@ -24,9 +24,10 @@ Opens = Callable[[PreTrainedModel], AbstractContextManager[Any]]
 """`press(model)`: what a press is to its user, however it is installed."""
 
 
-def as_press(scope: Callable[..., AbstractContextManager[Any]]) -> Callable[[float], Opens]:
-    """`scope(model, compression_ratio)`, to be called as `press(compression_ratio)(model)`."""
-    return lambda compression_ratio: lambda model: scope(model, compression_ratio)
+def as_press(scope: Callable[[PreTrainedModel, float], Iterator[None]]) -> Callable[[float], Opens]:
+    """`scope(model, compression_ratio)`, which yields once, as `press(ratio)(model)`."""
+    opened = contextmanager(scope)
+    return lambda compression_ratio: lambda model: opened(model, compression_ratio)
 
 
 class Pruner:
@@ -64,22 +65,18 @@ class Pruner:
 
 
 @as_press
-@contextmanager
 def plain_hook(model: PreTrainedModel, compression_ratio: float) -> Iterator[None]:
     """A closure as forward hook of each attention module, which a deep copy shares."""
     pruner = Pruner(model, compression_ratio)
 
-    def prune(*call: Any) -> None:
-        pruner.after(*call)
-
     with ExitStack() as hooks:
         for site in attention_sites(model):
-            hooks.enter_context(site.module.register_forward_hook(prune, with_kwargs=True))
+            register = site.module.register_forward_hook
+            hooks.enter_context(register(lambda *call: pruner.after(*call), with_kwargs=True))
         yield
 
 
 @as_press
-@contextmanager
 def plain_patch(model: PreTrainedModel, compression_ratio: float) -> Iterator[None]:
     """A closure assigned to the forward of each attention module, and the old one put back."""
     pruner = Pruner(model, compression_ratio)
@@ -101,7 +98,6 @@ def plain_patch(model: PreTrainedModel, compression_ratio: float) -> Iterator[No
 
 
 @as_press
-@contextmanager
 def class_patch(model: PreTrainedModel, compression_ratio: float) -> Iterator[None]:
     """A reversible wrapper of the forward of each attention class of the model."""
     pruner = Pruner(model, compression_ratio)
@@ -123,7 +119,6 @@ def _instance(forward: Any) -> nn.Module:
 
 
 @as_press
-@contextmanager
 def permanent_class_patch(model: PreTrainedModel, compression_ratio: float) -> Iterator[None]:
     """What the codes published with papers do: assign `forward` of the class, and leave it so.
 

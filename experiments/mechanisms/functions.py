@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import count
 from typing import Any
 
@@ -44,7 +44,6 @@ def _evicting(attend: Any, compression_ratio: float) -> Any:
 
 
 @as_press
-@contextmanager
 def attention_interface(model: PreTrainedModel, compression_ratio: float) -> Iterator[None]:
     """The extension point of `transformers`: an attention function, registered, set as the model's.
 
@@ -68,7 +67,6 @@ def attention_interface(model: PreTrainedModel, compression_ratio: float) -> Ite
 
 
 @as_press
-@contextmanager
 def registry_patch(model: PreTrainedModel, compression_ratio: float) -> Iterator[None]:
     """A reversible wrapper of `get_interface` of the registry that the model uses."""
 
