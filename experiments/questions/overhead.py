@@ -11,7 +11,7 @@ attention over heads of different lengths costs is another question.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -194,11 +194,7 @@ def compare(times: Mapping[Condition, Array], **told: str) -> Iterator[dict[str,
 
 
 def rows_of(
-    specs: Sequence[ModelSpec],
-    presses: Sequence[str],
-    context: int,
-    rounds: int,
-    compiled: bool,
+    options: Options,
     of_kvpress: Mapping[str, type[Any]] | None = None,
     advance: Callable[[], object] = lambda: None,
 ) -> Iterator[dict[str, Any]]:
@@ -207,44 +203,33 @@ def rows_of(
     Args:
         of_kvpress: the presses of kvpress, which take the place of patches.
         advance: called after each round.
+
+    Raises:
+        PressError: if a model does not suit a press.
     """
-    models = {spec.name: spec.load() for spec in specs}
-    asked = conditions(presses, [RATIO], ("hook", "patch" if of_kvpress is None else NAME))
-    scope = partial(between_intervals, context=context, of_kvpress=of_kvpress)
+    presses, other = [press_name(name) for name in options.press], "patch"
+    if of_kvpress is not None:
+        # kvpress's has something to do at once: the cache is longer than its target.
+        presses, other = [name for name in presses if name != _COUNTING], NAME
+    models = {spec.name: spec.load() for spec in options.specs}
+    asked = conditions(presses, [RATIO], ("hook", other))
+    scope = partial(between_intervals, context=options.context, of_kvpress=of_kvpress)
     scopes = {name: {one: scope(one, model) for one in asked} for name, model in models.items()}
-    turns = {"rounds": rounds, "advance": advance}
+    turns = {"rounds": options.rounds, "advance": advance}
     for name, model in models.items():
-        steps = Steps(model, context)
+        steps = Steps(model, options.context)
         times = times_in_turn(scopes[name], steps, dict.fromkeys(asked, model), **turns)
         yield from compare(times, model=name, phase="decode")
-        if compiled and name == specs[0].name:
+        if options.compiled and name == options.specs[0].name:
             last = [FULL, *asked[-2:]]
             with compiled_models(model, last, steps, scope) as runs:
                 times = times_in_turn(dict.fromkeys(last, nullcontext), steps, runs, **turns)
             yield from compare(times, model=name, phase="compiled")
 
 
-def beside_kvpress(specs: list[list[Any]], **asked: Any) -> Iterator[dict[str, Any]]:
-    """Rows of kvpress among others, in the interpreter that has it; as `rows_of` is asked."""
-    return rows_of([ModelSpec(*spec) for spec in specs], **asked, of_kvpress=presses_of_kvpress())
-
-
-def measure(options: Options, progress: Progress) -> pd.DataFrame:
-    """Rows of all models, with kvpress where it is installed.
-
-    Raises:
-        PressError: if a model does not suit a press.
-    """
-    specs, presses = options.specs, [press_name(name) for name in options.press]
-    compiled = options.compiled and can_compile(options.device, progress)
-    asked: dict[str, Any] = {"specs": specs, "context": options.context}
-    asked |= {"rounds": options.rounds, "compiled": compiled}
-    task = progress.add_task("overhead", total=(len(specs) + compiled) * options.rounds)
-    advance = partial(progress.advance, task)
-    table = pd.DataFrame(rows_of(**asked, presses=presses, advance=advance))
-    # kvpress's has something to do at once: the cache is longer than its target.
-    asked["presses"] = [name for name in presses if name != _COUNTING]
-    return joined_by_kvpress(table, options.kvpress, progress, __name__, **asked)
+def beside_kvpress(**options: Any) -> Iterator[dict[str, Any]]:
+    """Rows of kvpress among others, in the interpreter that has it."""
+    return rows_of(Options(**options), presses_of_kvpress())
 
 
 # ---- reading the table -------------------------------------------------------------------------
@@ -315,7 +300,13 @@ class Overhead(Experiment[Options]):
         return Planned(options, tokens=2 * context, steps=steps, seconds=2)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
-        return {"overhead": measure(options, progress)}
+        """The rows of all models, see `compare`, with kvpress where it is installed."""
+        compiled = options.compiled and can_compile(options.device, progress)
+        options = replace(options, compiled=compiled)
+        total = (len(options.specs) + compiled) * options.rounds
+        advance = partial(progress.advance, progress.add_task(self.name, total=total))
+        table = pd.DataFrame(rows_of(options, advance=advance))
+        return {self.name: joined_by_kvpress(table, options, progress, __name__)}
 
     def findings(self, tables: Tables) -> list[Finding]:
         found = []
@@ -342,12 +333,11 @@ class Overhead(Experiment[Options]):
         shown = shown.assign(label=shown["press"].map(press_label) + ", " + shown["mechanism"])
         of_models: Any = shown.groupby(["model", "phase"], sort=False)
         panels = {f"{model}: {phase} step": rows for (model, phase), rows in of_models}
-        figure = ratio_figure(panels, "time / time of the bare model")
-        figure.set_label(
+        label = (
             "Time of a decode step with an open scope over that of the bare model: medians with "
             f"{METHOD} over rounds"
         )
-        return {"overhead": figure}
+        return {self.name: ratio_figure(panels, label, "time / time of the bare model")}
 
     def contrasts(self, tables: Tables) -> list[Contrast]:
         rows = tables["overhead"].query(f"{_EAGER} and baseline == 'bare'")

@@ -173,8 +173,8 @@ def test_time_inside_presses_is_that_of_the_oracle(monkeypatch):
         asked.append(arguments)
         return "press,ratio\nKnormPress,0.5\n"
 
-    monkeypatch.setattr(throughput, "python_with_kvpress", lambda: "python")
-    monkeypatch.setattr(throughput, "output_of", output_of)
+    monkeypatch.setattr(with_kvpress, "python_with_kvpress", lambda: "python")
+    monkeypatch.setattr(with_kvpress, "output_of", output_of)
     tables = EXPERIMENT.measure(Options(part=(Part.KVPRESS,)), SILENT)
     assert tables["throughput_kvpress"]["ratio"].tolist() == [0.5]
     assert asked == [("tests.oracle.timing", *throughput.INSIDE)]

@@ -18,13 +18,8 @@ import transformers
 
 from experiments.framework.timing import threads
 from experiments.framework.wording import in_one_line
-from experiments.questions.architectures.cells import (
-    OUTCOMES,
-    Bench,
-    Cell,
-    NotApplicableError,
-    cells,
-)
+from experiments.questions.architectures import cells
+from experiments.questions.architectures.cells import OUTCOMES, Cell
 from experiments.questions.architectures.decoders import Decoder, build, decoders
 from experiments.questions.architectures.reach import why
 
@@ -51,7 +46,7 @@ def measure(
         choose: which cells to run.
         progress: told the name of each decoder that is done.
     """
-    known, chosen, rows = decoders(), list(filter(choose, cells())), []
+    known, chosen, rows = decoders(), list(filter(choose, cells.cells())), []
     with threads(1):  # what is forked must not count on threads that are not there
         _warm_up(known["llama"])
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -91,8 +86,8 @@ def _limited() -> None:
 def rows_of(decoder: Decoder, chosen: Iterable[Cell]) -> list[tuple[Any, ...]]:
     """The rows of one decoder, measured in this process."""
     try:
-        bench = Bench(build(decoder), decoder.image)
-    except NotApplicableError as reason:
+        bench = cells.Bench(build(decoder), decoder.image)
+    except cells.NotApplicableError as reason:
         return [_row(decoder, None, "not applicable", str(reason))]
     except Exception as error:
         told = f"cannot be built small: {in_one_line(error)}"

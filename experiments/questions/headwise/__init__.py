@@ -328,9 +328,8 @@ def draw_difference(table: pd.DataFrame) -> Figure:
     scaled = 100 * table[["difference", "low", "high"]].rename(columns={"difference": "ratio"})
     scaled = scaled.assign(label=table["pair"].replace(ALL, "mean of all"), mechanism="hook")
     panels = {f"{share:.0%} evicted": rows for share, rows in scaled.groupby(table["ratio"])}
-    figure = ratio_figure(panels, "right answers, head-wise minus uniform (points)", mark=0)
-    figure.set_label(
+    label = (
         "Right answers with head-wise budgets minus those with uniform ones, in points, by press "
         f"and share evicted, with {METHOD} over contexts"
     )
-    return figure
+    return ratio_figure(panels, label, "right answers, head-wise minus uniform (points)", mark=0)
