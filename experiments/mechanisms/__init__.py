@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -224,6 +225,31 @@ def registry_patch(model: PreTrainedModel, compression_ratio: float) -> Iterator
         yield
 
 
+# ---- what puts back from outside what a mechanism leaves behind in the process -------------------
+
+
+@contextmanager
+def contained(model: PreTrainedModel) -> Iterator[None]:
+    """The model's classes and the attention registries, afterwards as before.
+
+    What is left on `model` itself stays: use another one.
+    """
+    classes = {type(module) for module in model.modules()}
+    own = [cls for cls in classes if cls.__module__.startswith("transformers.models.")]
+    attributes = {cls: dict(vars(cls)) for cls in own}
+    functions, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+    with patch.dict(functions), patch.dict(masks):
+        try:
+            yield
+        finally:
+            for cls, former in attributes.items():
+                for name, value in list(vars(cls).items()):
+                    if name not in former:
+                        delattr(cls, name)
+                    elif former[name] is not value:
+                        setattr(cls, name, former[name])
+
+
 # ---- all of them ---------------------------------------------------------------------------------
 
 MECHANISMS: dict[str, Callable[[float], Opens]] = {
@@ -243,13 +269,9 @@ OURS = ("hooks", "patches")
 
 TRIED: dict[str, Opens] = {
     **{name: make(0.5) for name, make in MECHANISMS.items()},
-    **{
-        f"{name}, {press}": opens
-        for name, package in zip(OURS, (hooks_impl, patch_impl), strict=True)
-        for press, opens in (
-            ("SnapKV", package.SnapKVPress(0.5, window_size=4)),
-            ("AdaKV", package.AdaKVPress(package.KnormPress(0.5))),
-        )
-    },
+    "hooks, SnapKV": hooks_impl.SnapKVPress(0.5, window_size=4),
+    "hooks, AdaKV": hooks_impl.AdaKVPress(hooks_impl.KnormPress(0.5)),
+    "patches, SnapKV": patch_impl.SnapKVPress(0.5, window_size=4),
+    "patches, AdaKV": patch_impl.AdaKVPress(patch_impl.KnormPress(0.5)),
 }
 """Every mechanism at ratio 0.5, and ours with presses that read queries, or keep heads apart."""

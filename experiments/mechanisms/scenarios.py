@@ -26,7 +26,7 @@ from experiments.framework.heatmap import OutcomeMatrix
 from experiments.framework.options import one_of
 from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
 from experiments.framework.wording import in_one_line
-from experiments.mechanisms.contain import contained
+from experiments.mechanisms import contained
 from experiments.testbed.families import FAMILIES, build
 from experiments.testbed.response import Response, random_tokens, states_of
 

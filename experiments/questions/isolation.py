@@ -23,8 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Claim, Contrast, Finding, Tables
 from experiments.framework.tables import ResultTable
-from experiments.mechanisms import MECHANISMS, OURS, scenarios
-from experiments.mechanisms.contain import contained
+from experiments.mechanisms import MECHANISMS, OURS, contained, scenarios
 from experiments.mechanisms.scenarios import Moment
 from experiments.testbed.families import build
 from experiments.testbed.response import Response
@@ -66,6 +65,7 @@ Press = Callable[[float], Any]
 Make = Callable[[int], PreTrainedModel]
 """From a seed to a small model; all are of one family."""
 
+Others = Callable[[PreTrainedModel, Make], list[PreTrainedModel]]
 Answers = Callable[[PreTrainedModel], Response]
 
 
@@ -76,10 +76,7 @@ def _asked(
 
 
 def _bystanders(
-    others: Callable[[PreTrainedModel, Make], list[PreTrainedModel]],
-    press: Press,
-    make: Make,
-    ask: Answers = scenarios.answer,
+    others: Others, press: Press, make: Make, ask: Answers = scenarios.answer
 ) -> Iterator[Moment]:
     """Other models than the one that the press is open on."""
     model = make(0)
@@ -113,21 +110,15 @@ def _with_its_module(model: PreTrainedModel, make: Make) -> list[PreTrainedModel
     return [other]
 
 
-def _copied_inside(press: Press, make: Make) -> Iterator[Moment]:
-    model = make(0)
-    right = scenarios.answer(model)
-    with press(RATIO)(model):
-        scenarios.answer(model)
-        twin = {copy.deepcopy(model): right}
-        yield from _asked(INSIDE, twin)
-    yield from _asked(AFTER, twin)
-
-
-def _afterwards(press: Press, make: Make) -> Iterator[Moment]:
+def _itself(press: Press, make: Make, copied: bool = False) -> Iterator[Moment]:
+    """The model once the press is closed, or a copy that is made while it is open."""
     model = make(0)
     rights = {model: scenarios.answer(model)}
     with press(RATIO)(model):
         scenarios.answer(model)
+        if copied:
+            rights = {copy.deepcopy(model): rights[model]}
+            yield from _asked(INSIDE, rights)
     yield from _asked(AFTER, rights)
 
 
@@ -185,14 +176,14 @@ def _nested(press: Press, make: Make) -> Iterator[Moment]:
 
 
 SITUATIONS: dict[str, Callable[[Press, Make], Iterator[Moment]]] = {
-    "the model, after": _afterwards,
+    "the model, after": _itself,
     "instances of the class": partial(_bystanders, _of_the_class),
     "instances of other classes": partial(_bystanders, _of_other_classes),
     "an instance in another thread": partial(_bystanders, lambda _, make: [make(1)], ask=in_thread),
     "an instance with the same config": partial(_bystanders, _with_its_config),
     "an instance with the same module": partial(_bystanders, _with_its_module),
     "a deep copy made before": partial(_bystanders, lambda model, _: [copy.deepcopy(model)]),
-    "a deep copy made inside": _copied_inside,
+    "a deep copy made inside": partial(_itself, copied=True),
     "two caches, one of them pruned": _pruned_and_whole_cache,
     "one press on two models": _one_press_on_two_models,
     "two scopes, the outer closed first": _nested,
@@ -258,10 +249,9 @@ class Isolation(scenarios.Scenarios[Options]):
         return [self.matrix(tables).table(note)]
 
     def contrasts(self, tables: Tables) -> list[Contrast]:
-        own, others = _untouched(tables["isolation"])
-        title = (
-            f"Situations that affect nobody else, of {tables['isolation']['situation'].nunique()}"
-        )
+        table = tables["isolation"]
+        own, others = _untouched(table)
+        title = f"Situations that affect nobody else, of {table['situation'].nunique()}"
         chosen = pd.concat([own, others.nsmallest(1)]).astype(float)
         return [Contrast(title, chosen.to_dict())]
 

@@ -12,27 +12,19 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 from torch import nn
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
-)
-from transformers.models.auto import modeling_auto
+from transformers import CONFIG_MAPPING
+from transformers.models.auto import modeling_auto as auto
 
 LARGEST = 120_000_000
 """Parameters above which a model is not tiny, whatever its configuration was told."""
 
-TOLD: dict[str, Any] = yaml.safe_load(
-    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-)
+TOLD: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_bytes())
 """Sizes, demands, variants, and what else is told of decoders."""
 
 SIZES = {name: size for size, names in TOLD["sizes"].items() for name in names.split()}
@@ -48,7 +40,7 @@ _FILLED = ("pad_token_id", "bos_token_id", "eos_token_id", "num_key_value_heads"
 _ABSENT_AT_ZERO = ("num_shared_experts", "shared_intermediate_size", "n_shared_experts")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Decoder:
     """A kind of decoder to be built.
 
@@ -70,16 +62,14 @@ class Decoder:
 def decoders() -> dict[str, Decoder]:
     """Every causal, image-text and encoder-decoder type of the installed transformers, by name."""
     mappings = {
-        AutoModelForCausalLM: modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        AutoModelForImageTextToText: modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        AutoModelForSeq2SeqLM: dict.fromkeys(("t5", "bart", "m2m_100", "t5gemma")),
+        auto.AutoModelForCausalLM: auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        auto.AutoModelForImageTextToText: auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        auto.AutoModelForSeq2SeqLM: dict.fromkeys(("t5", "bart", "m2m_100", "t5gemma")),
     }
     found: dict[str, Decoder] = {}
     for loader, types in mappings.items():
-        for model_type in types:
-            if model_type not in CONFIG_MAPPING:
-                continue
-            seq2seq = loader is AutoModelForSeq2SeqLM
+        for model_type in filter(CONFIG_MAPPING.__contains__, types):
+            seq2seq = loader is auto.AutoModelForSeq2SeqLM
             name = f"{model_type} (seq2seq)" if seq2seq else model_type
             found.setdefault(name, Decoder(name, model_type, loader, DEMANDS.get(model_type, {})))
     for name, told in VARIANTS.items():
@@ -97,30 +87,24 @@ def build(decoder: Decoder) -> nn.Module:
         Exception: whatever else its classes raise (a missing package, mostly).
     """
     config = configuration(decoder)
+    loader: Any = decoder.loader
     with torch.device("meta"):
-        sizes = decoder.loader.from_config(copy.deepcopy(config), dtype=torch.float32)  # type: ignore[attr-defined]
-        n_parameters = sum(parameter.numel() for parameter in sizes.parameters())
+        sizes = loader.from_config(copy.deepcopy(config), dtype=torch.float32)
+    n_parameters = sum(parameter.numel() for parameter in sizes.parameters())
     if n_parameters > LARGEST:
         raise ValueError(f"{n_parameters / 1e6:.0f} M parameters, which is not tiny")
     torch.manual_seed(0)
-    model: nn.Module = decoder.loader.from_config(  # type: ignore[attr-defined]
-        config, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = loader.from_config(config, dtype=torch.float32, attn_implementation="eager")
     torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                _fill(parameter)
-    return model.eval()
-
-
-def _fill(parameter: torch.Tensor) -> None:
     # A matrix gives its output the variance of its input; norms and biases are shaken a little, so
     # that none of them can be left out unnoticed.
-    if parameter.dim() > 1:
-        parameter.normal_(std=parameter.shape[-1] ** -0.5)
-    else:
-        parameter.add_(0.1 * torch.randn_like(parameter))
+    with torch.no_grad():
+        for parameter in filter(torch.is_floating_point, model.parameters()):
+            if parameter.dim() > 1:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
 
 
 # ---- configurations ------------------------------------------------------------------------------

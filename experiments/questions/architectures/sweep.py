@@ -20,8 +20,7 @@ from experiments.framework.timing import threads
 from experiments.framework.wording import in_one_line
 from experiments.questions.architectures import cells
 from experiments.questions.architectures.cells import OUTCOMES, Cell
-from experiments.questions.architectures.decoders import Decoder, build, decoders
-from experiments.questions.architectures.reach import why
+from experiments.questions.architectures.decoders import TOLD, Decoder, build, decoders
 
 COLUMNS = ["type", "press", "mechanism", "attention", "cache", "padded", "outcome", "reason"]
 BAD = OUTCOMES[2:6]
@@ -30,6 +29,9 @@ BAD = OUTCOMES[2:6]
 _BY_WEIGHT = ("not applicable", *OUTCOMES[:2], *reversed(OUTCOMES[2:6]))
 SECONDS = 120
 """A model that takes longer than this is given up."""
+
+_REASONS: dict[str, str] = TOLD["reasons"]
+"""Parts of what a refusal says, and what that means in short."""
 
 
 def measure(
@@ -97,6 +99,11 @@ def rows_of(decoder: Decoder, chosen: Iterable[Cell]) -> list[tuple[Any, ...]]:
 
 def _row(decoder: Decoder, cell: Cell | None, outcome: str, reason: str) -> tuple[Any, ...]:
     return (decoder.name, *(cell or Cell("", "", "", "", padded=False)), outcome, reason)
+
+
+def why(reason: str) -> str:
+    """A refusal in short."""
+    return next((short for part, short in _REASONS.items() if part in reason), reason)
 
 
 def condensed(rows: pd.DataFrame) -> pd.DataFrame:

@@ -111,10 +111,8 @@ class Headwise(Experiment[Options]):
 
     def on(self, own: OwnModel) -> Planned[Options]:
         """Decoding and conditions: questions are in the words of facts-llama."""
-        parts = (
-            *([Part.DECODING] if own.keeps_all else []),
-            *([Part.CONDITIONS] if own.model_type in FAMILIES else []),
-        )
+        fits = {Part.DECODING: own.keeps_all, Part.CONDITIONS: own.model_type in FAMILIES}
+        parts = tuple(filter(fits.get, fits))
         if not parts:
             raise LeftOutError("its layers keep sliding windows, and it is of no family it builds")
         family, contexts = (own.model_type,), own.at_most(1024)

@@ -1,8 +1,8 @@
 """How fast a model answers with a press, what memory it takes, and what fits.
 
 *Speed and memory*: a context is read and tokens are decoded, without a press and with each press
-and mechanism, in turn; see `speed` and `memory`. *First token*: every press.
-*Fits*: the longest context within a limit of memory, by bisection; see `memory`. *kvpress*: time
+and mechanism, in turn; see `measuring`. *First token*: every press.
+*Fits*: the longest context within a limit of memory, by bisection; see `measuring`. *kvpress*: time
 inside presses, here and in kvpress.
 """
 
@@ -22,23 +22,15 @@ from rich.progress import Progress
 
 import hooks_impl
 from experiments import UserError
+from experiments.framework import options as flags
 from experiments.framework import shared
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Claim, Experiment, Finding, Tables
-from experiments.framework.options import (
-    Device,
-    Dtype,
-    at_least,
-    checked_size,
-    chosen_device,
-    n_bytes,
-    several,
-)
+from experiments.framework.options import Device, Dtype, at_least, several
 from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.tables import ResultTable
 from experiments.questions.throughput import reading
-from experiments.questions.throughput.memory import cache_bytes, longest, peak_of
-from experiments.questions.throughput.speed import speeds
+from experiments.questions.throughput.measuring import cache_bytes, longest, peak_of, speeds
 from experiments.testbed import timed_models, with_kvpress
 from experiments.testbed.recipes import press_name
 from experiments.testbed.timed_models import Condition, ModelSpec, conditions, random_llama
@@ -95,7 +87,7 @@ class Options:
         str | None,
         typer.Option(
             help="Memory in which the longest context is to fit, weights included, such as 8GiB.",
-            callback=checked_size,
+            callback=flags.checked_size,
             show_default="128MiB",
         ),
     ] = None
@@ -115,7 +107,7 @@ class Options:
 
     def spec(self, random: ModelSpec) -> ModelSpec:
         """The model that is asked for, or a `random` one."""
-        return ModelSpec.asked(self.model, random, self.dtype, chosen_device(self.device))
+        return ModelSpec.asked(self.model, random, self.dtype, flags.chosen_device(self.device))
 
 
 class Throughput(Experiment[Options]):
@@ -224,11 +216,8 @@ def _speeds(options: Options, mechanisms: list[str], **more: Any) -> Iterator[di
 
 def beside_kvpress(**options: Any) -> Iterator[dict[str, Any]]:
     """Rows of kvpress among others, in the interpreter that has it."""
-    return _speeds(
-        Options(**options),
-        ["hook", with_kvpress.NAME],
-        of_kvpress=with_kvpress.presses_of_kvpress(),
-    )
+    presses = with_kvpress.presses_of_kvpress()
+    return _speeds(Options(**options), ["hook", with_kvpress.NAME], of_kvpress=presses)
 
 
 def measure_first(options: Options, progress: Progress) -> pd.DataFrame:
@@ -250,7 +239,7 @@ def measure_first(options: Options, progress: Progress) -> pd.DataFrame:
 
 def measure_fits(options: Options, progress: Progress) -> pd.DataFrame:
     """The table `throughput_fits`: without a press, and every press with hooks."""
-    limit, spec = n_bytes(options.limit or "128MiB"), options.spec(DEEP)
+    limit, spec = flags.n_bytes(options.limit or "128MiB"), options.spec(DEEP)
     weights = sum(parameter.nbytes for parameter in spec.load().parameters())
     if weights >= limit:
         raise UserError(
