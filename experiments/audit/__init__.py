@@ -197,16 +197,10 @@ def differences(before: Snapshot, after: Snapshot) -> tuple[Change, ...]:
     What lies inside of an added or exchanged submodule is not listed again, nor what lies inside of
     a class or a Python module that one of the snapshots does not reach.
     """
-    values = {
-        place: (before.get(place, _ABSENT), after.get(place, _ABSENT))
-        for place in (*before, *(place for place in after if place not in before))
-    }
+    values = {p: (before.get(p, _ABSENT), after.get(p, _ABSENT)) for p in before | after}
     changed = {place: pair for place, pair in values.items() if not same(*pair)}
-    exchanged = {
-        f"{place.owner}.{place.name}".removeprefix(".")
-        for place in changed
-        if place.kind == "submodule"
-    }
+    submodules = (place for place in changed if place.kind == "submodule")
+    exchanged = {f"{place.owner}.{place.name}".removeprefix(".") for place in submodules}
     known = {place.owner for place in before} & {place.owner for place in after}
 
     def counts(place: Place) -> bool:

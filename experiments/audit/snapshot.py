@@ -10,7 +10,7 @@ from __future__ import annotations
 import builtins
 import hashlib
 import sys
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from itertools import chain
 from types import CodeType, FrameType, FunctionType, ModuleType
@@ -173,13 +173,6 @@ def _is_shared(module_name: str) -> bool:
     )
 
 
-def _vars(reach: str, kind: str, owner: str, of: Any, but: Any = (), depth: int = 1) -> Entries:
-    """The attributes of a class, a Python module or an object."""
-    for name, value in list(vars(of).items()):
-        if name not in but:
-            yield from _nested(Place(reach, kind, owner, name), value, depth)
-
-
 def _classes(model: nn.Module) -> Entries:
     classes = dict.fromkeys(cls for m in model.modules() for cls in type(m).__mro__[:-1])
     for cls in classes:
@@ -187,33 +180,31 @@ def _classes(model: nn.Module) -> Entries:
 
 
 def _class(cls: type, reach: str) -> Entries:
-    # The one is recorded as a registry, the other Python notes on a class when it copies one.
-    but = ("_global_mapping", "__slotnames__")
-    yield from _vars(reach, "class attribute", f"{cls.__module__}.{cls.__qualname__}", cls, but)
+    owner = f"{cls.__module__}.{cls.__qualname__}"
+    for name, value in list(vars(cls).items()):
+        # The one is recorded as a registry, the other Python notes on a class when it copies one.
+        if name not in ("_global_mapping", "__slotnames__"):
+            yield from _nested(Place(reach, "class attribute", owner, name), value, 1)
 
 
 def _file(name: str, reach: str) -> Entries:
     """The globals of a Python module, and the classes that it defines."""
     yield from _globals(name, reach)
-    for value in _held(name):
+    for value in _held(name).values():
         if isinstance(value, type) and value.__module__ == name:
             yield from _class(value, reach)
 
 
-def _held(name: str) -> list[Any]:
-    return list(vars(sys.modules[name]).values()) if name in sys.modules else []
+def _held(name: str) -> dict[str, Any]:
+    return dict(vars(sys.modules[name])) if name in sys.modules else {}
 
 
 def _globals(name: str, reach: str) -> Entries:
-    if name in sys.modules:
-        home = vars(sys.modules[name])
+    for key, value in _held(name).items():
         # An import leaves the submodule in its parent: counted as imported.
-        below = {
-            key
-            for key, value in home.items()
-            if isinstance(value, ModuleType) and sys.modules.get(f"{name}.{key}") is value
-        }
-        yield from _vars(reach, "module global", name, sys.modules[name], {*_NOT_OWN, *below})
+        imported = isinstance(value, ModuleType) and sys.modules.get(f"{name}.{key}") is value
+        if key not in _NOT_OWN and not imported:
+            yield from _nested(Place(reach, "module global", name, key), value, 1)
 
 
 # ---- this thread, this process -----------------------------------------------------------------
@@ -244,11 +235,13 @@ def _registries(names: list[str]) -> Entries:
     for cls, kind in kinds.items():
         place = Place(PROCESS, kind, cls.__name__, "_global_mapping")
         yield from _nested(place, cls._global_mapping)
-    homes = {id(value): (name, value) for name in reversed(names) for value in _held(name)}
-    for name, value in homes.values():
-        if isinstance(value, GeneralInterface):
-            owner = f"{type(value).__name__} of {name}"
-            yield from _vars(PROCESS, kinds.get(type(value), "registry"), owner, value, depth=3)
+    homes = {id(held): (name, held) for name in reversed(names) for held in _held(name).values()}
+    for name, registry in homes.values():
+        if isinstance(registry, GeneralInterface):
+            owner = f"{type(registry).__name__} of {name}"
+            kind = kinds.get(type(registry), "registry")
+            for attribute, value in list(vars(registry).items()):
+                yield from _nested(Place(PROCESS, kind, owner, attribute), value)
 
 
 # ---- this call ---------------------------------------------------------------------------------
@@ -261,11 +254,11 @@ def call_places(frame: FrameType | None, end: CodeType) -> Snapshot:
     names of the keyword arguments that their signature does not list.
     """
     found: Snapshot = {}
-    counts: dict[tuple[str, str], int] = {}
+    counts: Counter[tuple[str, str]] = Counter()
     while frame is not None and frame.f_code is not end:
         file = frame.f_globals.get("__name__", "?")
         name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
-        counts[file, name] = counts.get((file, name), 0) + 1
+        counts[file, name] += 1
         found[Place(CALL, "frame", file, f"{name} #{counts[file, name]}")] = frame.f_code
         called = frame.f_locals.get("self")
         attends = isinstance(getattr(called, "layer_idx", None), int)
@@ -281,25 +274,19 @@ def call_places(frame: FrameType | None, end: CodeType) -> Snapshot:
 
 def _nested(place: Place, value: Any, depth: int = 3) -> Entries:
     """A value, what a container holds, and the code that a function runs."""
-
-    def inside(suffix: str) -> Place:
-        return Place(place.reach, place.kind, place.owner, f"{place.name}{suffix}")
-
-    if isinstance(value, FunctionType):
-        yield place, value
-        yield inside(".__code__"), value.__code__
-    elif type(value) in _MAPPINGS:
-        yield place, value
-        for key, item in list(value.items()) if depth else ():
-            yield from _nested(inside(f"[{key!r}]"), item, depth - 1)
-    elif isinstance(value, (list, tuple)):
-        yield place, value if isinstance(value, list) else tuple  # tuples: by what they hold
-        for index, item in enumerate(value) if depth else ():
-            yield from _nested(inside(f"[{index}]"), item, depth - 1)
-    elif isinstance(value, (set, frozenset)):
+    if isinstance(value, (set, frozenset)):
         yield place, repr(sorted(map(repr, value)))
-    else:
-        yield place, value
+        return
+    yield place, tuple if isinstance(value, tuple) else value  # tuples: by what they hold
+    items: Any = ()
+    if type(value) in _MAPPINGS:
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    elif isinstance(value, FunctionType):
+        yield place._replace(name=f"{place.name}.__code__"), value.__code__
+    for key, item in list(items) if depth else ():
+        yield from _nested(place._replace(name=f"{place.name}[{key!r}]"), item, depth - 1)
 
 
 def _joined(owner: str, name: str) -> str:

@@ -12,11 +12,14 @@ from experiments.framework.experiment import Contrast
 from experiments.framework.plots import MUTED, mechanism_colour, mechanism_marker, new_figure, style
 
 
-def ratio_figure(panels: Mapping[str, pd.DataFrame], what: str, mark: float = 1) -> Figure:
+def ratio_figure(
+    panels: Mapping[str, pd.DataFrame], label: str, what: str, mark: float = 1
+) -> Figure:
     """A panel for each table.
 
     Args:
         panels: by title; columns `label`, `mechanism`, `ratio`, `low`, `high`.
+        label: what the figure shows, in words.
         what: is divided by what.
         mark: where a line is drawn: what makes no difference.
     """
@@ -38,6 +41,7 @@ def ratio_figure(panels: Mapping[str, pd.DataFrame], what: str, mark: float = 1)
             panel.grid(visible=False, axis="y")
             panel.set_title(title)
         axes[-1].set_xlabel(what)
+    figure.set_label(label)
     return figure
 
 

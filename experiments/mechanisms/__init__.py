@@ -14,18 +14,243 @@ that one sees how far the mechanism reaches by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hooks_impl
 import patch_impl
-from experiments.mechanisms.forwards import (
-    Opens,
-    class_patch,
-    permanent_class_patch,
-    plain_hook,
-    plain_patch,
-)
-from experiments.mechanisms.functions import attention_interface, registry_patch
+from attention_patch import wrap
+from experiments import UserError
+from press_core import attention_sites
+from press_core.budget import n_kept
+from press_core.engine import after_attention
+from press_core.forward import Arguments, Forward, Progress
+from press_core.observing import Passed
+from press_core.presses.keys import knorm_scores
+from press_core.scope import bound_to
+from press_core.select import gather_tokens, top_positions
+
+Opens = Callable[[PreTrainedModel], AbstractContextManager[Any]]
+"""`press(model)`: what a press is to its user, however it is installed."""
+
+
+def as_press(scope: Callable[[PreTrainedModel, float], Iterator[None]]) -> Callable[[float], Opens]:
+    """`scope(model, compression_ratio)`, which yields once, as `press(ratio)(model)`."""
+    opened = contextmanager(scope)
+    return lambda compression_ratio: lambda model: opened(model, compression_ratio)
+
+
+class Pruner:
+    """Prunes what attention modules have cached: of the model, and of all others of its class.
+
+    What is borrowed from the machinery of presses is borrowed here.
+    """
+
+    def __init__(self, model: PreTrainedModel, compression_ratio: float) -> None:
+        # Bound, but never opened: what the mechanism finds, it prunes.
+        self.scope = bound_to(patch_impl.KnormPress(compression_ratio), model)
+
+    def call(self, module: nn.Module, call_next: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call an attention module's forward, `call_next`, and prune the layer it has filled."""
+        output = call_next(*args, **kwargs)
+        self.after(module, args, kwargs, output)
+        return output
+
+    def after(
+        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+    ) -> None:
+        """Prune the layer that a forward has filled."""
+        site = replace(self.scope.sites[0], module=module, layer_idx=module.layer_idx)
+        given = Arguments(args, kwargs, site.signature.parameters)
+        cache, hidden_states = given.get(site.signature.cache_name), given.get("hidden_states")
+        of_decoder = given.replace(past_key_values=cache, inputs_embeds=hidden_states)
+        forward = Forward(module, of_decoder)
+        if cache is not None and cache.get_seq_length(site.layer_idx) == forward.n_tokens:
+            forward.progress[self.scope] = Progress()  # it was a prefill
+            passed = Passed(forward, site, given, output, None)
+            after_attention(self.scope, self.scope.press, passed)
+
+
+# ---- on the forward of each attention module -----------------------------------------------------
+
+
+@as_press
+def plain_hook(model: PreTrainedModel, compression_ratio: float) -> Iterator[None]:
+    """A closure as forward hook of each attention module, which a deep copy shares."""
+    pruner = Pruner(model, compression_ratio)
+
+    with ExitStack() as hooks:
+        for site in attention_sites(model):
+            register = site.module.register_forward_hook
+            hooks.enter_context(register(lambda *call: pruner.after(*call), with_kwargs=True))
+        yield
+
+
+@as_press
+def plain_patch(model: PreTrainedModel, compression_ratio: float) -> Iterator[None]:
+    """A closure assigned to the forward of each attention module, and the old one put back."""
+    pruner = Pruner(model, compression_ratio)
+    former = {site.module: site.module.forward for site in attention_sites(model)}
+
+    def patched(module: nn.Module, forward: Any) -> Any:
+        return lambda *args, **kwargs: pruner.call(module, forward, *args, **kwargs)
+
+    try:
+        for module, forward in former.items():
+            module.forward = patched(module, forward)
+        yield
+    finally:
+        for module, forward in former.items():
+            module.forward = forward
+
+
+# ---- on the forward of their class ---------------------------------------------------------------
+
+
+@as_press
+def class_patch(model: PreTrainedModel, compression_ratio: float) -> Iterator[None]:
+    """A reversible wrapper of the forward of each attention class of the model."""
+    pruner = Pruner(model, compression_ratio)
+
+    def layer(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        return pruner.call(_instance(forward), forward, *args, **kwargs)
+
+    with ExitStack() as patches:
+        for cls in _attention_classes(model):
+            patches.callback(wrap(cls, "forward", layer).remove)
+        yield
+
+
+def _instance(forward: Any) -> nn.Module:
+    """Whose forward it is, below the layers of others."""
+    while isinstance(forward, partial):
+        forward = forward.args[0]
+    return forward.__self__
+
+
+@as_press
+def permanent_class_patch(model: PreTrainedModel, compression_ratio: float) -> Iterator[None]:
+    """What the codes published with papers do: assign `forward` of the class, and leave it so.
+
+    The negative control: leaving the scope changes nothing. Run it where nothing comes after it.
+    """
+    pruner = Pruner(model, compression_ratio)
+
+    def patched(forward: Any) -> Any:
+        def new_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return pruner.call(self, partial(forward, self), *args, **kwargs)
+
+        new_forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+        return new_forward
+
+    for cls in _attention_classes(model):
+        cls.forward = patched(cls.forward)
+    yield
+
+
+def _attention_classes(model: PreTrainedModel) -> list[Any]:
+    return list(dict.fromkeys(type(site.module) for site in attention_sites(model)))
+
+
+# ---- on the attention function, which attention modules call -------------------------------------
+
+_number = count()
+
+
+def _evicting(attend: Any, compression_ratio: float) -> Any:
+    """An attention function that evicts once `attend` has been called in a prefill.
+
+    An attention function is not given the cache. It is given the very tensors that a `DynamicCache`
+    holds (without gradients), and these can be made smaller.
+    """
+
+    def attend_and_evict(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    ) -> Any:
+        output = attend(module, query, key, value, mask, **kwargs)
+        n = n_kept(key.shape[2], compression_ratio)
+        if query.shape[2] == key.shape[2] != n:  # as many queries as keys: the layer was empty
+            kept = top_positions(knorm_scores(key), n)
+            for states in (key, value):
+                states.data = gather_tokens(states, kept)
+        return output
+
+    return attend_and_evict
+
+
+@as_press
+def attention_interface(model: PreTrainedModel, compression_ratio: float) -> Iterator[None]:
+    """The extension point of `transformers`: an attention function, registered, set as the model's.
+
+    Raises:
+        UserError: for eager attention, whose function is not in the registry.
+    """
+    former = model.config._attn_implementation
+    if former not in AttentionInterface._global_mapping:
+        raise UserError(f"{former!r} attention has no function in the registry; load with sdpa")
+    name = f"{former}_evicting_{next(_number)}"
+    attend = ALL_ATTENTION_FUNCTIONS[former]
+    AttentionInterface.register(name, _evicting(attend, compression_ratio))
+    AttentionMaskInterface.register(name, AttentionMaskInterface._global_mapping[former])
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        model.set_attn_implementation(former)
+        # The library registers for good, and has no way back of its own.
+        del AttentionInterface._global_mapping[name], AttentionMaskInterface._global_mapping[name]
+
+
+@as_press
+def registry_patch(model: PreTrainedModel, compression_ratio: float) -> Iterator[None]:
+    """A reversible wrapper of `get_interface` of the registry that the model uses."""
+
+    def get_evicting(get_interface: Any, *names: Any, **named: Any) -> Any:
+        return _evicting(get_interface(*names, **named), compression_ratio)
+
+    registries = [site.signature.interface for site in attention_sites(model)]
+    with ExitStack() as patches:
+        for registry in {id(registry): registry for registry in registries}.values():
+            patches.callback(wrap(registry, "get_interface", get_evicting).remove)
+        yield
+
+
+# ---- what puts back from outside what a mechanism leaves behind in the process -------------------
+
+
+@contextmanager
+def contained(model: PreTrainedModel) -> Iterator[None]:
+    """The model's classes and the attention registries, afterwards as before.
+
+    What is left on `model` itself stays: use another one.
+    """
+    classes = {type(module) for module in model.modules()}
+    own = [cls for cls in classes if cls.__module__.startswith("transformers.models.")]
+    attributes = {cls: dict(vars(cls)) for cls in own}
+    functions, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+    with patch.dict(functions), patch.dict(masks):
+        try:
+            yield
+        finally:
+            for cls, former in attributes.items():
+                for name, value in list(vars(cls).items()):
+                    if name not in former:
+                        delattr(cls, name)
+                    elif former[name] is not value:
+                        setattr(cls, name, former[name])
+
+
+# ---- all of them ---------------------------------------------------------------------------------
 
 MECHANISMS: dict[str, Callable[[float], Opens]] = {
     "hooks": hooks_impl.KnormPress,
@@ -44,15 +269,9 @@ OURS = ("hooks", "patches")
 
 TRIED: dict[str, Opens] = {
     **{name: make(0.5) for name, make in MECHANISMS.items()},
-    **{
-        f"{name}, {press}": opens
-        for name, package in zip(OURS, (hooks_impl, patch_impl), strict=True)
-        for press, opens in (
-            ("SnapKV", package.SnapKVPress(0.5, window_size=4)),
-            ("AdaKV", package.AdaKVPress(package.KnormPress(0.5))),
-        )
-    },
+    "hooks, SnapKV": hooks_impl.SnapKVPress(0.5, window_size=4),
+    "hooks, AdaKV": hooks_impl.AdaKVPress(hooks_impl.KnormPress(0.5)),
+    "patches, SnapKV": patch_impl.SnapKVPress(0.5, window_size=4),
+    "patches, AdaKV": patch_impl.AdaKVPress(patch_impl.KnormPress(0.5)),
 }
 """Every mechanism at ratio 0.5, and ours with presses that read queries, or keep heads apart."""
-
-__all__ = ["MECHANISMS", "OURS", "TRIED", "Opens"]

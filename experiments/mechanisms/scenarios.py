@@ -19,19 +19,21 @@ import typer
 from matplotlib.figure import Figure
 from rich.progress import Progress
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from experiments.framework.experiment import Experiment, Tables
 from experiments.framework.heatmap import OutcomeMatrix
 from experiments.framework.options import one_of
 from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
 from experiments.framework.wording import in_one_line
-from experiments.mechanisms.contain import contained
+from experiments.mechanisms import contained
 from experiments.testbed.families import FAMILIES, build
 from experiments.testbed.response import Response, random_tokens, states_of
 
 OptionsT = TypeVar("OptionsT")
 
+ERROR = "error"
+"""The outcome of what raises one."""
 
 CONTEXT, LENGTH = 24, 26
 """Tokens that are read at once, and with those that follow one by one."""
@@ -71,45 +73,6 @@ class Moment(NamedTuple):
     right: Response
     ask: Callable[[], Response]
     tolerance: float = 0.0
-
-
-class Wrong(NamedTuple):
-    """What was not right.
-
-    Attributes:
-        when: as in `Moment`; empty: in opening or closing something.
-        detail: when and in what the answer differs, or the error.
-        is_error: whether an error was raised.
-    """
-
-    when: str
-    detail: str
-    is_error: bool
-
-
-def wrongs(scenario: Iterator[Moment], model: PreTrainedModel) -> list[Wrong]:
-    """What is not right in a scenario, in order.
-
-    What it leaves behind in the process, as far as models of the kind of `model` see that, is put
-    back. Warnings of libraries that notice each other are not shown.
-    """
-    found = []
-    with contained(model), _quiet():
-        try:
-            for moment in scenario:
-                found += _asked(moment)
-        except Exception as error:  # whatever comes is the result
-            found.append(Wrong("", in_one_line(error), is_error=True))
-    return found
-
-
-def _asked(moment: Moment) -> list[Wrong]:
-    try:
-        difference = moment.right.difference(moment.ask(), moment.tolerance)
-    except Exception as error:
-        return [Wrong(moment.when, f"{moment.when}: {in_one_line(error)}", is_error=True)]
-    told = f"{moment.when}: {difference}"
-    return [Wrong(moment.when, told, is_error=False)] if difference else []
 
 
 @contextmanager
@@ -170,14 +133,33 @@ class Scenarios(Experiment[OptionsT]):
         """Whom to ask in a cell, and what is right, on models of the family that comes last."""
 
     @abstractmethod
-    def named(self, wrong: Wrong) -> str:
-        """The outcome of what is not right: one of `looks` but the first."""
+    def wrong(self, when: str) -> str:
+        """The outcome of another answer than the right one: one of `looks`."""
 
     def outcome(self, scenario: Iterator[Moment], family: str) -> tuple[str, str]:
-        """The worst that came of a scenario, and in what it showed."""
+        """The worst that came of a scenario, and in what it showed.
+
+        What the scenario leaves behind in the process, as far as models of `family` see that, is
+        put back. Warnings of libraries that notice each other are not shown.
+        """
         order = list(self.looks)
-        found = [(self.named(wrong), wrong.detail) for wrong in wrongs(scenario, build(family))]
-        return max(found, key=lambda pair: order.index(pair[0]), default=(order[0], ""))
+        found = [(order[0], "")]
+        with contained(build(family)), _quiet():
+            try:
+                for moment in scenario:
+                    found.append(self._outcome(moment))
+            except Exception as error:  # whatever comes is the result
+                found.append((ERROR, in_one_line(error)))
+        return max(found, key=lambda pair: order.index(pair[0]))
+
+    def _outcome(self, moment: Moment) -> tuple[str, str]:
+        try:
+            difference = moment.right.difference(moment.ask(), moment.tolerance)
+        except Exception as error:
+            return ERROR, f"{moment.when}: {in_one_line(error)}"
+        if not difference:
+            return next(iter(self.looks)), ""
+        return self.wrong(moment.when), f"{moment.when}: {difference}"
 
     def try_out(self, *cell: str, family: str = "llama") -> dict[str, str]:
         """A row of the table: what was tried, its `outcome`, and a `detail` of what is wrong."""

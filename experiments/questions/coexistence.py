@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Annotated, Any, ClassVar
 
-import pandas as pd
 from transformers import DynamicCache, PreTrainedModel
 
 from experiments.framework.evidence import Evidence
@@ -29,7 +28,7 @@ from press_core.select import top_positions
 BEFORE, INSIDE, AFTER = PHASES = ("before", "inside", "after")
 """When the companion comes: before the scope opens, inside of it, after it was closed."""
 
-RIGHT, ERROR, WRONG = "right", "error", "wrong"
+RIGHT, ERROR, WRONG = "right", scenarios.ERROR, "wrong"
 
 # ---- answers -------------------------------------------------------------------------------------
 
@@ -179,12 +178,12 @@ class Coexistence(scenarios.Scenarios[Options]):
             with begun(model) as run:
                 yield moment("after the scope", run, companion)
 
-    def named(self, wrong: scenarios.Wrong) -> str:
-        return ERROR if wrong.is_error else WRONG
+    def wrong(self, when: str) -> str:
+        return WRONG
 
     def findings(self, tables: Tables) -> list[Finding]:
         table, found = tables["coexistence"], []
-        for others, part in table.groupby(~_is_own(table)):
+        for others, part in table.groupby(~table["mechanism"].isin(MINE)):
             wrong, errors = ((part["outcome"] == outcome).sum() for outcome in (WRONG, ERROR))
             who = "the other mechanisms" if others else "hooks and patches of this project"
             text = (
@@ -193,8 +192,7 @@ class Coexistence(scenarios.Scenarios[Options]):
             )
             need = "use presses beside accelerate, PEFT and torch.compile"
             works: Any = "breaks" if wrong else "costs" if errors else "works"
-            own = Finding("own", text, need, works)
-            found.append(Finding("others", text) if others else own)
+            found.append(Finding("others", text) if others else Finding("own", text, need, works))
         return found
 
     def views(self, tables: Tables) -> list[ResultTable]:
@@ -204,16 +202,13 @@ class Coexistence(scenarios.Scenarios[Options]):
         """What is wrong beside nothing else, and what is not right with our own."""
         table = tables["coexistence"]
         by_itself = (table["companion"] == NOTHING) & (table["outcome"] == WRONG)
-        noted = table[by_itself | (_is_own(table) & (table["outcome"] != RIGHT))]
+        ours = table["mechanism"].isin(MINE) & (table["outcome"] != RIGHT)
+        noted = table[by_itself | ours]
         lines = [
             f"- {row.mechanism}, {row.companion}, {row.phase} the scope: {row.detail}"
             for row in noted.itertuples()
         ]
         return ["\n".join(lines)] if lines else []
-
-
-def _is_own(table: pd.DataFrame) -> pd.Series[bool]:
-    return table["mechanism"].isin(MINE)
 
 
 EXPERIMENT = Coexistence()

@@ -33,7 +33,7 @@ from experiments.framework.options import DTYPES, Device, checked_share, one_of,
 from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.tables import ResultTable
 from experiments.framework.timing import threads
-from experiments.loading import ModelNotFoundError, load_model, short_name
+from experiments.loading import load_model, short_name
 from experiments.testbed.compare import Inputs, PressPair, compare
 from experiments.testbed.families import FAMILIES, HYBRID, build, supported_implementations
 from experiments.testbed.recipes import DELIMITER, fitted_pair, press_name, recipe_pair
@@ -93,11 +93,8 @@ def variants(options: Options) -> list[tuple[str, str, str]]:
             raise UserError("give either --model or --family, not both")
         return list(product([options.model], options.dtype, options.attn))
     families = options.family or FAMILIES
-    found = [
-        (family, dtype, attn)
-        for family, dtype, attn in product(families, options.dtype, options.attn)
-        if attn in supported_implementations(family)
-    ]
+    grid = product(families, options.dtype, options.attn)
+    found = [cell for cell in grid if cell[2] in supported_implementations(cell[0])]
     if not found:
         raise UserError(
             f"none of {', '.join(families)} has {' or '.join(options.attn)}; eager works for all "
@@ -114,8 +111,6 @@ def _load(options: Options, name: str, dtype: str, attn: str) -> PreTrainedModel
         return build(name, num_layers=num_layers, **kind).to(torch.device(options.device))
     try:
         return load_model(name, device=options.device, **kind)[0]
-    except ModelNotFoundError:
-        raise
     except (ImportError, ValueError) as error:  # an implementation that is not there
         reason = str(error).splitlines()[0]
         raise UserError(f"cannot load {name} with {attn}: {reason}") from error
@@ -165,8 +160,7 @@ def _compare(
 ) -> tuple[int, str, str]:
     """Tokens, the difference and the refusal of one cell: see `run_grid`."""
     try:
-        both = fitted_pair(presses, model)
-        difference = compare(model, both.hook, both.patch, inputs)
+        difference = compare(model, *fitted_pair(presses, model), inputs)
     except PressError as refusal:
         return 0, "", str(refusal)
     return inputs.n_tokens, f"{cell}: {difference}" if difference else "", ""
@@ -186,13 +180,9 @@ def _press_option(text: str) -> tuple[str, PressMaker]:
             f"{text!r} names {len(parts)} press{'es' if len(parts) > 1 else ''}; give two, as in "
             "my_module:MyHookPress,my_module:MyPatchPress"
         )
-    hook, patch = map(_press_class, parts)
-    names = dict.fromkeys((hook.__name__, patch.__name__))
-
-    def make(ratio: float) -> PressPair:
-        return PressPair(hook(compression_ratio=ratio), patch(compression_ratio=ratio))
-
-    return " / ".join(names), make
+    both = [_press_class(part) for part in parts]
+    name = " / ".join(dict.fromkeys(cls.__name__ for cls in both))
+    return name, lambda ratio: PressPair(*(cls(compression_ratio=ratio) for cls in both))
 
 
 def _press_class(text: str) -> type[Any]:
@@ -292,8 +282,8 @@ class Equivalence(Experiment[Options]):
     def figures(self, tables: Tables) -> dict[str, Figure]:
         """A square per press and model: the worst of all its cells."""
         cells = tables["equivalence"]
-        refused = np.where(cells["compared"] > 0, EQUAL, REFUSED)
-        outcome = np.where(cells["differ"] > 0, DIFFERENT, refused)
+        cases = [cells["differ"] > 0, cells["compared"] > 0]
+        outcome = np.select(cases, [DIFFERENT, EQUAL], REFUSED)
         rows = cells.assign(outcome=outcome, mechanism=cells["family"])
         label = (
             "What came of each press (rows) and model: the same bits by hook and by patch, or not"

@@ -6,7 +6,6 @@ full one, and once from the full one behind a mask (`experiments.testbed.masked`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,17 +81,16 @@ def samples_of(tokenizer: PreTrainedTokenizerBase, options: Options) -> list[Sam
 
 def tables_of(
     model: PreTrainedModel,
-    samples: Sequence[Sample],
-    presses: Sequence[str],
+    samples: list[Sample],
+    names: list[str],
     ratio: float,
     progress: Progress,
 ) -> Tables:
     """The tables, without the name of the model; see `Error.measure`."""
     readers = [Reader(model, sample) for sample in samples]
     length = max(sample.context.shape[1] for sample in samples)
-    heads: list[dict[str, Any]] = []
-    logits: list[dict[str, Any]] = []
-    for press in progress.track(presses, description="error"):
+    heads, logits = [], []
+    for press in progress.track(names, description="error"):
         try:
             pair = suited_pair(press, ratio, length, model)
             told = [harm(reader, pair) for reader in readers]
@@ -103,16 +101,15 @@ def tables_of(
         heads += [of | row for rows, _ in told for row in rows]
         logits += [of | row for _, row in told]
     if not logits:
-        raise UserError(f"none of {', '.join(map(press_label, presses))} evicts in the prefill")
+        raise UserError(f"none of {', '.join(map(press_label, names))} evicts in the prefill")
     place = ["press", "ratio", "layer", "head"]
     how: Any = {"sort": False, "as_index": False}
-    means = dict.fromkeys(("kept", "mass_lost", "alone"), "mean")
+    of_heads = {"kept": "mean", "mass_lost": "mean", "alone": "mean", "logit_error": "max"}
     worst = {"logit_error": "max", "unexplained": "max", "equal": "min"}
-    n = sum(len(sample.context) for sample in samples)
-    by_press = pd.DataFrame(logits).groupby(place[:2], **how)
+    by_press = pd.DataFrame(logits).groupby(place[:2], **how).agg({"same_token": "mean"} | worst)
     return {
-        "error": pd.DataFrame(heads).groupby(place, **how).agg(means | {"logit_error": "max"}),
-        "error_logits": by_press.agg({"same_token": "mean"} | worst).assign(samples=n),
+        "error": pd.DataFrame(heads).groupby(place, **how).agg(of_heads),
+        "error_logits": by_press.assign(samples=sum(len(sample.context) for sample in samples)),
     }
 
 

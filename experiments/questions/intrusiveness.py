@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -34,14 +34,12 @@ from experiments.framework.options import checking
 from experiments.framework.tables import ResultTable
 from experiments.framework.wording import in_one_line
 from experiments.interventions import LIBRARIES
-from experiments.mechanisms import OURS, TRIED, Opens
-from experiments.mechanisms.contain import contained
+from experiments.mechanisms import OURS, TRIED, Opens, contained
 from experiments.mechanisms.scenarios import answer
 from experiments.testbed.families import build
 
 ENVIRONMENTS = (".venv-subjects", ".venv-oldest")
 """Where the libraries under audit may be installed, beside this package."""
-INSTALL = "make subjects"
 _PYTHON = "bin/python"
 ROOT = Path(__file__).parents[2]
 
@@ -103,9 +101,8 @@ def _by_closing_a_generator(model: PreTrainedModel, opens: Opens) -> None:
             answer(model)
             yield
 
-    steps = stream()
-    next(steps)
-    steps.close()
+    with closing(stream()) as steps:
+        next(steps)
 
 
 def _out_of_order(model: PreTrainedModel, opens: Opens) -> None:
@@ -162,14 +159,11 @@ def of_libraries(audited: Iterable[list[dict[str, Any]]]) -> pd.DataFrame:
         `changes`, `example`, `error`. A subject that changes nothing has a row without changes, one
         that could not be audited a row that says why.
     """
-    rows = [
-        {**row, **change}
-        for row in chain.from_iterable(audited)
-        for change in row["changes"] or [{"changes": 0}]
-    ]
+    subjects = chain.from_iterable(audited)
+    rows = [row | change for row in subjects for change in row["changes"] or [{"changes": 0}]]
     found = pd.DataFrame(rows, columns=_SUBJECT_COLUMNS)
     newest = found.groupby("library")["transformers"].transform("first")
-    error = f"not run: none of the environments has it; `{INSTALL}` installs it"
+    error = "not run: none of the environments has it; `make subjects` installs it"
     absent = [library for library in LIBRARIES if library not in set(found["library"])]
     missing = pd.DataFrame({"library": absent, "subject": "", "error": error})
     return pd.concat([found[found["transformers"] == newest], missing], ignore_index=True)
@@ -182,8 +176,7 @@ def audit_libraries(environment: Path) -> list[dict[str, Any]]:
         UserError: if it fails.
     """
     printed = shared.printed_by(environment / _PYTHON, "experiments.interventions")
-    rows: list[dict[str, Any]] = json.loads(printed.splitlines()[-1])
-    return rows
+    return json.loads(printed.splitlines()[-1])
 
 
 # ---- reading the tables ------------------------------------------------------------------------
@@ -258,14 +251,14 @@ class Intrusiveness(Experiment[Options]):
 
     def findings(self, tables: Tables) -> list[Finding]:
         exits = tables["intrusiveness_exits"]
-        own, others = _left(exits, ours=True), _left(exits, ours=False)
+        own, others = (_left(exits, ours) for ours in (True, False))
         text = (
             f"Hooks and patches leave **{own.sum()}** entries behind, whichever of "
             f"{exits['exit'].nunique()} ways their scope is left; {(others > 0).sum()} of "
             f"{len(others)} other mechanisms leave some."
         )
-        verdict: Any = "breaks" if own.sum() else "works"
-        return [Finding("left", text, "get the model back as it was", verdict)]
+        need = "get the model back as it was"
+        return [Finding("left", text, need, "breaks" if own.sum() else "works")]
 
     def views(self, tables: Tables) -> list[ResultTable]:
         changes, exits = tables["intrusiveness"], tables["intrusiveness_exits"]

@@ -23,8 +23,8 @@ from transformers import DynamicCache, PreTrainedModel
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Claim, Contrast, Finding, Tables
 from experiments.framework.tables import ResultTable
-from experiments.mechanisms import MECHANISMS, OURS, scenarios
-from experiments.mechanisms.contain import contained
+from experiments.mechanisms import MECHANISMS, OURS, contained, scenarios
+from experiments.mechanisms.scenarios import Moment
 from experiments.testbed.families import build
 from experiments.testbed.response import Response
 from press_core import attention_sites
@@ -33,12 +33,8 @@ RATIO, OTHER_RATIO = 0.5, 0.25
 N_INSTANCES = 3
 INSIDE, AFTER = "inside", "after"
 
-UNTOUCHED, RECOVERS, FOR_GOOD, ERROR = (
-    "untouched",
-    "changed, recovers",
-    "changed for good",
-    "error",
-)
+UNTOUCHED, RECOVERS, FOR_GOOD = "untouched", "changed, recovers", "changed for good"
+ERROR = scenarios.ERROR
 """What becomes of a bystander: it answers as ever, inside and after; differently inside only;
 differently after; it raises an error, inside or after."""
 
@@ -69,33 +65,26 @@ Press = Callable[[float], Any]
 Make = Callable[[int], PreTrainedModel]
 """From a seed to a small model; all are of one family."""
 
+Others = Callable[[PreTrainedModel, Make], list[PreTrainedModel]]
 Answers = Callable[[PreTrainedModel], Response]
 
 
 def _asked(
-    when: str,
-    rights: list[Response],
-    models: list[PreTrainedModel],
-    ask: Answers = scenarios.answer,
-) -> Iterator[scenarios.Moment]:
-    for right, model in zip(rights, models, strict=True):
-        yield scenarios.Moment(when, right, partial(ask, model))
+    when: str, rights: dict[PreTrainedModel, Response], ask: Answers = scenarios.answer
+) -> Iterator[Moment]:
+    return (Moment(when, right, partial(ask, model)) for model, right in rights.items())
 
 
 def _bystanders(
-    others: Callable[[PreTrainedModel, Make], list[PreTrainedModel]],
-    press: Press,
-    make: Make,
-    ask: Answers = scenarios.answer,
-) -> Iterator[scenarios.Moment]:
+    others: Others, press: Press, make: Make, ask: Answers = scenarios.answer
+) -> Iterator[Moment]:
     """Other models than the one that the press is open on."""
     model = make(0)
-    bystanders = others(model, make)
-    rights = [scenarios.answer(bystander) for bystander in bystanders]
+    rights = {other: scenarios.answer(other) for other in others(model, make)}
     with press(RATIO)(model):
         scenarios.answer(model)
-        yield from _asked(INSIDE, rights, bystanders, ask)
-    yield from _asked(AFTER, rights, bystanders, ask)
+        yield from _asked(INSIDE, rights, ask)
+    yield from _asked(AFTER, rights, ask)
 
 
 def _of_the_class(model: PreTrainedModel, make: Make) -> list[PreTrainedModel]:
@@ -121,25 +110,19 @@ def _with_its_module(model: PreTrainedModel, make: Make) -> list[PreTrainedModel
     return [other]
 
 
-def _copied_inside(press: Press, make: Make) -> Iterator[scenarios.Moment]:
+def _itself(press: Press, make: Make, copied: bool = False) -> Iterator[Moment]:
+    """The model once the press is closed, or a copy that is made while it is open."""
     model = make(0)
-    right = scenarios.answer(model)
+    rights = {model: scenarios.answer(model)}
     with press(RATIO)(model):
         scenarios.answer(model)
-        twin = copy.deepcopy(model)
-        yield scenarios.Moment(INSIDE, right, partial(scenarios.answer, twin))
-    yield scenarios.Moment(AFTER, right, partial(scenarios.answer, twin))
+        if copied:
+            rights = {copy.deepcopy(model): rights[model]}
+            yield from _asked(INSIDE, rights)
+    yield from _asked(AFTER, rights)
 
 
-def _afterwards(press: Press, make: Make) -> Iterator[scenarios.Moment]:
-    model = make(0)
-    right = scenarios.answer(model)
-    with press(RATIO)(model):
-        scenarios.answer(model)
-    yield scenarios.Moment(AFTER, right, partial(scenarios.answer, model))
-
-
-def _pruned_and_whole_cache(press: Press, make: Make) -> Iterator[scenarios.Moment]:
+def _pruned_and_whole_cache(press: Press, make: Make) -> Iterator[Moment]:
     """A cache pruned inside and one filled after, decoded in turn once the scope is closed."""
 
     def pruned(model: PreTrainedModel) -> DynamicCache:
@@ -154,20 +137,18 @@ def _pruned_and_whole_cache(press: Press, make: Make) -> Iterator[scenarios.Mome
         pruned_alone = scenarios.decoded(make(0), pruned(make(0)))
     first, second = pruned(model), DynamicCache()
     logits = scenarios.prefill(model, second)
-    yield scenarios.Moment(AFTER, pruned_alone, partial(scenarios.decoded, model, first))
-    yield scenarios.Moment(AFTER, whole_alone, lambda: scenarios.decoded(model, second, logits))
+    yield Moment(AFTER, pruned_alone, partial(scenarios.decoded, model, first))
+    yield Moment(AFTER, whole_alone, lambda: scenarios.decoded(model, second, logits))
 
 
-def _one_press_on_two_models(press: Press, make: Make) -> Iterator[scenarios.Moment]:
+def _one_press_on_two_models(press: Press, make: Make) -> Iterator[Moment]:
     """Each model prunes as if it were alone."""
-    opens, models = press(RATIO), [make(0), make(1)]
-    bare, alone = (
-        [scenarios.answer(model) for model in models],
-        [_alone(opens, model) for model in models],
-    )
+    opens, models = press(RATIO), (make(0), make(1))
+    bare = {model: scenarios.answer(model) for model in models}
+    alone = {model: _alone(opens, model) for model in models}
     with opens(models[0]), opens(models[1]):
-        yield from _asked(INSIDE, alone, models)
-    yield from _asked(AFTER, bare, models)
+        yield from _asked(INSIDE, alone)
+    yield from _asked(AFTER, bare)
 
 
 def _alone(opens: Any, model: PreTrainedModel) -> Response:
@@ -177,7 +158,7 @@ def _alone(opens: Any, model: PreTrainedModel) -> Response:
         return scenarios.answer(twin)
 
 
-def _nested(press: Press, make: Make) -> Iterator[scenarios.Moment]:
+def _nested(press: Press, make: Make) -> Iterator[Moment]:
     """Two scopes on one model, the outer closed first."""
     model, opens_outer, opens_inner = make(0), press(RATIO), press(OTHER_RATIO)
     bare, inner_alone = scenarios.answer(model), _alone(opens_inner, model)
@@ -190,19 +171,19 @@ def _nested(press: Press, make: Make) -> Iterator[scenarios.Moment]:
         outer, inner = opens_outer(model), opens_inner(model)
         outer.__enter__()
         inner.__enter__()
-        yield scenarios.Moment(INSIDE, inner_alone, partial(closed, outer))
-        yield scenarios.Moment(AFTER, bare, partial(closed, inner))
+        yield Moment(INSIDE, inner_alone, partial(closed, outer))
+        yield Moment(AFTER, bare, partial(closed, inner))
 
 
-SITUATIONS: dict[str, Callable[[Press, Make], Iterator[scenarios.Moment]]] = {
-    "the model, after": _afterwards,
+SITUATIONS: dict[str, Callable[[Press, Make], Iterator[Moment]]] = {
+    "the model, after": _itself,
     "instances of the class": partial(_bystanders, _of_the_class),
     "instances of other classes": partial(_bystanders, _of_other_classes),
     "an instance in another thread": partial(_bystanders, lambda _, make: [make(1)], ask=in_thread),
     "an instance with the same config": partial(_bystanders, _with_its_config),
     "an instance with the same module": partial(_bystanders, _with_its_module),
     "a deep copy made before": partial(_bystanders, lambda model, _: [copy.deepcopy(model)]),
-    "a deep copy made inside": _copied_inside,
+    "a deep copy made inside": partial(_itself, copied=True),
     "two caches, one of them pruned": _pruned_and_whole_cache,
     "one press on two models": _one_press_on_two_models,
     "two scopes, the outer closed first": _nested,
@@ -244,17 +225,15 @@ class Isolation(scenarios.Scenarios[Options]):
     def cells(self, options: Options) -> list[tuple[str, ...]]:
         return list(product(options.mechanism or MECHANISMS, SITUATIONS))
 
-    def scenario(self, mechanism: str, situation: str, family: str) -> Iterator[scenarios.Moment]:
+    def scenario(self, mechanism: str, situation: str, family: str) -> Iterator[Moment]:
         return SITUATIONS[situation](MECHANISMS[mechanism], lambda seed: build(family, seed=seed))
 
-    def named(self, wrong: scenarios.Wrong) -> str:
-        return ERROR if wrong.is_error else FOR_GOOD if wrong.when == AFTER else RECOVERS
+    def wrong(self, when: str) -> str:
+        return FOR_GOOD if when == AFTER else RECOVERS
 
     def findings(self, tables: Tables) -> list[Finding]:
         table = tables["isolation"]
-        total, untouched = table["situation"].nunique(), _untouched(table)
-        own = untouched[untouched.index.isin(OURS)]
-        others = untouched.drop(own.index)
+        total, (own, others) = table["situation"].nunique(), _untouched(table)
         who = " and ".join(own.index) or "these mechanisms"
         least = own.min() if len(own) else others.min()
         text = f"With {who}, bystanders give the same bits in **{least}** of {total} situations"
@@ -271,16 +250,17 @@ class Isolation(scenarios.Scenarios[Options]):
 
     def contrasts(self, tables: Tables) -> list[Contrast]:
         table = tables["isolation"]
-        untouched = _untouched(table)
-        others = untouched.drop(list(OURS), errors="ignore").nsmallest(1)
-        chosen = [*untouched[untouched.index.isin(OURS)].items(), *others.items()]
+        own, others = _untouched(table)
         title = f"Situations that affect nobody else, of {table['situation'].nunique()}"
-        return [Contrast(title, {str(name): float(count) for name, count in chosen})]
+        chosen = pd.concat([own, others.nsmallest(1)]).astype(float)
+        return [Contrast(title, chosen.to_dict())]
 
 
-def _untouched(table: pd.DataFrame) -> pd.Series[Any]:
-    """By mechanism, in how many situations nobody was touched."""
-    return (table["outcome"] == UNTOUCHED).groupby(table["mechanism"], sort=False).sum()
+def _untouched(table: pd.DataFrame) -> tuple[pd.Series[Any], pd.Series[Any]]:
+    """In how many situations nobody was touched, by mechanism: by each of ours, and by others."""
+    untouched = (table["outcome"] == UNTOUCHED).groupby(table["mechanism"], sort=False).sum()
+    ours = untouched.index.isin(OURS)
+    return untouched[ours], untouched[~ours]
 
 
 EXPERIMENT = Isolation()

@@ -11,8 +11,8 @@ attention over heads of different lengths costs is another question.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,17 +39,9 @@ from experiments.framework.ratios import ratio_figure
 from experiments.framework.tables import ResultTable
 from experiments.framework.timing import Array, Stopwatch, each_in_turn
 from experiments.loading import short_name
+from experiments.testbed import timed_models
 from experiments.testbed.recipes import press_name
-from experiments.testbed.timed_models import (
-    FULL,
-    Condition,
-    ModelSpec,
-    Opens,
-    conditions,
-    random_context,
-    random_llama,
-    scope_of,
-)
+from experiments.testbed.timed_models import FULL, Condition, ModelSpec, Opens, random_llama
 from experiments.testbed.with_kvpress import NAME, joined_by_kvpress, presses_of_kvpress
 from press_core.errors import first_line
 
@@ -106,7 +98,7 @@ class Steps:
     """Decode steps, each on a copy of the same pruned cache."""
 
     def __init__(self, model: PreTrainedModel, context: int) -> None:
-        ids = random_context(model, 1, context)
+        ids = timed_models.random_context(model, 1, context)
         self.token, self.pruned = torch.ones_like(ids[:, :1]), DynamicCache()
         with torch.inference_mode(), hooks_impl.KnormPress(RATIO)(model):
             model.base_model(input_ids=ids, past_key_values=self.pruned)
@@ -136,20 +128,20 @@ def times_in_turn(
     return each_in_turn(list(scopes), timed, **turns)
 
 
-@contextmanager
-def compiled_models(
-    model: PreTrainedModel, asked: Iterable[Condition], steps: Steps, scope: Callable[..., Opens]
-) -> Iterator[dict[Condition, Any]]:
-    """A compiled copy of a model for each condition, on which its scope stays open."""
+@torch.inference_mode()
+def compiled_times(
+    model: PreTrainedModel, scope: Callable[..., Opens], asked: Any, steps: Steps, **turns: Any
+) -> dict[Condition, Array]:
+    """The same of a compiled copy of a model for each condition, on which its scope stays open."""
     many_graphs = torch._dynamo.config.patch(recompile_limit=256)  # one for each patched forward
-    with ExitStack() as stack, torch.inference_mode(), many_graphs:
+    with ExitStack() as stack, many_graphs:
         compiled = {}
         for condition in asked:
             own = deepcopy(model)
             stack.enter_context(scope(condition, own)())
             compiled[condition] = torch.compile(own, dynamic=True)
             steps.seconds(compiled[condition], _SETTLING)
-        yield compiled
+        return times_in_turn(dict.fromkeys(asked, nullcontext), steps, compiled, **turns)
 
 
 def can_compile(device: str, progress: Progress) -> bool:
@@ -162,15 +154,12 @@ def can_compile(device: str, progress: Progress) -> bool:
     return True
 
 
-def between_intervals(
-    condition: Condition, model: PreTrainedModel, **asked: Any
-) -> Callable[[], Any]:
+def between_intervals(condition: Condition, model: PreTrainedModel, **asked: Any) -> Opens:
     """`scope_of`; of a press that prunes at intervals, one whose interval is not over."""
-    opens = scope_of(condition, model, **asked)
+    opens: Any = timed_models.scope_of(condition, model, **asked)
     if condition.press != _COUNTING:
         return opens
-    press: Any = opens.func  # type: ignore[attr-defined]
-    return partial(replace(press, compression_interval=1 << 20), model)
+    return partial(replace(opens.func, compression_interval=1 << 20), model)
 
 
 def compare(times: Mapping[Condition, Array], **told: str) -> Iterator[dict[str, Any]]:
@@ -194,11 +183,7 @@ def compare(times: Mapping[Condition, Array], **told: str) -> Iterator[dict[str,
 
 
 def rows_of(
-    specs: Sequence[ModelSpec],
-    presses: Sequence[str],
-    context: int,
-    rounds: int,
-    compiled: bool,
+    options: Options,
     of_kvpress: Mapping[str, type[Any]] | None = None,
     advance: Callable[[], object] = lambda: None,
 ) -> Iterator[dict[str, Any]]:
@@ -207,44 +192,31 @@ def rows_of(
     Args:
         of_kvpress: the presses of kvpress, which take the place of patches.
         advance: called after each round.
-    """
-    models = {spec.name: spec.load() for spec in specs}
-    asked = conditions(presses, [RATIO], ("hook", "patch" if of_kvpress is None else NAME))
-    scope = partial(between_intervals, context=context, of_kvpress=of_kvpress)
-    scopes = {name: {one: scope(one, model) for one in asked} for name, model in models.items()}
-    turns = {"rounds": rounds, "advance": advance}
-    for name, model in models.items():
-        steps = Steps(model, context)
-        times = times_in_turn(scopes[name], steps, dict.fromkeys(asked, model), **turns)
-        yield from compare(times, model=name, phase="decode")
-        if compiled and name == specs[0].name:
-            last = [FULL, *asked[-2:]]
-            with compiled_models(model, last, steps, scope) as runs:
-                times = times_in_turn(dict.fromkeys(last, nullcontext), steps, runs, **turns)
-            yield from compare(times, model=name, phase="compiled")
-
-
-def beside_kvpress(specs: list[list[Any]], **asked: Any) -> Iterator[dict[str, Any]]:
-    """Rows of kvpress among others, in the interpreter that has it; as `rows_of` is asked."""
-    return rows_of([ModelSpec(*spec) for spec in specs], **asked, of_kvpress=presses_of_kvpress())
-
-
-def measure(options: Options, progress: Progress) -> pd.DataFrame:
-    """Rows of all models, with kvpress where it is installed.
 
     Raises:
         PressError: if a model does not suit a press.
     """
-    specs, presses = options.specs, [press_name(name) for name in options.press]
-    compiled = options.compiled and can_compile(options.device, progress)
-    asked: dict[str, Any] = {"specs": specs, "context": options.context}
-    asked |= {"rounds": options.rounds, "compiled": compiled}
-    task = progress.add_task("overhead", total=(len(specs) + compiled) * options.rounds)
-    advance = partial(progress.advance, task)
-    table = pd.DataFrame(rows_of(**asked, presses=presses, advance=advance))
-    # kvpress's has something to do at once: the cache is longer than its target.
-    asked["presses"] = [name for name in presses if name != _COUNTING]
-    return joined_by_kvpress(table, options.kvpress, progress, __name__, **asked)
+    presses, other = [press_name(name) for name in options.press], "patch"
+    if of_kvpress is not None:
+        # kvpress's has something to do at once: the cache is longer than its target.
+        presses, other = [name for name in presses if name != _COUNTING], NAME
+    models = {spec.name: spec.load() for spec in options.specs}
+    asked = timed_models.conditions(presses, [RATIO], ("hook", other))
+    scope = partial(between_intervals, context=options.context, of_kvpress=of_kvpress)
+    scopes = {name: {one: scope(one, model) for one in asked} for name, model in models.items()}
+    turns = {"rounds": options.rounds, "advance": advance}
+    for name, model in models.items():
+        steps = Steps(model, options.context)
+        times = times_in_turn(scopes[name], steps, dict.fromkeys(asked, model), **turns)
+        yield from compare(times, model=name, phase="decode")
+        if options.compiled and name == options.specs[0].name:
+            times = compiled_times(model, scope, [FULL, *asked[-2:]], steps, **turns)
+            yield from compare(times, model=name, phase="compiled")
+
+
+def beside_kvpress(**options: Any) -> Iterator[dict[str, Any]]:
+    """Rows of kvpress among others, in the interpreter that has it."""
+    return rows_of(Options(**options), presses_of_kvpress())
 
 
 # ---- reading the table -------------------------------------------------------------------------
@@ -315,16 +287,21 @@ class Overhead(Experiment[Options]):
         return Planned(options, tokens=2 * context, steps=steps, seconds=2)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
-        return {"overhead": measure(options, progress)}
+        """The rows of all models, see `compare`, with kvpress where it is installed."""
+        compiled = options.compiled and can_compile(options.device, progress)
+        options = replace(options, compiled=compiled)
+        total = (len(options.specs) + compiled) * options.rounds
+        advance = partial(progress.advance, progress.add_task(self.name, total=total))
+        table = pd.DataFrame(rows_of(options, advance=advance))
+        return {self.name: joined_by_kvpress(table, options, progress, __name__)}
 
     def findings(self, tables: Tables) -> list[Finding]:
         found = []
         for name, (query, sentence, need) in _FINDINGS.items():
             for row in tables["overhead"].query(query).nlargest(1, "ratio").to_dict("records"):
                 times = f"**{row['ratio']:.2f}**{bracket(row['low'], row['high'])} times"
-                where = f"({press_label(row['press'])}, {row['model']})"
+                text = sentence.format(times, f"({press_label(row['press'])}, {row['model']})")
                 works: Any = "works" if row["ratio"] < 1.05 else "costs"
-                text = sentence.format(times, where)
                 found.append(Finding(name, text, need, works if need else None))
         return found
 
@@ -342,12 +319,11 @@ class Overhead(Experiment[Options]):
         shown = shown.assign(label=shown["press"].map(press_label) + ", " + shown["mechanism"])
         of_models: Any = shown.groupby(["model", "phase"], sort=False)
         panels = {f"{model}: {phase} step": rows for (model, phase), rows in of_models}
-        figure = ratio_figure(panels, "time / time of the bare model")
-        figure.set_label(
+        label = (
             "Time of a decode step with an open scope over that of the bare model: medians with "
             f"{METHOD} over rounds"
         )
-        return {"overhead": figure}
+        return {self.name: ratio_figure(panels, label, "time / time of the bare model")}
 
     def contrasts(self, tables: Tables) -> list[Contrast]:
         rows = tables["overhead"].query(f"{_EAGER} and baseline == 'bare'")

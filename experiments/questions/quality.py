@@ -115,27 +115,24 @@ def measure(
     """
     rows: list[dict[str, Any]] = []
     agreement: list[dict[str, Any]] = []
-    work = [(NO_PRESS, 0.0), *product(presses, ratios)]
-    for (press, ratio), question in progress.track(
-        list(product(work, _PROTOCOLS)), description="quality"
-    ):
+    work = list(product([(NO_PRESS, 0.0), *product(presses, ratios)], _PROTOCOLS))
+    for (press, ratio), question in progress.track(work, description="quality"):
         if question == asking.UNSEEN and press in NEEDS_QUESTION:
             continue
         made: dict[str, Any] = {"bare": None}
         if press != NO_PRESS:
             made = recipe_pair(press, ratio, task.context)._asdict()
         asked = {"press": press, "ratio": ratio, "question": question}
-        answer, batches = _PROTOCOLS[question], task.batches(question)
+        answer, batches, given = _PROTOCOLS[question], task.batches(question), []
         truth = torch.cat([batch.answer_ids for batch in batches])
-        given = [
-            torch.cat([answer(model, one, batch) for batch in batches]) for one in made.values()
-        ]
-        for mechanism, answers in zip(made, given, strict=True):
+        for mechanism, opens in made.items():
+            answers = torch.cat([answer(model, opens, batch) for batch in batches])
             right = (answers == truth[:, : answers.shape[1]]).double().mean(dim=1).numpy()
             size = {"samples": len(answers), "answers": answers.numel()}
             rows.append(asked | {"mechanism": mechanism} | shared.mean_of("accuracy", right) | size)
+            given.append(answers)
         if press != NO_PRESS:
-            same = int((given[0] == given[1]).sum())
+            same = int(given[0].eq(given[1]).sum())
             agreement.append(asked | {"answers": given[0].numel(), "same": same})
     quality = pd.DataFrame(rows).assign(context=task.context, facts=task.facts)
     return {"quality": quality, "quality_agreement": pd.DataFrame(agreement)}
@@ -156,7 +153,8 @@ def compared(quality: pd.DataFrame) -> pd.DataFrame:
     best = means.sort_values(list(means.columns[::-1]), ascending=False).index  # unseen first
     rank = rows["press"].map(list(best).index)
     order = ["question", "rank", "ratio"]
-    return rows.assign(rank=rank).sort_values(order, ascending=[False, True, True])
+    rows = rows.assign(rank=rank, press=rows["press"].map(press_label))
+    return rows.sort_values(order, ascending=[False, True, True])
 
 
 _GOOD = 0.8
@@ -194,9 +192,8 @@ class Quality(Experiment[Options]):
         task = asking.Task(options.context, options.facts, n, n, options.seed)
         model, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
         asking.check_vocabulary(tokenizer, options.model)
-        tables = measure(
-            model, list(suited(model, options, progress)), options.ratio, task, progress
-        )
+        presses = list(suited(model, options, progress))
+        tables = measure(model, presses, options.ratio, task, progress)
         return tables | {"quality": tables["quality"].assign(model=short_name(options.model))}
 
     def findings(self, tables: Tables) -> list[Finding]:
@@ -208,7 +205,7 @@ class Quality(Experiment[Options]):
         good = highest[highest >= _GOOD]
         ratio = good.index.max() if len(good) else highest.index.min()
         best = asked[(asked["ratio"] == ratio) & (asked["accuracy"] == highest[ratio])]["press"]
-        named = press_label(best.iloc[0]) if len(best) == 1 else f"{len(best)} presses"
+        named = best.iloc[0] if len(best) == 1 else f"{len(best)} presses"
         text = (
             f"With {ratio:.0%} of the context evicted, the question {question}, {named} still "
             f"{'answers' if len(best) == 1 else 'answer'} **{highest[ratio]:.0%}** of the "
@@ -238,7 +235,6 @@ class Quality(Experiment[Options]):
         rows = compared(quality)
         cells = [bracketed(row, "accuracy", ".0%") for row in rows.to_dict("records")]
         rows["asked"] = rows["question"] + rows["ratio"].map(", {:.0%} evicted".format)
-        rows["press"] = rows["press"].map(press_label)
         return [wide_table(note, rows, ["press"], "asked", cells)]
 
     def remarks(self, tables: Tables) -> list[str]:
@@ -250,7 +246,6 @@ class Quality(Experiment[Options]):
     def figures(self, tables: Tables) -> dict[str, Figure]:
         """Accuracy by press and compression ratio, a panel per kind of question."""
         rows = compared(tables["quality"])
-        rows["press"] = rows["press"].map(press_label)
         rows["ratio"] = rows["ratio"].map("{:.0%}".format)
         wide = rows.pivot_table("accuracy", "press", ["question", "ratio"], sort=False)
         panels = {str(question): wide[question] for question in rows["question"].unique()}

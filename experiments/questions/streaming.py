@@ -46,19 +46,8 @@ from experiments.framework.plots import GREEN, INK, MUTED, ORANGE, PURPLE, new_f
 from experiments.framework.tables import ResultTable
 from experiments.framework.timing import threads
 from experiments.loading import load_model, short_name
-from experiments.testbed.streams import (
-    ALONE_EVERY,
-    FULL,
-    IN_CACHE,
-    RECOMPUTED,
-    SINKS,
-    STREAMED,
-    WINDOW,
-    Bound,
-    Size,
-    read_text,
-    stream_text,
-)
+from experiments.testbed import streams
+from experiments.testbed.streams import FULL, IN_CACHE, RECOMPUTED, SINKS, STREAMED, WINDOW, Size
 
 BROKEN = 0.1
 """Nats per token above a recomputed window from which a stream counts as broken: its perplexity is
@@ -123,7 +112,7 @@ def size_for(model: PreTrainedModel, options: Options) -> Size:
 # ---- reading the table ---------------------------------------------------------------------------
 
 
-def rows_of(streaming: pd.DataFrame, cache: Bound) -> pd.DataFrame:
+def rows_of(streaming: pd.DataFrame, cache: streams.Bound) -> pd.DataFrame:
     """The stretches of one stream; `above` is what they lose against a recomputed window."""
     rows, recomputed = (
         streaming[(streaming["cache"] == of.cache) & (streaming["positions"] == of.positions)]
@@ -138,7 +127,7 @@ def evicting(streaming: pd.DataFrame) -> pd.DataFrame:
     return streaming[streaming["first"] > streaming["capacity"]]
 
 
-def lost(streaming: pd.DataFrame, cache: Bound) -> dict[str, float]:
+def lost(streaming: pd.DataFrame, cache: streams.Bound) -> dict[str, float]:
     """`above`, the nats per token above a recomputed window once tokens are evicted: a mean over
     stretches, and its interval."""
     return shared.mean_of("above", evicting(rows_of(streaming, cache))["above"].dropna())
@@ -254,7 +243,7 @@ class Streaming(Experiment[Options]):
         tokens = Size(0, capacity).shortest
         full = min(own.trained, tokens)
         options = self.quick_on(own, tokens=tokens, capacity=capacity, full=full)
-        steps = tokens * len(STREAMED) * (1 + 1 / ALONE_EVERY)
+        steps = tokens * len(STREAMED) * (1 + 1 / streams.ALONE_EVERY)
         return Planned(options, 4 * tokens, steps, seconds=5)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
@@ -269,9 +258,9 @@ class Streaming(Experiment[Options]):
         """
         model, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
         size = size_for(model, options)
-        text = read_text(tokenizer, size.tokens, options.text)
+        text = streams.read_text(tokenizer, size.tokens, options.text)
         with threads(1):  # more only get in the way of small models
-            streaming = stream_text(model, text, size, progress)
+            streaming = streams.stream_text(model, text, size, progress)
         return {"streaming": streaming.assign(model=short_name(options.model))}
 
     def findings(self, tables: Tables) -> list[Finding]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from types import CodeType, FrameType
@@ -97,27 +96,17 @@ class Recorder:
         self._held: Held = {}  # at the last event
         self._open: list[FrameType] = []  # calls of the mechanism
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Write down what this thread does in the block."""
-        former = sys.getprofile()
-        sys.setprofile(self._see)
-        try:
-            yield
-        finally:
-            sys.setprofile(former)
-
-    def _see(self, frame: FrameType, what: str, result: Any) -> None:
+    def see(self, frame: FrameType, what: str, result: Any) -> None:
+        """A profile function (`sys.setprofile`) that writes down what this thread does."""
         code, begins, ends = frame.f_code, what == "call", what == "return"
-        if code in self._forwards and (begins or (ends and result is not None)):
-            site = self._sites.get(id(frame.f_locals["self"]))
-            if site is not None and begins:
-                n = frame.f_locals["hidden_states"].shape[1]
-                enter = "hidden states enter" if n > 1 else "hidden state enters"
-                self._tell(site.layer_idx, f"{n} {enter}")
-            elif site is not None:
-                held = _told(self._holds()[site.layer_idx])
-                self._tell(site.layer_idx, f"{_ATTENDED} {held} keys")
+        site = self._sites.get(id(frame.f_locals["self"])) if code in self._forwards else None
+        if site is not None and begins:
+            n = frame.f_locals["hidden_states"].shape[1]
+            enter = "hidden states enter" if n > 1 else "hidden state enters"
+            self._tell(site.layer_idx, f"{n} {enter}")
+        elif site is not None and ends and result is not None:
+            held = _told(self._holds()[site.layer_idx])
+            self._tell(site.layer_idx, f"{_ATTENDED} {held} keys")
         elif ends and code is TokenScorer.checked_scores.__code__ and result is not None:
             press, layer = frame.f_locals["self"], frame.f_locals["call"].site.layer_idx
             self._tell(layer, f"{press_label(type(press).__name__)} scores {result.shape[-1]} keys")
@@ -186,10 +175,11 @@ def trace(
     for mechanism, press in presses._asdict().items():
         cache, ids = DynamicCache(config=model.config), inputs.context.to(model.device)
         recorder = Recorder(mechanism, model, cache)
-        with torch.inference_mode(), press(model):
+        with torch.inference_mode(), press(model), ExitStack() as stack:
+            stack.callback(sys.setprofile, sys.getprofile())
+            sys.setprofile(recorder.see)
             for recorder.step in range(decode + 1):
-                with recorder.recording():
-                    logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+                logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
                 ids = logits[:, -1:].argmax(dim=-1)
         events += recorder.events
     return pd.DataFrame(events)

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -62,14 +63,15 @@ def rows_with_kvpress(python: Path, module: str, **asked: Any) -> pd.DataFrame:
 
 
 def joined_by_kvpress(
-    table: pd.DataFrame, wanted: bool, progress: Progress, module: str, **asked: Any
+    table: pd.DataFrame, options: Any, progress: Progress, module: str
 ) -> pd.DataFrame:
-    """`table`, followed by `rows_with_kvpress` if it is wanted and installed."""
-    python = python_with_kvpress() if wanted else None
+    """`table`, and `rows_with_kvpress` of the `options`, if they want them and it is installed."""
+    python = python_with_kvpress() if options.kvpress else None
     if python is None:
         return table
     progress.add_task(NAME, total=None)
-    return pd.concat([table, rows_with_kvpress(python, module, **asked)], ignore_index=True)
+    theirs = rows_with_kvpress(python, module, **asdict(options))
+    return pd.concat([table, theirs], ignore_index=True)
 
 
 def presses_of_kvpress() -> Mapping[str, type[Any]]:

@@ -11,7 +11,16 @@ import pytest
 import transformers
 
 from experiments.framework.results import read_table
-from experiments.questions.architectures import EXPERIMENT, REPRESENTATIVES, sweep
+from experiments.questions.architectures import (
+    BOTH,
+    EXPERIMENT,
+    NEITHER,
+    PATCH,
+    REPRESENTATIVES,
+    WRONG,
+    reach,
+    sweep,
+)
 from experiments.questions.architectures.cells import (
     SUBJECTS,
     Bench,
@@ -20,7 +29,6 @@ from experiments.questions.architectures.cells import (
     cells,
 )
 from experiments.questions.architectures.decoders import build, decoders
-from experiments.questions.architectures.reach import BOTH, NEITHER, PATCH, WRONG, reach
 from experiments.questions.architectures.sweep import BAD, COLUMNS, condensed, measure, rows_of
 
 KNOWN = decoders()

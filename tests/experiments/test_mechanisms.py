@@ -11,8 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import hooks_impl
 from experiments import UserError
 from experiments.audit import differences, snapshot
-from experiments.mechanisms import MECHANISMS
-from experiments.mechanisms.contain import contained
+from experiments.mechanisms import MECHANISMS, contained
 from tests.support import build, token_ids
 
 RATIO, CONTEXT, STEPS = 0.5, 30, 3

@@ -18,9 +18,8 @@ from experiments.framework import timing
 from experiments.framework.command import progress_bar
 from experiments.framework.options import chosen_device, n_bytes
 from experiments.questions import throughput
-from experiments.questions.throughput import EXPERIMENT, Options, Part, memory, speed
-from experiments.questions.throughput.memory import cache_bytes, peak_of
-from experiments.questions.throughput.speed import answer, speeds
+from experiments.questions.throughput import EXPERIMENT, Options, Part, measuring
+from experiments.questions.throughput.measuring import answer, cache_bytes, peak_of, speeds
 from experiments.testbed import with_kvpress
 from experiments.testbed.timed_models import FULL, Condition, ModelSpec, conditions, scope_of
 from experiments.testbed.with_kvpress import python_with_kvpress, rows_with_kvpress
@@ -67,7 +66,7 @@ def test_a_slow_press_is_found_slow(model, monkeypatch):
         now[0] = factors[condition]
         yield
 
-    monkeypatch.setattr(speed, "scope_of", lambda condition, *_: partial(scope, condition))
+    monkeypatch.setattr(measuring, "scope_of", lambda condition, *_: partial(scope, condition))
     monkeypatch.setattr(ModelSpec, "load", lambda _: model)
     with model.register_forward_pre_hook(spend, with_kwargs=True):
         bare, hook, patch = speeds(TINY, list(factors), [64], [4], tokens=2, rounds=6)
@@ -105,12 +104,12 @@ def test_peaks_on_a_gpu():
 def test_bisection_finds_what_fits(guess):
     for true in (0, 1, 2, 7, 100, 5000):
         tried: list[int] = []
-        found = memory.largest(
+        found = measuring.largest(
             lambda n, true=true, tried=tried: tried.append(n) or n <= true, guess
         )
-        assert true - max(1, memory.PRECISION * true) <= found <= true
+        assert true - max(1, measuring.PRECISION * true) <= found <= true
         assert len(tried) < 45
-    assert memory.largest(lambda n: True, guess, most=10) == 10
+    assert measuring.largest(lambda n: True, guess, most=10) == 10
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox", "gpt2"])
@@ -129,15 +128,15 @@ def test_what_fits_is_found_by_measuring(model, monkeypatch):
     """Presses that take 10 bytes a token, beside the weights."""
     with pytest.raises(UserError, match=r"the weights of .* alone take"):
         throughput.measure_fits(Options(limit="1KiB"), SILENT)
-    monkeypatch.setattr(memory, "peak_of", lambda spec, press, n, batch, tokens: 10 * n * batch)
+    monkeypatch.setattr(measuring, "peak_of", lambda spec, press, n, batch, tokens: 10 * n * batch)
     monkeypatch.setattr(throughput, "DEEP", TINY)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     options = Options(limit=str(weights + 10 * 3000), batch=(4, 2), press=("Knorm",))
     rows = throughput.measure_fits(options, SILENT)
     assert rows["press"].tolist() == ["no press", "KnormPress"]
     assert set(rows["batch"]) == {2}
-    assert rows["measured"].between(1500 * (1 - 2 * memory.PRECISION), 1500).all()
-    monkeypatch.setattr(memory, "peak_of", lambda *_, **__: None)  # killed for too much memory
+    assert rows["measured"].between(1500 * (1 - 2 * measuring.PRECISION), 1500).all()
+    monkeypatch.setattr(measuring, "peak_of", lambda *_, **__: None)  # killed for too much memory
     assert set(throughput.measure_fits(options, SILENT)["measured"]) == {0}
 
 
@@ -173,8 +172,8 @@ def test_time_inside_presses_is_that_of_the_oracle(monkeypatch):
         asked.append(arguments)
         return "press,ratio\nKnormPress,0.5\n"
 
-    monkeypatch.setattr(throughput, "python_with_kvpress", lambda: "python")
-    monkeypatch.setattr(throughput, "output_of", output_of)
+    monkeypatch.setattr(with_kvpress, "python_with_kvpress", lambda: "python")
+    monkeypatch.setattr(with_kvpress, "output_of", output_of)
     tables = EXPERIMENT.measure(Options(part=(Part.KVPRESS,)), SILENT)
     assert tables["throughput_kvpress"]["ratio"].tolist() == [0.5]
     assert asked == [("tests.oracle.timing", *throughput.INSIDE)]

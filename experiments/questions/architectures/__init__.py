@@ -16,15 +16,27 @@ from rich.progress import Progress
 from experiments import UserError
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.frames import heat_maps
 from experiments.framework.options import one_of, several
 from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
+from experiments.questions.architectures.cells import SUBJECTS
 from experiments.questions.architectures.decoders import TOLD, decoders
-from experiments.questions.architectures.reach import BOTH, figure, limits, reach
-from experiments.questions.architectures.sweep import condensed, measure
+from experiments.questions.architectures.sweep import condensed, measure, why
 
 REPRESENTATIVES = tuple(filter(decoders().__contains__, TOLD["representatives"]))
 """One type of every structural kind: what it stands for is said in `docs/architectures.md`."""
+
+BOTH, PATCH, HOOK, NEITHER, WRONG = "both", "patch alone", "hook alone", "refused", "wrong"
+"""By which mechanism a press is right; or refused when its scope opens; or wrong, or a crash."""
+
+_REACHES = {
+    ("right", "right"): BOTH,
+    ("refused at open", "right"): PATCH,
+    ("right", "refused at open"): HOOK,
+    ("refused at open", "refused at open"): NEITHER,
+}
+"""By the worst outcomes of hook and patch."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +117,52 @@ class Architectures(Experiment[Options]):
         return not any(table["bad"].any() for table in tables.values())
 
 
+# ---- reading the table ---------------------------------------------------------------------------
+
+
+def reach(table: pd.DataFrame) -> pd.DataFrame:
+    """By type and press which mechanism is right, columns `type`, `press`, `reach` and `reason`.
+
+    Types that do not run on text alone are left out.
+    """
+    runs = table[table["cells"] > 0]
+    reached = [_REACHES.get(both, WRONG) for both in zip(runs["hook"], runs["patch"], strict=True)]
+    return runs[["type", "press"]].assign(reach=reached, reason=runs["reason"].fillna(""))
+
+
+def limits(table: pd.DataFrame) -> ResultTable:
+    """Decoders that do not take every press by both mechanisms, with what they refuse and why."""
+    reached = reach(table)
+    alike: dict[tuple[str, str], list[str]] = {}
+    for kind, group in reached[reached["reach"] != BOTH].groupby("type"):
+        reasons = "; ".join(dict.fromkeys(why(reason) for reason in group["reason"] if reason))
+        one_side = group["reach"].map({PATCH: "hooks", HOOK: "patches"})
+        sides = ", ".join(dict.fromkeys(one_side.dropna()))
+        refused = _presses(group["press"][one_side.isna()])
+        by_one = f"by {sides}: {_presses(group['press'][one_side.notna()])}" if sides else ""
+        key = reasons, "; ".join(filter(None, [refused, by_one]))
+        alike.setdefault(key, []).append(f"`{kind}`")
+    ordered = sorted(alike.items(), key=lambda pair: -len(pair[1]))
+    rows = [[*key, ", ".join(kinds)] for key, kinds in ordered]
+    note = "What is refused when a scope opens, before anything is installed, and why."
+    return ResultTable(note, ["why", "refused", "decoders"], rows, left=None)
+
+
+def _presses(refused: pd.Series) -> str:
+    if len(refused) == len(SUBJECTS):
+        return "every press"
+    return ", ".join(press for press in refused if press != "nothing evicted")
+
+
+def figure(table: pd.DataFrame) -> Figure:
+    """How many decoders each mechanism is right on, by press."""
+    reached = reach(table)
+    counts = pd.crosstab(reached["press"], reached["reach"]).reindex(reached["press"].unique())
+    title = f"{reached['type'].nunique()} decoders of the installed transformers"
+    label = "Decoders by press (rows) and the mechanisms that are right on them"
+    return heat_maps({title: counts}, label, "{:.0f}")
+
+
 def _finding(name: str, table: pd.DataFrame) -> Finding:
     """On how many decoders presses are right, with the newest or the oldest transformers."""
     reached = reach(table)
@@ -120,6 +178,9 @@ def _finding(name: str, table: pd.DataFrame) -> Finding:
     if not newest:
         return Finding("oldest", text)
     return Finding("reach", text, "prune the model that you run", "breaks" if wrong else "works")
+
+
+# ---- the oldest transformers ---------------------------------------------------------------------
 
 
 _ROOT = Path(__file__).parents[3]

@@ -92,9 +92,8 @@ class Cell(NamedTuple):
 def cells() -> Iterator[Cell]:
     """All cells of one model; padded batches with the default cache only."""
     conditions = [("default", False), ("DynamicCache()", False), ("default", True)]
-    for attention, (cache, padded), mechanism, press in itertools.product(
-        ("eager", "sdpa"), conditions, MECHANISMS, SUBJECTS
-    ):
+    every = itertools.product(("eager", "sdpa"), conditions, MECHANISMS, SUBJECTS)
+    for attention, (cache, padded), mechanism, press in every:
         yield Cell(press, mechanism, attention, cache, padded)
 
 
@@ -203,12 +202,9 @@ class Bench:
         mask[1, :PADDING] = 0
         together = self._padded_logits(model, batch, mask)
         alone = self._padded_logits(model, short, torch.ones_like(short))
-        difference = _difference(
-            [logits[1:, -1:] for logits in together], [logits[:, -1:] for logits in alone]
-        )
-        if difference > TOLERANCE:
-            return f"a padded row is off by {difference:.2g} deviations"
-        return ""
+        difference = _difference([row[1:, -1:] for row in together], [row[:, -1:] for row in alone])
+        off = f"a padded row is off by {difference:.2g} deviations"
+        return off if difference > TOLERANCE else ""
 
     def _padded_logits(self, model: Any, ids: Tensor, mask: Tensor) -> list[Tensor]:
         cache, logits = None, []
@@ -243,15 +239,9 @@ class Bench:
             kept = self._kept(cache)
         except LookupError as error:
             return str(error)
-        if subject.scores is None:
-            if kept:
-                return "evicts at ratio 0"
-            expected = self.plain[1:]
-        else:
-            wrong = self._wrongly_kept(subject, kept)
-            if wrong:
-                return wrong
-            expected = self._expected(kept, subject.moves)
+        if wrong := self._wrongly_kept(subject, kept):
+            return wrong
+        expected = self._expected(kept, subject.moves) if kept else self.plain[1:]
         difference = _difference(logits[1:], expected)
         return f"logits are off by {difference:.2g} deviations" if difference > TOLERANCE else ""
 
@@ -264,23 +254,21 @@ class Bench:
         return {index: kept for index, kept in left.items() if not kept.all()}
 
     def _wrongly_kept(self, subject: Subject, kept: dict[int, Tensor]) -> str:
+        if subject.scores is None:
+            return "evicts at ratio 0" if kept else ""
         if not kept:
             return "evicts nothing"
         n = max(1, int(LENGTH * (1 - RATIO)))
         for index, of_layer in kept.items():
             due = self._scores(subject.scores, index)
-            wrong = reference.wrongly_kept(of_layer, due, n, subject.headwise)
-            if wrong:
+            if wrong := reference.wrongly_kept(of_layer, due, n, subject.headwise):
                 return f"layer {index}: {wrong}"
         return ""
 
     def _expected(self, kept: dict[int, Tensor], moves: bool) -> list[Tensor]:
         key = moves, *((index, left.numpy().tobytes()) for index, left in kept.items())
         if key not in self._known:
-            layers, moved = self.run.layers, None
-            if moves:
-                moved = {i: reference.keys_moved(self.run, layers[i], k) for i, k in kept.items()}
-            self._known[key] = reference.logits_after(self.run, kept, self.steps, moved)
+            self._known[key] = reference.logits_after(self.run, kept, self.steps, moves)
         return self._known[key]
 
 

@@ -11,27 +11,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 from torch import nn
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
-)
-from transformers.models.auto import modeling_auto
+from transformers import CONFIG_MAPPING
+from transformers.models.auto import modeling_auto as auto
 
 LARGEST = 120_000_000
 """Parameters above which a model is not tiny, whatever its configuration was told."""
 
-TOLD: dict[str, Any] = yaml.safe_load(
-    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-)
+TOLD: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_bytes())
 """Sizes, demands, variants, and what else is told of decoders."""
 
 SIZES = {name: size for size, names in TOLD["sizes"].items() for name in names.split()}
@@ -41,12 +34,13 @@ DEMANDS: dict[str, dict[str, Any]] = TOLD["demands"]
 VARIANTS: dict[str, dict[str, Any]] = TOLD["variants"]
 """Types that are built in another way too, or run with an image: what is told, by name."""
 
-_SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
-_DERIVED_UNLESS_SET = ("num_key_value_heads", "head_dim")  # None: as many as there are queries
+_FILLED = ("pad_token_id", "bos_token_id", "eos_token_id", "num_key_value_heads", "head_dim")
+"""Fields that take a size where their default is None; of heads: as there are for queries."""
+
 _ABSENT_AT_ZERO = ("num_shared_experts", "shared_intermediate_size", "n_shared_experts")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Decoder:
     """A kind of decoder to be built.
 
@@ -68,16 +62,14 @@ class Decoder:
 def decoders() -> dict[str, Decoder]:
     """Every causal, image-text and encoder-decoder type of the installed transformers, by name."""
     mappings = {
-        AutoModelForCausalLM: modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        AutoModelForImageTextToText: modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        AutoModelForSeq2SeqLM: dict.fromkeys(("t5", "bart", "m2m_100", "t5gemma")),
+        auto.AutoModelForCausalLM: auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        auto.AutoModelForImageTextToText: auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        auto.AutoModelForSeq2SeqLM: dict.fromkeys(("t5", "bart", "m2m_100", "t5gemma")),
     }
     found: dict[str, Decoder] = {}
     for loader, types in mappings.items():
-        for model_type in types:
-            if model_type not in CONFIG_MAPPING:
-                continue
-            seq2seq = loader is AutoModelForSeq2SeqLM
+        for model_type in filter(CONFIG_MAPPING.__contains__, types):
+            seq2seq = loader is auto.AutoModelForSeq2SeqLM
             name = f"{model_type} (seq2seq)" if seq2seq else model_type
             found.setdefault(name, Decoder(name, model_type, loader, DEMANDS.get(model_type, {})))
     for name, told in VARIANTS.items():
@@ -94,41 +86,34 @@ def build(decoder: Decoder) -> nn.Module:
         ValueError: if it would have more than `LARGEST` parameters.
         Exception: whatever else its classes raise (a missing package, mostly).
     """
-    config = _configuration(decoder)
+    config = configuration(decoder)
+    loader: Any = decoder.loader
     with torch.device("meta"):
-        sizes = decoder.loader.from_config(copy.deepcopy(config), dtype=torch.float32)  # type: ignore[attr-defined]
-        n_parameters = sum(parameter.numel() for parameter in sizes.parameters())
+        sizes = loader.from_config(copy.deepcopy(config), dtype=torch.float32)
+    n_parameters = sum(parameter.numel() for parameter in sizes.parameters())
     if n_parameters > LARGEST:
         raise ValueError(f"{n_parameters / 1e6:.0f} M parameters, which is not tiny")
     torch.manual_seed(0)
-    model: nn.Module = decoder.loader.from_config(  # type: ignore[attr-defined]
-        config, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = loader.from_config(config, dtype=torch.float32, attn_implementation="eager")
     torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                _fill(parameter)
-    return model.eval()
-
-
-def _fill(parameter: torch.Tensor) -> None:
     # A matrix gives its output the variance of its input; norms and biases are shaken a little, so
     # that none of them can be left out unnoticed.
-    if parameter.dim() > 1:
-        parameter.normal_(std=parameter.shape[-1] ** -0.5)
-    else:
-        parameter.add_(0.1 * torch.randn_like(parameter))
+    with torch.no_grad():
+        for parameter in filter(torch.is_floating_point, model.parameters()):
+            if parameter.dim() > 1:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
 
 
 # ---- configurations ------------------------------------------------------------------------------
 
 
-def _configuration(decoder: Decoder) -> Any:
+def configuration(decoder: Decoder) -> Any:
+    """The small configuration of a decoder."""
     kind = CONFIG_MAPPING[decoder.model_type]
-    fields = _small(kind, decoder.fields)
-    _spread_layer_types(kind, fields)
-    return kind(**fields)
+    return kind(**_small(kind, decoder.fields))
 
 
 def _defaults(kind: type) -> dict[str, Any]:
@@ -143,58 +128,51 @@ def _defaults(kind: type) -> dict[str, Any]:
     }
 
 
-def _is_number(default: Any) -> bool:
+def _is_size(name: str, default: Any) -> bool:
+    """Whether a field takes a small size: its default does not mean something that has to stay."""
+    if name not in SIZES or (default == 0 and name in _ABSENT_AT_ZERO):
+        return False
+    if default is None or (name == "num_key_value_heads" and default == 1):
+        return default is None and name in _FILLED
     if default is dataclasses.MISSING or default == "auto":
         return True
     return isinstance(default, (int, float)) and not isinstance(default, bool)
 
 
-def _size_of(name: str, default: Any) -> Any:
-    """The size of a field, or its default where that means something that has to stay."""
-    if name not in SIZES or (default == 0 and name in _ABSENT_AT_ZERO):
-        return default
-    if default is None:
-        filled = name in _DERIVED_UNLESS_SET or name in _SPECIAL_TOKENS
-        return SIZES[name] if filled else default
-    one_head = name == "num_key_value_heads" and default == 1
-    return SIZES[name] if _is_number(default) and not one_head else default
-
-
-def _small(kind: type, told: dict[str, Any], is_text: bool = True) -> dict[str, Any]:
+def _small(kind: Any, told: dict[str, Any], is_text: bool = True) -> dict[str, Any]:
     """Keyword arguments for a small configuration of class `kind`, with its sub-configurations."""
-    told, defaults = dict(told), _defaults(kind)
-    fields = {}
-    for name, default in defaults.items():
-        size = _size_of(name, default)
-        if name in SIZES and size is not default:
-            fields[name] = size
+    defaults = _defaults(kind)
+    fields = {name: SIZES[name] for name, default in defaults.items() if _is_size(name, default)}
     if "kv_lora_rank" in defaults and "num_key_value_heads" in defaults:
         fields["num_key_value_heads"] = 4  # latents are projected to keys of every head
     if "is_decoder" in defaults and is_text:
         fields["is_decoder"] = True
+    fields |= told
     for name, sub_kind, sub_told in _sub_configurations(kind, told):
-        if sub_told is None:
-            fields[name] = told.pop(name)
-            continue
-        told.pop(name, None)
-        is_decoder = "text" in name or "decoder" in name
-        sub = _small(sub_kind, sub_told, is_decoder)
-        model_type = sub_told.get("model_type", getattr(sub_kind, "model_type", None))
-        fields[name] = {**sub, "model_type": model_type}
-    return {**fields, **told}
+        fields[name] = _small(sub_kind, sub_told, "text" in name or "decoder" in name)
+        model_type = getattr(sub_kind, "model_type", None)
+        fields[name]["model_type"] = sub_told.get("model_type", model_type)
+    for name in {"layer_types", "layers_block_type"} & (defaults.keys() - fields.keys()):
+        # The few layers are of all kinds that the many of the default are of, in turn.
+        kinds = _default_kinds(kind, name)
+        if len(kinds) > 1:
+            n_layers = fields.get("num_hidden_layers", 4)
+            fields[name] = [kinds[i % len(kinds)] for i in range(n_layers)]
+    return fields
 
 
 def _sub_configurations(
     kind: Any, told: dict[str, Any]
-) -> list[tuple[str, type, dict[str, Any] | None]]:
-    """Name, class and what is told of each sub-configuration; told None where there is none."""
-    found: list[tuple[str, type, dict[str, Any] | None]] = []
+) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Name, class and what is told of each sub-configuration that there is."""
     described = getattr(kind, "sub_configs_defaults", None)
     if described is None:
         described = getattr(kind, "sub_configs", {})  # transformers 5.2: classes alone
     for name, sub_kind in described.items():
-        sub_told: dict[str, Any] | None = told.get(name, {})
-        if not isinstance(sub_kind, type) and sub_told is not None:
+        sub_told = told.get(name, {})
+        if sub_told is None:
+            continue
+        if not isinstance(sub_kind, type):
             if sub_kind.optional and not sub_told:
                 continue
             preset = {k: v for k, v in sub_kind.init_kwargs.items() if k not in SIZES}
@@ -202,32 +180,18 @@ def _sub_configurations(
             auto = sub_kind.config_class.__name__ == "AutoConfig" or "model_type" in sub_told
             sub_told = {**preset, **sub_told}
             sub_kind = CONFIG_MAPPING[model_type] if auto else sub_kind.config_class
-        elif sub_told is not None and sub_kind.__name__ == "AutoConfig":
+        elif sub_kind.__name__ == "AutoConfig":
             default = getattr(kind(), name, None)
             if default is None:
                 continue
             sub_kind = type(default)
-        found.append((name, sub_kind, sub_told))
-    return found
+        yield name, sub_kind, sub_told
 
 
-def _spread_layer_types(kind: Any, fields: dict[str, Any]) -> None:
-    """Let the few layers be of all kinds that the many of the default are of, in turn."""
-    for name, sub_kind, told in _sub_configurations(kind, fields):
-        if told is not None and isinstance(fields.get(name), dict):
-            model_type = fields[name].get("model_type")
-            known = CONFIG_MAPPING.get(model_type, sub_kind)
-            _spread_layer_types(known, fields[name])
-    for name in {"layer_types", "layers_block_type"} & (_defaults(kind).keys() - fields.keys()):
-        kinds = list(dict.fromkeys(_default_layer_types(kind, name)))
-        if len(kinds) > 1:
-            n_layers = fields.get("num_hidden_layers", 4)
-            fields[name] = [kinds[i % len(kinds)] for i in range(n_layers)]
-
-
-def _default_layer_types(kind: Any, name: str) -> list[str]:
+def _default_kinds(kind: Any, name: str) -> list[str]:
+    """Of which kinds layers are by default, each once."""
     try:
         types = getattr(kind(), name, None)
     except Exception:  # a class that cannot be made without arguments has no default
         return []
-    return list(types) if isinstance(types, (list, tuple)) else []
+    return list(dict.fromkeys(types)) if isinstance(types, (list, tuple)) else []

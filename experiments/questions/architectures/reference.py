@@ -142,8 +142,7 @@ def _before_each(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Iter
     """Call `hook(module, args, kwargs)` before the forward of each of `modules`."""
     with ExitStack() as stack:
         for module in modules:
-            handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-            stack.callback(handle.remove)
+            stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield
 
 
@@ -185,25 +184,21 @@ def run_in_full(model: nn.Module, ids: Tensor) -> FullRun:
     for call in calls:
         for index, cached in enumerate(layers_of(cache)):
             heads = _heads_over(call, index, cached, ids.shape[1])
-            if heads is None:
-                continue
-            if index in layers:
-                layers[index].readers.append(call.module)
-            else:
+            if heads is not None:
                 states = cached.keys.clone(), cached.values.clone()
-                layers[index] = Layer(*states, call, [call.module], heads)
-            break
+                layer = layers.setdefault(index, Layer(*states, call, [], heads))
+                layer.readers.append(call.module)
+                break
     delta = getattr(getattr(model, "model", None), "rope_deltas", None)
     return FullRun(model, ids, cache, layers, None if delta is None else int(delta))
 
 
 def _heads_over(call: Call, index: int, cached: Any, length: int) -> Tensor | None:
     """The KV head of each query head of `call`, if it attends over the layer `cached`."""
-    keys = getattr(cached, "keys", None)
+    keys: Any = getattr(cached, "keys", None)
     grows = isinstance(keys, Tensor) and keys.dim() == 4 and keys.shape[2] == length
     if not grows or getattr(cached, "is_sliding", False) or call.key.shape[2] != length:
         return None
-    assert isinstance(keys, Tensor)
     n_heads, n_given, n_kv = call.query.shape[1], call.key.shape[1], keys.shape[1]
     of_given = torch.arange(n_heads) // (n_heads // n_given)
     if keys.shape[-1] == call.key.shape[-1]:
@@ -310,40 +305,33 @@ def keys_moved(run: FullRun, layer: Layer, kept: Tensor) -> Tensor:
 
 
 def logits_after(
-    run: FullRun, kept: dict[int, Tensor], steps: list[Tensor], moved: dict[int, Tensor] | None
+    run: FullRun, kept: dict[int, Tensor], steps: list[Tensor], moves: bool
 ) -> list[Tensor]:
     """The logits of `steps` `(1, q)` each, with all that is not `kept` masked in the full cache.
 
     Args:
         kept: by layer, `(1, H_kv, S)` bool.
-        moved: by layer, keys at other positions, from where the steps then continue there.
+        moves: whether the keys that are kept turn to new positions, from where the steps continue.
     """
     cache = copy.deepcopy(run.cache)
-    masks = {}
+    masks: dict[nn.Module, Tensor] = {}
     for index, of_layer in kept.items():
         layer = run.layers[index]
-        for reader in layer.readers:
-            masks[reader] = of_layer[:, layer.heads]
-        if moved is not None:
-            layers_of(cache)[index].keys = moved[index].clone()
+        masks |= dict.fromkeys(layer.readers, of_layer[:, layer.heads])
+        if moves:
+            layers_of(cache)[index].keys = keys_moved(run, layer, of_layer)
 
     def attend(
-        function: Any,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any = None,
-        **more: Any,
+        function: Any, module: Any, *states: Any, attention_mask: Any = None, **more: Any
     ) -> tuple[Tensor, Any]:
+        query, key, value, mask = (*states, attention_mask)[:4]
         if module in masks:
-            attention_mask = _with_evicted(attention_mask, masks[module], query, key)
-        result: tuple[Tensor, Any] = function(module, query, key, value, attention_mask, **more)
-        return result
+            mask = _with_evicted(mask, masks[module], query, key)
+        return function(module, query, key, value, mask, **more)
 
     logits, seen = [], run.ids.shape[1]
     for ids in steps:
-        places = {} if moved is None else _places(run, kept, seen, ids)
+        places = _places(run, kept, seen, ids) if moves else {}
 
         def at_place(module: nn.Module, args: Any, kwargs: Any, places: Any = places) -> Any:
             return (), _named(module, args, kwargs) | places[module]

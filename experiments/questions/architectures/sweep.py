@@ -18,15 +18,9 @@ import transformers
 
 from experiments.framework.timing import threads
 from experiments.framework.wording import in_one_line
-from experiments.questions.architectures.cells import (
-    OUTCOMES,
-    Bench,
-    Cell,
-    NotApplicableError,
-    cells,
-)
-from experiments.questions.architectures.decoders import Decoder, build, decoders
-from experiments.questions.architectures.reach import why
+from experiments.questions.architectures import cells
+from experiments.questions.architectures.cells import OUTCOMES, Cell
+from experiments.questions.architectures.decoders import TOLD, Decoder, build, decoders
 
 COLUMNS = ["type", "press", "mechanism", "attention", "cache", "padded", "outcome", "reason"]
 BAD = OUTCOMES[2:6]
@@ -35,6 +29,9 @@ BAD = OUTCOMES[2:6]
 _BY_WEIGHT = ("not applicable", *OUTCOMES[:2], *reversed(OUTCOMES[2:6]))
 SECONDS = 120
 """A model that takes longer than this is given up."""
+
+_REASONS: dict[str, str] = TOLD["reasons"]
+"""Parts of what a refusal says, and what that means in short."""
 
 
 def measure(
@@ -51,7 +48,7 @@ def measure(
         choose: which cells to run.
         progress: told the name of each decoder that is done.
     """
-    known, chosen, rows = decoders(), list(filter(choose, cells())), []
+    known, chosen, rows = decoders(), list(filter(choose, cells.cells())), []
     with threads(1):  # what is forked must not count on threads that are not there
         _warm_up(known["llama"])
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -91,8 +88,8 @@ def _limited() -> None:
 def rows_of(decoder: Decoder, chosen: Iterable[Cell]) -> list[tuple[Any, ...]]:
     """The rows of one decoder, measured in this process."""
     try:
-        bench = Bench(build(decoder), decoder.image)
-    except NotApplicableError as reason:
+        bench = cells.Bench(build(decoder), decoder.image)
+    except cells.NotApplicableError as reason:
         return [_row(decoder, None, "not applicable", str(reason))]
     except Exception as error:
         told = f"cannot be built small: {in_one_line(error)}"
@@ -102,6 +99,11 @@ def rows_of(decoder: Decoder, chosen: Iterable[Cell]) -> list[tuple[Any, ...]]:
 
 def _row(decoder: Decoder, cell: Cell | None, outcome: str, reason: str) -> tuple[Any, ...]:
     return (decoder.name, *(cell or Cell("", "", "", "", padded=False)), outcome, reason)
+
+
+def why(reason: str) -> str:
+    """A refusal in short."""
+    return next((short for part, short in _REASONS.items() if part in reason), reason)
 
 
 def condensed(rows: pd.DataFrame) -> pd.DataFrame:

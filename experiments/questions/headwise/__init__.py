@@ -112,10 +112,8 @@ class Headwise(Experiment[Options]):
 
     def on(self, own: OwnModel) -> Planned[Options]:
         """Decoding and conditions: questions are in the words of facts-llama."""
-        parts = (
-            *([Part.DECODING] if own.keeps_all else []),
-            *([Part.CONDITIONS] if own.model_type in FAMILIES else []),
-        )
+        fits = {Part.DECODING: own.keeps_all, Part.CONDITIONS: own.model_type in FAMILIES}
+        parts = tuple(filter(fits.get, fits))
         if not parts:
             raise LeftOutError("its layers keep sliding windows, and it is of no family it builds")
         family, contexts = (own.model_type,), own.at_most(1024)
@@ -329,9 +327,8 @@ def draw_difference(table: pd.DataFrame) -> Figure:
     scaled = 100 * table[["difference", "low", "high"]].rename(columns={"difference": "ratio"})
     scaled = scaled.assign(label=table["pair"].replace(ALL, "mean of all"), mechanism="hook")
     panels = {f"{share:.0%} evicted": rows for share, rows in scaled.groupby(table["ratio"])}
-    figure = ratio_figure(panels, "right answers, head-wise minus uniform (points)", mark=0)
-    figure.set_label(
+    label = (
         "Right answers with head-wise budgets minus those with uniform ones, in points, by press "
         f"and share evicted, with {METHOD} over contexts"
     )
-    return figure
+    return ratio_figure(panels, label, "right answers, head-wise minus uniform (points)", mark=0)

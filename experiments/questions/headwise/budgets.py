@@ -63,12 +63,9 @@ def _snapkv(ratio: float) -> hooks_impl.SnapKVPress:
     return hooks_impl.SnapKVPress(ratio, window_size=16)
 
 
-_SCORERS: dict[str, Callable[[float], Any]] = {
-    "SnapKV": _snapkv,
-    "ExpectedAttention": hooks_impl.ExpectedAttentionPress,
-    "Knorm": hooks_impl.KnormPress,
-}
-"""Presses by which AdaKV judges tokens, from the share to evict."""
+def _shared(make: Callable[[float], Any]) -> Make:
+    """AdaKV, with the scores of a press."""
+    return lambda ratio: hooks_impl.AdaKVPress(make(ratio))
 
 
 def pairs(model: PreTrainedModel, task: Task) -> dict[str, tuple[str, Make, Make]]:
@@ -81,7 +78,7 @@ def pairs(model: PreTrainedModel, task: Task) -> dict[str, tuple[str, Make, Make
         By name of the head-wise press: the name of the uniform one, how that is made, and how the
         head-wise one is.
     """
-    length = 1 + task.context
+    length, expected = 1 + task.context, hooks_impl.ExpectedAttentionPress
     try:
         scores: Any = hooks_impl.DuoAttentionPress().find(model)
     except CalibrationError:
@@ -89,10 +86,9 @@ def pairs(model: PreTrainedModel, task: Task) -> dict[str, tuple[str, Make, Make
         contexts = list(others.context_ids.split(1))
         scores = hooks_impl.DuoAttentionPress.measure(model, contexts, _SINK, length // 4)
     return {
-        **{
-            f"AdaKV({name})": (name, make, partial(_shared, make))
-            for name, make in _SCORERS.items()
-        },
+        "AdaKV(SnapKV)": ("SnapKV", _snapkv, _shared(_snapkv)),
+        "AdaKV(ExpectedAttention)": ("ExpectedAttention", expected, _shared(expected)),
+        "AdaKV(Knorm)": ("Knorm", hooks_impl.KnormPress, _shared(hooks_impl.KnormPress)),
         "CriticalAdaKV(SnapKV)": (
             "CriticalKV(SnapKV)",
             lambda ratio: hooks_impl.CriticalKVPress(_snapkv(ratio)),
@@ -105,10 +101,6 @@ def pairs(model: PreTrainedModel, task: Task) -> dict[str, tuple[str, Make, Make
         ),
         "KVzip": ("KVzip, uniform", EvenKVzipPress, hooks_impl.KVzipPress),
     }
-
-
-def _shared(make: Callable[[float], Any], ratio: float) -> hooks_impl.AdaKVPress:
-    return hooks_impl.AdaKVPress(make(ratio))
 
 
 def streaming(ratio: float, scores: HeadScores, length: int) -> hooks_impl.DuoAttentionPress:

@@ -1,8 +1,8 @@
 """How fast a model answers with a press, what memory it takes, and what fits.
 
 *Speed and memory*: a context is read and tokens are decoded, without a press and with each press
-and mechanism, in turn; see `speed` and `memory`. *First token*: every press.
-*Fits*: the longest context within a limit of memory, by bisection; see `memory`. *kvpress*: time
+and mechanism, in turn; see `measuring`. *First token*: every press.
+*Fits*: the longest context within a limit of memory, by bisection; see `measuring`. *kvpress*: time
 inside presses, here and in kvpress.
 """
 
@@ -22,38 +22,18 @@ from rich.progress import Progress
 
 import hooks_impl
 from experiments import UserError
+from experiments.framework import options as flags
 from experiments.framework import shared
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Claim, Experiment, Finding, Tables
-from experiments.framework.options import (
-    Device,
-    Dtype,
-    at_least,
-    checked_size,
-    chosen_device,
-    n_bytes,
-    several,
-)
+from experiments.framework.options import Device, Dtype, at_least, several
 from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.tables import ResultTable
 from experiments.questions.throughput import reading
-from experiments.questions.throughput.memory import cache_bytes, longest, peak_of
-from experiments.questions.throughput.speed import speeds
+from experiments.questions.throughput.measuring import cache_bytes, longest, peak_of, speeds
+from experiments.testbed import timed_models, with_kvpress
 from experiments.testbed.recipes import press_name
-from experiments.testbed.timed_models import (
-    Condition,
-    ModelSpec,
-    conditions,
-    random_llama,
-    scope_of,
-)
-from experiments.testbed.with_kvpress import (
-    NAME,
-    joined_by_kvpress,
-    output_of,
-    presses_of_kvpress,
-    python_with_kvpress,
-)
+from experiments.testbed.timed_models import Condition, ModelSpec, conditions, random_llama
 from press_core import PressError
 
 
@@ -107,7 +87,7 @@ class Options:
         str | None,
         typer.Option(
             help="Memory in which the longest context is to fit, weights included, such as 8GiB.",
-            callback=checked_size,
+            callback=flags.checked_size,
             show_default="128MiB",
         ),
     ] = None
@@ -127,7 +107,7 @@ class Options:
 
     def spec(self, random: ModelSpec) -> ModelSpec:
         """The model that is asked for, or a `random` one."""
-        return ModelSpec.asked(self.model, random, self.dtype, chosen_device(self.device))
+        return ModelSpec.asked(self.model, random, self.dtype, flags.chosen_device(self.device))
 
 
 class Throughput(Experiment[Options]):
@@ -214,11 +194,9 @@ def measure_speed(options: Options, progress: Progress) -> pd.DataFrame:
         PressError: if the model does not suit a press.
     """
     spec = options.spec(NARROW)
-    sizes: dict[str, Any] = {"contexts": options.context, "batches": options.batch}
-    sizes |= {"tokens": options.tokens, "rounds": options.rounds}
     total = len(options.context) * len(options.batch) * options.rounds
     advance = partial(progress.advance, progress.add_task("speed", total=total))
-    rows = list(speeds(spec, conditions(options.presses, options.ratio), **sizes, advance=advance))
+    rows = list(_speeds(options, ["hook", "patch"], advance=advance))
     model = spec.load()
     for row in progress.track(rows, description="memory"):
         condition = Condition(row["press"], row["mechanism"], row["ratio"])
@@ -226,17 +204,20 @@ def measure_speed(options: Options, progress: Progress) -> pd.DataFrame:
         if options.memory:
             size = row["context"], row["batch"], options.tokens
             row["peak"] = peak_of(spec, condition, *size)
-    asked: dict[str, Any] = {"presses": options.presses, "ratios": options.ratio, **sizes}
-    wanted = options.kvpress
-    return joined_by_kvpress(pd.DataFrame(rows), wanted, progress, __name__, spec=spec, **asked)
+    options = replace(options, device=spec.device)  # the same in the other interpreter
+    return with_kvpress.joined_by_kvpress(pd.DataFrame(rows), options, progress, __name__)
 
 
-def beside_kvpress(
-    spec: list[Any], presses: list[str], ratios: list[float], **sizes: Any
-) -> Iterator[dict[str, Any]]:
+def _speeds(options: Options, mechanisms: list[str], **more: Any) -> Iterator[dict[str, Any]]:
+    asked = conditions(options.presses, options.ratio, mechanisms)
+    sizes = options.context, options.batch, options.tokens, options.rounds
+    return speeds(options.spec(NARROW), asked, *sizes, **more)
+
+
+def beside_kvpress(**options: Any) -> Iterator[dict[str, Any]]:
     """Rows of kvpress among others, in the interpreter that has it."""
-    asked = conditions(presses, ratios, ["hook", NAME])
-    return speeds(ModelSpec(*spec), asked, **sizes, of_kvpress=presses_of_kvpress())
+    presses = with_kvpress.presses_of_kvpress()
+    return _speeds(Options(**options), ["hook", with_kvpress.NAME], of_kvpress=presses)
 
 
 def measure_first(options: Options, progress: Progress) -> pd.DataFrame:
@@ -246,7 +227,7 @@ def measure_first(options: Options, progress: Progress) -> pd.DataFrame:
     presses = options.presses if options.press else sorted(hooks_impl.PRESSES)
     for condition in conditions(presses, options.ratio, ["hook"]):
         try:
-            scope_of(condition, model, context)
+            timed_models.scope_of(condition, model, context)
         except PressError as error:
             shared.print_left_out(progress, condition.press, error)
         else:
@@ -258,7 +239,7 @@ def measure_first(options: Options, progress: Progress) -> pd.DataFrame:
 
 def measure_fits(options: Options, progress: Progress) -> pd.DataFrame:
     """The table `throughput_fits`: without a press, and every press with hooks."""
-    limit, spec = n_bytes(options.limit or "128MiB"), options.spec(DEEP)
+    limit, spec = flags.n_bytes(options.limit or "128MiB"), options.spec(DEEP)
     weights = sum(parameter.nbytes for parameter in spec.load().parameters())
     if weights >= limit:
         raise UserError(
@@ -276,10 +257,10 @@ def measure_fits(options: Options, progress: Progress) -> pd.DataFrame:
 
 def measure_kvpress(options: Options, progress: Progress) -> pd.DataFrame | None:
     """The table `throughput_kvpress`, where kvpress is installed."""
-    python = python_with_kvpress() if options.kvpress else None
+    python = with_kvpress.python_with_kvpress() if options.kvpress else None
     if python is None:
         return None
-    return pd.read_csv(StringIO(output_of(python, "tests.oracle.timing", *INSIDE)))
+    return pd.read_csv(StringIO(with_kvpress.output_of(python, "tests.oracle.timing", *INSIDE)))
 
 
 _MEASURES: dict[Part, tuple[str, Callable[[Options, Progress], pd.DataFrame | None]]] = {

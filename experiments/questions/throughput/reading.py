@@ -153,12 +153,11 @@ def draw_speeds(table: pd.DataFrame) -> Figure:
     rows = rows.assign(label=_named(rows) + ", " + rows["mechanism"]).drop(columns="ratio")
     sizes: Any = rows.rename(columns=speeds).groupby(["context", "batch"], sort=False)
     panels = {f"{n:,} tokens, batch {batch}": of_size for (n, batch), of_size in sizes}
-    figure = ratio_figure(panels, "tokens per second / those without a press")
-    figure.set_label(
+    label = (
         f"Tokens per second of {table['model'].iloc[0]} over those without a press: medians with "
         f"{METHOD} over rounds"
     )
-    return figure
+    return ratio_figure(panels, label, "tokens per second / those without a press")
 
 
 FINDINGS: dict[str, Callable[[pd.DataFrame], Iterator[Finding]]] = {

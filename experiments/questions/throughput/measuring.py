@@ -1,8 +1,9 @@
-"""The most memory that an answer takes beyond the model itself, and what fits within a limit.
+"""What an answer takes, from an empty cache to the last token: time, memory, and what fits.
 
-On a GPU that is what torch's allocator says. On a CPU it is the resident size of a process. So that
-no answer finds what an earlier one left, each has a process of its own; and so that a token more
-never takes less, the C library is told to give back at once what is freed.
+Times are taken in turn, and divided round by round. On a GPU the most memory that an answer takes
+beyond the model itself is what torch's allocator says; on a CPU, the resident size of a process.
+So that no answer finds what an earlier one left, each has a process of its own; and so that a token
+more never takes less, the C library is told to give back at once what is freed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -18,12 +19,105 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
-from experiments.questions.throughput.speed import answer
-from experiments.testbed.timed_models import FULL, Condition, ModelSpec, random_context, scope_of
-from press_core import UnsupportedModelError, attention_sites
+from experiments.framework.shared import median_of
+from experiments.framework.timing import Array, Stopwatch, each_in_turn
+from experiments.testbed import timed_models
+from experiments.testbed.timed_models import FULL, Condition, ModelSpec, Opens, scope_of
+from press_core import UnsupportedModelError, attention_sites, cache_nbytes
+
+# ---- time ----------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def answer(
+    model: PreTrainedModel, ids: Tensor, opens: Opens, tokens: int
+) -> tuple[float, float, int]:
+    """Read a context and decode greedily, the scope open all the while.
+
+    Args:
+        ids: `(B, S)`.
+        tokens: to decode after the first.
+
+    Returns:
+        Seconds from the context to the first token, seconds of each further token, and bytes of the
+        cache after the first token.
+    """
+    with opens():
+        cache = DynamicCache(config=model.config)
+        watch = Stopwatch(model.device)
+        token = _next(model, ids, cache, logits_to_keep=1)
+        watch.lap()
+        n_bytes = cache_nbytes(cache)
+        watch.lap()
+        for _ in range(tokens):
+            token = _next(model, token, cache)
+        watch.lap()
+        first, _, rest = watch.seconds()
+    return first, rest / tokens, n_bytes
+
+
+def _next(model: Any, ids: Tensor, cache: DynamicCache, **more: Any) -> Tensor:
+    """`(B, 1)`, the likeliest next token."""
+    logits = model(input_ids=ids, past_key_values=cache, **more).logits
+    return logits[:, -1:].argmax(dim=-1)
+
+
+def speeds(
+    spec: ModelSpec,
+    asked: Sequence[Condition],
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    tokens: int,
+    rounds: int,
+    of_kvpress: Mapping[str, type[Any]] | None = None,
+    advance: Callable[[], object] = lambda: None,
+) -> Iterator[dict[str, Any]]:
+    """A row per context, batch and condition; see `Throughput.measure`.
+
+    Args:
+        asked: the conditions, `FULL` among them.
+        tokens: decoded in each answer, after the first.
+        rounds: in which all take their turn.
+        of_kvpress: its presses, where it is imported.
+        advance: called after each round.
+
+    Raises:
+        PressError: if the model does not suit a press; before anything is measured.
+    """
+    model = spec.load()
+    opened = {n: {one: scope_of(one, model, n, of_kvpress) for one in asked} for n in contexts}
+    for context, scopes in opened.items():
+        for batch in batches:
+            ids = timed_models.random_context(model, batch, context)
+
+            def timed(one: Condition, ids: Tensor = ids, scopes: Any = scopes) -> Any:
+                return answer(model, ids, scopes[one], tokens)
+
+            times = each_in_turn(list(scopes), timed, rounds=rounds, advance=advance)
+            for row in _rows(times, batch):
+                yield {"model": spec.name, "context": context, "batch": batch} | row
+
+
+def _rows(times: Mapping[Condition, Array], batch: int) -> Iterator[dict[str, Any]]:
+    for condition, taken in times.items():
+        first, step, held = taken.T
+        row = {**condition._asdict(), "rounds": len(taken)}
+        row |= median_of("first", first / times[FULL][:, 0], of="first_")
+        row |= median_of("speed", times[FULL][:, 1] / step, of="speed_")
+        hook = times.get(condition._replace(mechanism="hook"))
+        if hook is not None and condition.mechanism != "hook":
+            row |= median_of("speed_over_hook", hook[:, 1] / step, of="speed_over_hook_")
+        row |= {"first_ms": 1e3 * float(np.median(first))}
+        row |= {"tokens_per_s": batch / float(np.median(step))}
+        yield row | {"bytes": int(held[-1])}
+
+
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def peak_of(
@@ -64,7 +158,8 @@ def _in_process(
         for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
             libc.mallopt(parameter, 2**16)
     model = spec.load()
-    opens, ids = scope_of(condition, model, context), random_context(model, batch, context)
+    opens = scope_of(condition, model, context)
+    ids = timed_models.random_context(model, batch, context)
     answer(model, ids[:1, :16], scope_of(FULL, model, 16), tokens)  # threads and their buffers
     if model.device.type == "cuda":
         before = torch.cuda.memory_allocated()
