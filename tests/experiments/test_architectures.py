@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from experiments.questions.architectures.cells import (
 )
 from experiments.questions.architectures.decoders import build, decoders
 from experiments.questions.architectures.sweep import BAD, COLUMNS, condensed, measure, rows_of
+from press_core import PressError
 
 KNOWN = decoders()
 RESULTS = Path(__file__).parents[2] / "results"
@@ -107,6 +109,15 @@ FORMULA = "press_core.presses.keys.knorm_scores"
 FORGETFUL = "press_core.cache.pruned.PrunedLayer.get_seq_length"
 
 
+def _refusing(keys: Any) -> Any:
+    raise PressError("not after all")
+
+
+def _warning(keys: Any) -> Any:
+    warnings.warn("KnormPress: nothing is wrong", stacklevel=1)
+    return -keys.float().norm(dim=-1)
+
+
 @pytest.mark.parametrize(
     ("target", "planted", "outcome", "reason"),
     [
@@ -114,6 +125,8 @@ FORGETFUL = "press_core.cache.pruned.PrunedLayer.get_seq_length"
         # Positions that continue from what is stored, as they would in a cache that has forgotten.
         (FORGETFUL, lambda layer: layer.n_slots, "wrong", "logits are off"),
         (FORMULA, lambda keys: keys[1:][0], "crash", "IndexError: "),
+        (FORMULA, _refusing, "refused late", "PressError: not after all"),
+        (FORMULA, _warning, "false warning", "KnormPress: nothing"),
     ],
 )
 def test_a_planted_fault_is_found(
@@ -124,6 +137,7 @@ def test_a_planted_fault_is_found(
         cell = Cell("Knorm", mechanism, "eager", "default", padded=False)
         found, why = Bench(build(KNOWN["llama"])).outcome(cell)
         assert found == outcome
+        assert found in BAD
         assert reason in why
 
 

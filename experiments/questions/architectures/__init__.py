@@ -17,7 +17,7 @@ from experiments import UserError
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Experiment, Finding, Tables
 from experiments.framework.frames import heat_maps
-from experiments.framework.options import one_of, several
+from experiments.framework.options import checking, one_of, several
 from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
 from experiments.questions.architectures.cells import SUBJECTS
@@ -38,6 +38,8 @@ _REACHES = {
 }
 """By the worst outcomes of hook and patch."""
 
+_KNOWN = checking(decoders().__contains__, "{!r} is no decoder as llama is")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -45,7 +47,9 @@ class Options:
 
     type: Annotated[
         tuple[str, ...],
-        typer.Option(help="Model type or variant; repeatable.", show_default="all"),
+        typer.Option(
+            help="Model type or variant; repeatable.", show_default="all", callback=_KNOWN
+        ),
     ] = ()
     attention: Annotated[
         tuple[str, ...], several(str, "Attention implementation.", one_of(("eager", "sdpa")))
