@@ -55,7 +55,7 @@ MAX_WORDS = 25
 """Of a finding."""
 
 _BOLD = re.compile(r"\*\*(.+?)\*\*")
-_NUMBER = re.compile(r"\d[\d,.]*")
+_NUMBER = re.compile(r"-?\d[\d,.]*")
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,7 @@ class Finding:
     def number(self) -> float:
         """The number in bold, as it is written: 67 of "67%"."""
         (bold,) = _BOLD.findall(self.text)
-        sign = -1 if bold.startswith("-") else 1
-        return sign * float(_NUMBER.findall(bold)[0].replace(",", ""))
+        return float(_NUMBER.findall(bold)[0].replace(",", ""))
 
 
 @dataclass(frozen=True)

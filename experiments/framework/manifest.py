@@ -16,7 +16,6 @@ from typing import Annotated
 
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     StringConstraints,
     ValidationError,
@@ -36,11 +35,7 @@ UNFINISHED = "it was interrupted before everything was written"
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=100)]
 
 
-class _Read(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True)
-
-
-class Entry(_Read):
+class Entry(BaseModel, frozen=True, strict=True):
     """One experiment.
 
     Attributes:
@@ -70,7 +65,7 @@ class Entry(_Read):
         return [*(f"{name}.csv" for name in self.tables), *(f"{n}.svg" for n in self.figures)]
 
 
-class Manifest(_Read):
+class Manifest(BaseModel, frozen=True, strict=True):
     """A study: when, with what and on what it was begun, and what came of it.
 
     Attributes:

@@ -88,11 +88,10 @@ def plan_on(own: OwnModel, experiments: Sequence[AnyExperiment], only: Sequence[
     for each in _chosen(experiments, only):
         try:
             planned: Planned[Any] = each.on(own)
-        except LeftOutError as reason:
-            left_out[each.name] = str(reason)
-        else:
             told = f"{study} --only {each.name}", planned.duration(own), planned.note
             tasks.append(Task(each, planned.options, *told))
+        except LeftOutError as reason:
+            left_out[each.name] = str(reason)
     if only and left_out:
         said = "; ".join(f"{name} is left out: {reason}" for name, reason in left_out.items())
         raise UserError(f"on {own.name} {said}")

@@ -14,8 +14,7 @@ backend chosen, no setting of matplotlib changed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -40,19 +39,16 @@ NO_PRESS = "no press"
 _BLACK, ORANGE, GREEN = "#000000", "#E69F00", "#009E73"
 _BLUE, _VERMILLION, PURPLE, _GREY = "#0072B2", "#D55E00", "#CC79A7", "#8C8C8C"
 
-_MECHANISMS: dict[str, tuple[str, str]] = {
+MECHANISM_LOOKS: dict[str, tuple[str, str]] = {
     "bare": (_GREY, "D"),
     "hook": (_BLUE, "o"),
     "patch": (_VERMILLION, "s"),
     "kvpress": (GREEN, "^"),
 }
+"""The colour and the marker, in matplotlib's letters, of each mechanism in every figure."""
 
-
-@contextmanager
-def style() -> Iterator[None]:
-    """The study's settings of matplotlib, for as long as the block lasts."""
-    with matplotlib.rc_context(_STYLE):
-        yield
+style = partial(matplotlib.rc_context, _STYLE)
+"""Opens the study's settings of matplotlib, for as long as a block lasts."""
 
 
 def new_figure(
@@ -86,24 +82,6 @@ def new_figure(
 def press_label(name: str) -> str:
     """What figures and tables call a press: `"SnapKVPress"` is `"SnapKV"`."""
     return name.removesuffix("Press")
-
-
-def mechanism_colour(name: str) -> str:
-    """The colour of a mechanism ("hook", "patch", ...), the same in every figure.
-
-    Raises:
-        KeyError: if there is no such mechanism.
-    """
-    return _MECHANISMS[name][0]
-
-
-def mechanism_marker(name: str) -> str:
-    """The marker of a mechanism, in matplotlib's letters.
-
-    Raises:
-        KeyError: if there is no such mechanism.
-    """
-    return _MECHANISMS[name][1]
 
 
 _THEMED = {INK: "var(--ink)", _BLACK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--line)"}

@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from experiments.framework.experiment import Contrast
-from experiments.framework.plots import MUTED, mechanism_colour, mechanism_marker, new_figure, style
+from experiments.framework.plots import MECHANISM_LOOKS, MUTED, new_figure, style
 
 
 def ratio_figure(panels: Mapping[str, pd.DataFrame], what: str, mark: float = 1) -> Figure:
@@ -28,9 +28,7 @@ def ratio_figure(panels: Mapping[str, pd.DataFrame], what: str, mark: float = 1)
         for panel, (title, rows) in zip(axes, panels.items(), strict=True):
             panel.axvline(mark, color=MUTED, linewidth=1)
             for y, row in enumerate(rows.to_dict("records")):
-                colour, marker = (
-                    of(row["mechanism"]) for of in (mechanism_colour, mechanism_marker)
-                )
+                colour, marker = MECHANISM_LOOKS[row["mechanism"]]
                 panel.plot([row["low"], row["high"]], [y, y], color=colour)
                 panel.plot(row["ratio"], y, color=colour, marker=marker)
             panel.set_yticks(range(len(rows)), rows["label"])
@@ -56,7 +54,7 @@ def overview(contrasts: Sequence[Contrast]) -> Figure:
     with style():
         for panel, contrast in zip(axes, contrasts, strict=True):
             names, values = list(contrast.bars), list(contrast.bars.values())
-            colours = [mechanism_colour(_MECHANISMS.get(name, "bare")) for name in names]
+            colours = [MECHANISM_LOOKS[_MECHANISMS.get(name, "bare")][0] for name in names]
             bars = panel.barh(range(len(names)), values, 0.7, color=colours)
             panel.bar_label(bars, [f"{value:,.3g}" for value in values], padding=4)
             panel.set_yticks(range(len(names)), names)

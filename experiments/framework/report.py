@@ -78,14 +78,9 @@ def _duration(seconds: float) -> str:
 
 def _to_html(markdown: str) -> Markup:
     """Markdown as HTML, each table in a box of its own in which it can scroll sideways."""
-    html = _MARKDOWN.render(markdown)
     box = '<div class="scroll" tabindex="0" role="group" aria-label="Table"><table>'
-    html = html.replace("<table>", box)
+    html = _MARKDOWN.render(markdown).replace("<table>", box)
     return Markup(html.replace("</table>", "</table></div>"))
-
-
-def _svg(figure: Figure, name: str) -> Markup:
-    return Markup(svg(figure, salt=name))
 
 
 def _overview(parts: Iterable[Part], folder: Path) -> dict[str, Figure]:
@@ -122,7 +117,7 @@ def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
         inline=lambda markdown: Markup(_MARKDOWN.renderInline(markdown)),
         cell=_cell,
         duration=_duration,
-        svg=_svg,
+        svg=lambda figure, name: Markup(svg(figure, salt=name)),
     )
     context = {
         "question": QUESTION,

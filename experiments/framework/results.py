@@ -47,15 +47,10 @@ class Part:
         return f"{self.experiment.name}-{finding}"
 
 
-def write_table(table: pd.DataFrame, path: Path) -> None:
-    """Write a CSV file that `read_table` reads back as it was."""
-    table.to_csv(path, index=False, lineterminator="\n")
-
-
 def write_tables(tables: Tables, folder: Path) -> None:
-    """Write tables into a folder that is there, under their names."""
+    """Write tables into a folder that is there, under their names, for `read_table` to read."""
     for name, table in tables.items():
-        write_table(table, folder / f"{name}.csv")
+        table.to_csv(folder / f"{name}.csv", index=False, lineterminator="\n")
 
 
 def write_figures(figures: Mapping[str, Figure], folder: Path) -> None:
@@ -65,7 +60,7 @@ def write_figures(figures: Mapping[str, Figure], folder: Path) -> None:
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """A table that `write_table` wrote; only an empty cell means that a value is missing.
+    """A table that `write_tables` wrote; only an empty cell means that a value is missing.
 
     Raises:
         UserError: if there is none, or it is no table.

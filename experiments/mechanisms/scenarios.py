@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from experiments.framework.experiment import Experiment, Tables
-from experiments.framework.heatmap import OutcomeMatrix
+from experiments.framework.frames import OutcomeMatrix
 from experiments.framework.options import one_of
 from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
 from experiments.framework.wording import in_one_line
@@ -193,7 +193,7 @@ class Scenarios(Experiment[OptionsT]):
         return {self.name: pd.DataFrame(rows)}
 
     def matrix(self, tables: Tables) -> OutcomeMatrix:
-        return OutcomeMatrix.of(tables[self.name], self.columns[1], self.looks)
+        return OutcomeMatrix(tables[self.name], self.columns[1], self.looks)
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
         return {self.name: self.matrix(tables).figure(self.shows)}
