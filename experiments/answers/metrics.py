@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
 from functools import lru_cache, partial
 from importlib import import_module
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,13 +70,9 @@ def first(pattern: str) -> Metric:
 
 def first_numbers(prediction: str, answers: Sequence[str]) -> float:
     """Share of the numbers asked for up to the first wrong one (InfiniteBench's math_calc)."""
-    found = [int(digits) for digits in re.findall(r"[0-9]+", prediction)]
-    right = 0
-    for number, answer in zip(found, answers, strict=False):
-        if str(number) != answer.strip():
-            break
-        right += 1
-    return right / len(answers)
+    found = [str(int(digits)) for digits in re.findall(r"[0-9]+", prediction)]
+    pairs = zip(found, map(str.strip, answers), strict=False)
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs))) / len(answers)
 
 
 def code(prediction: str, answers: Sequence[str]) -> float:
@@ -128,25 +125,23 @@ def chinese_words(text: str) -> list[str]:
     return [word for word in map(_bare, _jieba().cut(text)) if word]
 
 
-def chinese_characters(text: str) -> list[str]:
-    """Characters without punctuation (InfiniteBench)."""
-    return list(_bare(text))
-
-
 def _bare(text: str) -> str:
     """The letters, digits and signs of a text in lower case, without punctuation and spaces."""
     return "".join(c for c in text.lower() if c.isalnum())
 
 
 def f1(
-    prediction: str, answers: Sequence[str], *, words: Callable[[str], list[str]] = english_words
+    prediction: str,
+    answers: Sequence[str],
+    *,
+    words: Callable[[str], Sequence[str]] = english_words,
 ) -> float:
     """Harmonic mean of precision and recall of words (SQuAD, LongBench), of the best reference."""
     found = words(prediction)
     return max(_overlap(found, words(answer)) for answer in answers)
 
 
-def _overlap(found: list[str], wanted: list[str]) -> float:
+def _overlap(found: Sequence[str], wanted: Sequence[str]) -> float:
     common = sum((Counter(found) & Counter(wanted)).values())
     return 2 * common / (len(found) + len(wanted)) if common else 0.0
 
@@ -204,7 +199,7 @@ METRICS: dict[str, Metric] = {
     "letter": first(r"\b[A-D]\b"),  # InfiniteBench: that stands alone
     "named_letter": first(r"The correct answer is[ *(]*([A-D])\b"),  # LongBench-v2
     "f1_zh": partial(f1, words=chinese_words),
-    "f1_characters": partial(f1, words=chinese_characters),
+    "f1_characters": partial(f1, words=_bare),
     "rouge_l": rouge,
     "rouge_l_zh": partial(rouge, chinese=True),
 }

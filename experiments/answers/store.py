@@ -181,9 +181,8 @@ def setup_of(settings: Settings) -> dict[str, Any]:
 
 def code_digest() -> str:
     """A digest of the sources that results hang on, whatever a commit says of them."""
-    parts = [_ROOT / part for part in _CODE]
-    kinds = ("*.py", "*.yaml")
-    return _digest([path for part in parts for kind in kinds for path in part.rglob(kind)], _ROOT)
+    patterns = [f"{part}/**/*.{kind}" for part in _CODE for kind in ("py", "yaml")]
+    return _digest([path for pattern in patterns for path in _ROOT.glob(pattern)], _ROOT)
 
 
 def model_fingerprint(name: str) -> str:

@@ -18,7 +18,7 @@ import pandas as pd
 import torch
 from transformers import Cache, PreTrainedModel
 
-from experiments.framework.intervals import median_interval
+from experiments.framework.shared import median_of
 from experiments.framework.timing import Stopwatch, each_in_turn
 from experiments.testbed.compare import Inputs
 from experiments.testbed.variants import VARIANTS, kept_in
@@ -124,11 +124,9 @@ def decode_times(
     n_bytes, full = {name: cache_nbytes(cache) for name, (cache, _) in held.items()}, Timed(FULL)
     rows = []
     for name, seconds in times.items():
-        ratios = seconds / times[full]
-        low, high = median_interval(ratios)
         rows.append(
-            {"context": context, "condition": name.condition, "ratio": name.ratio}
-            | {"time": float(np.median(ratios)), "low": low, "high": high}
+            {"context": context, **name._asdict()}
+            | median_of("time", seconds / times[full])
             | {"ms": 1e3 * float(np.median(seconds))}
             | {"full_ms": 1e3 * float(np.median(times[full]))}
             | {"bytes": n_bytes[name], "full_bytes": n_bytes[full], "rounds": len(seconds)}

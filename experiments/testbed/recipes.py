@@ -30,7 +30,6 @@ from experiments.framework.plots import press_label
 from experiments.testbed.compare import Inputs, PressPair
 from press_core import HyperparameterError, Needs, PressError
 from press_core.budget import n_kept
-from press_core.presses.finch import Finch
 from press_core.probe import attention_sites
 from press_core.replay.kvzip import KVzip, RepeatPrompts
 from press_core.scope import InstalledPress, bound_to
@@ -127,11 +126,6 @@ _FIELDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding=
 _FIELDS["usual"]["FinchPress"] = {"delimiter_token_id": DELIMITER}
 for _name in ("KVgradPress", "KVzipPress", "RestoreKVPress"):
     _FIELDS["short"][_name] = {"chunk_size": 24, "prompts": PROMPTS}
-
-
-def told_delimiter(press: InstalledPress, token_id: int) -> InstalledPress:
-    """`press`; a FinchPress with the token that ends a context."""
-    return replace(press, delimiter_token_id=token_id) if isinstance(press, Finch) else press
 
 
 # ---- what presses have to know about a model -----------------------------------------------------

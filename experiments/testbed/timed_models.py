@@ -20,7 +20,7 @@ from experiments.framework.plots import NO_PRESS
 from experiments.loading import load_model, short_name
 from experiments.testbed.compare import Inputs
 from experiments.testbed.families import build
-from experiments.testbed.recipes import MECHANISMS, recipe, suited_pair, told_delimiter
+from experiments.testbed.recipes import MECHANISMS, recipe, suited_pair
 
 DELIMITER = 0
 """In every context, for FinchPress: a token that the bare model knows too."""
@@ -116,7 +116,8 @@ def scope_of(
     press: Any
     if mechanism in MECHANISMS:
         press = suited_pair(name, ratio, context, model)._asdict()[mechanism]
-        press = told_delimiter(press, DELIMITER)
+        if name == "FinchPress":
+            press = replace(press, delimiter_token_id=DELIMITER)
         if name == "ThinKPress":
             press = replace(press, free_memory=True)
     else:

@@ -160,10 +160,6 @@ def _answers(value: Any) -> tuple[str, ...]:
     return tuple(str(answer) for answer in values if answer is not None and str(answer).strip())
 
 
-def _read() -> dict[str, Published]:
-    text = Path(__file__).with_name("published.yaml").read_text(encoding="utf-8")
-    return TypeAdapter(dict[str, Published]).validate_python(yaml.safe_load(text))
-
-
-SETS = _read()
+_TEXT = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+SETS = TypeAdapter(dict[str, Published]).validate_python(yaml.safe_load(_TEXT))
 """Every published set by its name."""
