@@ -216,6 +216,8 @@ _EVEN = (
     *("EntropyGatedChunkKVPress", "MergingPress"),
 )
 
+_WHILE_DECODING = ("CAMPress", "CompressionRatioDecodingPress", "DecodingPress")
+
 
 def _alike(names: str, drawn: SearchStrategy[Any]) -> dict[str, SearchStrategy[Any]]:
     return dict.fromkeys(names.split(), drawn)
@@ -229,12 +231,7 @@ FIELDS: dict[str, SearchStrategy[Any]] = {
     **_alike("press base_press", st.deferred(lambda: press_pairs(*SCORERS))),
     **_alike("presses", st.deferred(lambda: st.lists(press_pairs(*_EVEN), min_size=1, max_size=3))),
     **_alike("prefilling_press", st.deferred(lambda: press_pairs(*_EVEN))),
-    **_alike(
-        "decoding_press",
-        st.deferred(
-            lambda: press_pairs("CAMPress", "CompressionRatioDecodingPress", "DecodingPress")
-        ),
-    ),
+    **_alike("decoding_press", st.deferred(lambda: press_pairs(*_WHILE_DECODING))),
     **_alike("n_sink num_sinks sink window sink_size sink_size_start", st.integers(0, 6)),
     **_alike("sink_size_end n_initial n_retained", st.integers(0, 4)),
     **_alike("compression_interval n_last", st.integers(1, 3)),
@@ -331,8 +328,7 @@ def nestable_pairs() -> SearchStrategy[PressPair]:
     """Pairs of presses that may be opened inside each other, and in any order."""
     alone = {
         *("ComposedPress", "FinchPress", "KVzapPress", "ExpectedAttentionStatsPress"),
-        *("CAMPress", "CompressionRatioDecodingPress", "DecodingPress", "PrefillDecodingPress"),
-        *("KVComposePress", "PerLayerCompressionPress"),
+        *("KVComposePress", "PerLayerCompressionPress", "PrefillDecodingPress", *_WHILE_DECODING),
     }
     return press_pairs(
         *(

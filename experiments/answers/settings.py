@@ -63,9 +63,9 @@ def _listed(value: Any) -> Any:
 
 ValueT = TypeVar("ValueT")
 Several = Annotated[tuple[ValueT, ...], BeforeValidator(_listed)]
+AtLeastOne = Annotated[Several[ValueT], Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-_AT_LEAST_ONE = Field(min_length=1)
 
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
@@ -80,16 +80,14 @@ class Grid:
 
     model: Annotated[str, typer.Option(help="Shipped model, folder or hub id.")] = "facts-llama"
     press: Annotated[
-        Several[str],
-        _AT_LEAST_ONE,
+        AtLeastOne[str],
         typer.Option(
             help="Press as text, such as AdaKVPress(SnapKVPress(window_size=32)); repeat it for "
             "several. `ratio` or `budget` in it stands for what it is told."
         ),
     ] = STUDIED
     ratio: Annotated[
-        Several[Share],
-        _AT_LEAST_ONE,
+        AtLeastOne[Share],
         typer.Option(
             help="Share of the tokens to evict; 0: no press. Repeat it for several. With a budget "
             "and no ratio: 0.",
@@ -102,11 +100,10 @@ class Grid:
         ),
     ] = ()
     mechanism: Annotated[
-        Several[Literal["hook", "patch"]], _AT_LEAST_ONE, typer.Option(help="hook or patch.")
+        AtLeastOne[Literal["hook", "patch"]], typer.Option(help="hook or patch.")
     ] = ("hook", "patch")
     dataset: Annotated[
-        Several[str],
-        _AT_LEAST_ONE,
+        AtLeastOne[str],
         typer.Option(
             help="NAME, NAME/TASK, NAME@LENGTH or NAME/TASK@LENGTH; repeat it for several. NAME is "
             f"one of {', '.join(SOURCES)}."

@@ -113,15 +113,12 @@ class Inputs:
     def with_delimiter(self, token_id: int, question: int) -> Inputs:
         """The same with the token `token_id` in the context of each row, `question` tokens from its
         end or, in rows that are shorter, after their first."""
-        context = self.context.clone()
-        lengths = torch.full((len(context),), context.shape[1])
-        if self.attention_mask is not None:
-            lengths = self.attention_mask.sum(dim=-1)
-        place = context.shape[1] - 1 - torch.minimum(torch.tensor(question), lengths - 1)
-        at = torch.arange(len(context)), place.clamp(max=context.shape[1] - 2)
-        context[at], mask = token_id, self.attention_mask
-        if mask is not None:
-            mask = mask.index_put(at, torch.tensor(1))
+        last, mask = self.context.shape[1] - 1, self.attention_mask
+        lengths = (torch.ones_like(self.context) if mask is None else mask).sum(dim=-1)
+        place = last - (lengths - 1).clamp(max=question)
+        at = torch.arange(len(place)), place.clamp(max=last - 1)
+        context = self.context.index_put(at, torch.tensor(token_id))
+        mask = None if mask is None else mask.index_put(at, torch.tensor(1))
         return replace(self, context=context, attention_mask=mask)
 
     @property
@@ -233,14 +230,19 @@ def compare(
     Raises:
         PressError: if both mechanisms refuse.
     """
-    runs = [_run_or_refusal(model, presses, inputs) for presses in (hook, patch)]
-    refusals = [run if isinstance(run, PressError) else None for run in runs]
-    if refusals[0] is not None and type(refusals[0]) is type(refusals[1]):
-        raise refusals[0]
-    if any(refusals):
-        said = (f"{type(r).__name__}: {r}" if r else "runs" for r in refusals)
-        return Difference("refusals", next(said), next(said))
-    return next(_differences(*(run for run in runs if isinstance(run, Trace))), None)
+    runs: list[Trace | PressError] = []
+    for presses in (hook, patch):
+        try:
+            runs.append(run(model, presses, inputs))
+        except PressError as refusal:
+            runs.append(refusal)
+    first, second = runs
+    if isinstance(first, Trace) and isinstance(second, Trace):
+        return next(_differences(first, second), None)
+    if isinstance(first, PressError) and type(first) is type(second):
+        raise first
+    said = ("runs" if isinstance(r, Trace) else f"{type(r).__name__}: {r}" for r in runs)
+    return Difference("refusals", next(said), next(said))
 
 
 def run(model: PreTrainedModel, presses: Presses, inputs: Inputs) -> Trace:
@@ -260,13 +262,6 @@ def run(model: PreTrainedModel, presses: Presses, inputs: Inputs) -> Trace:
             logits.append(output.logits)
             pruned = pruned or _states(cache)
     return Trace(pruned, _states(cache), logits)
-
-
-def _run_or_refusal(model: PreTrainedModel, presses: Presses, inputs: Inputs) -> Trace | PressError:
-    try:
-        return run(model, presses, inputs)
-    except PressError as refusal:
-        return refusal
 
 
 def _states(cache: DynamicCache) -> list[LayerState]:
