@@ -145,8 +145,7 @@ def _run(task: Task, versions: dict[str, str], folder: Path, console: Console) -
     except Exception as failure:
         error = in_one_line(failure)
         console.print(traceback.format_exc(), markup=False, highlight=False)
-    seconds = round(perf_counter() - start, 2)
-    yield entry.model_copy(update={"error": error, "seconds": seconds})
+    yield entry.model_copy(update={"error": error, "seconds": round(perf_counter() - start, 2)})
 
 
 def former_study(

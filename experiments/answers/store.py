@@ -166,14 +166,13 @@ _ENDS = 2**20  # bytes of a file, at its start and its end, that tell it from an
 def setup_of(settings: Settings) -> dict[str, Any]:
     """The settings that cells share, the model and the versions; `made_with` is for information."""
     made_with = environment_info()
-    versions = made_with.pop("versions")
     made_with.pop("seed")
     shared = {name: value for name, value in asdict(settings).items() if name not in SWEPT}
     shared["threads"] = settings.threads or torch.get_num_threads()
     return {
         **shared,
         "model_fingerprint": model_fingerprint(settings.model),
-        "versions": versions,
+        "versions": made_with.pop("versions"),
         "code": code_digest(),
         "made_with": made_with,
     }

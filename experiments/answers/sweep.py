@@ -144,8 +144,8 @@ command = with_flags(_sweep, Settings(), _sweep.__doc__)
 def _results(results: pd.DataFrame) -> Table:
     table = Table(box=SIMPLE_HEAD)
     for name in ("dataset", "press", "asked for", "evicted", "mechanism", "right in %"):
-        justify = "right" if name in ("asked for", "evicted", "right in %") else "left"
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        words = name in ("dataset", "press", "mechanism")
+        table.add_column(name, justify="left" if words else "right", no_wrap=True)
     for row in results.to_dict("records"):
         ends = 100 * row["low"], 100 * row["high"]
         known = not pd.isna(row["score"])

@@ -35,8 +35,7 @@ def command_of(experiment: AnyExperiment) -> Callable[..., None]:
     def run(flags: dict[str, Any], output: _Output = None) -> None:
         if output is not None:
             check_writable(output)
-        options = replace(experiment.full, **flags)
-        tables = measured(experiment, options, progress_bar())
+        tables = measured(experiment, replace(experiment.full, **flags), progress_bar())
         show(experiment, tables, Console())
         if output is not None:
             write_tables(tables, output)

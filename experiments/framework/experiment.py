@@ -186,8 +186,7 @@ class Experiment(ABC, Generic[OptionsT]):
         names = {field.name for field in fields(quick)}
         if "model" not in names:
             raise LeftOutError(self.left_out)
-        several = isinstance(quick.model, tuple)
-        model = (own.model,) if several else own.model
+        model = (own.model,) if isinstance(quick.model, tuple) else own.model
         told = {"model": model, "dtype": own.dtype, "device": own.device}
         told = {name: value for name, value in told.items() if name in names}
         return replace(quick, **(told | changed))

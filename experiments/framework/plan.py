@@ -70,8 +70,7 @@ def plan_study(
     """
     tasks = []
     for each in _chosen(experiments, only):
-        own = full or each.quick == each.full
-        repeat = each.name if own else f"study --only {each.name}"
+        repeat = each.name if full or each.quick == each.full else f"study --only {each.name}"
         options = each.full if full else each.quick
         tasks.append(Task(each, options, f"python -m experiments {repeat}"))
     return Plan(tasks, quick=not full, adding=bool(only))

@@ -68,8 +68,7 @@ def fill(text: str, contents: Mapping[str, str]) -> str:
 
     def filled(block: re.Match[str]) -> str:
         if unknown := [name for name in block[1].split() if name not in contents]:
-            known = ", ".join(contents)
-            raise UserError(f"no table is called {unknown[0]!r}; there are {known}")
+            raise UserError(f"no table is called {unknown[0]!r}; there are {', '.join(contents)}")
         shown = "\n".join(contents[name].strip() for name in block[1].split())
         return f"<!-- table: {block[1]} -->\n\n{shown}\n\n<!-- /table -->"
 

@@ -134,8 +134,7 @@ class Inputs:
             arguments = {"input_ids": ids}
             past += ids.shape[1]
             if self.attention_mask is not None:
-                n_new = past - self.context.shape[1]
-                new = torch.ones(len(ids), n_new, dtype=torch.int64)
+                new = torch.ones(len(ids), past - self.context.shape[1], dtype=torch.int64)
                 mask = torch.cat((self.attention_mask, new), dim=1)
                 positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
                 arguments |= {"attention_mask": mask, "position_ids": positions}
@@ -258,8 +257,7 @@ def run(model: PreTrainedModel, presses: Presses, inputs: Inputs) -> Trace:
         for press in presses if isinstance(presses, Sequence) else [presses]:
             scopes.enter_context(press(model))
         for arguments in inputs.forwards(model.device):
-            output = model(**arguments, past_key_values=cache, use_cache=True)
-            logits.append(output.logits)
+            logits.append(model(**arguments, past_key_values=cache, use_cache=True).logits)
             pruned = pruned or _states(cache)
     return Trace(pruned, _states(cache), logits)
 

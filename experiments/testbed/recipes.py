@@ -113,8 +113,7 @@ def _amount(name: str, ratio: float, length: int, told: Mapping[str, Any]) -> di
             return {"max_capacity": max(5, kept)}
         case "ThinKPress":
             return {"key_channel_compression_ratio": ratio}
-    wraps = "parts" in told or "presses" in told
-    return {} if wraps else {"compression_ratio": ratio}
+    return {} if "parts" in told or "presses" in told else {"compression_ratio": ratio}
 
 
 def recipe_pair(name: str, ratio: float, length: int | None = None) -> PressPair:

@@ -6,7 +6,7 @@ says what is open on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -88,10 +88,9 @@ Opens = Callable[[], AbstractContextManager[Any]]
 
 
 def conditions(
-    presses: Iterable[str], ratios: Iterable[float], mechanisms: Iterable[str] = tuple(MECHANISMS)
+    presses: Collection[str], ratios: Collection[float], mechanisms: Collection[str] = MECHANISMS
 ) -> list[Condition]:
     """The model without a press, and every press at every ratio with every mechanism."""
-    ratios, mechanisms = tuple(ratios), tuple(mechanisms)
     named = [Condition(p, m, ratio) for p in presses for ratio in ratios for m in mechanisms]
     return [FULL, *named]
 

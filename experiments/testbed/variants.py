@@ -176,8 +176,7 @@ def mask_by_hook(model: nn.Module, kept: Kept) -> Iterator[None]:
     with ExitStack() as opened:
         for site, heads in sites_of(model, kept):
             hook = partial(_replace_mask, site, heads)
-            handle = site.module.register_forward_pre_hook(hook, with_kwargs=True)
-            opened.callback(handle.remove)
+            opened.enter_context(site.module.register_forward_pre_hook(hook, with_kwargs=True))
         yield
 
 
