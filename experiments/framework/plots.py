@@ -14,14 +14,18 @@ backend chosen, no setting of matplotlib changed.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from experiments.framework.experiment import Contrast
 
 _STYLE: Any = matplotlib.rc_params_from_file(
     Path(__file__).with_name("study.mplstyle"), use_default_template=False
@@ -46,6 +50,9 @@ MECHANISM_LOOKS: dict[str, tuple[str, str]] = {
     "kvpress": (GREEN, "^"),
 }
 """The colour and the marker, in matplotlib's letters, of each mechanism in every figure."""
+
+_OF_BARS = {"hooks": "hook", "patches": "patch"}
+"""Mechanisms by what a `Contrast` calls them."""
 
 style = partial(matplotlib.rc_context, _STYLE)
 """Opens the study's settings of matplotlib, for as long as a block lasts."""
@@ -83,6 +90,65 @@ def press_label(name: str) -> str:
     """What figures and tables call a press: `"SnapKVPress"` is `"SnapKV"`."""
     return name.removesuffix("Press")
 
+
+# ---- numbers side by side -----------------------------------------------------------------------
+
+
+def ratio_figure(panels: Mapping[str, pd.DataFrame], what: str, mark: float = 1) -> Figure:
+    """A panel for each table.
+
+    Args:
+        panels: by title; columns `label`, `mechanism`, `ratio`, `low`, `high`.
+        what: is divided by what.
+        mark: where a line is drawn: what makes no difference.
+    """
+    heights = [len(rows) for rows in panels.values()]
+    height = 0.5 + 0.45 * len(panels) + 0.19 * sum(heights)
+    shared: dict[str, Any] = {"sharex": True, "height_ratios": heights}
+    figure, axes = new_figure(len(panels), width=5.2, height=height, **shared)
+    with style():
+        for panel, (title, rows) in zip(axes, panels.items(), strict=True):
+            panel.axvline(mark, color=MUTED, linewidth=1)
+            for y, row in enumerate(rows.to_dict("records")):
+                colour, marker = MECHANISM_LOOKS[row["mechanism"]]
+                panel.plot([row["low"], row["high"]], [y, y], color=colour)
+                panel.plot(row["ratio"], y, color=colour, marker=marker)
+            panel.set_yticks(range(len(rows)), rows["label"])
+            panel.set_ylim(len(rows) - 0.4, -0.6)
+            panel.grid(visible=False, axis="y")
+            panel.set_title(title)
+        axes[-1].set_xlabel(what)
+    return figure
+
+
+def overview(contrasts: Sequence[Contrast]) -> Figure:
+    """A panel for each contrast, with a bar for each of its numbers."""
+    heights = [len(contrast.bars) for contrast in contrasts]
+    figure, axes = new_figure(
+        len(contrasts),
+        width=5.2,
+        height=0.3 * sum(heights) + 0.45 * len(contrasts),
+        height_ratios=heights,
+    )
+    with style():
+        for panel, contrast in zip(axes, contrasts, strict=True):
+            names, values = list(contrast.bars), list(contrast.bars.values())
+            colours = [MECHANISM_LOOKS[_OF_BARS.get(name, "bare")][0] for name in names]
+            bars = panel.barh(range(len(names)), values, 0.7, color=colours)
+            panel.bar_label(bars, [f"{value:,.3g}" for value in values], padding=4)
+            panel.set_yticks(range(len(names)), names)
+            panel.set(xlim=(0, 1.15 * max(*values, 1e-9)), xticks=[])
+            panel.invert_yaxis()
+            panel.grid(False)
+            panel.spines["bottom"].set_visible(False)
+            panel.set_title(contrast.title)
+    figure.set_label(
+        "Hooks and patches side by side; in grey the worst of the other mechanisms, where tried"
+    )
+    return figure
+
+
+# ---- files and pages ----------------------------------------------------------------------------
 
 _THEMED = {INK: "var(--ink)", _BLACK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--line)"}
 """Colours that a page sets for its light and its dark mode."""

@@ -23,9 +23,8 @@ from experiments import QUESTION, load_experiments
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import AnyExperiment, Finding
 from experiments.framework.manifest import read_manifest, write_manifest
-from experiments.framework.plots import svg
+from experiments.framework.plots import overview, svg
 from experiments.framework.quotable import quotable
-from experiments.framework.ratios import overview
 from experiments.framework.results import Part, drawn, read_parts, write_figures
 from experiments.loading import short_name
 

@@ -27,8 +27,8 @@ from experiments.framework.options import one_of
 from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
 from experiments.framework.wording import in_one_line
 from experiments.mechanisms.contain import contained
+from experiments.testbed.compare import Response, random_tokens, states_of
 from experiments.testbed.families import FAMILIES, build
-from experiments.testbed.response import Response, random_tokens, states_of
 
 OptionsT = TypeVar("OptionsT")
 

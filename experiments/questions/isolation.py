@@ -25,8 +25,8 @@ from experiments.framework.experiment import Claim, Contrast, Finding, Tables
 from experiments.framework.tables import ResultTable
 from experiments.mechanisms import MECHANISMS, OURS, scenarios
 from experiments.mechanisms.contain import contained
+from experiments.testbed.compare import Response
 from experiments.testbed.families import build
-from experiments.testbed.response import Response
 from press_core import attention_sites
 
 RATIO, OTHER_RATIO = 0.5, 0.25

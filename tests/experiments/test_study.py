@@ -16,7 +16,7 @@ from experiments.framework import plots, report
 from experiments.framework.evidence import Evidence
 from experiments.framework.experiment import Contrast, Finding
 from experiments.framework.manifest import MANIFEST
-from experiments.framework.ratios import overview
+from experiments.framework.plots import overview
 from experiments.framework.readme import blocks
 from experiments.framework.report import MAX_ROWS, write_report
 from experiments.framework.results import read_parts, read_table, write_tables

@@ -6,19 +6,12 @@ as `? alice`. Lengths are words of the context.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from experiments import UserError
-from experiments.answers.sample import Sample
+from experiments.answers.sample import Sample, Wanted
 from experiments.testbed.asking import check_vocabulary
 from experiments.testbed.facts import draw
-
-if TYPE_CHECKING:
-    from experiments.answers.settings import Settings
-
 
 TASKS: dict[str, tuple[int, int]] = {
     "single": (1, 1),
@@ -29,14 +22,13 @@ TASKS: dict[str, tuple[int, int]] = {
 needles; several needles from the same compressed context."""
 
 
-def make(
-    task: str, length: int, settings: Settings, tokenizer: PreTrainedTokenizerBase
-) -> list[Sample]:
+def make(wanted: Wanted) -> list[Sample]:
     """The samples of a task.
 
     Raises:
         UserError: if the model speaks other words, or the context is too short for its facts.
     """
+    task, length, settings, tokenizer = wanted
     check_vocabulary(tokenizer, settings.model)
     n_facts, asked = TASKS[task]
     n_contexts = -(-settings.samples // asked)

@@ -10,19 +10,15 @@ import ast
 import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
-from transformers import PreTrainedTokenizerBase
 
 from experiments import UserError
 from experiments.answers.metrics import UNKNOWN, library
-from experiments.answers.sample import Sample
-
-if TYPE_CHECKING:
-    from experiments.answers.settings import Settings
+from experiments.answers.sample import Sample, Wanted
 
 Columns = Mapping[str, tuple[str, ...]]
 """From what is needed to the names that a column with it may have."""
@@ -68,32 +64,27 @@ class Published:
         return tuple(self.metrics)
 
 
-def make(
-    name: str, task: str, length: int, settings: Settings, tokenizer: PreTrainedTokenizerBase
-) -> list[Sample]:
+def make(name: str, wanted: Wanted) -> list[Sample]:
     """Samples of a task of the published set called `name`, chosen by the seed."""
-    published = SETS[name]
-    rows = rows_of(published, name, task, length, settings.data)
-    samples = samples_of(published, name, task, rows)
+    published, settings = SETS[name], wanted.settings
+    samples = samples_of(published, name, wanted.task, rows_of(published, name, wanted))
     if not samples:
-        raise UserError(f"{name} has no rows of the task {task!r} in {published.hub}")
+        raise UserError(f"{name} has no rows of the task {wanted.task!r} in {published.hub}")
     # A choice that does not hang on the order of the rows, in that order.
     few = min(settings.samples, len(samples))
     chosen = random.Random(settings.seed).sample(range(len(samples)), few)
     return [samples[index] for index in sorted(chosen)]
 
 
-def rows_of(
-    published: Published, name: str, task: str, length: int, data: str | None
-) -> Iterable[Mapping[str, Any]]:
+def rows_of(published: Published, name: str, wanted: Wanted) -> Iterable[Mapping[str, Any]]:
     """The rows of a repository, checked for the columns that are needed.
 
-    Args:
-        data: folder that holds a copy of the repository in a folder `name`; None: the hub.
+    They are those of the hub, or of a copy in a folder `name` of the settings' `data`.
 
     Raises:
         UserError: if it cannot be loaded, or lacks a column.
     """
+    task, length, data = wanted.task, wanted.length, wanted.settings.data
     source = published.hub if data is None else str(Path(data).expanduser() / name)
     where: dict[str, Any] = {"split": published.split}
     where |= {"name": published.config.format(task)} if published.task_is == "config" else {}

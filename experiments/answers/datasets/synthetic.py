@@ -12,17 +12,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count, pairwise
-from typing import TYPE_CHECKING, NamedTuple
-
-from transformers import PreTrainedTokenizerBase
+from typing import NamedTuple
 
 from experiments import UserError
-from experiments.answers.sample import Sample
+from experiments.answers.sample import Sample, Wanted
 from experiments.testbed.facts import FILLER, KEYS, VALUES
-
-if TYPE_CHECKING:
-    from experiments.answers.settings import Settings
-
 
 Draft = tuple[str, str, str, tuple[str, ...]]
 """Context, question, answer prefix and answers of a sample."""
@@ -41,14 +35,13 @@ class Task(NamedTuple):
     metric: str = "match_all"
 
 
-def make(
-    name: str, length: int, settings: Settings, tokenizer: PreTrainedTokenizerBase
-) -> list[Sample]:
+def make(wanted: Wanted) -> list[Sample]:
     """Samples whose context, question and answer take at most `length` tokens.
 
     Raises:
         UserError: if the task does not fit into so few.
     """
+    name, length, settings, tokenizer = wanted
     task = TASKS[name]
     room = length - task.max_new_tokens
 

@@ -32,7 +32,7 @@ from experiments.framework.frames import wide_table
 from experiments.framework.intervals import METHOD, bracket, bracketed
 from experiments.framework.options import Device, Dtype
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
-from experiments.framework.ratios import ratio_figure
+from experiments.framework.plots import ratio_figure
 from experiments.framework.tables import ResultTable
 from experiments.loading import load_model, short_name
 from experiments.questions.headwise.budgets import ALL, compare
