@@ -84,18 +84,18 @@ def _attempt(run: Callable[[Work], Result], piece: Work) -> Result | Failure:
 
 
 def _start(ray: Any, address: str | None) -> None:
-    # Workers import this package from where this process has it, installed or not.
-    here = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
-    environment = {"env_vars": {"PYTHONPATH": path}} if address is None else None
-    options: dict[str, Any] = {"runtime_env": environment, "log_to_driver": False}
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if address is None:
-        options["include_dashboard"] = False
+        # Workers import this package from where this process has it, installed or not.
+        here = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+        own = {"env_vars": {"PYTHONPATH": path}}
+        options |= {"runtime_env": own, "include_dashboard": False}
     try:
         host, _, port = (address or "").rpartition(":")
         if port.isdecimal() and "//" not in host:  # Ray itself would try for minutes
             socket.create_connection((host, int(port)), timeout=10).close()
-        ray.init(address=address, logging_level="error", **options)
+        ray.init(address=address, **options)
     except OSError as error:  # ConnectionError is one
         raise UserError(f"there is no Ray cluster at {address!r}: {error}") from error
 

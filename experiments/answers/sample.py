@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -11,8 +10,7 @@ if TYPE_CHECKING:  # which lists the datasets by name
     from experiments.answers.settings import Settings
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """One question about one context. Samples with the same context may share its cache.
 
     Attributes:

@@ -36,7 +36,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -95,8 +95,7 @@ class Finding:
         return float(_NUMBER.findall(bold)[0].replace(",", ""))
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(NamedTuple):
     """How a finding is measured again in about a minute.
 
     Attributes:
@@ -108,8 +107,7 @@ class Claim:
     within: float = 0.0
 
 
-@dataclass(frozen=True)
-class Contrast:
+class Contrast(NamedTuple):
     """Hooks against patches in one number each, for the report's first figure.
 
     Attributes:

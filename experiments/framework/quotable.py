@@ -50,7 +50,7 @@ def joined(tables: Tables) -> pd.DataFrame:
     whole = timed.loc[timed["press"] == NO_PRESS, "bytes"].max()
     timed = timed.set_index(_PLACE)
     logits = _of(tables, "error_logits", "logit_error").set_index(_PLACE)
-    columns: dict[str, Any] = {
+    columns = {
         "facts": answers["mean"].where(answers["size"] == quality["question"].nunique()),
         "pipeline": asked.groupby(_PLACE)["score"].mean(),
         "first token": timed["first"],
@@ -59,7 +59,7 @@ def joined(tables: Tables) -> pd.DataFrame:
         "logit error": logits["logit_error"],
         "asked": answers["mean"],  # also presses that have to see the question
     }
-    found = pd.DataFrame({name: column.astype(float) for name, column in columns.items()})
+    found = pd.DataFrame(columns).astype(float)
     found["right"] = found["facts"].fillna(found["pipeline"]).fillna(0)
     ordered = found[found[["asked", "pipeline"]].notna().any(axis=1)].sort_values(
         by=["ratio", "right", "press"], ascending=[True, False, True]

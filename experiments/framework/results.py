@@ -8,8 +8,9 @@ better layout, without running anything.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -20,8 +21,7 @@ from experiments.framework.manifest import Entry, check_names, read_manifest
 from experiments.framework.plots import save
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """What a study's folder holds of one experiment: tables by name, and what is noted of it."""
 
     experiment: AnyExperiment

@@ -7,7 +7,6 @@ is one token, so a sample can be used as tensors (`draw`) or as text (`FactBatch
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,8 +51,7 @@ class FactText(NamedTuple):
     answers: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class FactBatch:
+class FactBatch(NamedTuple):
     """A batch of contexts, each with the questions about its facts, as int64 tensors.
 
     Attributes:

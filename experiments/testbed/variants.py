@@ -25,9 +25,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -60,8 +59,7 @@ FAR = 1e3
 """How far below zero a logit has to be to vanish from any softmax."""
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """One way to decode, a "condition" in the tables.
 
     Attributes:

@@ -114,11 +114,12 @@ def samples_of(
     Raises:
         UserError: naming a row without context or answers.
     """
-    samples = []
+    samples, columns = [], published.required.items()
     for number, row in enumerate(rows):
         if published.task_is == "column" and row["task"] != task:
             continue
-        found = {key: _first(row, names) for key, names in published.required.items()}
+        held = {name: value for name, value in row.items() if value is not None}
+        found = {k: next((held[n] for n in names if n in held), None) for k, names in columns}
         metric = published.metrics[task]
         answers = _answers(found.get("answers"))
         if not str(found["context"] or "").strip() or not (answers or metric == UNKNOWN):
@@ -137,10 +138,6 @@ def samples_of(
             )
         )
     return samples
-
-
-def _first(row: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    return next((row[name] for name in names if row.get(name) is not None), None)
 
 
 def _answers(value: Any) -> tuple[str, ...]:
