@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -37,6 +39,16 @@ Each has an `EXPERIMENT`, an `experiments.framework.experiment.Experiment`.
 
 class UserError(Exception):
     """What was asked for cannot be done; the message says why, and what to ask for instead."""
+
+
+@contextmanager
+def refusing(what: str, *errors: type[Exception], advice: str = "") -> Iterator[None]:
+    """Make a `UserError` of `errors` of the block: what cannot be done, why, and what to do."""
+    try:
+        yield
+    except errors as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UserError(f"{what}: {reason:.300}{advice}") from error
 
 
 def load_experiments() -> list[AnyExperiment]:

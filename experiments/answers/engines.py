@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from experiments import UserError
+from experiments import UserError, refusing
 from experiments.framework.wording import in_one_line
 
 Work = TypeVar("Work")
@@ -91,13 +91,11 @@ def _start(ray: Any, address: str | None) -> None:
         path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
         own = {"env_vars": {"PYTHONPATH": path}}
         options |= {"runtime_env": own, "include_dashboard": False}
-    try:
+    with refusing(f"there is no Ray cluster at {address!r}", OSError):  # ConnectionError is one
         host, _, port = (address or "").rpartition(":")
         if port.isdecimal() and "//" not in host:  # Ray itself would try for minutes
             socket.create_connection((host, int(port)), timeout=10).close()
         ray.init(address=address, **options)
-    except OSError as error:  # ConnectionError is one
-        raise UserError(f"there is no Ray cluster at {address!r}: {error}") from error
 
 
 def _check_room(ray: Any, cpus: float, gpus: float) -> None:

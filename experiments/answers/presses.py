@@ -16,7 +16,7 @@ from contextlib import suppress
 from inspect import signature
 from typing import Any, NamedTuple
 
-from experiments import UserError
+from experiments import UserError, refusing
 from experiments.testbed.recipes import MECHANISMS, Presses
 from press_core import HyperparameterError, Tokens
 from press_core.budget import Amount
@@ -125,13 +125,10 @@ class _Maker(NamedTuple):
                 f"{', '.join(sorted(self.presses))}"
             )
         made = self.presses.get(name, Tokens)
-        try:
+        fields = ", ".join(signature(made).parameters) or "none"
+        advice = f"; the fields of {name} are {fields}"
+        with refusing(f"cannot make {self.text!r}", TypeError, advice=advice):
             told = signature(made).bind(*args, **given).arguments
             if "seed" in signature(made).parameters and told.get("seed") is None:
                 told["seed"] = self.seed
             return made(**told)
-        except TypeError as error:
-            names = ", ".join(signature(made).parameters) or "none"
-            raise UserError(
-                f"cannot make {self.text!r}: {error}; the fields of {name} are {names}"
-            ) from error

@@ -16,7 +16,7 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from experiments import UserError
+from experiments import UserError, refusing
 from experiments.answers.datasets import SOURCES
 from experiments.framework.wording import refused
 
@@ -185,12 +185,11 @@ def settings_from(path: Path | None, flags: Mapping[str, Any]) -> Settings:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
+    if not path.exists():
+        raise UserError(f"there is no file {path}")
+    # Dates that do not exist are a ValueError.
+    with refusing(f"{path} is not YAML", OSError, ValueError, RecursionError, yaml.YAMLError):
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"there is no file {path}") from None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # dates: ValueError
-        raise UserError(f"{path} is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} must be a YAML mapping of settings, such as `model: facts-llama`")
     known = [field.name for field in fields(Settings) if field.name != "trust_remote_code"]

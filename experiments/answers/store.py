@@ -25,7 +25,7 @@ import pandas as pd
 import torch
 from transformers import AutoConfig
 
-from experiments import UserError
+from experiments import UserError, refusing
 from experiments.answers.cells import Cell, Prediction, Result
 from experiments.answers.settings import SWEPT, Settings
 from experiments.framework.environment import environment_info
@@ -85,14 +85,10 @@ class Store:
 
     def _write(self, name: str, text: str) -> None:
         path = self.folder / name
-        try:
+        advice = "; what is finished is kept, so see to it and give the same command again, or "
+        with refusing(f"cannot write {path}", OSError, advice=f"{advice}another --output"):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_at_once(path, text.encode(errors="replace"))  # halves of a character
-        except OSError as error:
-            raise UserError(
-                f"cannot write {path}: {error.strerror}; what is finished is kept, so see to it "
-                "and give the same command again, or another --output"
-            ) from error
 
     def finished(self) -> dict[Cell, Result]:
         """Every finished cell, in the order of their keys.

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from experiments import UserError
+from experiments import UserError, refusing
 from experiments.framework.wording import refused
 
 MANIFEST = "run.json"
@@ -227,14 +227,11 @@ def check_writable(folder: Path) -> None:
     Raises:
         UserError: if it cannot be made, or not be written to.
     """
-    try:
+    with refusing(
+        f"cannot write to the folder {folder}", OSError, advice="; give another --output"
+    ):
         folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"cannot write to the folder {folder}: {error.strerror}; give another --output"
-        ) from None
+        TemporaryFile(dir=folder).close()
 
 
 def _is_of_study(name: str, experiments: Collection[str]) -> bool:

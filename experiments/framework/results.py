@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pandas as pd
 from matplotlib.figure import Figure
 
-from experiments import UserError
+from experiments import UserError, refusing
 from experiments.framework.experiment import AnyExperiment, Finding, Tables
 from experiments.framework.manifest import Entry, check_names, read_manifest
 from experiments.framework.plots import save
@@ -65,14 +65,13 @@ def read_table(path: Path) -> pd.DataFrame:
     Raises:
         UserError: if there is none, or it is no table.
     """
-    try:
+    with (
+        refusing(f"cannot read the table {path}", OSError),
+        refusing(f"{path} is no table", ValueError),  # of pandas, for whatever is no CSV
+    ):
         return pd.read_csv(
             path, keep_default_na=False, na_values=[""], float_precision="round_trip"
         )
-    except OSError as error:
-        raise UserError(f"cannot read the table {path}: {error.strerror}") from None
-    except ValueError as error:  # of pandas, for whatever is no CSV
-        raise UserError(f"{path} is no table: {error}") from None
 
 
 def drawn(experiment: AnyExperiment, tables: Tables) -> tuple[dict[str, Figure], dict[str, str]]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-from experiments import UserError
+from experiments import UserError, refusing
 from experiments.testbed.facts import VOCABULARY, FactBatch, draw
 from press_core.presses.finch import Finch
 from press_core.scope import InstalledPress
@@ -53,10 +53,8 @@ class Task:
     seed: int = 512
 
     def __post_init__(self) -> None:
-        try:
+        with refusing("--context, --facts", ValueError):
             draw(1, self.context, self.facts, torch.Generator())
-        except ValueError as error:
-            raise UserError(f"--context, --facts: {error}") from error
 
     def batches(self, question: str) -> list[FactBatch]:
         """The contexts for one kind of question, `_BATCH` or fewer at a time."""

@@ -14,6 +14,7 @@ are too short for. Without one, windows and chunks are small enough for a few do
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -144,11 +145,10 @@ def suited_pair(name: str, ratio: float, length: int, model: PreTrainedModel) ->
 
 
 def _knows(press: InstalledPress, model: PreTrainedModel) -> bool:
-    try:
+    with suppress(PressError):
         bound_to(press, model)
-    except PressError:
-        return False
-    return True
+        return True
+    return False
 
 
 def fitted_pair(pair: PressPair, model: PreTrainedModel) -> PressPair:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from experiments import UserError
+from experiments import refusing
 from experiments.answers.sample import Sample, Wanted
 from experiments.testbed.asking import check_vocabulary
 from experiments.testbed.facts import draw
@@ -32,10 +32,8 @@ def make(wanted: Wanted) -> list[Sample]:
     check_vocabulary(tokenizer, settings.model)
     n_facts, asked = TASKS[task]
     n_contexts = -(-settings.samples // asked)
-    try:
+    with refusing(f"facts/{task}@{length}", ValueError):
         batch = draw(n_contexts, length, n_facts, torch.Generator().manual_seed(settings.seed))
-    except ValueError as error:
-        raise UserError(f"facts/{task}@{length}: {error}") from error
     samples = [
         Sample(task, text.context, question, (answer,), "match_all", max_new_tokens=1)
         for text in map(batch.text, range(n_contexts))

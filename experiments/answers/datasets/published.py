@@ -16,7 +16,7 @@ import yaml
 from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from experiments import UserError
+from experiments import UserError, refusing
 from experiments.answers.metrics import UNKNOWN, library
 from experiments.answers.sample import Sample, Wanted
 
@@ -89,14 +89,13 @@ def rows_of(published: Published, name: str, wanted: Wanted) -> Iterable[Mapping
     where: dict[str, Any] = {"split": published.split}
     where |= {"name": published.config.format(task)} if published.task_is == "config" else {}
     where |= {"data_dir": str(length)} if published.length else {}
-    try:
+    advice = (
+        "; give the folder of a local copy with --data, which holds the repository "
+        f"{published.hub} as {name}/"
+    )
+    what = f"cannot load {name} ({task}) from {source}"
+    with refusing(what, OSError, ValueError, RuntimeError, advice=advice):
         rows = library("datasets").load_dataset(source, **where)
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"cannot load {name} ({task}) from {source}: {reason:.300}; give the folder of a local "
-            f"copy with --data, which holds the repository {published.hub} as {name}/"
-        ) from error
     needed = [*published.required.values(), *[("task",)] * (published.task_is == "column")]
     if missing := [" or ".join(names) for names in needed if not set(names) & {*rows.column_names}]:
         raise UserError(
