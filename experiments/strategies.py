@@ -29,7 +29,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from transformers import PreTrainedModel
 
 import hooks_impl
-from experiments.testbed.compare import Difference, Inputs, PressPair, compare, pair
+from experiments.testbed.compare import Difference, Inputs, PressPair, compare, of_mechanism, pair
 from experiments.testbed.families import (
     FAMILIES,
     HYBRID,
@@ -318,10 +318,7 @@ def _drawn_pairs(name: str) -> SearchStrategy[PressPair]:
 
 def _is_taken(declared: Mapping[str, Any], value: Any) -> bool:
     """Whether a field that was declared so takes a value; of pairs, the press with hooks."""
-    pairs = value if isinstance(value, list) else [value]
-    hooks = [drawn.hook if isinstance(drawn, PressPair) else drawn for drawn in pairs]
-    taken: bool = declared.get("holds", lambda value: True)(hooks if pairs is value else hooks[0])
-    return taken
+    return bool(declared.get("holds", lambda value: True)(of_mechanism(value, 0)))
 
 
 def nestable_pairs() -> SearchStrategy[PressPair]:

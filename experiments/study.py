@@ -102,7 +102,7 @@ def _begun(plan: Plan, former: Manifest | None) -> Manifest:
         quick = former.quick
     elif former and former.waiting:  # it was interrupted
         for name, entry in former.experiments.items():
-            same = name in tasks and entry.options == repr(tasks[name].options)
+            same = name in tasks and entry.options == repr(tasks[name].planned.options)
             if same and not entry.error and (entry.commit, entry.versions) == made_with:
                 kept[name] = entry
         waiting = [name for name in waiting if name not in kept]
@@ -128,11 +128,11 @@ def _run(task: Task, versions: dict[str, str], folder: Path, console: Console) -
         commit=environment.commit(),
         versions=versions,
         repeat=task.repeat,
-        options=repr(task.options),
-        note=task.note,
+        options=repr(task.planned.options),
+        note=task.planned.note,
     )
     try:
-        tables = measured(experiment, task.options, progress_bar())
+        tables = measured(experiment, task.planned.options, progress_bar())
         check_names(experiment.name, tables)
         yield (entry := entry.model_copy(update={"tables": list(tables)}))
         write_tables(tables, folder)

@@ -48,17 +48,17 @@ def pair(name: str, **fields: Any) -> PressPair:
         KeyError: if no press has that name.
         HyperparameterError: if a field is out of range.
     """
-    hook = {field: _side(value, 0) for field, value in fields.items()}
-    patch = {field: _side(value, 1) for field, value in fields.items()}
+    hook = {field: of_mechanism(value, 0) for field, value in fields.items()}
+    patch = {field: of_mechanism(value, 1) for field, value in fields.items()}
     return PressPair(hooks_impl.PRESSES[name](**hook), patch_impl.PRESSES[name](**patch))
 
 
-def _side(value: Any, side: int) -> Any:
-    """What stands for `value` with one mechanism."""
+def of_mechanism(value: Any, side: int) -> Any:
+    """What stands for `value` with one mechanism: hooks are 0, patches 1."""
     if isinstance(value, PressPair):
         return value[side]
     if isinstance(value, list) and any(isinstance(item, PressPair) for item in value):
-        return [_side(item, side) for item in value]
+        return [of_mechanism(item, side) for item in value]
     return value
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
-from urllib.request import Request, urlopen
 
 import torch
-from huggingface_hub import constants
 from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl
@@ -58,7 +55,6 @@ def get_to_know(name: str, dtype: str = "float32", device: str = "cpu") -> OwnMo
         presses=tuple(press for press in hooks_impl.PRESSES if _opens(press, model)),
         token_seconds=token_seconds,
         step_seconds=step_seconds,
-        online=_is_online(),
     )
 
 
@@ -93,13 +89,3 @@ def _pace(model: PreTrainedModel) -> tuple[float, float]:
         watch.lap()
     prefill, *steps = watch.seconds()
     return prefill / length, median(steps)
-
-
-def _is_online() -> bool:
-    if constants.HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE"):
-        return False
-    try:
-        with urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=3):
-            return True
-    except OSError:
-        return False
