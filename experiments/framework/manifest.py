@@ -14,13 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated
 
-from pydantic import (
-    BaseModel,
-    Field,
-    StringConstraints,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, Field, StringConstraints, ValidationError, model_validator
 
 from experiments import UserError, refusing
 from experiments.framework.wording import refused
@@ -193,32 +187,48 @@ def _disagreements(folder: Path, manifest: Manifest, options: Mapping[str, str])
 # ---- whose files ---------------------------------------------------------------------------------
 
 
-def check_output(
-    folder: Path, experiments: Collection[str], *, own: Collection[str], overwrite: bool = False
-) -> None:
-    """Make the folder if it is not there, and see that experiments can write their files into it.
+def former_study(
+    output: Path, model: str | None, names: Collection[str], *, overwrite: bool = False
+) -> Manifest | None:
+    """What an earlier study has left in the folder, once it is sure that one can be written there.
+
+    The folder is made if it is not there.
 
     Args:
-        experiments: names of those that will write.
-        own: files that the study in the folder has written, and may replace.
-        overwrite: whether files of somebody else may be replaced too.
+        model: that will be studied; None: the study of this project.
+        names: of the experiments that will write.
+        overwrite: whether files that no study has written there may be replaced.
 
     Raises:
-        UserError: if they cannot, or would replace a file of somebody else.
+        UserError: if the folder cannot be written to, or holds a study of another model, or files
+            that would be lost.
     """
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if not _is_of_study(path.name, experiments):
+    former = None
+    try:
+        former = read_manifest(output) if (output / MANIFEST).exists() else None
+    except UserError:
+        if not overwrite:
+            raise
+    if former and former.model != model:
+        raise UserError(
+            f"{output} holds a study of {former.model or 'the shipped models'}, not of "
+            f"{model or 'those'}; give another --output"
+        )
+    replaceable = former.files if former else ()
+    for path in sorted(output.iterdir()) if output.is_dir() else ():
+        if not _is_of_study(path.name, names):
             continue
         if path.is_symlink() or not path.is_file():
             raise UserError(
                 f"{path} is no plain file, so no study writes it; give another --output"
             )
-        if path.name not in own and not overwrite:
+        if path.name not in replaceable and not overwrite:
             raise UserError(
                 f"{path} was not written by the study in that folder, and would be lost; give "
                 "another --output, move it away, or replace it with --overwrite"
             )
-    check_writable(folder)
+    check_writable(output)
+    return former
 
 
 def check_writable(folder: Path) -> None:

@@ -34,17 +34,10 @@ from torch.nn.functional import pad
 from transformers import Cache, DynamicCache
 
 from attention_patch import headwise, intercept, with_override, wrap
-from press_core import (
-    AttentionSite,
-    RaggedLayer,
-    UnsupportedInputError,
-    UnsupportedModelError,
-    attention_sites,
-    kept_lengths,
-    kept_positions,
-)
+from press_core import AttentionSite, RaggedLayer, attention_sites, kept_lengths, kept_positions
 from press_core.cache.masks import causal, columns_seen, in_form
 from press_core.cache.tokens import Kept as Seen
+from press_core.errors import UnsupportedInputError, UnsupportedModelError
 from press_core.forward import Arguments
 from press_core.scope import InstalledPress
 
