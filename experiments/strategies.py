@@ -18,7 +18,7 @@ What is drawn is described by numbers, so that a failing case prints as a few re
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -67,8 +67,7 @@ HEADS = (
 """One, two and four query heads per KV head."""
 
 
-@dataclass(frozen=True)
-class ModelSpec:
+class ModelSpec(NamedTuple):
     """A small model with seeded random weights; equal specs share one model.
 
     Attributes:
@@ -100,8 +99,7 @@ def _build(spec: ModelSpec) -> PreTrainedModel:
     return model.to(spec.device)
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """One comparison of both mechanisms.
 
     Attributes:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
 from functools import lru_cache, partial
 from importlib import import_module
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,15 +92,10 @@ def boxed(prediction: str, answers: Sequence[str]) -> float:
 
 
 def _last_boxed(text: str) -> str | None:
-    start = text.rfind(_BOXED)
-    if start < 0:
-        return None
-    depth, begin = 1, start + len(_BOXED)
-    for end in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if depth == 0:
-            return text[begin:end]
-    return None  # cut off before it was closed
+    _, found, rest = text.rpartition(_BOXED)
+    depths = accumulate(({"{": 1, "}": -1}.get(letter, 0) for letter in rest), initial=1)
+    ends = [end for end, depth in enumerate(depths) if depth == 0]
+    return rest[: ends[0] - 1] if found and ends else None  # or cut off before it was closed
 
 
 def _plain(latex: str) -> str:

@@ -36,20 +36,18 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple
 
 import pandas as pd
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
 from experiments.framework.evidence import Evidence
-from experiments.framework.own_model import LeftOutError, OwnModel, Planned
+from experiments.framework.own_model import LeftOutError, OptionsT, OwnModel, Planned
 from experiments.framework.tables import ResultTable
 
 Tables = dict[str, pd.DataFrame]
 """Tables by name; a name is the stem of the CSV file."""
-
-OptionsT = TypeVar("OptionsT")
 
 MAX_WORDS = 25
 """Of a finding."""

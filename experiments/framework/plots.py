@@ -124,12 +124,8 @@ def ratio_figure(panels: Mapping[str, pd.DataFrame], what: str, mark: float = 1)
 def overview(contrasts: Sequence[Contrast]) -> Figure:
     """A panel for each contrast, with a bar for each of its numbers."""
     heights = [len(contrast.bars) for contrast in contrasts]
-    figure, axes = new_figure(
-        len(contrasts),
-        width=5.2,
-        height=0.3 * sum(heights) + 0.45 * len(contrasts),
-        height_ratios=heights,
-    )
+    height = 0.3 * sum(heights) + 0.45 * len(contrasts)
+    figure, axes = new_figure(len(contrasts), width=5.2, height=height, height_ratios=heights)
     with style():
         for panel, contrast in zip(axes, contrasts, strict=True):
             names, values = list(contrast.bars), list(contrast.bars.values())

@@ -43,7 +43,7 @@ SOURCES: dict[str, Source] = {
     "synthetic": Source(tuple(synthetic.TASKS), 4096, synthetic.make),
     "needle": Source(("essays",), 8192, needle.make),
     **{
-        name: Source(found.tasks, found.length, partial(published.make, name))
+        name: Source(tuple(found.metrics), found.length, partial(published.make, name))
         for name, found in published.SETS.items()
     },
 }

@@ -37,7 +37,7 @@ class Published:
     Attributes:
         hub: id of the repository.
         split: of the dataset.
-        tasks: that it has, and the metric of each.
+        metrics: the tasks that it has, and the metric of each.
         length: where it comes in several, a folder each, and none is asked for; 0: it does not.
         task_is: what of the repository a task is: a "config", a value of the "column" task, or
             nothing ("").
@@ -58,10 +58,6 @@ class Published:
     question: str = ""
     max_new_tokens: int = 64
     one_line: tuple[str, ...] = ()
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        return tuple(self.metrics)
 
 
 def make(name: str, wanted: Wanted) -> list[Sample]:
