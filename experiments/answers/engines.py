@@ -10,13 +10,13 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from experiments import UserError, refusing
 from experiments.framework.wording import in_one_line
 
-Work = TypeVar("Work")
-Result = TypeVar("Result")
+Outcomes = Iterator[tuple[Any, Any]]
+"""Pieces of work, each with what came of it or a `Failure`."""
 
 
 class Failure(NamedTuple):
@@ -25,23 +25,21 @@ class Failure(NamedTuple):
     reason: str
 
 
-def serial(
-    work: Iterable[Work], run: Callable[[Work], Result]
-) -> Iterator[tuple[Work, Result | Failure]]:
+def serial(work: Iterable[Any], run: Callable[[Any], Any]) -> Outcomes:
     """Run one piece after the other in this process."""
     for piece in work:
         yield piece, _attempt(run, piece)
 
 
 def on_ray(
-    work: Iterable[Work],
-    run: Callable[[Work], Result],
+    work: Iterable[Any],
+    run: Callable[[Any], Any],
     *,
     address: str | None = None,
     cpus: float = 1,
     gpus: float = 0,
     retries: int = 3,
-) -> Iterator[tuple[Work, Result | Failure]]:
+) -> Outcomes:
     """Run pieces on the workers of a Ray cluster, as they have room.
 
     A piece whose worker dies is run again. Results come back to this process, which alone writes
@@ -76,7 +74,7 @@ def on_ray(
             ray.shutdown()
 
 
-def _attempt(run: Callable[[Work], Result], piece: Work) -> Result | Failure:
+def _attempt(run: Callable[[Any], Any], piece: Any) -> Any:
     try:
         return run(piece)
     except Exception as error:

@@ -29,8 +29,6 @@ from press_core.scope import InstalledPress
 Presses = InstalledPress | Sequence[InstalledPress]
 """A press, or presses for nested scopes, the outermost first."""
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 class PressPair(NamedTuple):
     """The same press with both mechanisms."""
@@ -318,11 +316,11 @@ def _shape(states: Tensor | None) -> str:
 
 def _first_unequal(hook: Tensor, patch: Tensor) -> list[int] | None:
     """Index of the first element whose bits differ, in the order of the dimensions."""
-    as_integers = _INTEGERS[hook.element_size()]
-    hook, patch = hook.contiguous().view(as_integers), patch.contiguous().view(as_integers)
-    if torch.equal(hook, patch):
+    first, second = (states.contiguous().view(torch.uint8) for states in (hook, patch))
+    if torch.equal(first, second):
         return None
-    return (hook != patch).nonzero()[0].tolist()
+    *at, byte = (first != second).nonzero()[0].tolist()
+    return [*at, byte // hook.element_size()]
 
 
 # ---- what a model answered, held against what it should have answered ----------------------------
