@@ -122,13 +122,11 @@ def decode_times(
 
     times = each_in_turn(list(held), quickest, rounds=size.rounds, advance=advance)
     n_bytes, full = {name: cache_nbytes(cache) for name, (cache, _) in held.items()}, Timed(FULL)
-    rows = []
-    for name, seconds in times.items():
-        rows.append(
-            {"context": context, **name._asdict()}
-            | median_of("time", seconds / times[full])
-            | {"ms": 1e3 * float(np.median(seconds))}
-            | {"full_ms": 1e3 * float(np.median(times[full]))}
-            | {"bytes": n_bytes[name], "full_bytes": n_bytes[full], "rounds": len(seconds)}
-        )
+    rows = (
+        {"context": context, **name._asdict()}
+        | median_of("time", seconds / times[full])
+        | {"ms": 1e3 * float(np.median(seconds)), "full_ms": 1e3 * float(np.median(times[full]))}
+        | {"bytes": n_bytes[name], "full_bytes": n_bytes[full], "rounds": len(seconds)}
+        for name, seconds in times.items()
+    )
     return pd.DataFrame(rows)

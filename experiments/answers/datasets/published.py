@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ class Published:
 def make(name: str, wanted: Wanted) -> list[Sample]:
     """Samples of a task of the published set called `name`, chosen by the seed."""
     published, settings = SETS[name], wanted.settings
-    samples = samples_of(published, name, wanted.task, rows_of(published, name, wanted))
+    samples = list(samples_of(published, name, wanted))
     if not samples:
         raise UserError(f"{name} has no rows of the task {wanted.task!r} in {published.hub}")
     # A choice that does not hang on the order of the rows, in that order.
@@ -101,16 +101,14 @@ def rows_of(published: Published, name: str, wanted: Wanted) -> Iterable[Mapping
     return rows
 
 
-def samples_of(
-    published: Published, name: str, task: str, rows: Iterable[Mapping[str, Any]]
-) -> list[Sample]:
+def samples_of(published: Published, name: str, wanted: Wanted) -> Iterator[Sample]:
     """The rows of a task as samples; empty columns count as absent.
 
     Raises:
         UserError: naming a row without context or answers.
     """
-    samples, columns = [], published.required.items()
-    for number, row in enumerate(rows):
+    task, columns = wanted.task, published.required.items()
+    for number, row in enumerate(rows_of(published, name, wanted)):
         if published.task_is == "column" and row["task"] != task:
             continue
         held = {name: value for name, value in row.items() if value is not None}
@@ -119,20 +117,17 @@ def samples_of(
         answers = _answers(found.get("answers"))
         if not str(found["context"] or "").strip() or not (answers or metric == UNKNOWN):
             raise UserError(f"row {number} of {name} ({task}) has an empty context or answer")
-        samples.append(
-            Sample(
-                task,
-                str(found["context"]),
-                str(found.get("question") or "") or published.question,
-                answers,
-                metric,
-                int(row.get("max_new_tokens") or published.max_new_tokens),
-                str(row.get("answer_prefix") or ""),
-                tuple(row.get("all_classes") or ()),
-                task in published.one_line,
-            )
+        yield Sample(
+            task,
+            str(found["context"]),
+            str(found.get("question") or "") or published.question,
+            answers,
+            metric,
+            int(row.get("max_new_tokens") or published.max_new_tokens),
+            str(row.get("answer_prefix") or ""),
+            tuple(row.get("all_classes") or ()),
+            task in published.one_line,
         )
-    return samples
 
 
 def _answers(value: Any) -> tuple[str, ...]:
