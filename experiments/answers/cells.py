@@ -126,8 +126,6 @@ def plan(settings: Settings) -> list[Cell]:
     cells = list(dict.fromkeys(cells))
     for cell in cells:
         cell.make(settings.seed)
-    if not cells:
-        raise UserError("there is nothing to run: give a ratio (0 for no press at all) or a budget")
     return cells
 
 

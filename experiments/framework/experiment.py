@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Literal, NamedTuple
 
 import pandas as pd
@@ -179,12 +179,11 @@ class Experiment(ABC, Generic[OptionsT]):
             LeftOutError: if the experiment takes no model.
         """
         quick: Any = self.quick
-        names = {field.name for field in fields(quick)}
-        if "model" not in names:
+        if not hasattr(quick, "model"):
             raise LeftOutError(self.left_out)
         model = (own.model,) if isinstance(quick.model, tuple) else own.model
         told = {"model": model, "dtype": own.dtype, "device": own.device}
-        told = {name: value for name, value in told.items() if name in names}
+        told = {name: value for name, value in told.items() if hasattr(quick, name)}
         return replace(quick, **(told | changed))
 
     @abstractmethod
