@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments import UserError, refusing
+from experiments import UserError, library, refusing
 from experiments.framework.wording import in_one_line
 
 Outcomes = Iterator[tuple[Any, Any]]
@@ -53,12 +53,7 @@ def on_ray(
     Raises:
         UserError: if Ray is not installed, or the cluster has no such worker.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise UserError(
-            'Ray is not installed; pip install "hook-or-patch[ray]", or leave out --on ray'
-        ) from error
+    ray = library("ray", "ray", ", or leave out --on ray")
     joined = ray.is_initialized()
     if not joined:
         _start(ray, address)

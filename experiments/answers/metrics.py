@@ -13,12 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
 from functools import lru_cache, partial
-from importlib import import_module
 from itertools import accumulate, takewhile
 from types import SimpleNamespace
 from typing import Any
 
-from experiments import UserError
+from experiments import library
 from experiments.answers.sample import Sample
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -156,21 +155,6 @@ def _rouge_scorer(chinese: bool) -> Any:
     cut = _jieba().cut if chinese else lambda text: text.lower().split()
     tokenizer = SimpleNamespace(tokenize=lambda text: list(cut(text)))
     return library("rouge_score.rouge_scorer").RougeScorer(["rougeL"], tokenizer=tokenizer)
-
-
-def library(name: str) -> Any:
-    """A module of a library that only some datasets need.
-
-    Raises:
-        UserError: if it is not installed.
-    """
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise UserError(
-            f"{name.partition('.')[0]} is needed here, and not installed; "
-            'pip install "hook-or-patch[evaluate]"'
-        ) from error
 
 
 @lru_cache

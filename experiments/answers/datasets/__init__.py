@@ -82,13 +82,12 @@ def load(text: str, settings: Settings, tokenizer: PreTrainedTokenizerBase) -> l
 
 def _parse(text: str) -> tuple[str, str | None, int | None]:
     found = _NAME.fullmatch(text)
-    name = found[1] if found else text
-    if found is None or name not in SOURCES:
+    if found is None or found[1] not in SOURCES:
         raise UserError(
             f"there is no dataset {text!r}; write NAME, NAME/TASK or NAME/TASK@LENGTH, where NAME "
             f"is one of {', '.join(SOURCES)}"
         )
-    return name, found[2], int(found[3]) if found[3] else None
+    return found[1], found[2], int(found[3]) if found[3] else None
 
 
 def contexts_of(samples: Iterable[Sample]) -> list[list[Sample]]:

@@ -16,8 +16,8 @@ import yaml
 from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from experiments import UserError, refusing
-from experiments.answers.metrics import UNKNOWN, library
+from experiments import UserError, library, refusing
+from experiments.answers.metrics import UNKNOWN
 from experiments.answers.sample import Sample, Wanted
 
 Columns = Mapping[str, tuple[str, ...]]
