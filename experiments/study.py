@@ -19,7 +19,7 @@ from rich.console import Console
 
 from experiments import UserError, load_experiments
 from experiments.framework import environment
-from experiments.framework.command import measured, progress_bar, with_flags
+from experiments.framework.command import SEED, measured, progress_bar, with_flags
 from experiments.framework.experiment import AnyExperiment
 from experiments.framework.manifest import UNFINISHED, Entry, Manifest, former_study, write_manifest
 from experiments.framework.options import Device, Dtype
@@ -99,6 +99,7 @@ def _begun(plan: Plan, former: Manifest | None) -> Manifest:
         waiting = [name for name in waiting if name not in kept]
     return Manifest(
         **made,
+        seed=SEED,
         model=plan.model,
         quick=quick,
         left_out=left_out,

@@ -162,7 +162,6 @@ _ENDS = 2**20  # bytes of a file, at its start and its end, that tell it from an
 def setup_of(settings: Settings) -> dict[str, Any]:
     """The settings that cells share, the model and the versions; `made_with` is for information."""
     made_with = environment_info()
-    made_with.pop("seed")
     shared = {name: value for name, value in asdict(settings).items() if name not in SWEPT}
     shared["threads"] = settings.threads or torch.get_num_threads()
     return {

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from experiments.framework.command import SEED
-
 
 def environment_info() -> dict[str, Any]:
     """When, with what and on what a study is run."""
@@ -21,7 +19,6 @@ def environment_info() -> dict[str, Any]:
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
-        "seed": SEED,
         "versions": {"python": platform.python_version()}
         | {library: version(library) for library in libraries},
         "machine": {
