@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from textwrap import fill
-from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -95,13 +95,13 @@ def _draw_cells(panel: Axes, cells: pd.DataFrame) -> None:
         cells: the text and the colour (`"#rrggbb"`) of each; NaN: it stays empty.
     """
     rows, columns = list(cells.index), list(cells.columns)
-    looks: Any = cells.stack().dropna()
-    for (row, column), (text, colour) in looks.items():
-        x, y = columns.index(column), rows.index(row)
-        panel.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=colour, linewidth=0))
-        if text:
-            ink = "white" if _is_dark(colour) else CELL_INK
-            panel.text(x, y, text, ha="center", va="center", fontsize=7.5, color=ink)
+    for (y, x), look in np.ndenumerate(cells.to_numpy()):
+        if isinstance(look, tuple):
+            text, colour = look
+            panel.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=colour, linewidth=0))
+            if text:
+                ink = "white" if _is_dark(colour) else CELL_INK
+                panel.text(x, y, text, ha="center", va="center", fontsize=7.5, color=ink)
     panel.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(rows) - 0.5, -0.5))
     panel.set_xticks(range(len(columns)), columns, rotation=50, ha="left", rotation_mode="anchor")
     panel.set_yticks(range(len(rows)), rows)
