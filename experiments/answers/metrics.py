@@ -25,6 +25,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _BOXED = r"\boxed{"
 
 Metric = Callable[[str, Sequence[str]], float]
+Words = Callable[[str], Sequence[str]]
 
 
 # ---- what is contained, chosen or counted --------------------------------------------------------
@@ -124,12 +125,7 @@ def _bare(text: str) -> str:
     return "".join(c for c in text.lower() if c.isalnum())
 
 
-def f1(
-    prediction: str,
-    answers: Sequence[str],
-    *,
-    words: Callable[[str], Sequence[str]] = english_words,
-) -> float:
+def f1(prediction: str, answers: Sequence[str], *, words: Words = english_words) -> float:
     """Harmonic mean of precision and recall of words (SQuAD, LongBench), of the best reference."""
     found = words(prediction)
     return max(_overlap(found, words(answer)) for answer in answers)
