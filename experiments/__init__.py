@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # help has to come at once, and this imports pandas
     from experiments.framework.experiment import AnyExperiment
@@ -38,6 +40,35 @@ Each has an `EXPERIMENT`, an `experiments.framework.experiment.Experiment`.
 
 class UserError(Exception):
     """What was asked for cannot be done; the message says why, and what to ask for instead."""
+
+
+@contextmanager
+def refusing(what: str, *errors: type[Exception], advice: str = "") -> Iterator[None]:
+    """Make a `UserError` of `errors` of the block: what cannot be done, why, and what to do."""
+    try:
+        yield
+    except errors as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UserError(f"{what}: {reason:.300}{advice}") from error
+
+
+def library(name: str, extra: str = "evaluate", otherwise: str = "") -> Any:
+    """A module of a library that is not always there.
+
+    Args:
+        extra: of this package, which brings it.
+        otherwise: what else to do where it is not installed.
+
+    Raises:
+        UserError: if it is not installed.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f"{name.partition('.')[0]} is needed here, and not installed; "
+            f'pip install "hook-or-patch[{extra}]"{otherwise}'
+        ) from error
 
 
 def load_experiments() -> list[AnyExperiment]:

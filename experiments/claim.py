@@ -13,11 +13,11 @@ from experiments.framework.experiment import AnyExperiment, Finding
 from experiments.framework.results import read_parts
 
 
-def committed(results: Path, experiments: list[AnyExperiment]) -> dict[str, Finding]:
+def committed(results: Path) -> dict[str, tuple[AnyExperiment, Finding]]:
     """Findings of the study in `results` that can be measured again, by anchor."""
     return {
-        f"{part.experiment.name}-{finding.name}": finding
-        for part in read_parts(results, experiments)
+        part.anchor(finding.name): (part.experiment, finding)
+        for part in read_parts(results, load_experiments())
         for finding in part.findings
         if finding.name in part.experiment.claims
     }
@@ -40,18 +40,15 @@ def command(
 
     Exits with status 1 if it differs.
     """
-    experiments = load_experiments()
-    known = committed(results, experiments)
+    known = committed(results)
     if name is None:
-        for anchor, finding in known.items():
+        for anchor, (_, finding) in known.items():
             typer.echo(f"{anchor}: {finding.text.replace('**', '')}")
         return
     if name not in known:
         raise UserError(f"{name!r} cannot be measured again; there are {', '.join(known)}")
-    of, _, finding_name = name.rpartition("-")
-    experiment = next(one for one in experiments if one.name == of)
-    here, there = measured_again(experiment, finding_name), known[name]
-    within = experiment.claims[finding_name].within
+    experiment, there = known[name]
+    here, within = measured_again(experiment, there.name), experiment.claims[there.name].within
     agrees = abs(here.number - there.number) <= within + 1e-9
     typer.echo(f"{results}: {there.text.replace('**', '')}")
     typer.echo(f"here: {here.text.replace('**', '')}")

@@ -67,9 +67,8 @@ class FrontDoor(TyperGroup):
     """Imports the module of a command when it is called; tells user errors in one line."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name = args[0] if args else ""
-        if name in COMMANDS:
-            self.commands[name] = _load(name)
+        if args[0] in COMMANDS:
+            self.commands[args[0]] = _load(args[0])
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:

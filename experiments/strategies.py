@@ -18,7 +18,7 @@ What is drawn is described by numbers, so that a failing case prints as a few re
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from transformers import PreTrainedModel
 
 import hooks_impl
-from experiments.testbed.compare import Difference, Inputs, PressPair, compare, pair
+from experiments.testbed.compare import Difference, Inputs, PressPair, compare, of_mechanism, pair
 from experiments.testbed.families import (
     FAMILIES,
     HYBRID,
@@ -57,18 +57,11 @@ class Heads(NamedTuple):
     head_dim: int
 
 
-HEADS = (
-    Heads(4, 4, 16),
-    Heads(4, 2, 16),
-    Heads(8, 2, 8),
-    Heads(6, 3, 16),
-    Heads(4, 1, 32),
-)
+HEADS = Heads(4, 4, 16), Heads(4, 2, 16), Heads(8, 2, 8), Heads(6, 3, 16), Heads(4, 1, 32)
 """One, two and four query heads per KV head."""
 
 
-@dataclass(frozen=True)
-class ModelSpec:
+class ModelSpec(NamedTuple):
     """A small model with seeded random weights; equal specs share one model.
 
     Attributes:
@@ -90,18 +83,12 @@ class ModelSpec:
 
 @cache
 def _build(spec: ModelSpec) -> PreTrainedModel:
-    model = build(
-        spec.family,
-        num_layers=spec.num_layers,
-        dtype=spec.dtype,
-        attn_implementation=spec.attn_implementation,
-        **spec.heads._asdict(),
-    )
-    return model.to(spec.device)
+    family, num_layers, heads, dtype, implementation, device = spec
+    told: dict[str, Any] = {"dtype": dtype, "attn_implementation": implementation}
+    return build(family, num_layers=num_layers, **told, **heads._asdict()).to(torch.device(device))
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """One comparison of both mechanisms.
 
     Attributes:
@@ -216,6 +203,8 @@ _EVEN = (
     *("EntropyGatedChunkKVPress", "MergingPress"),
 )
 
+_WHILE_DECODING = ("CAMPress", "CompressionRatioDecodingPress", "DecodingPress")
+
 
 def _alike(names: str, drawn: SearchStrategy[Any]) -> dict[str, SearchStrategy[Any]]:
     return dict.fromkeys(names.split(), drawn)
@@ -229,12 +218,7 @@ FIELDS: dict[str, SearchStrategy[Any]] = {
     **_alike("press base_press", st.deferred(lambda: press_pairs(*SCORERS))),
     **_alike("presses", st.deferred(lambda: st.lists(press_pairs(*_EVEN), min_size=1, max_size=3))),
     **_alike("prefilling_press", st.deferred(lambda: press_pairs(*_EVEN))),
-    **_alike(
-        "decoding_press",
-        st.deferred(
-            lambda: press_pairs("CAMPress", "CompressionRatioDecodingPress", "DecodingPress")
-        ),
-    ),
+    **_alike("decoding_press", st.deferred(lambda: press_pairs(*_WHILE_DECODING))),
     **_alike("n_sink num_sinks sink window sink_size sink_size_start", st.integers(0, 6)),
     **_alike("sink_size_end n_initial n_retained", st.integers(0, 4)),
     **_alike("compression_interval n_last", st.integers(1, 3)),
@@ -321,18 +305,14 @@ def _drawn_pairs(name: str) -> SearchStrategy[PressPair]:
 
 def _is_taken(declared: Mapping[str, Any], value: Any) -> bool:
     """Whether a field that was declared so takes a value; of pairs, the press with hooks."""
-    pairs = value if isinstance(value, list) else [value]
-    hooks = [drawn.hook if isinstance(drawn, PressPair) else drawn for drawn in pairs]
-    taken: bool = declared.get("holds", lambda value: True)(hooks if pairs is value else hooks[0])
-    return taken
+    return bool(declared.get("holds", lambda value: True)(of_mechanism(value, 0)))
 
 
 def nestable_pairs() -> SearchStrategy[PressPair]:
     """Pairs of presses that may be opened inside each other, and in any order."""
     alone = {
         *("ComposedPress", "FinchPress", "KVzapPress", "ExpectedAttentionStatsPress"),
-        *("CAMPress", "CompressionRatioDecodingPress", "DecodingPress", "PrefillDecodingPress"),
-        *("KVComposePress", "PerLayerCompressionPress"),
+        *("KVComposePress", "PerLayerCompressionPress", "PrefillDecodingPress", *_WHILE_DECODING),
     }
     return press_pairs(
         *(

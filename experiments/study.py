@@ -8,7 +8,7 @@ what (`Experiment.on`).
 from __future__ import annotations
 
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -19,18 +19,9 @@ from rich.console import Console
 
 from experiments import UserError, load_experiments
 from experiments.framework import environment
-from experiments.framework.command import measured, progress_bar, with_flags
+from experiments.framework.command import SEED, measured, progress_bar, with_flags
 from experiments.framework.experiment import AnyExperiment
-from experiments.framework.manifest import (
-    MANIFEST,
-    UNFINISHED,
-    Entry,
-    Manifest,
-    check_names,
-    check_output,
-    read_manifest,
-    write_manifest,
-)
+from experiments.framework.manifest import UNFINISHED, Entry, Manifest, former_study, write_manifest
 from experiments.framework.options import Device, Dtype
 from experiments.framework.plan import Plan, Task, announcement, plan_on, plan_study
 from experiments.framework.report import write_report
@@ -102,12 +93,13 @@ def _begun(plan: Plan, former: Manifest | None) -> Manifest:
         quick = former.quick
     elif former and former.waiting:  # it was interrupted
         for name, entry in former.experiments.items():
-            same = name in tasks and entry.options == repr(tasks[name].options)
+            same = name in tasks and entry.options == repr(tasks[name].planned.options)
             if same and not entry.error and (entry.commit, entry.versions) == made_with:
                 kept[name] = entry
         waiting = [name for name in waiting if name not in kept]
     return Manifest(
         **made,
+        seed=SEED,
         model=plan.model,
         quick=quick,
         left_out=left_out,
@@ -128,12 +120,11 @@ def _run(task: Task, versions: dict[str, str], folder: Path, console: Console) -
         commit=environment.commit(),
         versions=versions,
         repeat=task.repeat,
-        options=repr(task.options),
-        note=task.note,
+        options=repr(task.planned.options),
+        note=task.planned.note,
     )
     try:
-        tables = measured(experiment, task.options, progress_bar())
-        check_names(experiment.name, tables)
+        tables = measured(experiment, task.planned.options, progress_bar())
         yield (entry := entry.model_copy(update={"tables": list(tables)}))
         write_tables(tables, folder)
         # From here on as whoever rebuilds the report will: from the files.
@@ -145,37 +136,7 @@ def _run(task: Task, versions: dict[str, str], folder: Path, console: Console) -
     except Exception as failure:
         error = in_one_line(failure)
         console.print(traceback.format_exc(), markup=False, highlight=False)
-    seconds = round(perf_counter() - start, 2)
-    yield entry.model_copy(update={"error": error, "seconds": seconds})
-
-
-def former_study(
-    output: Path, model: str | None, names: Collection[str], *, overwrite: bool = False
-) -> Manifest | None:
-    """What an earlier study has left in the folder, once it is sure that one can be written there.
-
-    Args:
-        model: that will be studied; None: the study of this project.
-        names: of the experiments that will write.
-        overwrite: whether files that no study has written there may be replaced.
-
-    Raises:
-        UserError: if the folder cannot be written to, or holds a study of another model, or files
-            that would be lost.
-    """
-    former = None
-    try:
-        former = read_manifest(output) if (output / MANIFEST).exists() else None
-    except UserError:
-        if not overwrite:
-            raise
-    if former and former.model != model:
-        raise UserError(
-            f"{output} holds a study of {former.model or 'the shipped models'}, not of "
-            f"{model or 'those'}; give another --output"
-        )
-    check_output(output, names, own=former.files if former else (), overwrite=overwrite)
-    return former
+    yield entry.model_copy(update={"error": error, "seconds": round(perf_counter() - start, 2)})
 
 
 # ---- command -------------------------------------------------------------------------------------

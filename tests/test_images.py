@@ -7,8 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from experiments.questions.architectures.decoders import build, decoders
-from experiments.questions.architectures.images import image_inputs, with_image
+from experiments.questions.architectures.decoders import build, decoders, image_inputs, with_image
 from press_core import Needs, ScopeError, UnsupportedInputError, UnsupportedModelError, probe
 from press_core.attention import received_attention
 from press_core.cache.masks import later_tokens

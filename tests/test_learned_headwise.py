@@ -8,8 +8,7 @@ import torch
 import hooks_impl
 from experiments import UserError
 from experiments.loading import load_model
-from experiments.testbed.asking import answer_unseen
-from experiments.testbed.facts import draw
+from experiments.testbed.facts import answer_unseen, draw
 from experiments.testbed.training import fitted as training
 from experiments.testbed.training.fitted import ASKED, RECENT, SINKS, fact_batches, train
 from press_core import HyperparameterError, kept_lengths

@@ -19,6 +19,7 @@ from experiments.answers.prompts import (
     Head,
     Prompt,
     Questions,
+    Reading,
     check_length,
     check_press,
     generation_of,
@@ -122,18 +123,16 @@ class ContextAnswerer:
         check_press(press)
         options = generation_of(max_new_tokens, generation)
         together = compress_questions or isinstance(press, Finch)
-        reading: dict[str, Any] = {
-            **{"max_context_length": max_context_length, "chat_template": chat_template},
-            **{"enable_thinking": enable_thinking, "template_options": template_options},
-        }
+        reading = Reading(max_context_length, chat_template, enable_thinking, template_options)
         opened: AbstractContextManager[Compressed]
         if isinstance(contexts, SavedContext):
-            given = {**reading, "cache": cache, "compress_questions": together}
+            given = {**reading._asdict(), "cache": cache, "compress_questions": together}
             heads = contexts.heads_unless(given)
             opened = contexts.opened(self.model, press)
         else:
-            heads = self._heads(contexts, **reading)
-            opened = self._compressed([ids for ids, _ in heads], press, cache)
+            heads = self._heads(contexts, reading)
+            rows = [ids for ids, _ in heads]
+            opened = compressed(self.model, rows, press, self._pad_id(rows), cache)
         prompts = self._prompts(heads, questions, answer_prefix)
         if together:
             return self._together(prompts, press, cache, options)
@@ -163,19 +162,11 @@ class ContextAnswerer:
             PressError: if the press does not fit the model, or its cache cannot be kept.
         """
         check_savable(path, press)
-        heads = self._heads(contexts, **reading)
-        with self._compressed([ids for ids, _ in heads], press) as state:
-            keep(state, path, press, [tail for _, tail in heads], isinstance(contexts, str))
+        heads = self._heads(contexts, Reading(**reading))
+        rows, tails = [ids for ids, _ in heads], [tail for _, tail in heads]
+        with compressed(self.model, rows, press, self._pad_id(rows)) as state:
+            keep(state, path, press, tails, isinstance(contexts, str))
         return SavedContext(path)
-
-    def _compressed(
-        self,
-        rows: list[list[int]],
-        press: InstalledPress | None,
-        cache: Any = None,
-        read: list[list[int]] | None = None,
-    ) -> AbstractContextManager[Compressed]:
-        return compressed(self.model, rows, press, self._pad_id(rows), cache, read)
 
     def _prompts(
         self,
@@ -201,37 +192,26 @@ class ContextAnswerer:
 
     # ---- text to tokens --------------------------------------------------------------------------
 
-    def _heads(
-        self,
-        contexts: Any,
-        max_context_length: int | None = None,
-        chat_template: bool | None = None,
-        enable_thinking: bool = False,
-        template_options: Mapping[str, Any] | None = None,
-    ) -> list[Head]:
-        """Tokens of each context, and the text that comes after a question; see `answered`."""
-        texts = texts_of("contexts", contexts)
-        if chat_template is None:
-            chat_template = bool(getattr(self.tokenizer, "chat_template", None))
-        words = {"enable_thinking": enable_thinking, **(template_options or {})}
-        template = words if chat_template else None
-        return [self._context_ids(text, template, max_context_length) for text in texts]
+    def _heads(self, contexts: Any, reading: Reading) -> list[Head]:
+        """Tokens of each context, and the text that comes after a question."""
+        return [self._head(text, reading) for text in texts_of("contexts", contexts)]
 
-    def _context_ids(
-        self, context: str, template: Mapping[str, Any] | None, at_most: int | None
-    ) -> Head:
-        tail = ""
-        if template is None:
-            ids = self._encode(context, add_special_tokens=True)
-            if ids and ids[-1] == self.tokenizer.eos_token_id:  # the text goes on
-                ids.pop()
-        else:
+    def _head(self, context: str, reading: Reading) -> Head:
+        templated, tail, at_most = reading.chat_template, "", reading.max_context_length
+        if templated is None:
+            templated = bool(getattr(self.tokenizer, "chat_template", None))
+        if templated:
+            words = {"enable_thinking": reading.enable_thinking, **(reading.template_options or {})}
             message = [{"role": "user", "content": context + _MARK}]
             text = self.tokenizer.apply_chat_template(
-                message, add_generation_prompt=True, tokenize=False, **template
+                message, add_generation_prompt=True, tokenize=False, **words
             )
             head, tail = str(text).rsplit(_MARK, 1)
             ids = self._encode(head)
+        else:
+            ids = self._encode(context, add_special_tokens=True)
+            if ids and ids[-1] == self.tokenizer.eos_token_id:  # the text goes on
+                ids.pop()
         if at_most is not None and len(ids) > at_most:
             if at_most < 2:
                 raise UserError(f"max_context_length is {at_most}; it must be 2 or more")
@@ -297,7 +277,7 @@ class ContextAnswerer:
             read = [[*p.context, *delimiter, *p.question] for p in part]
             # A cache holds one batch: if there are more, each has a copy of the empty one.
             own = cache if len(flat) <= step else without_change(cache)
-            with self._compressed(rows, press, own, read) as state:
+            with compressed(self.model, rows, press, self._pad_id(rows), own, read) as state:
                 answers += self._ask(state, [[prompt.tail] for prompt in part], options)
             evicted += state.evicted * len(part)
         remaining = chain.from_iterable(answers)

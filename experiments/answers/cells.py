@@ -126,23 +126,22 @@ def plan(settings: Settings) -> list[Cell]:
     cells = list(dict.fromkeys(cells))
     for cell in cells:
         cell.make(settings.seed)
-    if not cells:
-        raise UserError("there is nothing to run: give a ratio (0 for no press at all) or a budget")
     return cells
 
 
-def _amounts(
-    settings: Settings, press: str, mechanism: str
-) -> list[tuple[float | None, int | None]]:
-    """The ratios and budgets that a press is told, one of the two each; none where it has its own.
+Amounts = list[tuple[float | None, int | None]]
+"""Ratios and budgets, one of the two each; neither where a press has its own."""
+
+
+def _amounts(settings: Settings, press: str, mechanism: str) -> Amounts:
+    """What a press is told.
 
     Raises:
         UserError: if it describes no press, or one that takes a ratio where budgets alone are
             given.
     """
     kinds = takes(press, mechanism)
-    told: list[tuple[float | None, int | None]]
-    told = [(ratio, None) for ratio in settings.ratio if ratio and "ratio" in kinds]
+    told: Amounts = [(ratio, None) for ratio in settings.ratio if ratio and "ratio" in kinds]
     told += [(None, budget) for budget in settings.budget if "budget" in kinds]
     if told or "ratio" not in kinds:
         return told or [(None, None)]

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from experiments import UserError
+from experiments import refusing
 from experiments.answers.answerer import ContextAnswerer
 from experiments.answers.kept import SavedContext, check_savable
 from experiments.answers.presses import make_press
@@ -42,10 +42,8 @@ def compress(
     """Compress a text once, to be asked about later with `ask`."""
     made = make_press(press, mechanism, ratio, seed=0)
     check_savable(output, made)
-    try:
+    with refusing(f"{context or 'standard input'} is no text in UTF-8", UnicodeDecodeError):
         text = sys.stdin.read() if context is None else context.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{context or 'standard input'} is no text in UTF-8: {error}") from error
     console = Console(stderr=True)
     with console.status("Reading and compressing ..."):
         answerer = ContextAnswerer(*load_model(model, dtype=dtype, device=device))

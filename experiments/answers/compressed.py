@@ -126,10 +126,9 @@ def compressed(
             scope.enter_context(press(model))
         with torch.no_grad():
             model(**arguments, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        later = press is not None and acts_later(press)
-        if press is not None and not later and not any(map(needs_help, cache.layers)):
+        if not acts_later(press) and not any(map(needs_help, cache.layers)):
             scope.close()
-        yield Compressed(model, ids, mask, cache, later)
+        yield Compressed(model, ids, mask, cache, acts_later(press))
 
 
 def _left_padded(
@@ -158,16 +157,15 @@ def _share_evicted(cache: Any, seen: Tensor, width: int = 1) -> float:
     return float(torch.stack(shares).mean()) if shares else 0.0
 
 
-def acts_later(press: InstalledPress) -> bool:
-    """Whether `press` has work to do after the context was compressed."""
-    return bool(press.phases & (Phase.DECODING | Phase.BEFORE_DECODING))
+def acts_later(press: InstalledPress | None) -> bool:
+    """Whether there is a press that has work to do after the context was compressed."""
+    return press is not None and bool(press.phases & (Phase.DECODING | Phase.BEFORE_DECODING))
 
 
 def needs_help(layer: Any) -> bool:
     """Whether a layer refuses to be decoded while no scope is open."""
-    if isinstance(layer, (RaggedLayer, ChannelPrunedLayer)):
-        return True
-    return isinstance(layer, PrunedLayer) and bool(layer.needs)
+    always = isinstance(layer, (RaggedLayer, ChannelPrunedLayer))
+    return always or (isinstance(layer, PrunedLayer) and bool(layer.needs))
 
 
 def without_change(cache: Any) -> Any:

@@ -10,13 +10,13 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from experiments import UserError
+from experiments import UserError, library, refusing
 from experiments.framework.wording import in_one_line
 
-Work = TypeVar("Work")
-Result = TypeVar("Result")
+Outcomes = Iterator[tuple[Any, Any]]
+"""Pieces of work, each with what came of it or a `Failure`."""
 
 
 class Failure(NamedTuple):
@@ -25,23 +25,21 @@ class Failure(NamedTuple):
     reason: str
 
 
-def serial(
-    work: Iterable[Work], run: Callable[[Work], Result]
-) -> Iterator[tuple[Work, Result | Failure]]:
+def serial(work: Iterable[Any], run: Callable[[Any], Any]) -> Outcomes:
     """Run one piece after the other in this process."""
     for piece in work:
         yield piece, _attempt(run, piece)
 
 
 def on_ray(
-    work: Iterable[Work],
-    run: Callable[[Work], Result],
+    work: Iterable[Any],
+    run: Callable[[Any], Any],
     *,
     address: str | None = None,
     cpus: float = 1,
     gpus: float = 0,
     retries: int = 3,
-) -> Iterator[tuple[Work, Result | Failure]]:
+) -> Outcomes:
     """Run pieces on the workers of a Ray cluster, as they have room.
 
     A piece whose worker dies is run again. Results come back to this process, which alone writes
@@ -55,12 +53,7 @@ def on_ray(
     Raises:
         UserError: if Ray is not installed, or the cluster has no such worker.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise UserError(
-            'Ray is not installed; pip install "hook-or-patch[ray]", or leave out --on ray'
-        ) from error
+    ray = library("ray", "ray", ", or leave out --on ray")
     joined = ray.is_initialized()
     if not joined:
         _start(ray, address)
@@ -76,7 +69,7 @@ def on_ray(
             ray.shutdown()
 
 
-def _attempt(run: Callable[[Work], Result], piece: Work) -> Result | Failure:
+def _attempt(run: Callable[[Any], Any], piece: Any) -> Any:
     try:
         return run(piece)
     except Exception as error:
@@ -84,20 +77,18 @@ def _attempt(run: Callable[[Work], Result], piece: Work) -> Result | Failure:
 
 
 def _start(ray: Any, address: str | None) -> None:
-    # Workers import this package from where this process has it, installed or not.
-    here = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
-    environment = {"env_vars": {"PYTHONPATH": path}} if address is None else None
-    options: dict[str, Any] = {"runtime_env": environment, "log_to_driver": False}
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if address is None:
-        options["include_dashboard"] = False
-    try:
+        # Workers import this package from where this process has it, installed or not.
+        here = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+        own = {"env_vars": {"PYTHONPATH": path}}
+        options |= {"runtime_env": own, "include_dashboard": False}
+    with refusing(f"there is no Ray cluster at {address!r}", OSError):  # ConnectionError is one
         host, _, port = (address or "").rpartition(":")
         if port.isdecimal() and "//" not in host:  # Ray itself would try for minutes
             socket.create_connection((host, int(port)), timeout=10).close()
-        ray.init(address=address, logging_level="error", **options)
-    except OSError as error:  # ConnectionError is one
-        raise UserError(f"there is no Ray cluster at {address!r}: {error}") from error
+        ray.init(address=address, **options)
 
 
 def _check_room(ray: Any, cpus: float, gpus: float) -> None:

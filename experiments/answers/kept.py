@@ -82,7 +82,7 @@ class SavedContext:
         """
         about = self.about
         later = bool(about.notes["acts_later"])
-        if later and (press is None or not acts_later(press)):
+        if later and not acts_later(press):
             raise UserError(
                 f"{str(self.path)!r} was compressed by {about.press}, which goes on while "
                 "decoding; give that press again"

@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
 from functools import lru_cache, partial
-from importlib import import_module
+from itertools import accumulate, takewhile
 from types import SimpleNamespace
 from typing import Any
 
-from experiments import UserError
+from experiments import library
 from experiments.answers.sample import Sample
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -25,6 +25,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _BOXED = r"\boxed{"
 
 Metric = Callable[[str, Sequence[str]], float]
+Words = Callable[[str], Sequence[str]]
 
 
 # ---- what is contained, chosen or counted --------------------------------------------------------
@@ -69,13 +70,9 @@ def first(pattern: str) -> Metric:
 
 def first_numbers(prediction: str, answers: Sequence[str]) -> float:
     """Share of the numbers asked for up to the first wrong one (InfiniteBench's math_calc)."""
-    found = [int(digits) for digits in re.findall(r"[0-9]+", prediction)]
-    right = 0
-    for number, answer in zip(found, answers, strict=False):
-        if str(number) != answer.strip():
-            break
-        right += 1
-    return right / len(answers)
+    found = [str(int(digits)) for digits in re.findall(r"[0-9]+", prediction)]
+    pairs = zip(found, map(str.strip, answers), strict=False)
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs))) / len(answers)
 
 
 def code(prediction: str, answers: Sequence[str]) -> float:
@@ -95,15 +92,10 @@ def boxed(prediction: str, answers: Sequence[str]) -> float:
 
 
 def _last_boxed(text: str) -> str | None:
-    start = text.rfind(_BOXED)
-    if start < 0:
-        return None
-    depth, begin = 1, start + len(_BOXED)
-    for end in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if depth == 0:
-            return text[begin:end]
-    return None  # cut off before it was closed
+    _, found, rest = text.rpartition(_BOXED)
+    depths = accumulate(({"{": 1, "}": -1}.get(letter, 0) for letter in rest), initial=1)
+    ends = [end for end, depth in enumerate(depths) if depth == 0]
+    return rest[: ends[0] - 1] if found and ends else None  # or cut off before it was closed
 
 
 def _plain(latex: str) -> str:
@@ -128,25 +120,18 @@ def chinese_words(text: str) -> list[str]:
     return [word for word in map(_bare, _jieba().cut(text)) if word]
 
 
-def chinese_characters(text: str) -> list[str]:
-    """Characters without punctuation (InfiniteBench)."""
-    return list(_bare(text))
-
-
 def _bare(text: str) -> str:
     """The letters, digits and signs of a text in lower case, without punctuation and spaces."""
     return "".join(c for c in text.lower() if c.isalnum())
 
 
-def f1(
-    prediction: str, answers: Sequence[str], *, words: Callable[[str], list[str]] = english_words
-) -> float:
+def f1(prediction: str, answers: Sequence[str], *, words: Words = english_words) -> float:
     """Harmonic mean of precision and recall of words (SQuAD, LongBench), of the best reference."""
     found = words(prediction)
     return max(_overlap(found, words(answer)) for answer in answers)
 
 
-def _overlap(found: list[str], wanted: list[str]) -> float:
+def _overlap(found: Sequence[str], wanted: Sequence[str]) -> float:
     common = sum((Counter(found) & Counter(wanted)).values())
     return 2 * common / (len(found) + len(wanted)) if common else 0.0
 
@@ -166,21 +151,6 @@ def _rouge_scorer(chinese: bool) -> Any:
     cut = _jieba().cut if chinese else lambda text: text.lower().split()
     tokenizer = SimpleNamespace(tokenize=lambda text: list(cut(text)))
     return library("rouge_score.rouge_scorer").RougeScorer(["rougeL"], tokenizer=tokenizer)
-
-
-def library(name: str) -> Any:
-    """A module of a library that only some datasets need.
-
-    Raises:
-        UserError: if it is not installed.
-    """
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise UserError(
-            f"{name.partition('.')[0]} is needed here, and not installed; "
-            'pip install "hook-or-patch[evaluate]"'
-        ) from error
 
 
 @lru_cache
@@ -204,7 +174,7 @@ METRICS: dict[str, Metric] = {
     "letter": first(r"\b[A-D]\b"),  # InfiniteBench: that stands alone
     "named_letter": first(r"The correct answer is[ *(]*([A-D])\b"),  # LongBench-v2
     "f1_zh": partial(f1, words=chinese_words),
-    "f1_characters": partial(f1, words=chinese_characters),
+    "f1_characters": partial(f1, words=_bare),
     "rouge_l": rouge,
     "rouge_l_zh": partial(rouge, chinese=True),
 }

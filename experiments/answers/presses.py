@@ -16,7 +16,7 @@ from contextlib import suppress
 from inspect import signature
 from typing import Any, NamedTuple
 
-from experiments import UserError
+from experiments import UserError, refusing
 from experiments.testbed.recipes import MECHANISMS, Presses
 from press_core import HyperparameterError, Tokens
 from press_core.budget import Amount
@@ -41,7 +41,10 @@ def make_press(text: str, mechanism: str, amount: Amount | None, seed: int) -> I
         HyperparameterError: if a field is out of range, or if the press cannot be told `amount`.
     """
     expression = _parse(text)
-    press = _Maker(text, MECHANISMS[mechanism], amount, seed).value(expression)
+    given: dict[str, float] = {}
+    if amount is not None:
+        given = {"budget": amount.n} if isinstance(amount, Tokens) else {"ratio": amount}
+    press = _Maker(text, MECHANISMS[mechanism], given, seed).value(expression)
     if not isinstance(press, InstalledPress):
         raise UserError(f"{text!r} is no press; write one such as SnapKVPress")
     if amount is None or _names_in(expression):
@@ -90,13 +93,15 @@ class _Maker(NamedTuple):
 
     text: str
     presses: Presses
-    amount: Amount | None
+    given: dict[str, float]
     seed: int
 
     def value(self, node: ast.expr) -> Any:
         match node:
             case ast.Name(id=name) if name in _NAMES:
-                return self.named(name)
+                if name not in self.given:
+                    raise UserError(f"{self.text!r} says `{name}`, and no {name} is given")
+                return self.given[name]
             case ast.Name(id=name):
                 return self.made(name, [], {})
             case ast.Call(func=ast.Name(id=name)) if all(k.arg for k in node.keywords):
@@ -112,13 +117,6 @@ class _Maker(NamedTuple):
                 f"press {self.text!r:.200}; write presses, numbers, strings and lists only"
             ) from None
 
-    def named(self, name: str) -> float | int:
-        """The amount that `name` stands for."""
-        given = "budget" if isinstance(self.amount, Tokens) else "ratio"
-        if self.amount is None or name != given:
-            raise UserError(f"{self.text!r} says `{name}`, and no {name} is given")
-        return self.amount.n if isinstance(self.amount, Tokens) else self.amount
-
     def made(self, name: str, args: list[Any], given: dict[str, Any]) -> Any:
         """The press, or the `Tokens`, of that name and those fields."""
         if name not in self.presses and name != Tokens.__name__:
@@ -127,13 +125,10 @@ class _Maker(NamedTuple):
                 f"{', '.join(sorted(self.presses))}"
             )
         made = self.presses.get(name, Tokens)
-        try:
+        fields = ", ".join(signature(made).parameters) or "none"
+        advice = f"; the fields of {name} are {fields}"
+        with refusing(f"cannot make {self.text!r}", TypeError, advice=advice):
             told = signature(made).bind(*args, **given).arguments
             if "seed" in signature(made).parameters and told.get("seed") is None:
                 told["seed"] = self.seed
             return made(**told)
-        except TypeError as error:
-            names = ", ".join(signature(made).parameters) or "none"
-            raise UserError(
-                f"cannot make {self.text!r}: {error}; the fields of {name} are {names}"
-            ) from error

@@ -21,6 +21,15 @@ class Prompt(NamedTuple):
     tail: list[int]
 
 
+class Reading(NamedTuple):
+    """How contexts become tokens; see `ContextAnswerer.answered`."""
+
+    max_context_length: int | None = None
+    chat_template: bool | None = None
+    enable_thinking: bool = False
+    template_options: Mapping[str, Any] | None = None
+
+
 Head = tuple[list[int], str]
 """Token ids of a context, and the text that comes after a question."""
 Questions = Sequence[str] | Sequence[Sequence[str]] | None

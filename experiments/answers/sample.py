@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+if TYPE_CHECKING:  # which lists the datasets by name
+    from experiments.answers.settings import Settings
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """One question about one context. Samples with the same context may share its cache.
 
     Attributes:
@@ -30,3 +34,19 @@ class Sample:
     answer_prefix: str = ""
     choices: tuple[str, ...] = ()
     one_line: bool = False
+
+
+class Wanted(NamedTuple):
+    """What samples a dataset is asked for.
+
+    Attributes:
+        task: of the dataset.
+        length: in tokens with the question; 0: samples have the lengths that they have.
+        settings: say how many, and from which seed.
+        tokenizer: counts the tokens.
+    """
+
+    task: str
+    length: int
+    settings: Settings
+    tokenizer: PreTrainedTokenizerBase

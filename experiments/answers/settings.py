@@ -16,7 +16,7 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from experiments import UserError
+from experiments import UserError, refusing
 from experiments.answers.datasets import SOURCES
 from experiments.framework.wording import refused
 
@@ -63,9 +63,9 @@ def _listed(value: Any) -> Any:
 
 ValueT = TypeVar("ValueT")
 Several = Annotated[tuple[ValueT, ...], BeforeValidator(_listed)]
+AtLeastOne = Annotated[Several[ValueT], Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-_AT_LEAST_ONE = Field(min_length=1)
 
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
@@ -80,16 +80,14 @@ class Grid:
 
     model: Annotated[str, typer.Option(help="Shipped model, folder or hub id.")] = "facts-llama"
     press: Annotated[
-        Several[str],
-        _AT_LEAST_ONE,
+        AtLeastOne[str],
         typer.Option(
             help="Press as text, such as AdaKVPress(SnapKVPress(window_size=32)); repeat it for "
             "several. `ratio` or `budget` in it stands for what it is told."
         ),
     ] = STUDIED
     ratio: Annotated[
-        Several[Share],
-        _AT_LEAST_ONE,
+        AtLeastOne[Share],
         typer.Option(
             help="Share of the tokens to evict; 0: no press. Repeat it for several. With a budget "
             "and no ratio: 0.",
@@ -102,11 +100,10 @@ class Grid:
         ),
     ] = ()
     mechanism: Annotated[
-        Several[Literal["hook", "patch"]], _AT_LEAST_ONE, typer.Option(help="hook or patch.")
+        AtLeastOne[Literal["hook", "patch"]], typer.Option(help="hook or patch.")
     ] = ("hook", "patch")
     dataset: Annotated[
-        Several[str],
-        _AT_LEAST_ONE,
+        AtLeastOne[str],
         typer.Option(
             help="NAME, NAME/TASK, NAME@LENGTH or NAME/TASK@LENGTH; repeat it for several. NAME is "
             f"one of {', '.join(SOURCES)}."
@@ -188,12 +185,11 @@ def settings_from(path: Path | None, flags: Mapping[str, Any]) -> Settings:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
+    if not path.exists():
+        raise UserError(f"there is no file {path}")
+    # Dates that do not exist are a ValueError.
+    with refusing(f"{path} is not YAML", OSError, ValueError, RecursionError, yaml.YAMLError):
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"there is no file {path}") from None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # dates: ValueError
-        raise UserError(f"{path} is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} must be a YAML mapping of settings, such as `model: facts-llama`")
     known = [field.name for field in fields(Settings) if field.name != "trust_remote_code"]

@@ -25,7 +25,7 @@ import pandas as pd
 import torch
 from transformers import AutoConfig
 
-from experiments import UserError
+from experiments import UserError, refusing
 from experiments.answers.cells import Cell, Prediction, Result
 from experiments.answers.settings import SWEPT, Settings
 from experiments.framework.environment import environment_info
@@ -85,14 +85,10 @@ class Store:
 
     def _write(self, name: str, text: str) -> None:
         path = self.folder / name
-        try:
+        advice = "; what is finished is kept, so see to it and give the same command again, or "
+        with refusing(f"cannot write {path}", OSError, advice=f"{advice}another --output"):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_at_once(path, text.encode(errors="replace"))  # halves of a character
-        except OSError as error:
-            raise UserError(
-                f"cannot write {path}: {error.strerror}; what is finished is kept, so see to it "
-                "and give the same command again, or another --output"
-            ) from error
 
     def finished(self) -> dict[Cell, Result]:
         """Every finished cell, in the order of their keys.
@@ -166,14 +162,12 @@ _ENDS = 2**20  # bytes of a file, at its start and its end, that tell it from an
 def setup_of(settings: Settings) -> dict[str, Any]:
     """The settings that cells share, the model and the versions; `made_with` is for information."""
     made_with = environment_info()
-    versions = made_with.pop("versions")
-    made_with.pop("seed")
     shared = {name: value for name, value in asdict(settings).items() if name not in SWEPT}
     shared["threads"] = settings.threads or torch.get_num_threads()
     return {
         **shared,
         "model_fingerprint": model_fingerprint(settings.model),
-        "versions": versions,
+        "versions": made_with.pop("versions"),
         "code": code_digest(),
         "made_with": made_with,
     }
@@ -181,9 +175,8 @@ def setup_of(settings: Settings) -> dict[str, Any]:
 
 def code_digest() -> str:
     """A digest of the sources that results hang on, whatever a commit says of them."""
-    parts = [_ROOT / part for part in _CODE]
-    kinds = ("*.py", "*.yaml")
-    return _digest([path for part in parts for kind in kinds for path in part.rglob(kind)], _ROOT)
+    patterns = [f"{part}/**/*.{kind}" for part in _CODE for kind in ("py", "yaml")]
+    return _digest([path for pattern in patterns for path in _ROOT.glob(pattern)], _ROOT)
 
 
 def model_fingerprint(name: str) -> str:

@@ -6,7 +6,6 @@ it; the same command continues where an earlier one was interrupted. See `experi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,8 +18,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from experiments.answers.cells import Cell, Result, plan, run_cell
-from experiments.answers.engines import Failure, on_ray, serial
+from experiments.answers.cells import Cell, plan, run_cell
+from experiments.answers.engines import Failure, Outcomes, on_ray, serial
 from experiments.answers.settings import Settings, settings_from
 from experiments.answers.store import Store, setup_of
 from experiments.framework.command import with_flags
@@ -56,9 +55,7 @@ def sweep(
     return store.write_tables(cells), failures
 
 
-def shown(
-    outcomes: Iterator[tuple[Cell, Result | Failure]], total: int, progress: Progress
-) -> Iterator[tuple[Cell, Result | Failure]]:
+def shown(outcomes: Outcomes, total: int, progress: Progress) -> Outcomes:
     """The outcomes, with a bar, and a line for each."""
     for cell, outcome in progress.track(outcomes, total=total, description="cells"):
         yield cell, outcome
@@ -144,8 +141,8 @@ command = with_flags(_sweep, Settings(), _sweep.__doc__)
 def _results(results: pd.DataFrame) -> Table:
     table = Table(box=SIMPLE_HEAD)
     for name in ("dataset", "press", "asked for", "evicted", "mechanism", "right in %"):
-        justify = "right" if name in ("asked for", "evicted", "right in %") else "left"
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        words = name in ("dataset", "press", "mechanism")
+        table.add_column(name, justify="left" if words else "right", no_wrap=True)
     for row in results.to_dict("records"):
         ends = 100 * row["low"], 100 * row["high"]
         known = not pd.isna(row["score"])

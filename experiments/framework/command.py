@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer.models import OptionInfo
 
 from experiments.framework.experiment import AnyExperiment, Tables
-from experiments.framework.manifest import check_writable
+from experiments.framework.manifest import check_names, check_writable
 from experiments.framework.results import write_figures, write_tables
 
 SEED = 0
@@ -35,8 +35,7 @@ def command_of(experiment: AnyExperiment) -> Callable[..., None]:
     def run(flags: dict[str, Any], output: _Output = None) -> None:
         if output is not None:
             check_writable(output)
-        options = replace(experiment.full, **flags)
-        tables = measured(experiment, options, progress_bar())
+        tables = measured(experiment, replace(experiment.full, **flags), progress_bar())
         show(experiment, tables, Console())
         if output is not None:
             write_tables(tables, output)
@@ -85,11 +84,17 @@ def with_flags(run: Callable[..., None], defaults: Any, help: str | None) -> Cal
 
 
 def measured(experiment: AnyExperiment, options: Any, progress: Progress) -> Tables:
-    """The tables of an experiment: the same ones whatever was run before."""
+    """The tables of an experiment: the same ones whatever was run before.
+
+    Raises:
+        ValueError: if one is not called as the experiment is.
+    """
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(SEED)
     with progress:
-        return experiment.measure(options, progress)
+        tables = experiment.measure(options, progress)
+    check_names(experiment.name, tables)
+    return tables
 
 
 def progress_bar(disable: bool = False) -> Progress:

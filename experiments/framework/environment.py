@@ -12,24 +12,20 @@ from typing import Any
 
 import torch
 
-from experiments.framework.command import SEED
-
 
 def environment_info() -> dict[str, Any]:
     """When, with what and on what a study is run."""
     libraries = ("torch", "transformers", "wrapt", "pandas")
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
-        "seed": SEED,
         "versions": {"python": platform.python_version()}
         | {library: version(library) for library in libraries},
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
             "cpu_count": os.cpu_count(),
             "torch_threads": torch.get_num_threads(),
-            "gpu": gpu,
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },
     }
 

@@ -35,29 +35,49 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Literal, NamedTuple
 
 import pandas as pd
+import yaml
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
-from experiments.framework.evidence import Evidence
 from experiments.framework.intervals import NONE
-from experiments.framework.own_model import LeftOutError, OwnModel, Planned
+from experiments.framework.own_model import LeftOutError, OptionsT, OwnModel, Planned
 from experiments.framework.tables import ResultTable
 
 Tables = dict[str, pd.DataFrame]
 """Tables by name; a name is the stem of the CSV file."""
 
-OptionsT = TypeVar("OptionsT")
-
 MAX_WORDS = 25
 """Of a finding."""
 
 _BOLD = re.compile(r"\*\*(.+?)\*\*")
-_NUMBER = re.compile(r"\d[\d,.]*")
+_NUMBER = re.compile(r"-?\d[\d,.]*")
 _INTERVAL = re.compile(r"\[([-+]?[\d.]+), ([-+]?[\d.]+)\]")
+
+
+class Evidence(str, Enum):
+    """A kind of evidence; its value is what findings are labelled with."""
+
+    BITS = "bit equality"
+    STATE = "state compared"
+    REFERENCE = "checked against a reference"
+    TIME = "timing on one machine"
+    BYTES = "bytes counted"
+    MODEL = "one small model"
+    EVENTS = "one forward observed"
+
+    @property
+    def threat(self) -> str:
+        """What it shows and what it does not, in a sentence or two."""
+        return str(_THREATS[self.value])
+
+
+_THREATS = yaml.safe_load(Path(__file__).with_name("evidence.yaml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -94,8 +114,7 @@ class Finding:
     def number(self) -> float:
         """The number in bold, as it is written: 67 of "67%"."""
         (bold,) = _BOLD.findall(self.text)
-        sign = -1 if bold.startswith("-") else 1
-        return sign * float(_NUMBER.findall(bold)[0].replace(",", ""))
+        return float(_NUMBER.findall(bold)[0].replace(",", ""))
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -104,8 +123,7 @@ class Finding:
         return (float(found[1]), float(found[2])) if found else NONE
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(NamedTuple):
     """How a finding is measured again in about a minute.
 
     Attributes:
@@ -117,8 +135,7 @@ class Claim:
     within: float = 0.0
 
 
-@dataclass(frozen=True)
-class Contrast:
+class Contrast(NamedTuple):
     """Hooks against patches in one number each, for the report's first figure.
 
     Attributes:
@@ -194,13 +211,11 @@ class Experiment(ABC, Generic[OptionsT]):
             LeftOutError: if the experiment takes no model.
         """
         quick: Any = self.quick
-        names = {field.name for field in fields(quick)}
-        if "model" not in names:
+        if not hasattr(quick, "model"):
             raise LeftOutError(self.left_out)
-        several = isinstance(quick.model, tuple)
-        model = (own.model,) if several else own.model
+        model = (own.model,) if isinstance(quick.model, tuple) else own.model
         told = {"model": model, "dtype": own.dtype, "device": own.device}
-        told = {name: value for name, value in told.items() if name in names}
+        told = {name: value for name, value in told.items() if hasattr(quick, name)}
         return replace(quick, **(told | changed))
 
     @abstractmethod

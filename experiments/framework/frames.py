@@ -1,18 +1,23 @@
-"""Data frames as people see them: heat maps, and tables with a cell per press and condition."""
+"""Data frames as people see them: matrices of colours, and tables of words."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from textwrap import fill
 
+import numpy as np
 import pandas as pd
 from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 
-from experiments.framework.heatmap import draw_cells
-from experiments.framework.plots import new_figure, style
+from experiments.framework.plots import CELL_INK, new_figure, style
 from experiments.framework.tables import ResultTable
+
+# ---- matrices: a colour and a word or number in each cell ----------------------------------------
 
 
 def heat_maps(
@@ -32,20 +37,85 @@ def heat_maps(
     width = max(4.2, 1.4 + columns * (0.4 + 0.45 * n_cells))  # titles need some
     height = n_rows * (0.9 + 0.23 * size)
     figure, axes = new_figure(n_rows, columns, width=width, height=height, sharey=True)
+
+    def look(number: float) -> tuple[str, str]:
+        return form.format(number), to_hex(colormaps["Blues"](number / most))
+
     with style():
         for panel in axes[len(tables) :]:
             panel.set_visible(False)
         for panel, (title, table) in zip(axes, tables.items(), strict=False):
-            cells: Any = {
-                (row, column): (form.format(number), to_hex(colormaps["Blues"](number / most)))
-                for row, numbers in table.to_dict("index").items()
-                for column, number in numbers.items()
-                if pd.notna(number)
-            }
-            draw_cells(panel, list(table.index), list(table.columns), cells)
+            _draw_cells(panel, table.map(look, na_action="ignore"))
             panel.set_title(title)
     figure.set_label(label)
     return figure
+
+
+class OutcomeMatrix:
+    """What came of each mechanism (columns) in each of several cases (rows).
+
+    Args:
+        table: a column `mechanism`, a column `row`, and a column `outcome`, of which the worst
+            counts.
+        looks: by outcome, from the best to the worst, what a cell of the figure says and its
+            colour (`"#rrggbb"`). The table leaves the best blank.
+    """
+
+    def __init__(self, table: pd.DataFrame, row: str, looks: Mapping[str, tuple[str, str]]) -> None:
+        order, self._looks = list(looks), looks
+        self._outcomes = table.pivot_table(
+            "outcome", row, "mechanism", aggfunc=lambda had: max(had, key=order.index), sort=False
+        )
+
+    def table(self, note: str) -> ResultTable:
+        """As a table of words."""
+        words = self._outcomes.fillna("not run").replace(next(iter(self._looks)), "")
+        return frame_table(note, words.rename_axis(index="").reset_index(), None)
+
+    def figure(self, label: str) -> Figure:
+        """As a figure, with a legend; `label` says what it shows."""
+        handles = [
+            Line2D([], [], color=colour, marker="s", ms=9, ls="none", label=f"{mark}  {outcome}")
+            for outcome, (mark, colour) in self._looks.items()
+        ]
+        shown = self._outcomes.rename(index=lambda row: fill(row, 28))  # as narrow as a phone
+        n_rows, n_columns = shown.shape
+        figure, (panel,) = new_figure(width=2.2 + 0.22 * n_columns, height=2.1 + 0.26 * n_rows)
+        with style():
+            _draw_cells(panel, shown.map(self._looks.get, na_action="ignore"))
+            figure.legend(handles=handles, loc="outside lower left", ncols=1)
+        figure.set_label(label)
+        return figure
+
+
+def _draw_cells(panel: Axes, cells: pd.DataFrame) -> None:
+    """Fill `panel` with a matrix, labels of columns written slanted above it.
+
+    Args:
+        cells: the text and the colour (`"#rrggbb"`) of each; NaN: it stays empty.
+    """
+    rows, columns = list(cells.index), list(cells.columns)
+    for (y, x), look in np.ndenumerate(cells.to_numpy()):
+        if isinstance(look, tuple):
+            text, colour = look
+            panel.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=colour, linewidth=0))
+            if text:
+                ink = "white" if _is_dark(colour) else CELL_INK
+                panel.text(x, y, text, ha="center", va="center", fontsize=7.5, color=ink)
+    panel.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(rows) - 0.5, -0.5))
+    panel.set_xticks(range(len(columns)), columns, rotation=50, ha="left", rotation_mode="anchor")
+    panel.set_yticks(range(len(rows)), rows)
+    panel.xaxis.tick_top()
+    panel.grid(visible=False)
+    panel.spines[:].set_visible(False)
+
+
+def _is_dark(colour: str) -> bool:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return 0.3 * red + 0.59 * green + 0.11 * blue < 130
+
+
+# ---- tables of words -----------------------------------------------------------------------------
 
 
 def frame_table(note: str, frame: pd.DataFrame, left: int | None = 1) -> ResultTable:

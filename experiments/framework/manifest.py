@@ -14,16 +14,9 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, Field, StringConstraints, ValidationError, model_validator
 
-from experiments import UserError
+from experiments import UserError, refusing
 from experiments.framework.wording import refused
 
 MANIFEST = "run.json"
@@ -36,11 +29,7 @@ UNFINISHED = "it was interrupted before everything was written"
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=100)]
 
 
-class _Read(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True)
-
-
-class Entry(_Read):
+class Entry(BaseModel, frozen=True, strict=True):
     """One experiment.
 
     Attributes:
@@ -70,7 +59,7 @@ class Entry(_Read):
         return [*(f"{name}.csv" for name in self.tables), *(f"{n}.svg" for n in self.figures)]
 
 
-class Manifest(_Read):
+class Manifest(BaseModel, frozen=True, strict=True):
     """A study: when, with what and on what it was begun, and what came of it.
 
     Attributes:
@@ -198,32 +187,48 @@ def _disagreements(folder: Path, manifest: Manifest, options: Mapping[str, str])
 # ---- whose files ---------------------------------------------------------------------------------
 
 
-def check_output(
-    folder: Path, experiments: Collection[str], *, own: Collection[str], overwrite: bool = False
-) -> None:
-    """Make the folder if it is not there, and see that experiments can write their files into it.
+def former_study(
+    output: Path, model: str | None, names: Collection[str], *, overwrite: bool = False
+) -> Manifest | None:
+    """What an earlier study has left in the folder, once it is sure that one can be written there.
+
+    The folder is made if it is not there.
 
     Args:
-        experiments: names of those that will write.
-        own: files that the study in the folder has written, and may replace.
-        overwrite: whether files of somebody else may be replaced too.
+        model: that will be studied; None: the study of this project.
+        names: of the experiments that will write.
+        overwrite: whether files that no study has written there may be replaced.
 
     Raises:
-        UserError: if they cannot, or would replace a file of somebody else.
+        UserError: if the folder cannot be written to, or holds a study of another model, or files
+            that would be lost.
     """
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if not _is_of_study(path.name, experiments):
+    former = None
+    try:
+        former = read_manifest(output) if (output / MANIFEST).exists() else None
+    except UserError:
+        if not overwrite:
+            raise
+    if former and former.model != model:
+        raise UserError(
+            f"{output} holds a study of {former.model or 'the shipped models'}, not of "
+            f"{model or 'those'}; give another --output"
+        )
+    replaceable = former.files if former else ()
+    for path in sorted(output.iterdir()) if output.is_dir() else ():
+        if not _is_of_study(path.name, names):
             continue
         if path.is_symlink() or not path.is_file():
             raise UserError(
                 f"{path} is no plain file, so no study writes it; give another --output"
             )
-        if path.name not in own and not overwrite:
+        if path.name not in replaceable and not overwrite:
             raise UserError(
                 f"{path} was not written by the study in that folder, and would be lost; give "
                 "another --output, move it away, or replace it with --overwrite"
             )
-    check_writable(folder)
+    check_writable(output)
+    return former
 
 
 def check_writable(folder: Path) -> None:
@@ -232,14 +237,11 @@ def check_writable(folder: Path) -> None:
     Raises:
         UserError: if it cannot be made, or not be written to.
     """
-    try:
+    with refusing(
+        f"cannot write to the folder {folder}", OSError, advice="; give another --output"
+    ):
         folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"cannot write to the folder {folder}: {error.strerror}; give another --output"
-        ) from None
+        TemporaryFile(dir=folder).close()
 
 
 def _is_of_study(name: str, experiments: Collection[str]) -> bool:

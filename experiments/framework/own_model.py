@@ -36,7 +36,6 @@ class OwnModel:
         keeps_all: whether each of its layers keeps all tokens.
         presses: names of those that can be opened on it, with both mechanisms.
         token_seconds, step_seconds: that a token of a prefill, and a decode step, take.
-        online: whether the hub can be reached.
     """
 
     model: str
@@ -51,7 +50,6 @@ class OwnModel:
     presses: tuple[str, ...]
     token_seconds: float
     step_seconds: float
-    online: bool
 
     @property
     def flags(self) -> str:

@@ -19,15 +19,11 @@ class Task(NamedTuple):
 
     Attributes:
         repeat: the command that runs it again as it is run here.
-        duration: seconds that it will take, about; None if that is not known.
-        note: what a reader of the results has to know besides; empty: nothing.
     """
 
     experiment: AnyExperiment
-    options: Any
+    planned: Planned[Any]
     repeat: str
-    duration: float | None = None
-    note: str = ""
 
     @property
     def name(self) -> str:
@@ -70,10 +66,9 @@ def plan_study(
     """
     tasks = []
     for each in _chosen(experiments, only):
-        own = full or each.quick == each.full
-        repeat = each.name if own else f"study --only {each.name}"
-        options = each.full if full else each.quick
-        tasks.append(Task(each, options, f"python -m experiments {repeat}"))
+        repeat = each.name if full or each.quick == each.full else f"study --only {each.name}"
+        planned = Planned(each.full if full else each.quick)
+        tasks.append(Task(each, planned, f"python -m experiments {repeat}"))
     return Plan(tasks, quick=not full, adding=bool(only))
 
 
@@ -87,12 +82,9 @@ def plan_on(own: OwnModel, experiments: Sequence[AnyExperiment], only: Sequence[
     tasks, left_out = [], {}
     for each in _chosen(experiments, only):
         try:
-            planned: Planned[Any] = each.on(own)
+            tasks.append(Task(each, each.on(own), f"{study} --only {each.name}"))
         except LeftOutError as reason:
             left_out[each.name] = str(reason)
-        else:
-            told = f"{study} --only {each.name}", planned.duration(own), planned.note
-            tasks.append(Task(each, planned.options, *told))
     if only and left_out:
         said = "; ".join(f"{name} is left out: {reason}" for name, reason in left_out.items())
         raise UserError(f"on {own.name} {said}")
@@ -109,16 +101,16 @@ def _chosen(experiments: Sequence[AnyExperiment], only: Sequence[str]) -> list[A
 
 def announcement(plan: Plan, own: OwnModel) -> Table:
     """What will be run on a model of the user's own, how long that takes, and what is left out."""
-    known = [task.duration for task in plan.tasks if task.duration is not None]
+    seconds = sum(task.planned.duration(own) or 0 for task in plan.tasks)
     title = (
         f"{own.name} ({own.parameters / 1e6:,.1f} M parameters in {own.dtype} on {own.device}: "
         f"{1 / own.token_seconds:,.0f} tokens a second in a prefill, "
-        f"{1 / own.step_seconds:,.1f} while decoding) will take about {_about(sum(known))}"
+        f"{1 / own.step_seconds:,.1f} while decoding) will take about {_about(seconds)}"
     )
-    rows = [
-        (task.name, _about(task.duration), f"{task.experiment.question} {task.note}".strip())
-        for task in plan.tasks
-    ]
+    rows = []
+    for task in plan.tasks:
+        about = f"{task.experiment.question} {task.planned.note}".strip()
+        rows.append((task.name, _about(task.planned.duration(own)), about))
     rows += [(name, "left out", reason) for name, reason in plan.left_out.items()]
     table = ResultTable("", ("experiment", "takes about", ""), rows, left=None).rich()
     table.title, table.title_justify = title, "left"

@@ -14,15 +14,18 @@ backend chosen, no setting of matplotlib changed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from experiments.framework.experiment import Contrast
 
 _STYLE: Any = matplotlib.rc_params_from_file(
     Path(__file__).with_name("study.mplstyle"), use_default_template=False
@@ -40,19 +43,19 @@ NO_PRESS = "no press"
 _BLACK, ORANGE, GREEN = "#000000", "#E69F00", "#009E73"
 _BLUE, _VERMILLION, PURPLE, _GREY = "#0072B2", "#D55E00", "#CC79A7", "#8C8C8C"
 
-_MECHANISMS: dict[str, tuple[str, str]] = {
+MECHANISM_LOOKS: dict[str, tuple[str, str]] = {
     "bare": (_GREY, "D"),
     "hook": (_BLUE, "o"),
     "patch": (_VERMILLION, "s"),
     "kvpress": (GREEN, "^"),
 }
+"""The colour and the marker, in matplotlib's letters, of each mechanism in every figure."""
 
+_OF_BARS = {"hooks": "hook", "patches": "patch"}
+"""Mechanisms by what a `Contrast` calls them."""
 
-@contextmanager
-def style() -> Iterator[None]:
-    """The study's settings of matplotlib, for as long as the block lasts."""
-    with matplotlib.rc_context(_STYLE):
-        yield
+style = partial(matplotlib.rc_context, _STYLE)
+"""Opens the study's settings of matplotlib, for as long as a block lasts."""
 
 
 def new_figure(
@@ -88,23 +91,64 @@ def press_label(name: str) -> str:
     return name.removesuffix("Press")
 
 
-def mechanism_colour(name: str) -> str:
-    """The colour of a mechanism ("hook", "patch", ...), the same in every figure.
+# ---- numbers side by side -----------------------------------------------------------------------
 
-    Raises:
-        KeyError: if there is no such mechanism.
+
+def ratio_figure(
+    panels: Mapping[str, pd.DataFrame], label: str, what: str, mark: float = 1
+) -> Figure:
+    """A panel for each table.
+
+    Args:
+        panels: by title; columns `label`, `mechanism`, `ratio`, `low`, `high`.
+        label: what the figure shows, in words.
+        what: is divided by what.
+        mark: where a line is drawn: what makes no difference.
     """
-    return _MECHANISMS[name][0]
+    heights = [len(rows) for rows in panels.values()]
+    height = 0.5 + 0.45 * len(panels) + 0.19 * sum(heights)
+    shared: dict[str, Any] = {"sharex": True, "height_ratios": heights}
+    figure, axes = new_figure(len(panels), width=5.2, height=height, **shared)
+    with style():
+        for panel, (title, rows) in zip(axes, panels.items(), strict=True):
+            panel.axvline(mark, color=MUTED, linewidth=1)
+            for y, row in enumerate(rows.to_dict("records")):
+                colour, marker = MECHANISM_LOOKS[row["mechanism"]]
+                panel.plot([row["low"], row["high"]], [y, y], color=colour)
+                panel.plot(row["ratio"], y, color=colour, marker=marker)
+            panel.set_yticks(range(len(rows)), rows["label"])
+            panel.set_ylim(len(rows) - 0.4, -0.6)
+            panel.grid(visible=False, axis="y")
+            panel.set_title(title)
+        axes[-1].set_xlabel(what)
+    figure.set_label(label)
+    return figure
 
 
-def mechanism_marker(name: str) -> str:
-    """The marker of a mechanism, in matplotlib's letters.
+def overview(contrasts: Sequence[Contrast]) -> Figure:
+    """A panel for each contrast, with a bar for each of its numbers."""
+    heights = [len(contrast.bars) for contrast in contrasts]
+    height = 0.3 * sum(heights) + 0.45 * len(contrasts)
+    figure, axes = new_figure(len(contrasts), width=5.2, height=height, height_ratios=heights)
+    with style():
+        for panel, contrast in zip(axes, contrasts, strict=True):
+            names, values = list(contrast.bars), list(contrast.bars.values())
+            colours = [MECHANISM_LOOKS[_OF_BARS.get(name, "bare")][0] for name in names]
+            bars = panel.barh(range(len(names)), values, 0.7, color=colours)
+            panel.bar_label(bars, [f"{value:,.3g}" for value in values], padding=4)
+            panel.set_yticks(range(len(names)), names)
+            panel.set(xlim=(0, 1.15 * max(*values, 1e-9)), xticks=[])
+            panel.invert_yaxis()
+            panel.grid(False)
+            panel.spines["bottom"].set_visible(False)
+            panel.set_title(contrast.title)
+    figure.set_label(
+        "Hooks and patches side by side; in grey the worst of the other mechanisms, where tried"
+    )
+    return figure
 
-    Raises:
-        KeyError: if there is no such mechanism.
-    """
-    return _MECHANISMS[name][1]
 
+# ---- files and pages ----------------------------------------------------------------------------
 
 _THEMED = {INK: "var(--ink)", _BLACK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--line)"}
 """Colours that a page sets for its light and its dark mode."""

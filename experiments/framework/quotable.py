@@ -6,7 +6,7 @@ what no table tells is marked as missing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -50,7 +50,7 @@ def joined(tables: Tables) -> pd.DataFrame:
     whole = timed.loc[timed["press"] == NO_PRESS, "bytes"].max()
     timed = timed.set_index(_PLACE)
     logits = _of(tables, "error_logits", "logit_error").set_index(_PLACE)
-    columns: dict[str, Any] = {
+    columns = {
         "facts": answers["mean"].where(answers["size"] == quality["question"].nunique()),
         "pipeline": asked.groupby(_PLACE)["score"].mean(),
         "first token": timed["first"],
@@ -59,7 +59,7 @@ def joined(tables: Tables) -> pd.DataFrame:
         "logit error": logits["logit_error"],
         "asked": answers["mean"],  # also presses that have to see the question
     }
-    found = pd.DataFrame({name: column.astype(float) for name, column in columns.items()})
+    found = pd.DataFrame(columns).astype(float)
     found["right"] = found["facts"].fillna(found["pipeline"]).fillna(0)
     ordered = found[found[["asked", "pipeline"]].notna().any(axis=1)].sort_values(
         by=["ratio", "right", "press"], ascending=[True, False, True]
@@ -101,7 +101,7 @@ def quotable(parts: Sequence[Part]) -> ResultTable | None:
         return None
     places = zip(rows.index, rows.to_dict("records"), frontier(rows), strict=True)
     shown = [
-        [ON_FRONTIER * best, press_label(press), f"{ratio:.0%}", *_written(row)]
+        [ON_FRONTIER * best, press_label(press), f"{ratio:.0%}", *map(_written, row, row.values())]
         for (press, ratio), row, best in places
     ]
     timed = _of(tables, "throughput_first", "model", "context").to_dict("records")
@@ -121,7 +121,5 @@ def quotable(parts: Sequence[Part]) -> ResultTable | None:
     return ResultTable(note, ["", "press", "evicted", *rows.columns], shown, left=2)
 
 
-def _written(row: Mapping[Any, float]) -> list[str]:
-    return [
-        MISSING if pd.isna(row[name]) else f"{row[name]:{form}}" for name, form in _FORMS.items()
-    ]
+def _written(column: Any, number: float) -> str:
+    return MISSING if pd.isna(number) else f"{number:{_FORMS[column]}}"

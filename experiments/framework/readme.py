@@ -68,8 +68,7 @@ def fill(text: str, contents: Mapping[str, str]) -> str:
 
     def filled(block: re.Match[str]) -> str:
         if unknown := [name for name in block[1].split() if name not in contents]:
-            known = ", ".join(contents)
-            raise UserError(f"no table is called {unknown[0]!r}; there are {known}")
+            raise UserError(f"no table is called {unknown[0]!r}; there are {', '.join(contents)}")
         shown = "\n".join(contents[name].strip() for name in block[1].split())
         return f"<!-- table: {block[1]} -->\n\n{shown}\n\n<!-- /table -->"
 
@@ -94,14 +93,12 @@ def command(
     for page in (Path("README.md"), *sorted(Path("docs").rglob("*.md"))):
         old = page.read_text(encoding="utf-8")
         new = fill(old, contents)
-        if new == old:
-            continue
-        stale = True
-        if check:
+        if new != old and check:
+            stale = True
             typer.echo(f"{page} does not show what {results} holds", err=True)
-        else:
+        elif new != old:
             page.write_text(new, encoding="utf-8")
             typer.echo(f"{page} rewritten")
-    if stale and check:
+    if stale:
         typer.echo("run `python -m experiments readme`", err=True)
         raise typer.Exit(1)

@@ -20,12 +20,10 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from experiments import QUESTION, load_experiments
-from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import AnyExperiment, Finding
+from experiments.framework.experiment import AnyExperiment, Evidence, Finding
 from experiments.framework.manifest import read_manifest, write_manifest
-from experiments.framework.plots import svg
+from experiments.framework.plots import overview, svg
 from experiments.framework.quotable import quotable
-from experiments.framework.ratios import overview
 from experiments.framework.results import Part, drawn, read_parts, write_figures
 from experiments.loading import short_name
 
@@ -78,14 +76,9 @@ def _duration(seconds: float) -> str:
 
 def _to_html(markdown: str) -> Markup:
     """Markdown as HTML, each table in a box of its own in which it can scroll sideways."""
-    html = _MARKDOWN.render(markdown)
     box = '<div class="scroll" tabindex="0" role="group" aria-label="Table"><table>'
-    html = html.replace("<table>", box)
+    html = _MARKDOWN.render(markdown).replace("<table>", box)
     return Markup(html.replace("</table>", "</table></div>"))
-
-
-def _svg(figure: Figure, name: str) -> Markup:
-    return Markup(svg(figure, salt=name))
 
 
 def _overview(parts: Iterable[Part], folder: Path) -> dict[str, Figure]:
@@ -122,7 +115,7 @@ def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
         inline=lambda markdown: Markup(_MARKDOWN.renderInline(markdown)),
         cell=_cell,
         duration=_duration,
-        svg=_svg,
+        svg=lambda figure, name: Markup(svg(figure, salt=name)),
     )
     context = {
         "question": QUESTION,

@@ -8,20 +8,20 @@ better layout, without running anything.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from experiments import UserError
+from experiments import UserError, refusing
 from experiments.framework.experiment import AnyExperiment, Finding, Tables
 from experiments.framework.manifest import Entry, check_names, read_manifest
 from experiments.framework.plots import save
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """What a study's folder holds of one experiment: tables by name, and what is noted of it."""
 
     experiment: AnyExperiment
@@ -47,15 +47,10 @@ class Part:
         return f"{self.experiment.name}-{finding}"
 
 
-def write_table(table: pd.DataFrame, path: Path) -> None:
-    """Write a CSV file that `read_table` reads back as it was."""
-    table.to_csv(path, index=False, lineterminator="\n")
-
-
 def write_tables(tables: Tables, folder: Path) -> None:
-    """Write tables into a folder that is there, under their names."""
+    """Write tables into a folder that is there, under their names, for `read_table` to read."""
     for name, table in tables.items():
-        write_table(table, folder / f"{name}.csv")
+        table.to_csv(folder / f"{name}.csv", index=False, lineterminator="\n")
 
 
 def write_figures(figures: Mapping[str, Figure], folder: Path) -> None:
@@ -65,19 +60,18 @@ def write_figures(figures: Mapping[str, Figure], folder: Path) -> None:
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """A table that `write_table` wrote; only an empty cell means that a value is missing.
+    """A table that `write_tables` wrote; only an empty cell means that a value is missing.
 
     Raises:
         UserError: if there is none, or it is no table.
     """
-    try:
+    with (
+        refusing(f"cannot read the table {path}", OSError),
+        refusing(f"{path} is no table", ValueError),  # of pandas, for whatever is no CSV
+    ):
         return pd.read_csv(
             path, keep_default_na=False, na_values=[""], float_precision="round_trip"
         )
-    except OSError as error:
-        raise UserError(f"cannot read the table {path}: {error.strerror}") from None
-    except ValueError as error:  # of pandas, for whatever is no CSV
-        raise UserError(f"{path} is no table: {error}") from None
 
 
 def drawn(experiment: AnyExperiment, tables: Tables) -> tuple[dict[str, Figure], dict[str, str]]:

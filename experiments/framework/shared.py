@@ -61,11 +61,12 @@ def median_of(name: str, values: Any, of: str = "") -> dict[str, float]:
 # ---- other environments --------------------------------------------------------------------------
 
 
-def printed_by(python: Path, *arguments: str, given: str = "") -> str:
+def printed_by(python: Path, *arguments: str, given: str = "", otherwise: str = "") -> str:
     """What `python -m` prints with these arguments, of an interpreter in another environment.
 
     Args:
         given: on standard input.
+        otherwise: what to do where it fails, after a semicolon.
 
     Raises:
         UserError: if it fails.
@@ -74,7 +75,7 @@ def printed_by(python: Path, *arguments: str, given: str = "") -> str:
     done = subprocess.run([python, "-m", *arguments], input=given, check=False, **how)
     if done.returncode:
         reason = (done.stderr.strip() or "no message").splitlines()[-1]
-        raise UserError(f"running {arguments[0]} with {python} failed: {reason}")
+        raise UserError(f"running {arguments[0]} with {python} failed: {reason}{otherwise}")
     return done.stdout
 
 

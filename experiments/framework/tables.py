@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -28,8 +28,7 @@ def _escaped(cell: object) -> str:
     return " ".join(str(cell).split()).replace("|", "\\|")
 
 
-@dataclass(frozen=True)
-class ResultTable:
+class ResultTable(NamedTuple):
     """A table to be read by people.
 
     Attributes:

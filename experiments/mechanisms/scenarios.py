@@ -22,13 +22,13 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from experiments.framework.experiment import Experiment, Tables
-from experiments.framework.heatmap import OutcomeMatrix
+from experiments.framework.frames import OutcomeMatrix
 from experiments.framework.options import one_of
 from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
 from experiments.framework.wording import in_one_line
 from experiments.mechanisms import contained
+from experiments.testbed.compare import Response, random_tokens, states_of
 from experiments.testbed.families import FAMILIES, build
-from experiments.testbed.response import Response, random_tokens, states_of
 
 OptionsT = TypeVar("OptionsT")
 
@@ -175,7 +175,7 @@ class Scenarios(Experiment[OptionsT]):
         return {self.name: pd.DataFrame(rows)}
 
     def matrix(self, tables: Tables) -> OutcomeMatrix:
-        return OutcomeMatrix.of(tables[self.name], self.columns[1], self.looks)
+        return OutcomeMatrix(tables[self.name], self.columns[1], self.looks)
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
         return {self.name: self.matrix(tables).figure(self.shows)}

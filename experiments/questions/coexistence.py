@@ -15,13 +15,12 @@ from typing import Annotated, Any, ClassVar
 
 from transformers import DynamicCache, PreTrainedModel
 
-from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Finding, Tables
+from experiments.framework.experiment import Evidence, Finding, Tables
 from experiments.framework.tables import ResultTable
 from experiments.interventions import COMPANIONS, NOTHING, Intervention
 from experiments.mechanisms import OURS, TRIED, scenarios
+from experiments.testbed.compare import Response, random_tokens
 from experiments.testbed.families import HYBRID, build
-from experiments.testbed.response import Response, random_tokens
 from press_core.budget import n_kept
 from press_core.select import top_positions
 

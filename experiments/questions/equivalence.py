@@ -25,10 +25,8 @@ from transformers import PreTrainedModel
 import hooks_impl
 from experiments import UserError
 from experiments.framework import shared
-from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Claim, Experiment, Finding, Tables
-from experiments.framework.frames import wide_table
-from experiments.framework.heatmap import OutcomeMatrix
+from experiments.framework.experiment import Claim, Evidence, Experiment, Finding, Tables
+from experiments.framework.frames import OutcomeMatrix, wide_table
 from experiments.framework.options import DTYPES, Device, checked_share, one_of, several
 from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.tables import ResultTable
@@ -288,7 +286,7 @@ class Equivalence(Experiment[Options]):
         label = (
             "What came of each press (rows) and model: the same bits by hook and by patch, or not"
         )
-        return {"equivalence": OutcomeMatrix.of(rows, "press", LOOKS).figure(label)}
+        return {"equivalence": OutcomeMatrix(rows, "press", LOOKS).figure(label)}
 
     def passed(self, tables: Tables) -> bool:
         cells = tables["equivalence"]

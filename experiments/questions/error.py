@@ -18,16 +18,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import hooks_impl
 from experiments import UserError
 from experiments.framework import shared
-from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.experiment import Evidence, Experiment, Finding, Tables
 from experiments.framework.frames import frame_table, heat_maps
 from experiments.framework.options import Device, Dtype, chosen_device
 from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import press_label
 from experiments.framework.tables import ResultTable
 from experiments.loading import load_model, short_name
-from experiments.testbed.asking import UNSEEN, Task
-from experiments.testbed.facts import VOCABULARY
+from experiments.testbed.facts import UNSEEN, VOCABULARY, Task
 from experiments.testbed.masked import Reader, Sample, harm
 from experiments.testbed.recipes import press_name, suited_pair
 from press_core import PressError

@@ -16,8 +16,7 @@ from experiments.answers.cells import NO_PRESS, forget, plan, run_cell
 from experiments.answers.engines import Failure, serial
 from experiments.answers.settings import STUDIED, Settings
 from experiments.answers.sweep import command, press_words, shown
-from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.experiment import Evidence, Experiment, Finding, Tables
 from experiments.framework.frames import heat_maps, wide_table
 from experiments.framework.intervals import METHOD, bracketed
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned

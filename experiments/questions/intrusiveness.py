@@ -27,8 +27,7 @@ from transformers import PreTrainedModel
 
 from experiments.audit import CALL, LEFT, OPEN, REACHES, RUNNING, audit, differences, snapshot
 from experiments.framework import shared
-from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Claim, Contrast, Experiment, Finding, Tables
+from experiments.framework.experiment import Claim, Contrast, Evidence, Experiment, Finding, Tables
 from experiments.framework.frames import frame_table, heat_maps
 from experiments.framework.options import checking
 from experiments.framework.tables import ResultTable

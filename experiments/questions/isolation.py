@@ -20,13 +20,12 @@ import pandas as pd
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Claim, Contrast, Finding, Tables
+from experiments.framework.experiment import Claim, Contrast, Evidence, Finding, Tables
 from experiments.framework.tables import ResultTable
 from experiments.mechanisms import MECHANISMS, OURS, contained, scenarios
 from experiments.mechanisms.scenarios import Moment
+from experiments.testbed.compare import Response
 from experiments.testbed.families import build
-from experiments.testbed.response import Response
 from press_core import attention_sites
 
 RATIO, OTHER_RATIO = 0.5, 0.25

@@ -28,14 +28,12 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl
 from experiments.framework import shared
-from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Claim, Contrast, Experiment, Finding, Tables
+from experiments.framework.experiment import Claim, Contrast, Evidence, Experiment, Finding, Tables
 from experiments.framework.frames import wide_table
 from experiments.framework.intervals import METHOD, bracket, bracketed
 from experiments.framework.options import Device, Dtype, at_least, several
 from experiments.framework.own_model import OwnModel, Planned
-from experiments.framework.plots import press_label
-from experiments.framework.ratios import ratio_figure
+from experiments.framework.plots import press_label, ratio_figure
 from experiments.framework.tables import ResultTable
 from experiments.framework.timing import Array, Stopwatch, each_in_turn
 from experiments.loading import short_name

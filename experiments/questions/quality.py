@@ -1,6 +1,6 @@
 """What eviction costs in answers: the facts task on pruned caches, for every press.
 
-The press sees the question or not (`experiments.testbed.asking`); both ways, both mechanisms answer
+The press sees the question or not (`experiments.testbed.facts`); both ways, both mechanisms answer
 about the same contexts. Presses are at their usual settings (`experiments.testbed.recipes`); what
 was learned about the model lies beside it.
 """
@@ -21,8 +21,7 @@ from transformers import PreTrainedModel
 import hooks_impl
 from experiments import UserError
 from experiments.framework import shared
-from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Claim, Experiment, Finding, Tables
+from experiments.framework.experiment import Claim, Evidence, Experiment, Finding, Tables
 from experiments.framework.frames import heat_maps, wide_table
 from experiments.framework.intervals import METHOD, bracketed
 from experiments.framework.options import Device, Dtype
@@ -30,7 +29,14 @@ from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.plots import NO_PRESS, press_label
 from experiments.framework.tables import ResultTable
 from experiments.loading import load_model, short_name
-from experiments.testbed import asking
+from experiments.testbed.facts import (
+    SEEN,
+    UNSEEN,
+    Task,
+    answer_seen,
+    answer_unseen,
+    check_vocabulary,
+)
 from experiments.testbed.recipes import press_name, recipe_pair
 from press_core import PressError
 
@@ -52,7 +58,7 @@ NOT_COMPARED = {name: reason for reason, names in LEFT_OUT.items() for name in n
 NEEDS_QUESTION = ("FinchPress",)
 """Presses that choose by the question, and have nothing to do where it is not seen."""
 
-_PROTOCOLS = {asking.UNSEEN: asking.answer_unseen, asking.SEEN: asking.answer_seen}
+_PROTOCOLS = {UNSEEN: answer_unseen, SEEN: answer_seen}
 
 
 @dataclass(frozen=True)
@@ -61,11 +67,11 @@ class Options:
 
     press: shared.Presses = ()
     ratio: shared.Ratios = (0.8, 0.9)
-    samples: shared.Samples = asking.Task.samples
-    context: shared.Words = asking.Task.context
-    facts: shared.Facts = asking.Task.facts
+    samples: shared.Samples = Task.samples
+    context: shared.Words = Task.context
+    facts: shared.Facts = Task.facts
     model: shared.Model = "facts-llama"
-    seed: shared.Seed = asking.Task.seed
+    seed: shared.Seed = Task.seed
     dtype: Dtype = "float32"
     device: Device = "cpu"
 
@@ -103,7 +109,7 @@ def measure(
     model: PreTrainedModel,
     presses: Sequence[str],
     ratios: Sequence[float],
-    task: asking.Task,
+    task: Task,
     progress: Progress,
 ) -> Tables:
     """Answer the questions of `task` without a press, and with each press at each ratio.
@@ -117,7 +123,7 @@ def measure(
     agreement: list[dict[str, Any]] = []
     work = list(product([(NO_PRESS, 0.0), *product(presses, ratios)], _PROTOCOLS))
     for (press, ratio), question in progress.track(work, description="quality"):
-        if question == asking.UNSEEN and press in NEEDS_QUESTION:
+        if question == UNSEEN and press in NEEDS_QUESTION:
             continue
         made: dict[str, Any] = {"bare": None}
         if press != NO_PRESS:
@@ -189,9 +195,9 @@ class Quality(Experiment[Options]):
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         n = options.samples
-        task = asking.Task(options.context, options.facts, n, n, options.seed)
+        task = Task(options.context, options.facts, n, n, options.seed)
         model, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
-        asking.check_vocabulary(tokenizer, options.model)
+        check_vocabulary(tokenizer, options.model)
         presses = list(suited(model, options, progress))
         tables = measure(model, presses, options.ratio, task, progress)
         return tables | {"quality": tables["quality"].assign(model=short_name(options.model))}
@@ -199,7 +205,7 @@ class Quality(Experiment[Options]):
     def findings(self, tables: Tables) -> list[Finding]:
         """Which press answers best where most is evicted that some press still answers well."""
         rows, agreement = compared(tables["quality"]), tables["quality_agreement"]
-        question = asking.UNSEEN if asking.UNSEEN in set(rows["question"]) else asking.SEEN
+        question = UNSEEN if UNSEEN in set(rows["question"]) else SEEN
         asked = rows[rows["question"] == question]
         highest = asked.groupby("ratio")["accuracy"].max()
         good = highest[highest >= _GOOD]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, cast
 
@@ -11,12 +10,13 @@ import typer
 from rich.progress import Progress
 
 from experiments import EXPERIMENTS, load_experiments
-from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import AnyExperiment, Experiment, Finding, Tables
+from experiments.framework.experiment import AnyExperiment, Evidence, Experiment, Finding, Tables
 from experiments.framework.frames import wide_table
 from experiments.framework.intervals import METHOD, bracketed
 from experiments.framework.options import one_of, several
 from experiments.framework.tables import ResultTable
+
+_KEY = ["experiment", "finding"]
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,8 @@ class Options:
 def again(experiment: AnyExperiment, options: Options, progress: Progress) -> list[dict[str, Any]]:
     """The findings about answers of one experiment, from each seed."""
     rows, study = [], cast("Any", experiment.redrawn)
-    n_samples = options.samples or study.samples
     for shift in options.shift:
-        told = replace(study, seed=study.seed + shift, samples=n_samples)
+        told = replace(study, seed=study.seed + shift, samples=options.samples or study.samples)
         for finding in experiment.findings(experiment.measure(told, progress)):
             if (finding.evidence or experiment.evidence) is Evidence.MODEL:
                 low, high = finding.interval
@@ -58,21 +57,17 @@ def again(experiment: AnyExperiment, options: Options, progress: Progress) -> li
     return rows
 
 
-def moves(table: pd.DataFrame) -> pd.DataFrame:
-    """How far each finding moves.
+def holding(table: pd.DataFrame) -> pd.Series[str]:
+    """Whether the numbers of each finding lie in its interval from the first seed.
 
     Returns:
-        A row per finding: `experiment`, `finding`, `low` and `high`, the interval from the first
-        seed; `least` and `most`, of its number from all seeds; `holds`, whether these lie in the
-        interval, or are alike; None where there is no interval and they are not.
+        By experiment and finding "yes" or "no"; "-" where it has no interval and they differ.
     """
-    key = ["experiment", "finding"]
-    numbers = table.groupby(key, sort=False)["number"].agg(least="min", most="max").reset_index()
-    found = table.drop_duplicates(key)[[*key, "low", "high"]].merge(numbers, on=key)
-    alike = found["least"] == found["most"]
-    inside = (found["least"] >= found["low"]) & (found["most"] <= found["high"])
-    known = found["low"].notna() | alike
-    return found.assign(holds=(alike | inside).astype(object).where(known, None))
+    first, by_finding = table.drop_duplicates(_KEY).set_index(_KEY), table.groupby(_KEY, sort=False)
+    least, most = by_finding["number"].min(), by_finding["number"].max()
+    alike, inside = least == most, (least >= first["low"]) & (most <= first["high"])
+    said = (alike | inside).map({True: "yes", False: "no"})
+    return said.where(alike | first["low"].notna(), "-").rename("holds")
 
 
 class Seeds(Experiment[Options]):
@@ -102,37 +97,29 @@ class Seeds(Experiment[Options]):
             by from the study's (`shift`), the `number` of the finding, its interval, `low` and
             `high`, and its `text`.
         """
-        asked = [one for one in load_experiments() if one.redrawn is not None]
-        chosen = [one for one in asked if not options.experiment or one.name in options.experiment]
-        return {
-            "seeds": pd.DataFrame(row for one in chosen for row in again(one, options, progress))
-        }
+        names = options.experiment or EXPERIMENTS
+        chosen = [one for one in load_experiments() if one.redrawn and one.name in names]
+        rows = [row for one in chosen for row in again(one, options, progress)]
+        return {self.name: pd.DataFrame(rows)}
 
     def findings(self, tables: Tables) -> list[Finding]:
-        moved = moves(tables["seeds"])
-        known = moved[moved["holds"].notna()]
-        gone = [f"{row.experiment}-{row.finding}" for row in known.itertuples() if not row.holds]
+        holds = holding(tables["seeds"])
+        moved = ", ".join(map("-".join, holds.index[holds == "no"]))
         text = (
-            f"From other seeds **{len(known) - len(gone)}** of {len(known)} findings about answers "
-            f"stay within their intervals{_listed(gone)}."
+            f"From other seeds **{(holds == 'yes').sum()}** of {(holds != '-').sum()} findings "
+            f"about answers stay within their intervals{moved and f', all but {moved}'}."
         )
         return [Finding("hold", text)]
 
     def views(self, tables: Tables) -> list[ResultTable]:
-        key = ["experiment", "finding"]
-        rows = tables["seeds"].merge(moves(tables["seeds"])[[*key, "holds"]], on=key)
-        rows["holds"] = rows["holds"].map({True: "yes", False: "no"}).fillna("-")
+        rows = tables["seeds"].join(holding(tables["seeds"]), on=_KEY)
         rows["drawn"] = rows["shift"].map(lambda n: f"seed + {n}" if n else "the study's seed")
         cells = [bracketed(row, "number", "g") for row in rows.to_dict("records")]
         note = (
             f"The number of each finding, with {METHOD} over contexts where it has them, and "
             "whether those from other seeds lie in the first interval (-: it has none)."
         )
-        return [wide_table(note, rows, [*key, "holds"], "drawn", cells)]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f", all but {', '.join(names)}" if names else ""
+        return [wide_table(note, rows, [*_KEY, "holds"], "drawn", cells)]
 
 
 EXPERIMENT = Seeds()

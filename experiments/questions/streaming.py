@@ -37,8 +37,7 @@ from transformers import PreTrainedModel
 
 from experiments import UserError
 from experiments.framework import shared
-from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Claim, Experiment, Finding, Tables
+from experiments.framework.experiment import Claim, Evidence, Experiment, Finding, Tables
 from experiments.framework.intervals import METHOD, bracket, bracketed
 from experiments.framework.options import Device, Dtype
 from experiments.framework.own_model import OwnModel, Planned

@@ -24,8 +24,7 @@ from transformers import DynamicCache, PreTrainedModel
 import hooks_impl.mechanism
 import patch_impl.mechanism
 from experiments.framework import shared
-from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.experiment import Evidence, Experiment, Finding, Tables
 from experiments.framework.options import Device, Dtype
 from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import press_label

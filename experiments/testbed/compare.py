@@ -18,17 +18,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 import hooks_impl
 import patch_impl
+from experiments.testbed.families import VOCABULARY
 from press_core import PressError, RaggedLayer
 from press_core.scope import InstalledPress
 
 Presses = InstalledPress | Sequence[InstalledPress]
 """A press, or presses for nested scopes, the outermost first."""
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class PressPair(NamedTuple):
@@ -47,17 +46,17 @@ def pair(name: str, **fields: Any) -> PressPair:
         KeyError: if no press has that name.
         HyperparameterError: if a field is out of range.
     """
-    hook = {field: _side(value, 0) for field, value in fields.items()}
-    patch = {field: _side(value, 1) for field, value in fields.items()}
+    hook = {field: of_mechanism(value, 0) for field, value in fields.items()}
+    patch = {field: of_mechanism(value, 1) for field, value in fields.items()}
     return PressPair(hooks_impl.PRESSES[name](**hook), patch_impl.PRESSES[name](**patch))
 
 
-def _side(value: Any, side: int) -> Any:
-    """What stands for `value` with one mechanism."""
+def of_mechanism(value: Any, side: int) -> Any:
+    """What stands for `value` with one mechanism: hooks are 0, patches 1."""
     if isinstance(value, PressPair):
         return value[side]
     if isinstance(value, list) and any(isinstance(item, PressPair) for item in value):
-        return [_side(item, side) for item in value]
+        return [of_mechanism(item, side) for item in value]
     return value
 
 
@@ -113,15 +112,12 @@ class Inputs:
     def with_delimiter(self, token_id: int, question: int) -> Inputs:
         """The same with the token `token_id` in the context of each row, `question` tokens from its
         end or, in rows that are shorter, after their first."""
-        context = self.context.clone()
-        lengths = torch.full((len(context),), context.shape[1])
-        if self.attention_mask is not None:
-            lengths = self.attention_mask.sum(dim=-1)
-        place = context.shape[1] - 1 - torch.minimum(torch.tensor(question), lengths - 1)
-        at = torch.arange(len(context)), place.clamp(max=context.shape[1] - 2)
-        context[at], mask = token_id, self.attention_mask
-        if mask is not None:
-            mask = mask.index_put(at, torch.tensor(1))
+        last, mask = self.context.shape[1] - 1, self.attention_mask
+        lengths = (torch.ones_like(self.context) if mask is None else mask).sum(dim=-1)
+        place = last - (lengths - 1).clamp(max=question)
+        at = torch.arange(len(place)), place.clamp(max=last - 1)
+        context = self.context.index_put(at, torch.tensor(token_id))
+        mask = None if mask is None else mask.index_put(at, torch.tensor(1))
         return replace(self, context=context, attention_mask=mask)
 
     @property
@@ -137,8 +133,7 @@ class Inputs:
             arguments = {"input_ids": ids}
             past += ids.shape[1]
             if self.attention_mask is not None:
-                n_new = past - self.context.shape[1]
-                new = torch.ones(len(ids), n_new, dtype=torch.int64)
+                new = torch.ones(len(ids), past - self.context.shape[1], dtype=torch.int64)
                 mask = torch.cat((self.attention_mask, new), dim=1)
                 positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
                 arguments |= {"attention_mask": mask, "position_ids": positions}
@@ -233,14 +228,19 @@ def compare(
     Raises:
         PressError: if both mechanisms refuse.
     """
-    runs = [_run_or_refusal(model, presses, inputs) for presses in (hook, patch)]
-    refusals = [run if isinstance(run, PressError) else None for run in runs]
-    if refusals[0] is not None and type(refusals[0]) is type(refusals[1]):
-        raise refusals[0]
-    if any(refusals):
-        said = (f"{type(r).__name__}: {r}" if r else "runs" for r in refusals)
-        return Difference("refusals", next(said), next(said))
-    return next(_differences(*(run for run in runs if isinstance(run, Trace))), None)
+    runs: list[Trace | PressError] = []
+    for presses in (hook, patch):
+        try:
+            runs.append(run(model, presses, inputs))
+        except PressError as refusal:
+            runs.append(refusal)
+    first, second = runs
+    if isinstance(first, Trace) and isinstance(second, Trace):
+        return next(_differences(first, second), None)
+    if isinstance(first, PressError) and type(first) is type(second):
+        raise first
+    said = ("runs" if isinstance(r, Trace) else f"{type(r).__name__}: {r}" for r in runs)
+    return Difference("refusals", next(said), next(said))
 
 
 def run(model: PreTrainedModel, presses: Presses, inputs: Inputs) -> Trace:
@@ -256,20 +256,12 @@ def run(model: PreTrainedModel, presses: Presses, inputs: Inputs) -> Trace:
         for press in presses if isinstance(presses, Sequence) else [presses]:
             scopes.enter_context(press(model))
         for arguments in inputs.forwards(model.device):
-            output = model(**arguments, past_key_values=cache, use_cache=True)
-            logits.append(output.logits)
+            logits.append(model(**arguments, past_key_values=cache, use_cache=True).logits)
             pruned = pruned or _states(cache)
     return Trace(pruned, _states(cache), logits)
 
 
-def _run_or_refusal(model: PreTrainedModel, presses: Presses, inputs: Inputs) -> Trace | PressError:
-    try:
-        return run(model, presses, inputs)
-    except PressError as refusal:
-        return refusal
-
-
-def _states(cache: DynamicCache) -> list[LayerState]:
+def _states(cache: Cache) -> list[LayerState]:
     """References suffice where a layer replaces its tensors when it grows."""
     return [_state(layer) for layer in cache.layers]
 
@@ -324,8 +316,55 @@ def _shape(states: Tensor | None) -> str:
 
 def _first_unequal(hook: Tensor, patch: Tensor) -> list[int] | None:
     """Index of the first element whose bits differ, in the order of the dimensions."""
-    as_integers = _INTEGERS[hook.element_size()]
-    hook, patch = hook.contiguous().view(as_integers), patch.contiguous().view(as_integers)
-    if torch.equal(hook, patch):
+    first, second = (states.contiguous().view(torch.uint8) for states in (hook, patch))
+    if torch.equal(first, second):
         return None
-    return (hook != patch).nonzero()[0].tolist()
+    *at, byte = (first != second).nonzero()[0].tolist()
+    return [*at, byte // hook.element_size()]
+
+
+# ---- what a model answered, held against what it should have answered ----------------------------
+
+
+@dataclass(frozen=True)
+class Response:
+    """Logits of some forwards, and what a cache then held.
+
+    Attributes:
+        logits: `(1, q, vocabulary)` of each forward; or whatever a model without a cache answers.
+        states: keys and values of each layer of the cache, `(1, H_kv, n, d)`.
+        seen: tokens that each layer has seen; empty if that does not matter.
+    """
+
+    logits: Sequence[Tensor]
+    states: Sequence[Tensor] = ()
+    seen: Sequence[int] = ()
+
+    def difference(self, other: Response, tolerance: float = 0.0) -> str:
+        """In what `other` differs, in a few words; empty if in nothing.
+
+        Args:
+            tolerance: by how much numbers may differ, as a share of the largest; 0: in no bit.
+        """
+        mine, theirs = ([states.shape for states in each.states] for each in (self, other))
+        if mine != theirs:
+            slots = ([shape[2] for shape in shapes[::2]] for shapes in (theirs, mine))
+            return "layers hold {} slots, not {}".format(*slots)
+        if self.seen != other.seen:
+            return f"has seen {max(other.seen)} tokens, not {max(self.seen)}"
+        for what in ("logits", "states"):
+            for own, its in zip(getattr(self, what), getattr(other, what), strict=True):
+                off = float((own - its).abs().max() / own.abs().max())
+                if not (torch.equal(own, its) or off <= tolerance):
+                    return f"{what} off by {off:.2g} of the largest"
+        return ""
+
+
+def states_of(cache: Cache) -> list[Tensor]:
+    """Copies of the keys and values of each layer; of head-wise ones, filled up to the longest."""
+    return [states.clone() for layer in _states(cache) for states in (layer.keys, layer.values)]
+
+
+def random_tokens(length: int) -> Tensor:
+    """`(1, length)` random token ids, always the same."""
+    return Inputs.random(VOCABULARY, [length]).context

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
-from urllib.request import Request, urlopen
 
 import torch
-from huggingface_hub import constants
 from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl
-from experiments import UserError
+from experiments import refusing
 from experiments.framework.own_model import OwnModel
 from experiments.framework.timing import Stopwatch
 from experiments.loading import load_model, short_name
@@ -35,20 +33,13 @@ def get_to_know(name: str, dtype: str = "float32", device: str = "cpu") -> OwnMo
         ModelNotFoundError: if there is no such model.
         UserError: if it cannot be loaded as the experiments load it, or no layer can be pruned.
     """
-    try:
+    with refusing(f"cannot load {name} with its tokenizer", ImportError, OSError, ValueError):
         model, tokenizer = load_model(name, dtype=dtype, device=device)
-    except (ImportError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"cannot load {name} with its tokenizer: {reason:.300}") from error
-    # Where there are no files of a tokenizer, some releases of transformers make an empty one.
-    if len(tokenizer) < _LEAST_WORDS:
-        raise UserError(
-            f"cannot load {name} with its tokenizer: what lies there knows {len(tokenizer)} tokens"
-        )
-    try:
+        # Where there are no files of a tokenizer, some releases of transformers make an empty one.
+        if len(tokenizer) < _LEAST_WORDS:
+            raise ValueError(f"what lies there knows {len(tokenizer)} tokens")
+    with refusing(f"no press can prune {name}", PressError):
         sites = attention_sites(model)
-    except PressError as error:
-        raise UserError(f"no press can prune {name}: {error}") from error
     config = model.config.get_text_config()
     token_seconds, step_seconds = _pace(model)
     return OwnModel(
@@ -64,7 +55,6 @@ def get_to_know(name: str, dtype: str = "float32", device: str = "cpu") -> OwnMo
         presses=tuple(press for press in hooks_impl.PRESSES if _opens(press, model)),
         token_seconds=token_seconds,
         step_seconds=step_seconds,
-        online=_is_online(),
     )
 
 
@@ -78,12 +68,11 @@ def _trained(config: Any) -> int:
 
 
 def _opens(name: str, model: PreTrainedModel) -> bool:
-    try:
+    with suppress(PressError):
         for press in recipe_pair(name, 0.5, PROBE):
             press.register(model).remove()
-    except PressError:
-        return False
-    return True
+        return True
+    return False
 
 
 @torch.inference_mode()
@@ -100,13 +89,3 @@ def _pace(model: PreTrainedModel) -> tuple[float, float]:
         watch.lap()
     prefill, *steps = watch.seconds()
     return prefill / length, median(steps)
-
-
-def _is_online() -> bool:
-    if constants.HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE"):
-        return False
-    try:
-        with urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=3):
-            return True
-    except OSError:
-        return False

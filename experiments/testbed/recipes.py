@@ -14,6 +14,7 @@ are too short for. Without one, windows and chunks are small enough for a few do
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ from experiments.framework.plots import press_label
 from experiments.testbed.compare import Inputs, PressPair
 from press_core import HyperparameterError, Needs, PressError
 from press_core.budget import n_kept
-from press_core.presses.finch import Finch
 from press_core.probe import attention_sites
 from press_core.replay.kvzip import KVzip, RepeatPrompts
 from press_core.scope import InstalledPress, bound_to
@@ -114,8 +114,7 @@ def _amount(name: str, ratio: float, length: int, told: Mapping[str, Any]) -> di
             return {"max_capacity": max(5, kept)}
         case "ThinKPress":
             return {"key_channel_compression_ratio": ratio}
-    wraps = "parts" in told or "presses" in told
-    return {} if wraps else {"compression_ratio": ratio}
+    return {} if "parts" in told or "presses" in told else {"compression_ratio": ratio}
 
 
 def recipe_pair(name: str, ratio: float, length: int | None = None) -> PressPair:
@@ -127,11 +126,6 @@ _FIELDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding=
 _FIELDS["usual"]["FinchPress"] = {"delimiter_token_id": DELIMITER}
 for _name in ("KVgradPress", "KVzipPress", "RestoreKVPress"):
     _FIELDS["short"][_name] = {"chunk_size": 24, "prompts": PROMPTS}
-
-
-def told_delimiter(press: InstalledPress, token_id: int) -> InstalledPress:
-    """`press`; a FinchPress with the token that ends a context."""
-    return replace(press, delimiter_token_id=token_id) if isinstance(press, Finch) else press
 
 
 # ---- what presses have to know about a model -----------------------------------------------------
@@ -151,11 +145,10 @@ def suited_pair(name: str, ratio: float, length: int, model: PreTrainedModel) ->
 
 
 def _knows(press: InstalledPress, model: PreTrainedModel) -> bool:
-    try:
+    with suppress(PressError):
         bound_to(press, model)
-    except PressError:
-        return False
-    return True
+        return True
+    return False
 
 
 def fitted_pair(pair: PressPair, model: PreTrainedModel) -> PressPair:

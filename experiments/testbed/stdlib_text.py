@@ -20,14 +20,12 @@ Split = Literal["train", "held-out"]
 
 HELD_OUT_EVERY = 20
 
-_EXCLUDED_FOLDERS = frozenset(
-    {
-        *("test", "tests", "encodings", "pydoc_data"),
-        *("site-packages", "dist-packages", "ensurepip"),
-        # Often left out by distributions, or gone from newer versions.
-        *("idlelib", "lib2to3", "tkinter", "turtledemo", "distutils"),
-    }
-)
+_EXCLUDED_FOLDERS = {
+    *("test", "tests", "encodings", "pydoc_data"),
+    *("site-packages", "dist-packages", "ensurepip"),
+    # Often left out by distributions, or gone from newer versions.
+    *("idlelib", "lib2to3", "tkinter", "turtledemo", "distutils"),
+}
 _BUILD_PREFIXES = ("_sysconfigdata", "config-")  # differ from one build to the next
 
 

@@ -183,18 +183,19 @@ def stream_text(model: PreTrainedModel, text: Text, size: Size, progress: Progre
     streams = {cache: Stream(model, text, size.press(cache)) for cache in STREAMED}
     recomputed = recomputed_losses(model, text, size.capacity + 1)
     rows: list[dict[str, Any]] = []
+
+    def row(cache: Bound, first: int, losses: Tensor) -> dict[str, Any]:
+        ends = {"first": first, "end": first + len(losses), "loss": float(losses.nanmean())}
+        return cache._asdict() | ends
+
     for first in progress.track(range(0, size.tokens, size.stretch), description="streaming"):
         for cache, stream in streams.items():
             most = min(size.full, size.tokens) if cache == FULL else size.tokens
             end = min(first + size.stretch, most)
             if first < end:
                 losses, quickest = stream.advance(end - first)
-                row = {"first": first, "end": end, "loss": float(losses.nanmean())}
-                row["bytes"] = cache_nbytes(stream.cache)
-                rows.append(cache._asdict() | row | quickest)
-        losses = recomputed[first : first + size.stretch]
-        row = {"first": first, "end": first + len(losses), "loss": float(losses.nanmean())}
-        rows.append(RECOMPUTED._asdict() | row)
+                held = {"bytes": cache_nbytes(stream.cache)}
+                rows.append(row(cache, first, losses) | held | quickest)
+        rows.append(row(RECOMPUTED, first, recomputed[first : first + size.stretch]))
     guessing = math.log(model.config.get_text_config().vocab_size)
-    sizes = {"capacity": size.capacity, "n_sink": size.n_sink}
-    return pd.DataFrame(rows).assign(guessing=guessing, **sizes)
+    return pd.DataFrame(rows).assign(guessing=guessing, capacity=size.capacity, n_sink=size.n_sink)

@@ -6,7 +6,7 @@ says what is open on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from experiments.framework.plots import NO_PRESS
 from experiments.loading import load_model, short_name
 from experiments.testbed.compare import Inputs
 from experiments.testbed.families import build
-from experiments.testbed.recipes import MECHANISMS, recipe, suited_pair, told_delimiter
+from experiments.testbed.recipes import MECHANISMS, recipe, suited_pair
 
 DELIMITER = 0
 """In every context, for FinchPress: a token that the bare model knows too."""
@@ -88,10 +88,9 @@ Opens = Callable[[], AbstractContextManager[Any]]
 
 
 def conditions(
-    presses: Iterable[str], ratios: Iterable[float], mechanisms: Iterable[str] = tuple(MECHANISMS)
+    presses: Collection[str], ratios: Collection[float], mechanisms: Collection[str] = MECHANISMS
 ) -> list[Condition]:
     """The model without a press, and every press at every ratio with every mechanism."""
-    ratios, mechanisms = tuple(ratios), tuple(mechanisms)
     named = [Condition(p, m, ratio) for p in presses for ratio in ratios for m in mechanisms]
     return [FULL, *named]
 
@@ -116,7 +115,8 @@ def scope_of(
     press: Any
     if mechanism in MECHANISMS:
         press = suited_pair(name, ratio, context, model)._asdict()[mechanism]
-        press = told_delimiter(press, DELIMITER)
+        if name == "FinchPress":
+            press = replace(press, delimiter_token_id=DELIMITER)
         if name == "ThinKPress":
             press = replace(press, free_memory=True)
     else:

@@ -25,9 +25,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,17 +34,10 @@ from torch.nn.functional import pad
 from transformers import Cache, DynamicCache
 
 from attention_patch import headwise, intercept, with_override, wrap
-from press_core import (
-    AttentionSite,
-    RaggedLayer,
-    UnsupportedInputError,
-    UnsupportedModelError,
-    attention_sites,
-    kept_lengths,
-    kept_positions,
-)
+from press_core import AttentionSite, RaggedLayer, attention_sites, kept_lengths, kept_positions
 from press_core.cache.masks import causal, columns_seen, in_form
 from press_core.cache.tokens import Kept as Seen
+from press_core.errors import UnsupportedInputError, UnsupportedModelError
 from press_core.forward import Arguments
 from press_core.scope import InstalledPress
 
@@ -60,8 +52,7 @@ FAR = 1e3
 """How far below zero a logit has to be to vanish from any softmax."""
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """One way to decode, a "condition" in the tables.
 
     Attributes:
@@ -176,8 +167,7 @@ def mask_by_hook(model: nn.Module, kept: Kept) -> Iterator[None]:
     with ExitStack() as opened:
         for site, heads in sites_of(model, kept):
             hook = partial(_replace_mask, site, heads)
-            handle = site.module.register_forward_pre_hook(hook, with_kwargs=True)
-            opened.callback(handle.remove)
+            opened.enter_context(site.module.register_forward_pre_hook(hook, with_kwargs=True))
         yield
 
 

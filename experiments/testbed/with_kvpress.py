@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -24,7 +25,6 @@ from typing import Any
 import pandas as pd
 from rich.progress import Progress
 
-from experiments import UserError
 from experiments.framework.shared import printed_by
 
 NAME = "kvpress"
@@ -41,16 +41,8 @@ def python_with_kvpress() -> Path | None:
     return python if any(_ENVIRONMENT.glob(f"lib/*/site-packages/{NAME}")) else None
 
 
-def output_of(python: Path, *arguments: str, given: str = "") -> str:
-    """What a module prints that is run by the interpreter with kvpress.
-
-    Raises:
-        UserError: if it fails.
-    """
-    try:
-        return printed_by(python, *arguments, given=given)
-    except UserError as error:
-        raise UserError(f"{error}; try --no-kvpress") from None
+output_of = partial(printed_by, otherwise="; try --no-kvpress")
+"""What a module prints that is run by the interpreter with kvpress."""
 
 
 def rows_with_kvpress(python: Path, module: str, **asked: Any) -> pd.DataFrame:

@@ -11,8 +11,7 @@ from transformers import DynamicCache, QuantizedCache, set_seed
 from experiments import UserError
 from experiments.loading import load_model
 from experiments.pipeline import ContextAnswerer
-from experiments.testbed.asking import answer_seen, answer_unseen
-from experiments.testbed.facts import build_tokenizer
+from experiments.testbed.facts import answer_seen, answer_unseen, build_tokenizer
 from press_core import RaggedLayer, kept_lengths
 from tests.experiments.asked import PRESSES, facts, uneven
 from tests.support import both, in_turn, snapshot

@@ -18,7 +18,7 @@ from experiments.answers.cells import NO_PRESS, Cell, run_cell
 from experiments.answers.datasets import load
 from experiments.answers.engines import Failure, on_ray, serial
 from experiments.answers.settings import Settings
-from experiments.framework.results import read_table, write_table
+from experiments.framework.results import read_table, write_tables
 from experiments.loading import load_model
 from experiments.questions import evaluate
 from tests.experiments.sweeping import FILES, SMALL, answers_of, app, call
@@ -162,9 +162,9 @@ def tables(tmp_path_factory):
         threads=1,
     )
     made = evaluate.EXPERIMENT.measure(few, Progress(disable=True))
-    path = tmp_path_factory.mktemp("study") / "evaluate.csv"
-    write_table(made["evaluate"], path)
-    return {"evaluate": read_table(path)}
+    folder = tmp_path_factory.mktemp("study")
+    write_tables(made, folder)
+    return {"evaluate": read_table(folder / "evaluate.csv")}
 
 
 def test_the_study_claims_the_agreement_that_is_there(tables):

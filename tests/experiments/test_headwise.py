@@ -20,9 +20,8 @@ from experiments.questions.headwise.budgets import (
     pairs,
     streaming,
 )
-from experiments.questions.headwise.trials import OTHER
-from experiments.testbed.asking import UNSEEN, Task
-from experiments.testbed.facts import VOCABULARY, build_tokenizer
+from experiments.questions.headwise.four_ways import OTHER
+from experiments.testbed.facts import UNSEEN, VOCABULARY, Task, build_tokenizer
 from press_core import kept_lengths
 from press_core.budget import n_kept
 from press_core.learned.measured import HeadScores

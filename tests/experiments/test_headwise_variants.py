@@ -10,21 +10,18 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hooks_impl
-from experiments.questions.headwise.trials import (
+from experiments.questions.headwise.four_ways import (
     ERROR,
+    FULL,
     IMPLEMENTATIONS,
     MISSING,
     OTHER,
     SAME,
-    trials,
-)
-from experiments.testbed.decoding import (
-    FULL,
     UNIFORM,
-    Size,
     caches,
     decode_times,
     step_seconds,
+    trials,
 )
 from experiments.testbed.families import supported_implementations
 from experiments.testbed.variants import (
@@ -187,11 +184,11 @@ def test_masks_per_head_are_refused_where_there_are_none(model, pruned, monkeypa
 
 def test_every_cache_is_timed_and_weighed(model):
     before, advanced = snapshot(model), []
-    size = Size(contexts=(512,), ratios=(0.5, 0.8), rounds=6, repeats=1)
-    table = decode_times(model, 512, size, lambda: advanced.append(1))
+    ratios, turns = (0.5, 0.8), {"rounds": 6, "advance": lambda: advanced.append(1)}
+    table = decode_times(model, 512, ratios, repeats=1, **turns)
     assert snapshot(model) == before
     assert len(advanced) == 6
-    pressed = [(name, ratio) for ratio in size.ratios for name in (UNIFORM, *VARIANTS)]
+    pressed = [(name, ratio) for ratio in ratios for name in (UNIFORM, *VARIANTS)]
     found = list(zip(table["condition"], table["ratio"], strict=True))
     assert found == [(FULL, 0.0), *pressed]
     full, timed = table.iloc[0], table.iloc[1:]  # the others are compared with the full cache

@@ -20,7 +20,7 @@ from experiments.questions.isolation import (
     Options,
     in_thread,
 )
-from experiments.testbed.response import Response
+from experiments.testbed.compare import Response
 from tests.support import build
 
 

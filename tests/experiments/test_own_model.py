@@ -20,7 +20,6 @@ from experiments.framework.plan import plan_on
 from experiments.loading import ModelNotFoundError
 from experiments.questions import evaluate
 from experiments.study import run_plan
-from experiments.testbed import getting_to_know
 from experiments.testbed.facts import FILLER
 from experiments.testbed.getting_to_know import get_to_know
 from tests.experiments.tiny import cli
@@ -75,7 +74,7 @@ def an_own_model(**changed) -> OwnModel:
     known = OwnModel(
         **{"model": "you/yours", "name": "you/yours", "model_type": "llama"},
         **{"dtype": "float32", "device": "cpu"},
-        **{"parameters": 10**9, "trained": 8192, "heads": 64, "keeps_all": True, "online": False},
+        **{"parameters": 10**9, "trained": 8192, "heads": 64, "keeps_all": True},
         presses=("KnormPress", "SnapKVPress", "KeyRerotationPress", "StreamingLLMDecodingPress"),
         **{"token_seconds": 0.01, "step_seconds": 0.1},
     )
@@ -114,7 +113,10 @@ def run_less(plan, experiments, output, **told) -> None:
     text = output.with_suffix(".txt")  # to read the whole standard library takes seconds
     text.write_text(" ".join(FILLER * 20))
     told = LESS | {"streaming": LESS["streaming"] | {"text": text}} | LESS_OF_CODE | told
-    tasks = [t._replace(options=replace(t.options, **told.get(t.name, {}))) for t in plan.tasks]
+    tasks = []
+    for task in plan.tasks:
+        options = replace(task.planned.options, **told.get(task.name, {}))
+        tasks.append(task._replace(planned=replace(task.planned, options=options)))
     console = Console(file=StringIO(), width=200)
     failed = run_plan(plan._replace(tasks=tasks), experiments, output, console)
     assert failed == [], console.file.getvalue()
@@ -242,7 +244,7 @@ def test_a_model_without_its_tokenizer_is_refused(folders, tmp_path):
 def test_what_is_known_of_a_model(folders):
     own = get_to_know(str(folders["gemma3_text"]))
     assert (own.name, own.model_type) == ("my-gemma3_text", "gemma3_text")
-    assert (own.trained, own.keeps_all, own.online) == (TRAINED, False, False)
+    assert (own.trained, own.keeps_all) == (TRAINED, False)
     assert own.heads == 2
     assert {"KnormPress", "SnapKVPress", "AdaKVPress"} <= set(own.presses)
     assert 0 < own.token_seconds < own.step_seconds
@@ -257,8 +259,9 @@ def test_what_is_planned_takes_as_long_as_its_tokens_and_steps():
     own = an_own_model(dtype="bfloat16")
     assert Planned(None, tokens=100, steps=7, seconds=2).duration(own) == pytest.approx(3.7)
     assert Planned(None).duration(own) is None
-    usual, slower = tasks_on(own), tasks_on(replace(own, step_seconds=1.0))
-    more = {name for name, t in slower.items() if t.duration and t.duration > usual[name].duration}
+    slow, usual = replace(own, step_seconds=1.0), tasks_on(own)
+    slower = {name: task.planned.duration(slow) for name, task in tasks_on(slow).items()}
+    more = {n for n, took in slower.items() if took and took > usual[n].planned.duration(own)}
     assert {"equivalence", "overhead", "evaluate", "streaming", "trace"} <= more
     study = "python -m experiments study --model you/yours --dtype bfloat16"
     assert usual["trace"].repeat == f"{study} --only trace"
@@ -270,7 +273,7 @@ def test_what_cannot_be_opened_is_left_out():
     assert "none of KnormPress can be opened" in plan.left_out["overhead"]
     assert "StreamingLLMDecodingPress" in plan.left_out["streaming"]
     (asked,) = (task for task in plan.tasks if task.name == "evaluate")
-    assert asked.options.press == ("SnapKVPress",)
+    assert asked.planned.options.press == ("SnapKVPress",)
     with pytest.raises(LeftOutError):
         evaluate.EXPERIMENT.on(replace(own, presses=()))
     unknown = plan_on(an_own_model(model_type="new_kind"), load_experiments())
@@ -284,13 +287,6 @@ def test_contexts_are_no_longer_than_the_model_was_made_for():
     assert own.at_most(512, 1024) == (512,)
     assert own.at_most(1024, 2048) == (600,)
     tasks = tasks_on(own)
-    assert tasks["trace"].options.length == 512
-    assert tasks["throughput"].options.context == (512,)
+    assert tasks["trace"].planned.options.length == 512
+    assert tasks["throughput"].planned.options.context == (512,)
     assert tasks_on(replace(own, trained=100))
-
-
-def test_a_machine_without_a_network_is_offline(monkeypatch):
-    monkeypatch.delenv("HF_DATASETS_OFFLINE")
-    monkeypatch.setattr(getting_to_know.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(getting_to_know.constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert not getting_to_know._is_online()

@@ -15,8 +15,14 @@ from experiments.framework.command import progress_bar
 from experiments.loading import load_model
 from experiments.questions import quality
 from experiments.questions.quality import EXPERIMENT, Options
-from experiments.testbed.asking import Task, answer_seen, answer_unseen, check_vocabulary
-from experiments.testbed.facts import build_tokenizer, draw
+from experiments.testbed.facts import (
+    Task,
+    answer_seen,
+    answer_unseen,
+    build_tokenizer,
+    check_vocabulary,
+    draw,
+)
 from experiments.testbed.recipes import recipe_pair
 from press_core import PressError, kept_lengths
 from tests.support import both, build, snapshot

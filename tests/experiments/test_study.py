@@ -13,13 +13,12 @@ from matplotlib.colors import to_hex
 import experiments
 from experiments import UserError
 from experiments.framework import plots, report
-from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Contrast, Finding
+from experiments.framework.experiment import Contrast, Evidence, Finding
 from experiments.framework.manifest import MANIFEST
-from experiments.framework.ratios import overview
+from experiments.framework.plots import overview
 from experiments.framework.readme import blocks
 from experiments.framework.report import MAX_ROWS, write_report
-from experiments.framework.results import read_parts, read_table, write_table
+from experiments.framework.results import read_parts, read_table, write_tables
 from tests.experiments.tiny import BROKEN, ONE, TWO, cli, failing, line_figure, note, study, tiny
 
 
@@ -144,7 +143,7 @@ def test_csv_files_keep_values(tmp_path):
             "n": [1.0, float("nan"), 3.0],
         }
     )
-    write_table(table, tmp_path / "t.csv")
+    write_tables({"t": table}, tmp_path)
     pd.testing.assert_frame_equal(read_table(tmp_path / "t.csv"), table, check_exact=True)
 
 
@@ -275,7 +274,7 @@ def test_the_first_figure_sets_hooks_beside_patches(tmp_path):
     assert [bar.get_width() for bar in panel.patches] == [1.0, 2.5, 40.0]
     assert [label.get_text() for label in panel.texts] == ["1", "2.5", "40"]
     colours = [to_hex(bar.get_facecolor()) for bar in panel.patches]
-    assert colours == [plots.mechanism_colour(n).lower() for n in ("hook", "patch", "bare")]
+    assert colours == [plots.MECHANISM_LOOKS[n][0].lower() for n in ("hook", "patch", "bare")]
 
 
 def test_figures_take_the_colours_of_the_page():

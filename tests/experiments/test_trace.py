@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 import hooks_impl
 import patch_impl
-from experiments.framework.results import read_table, write_table
+from experiments.framework.results import read_table, write_tables
 from experiments.questions.trace import EXPERIMENT, trace
 from experiments.testbed.compare import PressPair, pair
 from experiments.testbed.recipes import suited_pair
@@ -164,7 +164,7 @@ def test_nothing_is_left_after_an_error(model, mechanism):
 
 def test_the_summary_comes_from_the_csv_file(snapkv, tmp_path):
     table = snapkv.assign(model="llama", press="SnapKVPress", ratio=0.5)
-    write_table(table, tmp_path / "trace.csv")
+    write_tables({"trace": table}, tmp_path)
     read = read_table(tmp_path / "trace.csv")
     text = EXPERIMENT.markdown({"trace": read})
     assert text == EXPERIMENT.markdown({"trace": table})

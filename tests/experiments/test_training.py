@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from experiments.loading import load_model
-from experiments.testbed.asking import answer_unseen
-from experiments.testbed.facts import draw
+from experiments.testbed.facts import answer_unseen, draw
 from experiments.testbed.training import facts, loop, sink, stdlib
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from experiments import UserError
 from experiments.answers.datasets import facts, needle, published, synthetic
-from experiments.answers.sample import Sample
+from experiments.answers.sample import Sample, Wanted
 
 if TYPE_CHECKING:
     from experiments.answers.settings import Settings
@@ -30,13 +30,12 @@ class Source(NamedTuple):
     Attributes:
         tasks: that it has.
         length: where none is asked for; 0: samples have the lengths that they have.
-        make: the samples of a task at a length, in tokens with the question, for a tokenizer that
-            counts them; the settings say how many, and from which seed.
+        make: the samples that are wanted.
     """
 
     tasks: tuple[str, ...]
     length: int
-    make: Callable[[str, int, Settings, PreTrainedTokenizerBase], list[Sample]]
+    make: Callable[[Wanted], list[Sample]]
 
 
 SOURCES: dict[str, Source] = {
@@ -44,7 +43,7 @@ SOURCES: dict[str, Source] = {
     "synthetic": Source(tuple(synthetic.TASKS), 4096, synthetic.make),
     "needle": Source(("essays",), 8192, needle.make),
     **{
-        name: Source(found.tasks, found.length, partial(published.make, name))
+        name: Source(tuple(found.metrics), found.length, partial(published.make, name))
         for name, found in published.SETS.items()
     },
 }
@@ -78,18 +77,17 @@ def load(text: str, settings: Settings, tokenizer: PreTrainedTokenizerBase) -> l
     (task,) = [task] if task else source.tasks
     if settings.needle_depth and name != "needle":
         raise UserError(f"{name} has no needle to put at a depth; leave out needle_depth")
-    return source.make(task, length or source.length, settings, tokenizer)
+    return source.make(Wanted(task, length or source.length, settings, tokenizer))
 
 
 def _parse(text: str) -> tuple[str, str | None, int | None]:
     found = _NAME.fullmatch(text)
-    name = found[1] if found else text
-    if found is None or name not in SOURCES:
+    if found is None or found[1] not in SOURCES:
         raise UserError(
             f"there is no dataset {text!r}; write NAME, NAME/TASK or NAME/TASK@LENGTH, where NAME "
             f"is one of {', '.join(SOURCES)}"
         )
-    return name, found[2], int(found[3]) if found[3] else None
+    return found[1], found[2], int(found[3]) if found[3] else None
 
 
 def contexts_of(samples: Iterable[Sample]) -> list[list[Sample]]:

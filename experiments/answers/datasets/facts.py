@@ -6,19 +6,11 @@ as `? alice`. Lengths are words of the context.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from experiments import UserError
-from experiments.answers.sample import Sample
-from experiments.testbed.asking import check_vocabulary
-from experiments.testbed.facts import draw
-
-if TYPE_CHECKING:
-    from experiments.answers.settings import Settings
-
+from experiments import refusing
+from experiments.answers.sample import Sample, Wanted
+from experiments.testbed.facts import check_vocabulary, draw
 
 TASKS: dict[str, tuple[int, int]] = {
     "single": (1, 1),
@@ -29,21 +21,18 @@ TASKS: dict[str, tuple[int, int]] = {
 needles; several needles from the same compressed context."""
 
 
-def make(
-    task: str, length: int, settings: Settings, tokenizer: PreTrainedTokenizerBase
-) -> list[Sample]:
+def make(wanted: Wanted) -> list[Sample]:
     """The samples of a task.
 
     Raises:
         UserError: if the model speaks other words, or the context is too short for its facts.
     """
+    task, length, settings, tokenizer = wanted
     check_vocabulary(tokenizer, settings.model)
     n_facts, asked = TASKS[task]
     n_contexts = -(-settings.samples // asked)
-    try:
+    with refusing(f"facts/{task}@{length}", ValueError):
         batch = draw(n_contexts, length, n_facts, torch.Generator().manual_seed(settings.seed))
-    except ValueError as error:
-        raise UserError(f"facts/{task}@{length}: {error}") from error
     samples = [
         Sample(task, text.context, question, (answer,), "match_all", max_new_tokens=1)
         for text in map(batch.text, range(n_contexts))

@@ -5,17 +5,10 @@ The haystack is any published collection of texts with a column `text`, or a loc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from transformers import PreTrainedTokenizerBase
-
 from experiments import UserError
 from experiments.answers.datasets.published import Published, rows_of
 from experiments.answers.datasets.synthetic import most
-from experiments.answers.sample import Sample
-
-if TYPE_CHECKING:
-    from experiments.answers.settings import Settings
+from experiments.answers.sample import Sample, Wanted
 
 ESSAYS = Published("sgoel9/paul_graham_essays", split="train", required={"text": ("text",)})
 NEEDLE = "The keeper of the lighthouse hides the spare key under the blue flower pot."
@@ -25,21 +18,20 @@ ANSWER = "under the blue flower pot"
 _MAX_NEW_TOKENS = 16
 
 
-def make(
-    task: str, length: int, settings: Settings, tokenizer: PreTrainedTokenizerBase
-) -> list[Sample]:
+def make(wanted: Wanted) -> list[Sample]:
     """A sample per depth, as asked for or evenly spread, each as long as asked for.
 
     Raises:
         UserError: if the essays are shorter than that.
     """
+    task, length, settings, tokenizer = wanted
 
     def n_tokens(text: str) -> int:
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     room = length - _MAX_NEW_TOKENS - n_tokens(f" {NEEDLE} ") - n_tokens(QUESTION + PREFIX)
     essays = ""
-    for row in rows_of(ESSAYS, "needle", task, length, settings.data):
+    for row in rows_of(ESSAYS, "needle", wanted):
         if n_tokens(essays) > room:
             break
         essays += str(row["text"]) + "\n\n"

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import ast
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
-from transformers import PreTrainedTokenizerBase
 
-from experiments import UserError
-from experiments.answers.metrics import UNKNOWN, library
-from experiments.answers.sample import Sample
-
-if TYPE_CHECKING:
-    from experiments.answers.settings import Settings
+from experiments import UserError, library, refusing
+from experiments.answers.metrics import UNKNOWN
+from experiments.answers.sample import Sample, Wanted
 
 Columns = Mapping[str, tuple[str, ...]]
 """From what is needed to the names that a column with it may have."""
@@ -41,7 +37,7 @@ class Published:
     Attributes:
         hub: id of the repository.
         split: of the dataset.
-        tasks: that it has, and the metric of each.
+        metrics: the tasks that it has, and the metric of each.
         length: where it comes in several, a folder each, and none is asked for; 0: it does not.
         task_is: what of the repository a task is: a "config", a value of the "column" task, or
             nothing ("").
@@ -63,49 +59,39 @@ class Published:
     max_new_tokens: int = 64
     one_line: tuple[str, ...] = ()
 
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        return tuple(self.metrics)
 
-
-def make(
-    name: str, task: str, length: int, settings: Settings, tokenizer: PreTrainedTokenizerBase
-) -> list[Sample]:
+def make(name: str, wanted: Wanted) -> list[Sample]:
     """Samples of a task of the published set called `name`, chosen by the seed."""
-    published = SETS[name]
-    rows = rows_of(published, name, task, length, settings.data)
-    samples = samples_of(published, name, task, rows)
+    published, settings = SETS[name], wanted.settings
+    samples = list(samples_of(published, name, wanted))
     if not samples:
-        raise UserError(f"{name} has no rows of the task {task!r} in {published.hub}")
+        raise UserError(f"{name} has no rows of the task {wanted.task!r} in {published.hub}")
     # A choice that does not hang on the order of the rows, in that order.
     few = min(settings.samples, len(samples))
     chosen = random.Random(settings.seed).sample(range(len(samples)), few)
     return [samples[index] for index in sorted(chosen)]
 
 
-def rows_of(
-    published: Published, name: str, task: str, length: int, data: str | None
-) -> Iterable[Mapping[str, Any]]:
+def rows_of(published: Published, name: str, wanted: Wanted) -> Iterable[Mapping[str, Any]]:
     """The rows of a repository, checked for the columns that are needed.
 
-    Args:
-        data: folder that holds a copy of the repository in a folder `name`; None: the hub.
+    They are those of the hub, or of a copy in a folder `name` of the settings' `data`.
 
     Raises:
         UserError: if it cannot be loaded, or lacks a column.
     """
+    task, length, data = wanted.task, wanted.length, wanted.settings.data
     source = published.hub if data is None else str(Path(data).expanduser() / name)
     where: dict[str, Any] = {"split": published.split}
     where |= {"name": published.config.format(task)} if published.task_is == "config" else {}
     where |= {"data_dir": str(length)} if published.length else {}
-    try:
+    advice = (
+        "; give the folder of a local copy with --data, which holds the repository "
+        f"{published.hub} as {name}/"
+    )
+    what = f"cannot load {name} ({task}) from {source}"
+    with refusing(what, OSError, ValueError, RuntimeError, advice=advice):
         rows = library("datasets").load_dataset(source, **where)
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"cannot load {name} ({task}) from {source}: {reason:.300}; give the folder of a local "
-            f"copy with --data, which holds the repository {published.hub} as {name}/"
-        ) from error
     needed = [*published.required.values(), *[("task",)] * (published.task_is == "column")]
     if missing := [" or ".join(names) for names in needed if not set(names) & {*rows.column_names}]:
         raise UserError(
@@ -115,41 +101,33 @@ def rows_of(
     return rows
 
 
-def samples_of(
-    published: Published, name: str, task: str, rows: Iterable[Mapping[str, Any]]
-) -> list[Sample]:
+def samples_of(published: Published, name: str, wanted: Wanted) -> Iterator[Sample]:
     """The rows of a task as samples; empty columns count as absent.
 
     Raises:
         UserError: naming a row without context or answers.
     """
-    samples = []
-    for number, row in enumerate(rows):
+    task, columns = wanted.task, published.required.items()
+    for number, row in enumerate(rows_of(published, name, wanted)):
         if published.task_is == "column" and row["task"] != task:
             continue
-        found = {key: _first(row, names) for key, names in published.required.items()}
+        held = {name: value for name, value in row.items() if value is not None}
+        found = {k: next((held[n] for n in names if n in held), None) for k, names in columns}
         metric = published.metrics[task]
         answers = _answers(found.get("answers"))
         if not str(found["context"] or "").strip() or not (answers or metric == UNKNOWN):
             raise UserError(f"row {number} of {name} ({task}) has an empty context or answer")
-        samples.append(
-            Sample(
-                task,
-                str(found["context"]),
-                str(found.get("question") or "") or published.question,
-                answers,
-                metric,
-                int(row.get("max_new_tokens") or published.max_new_tokens),
-                str(row.get("answer_prefix") or ""),
-                tuple(row.get("all_classes") or ()),
-                task in published.one_line,
-            )
+        yield Sample(
+            task,
+            str(found["context"]),
+            str(found.get("question") or "") or published.question,
+            answers,
+            metric,
+            int(row.get("max_new_tokens") or published.max_new_tokens),
+            str(row.get("answer_prefix") or ""),
+            tuple(row.get("all_classes") or ()),
+            task in published.one_line,
         )
-    return samples
-
-
-def _first(row: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    return next((row[name] for name in names if row.get(name) is not None), None)
 
 
 def _answers(value: Any) -> tuple[str, ...]:
@@ -160,10 +138,6 @@ def _answers(value: Any) -> tuple[str, ...]:
     return tuple(str(answer) for answer in values if answer is not None and str(answer).strip())
 
 
-def _read() -> dict[str, Published]:
-    text = Path(__file__).with_name("published.yaml").read_text(encoding="utf-8")
-    return TypeAdapter(dict[str, Published]).validate_python(yaml.safe_load(text))
-
-
-SETS = _read()
+_TEXT = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+SETS = TypeAdapter(dict[str, Published]).validate_python(yaml.safe_load(_TEXT))
 """Every published set by its name."""

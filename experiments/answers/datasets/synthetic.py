@@ -10,18 +10,13 @@ from __future__ import annotations
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count, pairwise
-from typing import TYPE_CHECKING, NamedTuple
-
-from transformers import PreTrainedTokenizerBase
+from typing import NamedTuple
 
 from experiments import UserError
-from experiments.answers.sample import Sample
+from experiments.answers.sample import Sample, Wanted
 from experiments.testbed.facts import FILLER, KEYS, VALUES
-
-if TYPE_CHECKING:
-    from experiments.answers.settings import Settings
-
 
 Draft = tuple[str, str, str, tuple[str, ...]]
 """Context, question, answer prefix and answers of a sample."""
@@ -40,14 +35,13 @@ class Task(NamedTuple):
     metric: str = "match_all"
 
 
-def make(
-    name: str, length: int, settings: Settings, tokenizer: PreTrainedTokenizerBase
-) -> list[Sample]:
+def make(wanted: Wanted) -> list[Sample]:
     """Samples whose context, question and answer take at most `length` tokens.
 
     Raises:
         UserError: if the task does not fit into so few.
     """
+    name, length, settings, tokenizer = wanted
     task = TASKS[name]
     room = length - task.max_new_tokens
 
@@ -65,11 +59,9 @@ def make(
     samples = []
     for number in range(settings.samples):
         own = amount
-        draft, taken = drawn(number, own)
-        while taken > room and own > 1:  # other words, more tokens
+        while (draft := drawn(number, own))[1] > room and own > 1:  # other words, more tokens
             own -= max(1, own // 50)
-            draft, taken = drawn(number, own)
-        context, question, prefix, answers = draft
+        context, question, prefix, answers = draft[0]
         limits = task.metric, task.max_new_tokens
         samples.append(Sample(name, context, question, answers, *limits, prefix))
     return samples
@@ -103,10 +95,6 @@ def _made_up(rng: random.Random, n: int, parts: Sequence[str], length: int) -> l
     return list(words)
 
 
-def _number(rng: random.Random) -> str:
-    return str(rng.randrange(10**6, 10**7))
-
-
 _SENTENCES = (
     "The {} stands beside the {}.",
     "Nobody saw the {} near the old {}.",
@@ -138,30 +126,22 @@ def _listed(words: list[str]) -> str:
 # ---- tasks ---------------------------------------------------------------------------------------
 
 
-def _needles(keys: int, values: int, asked: int) -> Callable[[random.Random, int], Draft]:
+def _needles(rng: random.Random, amount: int, keys: int, values: int, asked: int) -> Draft:
     """Secret numbers hidden in noise: of `keys` names, `values` numbers each, `asked` wanted."""
-
-    def draw(rng: random.Random, amount: int) -> Draft:
-        names = _names(rng, keys)
-        numbers = {name: [_number(rng) for _ in range(values)] for name in names}
-        needles = [
-            f"One secret number of {name} is {number}."
-            for name in names
-            for number in numbers[name]
-        ]
-        rng.shuffle(needles)
-        wanted = rng.sample(names, asked)
-        what = f"secret {'number' if values * asked == 1 else 'numbers'} of {_listed(wanted)}"
-        is_or_are = "is" if values * asked == 1 else "are"
-        return (
-            "Secret numbers are hidden in the text below. Remember them.\n"
-            + _hidden(rng, needles, _noise(rng, amount)),
-            f"\nWhat {is_or_are} the {what}?\n",
-            f"The {what} {is_or_are}",
-            tuple(number for name in wanted for number in numbers[name]),
-        )
-
-    return draw
+    names = _names(rng, keys)
+    numbers = {name: [str(rng.randrange(10**6, 10**7)) for _ in range(values)] for name in names}
+    needles = [f"One secret number of {name} is {n}." for name in names for n in numbers[name]]
+    rng.shuffle(needles)
+    wanted = rng.sample(names, asked)
+    what = f"secret {'number' if values * asked == 1 else 'numbers'} of {_listed(wanted)}"
+    is_or_are = "is" if values * asked == 1 else "are"
+    return (
+        "Secret numbers are hidden in the text below. Remember them.\n"
+        + _hidden(rng, needles, _noise(rng, amount)),
+        f"\nWhat {is_or_are} the {what}?\n",
+        f"The {what} {is_or_are}",
+        tuple(number for name in wanted for number in numbers[name]),
+    )
 
 
 def _variables(rng: random.Random, amount: int, hops: int = 4) -> Draft:
@@ -241,10 +221,10 @@ def _questions(rng: random.Random, amount: int) -> Draft:
 
 
 TASKS: dict[str, Task] = {
-    "niah_single": Task(_needles(keys=1, values=1, asked=1), 32),
-    "niah_multikey": Task(_needles(keys=4, values=1, asked=1), 32),
-    "niah_multivalue": Task(_needles(keys=1, values=4, asked=1), 96),
-    "niah_multiquery": Task(_needles(keys=4, values=1, asked=4), 96),
+    "niah_single": Task(partial(_needles, keys=1, values=1, asked=1), 32),
+    "niah_multikey": Task(partial(_needles, keys=4, values=1, asked=1), 32),
+    "niah_multivalue": Task(partial(_needles, keys=1, values=4, asked=1), 96),
+    "niah_multiquery": Task(partial(_needles, keys=4, values=1, asked=4), 96),
     "variable_tracking": Task(_variables, 48),
     "common_words": Task(_common_words, 128),
     "frequent_words": Task(_frequent_words, 48),

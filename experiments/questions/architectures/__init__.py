@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 from rich.progress import Progress
 
 from experiments import UserError
-from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Experiment, Finding, Tables
+from experiments.framework.experiment import Evidence, Experiment, Finding, Tables
 from experiments.framework.frames import heat_maps
 from experiments.framework.options import checking, one_of, several
 from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned

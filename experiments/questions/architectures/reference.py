@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.questions.architectures.images import image_inputs
+from experiments.questions.architectures.decoders import image_inputs
 
 TEXT = 99
 """The largest token id that stands for text."""

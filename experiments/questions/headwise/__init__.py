@@ -26,19 +26,24 @@ from rich.progress import Progress
 
 from experiments import UserError
 from experiments.framework import shared
-from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Claim, Contrast, Experiment, Finding, Tables
+from experiments.framework.experiment import Claim, Contrast, Evidence, Experiment, Finding, Tables
 from experiments.framework.frames import wide_table
 from experiments.framework.intervals import METHOD, bracket, bracketed
 from experiments.framework.options import Device, Dtype
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
-from experiments.framework.ratios import ratio_figure
+from experiments.framework.plots import ratio_figure
 from experiments.framework.tables import ResultTable
 from experiments.loading import load_model, short_name
 from experiments.questions.headwise.budgets import ALL, compare
-from experiments.questions.headwise.trials import MISSING, SAME, trials
-from experiments.testbed.asking import Task, check_vocabulary
-from experiments.testbed.decoding import FULL, UNIFORM, Size, decode_times
+from experiments.questions.headwise.four_ways import (
+    FULL,
+    MISSING,
+    SAME,
+    UNIFORM,
+    decode_times,
+    trials,
+)
+from experiments.testbed.facts import Task, check_vocabulary
 from experiments.testbed.families import FAMILIES, build, supported_implementations
 from experiments.testbed.timed_models import ModelSpec, random_llama
 from press_core import attention_sites
@@ -182,10 +187,10 @@ def measure_decoding(options: Options, progress: Progress) -> Tables:
             f"some layers of {spec.name} keep a sliding window, so that its decode steps say "
             "little about head-wise caches; time a model without them, or leave out --part decoding"
         )
-    size = Size(options.contexts, options.ratio or Size.ratios, options.rounds)
-    bar = progress.add_task("decode steps", total=size.rounds * len(size.contexts))
-    advance = partial(progress.advance, bar)
-    parts = [decode_times(model, context, size, advance) for context in size.contexts]
+    bar = progress.add_task("decode steps", total=options.rounds * len(options.contexts))
+    turns: Any = {"rounds": options.rounds, "advance": partial(progress.advance, bar)}
+    ratios = options.ratio or (0.5, 0.8)
+    parts = [decode_times(model, context, ratios, **turns) for context in options.contexts]
     return {"headwise_decoding": pd.concat(parts, ignore_index=True).assign(model=spec.name)}
 
 

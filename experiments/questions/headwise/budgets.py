@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 import hooks_impl
 from experiments.framework import shared
 from experiments.framework.plots import NO_PRESS
-from experiments.testbed.asking import UNSEEN, Task, answer_unseen
+from experiments.testbed.facts import UNSEEN, Task, answer_unseen
 from press_core.budget import n_kept
 from press_core.learned.calibration import CalibrationError
 from press_core.learned.measured import HeadScores

@@ -24,8 +24,7 @@ import hooks_impl
 from experiments import UserError
 from experiments.framework import options as flags
 from experiments.framework import shared
-from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Claim, Experiment, Finding, Tables
+from experiments.framework.experiment import Claim, Evidence, Experiment, Finding, Tables
 from experiments.framework.options import Device, Dtype, at_least, several
 from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.tables import ResultTable

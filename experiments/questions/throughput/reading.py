@@ -9,13 +9,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from experiments.framework.evidence import Evidence
-from experiments.framework.experiment import Finding
+from experiments.framework.experiment import Evidence, Finding
 from experiments.framework.frames import frame_table
 from experiments.framework.intervals import METHOD, bracket, bracketed
 from experiments.framework.options import size_of
-from experiments.framework.plots import NO_PRESS, press_label
-from experiments.framework.ratios import ratio_figure
+from experiments.framework.plots import NO_PRESS, press_label, ratio_figure
 from experiments.framework.tables import ResultTable
 
 SLOW = 1.1

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from experiments.testbed.asking import UNSEEN, Task, answer_unseen
-from experiments.testbed.facts import FactBatch, build_tokenizer, draw
+from experiments.testbed.facts import UNSEEN, FactBatch, Task, answer_unseen, build_tokenizer, draw
 from experiments.testbed.training.loop import descend, save, untrained
 
 STAGES: tuple[tuple[int, int], ...] = (

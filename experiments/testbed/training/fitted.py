@@ -19,19 +19,9 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+import hooks_impl
 from experiments.loading import load_model
-from experiments.testbed.asking import check_vocabulary
-from experiments.testbed.facts import draw
-from hooks_impl import (
-    DuoAttentionPress,
-    ExpectedAttentionStatsPress,
-    FastKVzipPress,
-    KVzapPress,
-    KVzipPress,
-    LUKVPress,
-    QFilterPress,
-    RestoreKVPress,
-)
+from experiments.testbed.facts import check_vocabulary, draw
 from press_core.learned.calibration import Calibration
 
 CONTEXTS = (64, 128, 256, 512, 1024)
@@ -90,27 +80,27 @@ def train(name: str = "facts-llama", output: Path | None = None, batches: int = 
     check_vocabulary(tokenizer, name)
     out, err = Console(soft_wrap=True, highlight=False), Console(stderr=True)
     folder = output or Path(model.config.name_or_path)
-    teachers: list[Any] = [KVzipPress(kvzip_plus_normalization=plus) for plus in (False, True)]
-    kvzip, kvzip_plus = (teacher.scores for teacher in teachers)
+    kvzip: Any = hooks_impl.KVzipPress()
+    plus: Any = hooks_impl.KVzipPress(kvzip_plus_normalization=True)
     effort = {"max_tokens": MAX_TOKENS, "steps": STEPS}
     gates = {"rank": RANK, "n_base": N_BASE, **effort}
     learned: dict[str, Callable[[Iterable[Tensor]], Calibration]] = {
-        "query statistics": lambda ids: ExpectedAttentionStatsPress.collect(model, ids),
-        "Q-filters": lambda ids: QFilterPress.fit(model, ids),
-        "head scores": lambda ids: DuoAttentionPress.measure(model, ids, SINKS, RECENT),
-        "budget curves": lambda ids: LUKVPress.fit(model, ids, horizon=ASKED),
-        "gates": lambda ids: FastKVzipPress.fit(model, ids, kvzip, **gates),
-        "linear regressor": lambda ids: KVzapPress.fit(
-            model, ids, kvzip_plus, model_type="linear", **effort
+        "query statistics": lambda ids: hooks_impl.ExpectedAttentionStatsPress.collect(model, ids),
+        "Q-filters": lambda ids: hooks_impl.QFilterPress.fit(model, ids),
+        "head scores": lambda ids: hooks_impl.DuoAttentionPress.measure(model, ids, SINKS, RECENT),
+        "budget curves": lambda ids: hooks_impl.LUKVPress.fit(model, ids, horizon=ASKED),
+        "gates": lambda ids: hooks_impl.FastKVzipPress.fit(model, ids, kvzip.scores, **gates),
+        "linear regressor": lambda ids: hooks_impl.KVzapPress.fit(
+            model, ids, plus.scores, model_type="linear", **effort
         ),
-        "mlp regressor": lambda ids: KVzapPress.fit(model, ids, kvzip_plus, **effort),
+        "mlp regressor": lambda ids: hooks_impl.KVzapPress.fit(model, ids, plus.scores, **effort),
     }
     for what, learn in learned.items():
         fitted = learn(track(fact_batches(batches), what, total=batches, console=err))
         out.print(str(fitted.save(folder)))
     count, generator = batches * ROWS_PER_BATCH, torch.Generator().manual_seed(SEED)
     rows = (_asked(1, RESTORED[index % len(RESTORED)], generator) for index in range(count))
-    adapter = RestoreKVPress.fit(
+    adapter = hooks_impl.RestoreKVPress.fit(
         model,
         track(rows, "adapter", total=count, console=err),
         compression_ratios=(0.9, 0.95),

@@ -16,8 +16,7 @@ from experiments.loading import load_model
 
 def untrained(name: str) -> PreTrainedModel:
     """A shipped model with its weights drawn anew, from torch's global generator."""
-    config = load_model(name)[0].config
-    return AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_config(load_model(name)[0].config)
 
 
 def descend(

@@ -38,8 +38,7 @@ EARLIEST = 8
 
 def push_share(step: int, steps: int) -> float:
     """How much of the push there is at a step, between 1 and 0."""
-    left = (NONE_FROM - step / steps) / (NONE_FROM - FULL_UNTIL)
-    return min(1.0, max(0.0, left))
+    return min(1.0, max(0.0, (NONE_FROM - step / steps) / (NONE_FROM - FULL_UNTIL)))
 
 
 def push_of(attentions: tuple[Tensor, ...]) -> Tensor:
