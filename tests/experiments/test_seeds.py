@@ -50,6 +50,7 @@ class Redrawn(Drawing):
 
 
 def test_experiments_are_run_from_each_seed(monkeypatch, tmp_path):
+    monkeypatch.setattr(seeds, "EXPERIMENTS", {"drawing": ""})
     monkeypatch.setattr(seeds, "load_experiments", lambda: [Drawing(), Redrawn()])
     result = cli("seeds", "--shift", "0,2", "--samples", "7", "--output", str(tmp_path))
     assert result.exit_code == 0, result.output
