@@ -86,6 +86,8 @@ def test_needles(tokenizer, task, keys, values, asked):
         wanted = [number for name, number in found if name in sample.question]
         assert sorted(wanted) == sorted(sample.answers)
         assert len(wanted) == values * asked
+        said = "is the secret number of" if values * asked == 1 else "are the secret numbers of"
+        assert said in sample.question
 
 
 def test_variables_are_those_that_the_chain_reaches(tokenizer):
