@@ -61,13 +61,12 @@ def holding(table: pd.DataFrame) -> pd.Series[str]:
     """Whether the numbers of each finding lie in its interval from the first seed.
 
     Returns:
-        By experiment and finding "yes" or "no"; "-" where it has no interval and they differ.
+        By experiment and finding "yes" or "no"; "-" where it has no interval.
     """
     first, by_finding = table.drop_duplicates(_KEY).set_index(_KEY), table.groupby(_KEY, sort=False)
     least, most = by_finding["number"].min(), by_finding["number"].max()
-    alike, inside = least == most, (least >= first["low"]) & (most <= first["high"])
-    said = (alike | inside).map({True: "yes", False: "no"})
-    return said.where(alike | first["low"].notna(), "-").rename("holds")
+    inside = (least >= first["low"]) & (most <= first["high"])
+    return inside.map({True: "yes", False: "no"}).where(first["low"].notna(), "-").rename("holds")
 
 
 class Seeds(Experiment[Options]):
@@ -104,10 +103,12 @@ class Seeds(Experiment[Options]):
 
     def findings(self, tables: Tables) -> list[Finding]:
         holds = holding(tables["seeds"])
-        moved = ", ".join(map("-".join, holds.index[holds == "no"]))
+        numbers = tables["seeds"].groupby(_KEY, sort=False)["number"].agg(list)
+        most: Any = numbers.map(lambda each: max(each) - min(each)).idxmax()
+        n, n_known = (holds == "yes").sum(), (holds != "-").sum()
         text = (
-            f"From other seeds **{(holds == 'yes').sum()}** of {(holds != '-').sum()} findings "
-            f"about answers stay within their intervals{moved and f', all but {moved}'}."
+            f"From other seeds **{n}** of {n_known} findings with an interval stay in it; "
+            f"{'-'.join(most)} moves most: {', '.join(map('{:g}'.format, numbers[most]))}."
         )
         return [Finding("hold", text)]
 

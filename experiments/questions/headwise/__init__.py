@@ -189,8 +189,7 @@ def measure_decoding(options: Options, progress: Progress) -> Tables:
         )
     bar = progress.add_task("decode steps", total=options.rounds * len(options.contexts))
     turns: Any = {"rounds": options.rounds, "advance": partial(progress.advance, bar)}
-    ratios = options.ratio or (0.5, 0.8)
-    parts = [decode_times(model, context, ratios, **turns) for context in options.contexts]
+    parts = [decode_times(model, n, options.ratio or (0.5, 0.8), **turns) for n in options.contexts]
     return {"headwise_decoding": pd.concat(parts, ignore_index=True).assign(model=spec.name)}
 
 
