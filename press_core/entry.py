@@ -1,7 +1,8 @@
 """Where a forward enters the decoder and leaves it: what it is, and which scopes take part.
 
 ```
-enter(scope, given)        described once: context or new tokens, what layers need to be read
+takes_part(scope, given)   asked in every step: most of them only pass
+begin(scope, given)        described once: context or new tokens, what layers need to be read
   engine.after_attention     in every attention module of a forward that the scope acts in
 leave(scope, output)       once all scopes have left: what presses do around the decoder
 ```
@@ -23,6 +24,7 @@ from press_core.cache.memory import FIRST, Memory
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.reading import (
     helped,
+    is_special,
     needs_help,
     one_mask,
     pruned_layers,
@@ -40,7 +42,27 @@ from press_core.traits import Phase
 
 
 def enter(scope: ScopeState, given: Arguments) -> Arguments:
-    """What to do before a forward of the decoder.
+    """What to do before a forward of the decoder; see `begin`."""
+    return begin(scope, given) if takes_part(scope, given) else given
+
+
+def takes_part(scope: ScopeState, given: Arguments) -> bool:
+    """Whether the scope has to do with a forward that begins; what only passes is counted."""
+    around = here.forward
+    if around is not None and scope in around.entered:
+        around.fail()  # an interrupt has ended it
+    mine = 0 if torch.compiler.is_compiling() else threading.get_ident()
+    if here.is_apart or not scope.is_open or scope.traits.thread not in (None, mine):
+        return False
+    if not mine or not _passes(scope, given):
+        return True
+    scope.tally.n_forwards += 1
+    scope.on_layers.take_off(scope, None)
+    return False
+
+
+def begin(scope: ScopeState, given: Arguments) -> Arguments:
+    """Describe a forward that the scope takes part in, and find out what its layers need.
 
     Returns:
         The arguments that the decoder is to get.
@@ -49,19 +71,10 @@ def enter(scope: ScopeState, given: Arguments) -> Arguments:
         UnsupportedCacheError: if the cache is of a kind that cannot be pruned.
         UnsupportedInputError: if the input is laid out so that the press cannot judge it.
     """
-    if here.forward is not None and scope in here.forward.entered:
-        here.forward.fail()  # an interrupt has ended it
-    mine = 0 if torch.compiler.is_compiling() else threading.get_ident()
-    if here.is_apart or not scope.is_open or scope.thread not in (None, mine):
-        return given
     forward = _joined(scope, given)
-    if mine and _passes(scope, forward):
-        scope.tally.n_forwards += 1
-        scope.on_layers.take_off(scope, forward)
-        return given
-    if mine:  # else it is compiled, and counts nothing
+    if not torch.compiler.is_compiling():  # which counts nothing
         forward.frame = forward.frame or _lasting_frame()
-        scope.running[forward] = mine
+        scope.running[forward] = threading.get_ident()
         if not scope.is_open:  # another thread has closed it just now, and may not have waited
             scope.running.pop(forward, None)
             return given
@@ -130,22 +143,24 @@ def _entered_eagerly(scope: ScopeState, given: Arguments) -> Arguments:
 enter_eagerly = torch.compiler.disable(_entered_eagerly, recursive=False)
 
 
-def _passes(scope: ScopeState, forward: Forward) -> bool:
+def _passes(scope: ScopeState, given: Arguments) -> bool:
     """Whether the scope need not hear of a forward: most steps that decode behind a context.
 
-    Its press acts on contexts alone, and what the forward reads is read as it lies.
+    Its press acts on contexts alone, and what the forward reads is read as it lies. It is asked in
+    every step, and so looks at little where there is nothing to see.
     """
-    cache, sites = forward.cache, scope.sites
+    cache, sites = own_cache(given.get("past_key_values")), scope.sites
     if not sites:  # another thread has closed it just now
         return True
-    if forward.entered or forward.outer or not scope.traits.only_contexts:
-        return False
-    first = sites[0].layer_idx
-    if not isinstance(cache, Cache) or is_empty(cache, first) or chunks.is_under_way(cache):
+    if here.forward is not None or not scope.traits.only_contexts or not isinstance(cache, Cache):
         return False
     layers = pruned_layers(cache)
-    if with_counted_columns(forward, layers) is not forward.given or needs_help(forward, layers):
+    if chunks.is_under_way(cache) or (not layers and is_empty(cache, sites[0].layer_idx)):
         return False
+    if given.get("attention_mask") is not None or any(map(is_special, layers)):
+        forward = Forward(scope.decoder, given)
+        if with_counted_columns(forward, layers) is not given or needs_help(forward, layers):
+            return False
     _note_whole(scope, cache, layers)
     return True
 

@@ -1,6 +1,6 @@
 """What this forward of the decoder is: described where it enters, looked up by every layer.
 
-A scope has to do with the forwards that begin while it is open. Where the decoder begins, `enter`
+A scope has to do with the forwards that begin while it is open. Where the decoder begins, `begin`
 describes the forward, for this thread and until it returns; layers ask `here.forward`, and do
 nothing where there is none.
 """

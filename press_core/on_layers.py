@@ -61,7 +61,8 @@ class OnLayers:
         """Take all of it off, if the innermost scope finds that nobody needs it.
 
         Args:
-            entering: the forward that does not, and has not come to its layers yet.
+            entering: the forward that does not, and has not come to its layers yet; None: the
+                scopes have not heard of it.
         """
         if not self.are_on or self.stay:
             return

@@ -42,6 +42,7 @@ class Traits:
         reads_queries: whether it reads queries of the attention forwards that it is told of.
         remembers: whether it keeps something of each token.
         only_contexts: whether it acts in forwards that bring a context alone.
+        thread: whose forwards alone it hears of; None: those of all threads.
     """
 
     needs: Needs
@@ -51,6 +52,7 @@ class Traits:
     reads_hidden_states: bool
     remembers: bool
     only_contexts: bool
+    thread: int | None
 
     @classmethod
     def of(cls, press: Press) -> Traits:
@@ -66,6 +68,7 @@ class Traits:
             reads_hidden_states=bool(needs & (Needs.FORWARD | Needs.HIDDEN_STATES)),
             remembers=Needs.MEMORY in needs,
             only_contexts=not phases & ~Phase.ON_CONTEXTS,
+            thread=vars(press).get("thread"),
         )
 
 
@@ -104,11 +107,6 @@ class ScopeState:
     warnings: list[Callable[[], str | None]] = field(default_factory=list)
     installed: list[Removable] = field(default_factory=list)
     on_layers: OnLayers = field(default_factory=OnLayers)
-
-    @property
-    def thread(self) -> int | None:
-        """Whose forwards alone are the scope's; None: those of all threads."""
-        return vars(self.press).get("thread")
 
     def prepared(self, press: Any) -> Any:
         """What `press`, a part of this scope's, has prepared for the model."""

@@ -33,6 +33,11 @@ def pruned_layers(cache: Any) -> list[PrunedLayer]:
     return [layer for layer in layers if isinstance(layer, PrunedLayer) and layer.is_pruned]
 
 
+def is_special(layer: PrunedLayer) -> bool:
+    """Whether some forwards read a pruned layer with masks or positions of its own."""
+    return layer.needs is not ReadingNeeds.NOTHING or layer.rerotation is not None
+
+
 def needs_help(forward: Forward, layers: list[PrunedLayer]) -> bool:
     """Whether one of the pruned `layers` is read with masks or positions of its own."""
     mask = forward.given.get("attention_mask")
