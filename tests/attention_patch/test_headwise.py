@@ -82,6 +82,16 @@ def test_back_ends_that_will_not_do_are_refused_before_anything_is_installed(
     assert snapshot(model) == before
 
 
+def test_a_back_end_that_does_is_the_one_that_attends(model):
+    caches = [compressed(model) for _ in range(2)]
+    found = []
+    for backend, cache in zip((None, "blocks"), caches, strict=True):
+        with headwise(model, backend=backend):
+            found.append(model(QUESTION, past_key_values=cache).logits)
+    assert torch.equal(*found)
+    assert caches[1].layers[0].attended_by == "blocks"
+
+
 def test_models_whose_attention_cannot_be_taken_over_are_refused():
     model = build("gpt2", attn_implementation="eager")
     model.config.reorder_and_upcast_attn = True

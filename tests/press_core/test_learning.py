@@ -13,7 +13,7 @@ from press_core.learned.measured import (
     ExpectedAttentionWithStats,
     filter_directions,
 )
-from press_core.learned.running import Examples
+from press_core.learned.running import Examples, rows_alone
 from press_core.presses.queries import ExpectedAttention
 from tests.press_core.drawn import (
     BATCH,
@@ -186,3 +186,15 @@ def test_scores_of_another_shape_are_refused():
     for scores in (of_layer_1(too_short), [torch.zeros(BATCH, KV_HEADS, LENGTH)] * 2):
         with pytest.raises(CalibrationError, match=r"3 layers.*layer 1 must be \(2, 2, 17\)"):
             Examples(1000).add(scores, a_call())
+
+
+def test_batches_without_padding_are_run_whole():
+    ids, mask = torch.arange(8).view(2, 4), torch.ones(2, 4, dtype=torch.int64)
+    padded = mask.clone()
+    padded[0, :3] = 0
+    batches = [ids, {"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}]
+    whole = list(rows_alone(batches))
+    assert len(whole) == 3
+    assert all(torch.equal(batch, ids) for batch in whole)
+    alone = rows_alone([{"input_ids": ids, "attention_mask": padded}])
+    assert [row.tolist() for row in alone] == [[[3]], [[4, 5, 6, 7]]]
