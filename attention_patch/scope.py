@@ -23,7 +23,7 @@ from attention_patch.reversible import Patch, wrap
 from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.ragged import RaggedLayer
 from press_core.cache.reading import helped
-from press_core.entry import begin, leave, runs_eagerly, takes_part
+from press_core.entry import begin, leave, runs_eagerly, taken_part_in
 from press_core.errors import UnsupportedModelError
 from press_core.forward import Arguments, here, names_of
 from press_core.model.sites import AttentionSite
@@ -173,10 +173,11 @@ def around_decoder(
     given, output, ended = Arguments(args, kwargs, names), None, False
     if runs_eagerly(scope, given):
         return _eagerly_around_decoder(scope, names, call_next, *args, **kwargs)
-    if not takes_part(scope, given):
+    forward = taken_part_in(scope, given)
+    if forward is None:
         return call_next(*args, **kwargs)
     try:
-        given = begin(scope, given)
+        given = begin(scope, forward)
         output = call_next(*given.args, **given.kwargs)
         ended = True
     finally:

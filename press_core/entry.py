@@ -1,10 +1,10 @@
 """Where a forward enters the decoder and leaves it: what it is, and which scopes take part.
 
 ```
-takes_part(scope, given)   asked in every step: most of them only pass
-begin(scope, given)        described once: context or new tokens, what layers need to be read
-  engine.after_attention     in every attention module of a forward that the scope acts in
-leave(scope, output)       once all scopes have left: what presses do around the decoder
+taken_part_in(scope, given)  asked in every step: most of them only pass
+begin(scope, forward)        once: context or new tokens, what layers need to be read
+  engine.after_attention       in every attention module of a forward that the scope acts in
+leave(scope, output)         once all scopes have left: what presses do around the decoder
 ```
 """
 
@@ -43,26 +43,42 @@ from press_core.traits import Phase
 
 def enter(scope: ScopeState, given: Arguments) -> Arguments:
     """What to do before a forward of the decoder; see `begin`."""
-    return begin(scope, given) if takes_part(scope, given) else given
+    forward = taken_part_in(scope, given)
+    return given if forward is None else begin(scope, forward)
 
 
-def takes_part(scope: ScopeState, given: Arguments) -> bool:
-    """Whether the scope has to do with a forward that begins; what only passes is counted."""
+def taken_part_in(scope: ScopeState, given: Arguments) -> Forward | None:
+    """The forward that begins, if the scope has to do with it; what only passes is counted.
+
+    It is asked in every step, and so looks at little where there is nothing to see: most steps that
+    decode behind a context pass, as the press acts on contexts alone, and what the forward reads is
+    read as it lies.
+    """
     around = here.forward
     if around is not None and scope in around.entered:
         around.fail()  # an interrupt has ended it
     mine = 0 if torch.compiler.is_compiling() else threading.get_ident()
     if here.is_apart or not scope.is_open or scope.traits.thread not in (None, mine):
-        return False
-    if not mine or not _passes(scope, given):
-        return True
+        return None
+    sites = scope.sites
+    if not sites:  # another thread has closed it just now
+        return None
+    cache = own_cache(given.get("past_key_values"))
+    layers = pruned_layers(cache)
+    if not mine or not _may_pass(scope, cache, layers, sites[0].layer_idx):
+        return _joined(scope, given)
+    if given.get("attention_mask") is not None or any(map(is_special, layers)):
+        forward = _joined(scope, given)
+        if with_counted_columns(forward, layers) is not given or needs_help(forward, layers):
+            return forward
+    _note_whole(scope, cache, layers)
     scope.tally.n_forwards += 1
-    scope.on_layers.take_off(scope, None)
-    return False
+    scope.on_layers.take_off(scope)
+    return None
 
 
-def begin(scope: ScopeState, given: Arguments) -> Arguments:
-    """Describe a forward that the scope takes part in, and find out what its layers need.
+def begin(scope: ScopeState, forward: Forward) -> Arguments:
+    """Find out what a forward is that the scope takes part in, and what its layers need.
 
     Returns:
         The arguments that the decoder is to get.
@@ -71,17 +87,16 @@ def begin(scope: ScopeState, given: Arguments) -> Arguments:
         UnsupportedCacheError: if the cache is of a kind that cannot be pruned.
         UnsupportedInputError: if the input is laid out so that the press cannot judge it.
     """
-    forward = _joined(scope, given)
     if not torch.compiler.is_compiling():  # which counts nothing
         forward.frame = forward.frame or _lasting_frame()
         scope.running[forward] = threading.get_ident()
         if not scope.is_open:  # another thread has closed it just now, and may not have waited
             scope.running.pop(forward, None)
-            return given
+            return forward.given
         scope.tally.n_forwards += 1
     if not forward.entered:
         forward.is_context = is_empty(forward.cache, scope.sites[0].layer_idx)
-    forward.given, here.forward = given, forward
+    here.forward = forward
     forward.entered.append(scope)
     if Phase.BEFORE_DECODER in scope.traits.phases:
         forward.given = scope.press.before_decoder(scope, forward)
@@ -143,26 +158,13 @@ def _entered_eagerly(scope: ScopeState, given: Arguments) -> Arguments:
 enter_eagerly = torch.compiler.disable(_entered_eagerly, recursive=False)
 
 
-def _passes(scope: ScopeState, given: Arguments) -> bool:
-    """Whether the scope need not hear of a forward: most steps that decode behind a context.
-
-    Its press acts on contexts alone, and what the forward reads is read as it lies. It is asked in
-    every step, and so looks at little where there is nothing to see.
-    """
-    cache, sites = own_cache(given.get("past_key_values")), scope.sites
-    if not sites:  # another thread has closed it just now
-        return True
+def _may_pass(scope: ScopeState, cache: Any, layers: list[PrunedLayer], first: int) -> bool:
+    """Whether a forward decodes behind a context, and the press acts on contexts alone."""
     if here.forward is not None or not scope.traits.only_contexts or not isinstance(cache, Cache):
         return False
-    layers = pruned_layers(cache)
-    if chunks.is_under_way(cache) or (not layers and is_empty(cache, sites[0].layer_idx)):
+    if chunks.is_under_way(cache):
         return False
-    if given.get("attention_mask") is not None or any(map(is_special, layers)):
-        forward = Forward(scope.decoder, given)
-        if with_counted_columns(forward, layers) is not given or needs_help(forward, layers):
-            return False
-    _note_whole(scope, cache, layers)
-    return True
+    return bool(layers) or not is_empty(cache, first)
 
 
 def _lasting_frame() -> FrameType | None:
@@ -176,9 +178,10 @@ def _lasting_frame() -> FrameType | None:
 def _joined(scope: ScopeState, given: Arguments) -> Forward:
     """The forward that an outer scope has entered just now, or a new one."""
     forward = here.forward
-    if forward is not None and forward.decoder is not scope.decoder:
+    if forward is None or forward.decoder is not scope.decoder:
         return Forward(scope.decoder, given, outer=forward)
-    return Forward(scope.decoder, given) if forward is None else forward
+    forward.given = given
+    return forward
 
 
 def _is_idle(forward: Forward) -> bool:

@@ -57,7 +57,7 @@ class OnLayers:
                     self.by_scope[scope] = _installed(scope)
             self.are_on, self._n_compiled = True, n_compiled()
 
-    def take_off(self, scope: Any, entering: Any) -> None:
+    def take_off(self, scope: Any, entering: Any = None) -> None:
         """Take all of it off, if the innermost scope finds that nobody needs it.
 
         Args:
