@@ -42,7 +42,10 @@ class _Wrapper(FunctionWrapper):
     """What stands in the attribute's place while there are layers."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # without wrapt's look for an instance
-        return self._self_wrapper(self.__wrapped__, None, args, kwargs)
+        call = self._self_stack.call
+        if call is None:
+            return self._self_wrapper(self.__wrapped__, None, args, kwargs)
+        return call(*args, **kwargs)
 
     # Copies meet a wrapper itself only where somebody else has kept it (accelerate keeps the
     # forward that it replaces in the module): they get what lies beneath.
@@ -60,6 +63,7 @@ class _Stack:
     Attributes:
         original: what the object itself had there.
         patches: the latest comes first.
+        call: what runs them; None: `run` does.
     """
 
     def __init__(self, owner: Any, name: str) -> None:
@@ -78,7 +82,8 @@ class _Stack:
         first = {patch.layer: patch for patch in patches if patch.shared}
         self.patches = patches
         self.layers = tuple(p.layer for p in patches if not p.shared or p is first[p.layer])
-        self.call = None if isinstance(self.owner, type) else self.around(self.beneath)
+        is_bound = bool(self.layers) and not isinstance(self.owner, type)
+        self.call = self.around(self.beneath) if is_bound else None
 
     def around(self, call: Layer) -> Layer:
         """All layers around `call`."""
@@ -90,7 +95,7 @@ class _Stack:
         """Called in place of the attribute, with what it is bound to."""
         if not self.layers:  # somebody else has kept the wrapper
             _unlink_unused(self.owner, self.name)
-        call = self.around(wrapped) if self.call is None else self.call
+        call = self.around(wrapped) if isinstance(self.owner, type) else self.beneath
         return call(*args, **kwargs)
 
     def beneath(self, *args: Any, **kwargs: Any) -> Any:

@@ -170,18 +170,21 @@ def around_decoder(
     scope: ScopeState, names: tuple[str, ...], call_next: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Called in place of a decoder's forward, whose parameters have `names`, in `scope`."""
-    given, output, ended = Arguments(args, kwargs, names), None, False
-    if runs_eagerly(scope, given):
-        return _eagerly_around_decoder(scope, names, call_next, *args, **kwargs)
+    given = Arguments(args, kwargs, names)
     forward = taken_part_in(scope, given)
     if forward is None:
         return call_next(*args, **kwargs)
+    if runs_eagerly(scope, given):
+        return _eagerly_around_decoder(scope, names, call_next, *args, **kwargs)
+    press: Any = scope.press
+    output, ended = None, False
     try:
         given = begin(scope, forward)
         output = call_next(*given.args, **given.kwargs)
         ended = True
     finally:
         leave(scope, output, failed=not ended)
+    press.check_reached(scope)
     return output
 
 

@@ -55,7 +55,7 @@ class BasePress(InstalledPress):
     def install(self, scope: ScopeState) -> None:
         """Install on the decoder what hears of forwards; it comes off when `scope` closes."""
         scope.warnings.append(partial(_lost, scope))
-        around = partial(_decoder, scope, names_of(scope.decoder))
+        around = partial(around_decoder, scope, names_of(scope.decoder))
         scope.install(wrap(scope.decoder, "forward", around))
 
     def install_on_layers(self, scope: ScopeState) -> Iterator[Removable]:
@@ -76,6 +76,10 @@ class BasePress(InstalledPress):
             yield wrap(site.module, "forward", partial(_attention, scope, site))
         for other in scope.bystanders:
             yield wrap(other.site.module, "forward", partial(_beside, other))
+
+    def check_reached(self, scope: ScopeState) -> None:
+        if scope.tally.missed and (lost := _lost(scope)):
+            raise ScopeError(f"{type(self).__name__} prunes some layers and no longer others{lost}")
 
     def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
         def around(call_next: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -120,22 +124,6 @@ BasePress.collector = Collector
 
 
 # ---- patches -------------------------------------------------------------------------------------
-
-
-def _decoder(
-    scope: ScopeState,
-    names: tuple[str, ...],
-    call_next: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Called in place of the decoder's forward."""
-    output = around_decoder(scope, names, call_next, *args, **kwargs)
-    if scope.tally.missed and (lost := _lost(scope)):
-        raise ScopeError(
-            f"{type(scope.press).__name__} prunes some layers and no longer others{lost}"
-        )
-    return output
 
 
 def _attention(

@@ -23,8 +23,8 @@ from press_core.cache.caches import check_prunable, is_empty, known
 from press_core.cache.memory import FIRST, Memory
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.reading import (
+    are_special,
     helped,
-    is_special,
     needs_help,
     one_mask,
     pruned_layers,
@@ -32,7 +32,7 @@ from press_core.cache.reading import (
 )
 from press_core.engine import prune_before
 from press_core.errors import UnsupportedCacheError
-from press_core.forward import Arguments, Forward, Progress, here, own_cache
+from press_core.forward import Arguments, Forward, Progress, here, n_tokens, own_cache
 from press_core.model.graphs import compile_nothing, may_break
 from press_core.model.sites import AttentionSite, Bystander
 from press_core.on_layers import OnLayers
@@ -50,30 +50,44 @@ def enter(scope: ScopeState, given: Arguments) -> Arguments:
 def taken_part_in(scope: ScopeState, given: Arguments) -> Forward | None:
     """The forward that begins, if the scope has to do with it; what only passes is counted.
 
-    It is asked in every step, and so looks at little where there is nothing to see: most steps that
-    decode behind a context pass, as the press acts on contexts alone, and what the forward reads is
-    read as it lies.
+    It is asked in every step, and so looks at little where there is nothing to see: in most steps
+    that decode behind a context no press acts, and what the forward reads is read as it lies.
     """
-    around = here.forward
+    is_compiling = torch.compiler.is_compiling()
+    if here.is_free and scope.traits.may_pass and not is_compiling:
+        return _unless_it_passes(scope, given)
+    around, mine = here.forward, 0 if is_compiling else threading.get_ident()
     if around is not None and scope in around.entered:
         around.fail()  # an interrupt has ended it
-    mine = 0 if torch.compiler.is_compiling() else threading.get_ident()
-    if here.is_apart or not scope.is_open or scope.traits.thread not in (None, mine):
+    takes_part = scope.is_open and bool(scope.sites) and not here.is_apart
+    if not takes_part or scope.traits.thread not in (None, mine):
         return None
+    return _joined(scope, given)
+
+
+def _unless_it_passes(scope: ScopeState, given: Arguments) -> Forward | None:
+    """The forward, unless it decodes behind a context and asks for nothing of the scope."""
     sites = scope.sites
-    if not sites:  # another thread has closed it just now
+    if not scope.is_open or not sites:  # another thread has closed it just now
         return None
     cache = own_cache(given.get("past_key_values"))
-    layers = pruned_layers(cache)
-    if not mine or not _may_pass(scope, cache, layers, sites[0].layer_idx):
+    first, forward = sites[0].layer_idx, None
+    if not isinstance(cache, Cache) or chunks.is_under_way(cache):
         return _joined(scope, given)
-    if given.get("attention_mask") is not None or any(map(is_special, layers)):
+    layers = pruned_layers(cache)
+    if not layers and is_empty(cache, first):
+        return _joined(scope, given)
+    if given.get("attention_mask") is not None or are_special(layers):
         forward = _joined(scope, given)
         if with_counted_columns(forward, layers) is not given or needs_help(forward, layers):
             return forward
-    _note_whole(scope, cache, layers)
+    if scope.traits.counts and not _waits(scope, cache, given):
+        return forward or _joined(scope, given)
+    if not layers:
+        _note_whole(scope, cache, layers)
     scope.tally.n_forwards += 1
-    scope.on_layers.take_off(scope)
+    if scope.on_layers.are_on:
+        scope.on_layers.take_off(scope)
     return None
 
 
@@ -158,13 +172,22 @@ def _entered_eagerly(scope: ScopeState, given: Arguments) -> Arguments:
 enter_eagerly = torch.compiler.disable(_entered_eagerly, recursive=False)
 
 
-def _may_pass(scope: ScopeState, cache: Any, layers: list[PrunedLayer], first: int) -> bool:
-    """Whether a forward decodes behind a context, and the press acts on contexts alone."""
-    if here.forward is not None or not scope.traits.only_contexts or not isinstance(cache, Cache):
+def _waits(scope: ScopeState, cache: Cache, given: Arguments) -> bool:
+    """Whether a press that counts steps has nothing to do in this one, which is then counted."""
+    if n_tokens(given) != 1:
         return False
-    if chunks.is_under_way(cache):
+    index = scope.sites[0].layer_idx
+    first, memory = _counted(scope, cache, index)
+    if scope.press.is_awaited(memory.ticks - FIRST, 1, scope.traits.buffered_tokens):
         return False
-    return bool(layers) or not is_empty(cache, first)
+    scope.remember(cache, index, first, memory)
+    return True
+
+
+def _counted(scope: ScopeState, cache: Cache, index: int) -> tuple[PrunedLayer, Memory]:
+    """The first layer that the press works on, and what it remembers with this step."""
+    first = known(cache, index)
+    return first, first.memories.get(scope.key, Memory()).after_forward()
 
 
 def _lasting_frame() -> FrameType | None:
@@ -220,12 +243,12 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
     if Phase.DECODING not in traits.phases:
         return
     index = scope.sites[0].layer_idx
-    first = known(cache, index)
-    memory = first.memories.get(scope.key, Memory()).after_forward()
+    first, memory = _counted(scope, cache, index)
     scope.remember(cache, index, first, memory)
     progress = Progress(memory.ticks - FIRST, memory.all_ticks - FIRST)
     forward.progress[scope] = progress
-    if traits.remembers or scope.press.is_awaited(progress.n_steps, forward.n_tokens):
+    step = progress.n_steps, forward.n_tokens, traits.buffered_tokens
+    if traits.remembers or scope.press.is_awaited(*step):
         forward.acting.append(scope)
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -22,8 +22,7 @@ from torch import nn
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Arguments:
+class Arguments(NamedTuple):
     """The arguments of one forward of a module, found and replaced by name.
 
     Attributes:
@@ -57,6 +56,13 @@ class Arguments:
 def own_cache(cache: Any) -> Any:
     """The cache of a decoder's own keys: of an encoder-decoder's two, the self-attention's."""
     return getattr(cache, "self_attention_cache", cache)
+
+
+def n_tokens(given: Arguments) -> int:
+    """How many tokens a decoder is given, as ids or as embeddings."""
+    ids = given.get("input_ids")
+    ids = given.get("inputs_embeds") if ids is None else ids
+    return 0 if ids is None else int(ids.shape[1])
 
 
 def names_of(module: nn.Module) -> tuple[str, ...]:
@@ -121,10 +127,8 @@ class Forward:
 
     @property
     def n_tokens(self) -> int:
-        """How many tokens the decoder was given, as ids or as embeddings."""
-        ids = self.given.get("input_ids")
-        ids = self.given.get("inputs_embeds") if ids is None else ids
-        return 0 if ids is None else int(ids.shape[1])
+        """How many tokens the decoder was given."""
+        return n_tokens(self.given)
 
     def once(self, make: Callable[[], T], *key: Any) -> T:
         """What `make` gives, made once for each `key`: of numbers, words, and objects as such."""
@@ -218,6 +222,12 @@ class Here:
     @forward.setter
     def forward(self, forward: Forward | None) -> None:
         _of_thread.now.forward = forward
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no forward is in progress, and scopes take part in those that begin."""
+        now = _of_thread.now
+        return now.forward is None and not now.is_apart
 
     reading: Any = _now("reading")
     query: Any = _now("query")

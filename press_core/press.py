@@ -185,12 +185,15 @@ class Press:
         """Whether to prune after `n_steps` decoding steps, the last of `n_new` tokens."""
         return True
 
-    def is_awaited(self, n_steps: int, n_new: int) -> bool:
+    def is_awaited(self, n_steps: int, n_new: int, n_buffered: int) -> bool:
         """Whether this step is to be observed: it is due, or what it brings is needed when one is.
 
         Steps that are not awaited cost next to nothing.
+
+        Args:
+            n_buffered: its `buffered_tokens`.
         """
-        return self.buffered_tokens > 0 or self.is_due(n_steps, n_new)
+        return n_buffered > 0 or self.is_due(n_steps, n_new)
 
     # ---- the formula -----------------------------------------------------------------------------
 

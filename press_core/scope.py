@@ -41,7 +41,8 @@ class Traits:
     Attributes:
         reads_queries: whether it reads queries of the attention forwards that it is told of.
         remembers: whether it keeps something of each token.
-        only_contexts: whether it acts in forwards that bring a context alone.
+        may_pass: whether most steps that decode behind a context are nothing to it.
+        counts: whether it counts them all the same, and so waits for some of them.
         thread: whose forwards alone it hears of; None: those of all threads.
     """
 
@@ -51,7 +52,8 @@ class Traits:
     reads_queries: bool
     reads_hidden_states: bool
     remembers: bool
-    only_contexts: bool
+    may_pass: bool
+    counts: bool
     thread: int | None
 
     @classmethod
@@ -59,16 +61,19 @@ class Traits:
         of_parts = Needs.of_parts(part.needs for part in press.parts)
         only = Needs.POSITIONS_ALONE | Needs.SAME_FOR_ALL_HEADS
         needs = press.needs | (of_parts & ~only)
-        phases = press.observed_phases
+        phases, thread = press.observed_phases, vars(press).get("thread")
+        others = phases & ~(Phase.ON_CONTEXTS | Phase.DECODING)
+        remembers = Needs.MEMORY in needs
         return cls(
             needs,
             phases,
             press.buffered_tokens,
             reads_queries=Needs.QUERIES in needs and bool(phases & AROUND),
             reads_hidden_states=bool(needs & (Needs.FORWARD | Needs.HIDDEN_STATES)),
-            remembers=Needs.MEMORY in needs,
-            only_contexts=not phases & ~Phase.ON_CONTEXTS,
-            thread=vars(press).get("thread"),
+            remembers=remembers,
+            may_pass=not (remembers or others) and thread is None,
+            counts=Phase.DECODING in phases,
+            thread=thread,
         )
 
 
@@ -323,6 +328,13 @@ class InstalledPress(Press):
     def install_on_layers(self, scope: ScopeState) -> Iterator[Removable]:
         """Install on the attention modules what acts there, whenever forwards need it."""
         raise NotImplementedError
+
+    def check_reached(self, scope: ScopeState) -> None:
+        """Refuse to go on where a forward has gone past some of what is installed on layers.
+
+        Raises:
+            ScopeError: if nobody would hear of it otherwise.
+        """
 
     def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
         """Call `act(args, output)` after each forward of `module`, by this press's mechanism.

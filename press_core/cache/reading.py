@@ -30,12 +30,13 @@ from press_core.model.sites import AttentionSite
 def pruned_layers(cache: Any) -> list[PrunedLayer]:
     """The layers of a cache that have lost something."""
     layers = getattr(cache, "layers", ())
-    return [layer for layer in layers if isinstance(layer, PrunedLayer) and layer.is_pruned]
+    return [layer for layer in layers if isinstance(layer, PrunedLayer) and layer.kept.n_seen]
 
 
-def is_special(layer: PrunedLayer) -> bool:
-    """Whether some forwards read a pruned layer with masks or positions of its own."""
-    return layer.needs is not ReadingNeeds.NOTHING or layer.rerotation is not None
+def are_special(layers: list[PrunedLayer]) -> bool:
+    """Whether some forwards read one of the pruned `layers` with masks or positions of its own."""
+    plain = ReadingNeeds.NOTHING
+    return any([x.needs is not plain or x.rerotation is not None for x in layers])
 
 
 def needs_help(forward: Forward, layers: list[PrunedLayer]) -> bool:

@@ -93,9 +93,9 @@ class AtIntervals(Composition):
     def is_due(self, n_steps: int, n_new: int) -> bool:
         return n_steps >= self.compression_interval
 
-    def is_awaited(self, n_steps: int, n_new: int) -> bool:
+    def is_awaited(self, n_steps: int, n_new: int, n_buffered: int) -> bool:
         # Each step brings a token at least, so no more of them can be asked for.
-        return n_steps + max(1, self.buffered_tokens) > self.compression_interval
+        return n_steps + max(1, n_buffered) > self.compression_interval
 
     def compress(self, call: AttentionCall) -> Eviction:
         return self.base_press.evict(call.with_budget(self.budget(call)))
@@ -242,5 +242,6 @@ class PrefillDecoding(Composition):
     def is_due(self, n_steps: int, n_new: int) -> bool:
         return self.decoding_press is not None and self.decoding_press.is_due(n_steps, n_new)
 
-    def is_awaited(self, n_steps: int, n_new: int) -> bool:
-        return self.decoding_press is not None and self.decoding_press.is_awaited(n_steps, n_new)
+    def is_awaited(self, n_steps: int, n_new: int, n_buffered: int) -> bool:
+        press = self.decoding_press
+        return press is not None and press.is_awaited(n_steps, n_new, n_buffered)
