@@ -157,11 +157,13 @@ class Press:
 
     def is_long_enough(self, length: int) -> bool:
         """Whether a context of `length` tokens is long enough; a shorter one is left whole."""
-        return length > sum(getattr(self, name) for name in self.whole_up_to)
+        own = length > sum(getattr(self, name) for name in self.whole_up_to)
+        return own and all(part.is_long_enough(length) for part in self.parts)
 
     def keeps(self, length: int) -> int:
         """How many of a context of `length` tokens each KV head keeps, on average over layers."""
-        return n_kept(length, self.amount) if self.is_long_enough(length) else length
+        own = n_kept(length, self.amount) if self.is_long_enough(length) else length
+        return min([own, *(part.keeps(length) for part in self.parts)])
 
     def budget(self, call: AttentionCall) -> int:
         """How many of the tokens of `call` each KV head keeps, on average where heads differ.

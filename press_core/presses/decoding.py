@@ -233,11 +233,8 @@ class PrefillDecoding(Composition):
         )
 
     @property
-    def asked_ratio(self) -> float:
-        return 0.0 if self.prefilling_press is None else self.prefilling_press.asked_ratio
-
-    def keeps(self, length: int) -> int:
-        return length if self.prefilling_press is None else self.prefilling_press.keeps(length)
+    def amount(self) -> Amount:
+        return 0.0 if self.prefilling_press is None else self.prefilling_press.amount
 
     def is_due(self, n_steps: int, n_new: int) -> bool:
         return self.decoding_press is not None and self.decoding_press.is_due(n_steps, n_new)
