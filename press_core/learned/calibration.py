@@ -91,8 +91,6 @@ class Calibration:
         sizes, named = self._sizes(), f"{', '.join(self.tensors)} of {self.kind}"
         if 0 in sizes.values():
             raise CalibrationError(f"{named}: one is empty")
-        if sizes.get("heads", 0) % sizes.get("kv_heads", 1):
-            raise CalibrationError(f"{named}: {sizes} are no heads that share KV heads evenly")
         low, high = self.within
         if not all(bool(((x >= low) & (x <= high)).all()) for x in self.tensors.values()):
             raise CalibrationError(f"{named} must be numbers from {low:g} to {high:g}")

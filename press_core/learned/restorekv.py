@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import kl_div, pad
 
 from press_core.budget import Tokens
 from press_core.errors import UnsupportedModelError
@@ -23,7 +24,7 @@ from press_core.learned.running import Batch, rows_alone
 from press_core.model.decoder import decoder_of, device_of
 from press_core.probe import attention_sites
 from press_core.replay.kvzip import KVzip, RepeatPrompts
-from press_core.replay.rows import Chosen, Joining, Row, in_this_thread
+from press_core.replay.rows import Chosen, Row, States, in_this_thread
 from press_core.scope import ScopeState
 
 N_TOKENS = 8
@@ -178,16 +179,20 @@ class RestoreKV(LearnedPress, KVzip):
 
     # ---- rows ------------------------------------------------------------------------------------
 
-    def judge(self, row: Row) -> tuple[Chosen, Joining]:
+    def judge(self, row: Row) -> tuple[Chosen, dict[int, States]]:
         n, told = len(row.scope.prepared(self)[1].embeddings), self.compression_ratio
-        whole_up_to = told.n if isinstance(told, Tokens) else 0
-        if row.length <= max(n, whole_up_to):
+        evicts = row.length > max(n, told.n if isinstance(told, Tokens) else 0)
+        if evicts:
+            chosen = self.choose(self.score_row(row), n_joining=n)
+        else:
             ones = partial(torch.ones, dtype=torch.bool, device=row.tokens.device)
-            return {s.layer_idx: ones(s.num_kv_heads, row.length) for s in row.scope.sites}, {}
-        return self.choose(self.score_row(row), n_joining=n), self.restored(row)
+            chosen = {s.layer_idx: ones(s.num_kv_heads, row.length) for s in row.scope.sites}
+        # What joins a row that is left whole is kept by nobody.
+        kept = {layer: pad(x, (0, n), value=evicts) for layer, x in chosen.items()}
+        return kept, self.restored(row)
 
-    def restored(self, row: Row) -> Joining:
-        """Keys and values of the tokens that restore `row`, `(1, H_kv, n, d)` each, by layer."""
+    def restored(self, row: Row) -> dict[int, States]:
+        """Keys and values of the tokens that restore `row`, by layer."""
         scope, (_, adapter, layers) = row.scope, row.scope.prepared(self)
         press: Any = self  # which its mechanism installs
         assert scope.model is not None
@@ -303,4 +308,4 @@ def distillation_loss(model: Any, press: Any, context: Tensor, following: Tensor
         with torch.no_grad():
             cache = model(context, use_cache=True).past_key_values
         student = model(following, past_key_values=cache).logits[0].log_softmax(dim=-1)
-    return torch.nn.functional.kl_div(student, teacher, log_target=True, reduction="batchmean")
+    return kl_div(student, teacher, log_target=True, reduction="batchmean")

@@ -139,14 +139,8 @@ class CompressionRatioDecoding(AtIntervals):
     hidden_states_buffer_size: int = count(256)
     target_compression_ratio: Amount = told_amount(0.5)
 
+    told = "target_compression_ratio"
     row_by_row = True  # rows of different lengths keep different numbers
-
-    def with_ratio(self, compression_ratio: Amount) -> Press:
-        return self.changed(target_compression_ratio=compression_ratio)
-
-    @property
-    def amount(self) -> Amount:
-        return self.target_compression_ratio
 
     def budget(self, call: AttentionCall) -> int:
         assert call.when.seen is not None

@@ -196,7 +196,7 @@ class KVzip(ReplayPress):
         stacked[..., : self.n_sink] = float("inf")
         shared = stacked.flatten(1) if self.layerwise else stacked.flatten()[None]
         length = stacked.shape[-1]
-        n = n_together(shared.shape[-1] // length, length, self.amount, n_joining)
+        n = n_together([length] * (shared.shape[-1] // length), self.amount, n_joining)
         chosen = best_first(shared[None], n)[0].view(stacked.shape)
         chosen |= best & ~chosen.any(dim=-1, keepdim=True)
         return dict(zip(scores, chosen, strict=True))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,8 +23,9 @@ from transformers.cache_utils import DynamicLayer
 
 from press_core.attention import attention_tiles
 from press_core.budget import Tokens, n_kept
-from press_core.cache.caches import row_alone
+from press_core.cache.caches import known, row_alone
 from press_core.cache.masks import prefill_tokens
+from press_core.cache.positions import tokens_seen
 from press_core.call import AttentionCall
 from press_core.engine import store_left
 from press_core.errors import UnsupportedCacheError, UnsupportedInputError
@@ -34,7 +35,7 @@ from press_core.forward import Arguments, Forward, own_cache
 from press_core.model.sites import AttentionSite, n_layers_of
 from press_core.observed import Moment
 from press_core.press import RatioPress
-from press_core.rows import Left, RowGroup
+from press_core.rows import Left, RowGroup, parts_of
 from press_core.scope import ScopeState, bound_to
 from press_core.select import best_first, places, upcast
 from press_core.traits import Evicts, Needs, Phase
@@ -92,8 +93,8 @@ class Row:
 Chosen = dict[int, Tensor]
 """By layer `(H_kv, S)` bool, which tokens of a row each head keeps."""
 
-Joining = dict[int, tuple[Tensor, Tensor]]
-"""By layer keys and values `(1, H_kv, n, d)` that join the cache of a row; empty: none do."""
+States = tuple[Tensor, Tensor]
+"""Keys and values `(1, H_kv, n, d)`."""
 
 
 @dataclass
@@ -114,8 +115,11 @@ class ReplayPress(RatioPress):
     def choose(self, scores: dict[int, Tensor]) -> Chosen:
         """Which tokens of a row are kept, from its scores."""
 
-    def judge(self, row: Row) -> tuple[Chosen, Joining]:
-        """What is left of `row`, and what joins it."""
+    def judge(self, row: Row) -> tuple[Chosen, dict[int, States]]:
+        """What is left of `row`, and by layer what joins it; of rows of a batch as much or nothing.
+
+        Of that, too, it says who keeps it: behind the row's own tokens.
+        """
         return self.choose(self.score_row(row)), {}
 
     def scores(self, model: Any, input_ids: Tensor) -> list[Tensor]:
@@ -170,34 +174,13 @@ class ReplayPress(RatioPress):
         for index in range(len(ids)):
             slots = None if tokens is None else tokens[index].nonzero().squeeze(1)
             own = ids[index] if slots is None else ids[index, slots]
-            row = Row(scope, cache, index, own, slots, following[index])
-            judged.append((row, *self.judge(row)))
+            judged.append(self.judge(Row(scope, cache, index, own, slots, following[index])))
         for site in scope.sites:
-            store_left(scope, cache, site, self.left_of_layer(site, judged))
-
-    def left_of_layer(self, site: AttentionSite, judged: list[tuple[Row, Chosen, Joining]]) -> Left:
-        """What is left of the layer of `site`, of all rows, and behind it what joins them."""
-        scope, even, index = judged[0][0].scope, self.evicts is Evicts.TOKENS, site.layer_idx
-        layer = judged[0][0].cache.layers[index]
-        length, keys, values = layer.keys.shape[2], layer.keys, layer.values
-        some = next((joins[index] for _, _, joins in judged if joins), None)
-        if some is not None:  # zeros behind rows that nothing joins
-            zeros = torch.zeros_like(some[0]), torch.zeros_like(some[1])
-            joined = [joins.get(index, zeros) for _, _, joins in judged]
-            keys = torch.cat((keys, torch.cat([k for k, _ in joined]).to(keys)), dim=2)
-            values = torch.cat((values, torch.cat([v for _, v in joined]).to(values)), dim=2)
-        seen = tuple(row.length for row, *_ in judged)
-        nothing = keys.new_empty(keys.shape[0], keys.shape[2], 0)  # of the hidden states
-        call = AttentionCall(site, nothing, keys, values, when=Moment(seen=seen), scope=scope)
-        groups, behind = [], torch.arange(length, keys.shape[2], device=keys.device)
-        for row, chosen, joins in judged:
-            slots = None if row.slots is None else torch.cat((row.slots, behind))
-            part = call if slots is None and len(judged) == 1 else call.of_rows([row.index], slots)
-            own = site.ranks.own(chosen[index], keys.shape[1], dim=0)
-            own = pad(own, (0, len(behind)), value=bool(joins))[None]
-            left = Eviction.keep(part, places(own)) if even else Eviction.keep_per_head(part, own)
-            groups.append(RowGroup([row.index], slots, left))
-        return Left(call, groups)
+            chosen = [kept[site.layer_idx] for kept, _ in judged]
+            joining = [joins[site.layer_idx] for _, joins in judged if joins]
+            even = self.evicts is Evicts.TOKENS
+            left = left_of_layer(scope, cache, site, tokens, chosen, joining, even)
+            store_left(scope, cache, site, left)
 
     def _real_tokens(self, forward: Forward) -> Tensor | None:
         """Which tokens of a context are no padding, `(B, S)` bool; None: all.
@@ -218,6 +201,43 @@ class ReplayPress(RatioPress):
                 f"got {tuple(mask.shape)}"
             )
         return prefill_tokens(mask, ids.shape[1], len(ids))
+
+
+def left_of_layer(
+    scope: ScopeState,
+    cache: Any,
+    site: AttentionSite,
+    occupied: Tensor | None,
+    chosen: Sequence[Tensor],
+    joining: Sequence[States] = (),
+    even: bool = False,
+) -> Left:
+    """What is left of a layer once the decoder has run, and behind it what joins that.
+
+    Args:
+        occupied: `(B, S)` bool, which slots hold tokens; None: all.
+        chosen: of each row which of its tokens, and of those that join it, each head of all ranks
+            keeps, `(H_kv, n + m)` bool.
+        joining: of each row keys and values `(1, H_kv, m, d)`; empty: nothing joins.
+        even: whether all heads of a row keep as many.
+    """
+    layer = known(cache, site.layer_idx)
+    (keys, values), when = layer.states(), Moment(seen=tokens_seen(layer, occupied))
+    if joining:
+        keys, values = (
+            torch.cat((states, torch.cat(behind).to(states)), dim=2)
+            for states, behind in zip((keys, values), zip(*joining, strict=True), strict=True)
+        )
+        n_joining = joining[0][0].shape[2]
+        occupied = None if occupied is None else pad(occupied, (0, n_joining), value=True)
+    unknown = keys.new_empty(len(keys), 0, 0)  # nobody asks for the hidden states again
+    call, groups = AttentionCall(site, unknown, keys, values, when=when, scope=scope), []
+    for rows, slots, part in parts_of(call, occupied, row_by_row=even):
+        of_all_ranks = torch.stack([chosen[row] for row in rows])
+        mask = site.ranks.own(of_all_ranks, keys.shape[1])
+        eviction = Eviction.keep(part, places(mask)) if even else Eviction.keep_per_head(part, mask)
+        groups.append(RowGroup(rows, slots, eviction))
+    return Left(call, groups)
 
 
 def cache_after(forward: Forward, output: Any) -> Any:
