@@ -203,8 +203,6 @@ def _record_of(value: Any) -> dict[str, Any]:
                 f"cannot save a {kind} that was abandoned in the middle of a forward, reset, or "
                 "whose prefill is under way; save caches at rest"
             )
-        if not value.is_initialized:
-            return _record_of(value.inner)  # it was reset, and knows nothing
     elif kind_of(value) not in (None, PrunedLayer, PrunedHybridLayer):
         raise UnsupportedCacheError(
             f"cannot save a {kind}, whose states lie in a buffer or in the format of a library; "
