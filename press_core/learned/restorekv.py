@@ -66,12 +66,11 @@ class RestoreAdapter(Calibration):
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> RestoreAdapter:
-        parts: dict[str, dict[str, Tensor]] = {"down": {}, "up": {}}
-        for name, tensor in tensors.items():
-            part, _, layer = name.partition(".")
-            if layer:
-                parts[part][layer] = tensor
-        return cls(tensors["embeddings"], parts["down"], parts["up"])
+        down, up = (
+            {name.removeprefix(part): x for name, x in tensors.items() if name.startswith(part)}
+            for part in ("down.", "up.")
+        )
+        return cls(tensors["embeddings"], down, up)
 
     @classmethod
     def published(cls, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
@@ -143,8 +142,6 @@ class RestoreKV(LearnedPress, KVzip):
     """
 
     adapter: RestoreAdapter | str | Path | None = learned(RestoreAdapter)
-
-    at_least = 0  # there are those that restore
 
     def hub_id(self, model_name: str) -> str:
         suffix = "_plus" if self.kvzip_plus_normalization else ""

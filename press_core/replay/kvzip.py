@@ -111,8 +111,6 @@ class KVzip(ReplayPress):
     )
 
     evicts = Evicts.PER_HEAD
-    at_least: ClassVar[int] = 1
-    """Tokens of its context that every head keeps."""
 
     def prepare(self, model: Any) -> Any:
         """What asks the model to repeat; subclasses add what else they have to know."""
@@ -189,16 +187,18 @@ class KVzip(ReplayPress):
         """Which tokens of a row are kept, from its scores.
 
         Args:
-            n_joining: tokens that join every head, and are to have room.
+            n_joining: tokens that join every head, and are to have room; if there are any, a head
+                may lose all others.
         """
         stacked = torch.stack([layer[0] for layer in scores.values()])  # (L, H_kv, S)
-        best = best_first(stacked, self.at_least)
+        best = best_first(stacked, 1)
         stacked[..., : self.n_sink] = float("inf")
         shared = stacked.flatten(1) if self.layerwise else stacked.flatten()[None]
         length = stacked.shape[-1]
         n = n_together([length] * (shared.shape[-1] // length), self.amount, n_joining)
         chosen = best_first(shared[None], n)[0].view(stacked.shape)
-        chosen |= best & ~chosen.any(dim=-1, keepdim=True)
+        if not n_joining:
+            chosen |= best & ~chosen.any(dim=-1, keepdim=True)
         return dict(zip(scores, chosen, strict=True))
 
 

@@ -24,7 +24,7 @@ from transformers.cache_utils import DynamicLayer
 from press_core.attention import attention_tiles
 from press_core.budget import Tokens, n_kept
 from press_core.cache.caches import known, row_alone
-from press_core.cache.masks import prefill_tokens
+from press_core.cache.masks import for_full_attention, prefill_tokens
 from press_core.cache.positions import tokens_seen
 from press_core.call import AttentionCall
 from press_core.engine import store_left
@@ -186,20 +186,16 @@ class ReplayPress(RatioPress):
         """Which tokens of a context are no padding, `(B, S)` bool; None: all.
 
         Raises:
-            UnsupportedInputError: if there are no token ids, if the mask is none of their shape, or
-                hides other tokens than padding on the left.
+            UnsupportedInputError: if there are no token ids, or if the mask hides other tokens than
+                padding on the left.
         """
-        ids, mask = forward.given.get("input_ids"), forward.given.get("attention_mask")
+        ids = forward.given.get("input_ids")
         if ids is None:
             raise UnsupportedInputError(
                 f"{type(self).__name__} runs the tokens of the context again; pass input_ids, not "
                 "inputs_embeds"
             )
-        if mask is not None and mask.dim() != 2:
-            raise UnsupportedInputError(
-                f"{type(self).__name__} needs an attention_mask of shape (B, S), "
-                f"got {tuple(mask.shape)}"
-            )
+        mask = for_full_attention(forward.given.get("attention_mask"))
         return prefill_tokens(mask, ids.shape[1], len(ids))
 
 
