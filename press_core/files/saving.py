@@ -128,7 +128,8 @@ def save_cache(
         "inputs": files.sealed(inputs, "inputs", tensors),
         "caches": files.sealed(_parts(cache), "cache", tensors),
     }
-    files.write(path, tensors, about, overwrite)
+    with files.refused(path, "cannot be written"):
+        files.write(path, tensors, about, overwrite)
     return path
 
 

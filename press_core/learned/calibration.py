@@ -6,7 +6,6 @@ nothing; then it is looked for beside the model, and on the hub.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -19,11 +18,10 @@ import huggingface_hub
 import numpy as np
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
-from safetensors.torch import save
 from torch import Tensor
 
 from press_core.errors import PressError, UnsupportedModelError, first_line
-from press_core.files.files import METADATA, check_version, floats, read, refused, require
+from press_core.files.files import check_version, floats, read, refused, require, write
 from press_core.model.decoder import device_of
 from press_core.model.sites import AttentionSite, n_layers_of
 from press_core.press import Press
@@ -156,8 +154,7 @@ class Calibration:
         path.parent.mkdir(parents=True, exist_ok=True)
         about = {"kind": self.kind, "version": FORMAT_VERSION, "model": self.sizes}
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
-        # One entry, for safetensors writes several in any order: equal things, equal files.
-        path.write_bytes(save(tensors, {METADATA: json.dumps(about)}))
+        write(path, tensors, about, overwrite=True)
         return path
 
     @classmethod

@@ -144,8 +144,8 @@ class KVzip(ReplayPress):
         chunk: slice
 
         def weigh(call: AttentionCall) -> None:
-            norms = upcast(call.hidden_states[0]).norm(dim=-1)
-            see(call, chunk, 1 / norms if self.kvzip_plus_normalization else None)
+            plus, states = self.kvzip_plus_normalization, call.hidden_states[0]
+            see(call, chunk, 1 / upcast(states).norm(dim=-1) if plus else None)
 
         with self.watch_attention(row, weigh), torch.no_grad():
             for ids, chunk in replays:  # noqa: B007
@@ -244,7 +244,8 @@ class KVgrad(KVzip):
             the model.
     """
 
-    kvzip_plus_normalization: ClassVar[bool] = False  # type: ignore[misc]
+    # The norm of the projected value counts here, too: times that of the gradient.
+    kvzip_plus_normalization: ClassVar[bool] = True  # type: ignore[misc]
     chunk_size: int = count(512, 1)
 
     def prepare(self, model: Any) -> Any:
@@ -264,10 +265,6 @@ class KVgrad(KVzip):
                 "KVzipPress, which needs none"
             ) from error
         return super().prepare(model)
-
-    def check_site(self, site: AttentionSite) -> None:
-        super().check_site(site)
-        output_weight(site)
 
     def replay(self, row: Row, replays: Replays, see: See) -> None:
         sites, model = row.scope.sites, row.scope.model

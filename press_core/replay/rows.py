@@ -128,12 +128,10 @@ class ReplayPress(RatioPress):
         Layers that no press works on get zeros.
         """
         scope = bound_to(self, model)
-        press = scope.press
-        assert isinstance(press, ReplayPress)
         with torch.no_grad():
             cache = scope.decoder(input_ids=input_ids, use_cache=True).past_key_values
             rows = [
-                press.score_row(Row(scope, cache, row, ids, None, len(ids)))
+                self.score_row(Row(scope, cache, row, ids, None, len(ids)))
                 for row, ids in enumerate(input_ids)
             ]
         site, device = scope.sites[0], input_ids.device
