@@ -7,7 +7,7 @@ nothing; then it is looked for beside the model, and on the hub.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
 from itertools import product
@@ -24,7 +24,6 @@ from press_core.errors import PressError, UnsupportedModelError, first_line
 from press_core.files.files import check_version, floats, read, refused, require, write
 from press_core.model.decoder import device_of
 from press_core.model.sites import AttentionSite, n_layers_of
-from press_core.press import Press
 from press_core.probe import attention_sites
 from press_core.scope import InstalledPress
 
@@ -279,10 +278,8 @@ def learned(kind: type[Calibration]) -> Any:
 
 
 @dataclass
-class LearnedPress(Press):
+class LearnedPress(InstalledPress):
     """A press that has learned something of a model beforehand, and holds it in a field."""
-
-    collector: ClassVar[Callable[..., InstalledPress]]
 
     def prepare(self, model: Any) -> Any:
         """What it has learned about `model`, on the model's device.

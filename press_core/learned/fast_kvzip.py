@@ -181,7 +181,7 @@ def _first_gate(
 
 
 @dataclass
-class FastKVzip(TaughtPress, RatioPress):
+class FastKVzip(RatioPress, TaughtPress):
     """Keeps what learned gates take for needed to repeat the context (arXiv 2601.17668).
 
     A small gate per layer tells from the hidden states alone what KVzip would find out by letting
@@ -295,7 +295,8 @@ class FastKVzip(TaughtPress, RatioPress):
             by_row.append(self.choose([scores[row][:, here[row]] for scores, here in pairs]))
         is_whole = all(bool(chosen.all()) for of_row in by_row for chosen in of_row)
         of_layers = zip(scope.sites, layers, tokens, zip(*by_row, strict=True), strict=True)
-        for site, layer, occupied, chosen in of_layers:
+        for site, layer, here, chosen in of_layers:
             layer.remember(scope.key, None)
             if not is_whole:
+                occupied = None if bool(here.all()) else here
                 store_left(scope, cache, site, left_of_layer(scope, cache, site, occupied, chosen))

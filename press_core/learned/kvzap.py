@@ -149,7 +149,7 @@ def _mlp(x: Tensor, y: Tensor, width: int, steps: int, seed: int) -> list[tuple[
 
 
 @dataclass
-class KVzap(TaughtPress, RatioScorer):
+class KVzap(RatioScorer, TaughtPress):
     """Keeps what a small regressor on the hidden states finds important (arXiv 2601.07891).
 
     Attributes:

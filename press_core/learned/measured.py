@@ -76,7 +76,7 @@ class ExpectedAttentionStats(Calibration):
 
 
 @dataclass
-class ExpectedAttentionWithStats(LearnedPress, ExpectedAttention):
+class ExpectedAttentionWithStats(ExpectedAttention, LearnedPress):
     """Keeps what the queries that a model usually makes would attend to (arXiv 2510.00636).
 
     Expected attention with statistics measured beforehand instead of on the context itself. Reads
@@ -161,7 +161,7 @@ class QFilters(Calibration):
 
 
 @dataclass
-class QFilter(LearnedPress, RatioScorer):
+class QFilter(RatioScorer, LearnedPress):
     """Keeps the keys on the side of the mean query (Godey et al., arXiv 2503.02812).
 
     Attributes:
@@ -247,7 +247,7 @@ class HeadScores(Calibration):
 
 
 @dataclass
-class DuoAttention(LearnedPress, MeasuredPress):
+class DuoAttention(MeasuredPress, LearnedPress):
     """Keeps all tokens in heads that retrieve, sinks and recent ones in the rest (2410.10819).
 
     Attributes:

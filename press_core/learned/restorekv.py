@@ -119,7 +119,7 @@ def _added(down: Tensor, up: Tensor, args: tuple[Any, ...], output: Tensor) -> T
 
 
 @dataclass
-class RestoreKV(LearnedPress, KVzip):
+class RestoreKV(KVzip, LearnedPress):
     """KVzip, and a few learned tokens that hold what is evicted (arXiv 2608.01247).
 
     Before KVzip evicts, eight learned embeddings are run after the context. They attend to all of
@@ -191,13 +191,11 @@ class RestoreKV(LearnedPress, KVzip):
     def restored(self, row: Row) -> dict[int, States]:
         """Keys and values of the tokens that restore `row`, by layer."""
         scope, (_, adapter, layers) = row.scope, row.scope.prepared(self)
-        press: Any = self  # which its mechanism installs
-        assert scope.model is not None
-        embedding: Any = scope.model.get_input_embeddings()  # type: ignore[operator]
+        embedding = scope.model.get_input_embeddings()
         with ExitStack() as stack:
             for name, layer in layers.items():
                 act = in_this_thread(partial(_added, adapter.down[name], adapter.up[name]))
-                stack.callback(press.after(layer, act).remove)
+                stack.callback(self.after(layer, act).remove)
             cache = row.alone()
             row.run(cache, inputs_embeds=adapter.embeddings[None].to(embedding.weight.dtype))
             new = slice(-len(adapter.embeddings), None)

@@ -24,6 +24,7 @@ from press_core.model.decoder import last_layer, tokenizer_of
 from press_core.model.sites import AttentionSite, output_weight
 from press_core.probe import attention_sites, run_aside
 from press_core.replay.rows import Chosen, ReplayPress, Row, in_this_thread
+from press_core.scope import InstalledPress
 from press_core.select import best_first, upcast
 from press_core.traits import Evicts
 
@@ -268,7 +269,6 @@ class KVgrad(KVzip):
 
     def replay(self, row: Row, replays: Replays, see: See) -> None:
         sites, model = row.scope.sites, row.scope.model
-        assert model is not None
         calls: list[AttentionCall] = []
         watched = self.watch_attention(row, calls.append)
         with watched, torch.inference_mode(False), torch.no_grad():
@@ -280,7 +280,7 @@ class KVgrad(KVzip):
 
 
 def gradient_norms(
-    press: Any, model: nn.Module, sites: list[AttentionSite], run: Callable[[], Any]
+    press: InstalledPress, model: nn.Module, sites: list[AttentionSite], run: Callable[[], Any]
 ) -> dict[str, Tensor]:
     """Norms of the gradient at what each of `sites` puts out, by its name `(m,)` each, float32.
 

@@ -36,7 +36,7 @@ from press_core.model.sites import AttentionSite, n_layers_of
 from press_core.observed import Moment
 from press_core.press import RatioPress
 from press_core.rows import Left, RowGroup, parts_of
-from press_core.scope import ScopeState, bound_to
+from press_core.scope import InstalledPress, ScopeState, bound_to
 from press_core.select import best_first, places, upcast
 from press_core.traits import Evicts, Needs, Phase
 
@@ -98,7 +98,7 @@ States = tuple[Tensor, Tensor]
 
 
 @dataclass
-class ReplayPress(RatioPress):
+class ReplayPress(RatioPress, InstalledPress):
     """A press that acts when the decoder has run a context, and runs it on before it decides.
 
     Rows of a batch are judged one by one, and without their padding.
@@ -142,8 +142,7 @@ class ReplayPress(RatioPress):
     def watch_attention(self, row: Row, see: Callable[[AttentionCall], None]) -> Any:
         """The scope in which `see` is shown what each attention module does in this thread."""
         thread = threading.get_ident()  # others may run the model meanwhile
-        press: Any = self
-        return press.collector(see, phases=Phase.DECODING, thread=thread)(row.scope.model)
+        return self.collector(see, phases=Phase.DECODING, thread=thread)(row.scope.model)
 
     # ---- around the decoder ----------------------------------------------------------------------
 
