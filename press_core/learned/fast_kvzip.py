@@ -260,8 +260,7 @@ class FastKVzip(RatioPress, TaughtPress):
         n = max(len(lengths), n_together(lengths, self.amount))
         chosen = best_first(together.view(1, 1, -1), n).flatten()
         parts = chosen.split([layer.numel() for layer in scores])
-        pairs = zip(parts, scores, strict=True)
-        return [part.view_as(layer).to(layer.device) for part, layer in pairs]
+        return [part.view_as(layer) for part, layer in zip(parts, scores, strict=True)]
 
     # ---- acting ----------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from press_core.learned.running import Batch, rows_alone
 from press_core.model.decoder import decoder_of, device_of
 from press_core.probe import attention_sites
 from press_core.replay.kvzip import KVzip, RepeatPrompts
-from press_core.replay.rows import Chosen, Row, States, in_this_thread
+from press_core.replay.rows import Row, States, in_this_thread
 from press_core.scope import ScopeState
 
 N_TOKENS = 8
@@ -176,19 +176,18 @@ class RestoreKV(KVzip, LearnedPress):
 
     # ---- rows ------------------------------------------------------------------------------------
 
-    def judge(self, row: Row) -> tuple[Chosen, dict[int, States]]:
+    def judge(self, row: Row) -> tuple[Tensor, list[States]]:
         n, told = len(row.scope.prepared(self)[1].embeddings), self.compression_ratio
         evicts = row.length > max(n, told.n if isinstance(told, Tokens) else 0)
         if evicts:
-            chosen = self.choose(self.score_row(row), n_joining=n)
+            kept = self.choose(self.score_row(row), n_joining=n)
         else:
-            ones = partial(torch.ones, dtype=torch.bool, device=row.tokens.device)
-            chosen = {s.layer_idx: ones(s.num_kv_heads, row.length) for s in row.scope.sites}
+            shape = len(row.scope.sites), row.scope.sites[0].num_kv_heads, row.length
+            kept = torch.ones(shape, dtype=torch.bool, device=row.tokens.device)
         # What joins a row that is left whole is kept by nobody.
-        kept = {layer: pad(x, (0, n), value=evicts) for layer, x in chosen.items()}
-        return kept, self.restored(row)
+        return pad(kept, (0, n), value=evicts), self.restored(row)
 
-    def restored(self, row: Row) -> dict[int, States]:
+    def restored(self, row: Row) -> list[States]:
         """Keys and values of the tokens that restore `row`, by layer."""
         scope, (_, adapter, layers) = row.scope, row.scope.prepared(self)
         embedding = scope.model.get_input_embeddings()
@@ -199,8 +198,8 @@ class RestoreKV(KVzip, LearnedPress):
             cache = row.alone()
             row.run(cache, inputs_embeds=adapter.embeddings[None].to(embedding.weight.dtype))
             new = slice(-len(adapter.embeddings), None)
-            filled = {site.layer_idx: cache.layers[site.layer_idx] for site in scope.sites}
-            return {i: (x.keys[:, :, new], x.values[:, :, new]) for i, x in filled.items()}
+            filled = [cache.layers[site.layer_idx] for site in scope.sites]
+            return [(layer.keys[:, :, new], layer.values[:, :, new]) for layer in filled]
 
     def after_decoder(self, scope: ScopeState, forward: Forward, output: Any) -> None:
         wanted = any(x.requires_grad for x in scope.prepared(self)[1].tensors.values())

@@ -23,7 +23,7 @@ from press_core.fields import count, limited
 from press_core.model.decoder import last_layer, tokenizer_of
 from press_core.model.sites import AttentionSite, output_weight
 from press_core.probe import attention_sites, run_aside
-from press_core.replay.rows import Chosen, ReplayPress, Row, in_this_thread
+from press_core.replay.rows import ReplayPress, Row, in_this_thread
 from press_core.scope import InstalledPress
 from press_core.select import best_first, upcast
 from press_core.traits import Evicts
@@ -125,20 +125,18 @@ class KVzip(ReplayPress):
         if self.kvzip_plus_normalization:
             output_weight(site)
 
-    def score_row(self, row: Row) -> dict[int, Tensor]:
-        received: dict[int, list[Tensor]] = {}
+    def score_row(self, row: Row) -> Tensor:
+        received: list[list[Tensor]] = [[] for _ in row.scope.sites]
 
         def see(call: AttentionCall, chunk: slice, of_queries: Tensor | None) -> None:
             of_chunk = self.replay_attention(call, chunk, row, of_queries)
-            received.setdefault(call.site.layer_idx, []).append(of_chunk)
+            received[call.site.place.depth].append(of_chunk)
 
         prompts = row.scope.prepared(self)[0]
         self.replay(row, prompts.replays(row.tokens, self.chunk_size), see)
-        # Each answer needs the prefix.
-        return {
-            layer: pad(torch.cat(of_chunks, dim=-1), (prompts.n_prefix, 0), value=float("inf"))
-            for layer, of_chunks in received.items()
-        }
+        parts = [torch.cat(of_chunks, dim=-1).to(row.tokens.device) for of_chunks in received]
+        scores = torch.cat(parts)
+        return pad(scores, (prompts.n_prefix, 0), value=float("inf"))  # each answer needs those
 
     def replay(self, row: Row, replays: Replays, see: See) -> None:
         """Run what asks for each chunk after the context of `row`, and show `see` what happens."""
@@ -184,23 +182,20 @@ class KVzip(ReplayPress):
             most[:, tile.heads] = torch.maximum(most[:, tile.heads], weights.amax(dim=(2, 3)))
         return most
 
-    def choose(self, scores: dict[int, Tensor], n_joining: int = 0) -> Chosen:
-        """Which tokens of a row are kept, from its scores.
+    def choose(self, scores: Tensor, n_joining: int = 0) -> Tensor:
+        """Which tokens of a row each head keeps, `(L, H_kv, S)` bool, from its scores.
 
         Args:
             n_joining: tokens that join every head, and are to have room; if there are any, a head
                 may lose all others.
         """
-        stacked = torch.stack([layer[0] for layer in scores.values()])  # (L, H_kv, S)
-        best = best_first(stacked, 1)
-        stacked[..., : self.n_sink] = float("inf")
-        shared = stacked.flatten(1) if self.layerwise else stacked.flatten()[None]
-        length = stacked.shape[-1]
+        best, length = best_first(scores, 1), scores.shape[-1]
+        raised = scores.clone()
+        raised[..., : self.n_sink] = float("inf")
+        shared = raised.flatten(1) if self.layerwise else raised.flatten()[None]
         n = n_together([length] * (shared.shape[-1] // length), self.amount, n_joining)
-        chosen = best_first(shared[None], n)[0].view(stacked.shape)
-        if not n_joining:
-            chosen |= best & ~chosen.any(dim=-1, keepdim=True)
-        return dict(zip(scores, chosen, strict=True))
+        chosen = best_first(shared[None], n)[0].view(scores.shape)
+        return chosen if n_joining else chosen | (best & ~chosen.any(dim=-1, keepdim=True))
 
 
 def projected_value_norms(call: AttentionCall, chunk: slice) -> Tensor:

@@ -90,9 +90,6 @@ class Row:
         )
 
 
-Chosen = dict[int, Tensor]
-"""By layer `(H_kv, S)` bool, which tokens of a row each head keeps."""
-
 States = tuple[Tensor, Tensor]
 """Keys and values `(1, H_kv, n, d)`."""
 
@@ -108,19 +105,21 @@ class ReplayPress(RatioPress, InstalledPress):
     phases = Phase.DECODER
 
     @abstractmethod
-    def score_row(self, row: Row) -> dict[int, Tensor]:
-        """Scores of the tokens of one row, `(1, H_kv, S)` by layer, the higher the better."""
+    def score_row(self, row: Row) -> Tensor:
+        """Scores of the tokens of one row in the layers of its scope, `(L, H_kv, S)`."""
 
     @abstractmethod
-    def choose(self, scores: dict[int, Tensor]) -> Chosen:
-        """Which tokens of a row are kept, from its scores."""
+    def choose(self, scores: Tensor) -> Tensor:
+        """Which tokens of a row each head keeps, `(L, H_kv, S)` bool, from its scores."""
 
-    def judge(self, row: Row) -> tuple[Chosen, dict[int, States]]:
-        """What is left of `row`, and by layer what joins it; of rows of a batch as much or nothing.
+    def judge(self, row: Row) -> tuple[Tensor, list[States]]:
+        """What is left of `row`, and what joins each of its layers; nothing, or as much as others.
 
-        Of that, too, it says who keeps it: behind the row's own tokens.
+        Returns:
+            Which tokens each head keeps, of those that join it, too: `(L, H_kv, S + n)` bool. And
+            those that join, by layer; empty: none do.
         """
-        return self.choose(self.score_row(row)), {}
+        return self.choose(self.score_row(row)), []
 
     def scores(self, model: Any, input_ids: Tensor) -> list[Tensor]:
         """Scores of all tokens of contexts without padding, `(B, H_kv, S)` for each layer.
@@ -134,10 +133,10 @@ class ReplayPress(RatioPress, InstalledPress):
                 self.score_row(Row(scope, cache, row, ids, None, len(ids)))
                 for row, ids in enumerate(input_ids)
             ]
-        site, device = scope.sites[0], input_ids.device
-        nothing = torch.zeros(1, site.num_kv_heads, input_ids.shape[1], device=device)
-        layers = range(n_layers_of(site))
-        return [torch.cat([row.get(i, nothing) for row in rows]) for i in layers]
+        known = torch.stack(rows, dim=1)
+        scores = known.new_zeros(n_layers_of(scope.sites[0]), *known.shape[1:])
+        scores[[site.layer_idx for site in scope.sites]] = known
+        return [*scores]
 
     def watch_attention(self, row: Row, see: Callable[[AttentionCall], None]) -> Any:
         """The scope in which `see` is shown what each attention module does in this thread."""
@@ -172,9 +171,9 @@ class ReplayPress(RatioPress, InstalledPress):
             slots = None if tokens is None else tokens[index].nonzero().squeeze(1)
             own = ids[index] if slots is None else ids[index, slots]
             judged.append(self.judge(Row(scope, cache, index, own, slots, following[index])))
-        for site in scope.sites:
-            chosen = [kept[site.layer_idx] for kept, _ in judged]
-            joining = [joins[site.layer_idx] for _, joins in judged if joins]
+        for depth, site in enumerate(scope.sites):
+            chosen = [kept[depth] for kept, _ in judged]
+            joining = [joins[depth] for _, joins in judged if joins]
             even = self.evicts is Evicts.TOKENS
             left = left_of_layer(scope, cache, site, tokens, chosen, joining, even)
             store_left(scope, cache, site, left)
@@ -227,7 +226,7 @@ def left_of_layer(
     call, groups = AttentionCall(site, unknown, keys, values, when=when, scope=scope), []
     for rows, slots, part in parts_of(call, occupied, row_by_row=even):
         of_all_ranks = torch.stack([chosen[row] for row in rows])
-        mask = site.ranks.own(of_all_ranks, keys.shape[1])
+        mask = site.ranks.own(of_all_ranks, keys.shape[1]).to(keys.device)
         eviction = Eviction.keep(part, places(mask)) if even else Eviction.keep_per_head(part, mask)
         groups.append(RowGroup(rows, slots, eviction))
     return Left(call, groups)
@@ -301,13 +300,15 @@ class KVCompose(ReplayPress):
     def evicts(self) -> Evicts:
         return Evicts.TOKENS if self.structured else Evicts.PER_HEAD
 
-    def score_row(self, row: Row) -> dict[int, Tensor]:
+    def score_row(self, row: Row) -> Tensor:
         received: dict[int, Tensor] = {}
+        norms: dict[int, Tensor] = {}
 
         def see(call: AttentionCall) -> None:
-            layer, groups = call.site.layer_idx, call.site.num_heads // call.site.num_kv_heads
+            layer, groups = call.site.place.depth, call.site.num_heads // call.site.num_kv_heads
             if layer not in received:
-                zeros = torch.zeros_like(upcast(call.values[:, :, : row.length, 0]))
+                norms[layer] = upcast(call.values[:, :, : row.length]).norm(dim=-1)
+                zeros = torch.zeros_like(norms[layer])
                 received[layer] = zeros.unsqueeze(2).repeat(1, 1, groups, 1)
             for tile in attention_tiles(call.site, call.queries(), call.keys):
                 weights, of_heads = tile.weights[..., : row.length], received[layer][:, tile.heads]
@@ -320,26 +321,23 @@ class KVCompose(ReplayPress):
             cache = row.alone()
             for start in range(0, row.length, AT_A_TIME):
                 row.run(cache, start, input_ids=row.tokens[None, start : start + AT_A_TIME])
-        values = {i: cache.layers[i].values[:, :, : row.length] for i in received}
-        return {layer: self._scores(x, values[layer]) for layer, x in received.items()}
+        of_layers = [self._scores(x, norms[layer]) for layer, x in sorted(received.items())]
+        return torch.cat([scores.to(row.tokens.device) for scores in of_layers])
 
-    def _scores(self, received: Tensor, values: Tensor) -> Tensor:
-        """Scores `(1, H_kv, S)` from what each query head gave, `(1, H_kv, G, S)`, and values."""
+    def _scores(self, received: Tensor, norms: Tensor) -> Tensor:
+        """`(1, H_kv, S)` from what each query head gave, `(1, H_kv, G, S)`, and norms of values."""
         received = received / received.shape[-1] if self.agg_task == "mean" else received
         scores = received.amax(dim=2) if self.agg_group == "max" else received.mean(dim=2)
-        scores = scores * upcast(values).norm(dim=-1) if self.add_v_norm else scores
+        scores = scores * norms if self.add_v_norm else scores
         if self.add_mean_across_heads:
             scores = scores + scores.mean(dim=1, keepdim=True)
         return scores
 
-    def choose(self, scores: dict[int, Tensor]) -> Chosen:
-        stacked = torch.stack([layer[0] for layer in scores.values()])  # (L, H_kv, S)
-        if self.structured:
-            kept = self.budgets(stacked).view(-1, 1, 1).expand(*stacked.shape[:2], 1)
-            chosen = best_first(stacked, kept)
-        else:
-            chosen = self._of_heads(stacked)
-        return dict(zip(scores, chosen, strict=True))
+    def choose(self, scores: Tensor) -> Tensor:
+        if not self.structured:
+            return self._of_heads(scores)
+        kept = self.budgets(scores).view(-1, 1, 1).expand(*scores.shape[:2], 1)
+        return best_first(scores, kept)
 
     def budgets(self, scores: Tensor) -> Tensor:
         """How many tokens each layer keeps, `(L,)` int64, from scores `(L, H_kv, S)`."""
