@@ -14,7 +14,6 @@ from torch.nn.functional import binary_cross_entropy, linear
 from press_core.budget import n_together
 from press_core.cache.caches import known
 from press_core.call import AttentionCall
-from press_core.engine import store_left
 from press_core.errors import PressError
 from press_core.eviction import Eviction
 from press_core.fields import count, share
@@ -23,7 +22,7 @@ from press_core.learned.calibration import Calibration, learned, sized
 from press_core.learned.running import Examples, TaughtPress, taught
 from press_core.model.sites import AttentionSite
 from press_core.press import RatioPress
-from press_core.replay.rows import cache_after, left_of_layer
+from press_core.replay.rows import cache_after, store_chosen
 from press_core.scope import ScopeState
 from press_core.select import best_first, leading, trailing, upcast
 from press_core.tiles import rows_at_once
@@ -298,4 +297,4 @@ class FastKVzip(RatioPress, TaughtPress):
             layer.remember(scope.key, None)
             if not is_whole:
                 occupied = None if bool(here.all()) else here
-                store_left(scope, cache, site, left_of_layer(scope, cache, site, occupied, chosen))
+                store_chosen(scope, cache, site, occupied, chosen)

@@ -175,8 +175,7 @@ class ReplayPress(RatioPress, InstalledPress):
             chosen = [kept[depth] for kept, _ in judged]
             joining = [joins[depth] for _, joins in judged if joins]
             even = self.evicts is Evicts.TOKENS
-            left = left_of_layer(scope, cache, site, tokens, chosen, joining, even)
-            store_left(scope, cache, site, left)
+            store_chosen(scope, cache, site, tokens, chosen, joining, even)
 
     def _real_tokens(self, forward: Forward) -> Tensor | None:
         """Which tokens of a context are no padding, `(B, S)` bool; None: all.
@@ -195,7 +194,7 @@ class ReplayPress(RatioPress, InstalledPress):
         return prefill_tokens(mask, ids.shape[1], len(ids))
 
 
-def left_of_layer(
+def store_chosen(
     scope: ScopeState,
     cache: Any,
     site: AttentionSite,
@@ -203,8 +202,8 @@ def left_of_layer(
     chosen: Sequence[Tensor],
     joining: Sequence[States] = (),
     even: bool = False,
-) -> Left:
-    """What is left of a layer once the decoder has run, and behind it what joins that.
+) -> None:
+    """Store what is left of a layer once the decoder has run, and behind it what joins that.
 
     Args:
         occupied: `(B, S)` bool, which slots hold tokens; None: all.
@@ -229,7 +228,7 @@ def left_of_layer(
         mask = site.ranks.own(of_all_ranks, keys.shape[1]).to(keys.device)
         eviction = Eviction.keep(part, places(mask)) if even else Eviction.keep_per_head(part, mask)
         groups.append(RowGroup(rows, slots, eviction))
-    return Left(call, groups)
+    store_left(scope, cache, site, Left(call, groups))
 
 
 def cache_after(forward: Forward, output: Any) -> Any:
