@@ -30,7 +30,7 @@ from press_core.call import AttentionCall
 from press_core.engine import store_left
 from press_core.errors import UnsupportedCacheError, UnsupportedInputError
 from press_core.eviction import Eviction
-from press_core.fields import choice, count
+from press_core.fields import count
 from press_core.forward import Arguments, Forward, own_cache
 from press_core.model.sites import AttentionSite, n_layers_of
 from press_core.observed import Moment
@@ -257,10 +257,6 @@ def in_this_thread(act: Callable[..., Any]) -> Callable[..., Any]:
 
 # ---- KVCompose ---------------------------------------------------------------------------------
 
-
-Aggregation = Literal["max", "mean"]
-AGGREGATIONS = ("max", "mean")
-
 AT_A_TIME = 512
 """Tokens of the second reading in one forward: a mask over all of them would be `S * 2 S`."""
 
@@ -288,9 +284,9 @@ class KVCompose(ReplayPress):
     """
 
     structured: bool = True
-    agg_task: Aggregation = choice("max", AGGREGATIONS)
-    agg_group: Aggregation = choice("mean", AGGREGATIONS)
-    agg_head: Aggregation = choice("mean", AGGREGATIONS)
+    agg_task: Literal["max", "mean"] = "max"
+    agg_group: Literal["max", "mean"] = "mean"
+    agg_head: Literal["max", "mean"] = "mean"
     add_v_norm: bool = False
     add_mean_across_heads: bool = True
     keep_token_lower_bound: int = count(0)
