@@ -28,7 +28,7 @@ from press_core.cache.masks import for_full_attention, prefill_tokens
 from press_core.cache.positions import tokens_seen
 from press_core.call import AttentionCall
 from press_core.engine import store_left
-from press_core.errors import UnsupportedCacheError, UnsupportedInputError
+from press_core.errors import UnsupportedCacheError
 from press_core.eviction import Eviction
 from press_core.fields import count
 from press_core.forward import Arguments, Forward, own_cache
@@ -184,12 +184,7 @@ class ReplayPress(RatioPress, InstalledPress):
             UnsupportedInputError: if there are no token ids, or if the mask hides other tokens than
                 padding on the left.
         """
-        ids = forward.given.get("input_ids")
-        if ids is None:
-            raise UnsupportedInputError(
-                f"{type(self).__name__} runs the tokens of the context again; pass input_ids, not "
-                "inputs_embeds"
-            )
+        ids = forward.token_ids(f"{type(self).__name__} runs the tokens of the context again")
         mask = for_full_attention(forward.given.get("attention_mask"))
         return prefill_tokens(mask, ids.shape[1], len(ids))
 
