@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
@@ -26,6 +25,9 @@ from press_core.traits import Evicts, Needs, Phase
 CALL = "attention_call"
 """Keyword argument under which the methods of a press find what the hooks observed."""
 
+FORWARD = "attention_forward"
+"""Keyword argument under which a `forward_hook` finds which forward of which scope has ended."""
+
 SUPPORTED_MODELS = (PreTrainedModel,)
 """For programs that ask `isinstance(model, SUPPORTED_MODELS)`, as of kvpress: any model may be.
 
@@ -41,14 +43,6 @@ def is_prefilling(cache_position: Tensor, q_len: int) -> bool:
     """
     return bool(cache_position[-1] < q_len)
 
-
-class _Heard(threading.local):
-    """What the attention hook of this thread has just been told."""
-
-    now: tuple[ScopeState, Passed] | None = None
-
-
-_heard = _Heard()
 
 _NEVER_CALLED = {
     "merge": ("MergingPress", "override compress, or `merged` of press_core.presses.wrappers"),
@@ -92,12 +86,12 @@ class KvpressWords(Press):
 
         A press may hand on to the `forward_hook` of others, which then prune one after the other.
         """
-        if _heard.now is None:
+        if FORWARD not in kwargs:
             raise UnsupportedInputError(
                 f"{type(self).__name__}.forward_hook was called by a hook of its own; leave it to "
                 "the scope to install it (call super().__call__, or do not override __call__)"
             )
-        scope, passed = _heard.now
+        scope, passed = kwargs[FORWARD]
         engine.after_attention(scope, self, passed)
         return output
 
@@ -105,11 +99,8 @@ class KvpressWords(Press):
         """A hook was told of an attention forward."""
         if type(self).forward_hook is KvpressWords.forward_hook:
             return engine.after_attention(scope, self, passed)
-        module, given, _heard.now = view_of(passed.site), passed.given, (scope, passed)
-        try:
-            return self.forward_hook(module, given.args, dict(given.kwargs), passed.output)
-        finally:
-            _heard.now = None
+        kwargs = {**passed.given.kwargs, FORWARD: (scope, passed)}
+        return self.forward_hook(view_of(passed.site), passed.given.args, kwargs, passed.output)
 
 
 # ---- the two ways to call a method ---------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 
@@ -68,13 +69,13 @@ def kept_of_chunks(length: int, step: int, amount: Amount) -> list[int]:
     return [max(1, end - before) for before, end in zip([0, *ends], ends, strict=False)]
 
 
-def n_together(n_heads: int, length: int, amount: Amount, n_joining: int = 0) -> int:
-    """How many of `length` tokens each `n_heads` heads keep that share a budget.
+def n_together(lengths: Sequence[int], amount: Amount, n_joining: int = 0) -> int:
+    """How many tokens heads of these `lengths` keep that share a budget.
 
     Args:
         n_joining: tokens beside them in every head, which have to fit, too.
     """
     if isinstance(amount, Tokens):
-        return max(0, n_heads * (amount.of(length) - n_joining))
-    size = n_heads * length
-    return size - int(size * min(1.0, amount + n_joining / length))
+        return sum(max(0, amount.of(length) - n_joining) for length in lengths)
+    size = sum(lengths)
+    return size - int(size * min(1.0, amount + n_joining * len(lengths) / size))

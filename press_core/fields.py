@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import MISSING, field, fields
 from numbers import Integral, Real
 from typing import Any
@@ -54,11 +54,6 @@ def above(other: str, default: int) -> Any:
     return field(default=default, metadata={"above": other})
 
 
-def choice(default: str, allowed: Sequence[str]) -> Any:
-    """A field for one of some words."""
-    return limited(default, lambda x: x in allowed, f"one of {', '.join(allowed)}")
-
-
 def require(press: Any, name: str, holds: bool, allowed: str) -> None:
     """Raise a `HyperparameterError` about the field `name` of `press` unless `holds`."""
     if not holds:
@@ -83,7 +78,8 @@ _PLAIN: dict[str, tuple[type, str]] = {
 def check_fields(press: Any, kind: type) -> None:
     """Refuse values that the fields of `press` do not take.
 
-    Types are checked of plain fields and of those for one press; but no field is a model.
+    Types are checked of plain fields, of those for one of some words (`Literal`) and for one press;
+    but no field is a model.
 
     Args:
         kind: what all presses are.
@@ -103,6 +99,8 @@ def check_fields(press: Any, kind: type) -> None:
             fits = fits and (not isinstance(value, bool) or "bool" in names)
             allowed = " or ".join(types[name][1] for name in names)
             require(press, declared.name, fits, f"{allowed}, not a {type(value).__name__}")
+        words = _words_of(declared.type)
+        require(press, declared.name, not words or value in words, f"one of {', '.join(words)}")
         if "holds" in declared.metadata:
             holds, allowed = declared.metadata["holds"], declared.metadata["allowed"]
             require(press, declared.name, bool(holds(value)), allowed)
@@ -112,6 +110,11 @@ def check_fields(press: Any, kind: type) -> None:
             least = getattr(press, other)
             allowed = f"a number of tokens above {other}={least}"
             require(press, declared.name, value > least, allowed)
+
+
+def _words_of(annotation: Any) -> list[str]:
+    """The words that `annotation` lists; empty: it lists none."""
+    return re.findall(r"'(\w+)'", annotation) if str(annotation).startswith("Literal[") else []
 
 
 def _names_of(annotation: Any) -> list[str]:

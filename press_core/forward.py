@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from press_core.errors import UnsupportedInputError
+
 T = TypeVar("T")
 
 
@@ -129,6 +131,20 @@ class Forward:
     def n_tokens(self) -> int:
         """How many tokens the decoder was given."""
         return n_tokens(self.given)
+
+    def token_ids(self, why: str) -> torch.Tensor:
+        """The token ids `(B, S)` that the decoder was given.
+
+        Args:
+            why: who needs them, and what for.
+
+        Raises:
+            UnsupportedInputError: if it was given embeddings.
+        """
+        ids: torch.Tensor | None = self.given.get("input_ids")
+        if ids is None:
+            raise UnsupportedInputError(f"{why}; pass input_ids, not inputs_embeds")
+        return ids
 
     def once(self, make: Callable[[], T], *key: Any) -> T:
         """What `make` gives, made once for each `key`: of numbers, words, and objects as such."""

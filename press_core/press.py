@@ -37,11 +37,13 @@ class Press:
         evicts: class attribute; what it takes out of a layer.
         phases: class attribute; when it acts.
         row_by_row: class attribute; whether rows of a batch may keep different numbers of tokens.
+        told: class attribute; the field that says how much to evict, if there is one of that name.
         whole_up_to: class attribute; fields of numbers of tokens: a context of no more than all of
             these together is left whole.
     """
 
     mechanism: ClassVar[str] = ""
+    told: ClassVar[str] = "compression_ratio"
     whole_up_to: ClassVar[tuple[str, ...]] = ()
 
     # ---- traits: class attributes of most presses, properties where they depend on fields --------
@@ -114,12 +116,12 @@ class Press:
         Raises:
             HyperparameterError: if it cannot be told a ratio.
         """
-        if "compression_ratio" not in {field.name for field in fields(self)}:
+        if self.told not in {field.name for field in fields(self)}:
             raise HyperparameterError(
                 f"{type(self).__name__} cannot be told a compression ratio; wrap a press with the "
                 "field compression_ratio"
             )
-        changed = self.changed(compression_ratio=compression_ratio)
+        changed = self.changed(**{self.told: compression_ratio})
         vars(changed)["prepared_as"] = vars(self).get("prepared_as", id(self))
         return changed
 
@@ -148,7 +150,7 @@ class Press:
     @property
     def amount(self) -> Amount:
         """What it is told to evict, a share of the tokens or all but so many; 0: nothing told."""
-        return vars(self).get("compression_ratio", 0.0)
+        return vars(self).get(self.told, 0.0)
 
     @property
     def asked_ratio(self) -> float:
@@ -157,11 +159,13 @@ class Press:
 
     def is_long_enough(self, length: int) -> bool:
         """Whether a context of `length` tokens is long enough; a shorter one is left whole."""
-        return length > sum(getattr(self, name) for name in self.whole_up_to)
+        own = length > sum(getattr(self, name) for name in self.whole_up_to)
+        return own and all(part.is_long_enough(length) for part in self.parts)
 
     def keeps(self, length: int) -> int:
         """How many of a context of `length` tokens each KV head keeps, on average over layers."""
-        return n_kept(length, self.amount) if self.is_long_enough(length) else length
+        own = n_kept(length, self.amount) if self.is_long_enough(length) else length
+        return min([own, *(part.keeps(length) for part in self.parts)])
 
     def budget(self, call: AttentionCall) -> int:
         """How many of the tokens of `call` each KV head keeps, on average where heads differ.

@@ -99,7 +99,7 @@ class ScopeState:
     """
 
     press: Press
-    model: nn.Module | None
+    model: Any
     sites: list[AttentionSite]
     bystanders: list[Bystander]
     decoder: Any

@@ -138,9 +138,6 @@ class Around(Composition):
         assert isinstance(self.press, TokenScorer)
         return self.press
 
-    def is_long_enough(self, length: int) -> bool:
-        return self.press.is_long_enough(length)
-
 
 @dataclass
 class Wrapper(Around):
@@ -149,13 +146,6 @@ class Wrapper(Around):
     @property
     def amount(self) -> Amount:
         return self.press.amount
-
-    @property
-    def asked_ratio(self) -> float:
-        return self.press.asked_ratio
-
-    def keeps(self, length: int) -> int:
-        return self.press.keeps(length)
 
     def budget(self, call: AttentionCall) -> int:
         return self.press.budget(call)

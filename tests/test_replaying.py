@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from experiments.testbed.recipes import PROMPTS
 from press_core import UnsupportedInputError, UnsupportedModelError
-from tests.support import both, build, example_for, filled, held, snapshot, token_ids
+from tests.support import both, build, example_for, filled, held, left_padded, snapshot, token_ids
 
 LENGTH = 40
 MODES = torch.no_grad, torch.inference_mode, torch.enable_grad
@@ -165,3 +165,16 @@ def test_embeddings_cannot_be_run_again(package, name):
         pytest.raises(UnsupportedInputError, match="runs the tokens of the context again"),
     ):
         model(inputs_embeds=states, past_key_values=DynamicCache(config=model.config))
+
+
+@every
+def test_padding_is_told_by_a_mask_of_any_form(package, name):
+    model = build("llama")
+    press = example_for(package, name, 0.5, model)
+    ids, mask, positions = left_padded(2, LENGTH, [0, 7])
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    found = [
+        held(filled(model, press, ids, attention_mask=given, position_ids=positions))
+        for given in (mask, causal & mask.bool()[:, None, None])
+    ]
+    assert found[0] == found[1]

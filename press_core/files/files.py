@@ -108,18 +108,18 @@ def write(
 ) -> None:
     """Write the file at once or not at all."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    with refused(path, "cannot be written"):
-        try:
-            part.touch()
-            mode = part.stat().st_mode
-            save_file(tensors, part, {METADATA: json.dumps(about)})
-            part.chmod(mode)  # safetensors lets nobody else read it
-            if overwrite:
-                part.replace(path)
-            else:
-                os.link(part, path)  # unless there is one of that name
-        finally:
-            part.unlink(missing_ok=True)
+    try:
+        part.touch()
+        mode = part.stat().st_mode
+        # One entry, for safetensors writes several in any order: equal things, equal files.
+        save_file(tensors, part, {METADATA: json.dumps(about)})
+        part.chmod(mode)  # safetensors lets nobody else read it
+        if overwrite:
+            part.replace(path)
+        else:
+            os.link(part, path)  # unless there is one of that name
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def read_header(path: Path, any_version: bool = False) -> dict[str, Any]:
@@ -203,8 +203,6 @@ def _record_of(value: Any) -> dict[str, Any]:
                 f"cannot save a {kind} that was abandoned in the middle of a forward, reset, or "
                 "whose prefill is under way; save caches at rest"
             )
-        if not value.is_initialized:
-            return _record_of(value.inner)  # it was reset, and knows nothing
     elif kind_of(value) not in (None, PrunedLayer, PrunedHybridLayer):
         raise UnsupportedCacheError(
             f"cannot save a {kind}, whose states lie in a buffer or in the format of a library; "

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -25,12 +26,13 @@ from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from press_core.cache.caches import kept_lengths, known, mask_layer
+from press_core.cache.caches import is_empty, known, mask_layer
 from press_core.cache.positions import tokens_seen
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.reading import reading_needs
 from press_core.errors import UnsupportedCacheError, UnsupportedModelError
 from press_core.files import files
+from press_core.model.decoder import device_of
 from press_core.model.sites import AttentionSite
 from press_core.press import Press
 from press_core.probe import attention_sites
@@ -126,7 +128,8 @@ def save_cache(
         "inputs": files.sealed(inputs, "inputs", tensors),
         "caches": files.sealed(_parts(cache), "cache", tensors),
     }
-    files.write(path, tensors, about, overwrite)
+    with files.refused(path, "cannot be written"):
+        files.write(path, tensors, about, overwrite)
     return path
 
 
@@ -163,15 +166,12 @@ def _version(name: str) -> str:
 def _summary(cache: Any, sites: list[AttentionSite]) -> dict[str, Any]:
     """How many tokens the cache has seen, and which share of them it has lost."""
     own = getattr(cache, _CACHES[0], cache)
-    lengths, seen, kept, most = kept_lengths(own), 0.0, 0.0, 0
-    for site in sites:
-        if site.layer_idx >= len(lengths) or not lengths[site.layer_idx].numel():
-            continue
-        layer = known(own, site.layer_idx)
-        of_rows, most = tokens_seen(layer, None), max(most, layer.n_seen)
-        seen += sum(of_rows) / len(of_rows)
-        kept += float(lengths[site.layer_idx].double().mean())
-    return {"n_seen": most, "evicted": max(0.0, 1 - kept / seen) if seen else 0.0}
+    filled = [site.layer_idx for site in sites if not is_empty(own, site.layer_idx)]
+    layers = [known(own, index) for index in filled]
+    seen = sum(fmean(tokens_seen(layer, None)) for layer in layers)
+    kept = sum(float(layer.lengths().double().mean()) for layer in layers)
+    n_seen = max((layer.n_seen for layer in layers), default=0)
+    return {"n_seen": n_seen, "evicted": max(0.0, 1 - kept / seen) if seen else 0.0}
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def _part(record: dict[str, Any], model: Any, device: torch.device | None) -> Dy
     empty = (DynamicLayer(), DynamicSlidingWindowLayer(1), *of_model)
     templates = {type(layer).__name__: layer for layer in empty}
     runs_on = {} if device is not None else _devices(model)
-    first, cache = device or _runs_on(model), DynamicCache()
+    first, cache = device or device_of(model), DynamicCache()
     cache.layer_class_to_replicate = DynamicLayer if record["grows"] else None
     for i, layer in record["layers"].items():
         cache.layers.append(files.layer_from(layer, templates, runs_on.get(i, first)))
@@ -282,17 +282,7 @@ def _devices(model: nn.Module) -> dict[int, torch.device]:
     """Where each layer of a model runs."""
     modules: list[tuple[str, Any]] = layers_of(model)  # the first of each layer counts
     of_layers = [(module.layer_idx, module) for _, module in modules if [*module.parameters()]]
-    return {index: _runs_on(module) for index, module in reversed(of_layers)}
-
-
-def _runs_on(module: nn.Module) -> torch.device:
-    parameter = next(module.parameters(), torch.empty(0))
-    if parameter.device.type != "meta":
-        return parameter.device
-    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())  # of accelerate
-    found = (getattr(hook, "execution_device", None) for hook in hooks)
-    device = next((x for x in found if x is not None), "cpu")
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    return {index: device_of(module) for index, module in reversed(of_layers)}
 
 
 N_SAMPLED = 64
@@ -327,7 +317,8 @@ def identity(model: Any) -> dict[str, Any]:
             "told from other models"
         )
     body = getattr(model, "base_model", model)
-    fields = json.loads(json.dumps(_relevant(config.to_dict()), default=str, sort_keys=True))
+    described = json.dumps(config.to_dict(), default=str, sort_keys=True)
+    fields = json.loads(described, object_hook=_relevant)
     dtype = str(getattr(model, "dtype", "")).removeprefix("torch.")
     kind = {"config_class": type(config).__name__, "dtype": dtype}
     return {"config": {**fields, **kind}, "weights": _digest(body)}
@@ -340,11 +331,7 @@ def name_of(model: Any) -> str:
 
 
 def _relevant(fields: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: _relevant(value) if isinstance(value, dict) else value
-        for name, value in fields.items()
-        if name not in _OF_NO_MATTER
-    }
+    return {name: value for name, value in fields.items() if name not in _OF_NO_MATTER}
 
 
 def _digest(body: nn.Module) -> str:

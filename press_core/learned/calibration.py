@@ -6,9 +6,8 @@ nothing; then it is looked for beside the model, and on the hub.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
 from itertools import product
@@ -19,14 +18,12 @@ import huggingface_hub
 import numpy as np
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
-from safetensors.torch import save
 from torch import Tensor
 
 from press_core.errors import PressError, UnsupportedModelError, first_line
-from press_core.files.files import METADATA, check_version, floats, read, refused, require
+from press_core.files.files import check_version, floats, read, refused, require, write
 from press_core.model.decoder import device_of
 from press_core.model.sites import AttentionSite, n_layers_of
-from press_core.press import Press
 from press_core.probe import attention_sites
 from press_core.scope import InstalledPress
 
@@ -91,8 +88,6 @@ class Calibration:
         sizes, named = self._sizes(), f"{', '.join(self.tensors)} of {self.kind}"
         if 0 in sizes.values():
             raise CalibrationError(f"{named}: one is empty")
-        if sizes.get("heads", 0) % sizes.get("kv_heads", 1):
-            raise CalibrationError(f"{named}: {sizes} are no heads that share KV heads evenly")
         low, high = self.within
         if not all(bool(((x >= low) & (x <= high)).all()) for x in self.tensors.values()):
             raise CalibrationError(f"{named} must be numbers from {low:g} to {high:g}")
@@ -158,8 +153,7 @@ class Calibration:
         path.parent.mkdir(parents=True, exist_ok=True)
         about = {"kind": self.kind, "version": FORMAT_VERSION, "model": self.sizes}
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
-        # One entry, for safetensors writes several in any order: equal things, equal files.
-        path.write_bytes(save(tensors, {METADATA: json.dumps(about)}))
+        write(path, tensors, about, overwrite=True)
         return path
 
     @classmethod
@@ -284,10 +278,8 @@ def learned(kind: type[Calibration]) -> Any:
 
 
 @dataclass
-class LearnedPress(Press):
+class LearnedPress(InstalledPress):
     """A press that has learned something of a model beforehand, and holds it in a field."""
-
-    collector: ClassVar[Callable[..., InstalledPress]]
 
     def prepare(self, model: Any) -> Any:
         """What it has learned about `model`, on the model's device.

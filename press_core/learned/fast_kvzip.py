@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy, linear
 
-from press_core.budget import Tokens
+from press_core.budget import n_together
 from press_core.cache.caches import known
-from press_core.cache.positions import tokens_seen
 from press_core.call import AttentionCall
-from press_core.engine import store_left
 from press_core.errors import PressError
 from press_core.eviction import Eviction
 from press_core.fields import count, share
@@ -23,10 +21,8 @@ from press_core.forward import Forward
 from press_core.learned.calibration import Calibration, learned, sized
 from press_core.learned.running import Examples, TaughtPress, taught
 from press_core.model.sites import AttentionSite
-from press_core.observed import Moment
 from press_core.press import RatioPress
-from press_core.replay.rows import cache_after
-from press_core.rows import Left, RowGroup
+from press_core.replay.rows import cache_after, store_chosen
 from press_core.scope import ScopeState
 from press_core.select import best_first, leading, trailing, upcast
 from press_core.tiles import rows_at_once
@@ -184,7 +180,7 @@ def _first_gate(
 
 
 @dataclass
-class FastKVzip(TaughtPress, RatioPress):
+class FastKVzip(RatioPress, TaughtPress):
     """Keeps what learned gates take for needed to repeat the context (arXiv 2601.17668).
 
     A small gate per layer tells from the hidden states alone what KVzip would find out by letting
@@ -259,17 +255,11 @@ class FastKVzip(TaughtPress, RatioPress):
         ]
         # Layers may lie on several devices.
         together = torch.cat([layer.flatten().to(scores[0].device) for layer in never_empty])
-        chosen = best_first(together.view(1, 1, -1), self._n_kept(scores)).flatten()
+        lengths = [len(head) for layer in scores for head in layer]
+        n = max(len(lengths), n_together(lengths, self.amount))
+        chosen = best_first(together.view(1, 1, -1), n).flatten()
         parts = chosen.split([layer.numel() for layer in scores])
-        pairs = zip(parts, scores, strict=True)
-        return [part.view_as(layer).to(layer.device) for part, layer in pairs]
-
-    def _n_kept(self, scores: list[Tensor]) -> int:
-        """How many tokens are kept of all together, at least one per head."""
-        if isinstance(self.compression_ratio, Tokens):
-            return sum(len(layer) * self.compression_ratio.of(layer.shape[1]) for layer in scores)
-        size = sum(layer.numel() for layer in scores)
-        return max(sum(map(len, scores)), size - int(size * self.compression_ratio))
+        return [part.view_as(layer) for part, layer in zip(parts, scores, strict=True)]
 
     # ---- acting ----------------------------------------------------------------------------------
 
@@ -296,22 +286,15 @@ class FastKVzip(TaughtPress, RatioPress):
             return
         known_slots = list(zip(scope.sites, slots, strict=True))
         gates = [site.ranks.gather(x[GATE]) for site, x in known_slots]  # of all ranks
-        tokens = [site.ranks.gather(x[TOKEN]) > 0 for site, x in known_slots]
-        kept = [torch.zeros_like(layer) for layer in tokens]
-        for row in range(len(kept[0])):
-            mine = [layer[row, 0] for layer in tokens]
-            scores = [layer[row][:, here] for layer, here in zip(gates, mine, strict=True)]
-            for layer, here, chosen in zip(kept, mine, self.choose(scores), strict=True):
-                layer[row, :, here] = chosen
-        is_whole = all(map(torch.equal, kept, tokens))
-        for site, layer, keeps, here in zip(scope.sites, layers, kept, tokens, strict=True):
+        tokens = [site.ranks.gather(x[TOKEN])[:, 0] > 0 for site, x in known_slots]
+        by_row = []
+        for row in range(len(tokens[0])):
+            pairs = zip(gates, tokens, strict=True)
+            by_row.append(self.choose([scores[row][:, here[row]] for scores, here in pairs]))
+        is_whole = all(bool(chosen.all()) for of_row in by_row for chosen in of_row)
+        of_layers = zip(scope.sites, layers, tokens, zip(*by_row, strict=True), strict=True)
+        for site, layer, here, chosen in of_layers:
             layer.remember(scope.key, None)
-            if is_whole:
-                continue
-            keys, values = layer.states()
-            when = Moment(seen=tokens_seen(layer, here[:, 0]))
-            nothing = keys.new_zeros(len(keys), 0, 0)  # nobody asks for the hidden states again
-            call = AttentionCall(site, nothing, keys, values, when=when, scope=scope)
-            eviction = Eviction.keep_per_head(call, site.ranks.own(keeps, keys.shape[1]))
-            group = RowGroup(list(range(len(keys))), None, eviction)
-            store_left(scope, cache, site, Left(call, [group]))
+            if not is_whole:
+                occupied = None if bool(here.all()) else here
+                store_chosen(scope, cache, site, occupied, chosen)

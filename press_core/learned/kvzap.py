@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear, mse_loss
 
 from press_core.call import AttentionCall
-from press_core.fields import choice
 from press_core.learned.calibration import Calibration, called, learned, sized
 from press_core.learned.running import Examples, TaughtPress, taught
 from press_core.scoring import RatioScorer
@@ -149,7 +148,7 @@ def _mlp(x: Tensor, y: Tensor, width: int, steps: int, seed: int) -> list[tuple[
 
 
 @dataclass
-class KVzap(TaughtPress, RatioScorer):
+class KVzap(RatioScorer, TaughtPress):
     """Keeps what a small regressor on the hidden states finds important (arXiv 2601.07891).
 
     Attributes:
@@ -160,7 +159,7 @@ class KVzap(TaughtPress, RatioScorer):
             what is published for it on the hub.
     """
 
-    model_type: Literal["linear", "mlp"] = choice("mlp", ("linear", "mlp"))
+    model_type: Literal["linear", "mlp"] = "mlp"
     regressor: KVzapRegressor | str | Path | None = learned(KVzapRegressor)
 
     independent = True

@@ -45,7 +45,7 @@ class BudgetCurves(Calibration):
 
 
 @dataclass
-class LUKV(LearnedPress, Around, BudgetPress):
+class LUKV(Around, BudgetPress, LearnedPress):
     """Gives each KV head the budget that pays most in the long run (LU-KV, arXiv 2602.08585).
 
     How well a press tells which tokens will be needed differs from head to head. Curves that were

@@ -28,7 +28,7 @@ from press_core.presses.positions import layer_generator
 from press_core.presses.queries import ExpectedAttention
 from press_core.probe import attention_sites
 from press_core.scoring import RatioScorer
-from press_core.select import upcast
+from press_core.select import leading, trailing, upcast
 from press_core.traits import Evicts, Needs
 
 
@@ -76,7 +76,7 @@ class ExpectedAttentionStats(Calibration):
 
 
 @dataclass
-class ExpectedAttentionWithStats(LearnedPress, ExpectedAttention):
+class ExpectedAttentionWithStats(ExpectedAttention, LearnedPress):
     """Keeps what the queries that a model usually makes would attend to (arXiv 2510.00636).
 
     Expected attention with statistics measured beforehand instead of on the context itself. Reads
@@ -161,7 +161,7 @@ class QFilters(Calibration):
 
 
 @dataclass
-class QFilter(LearnedPress, RatioScorer):
+class QFilter(RatioScorer, LearnedPress):
     """Keeps the keys on the side of the mean query (Godey et al., arXiv 2503.02812).
 
     Attributes:
@@ -247,7 +247,7 @@ class HeadScores(Calibration):
 
 
 @dataclass
-class DuoAttention(LearnedPress, MeasuredPress):
+class DuoAttention(MeasuredPress, LearnedPress):
     """Keeps all tokens in heads that retrieve, sinks and recent ones in the rest (2410.10819).
 
     Attributes:
@@ -280,10 +280,9 @@ class DuoAttention(LearnedPress, MeasuredPress):
         streaming = streaming[call.site.layer_idx].to(call.keys.device)
         if not self.is_long_enough(call.length) or not bool(streaming.any()):
             return Eviction.nothing(call)
-        kept = torch.ones_like(call.keys[..., 0], dtype=torch.bool)
-        middle = slice(self.sink_size, call.length - self.recent_size)
-        kept[:, streaming, middle] = False
-        return Eviction.keep_per_head(call, kept)
+        kept = leading(call.keys, self.sink_size) | trailing(call.keys, self.recent_size)
+        of_heads = kept | ~streaming.unsqueeze(-1)  # (H_kv, S)
+        return Eviction.keep_per_head(call, of_heads.expand(len(call.keys), -1, -1))
 
     @classmethod
     def measure(

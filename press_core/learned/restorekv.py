@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import kl_div, pad
 
 from press_core.budget import Tokens
 from press_core.errors import UnsupportedModelError
@@ -23,7 +24,7 @@ from press_core.learned.running import Batch, rows_alone
 from press_core.model.decoder import decoder_of, device_of
 from press_core.probe import attention_sites
 from press_core.replay.kvzip import KVzip, RepeatPrompts
-from press_core.replay.rows import Chosen, Joining, Row, in_this_thread
+from press_core.replay.rows import Row, States, in_this_thread
 from press_core.scope import ScopeState
 
 N_TOKENS = 8
@@ -65,12 +66,11 @@ class RestoreAdapter(Calibration):
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> RestoreAdapter:
-        parts: dict[str, dict[str, Tensor]] = {"down": {}, "up": {}}
-        for name, tensor in tensors.items():
-            part, _, layer = name.partition(".")
-            if layer:
-                parts[part][layer] = tensor
-        return cls(tensors["embeddings"], parts["down"], parts["up"])
+        down, up = (
+            {name.removeprefix(part): x for name, x in tensors.items() if name.startswith(part)}
+            for part in ("down.", "up.")
+        )
+        return cls(tensors["embeddings"], down, up)
 
     @classmethod
     def published(cls, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
@@ -119,7 +119,7 @@ def _added(down: Tensor, up: Tensor, args: tuple[Any, ...], output: Tensor) -> T
 
 
 @dataclass
-class RestoreKV(LearnedPress, KVzip):
+class RestoreKV(KVzip, LearnedPress):
     """KVzip, and a few learned tokens that hold what is evicted (arXiv 2608.01247).
 
     Before KVzip evicts, eight learned embeddings are run after the context. They attend to all of
@@ -142,8 +142,6 @@ class RestoreKV(LearnedPress, KVzip):
     """
 
     adapter: RestoreAdapter | str | Path | None = learned(RestoreAdapter)
-
-    at_least = 0  # there are those that restore
 
     def hub_id(self, model_name: str) -> str:
         suffix = "_plus" if self.kvzip_plus_normalization else ""
@@ -178,29 +176,30 @@ class RestoreKV(LearnedPress, KVzip):
 
     # ---- rows ------------------------------------------------------------------------------------
 
-    def judge(self, row: Row) -> tuple[Chosen, Joining]:
+    def judge(self, row: Row) -> tuple[Tensor, list[States]]:
         n, told = len(row.scope.prepared(self)[1].embeddings), self.compression_ratio
-        whole_up_to = told.n if isinstance(told, Tokens) else 0
-        if row.length <= max(n, whole_up_to):
-            ones = partial(torch.ones, dtype=torch.bool, device=row.tokens.device)
-            return {s.layer_idx: ones(s.num_kv_heads, row.length) for s in row.scope.sites}, {}
-        return self.choose(self.score_row(row), n_joining=n), self.restored(row)
+        evicts = row.length > max(n, told.n if isinstance(told, Tokens) else 0)
+        if evicts:
+            kept = self.choose(self.score_row(row), n_joining=n)
+        else:
+            shape = len(row.scope.sites), row.scope.sites[0].num_kv_heads, row.length
+            kept = torch.ones(shape, dtype=torch.bool, device=row.tokens.device)
+        # What joins a row that is left whole is kept by nobody.
+        return pad(kept, (0, n), value=evicts), self.restored(row)
 
-    def restored(self, row: Row) -> Joining:
-        """Keys and values of the tokens that restore `row`, `(1, H_kv, n, d)` each, by layer."""
+    def restored(self, row: Row) -> list[States]:
+        """Keys and values of the tokens that restore `row`, by layer."""
         scope, (_, adapter, layers) = row.scope, row.scope.prepared(self)
-        press: Any = self  # which its mechanism installs
-        assert scope.model is not None
-        embedding: Any = scope.model.get_input_embeddings()  # type: ignore[operator]
+        embedding = scope.model.get_input_embeddings()
         with ExitStack() as stack:
             for name, layer in layers.items():
                 act = in_this_thread(partial(_added, adapter.down[name], adapter.up[name]))
-                stack.callback(press.after(layer, act).remove)
+                stack.callback(self.after(layer, act).remove)
             cache = row.alone()
             row.run(cache, inputs_embeds=adapter.embeddings[None].to(embedding.weight.dtype))
             new = slice(-len(adapter.embeddings), None)
-            filled = {site.layer_idx: cache.layers[site.layer_idx] for site in scope.sites}
-            return {i: (x.keys[:, :, new], x.values[:, :, new]) for i, x in filled.items()}
+            filled = [cache.layers[site.layer_idx] for site in scope.sites]
+            return [(layer.keys[:, :, new], layer.values[:, :, new]) for layer in filled]
 
     def after_decoder(self, scope: ScopeState, forward: Forward, output: Any) -> None:
         wanted = any(x.requires_grad for x in scope.prepared(self)[1].tensors.values())
@@ -303,4 +302,4 @@ def distillation_loss(model: Any, press: Any, context: Tensor, following: Tensor
         with torch.no_grad():
             cache = model(context, use_cache=True).past_key_values
         student = model(following, past_key_values=cache).logits[0].log_softmax(dim=-1)
-    return torch.nn.functional.kl_div(student, teacher, log_target=True, reduction="batchmean")
+    return kl_div(student, teacher, log_target=True, reduction="batchmean")

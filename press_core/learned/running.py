@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import add
 from typing import Any, ClassVar
 
 import torch
@@ -51,13 +52,14 @@ class LayerMeans:
 
     def __init__(self) -> None:
         self.n_layers = 0
-        self._sums: dict[int, tuple[Tensor, ...]] = {}  # first how many there were
+        self._sums: dict[int, tuple[Any, ...]] = {}  # first how many there were
 
     def add(self, site: AttentionSite, n: int, *sums: Tensor) -> None:
         """Take in the sums over `n` more queries, texts or the like."""
         layer, self.n_layers = site.layer_idx, n_layers_of(site)
-        now, before = (torch.tensor(n), *sums), self._sums.get(layer)
-        self._sums[layer] = now if before is None else tuple(map(torch.add, before, now))
+        now, before = (n, *sums), self._sums.get(layer)
+        if n:
+            self._sums[layer] = now if before is None else tuple(map(add, before, now))
 
     def stacked(self, unseen: float = 0.0, because: str = "") -> list[Tensor]:
         """The means of all layers, `(L, ...)` float64 on the CPU.
@@ -69,12 +71,9 @@ class LayerMeans:
         Raises:
             CalibrationError: if nothing was taken in.
         """
-        if not any(bool(n) for n, *_ in self._sums.values()):
+        if not self._sums:
             raise CalibrationError(f"token_batches holds no token to learn from{because}")
-        means = {
-            layer: [x.cpu() / n.clamp(min=1) for x in sums]
-            for layer, (n, *sums) in self._sums.items()
-        }
+        means = {layer: [x.cpu() / n for x in sums] for layer, (n, *sums) in self._sums.items()}
         return stacked(means, self.n_layers, unseen)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -46,11 +47,13 @@ def last_layer(model: nn.Module, sites: list[AttentionSite]) -> nn.Module:
 def device_of(module: nn.Module) -> torch.device:
     """Where `module` takes what it is given: where its first weights are.
 
-    The CPU where all of them are elsewhere between forwards: whoever offloads them (accelerate)
-    brings what a module is given to where they are brought.
+    Or, where all of them are elsewhere between forwards, where accelerate brings them; else the
+    CPU.
     """
-    devices = (parameter.device for parameter in module.parameters())
-    return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
+    here = (x.device for x in module.parameters() if x.device.type != "meta")
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    runs_on = (getattr(hook, "execution_device", None) for hook in hooks)
+    return torch.device(next(chain(here, (x for x in runs_on if x is not None), ["cpu"])))
 
 
 def tokenizer_of(model: Any, instead: str) -> Any:

@@ -71,11 +71,8 @@ class Composed(Composition):
         return self.changed(presses=presses)
 
     @property
-    def asked_ratio(self) -> float:
+    def amount(self) -> Amount:
         return 1 - prod(1 - press.asked_ratio for press in self.presses)
-
-    def keeps(self, length: int) -> int:
-        return min(press.keeps(length) for press in self.presses)
 
     def compress(self, call: AttentionCall) -> Eviction:
         eviction = Eviction.nothing(call)
@@ -132,7 +129,7 @@ class PerLayerCompression(Wrapper):
             self.press.with_ratio(ratio)
 
     @property
-    def asked_ratio(self) -> float:
+    def amount(self) -> Amount:
         told = [ratio for ratio in self.compression_ratios if not isinstance(ratio, Tokens)]
         return sum(told) / len(self.compression_ratios)
 

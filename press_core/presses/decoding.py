@@ -139,14 +139,8 @@ class CompressionRatioDecoding(AtIntervals):
     hidden_states_buffer_size: int = count(256)
     target_compression_ratio: Amount = told_amount(0.5)
 
+    told = "target_compression_ratio"
     row_by_row = True  # rows of different lengths keep different numbers
-
-    def with_ratio(self, compression_ratio: Amount) -> Press:
-        return self.changed(target_compression_ratio=compression_ratio)
-
-    @property
-    def amount(self) -> Amount:
-        return self.target_compression_ratio
 
     def budget(self, call: AttentionCall) -> int:
         assert call.when.seen is not None
@@ -233,11 +227,8 @@ class PrefillDecoding(Composition):
         )
 
     @property
-    def asked_ratio(self) -> float:
-        return 0.0 if self.prefilling_press is None else self.prefilling_press.asked_ratio
-
-    def keeps(self, length: int) -> int:
-        return length if self.prefilling_press is None else self.prefilling_press.keeps(length)
+    def amount(self) -> Amount:
+        return 0.0 if self.prefilling_press is None else self.prefilling_press.amount
 
     def is_due(self, n_steps: int, n_new: int) -> bool:
         return self.decoding_press is not None and self.decoding_press.is_due(n_steps, n_new)

@@ -70,11 +70,8 @@ class Finch(RatioPress):
     def before_decoder(self, scope: OpenScope, forward: Forward) -> Arguments:
         """The decoder's arguments without the delimiter."""
         given, cache = forward.given, forward.cache
-        ids, mask = given.get("input_ids"), given.get("attention_mask")
-        if ids is None:
-            raise UnsupportedInputError(
-                "Finch finds its delimiter among the tokens; pass input_ids, not inputs_embeds"
-            )
+        ids = forward.token_ids("Finch finds its delimiter among the tokens")
+        mask = given.get("attention_mask")
         if forward.is_context:
             places = self._places(ids, mask)
             forward.notes["questions"] = ids.shape[1] - 1 - places

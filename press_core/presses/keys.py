@@ -15,7 +15,7 @@ from torch.nn.functional import avg_pool1d, normalize, pad
 
 from press_core.call import AttentionCall
 from press_core.eviction import Eviction
-from press_core.fields import choice, count, limited
+from press_core.fields import count, limited
 from press_core.press import Press
 from press_core.scoring import RatioScorer
 from press_core.select import best_first, leading, places, protect, upcast, with_ends
@@ -276,9 +276,7 @@ class CUR(RatioScorer):
     """
 
     num_sinks: int = count(4)
-    leverage_type: Literal["key", "value", "kv_avg", "kv_product"] = choice(
-        "kv_product", ("key", "value", "kv_avg", "kv_product")
-    )
+    leverage_type: Literal["key", "value", "kv_avg", "kv_product"] = "kv_product"
     use_random_leverage: bool = False
     use_local_approximation: bool = True
     local_window_size: int = count(16, 1)

@@ -182,5 +182,4 @@ class SimLayerKV(MeasuredPress):
         """Attention of the last queries on initial and recent tokens, mean over rows and heads."""
         end = call.length - self.n_last
         weights = mean_attention(call, call.queries(self.n_last))[..., :end].mean(dim=(0, 1))
-        recent = max(self.n_initial, end - self.n_recent)
-        return float(weights[: self.n_initial].sum() + weights[recent:].sum())
+        return float(weights[: self.n_initial].sum() + weights[end - self.n_recent :].sum())

@@ -6,13 +6,14 @@ Keep what it takes to repeat the context; or what the last hidden states would m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from press_core.attention import attention_tiles
 from press_core.budget import n_together
@@ -22,7 +23,8 @@ from press_core.fields import count, limited
 from press_core.model.decoder import last_layer, tokenizer_of
 from press_core.model.sites import AttentionSite, output_weight
 from press_core.probe import attention_sites, run_aside
-from press_core.replay.rows import Chosen, ReplayPress, Row, in_this_thread
+from press_core.replay.rows import ReplayPress, Row, in_this_thread
+from press_core.scope import InstalledPress
 from press_core.select import best_first, upcast
 from press_core.traits import Evicts
 
@@ -64,8 +66,8 @@ class RepeatPrompts:
         before, after = text.split(content, 1)
         return cls(ids(FIRST), ids(NEXT), ids(after), len(ids(before)))
 
-    def replays(self, context: Tensor, chunk_size: int) -> Iterator[tuple[Tensor, slice]]:
-        """What to run for each chunk of `context` `(S,)`, `(1, m)`; and where the chunk lies."""
+    def replays(self, context: Tensor, chunk_size: int) -> Replays:
+        """What to run for each chunk of `context` `(S,)`."""
         previous: list[int] | None = None
         for start in range(self.n_prefix, len(context), chunk_size):
             chunk = context[start : start + chunk_size].tolist()
@@ -73,6 +75,13 @@ class RepeatPrompts:
             ids = torch.tensor([[*asking, *self.suffix, *chunk]], device=context.device)
             yield ids, slice(start, start + len(chunk))
             previous = chunk[-N_STARTING:]
+
+
+Replays = Iterator[tuple[Tensor, slice]]
+"""What to run for each chunk of a context, `(1, m)` int64; and where the chunk lies."""
+
+See = Callable[[AttentionCall, slice, Tensor | None], None]
+"""Is shown a call of a replay, the chunk that is repeated, and a factor of each query, or None."""
 
 
 @dataclass
@@ -103,8 +112,6 @@ class KVzip(ReplayPress):
     )
 
     evicts = Evicts.PER_HEAD
-    at_least: ClassVar[int] = 1
-    """Tokens of its context that every head keeps."""
 
     def prepare(self, model: Any) -> Any:
         """What asks the model to repeat; subclasses add what else they have to know."""
@@ -118,35 +125,33 @@ class KVzip(ReplayPress):
         if self.kvzip_plus_normalization:
             output_weight(site)
 
-    def score_row(self, row: Row) -> dict[int, Tensor]:
-        received: dict[int, list[Tensor]] = {}
+    def score_row(self, row: Row) -> Tensor:
+        received: list[list[Tensor]] = [[] for _ in row.scope.sites]
+
+        def see(call: AttentionCall, chunk: slice, of_queries: Tensor | None) -> None:
+            of_chunk = self.replay_attention(call, chunk, row, of_queries)
+            received[call.site.place.depth].append(of_chunk)
+
+        prompts = row.scope.prepared(self)[0]
+        self.replay(row, prompts.replays(row.tokens, self.chunk_size), see)
+        parts = [torch.cat(of_chunks, dim=-1).to(row.tokens.device) for of_chunks in received]
+        scores = torch.cat(parts)
+        return pad(scores, (prompts.n_prefix, 0), value=float("inf"))  # each answer needs those
+
+    def replay(self, row: Row, replays: Replays, see: See) -> None:
+        """Run what asks for each chunk after the context of `row`, and show `see` what happens."""
         chunk: slice
 
-        def see(call: AttentionCall) -> None:
-            factors = None
-            if self.kvzip_plus_normalization:  # over the norms of the hidden states
-                norms = upcast(call.hidden_states[0]).norm(dim=-1)
-                factors = projected_value_norms(call, chunk), 1 / norms
-            of_chunk = self.replay_attention(call, chunk, row, factors)
-            received.setdefault(call.site.layer_idx, []).append(of_chunk)
+        def weigh(call: AttentionCall) -> None:
+            plus, states = self.kvzip_plus_normalization, call.hidden_states[0]
+            see(call, chunk, 1 / upcast(states).norm(dim=-1) if plus else None)
 
-        with self.watch_attention(row, see), torch.no_grad():
-            for ids, chunk in self.replays(row):  # noqa: B007
+        with self.watch_attention(row, weigh), torch.no_grad():
+            for ids, chunk in replays:  # noqa: B007
                 row.run(input_ids=ids)
-        return {layer: self.whole(row, of_chunks) for layer, of_chunks in received.items()}
-
-    def replays(self, row: Row) -> Iterator[tuple[Tensor, slice]]:
-        """What to run for each chunk of the context of `row`, and where the chunk lies."""
-        return row.scope.prepared(self)[0].replays(row.tokens, self.chunk_size)
-
-    def whole(self, row: Row, of_chunks: list[Tensor]) -> Tensor:
-        """The scores of a context `(1, H_kv, S)` from those of its chunks `(1, H_kv, chunk)`."""
-        shape = *of_chunks[0].shape[:2], row.scope.prepared(self)[0].n_prefix
-        prefix = of_chunks[0].new_full(shape, float("inf"))  # each answer needs it
-        return torch.cat((prefix, *of_chunks), dim=-1)
 
     def replay_attention(
-        self, call: AttentionCall, chunk: slice, row: Row, factors: tuple[Tensor, Tensor] | None
+        self, call: AttentionCall, chunk: slice, row: Row, of_queries: Tensor | None
     ) -> Tensor:
         """The most attention that each key of the repeated chunk gets from any query of its group.
 
@@ -156,8 +161,8 @@ class KVzip(ReplayPress):
             call: the replay, over all keys.
             chunk: where the tokens that are repeated lie in the context.
             row: whose context that is.
-            factors: by which to multiply attention: of the keys of the chunk
-                `(1, H_kv, G, chunk)`, and of the queries `(m,)`.
+            of_queries: `(m,)`, by which to multiply the attention of each query, and that of each
+                key by the norm of its projected value; None: attention as it is.
 
         Returns:
             `(1, H_kv, chunk)`, float32.
@@ -166,30 +171,31 @@ class KVzip(ReplayPress):
         seen = slice(n_before), chunk, slice(row.length, None)
         keys = torch.cat([call.keys[:, :, part] for part in seen], dim=2)
         most = torch.zeros_like(upcast(call.keys[:, :, chunk, 0]))
+        of_keys = None if of_queries is None else projected_value_norms(call, chunk)
         for tile in attention_tiles(call.site, call.queries(), keys):
             # (1, heads, G, rows, chunk)
             weights = tile.weights[..., n_before : n_before + most.shape[-1]]
-            if factors is not None:
-                of_keys, of_queries = factors[0][:, tile.heads], factors[1][tile.rows, None]
-                weights = weights * of_keys.unsqueeze(3) * of_queries
+            if of_keys is not None and of_queries is not None:
+                weights = (
+                    weights * of_keys[:, tile.heads].unsqueeze(3) * of_queries[tile.rows, None]
+                )
             most[:, tile.heads] = torch.maximum(most[:, tile.heads], weights.amax(dim=(2, 3)))
         return most
 
-    def choose(self, scores: dict[int, Tensor], n_joining: int = 0) -> Chosen:
-        """Which tokens of a row are kept, from its scores.
+    def choose(self, scores: Tensor, n_joining: int = 0) -> Tensor:
+        """Which tokens of a row each head keeps, `(L, H_kv, S)` bool, from its scores.
 
         Args:
-            n_joining: tokens that join every head, and are to have room.
+            n_joining: tokens that join every head, and are to have room; if there are any, a head
+                may lose all others.
         """
-        stacked = torch.stack([layer[0] for layer in scores.values()])  # (L, H_kv, S)
-        best = best_first(stacked, self.at_least)
-        stacked[..., : self.n_sink] = float("inf")
-        shared = stacked.flatten(1) if self.layerwise else stacked.flatten()[None]
-        length = stacked.shape[-1]
-        n = n_together(shared.shape[-1] // length, length, self.amount, n_joining)
-        chosen = best_first(shared[None], n)[0].view(stacked.shape)
-        chosen |= best & ~chosen.any(dim=-1, keepdim=True)
-        return dict(zip(scores, chosen, strict=True))
+        best, length = best_first(scores, 1), scores.shape[-1]
+        raised = scores.clone()
+        raised[..., : self.n_sink] = float("inf")
+        shared = raised.flatten(1) if self.layerwise else raised.flatten()[None]
+        n = n_together([length] * (shared.shape[-1] // length), self.amount, n_joining)
+        chosen = best_first(shared[None], n)[0].view(scores.shape)
+        return chosen if n_joining else chosen | (best & ~chosen.any(dim=-1, keepdim=True))
 
 
 def projected_value_norms(call: AttentionCall, chunk: slice) -> Tensor:
@@ -234,7 +240,8 @@ class KVgrad(KVzip):
             the model.
     """
 
-    kvzip_plus_normalization: ClassVar[bool] = False  # type: ignore[misc]
+    # The norm of the projected value counts here, too: times that of the gradient.
+    kvzip_plus_normalization: ClassVar[bool] = True  # type: ignore[misc]
     chunk_size: int = count(512, 1)
 
     def prepare(self, model: Any) -> Any:
@@ -245,8 +252,7 @@ class KVgrad(KVzip):
         """
         sites = attention_sites(model)
         try:
-            with differentiable(self, model, sites) as differentiate:
-                differentiate(lambda: run_aside(model))
+            gradient_norms(self, model, sites, partial(run_aside, model))
         except (RuntimeError, NotImplementedError, PressError) as error:
             raise UnsupportedModelError(
                 f"{type(self).__name__} gets no gradient of {type(model).__name__} "
@@ -256,44 +262,29 @@ class KVgrad(KVzip):
             ) from error
         return super().prepare(model)
 
-    def check_site(self, site: AttentionSite) -> None:
-        super().check_site(site)
-        output_weight(site)
-
-    def score_row(self, row: Row) -> dict[int, Tensor]:
-        received: dict[int, list[Tensor]] = {}
-        calls: dict[int, AttentionCall] = {}
-
-        def see(call: AttentionCall) -> None:
-            calls[call.site.layer_idx] = call
-
+    def replay(self, row: Row, replays: Replays, see: See) -> None:
         sites, model = row.scope.sites, row.scope.model
-        assert model is not None
-        with differentiable(self, model, sites) as differentiate, self.watch_attention(row, see):
-            for ids, chunk in self.replays(row):
-                # Inside of this block no tensor of inference mode is made, but for those given.
-                norms = differentiate(partial(row.run, input_ids=ids.clone()))
-                with torch.no_grad():
-                    for site, of_queries in zip(sites, norms, strict=True):
-                        call = calls.pop(site.layer_idx)
-                        factors = projected_value_norms(call, chunk), of_queries
-                        of_chunk = self.replay_attention(call, chunk, row, factors)
-                        received.setdefault(site.layer_idx, []).append(of_chunk)
-        return {layer: self.whole(row, of_chunks) for layer, of_chunks in received.items()}
+        calls: list[AttentionCall] = []
+        watched = self.watch_attention(row, calls.append)
+        with watched, torch.inference_mode(False), torch.no_grad():
+            for ids, chunk in replays:
+                norms = gradient_norms(self, model, sites, partial(row.run, input_ids=ids))
+                for call in calls:
+                    see(call, chunk, norms[call.site.name])
+                calls.clear()
 
 
-@contextmanager
-def differentiable(
-    press: Any, model: nn.Module, sites: list[AttentionSite]
-) -> Iterator[Callable[[Callable[[], Any]], list[Tensor]]]:
-    """While it is open, forwards of this thread can be gone back from.
+def gradient_norms(
+    press: InstalledPress, model: nn.Module, sites: list[AttentionSite], run: Callable[[], Any]
+) -> dict[str, Tensor]:
+    """Norms of the gradient at what each of `sites` puts out, by its name `(m,)` each, float32.
 
     Args:
         press: whose mechanism sees what modules put out.
+        run: runs the model once, in this thread.
 
-    Yields:
-        From a function that runs the model once to the norms of the gradient at what each of
-        `sites` puts out, `(m,)` each, float32.
+    Raises:
+        UnsupportedInputError: if no gradient comes back, or none that is finite.
     """
     if model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         raise UnsupportedInputError(
@@ -308,29 +299,23 @@ def differentiable(
             states.requires_grad_()
         outputs[name] = states
 
-    def differentiate(run: Callable[[], Any]) -> list[Tensor]:
-        try:
-            run()
-            missing = [name for name in watched if name not in outputs]
-            if missing:
-                raise UnsupportedInputError(
-                    f"the output of {', '.join(missing)} was not seen in a forward"
-                )
-            objective = upcast(outputs.pop(LAST)).square().sum()
-            gradients = torch.autograd.grad(objective, [outputs[site.name] for site in sites])
-        finally:
-            outputs.clear()
-        # Of the last states' squared norms.
-        norms = [upcast(gradient[0]).norm(dim=-1).detach() for gradient in gradients]
-        if not all(bool(x.isfinite().all()) for x in norms):
-            raise UnsupportedInputError(
-                f"gradients in {gradients[0].dtype} are beyond its range; run the model in "
-                "bfloat16 or float32"
-            )
-        return norms
-
     watched = {**{site.name: site.module for site in sites}, LAST: last_layer(model, sites)}
     with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
         for name, module in watched.items():
             stack.callback(press.after(module, in_this_thread(partial(see, name))).remove)
-        yield differentiate
+        run()
+        missing = [name for name in watched if name not in outputs]
+        if missing:
+            raise UnsupportedInputError(
+                f"the output of {', '.join(missing)} was not seen in a forward"
+            )
+        objective = upcast(outputs.pop(LAST)).square().sum()
+        gradients = torch.autograd.grad(objective, [*outputs.values()])
+    # Of the last states' squared norms.
+    norms = [upcast(gradient[0]).norm(dim=-1) for gradient in gradients]
+    if not all(bool(x.isfinite().all()) for x in norms):
+        raise UnsupportedInputError(
+            f"gradients in {gradients[0].dtype} are beyond its range; run the model in bfloat16 or "
+            "float32"
+        )
+    return dict(zip(outputs, norms, strict=True))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,19 +23,20 @@ from transformers.cache_utils import DynamicLayer
 
 from press_core.attention import attention_tiles
 from press_core.budget import Tokens, n_kept
-from press_core.cache.caches import row_alone
-from press_core.cache.masks import prefill_tokens
+from press_core.cache.caches import known, row_alone
+from press_core.cache.masks import for_full_attention, prefill_tokens
+from press_core.cache.positions import tokens_seen
 from press_core.call import AttentionCall
 from press_core.engine import store_left
-from press_core.errors import UnsupportedCacheError, UnsupportedInputError
+from press_core.errors import UnsupportedCacheError
 from press_core.eviction import Eviction
-from press_core.fields import choice, count
+from press_core.fields import count
 from press_core.forward import Arguments, Forward, own_cache
 from press_core.model.sites import AttentionSite, n_layers_of
 from press_core.observed import Moment
 from press_core.press import RatioPress
-from press_core.rows import Left, RowGroup
-from press_core.scope import ScopeState, bound_to
+from press_core.rows import Left, RowGroup, parts_of
+from press_core.scope import InstalledPress, ScopeState, bound_to
 from press_core.select import best_first, places, upcast
 from press_core.traits import Evicts, Needs, Phase
 
@@ -89,15 +90,12 @@ class Row:
         )
 
 
-Chosen = dict[int, Tensor]
-"""By layer `(H_kv, S)` bool, which tokens of a row each head keeps."""
-
-Joining = dict[int, tuple[Tensor, Tensor]]
-"""By layer keys and values `(1, H_kv, n, d)` that join the cache of a row; empty: none do."""
+States = tuple[Tensor, Tensor]
+"""Keys and values `(1, H_kv, n, d)`."""
 
 
 @dataclass
-class ReplayPress(RatioPress):
+class ReplayPress(RatioPress, InstalledPress):
     """A press that acts when the decoder has run a context, and runs it on before it decides.
 
     Rows of a batch are judged one by one, and without their padding.
@@ -107,16 +105,21 @@ class ReplayPress(RatioPress):
     phases = Phase.DECODER
 
     @abstractmethod
-    def score_row(self, row: Row) -> dict[int, Tensor]:
-        """Scores of the tokens of one row, `(1, H_kv, S)` by layer, the higher the better."""
+    def score_row(self, row: Row) -> Tensor:
+        """Scores of the tokens of one row in the layers of its scope, `(L, H_kv, S)`."""
 
     @abstractmethod
-    def choose(self, scores: dict[int, Tensor]) -> Chosen:
-        """Which tokens of a row are kept, from its scores."""
+    def choose(self, scores: Tensor) -> Tensor:
+        """Which tokens of a row each head keeps, `(L, H_kv, S)` bool, from its scores."""
 
-    def judge(self, row: Row) -> tuple[Chosen, Joining]:
-        """What is left of `row`, and what joins it."""
-        return self.choose(self.score_row(row)), {}
+    def judge(self, row: Row) -> tuple[Tensor, list[States]]:
+        """What is left of `row`, and what joins each of its layers; nothing, or as much as others.
+
+        Returns:
+            Which tokens each head keeps, of those that join it, too: `(L, H_kv, S + n)` bool. And
+            those that join, by layer; empty: none do.
+        """
+        return self.choose(self.score_row(row)), []
 
     def scores(self, model: Any, input_ids: Tensor) -> list[Tensor]:
         """Scores of all tokens of contexts without padding, `(B, H_kv, S)` for each layer.
@@ -124,24 +127,21 @@ class ReplayPress(RatioPress):
         Layers that no press works on get zeros.
         """
         scope = bound_to(self, model)
-        press = scope.press
-        assert isinstance(press, ReplayPress)
         with torch.no_grad():
             cache = scope.decoder(input_ids=input_ids, use_cache=True).past_key_values
             rows = [
-                press.score_row(Row(scope, cache, row, ids, None, len(ids)))
+                self.score_row(Row(scope, cache, row, ids, None, len(ids)))
                 for row, ids in enumerate(input_ids)
             ]
-        site, device = scope.sites[0], input_ids.device
-        nothing = torch.zeros(1, site.num_kv_heads, input_ids.shape[1], device=device)
-        layers = range(n_layers_of(site))
-        return [torch.cat([row.get(i, nothing) for row in rows]) for i in layers]
+        known = torch.stack(rows, dim=1)
+        scores = known.new_zeros(n_layers_of(scope.sites[0]), *known.shape[1:])
+        scores[[site.layer_idx for site in scope.sites]] = known
+        return [*scores]
 
     def watch_attention(self, row: Row, see: Callable[[AttentionCall], None]) -> Any:
         """The scope in which `see` is shown what each attention module does in this thread."""
         thread = threading.get_ident()  # others may run the model meanwhile
-        press: Any = self
-        return press.collector(see, phases=Phase.DECODING, thread=thread)(row.scope.model)
+        return self.collector(see, phases=Phase.DECODING, thread=thread)(row.scope.model)
 
     # ---- around the decoder ----------------------------------------------------------------------
 
@@ -170,54 +170,60 @@ class ReplayPress(RatioPress):
         for index in range(len(ids)):
             slots = None if tokens is None else tokens[index].nonzero().squeeze(1)
             own = ids[index] if slots is None else ids[index, slots]
-            row = Row(scope, cache, index, own, slots, following[index])
-            judged.append((row, *self.judge(row)))
-        for site in scope.sites:
-            store_left(scope, cache, site, self.left_of_layer(site, judged))
-
-    def left_of_layer(self, site: AttentionSite, judged: list[tuple[Row, Chosen, Joining]]) -> Left:
-        """What is left of the layer of `site`, of all rows, and behind it what joins them."""
-        scope, even, index = judged[0][0].scope, self.evicts is Evicts.TOKENS, site.layer_idx
-        layer = judged[0][0].cache.layers[index]
-        length, keys, values = layer.keys.shape[2], layer.keys, layer.values
-        some = next((joins[index] for _, _, joins in judged if joins), None)
-        if some is not None:  # zeros behind rows that nothing joins
-            zeros = torch.zeros_like(some[0]), torch.zeros_like(some[1])
-            joined = [joins.get(index, zeros) for _, _, joins in judged]
-            keys = torch.cat((keys, torch.cat([k for k, _ in joined]).to(keys)), dim=2)
-            values = torch.cat((values, torch.cat([v for _, v in joined]).to(values)), dim=2)
-        seen = tuple(row.length for row, *_ in judged)
-        nothing = keys.new_empty(keys.shape[0], keys.shape[2], 0)  # of the hidden states
-        call = AttentionCall(site, nothing, keys, values, when=Moment(seen=seen), scope=scope)
-        groups, behind = [], torch.arange(length, keys.shape[2], device=keys.device)
-        for row, chosen, joins in judged:
-            slots = None if row.slots is None else torch.cat((row.slots, behind))
-            part = call if slots is None and len(judged) == 1 else call.of_rows([row.index], slots)
-            own = site.ranks.own(chosen[index], keys.shape[1], dim=0)
-            own = pad(own, (0, len(behind)), value=bool(joins))[None]
-            left = Eviction.keep(part, places(own)) if even else Eviction.keep_per_head(part, own)
-            groups.append(RowGroup([row.index], slots, left))
-        return Left(call, groups)
+            judged.append(self.judge(Row(scope, cache, index, own, slots, following[index])))
+        for depth, site in enumerate(scope.sites):
+            chosen = [kept[depth] for kept, _ in judged]
+            joining = [joins[depth] for _, joins in judged if joins]
+            even = self.evicts is Evicts.TOKENS
+            store_chosen(scope, cache, site, tokens, chosen, joining, even)
 
     def _real_tokens(self, forward: Forward) -> Tensor | None:
         """Which tokens of a context are no padding, `(B, S)` bool; None: all.
 
         Raises:
-            UnsupportedInputError: if there are no token ids, if the mask is none of their shape, or
-                hides other tokens than padding on the left.
+            UnsupportedInputError: if there are no token ids, or if the mask hides other tokens than
+                padding on the left.
         """
-        ids, mask = forward.given.get("input_ids"), forward.given.get("attention_mask")
-        if ids is None:
-            raise UnsupportedInputError(
-                f"{type(self).__name__} runs the tokens of the context again; pass input_ids, not "
-                "inputs_embeds"
-            )
-        if mask is not None and mask.dim() != 2:
-            raise UnsupportedInputError(
-                f"{type(self).__name__} needs an attention_mask of shape (B, S), "
-                f"got {tuple(mask.shape)}"
-            )
+        ids = forward.token_ids(f"{type(self).__name__} runs the tokens of the context again")
+        mask = for_full_attention(forward.given.get("attention_mask"))
         return prefill_tokens(mask, ids.shape[1], len(ids))
+
+
+def store_chosen(
+    scope: ScopeState,
+    cache: Any,
+    site: AttentionSite,
+    occupied: Tensor | None,
+    chosen: Sequence[Tensor],
+    joining: Sequence[States] = (),
+    even: bool = False,
+) -> None:
+    """Store what is left of a layer once the decoder has run, and behind it what joins that.
+
+    Args:
+        occupied: `(B, S)` bool, which slots hold tokens; None: all.
+        chosen: of each row which of its tokens, and of those that join it, each head of all ranks
+            keeps, `(H_kv, n + m)` bool.
+        joining: of each row keys and values `(1, H_kv, m, d)`; empty: nothing joins.
+        even: whether all heads of a row keep as many.
+    """
+    layer = known(cache, site.layer_idx)
+    (keys, values), when = layer.states(), Moment(seen=tokens_seen(layer, occupied))
+    if joining:
+        keys, values = (
+            torch.cat((states, torch.cat(behind).to(states)), dim=2)
+            for states, behind in zip((keys, values), zip(*joining, strict=True), strict=True)
+        )
+        n_joining = joining[0][0].shape[2]
+        occupied = None if occupied is None else pad(occupied, (0, n_joining), value=True)
+    unknown = keys.new_empty(len(keys), 0, 0)  # nobody asks for the hidden states again
+    call, groups = AttentionCall(site, unknown, keys, values, when=when, scope=scope), []
+    for rows, slots, part in parts_of(call, occupied, row_by_row=even):
+        of_all_ranks = torch.stack([chosen[row] for row in rows])
+        mask = site.ranks.own(of_all_ranks, keys.shape[1]).to(keys.device)
+        eviction = Eviction.keep(part, places(mask)) if even else Eviction.keep_per_head(part, mask)
+        groups.append(RowGroup(rows, slots, eviction))
+    store_left(scope, cache, site, Left(call, groups))
 
 
 def cache_after(forward: Forward, output: Any) -> Any:
@@ -246,10 +252,6 @@ def in_this_thread(act: Callable[..., Any]) -> Callable[..., Any]:
 
 # ---- KVCompose ---------------------------------------------------------------------------------
 
-
-Aggregation = Literal["max", "mean"]
-AGGREGATIONS = ("max", "mean")
-
 AT_A_TIME = 512
 """Tokens of the second reading in one forward: a mask over all of them would be `S * 2 S`."""
 
@@ -277,9 +279,9 @@ class KVCompose(ReplayPress):
     """
 
     structured: bool = True
-    agg_task: Aggregation = choice("max", AGGREGATIONS)
-    agg_group: Aggregation = choice("mean", AGGREGATIONS)
-    agg_head: Aggregation = choice("mean", AGGREGATIONS)
+    agg_task: Literal["max", "mean"] = "max"
+    agg_group: Literal["max", "mean"] = "mean"
+    agg_head: Literal["max", "mean"] = "mean"
     add_v_norm: bool = False
     add_mean_across_heads: bool = True
     keep_token_lower_bound: int = count(0)
@@ -288,13 +290,15 @@ class KVCompose(ReplayPress):
     def evicts(self) -> Evicts:
         return Evicts.TOKENS if self.structured else Evicts.PER_HEAD
 
-    def score_row(self, row: Row) -> dict[int, Tensor]:
+    def score_row(self, row: Row) -> Tensor:
         received: dict[int, Tensor] = {}
+        norms: dict[int, Tensor] = {}
 
         def see(call: AttentionCall) -> None:
-            layer, groups = call.site.layer_idx, call.site.num_heads // call.site.num_kv_heads
+            layer, groups = call.site.place.depth, call.site.num_heads // call.site.num_kv_heads
             if layer not in received:
-                zeros = torch.zeros_like(upcast(call.values[:, :, : row.length, 0]))
+                norms[layer] = upcast(call.values[:, :, : row.length]).norm(dim=-1)
+                zeros = torch.zeros_like(norms[layer])
                 received[layer] = zeros.unsqueeze(2).repeat(1, 1, groups, 1)
             for tile in attention_tiles(call.site, call.queries(), call.keys):
                 weights, of_heads = tile.weights[..., : row.length], received[layer][:, tile.heads]
@@ -307,26 +311,23 @@ class KVCompose(ReplayPress):
             cache = row.alone()
             for start in range(0, row.length, AT_A_TIME):
                 row.run(cache, start, input_ids=row.tokens[None, start : start + AT_A_TIME])
-        values = {i: cache.layers[i].values[:, :, : row.length] for i in received}
-        return {layer: self._scores(x, values[layer]) for layer, x in received.items()}
+        of_layers = [self._scores(x, norms[layer]) for layer, x in sorted(received.items())]
+        return torch.cat([scores.to(row.tokens.device) for scores in of_layers])
 
-    def _scores(self, received: Tensor, values: Tensor) -> Tensor:
-        """Scores `(1, H_kv, S)` from what each query head gave, `(1, H_kv, G, S)`, and values."""
+    def _scores(self, received: Tensor, norms: Tensor) -> Tensor:
+        """`(1, H_kv, S)` from what each query head gave, `(1, H_kv, G, S)`, and norms of values."""
         received = received / received.shape[-1] if self.agg_task == "mean" else received
         scores = received.amax(dim=2) if self.agg_group == "max" else received.mean(dim=2)
-        scores = scores * upcast(values).norm(dim=-1) if self.add_v_norm else scores
+        scores = scores * norms if self.add_v_norm else scores
         if self.add_mean_across_heads:
             scores = scores + scores.mean(dim=1, keepdim=True)
         return scores
 
-    def choose(self, scores: dict[int, Tensor]) -> Chosen:
-        stacked = torch.stack([layer[0] for layer in scores.values()])  # (L, H_kv, S)
-        if self.structured:
-            kept = self.budgets(stacked).view(-1, 1, 1).expand(*stacked.shape[:2], 1)
-            chosen = best_first(stacked, kept)
-        else:
-            chosen = self._of_heads(stacked)
-        return dict(zip(scores, chosen, strict=True))
+    def choose(self, scores: Tensor) -> Tensor:
+        if not self.structured:
+            return self._of_heads(scores)
+        kept = self.budgets(scores).view(-1, 1, 1).expand(*scores.shape[:2], 1)
+        return best_first(scores, kept)
 
     def budgets(self, scores: Tensor) -> Tensor:
         """How many tokens each layer keeps, `(L,)` int64, from scores `(L, H_kv, S)`."""

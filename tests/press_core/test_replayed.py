@@ -253,7 +253,7 @@ def slow_budgets(scores, press, budget):
 def test_composite_tokens_of_all_layers_compete(seed, agg_head, bound):
     scores = uneven(4, 3, 20, seed)
     press = hooks_impl.KVComposePress(0.6, agg_head=agg_head, keep_token_lower_bound=bound)
-    chosen = press.choose({layer: of_layer[None] for layer, of_layer in enumerate(scores)})
+    chosen = press.choose(scores)
     expected = slow_budgets(scores, press, 32)
     assert sum(expected) == 32
     assert expected[0] == max(expected)
@@ -269,7 +269,7 @@ def test_composite_tokens_of_all_layers_compete(seed, agg_head, bound):
 def test_heads_compete_where_nothing_is_aligned(seed, bound):
     scores = uneven(4, 3, 20, seed)
     press = hooks_impl.KVComposePress(0.6, structured=False, keep_token_lower_bound=bound)
-    chosen = press.choose({layer: of_layer[None] for layer, of_layer in enumerate(scores)})
+    chosen = press.choose(scores)
     ranked = []
     for layer, head in itertools.product(range(4), range(3)):
         in_order = sorted(range(20), key=lambda t: -float(scores[layer, head, t]))
@@ -279,7 +279,7 @@ def test_heads_compete_where_nothing_is_aligned(seed, bound):
     expected = {entry[2:] for entry in sorted(ranked)[:96]}
     found = {
         (layer, *place)
-        for layer, mask in chosen.items()
+        for layer, mask in enumerate(chosen)
         for place in map(tuple, mask.nonzero().tolist())
     }
     assert found == expected

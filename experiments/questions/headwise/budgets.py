@@ -48,14 +48,11 @@ Make = Callable[[float], InstalledPress]
 class EvenKVzipPress(hooks_impl.KVzipPress):
     """KVzip whose heads keep as many tokens each."""
 
-    def choose(self, scores: dict[int, Tensor], n_joining: int = 0) -> dict[int, Tensor]:
-        """Which tokens of a row each head keeps, `(H_kv, S)` bool per layer; from its scores."""
-        for of_layer in scores.values():
-            of_layer[..., : self.n_sink] = float("inf")
-        return {
-            index: best_first(of_layer, n_kept(of_layer.shape[-1], self.compression_ratio))[0]
-            for index, of_layer in scores.items()
-        }
+    def choose(self, scores: Tensor, n_joining: int = 0) -> Tensor:
+        """Which tokens of a row each head keeps, `(L, H_kv, S)` bool, from its scores."""
+        raised = scores.clone()
+        raised[..., : self.n_sink] = float("inf")
+        return best_first(raised, n_kept(raised.shape[-1], self.compression_ratio))
 
 
 def _snapkv(ratio: float) -> hooks_impl.SnapKVPress:
