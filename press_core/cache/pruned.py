@@ -53,15 +53,15 @@ class PrunedLayer(DynamicLayer):
         memories: by scope, what it remembers of the layer.
         is_first: whether the model makes its one mask for this layer.
         is_unusable: whether an exception ended the forward that it was pruned in.
-        is_always_masked: whether the model always makes a mask, also for one token that sees
-            everything.
+        room: of a buffer of fixed length how many slots it has behind the pruned part, for which
+            the model always makes a mask; None: it grows.
         refusal: why no press can prune what is left; empty: one can.
         unreadable: what is said of a forward without the help that it needs.
     """
 
     is_unusable = False
     is_first = False
-    is_always_masked = False
+    room: int | None = None
     refusal = ""
     unreadable = (
         "this cache holds rows or layers of different lengths, which the model's own attention "
@@ -112,14 +112,24 @@ class PrunedLayer(DynamicLayer):
         """`B`."""
         return len(self.values)
 
-    def columns(self, n_new: int) -> int:
-        """Columns of the model's mask for `n_new` tokens more, if it is made for this layer."""
-        return self.n_slots + n_new
+    @property
+    def n_counted(self) -> Any:
+        """`n_recent`, as the model is to count: of a buffer a tensor, so that a graph serves all."""
+        return self.n_recent
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether its shapes stay as they are."""
+        return self.room is not None
 
     @property
     def n_old(self) -> int:
         """Columns of a mask for this layer that stand for the pruned part."""
         return self.kept.n_slots
+
+    def columns(self, n_new: int) -> int:
+        """Columns of the model's mask for `n_new` tokens more, if it is made for this layer."""
+        return self.n_old + (self.n_recent + n_new if self.room is None else self.room)
 
     def old_seen(self, context: Tensor | None) -> Tensor | None:
         """Which of these columns are seen, `(1 or B, 1, H_kv or H, 1 or q, n)` bool; None: all.
@@ -145,17 +155,6 @@ class PrunedLayer(DynamicLayer):
         context = context.to(self.device).expand(batch, heads, -1, -1)
         index = positions.long().clamp(min=0).unsqueeze(2).expand(-1, -1, context.shape[2], n)
         return context.gather(-1, index) & (positions >= 0).unsqueeze(2)
-
-    def seen_of_buffer(self, n_queries: int, n: int, n_held: int) -> Tensor | None:
-        """Of a buffer of fixed length, which of the `n` slots behind the pruned part are seen.
-
-        Args:
-            n_held: how many of the queries' tokens it holds already.
-
-        Returns:
-            `(q, n)` bool; None: it is as long as what it holds.
-        """
-        return None
 
     @property
     def is_pruned(self) -> bool:
@@ -213,8 +212,8 @@ class PrunedLayer(DynamicLayer):
         """
 
     def recent_like(self, keys: Tensor, values: Tensor) -> Recent:
-        """Where heads of different lengths, with such states, put tokens to come."""
-        return Recent.like(keys, values)
+        """What heads of different lengths hold behind `keys` and `values` `(N, n, d)`."""
+        return Recent(keys, values)
 
     def settled(self) -> PrunedLayer:
         """What stores the states for good, once they have been judged and all are left."""
@@ -278,13 +277,14 @@ class PrunedLayer(DynamicLayer):
 
     def get_seq_length(self) -> Any:
         shift = 0 if self.rerotation is None else self.rerotation.shift
-        return self.n_seen - shift
+        return self.kept.n_seen - shift + self.n_counted
 
     def get_mask_sizes(self, query_length: Any) -> tuple[Any, Any]:
         if isinstance(query_length, Tensor):  # transformers 5.2 passes cache_position
             query_length = len(query_length)
         self._has_told_sizes = True
-        if self.is_pruned and not torch.compiler.is_compiling():
+        checked = self.is_pruned and ReadingNeeds.ATTENTION not in self.needs
+        if checked and not torch.compiler.is_compiling():
             count = self.get_seq_length()
             if here.forward is None:
                 check_given_mask(self.kept, self.n_seen, count, query_length)
@@ -293,7 +293,7 @@ class PrunedLayer(DynamicLayer):
         if here.reading is OneMask.OF_ONE_COLUMN:
             return 1, self.n_seen
         shift = 0 if self.rerotation is None else self.rerotation.shift
-        return self.columns(query_length), self.kept.n_seen - shift - self.kept.n_slots
+        return self.columns(query_length), self.kept.n_seen - shift - self.n_old
 
     def crop(self, tokens: int) -> None:
         """Take the most recent tokens away again, down to where the layer was pruned.

@@ -7,7 +7,7 @@ that come later are the same for all heads, and lie in tensors of their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ class RaggedLayer(InPlaceLayer):
         chosen: Tensor,
         positions: Tensor,
         kept: Kept,
-        recent: Recent | None = None,
+        recent: Callable[[Tensor, Tensor], Recent] = Recent,
     ) -> RaggedLayer:
         """The layer that holds what is `chosen` `(B, H_kv, S)` bool of the tokens seen.
 
@@ -73,9 +73,11 @@ class RaggedLayer(InPlaceLayer):
             keys, values: `(B, H_kv, S, d)`.
             positions: `(1 or B, 1 or H_kv, S)`, in the sequence.
             kept: how many tokens were seen, and which of them were padding.
-            recent: where tokens to come are put; None: in growing tensors.
+            recent: makes what tokens to come are put in.
         """
-        layer = cls(kept, chosen.shape[1], recent or Recent.like(keys, values))
+        n = keys.shape[0] * keys.shape[1]
+        none_yet = (x.new_empty(n, 0, x.shape[-1]) for x in (keys, values))
+        layer = cls(kept, chosen.shape[1], recent(*none_yet))
         layer.lay_out(
             keys.flatten(0, 2),
             values.flatten(0, 2),
@@ -150,8 +152,13 @@ class RaggedLayer(InPlaceLayer):
     def n_slots(self) -> int:
         return max([0, *self.counts])
 
-    def columns(self, n_new: int) -> int:
-        return self.recent.mask_columns(self.kept.n_seen, n_new)
+    @property
+    def n_counted(self) -> Any:
+        return self.recent.n_counted
+
+    @property
+    def room(self) -> int | None:  # type: ignore[override]
+        return self.recent.room
 
     @property
     def n_old(self) -> int:
@@ -159,13 +166,6 @@ class RaggedLayer(InPlaceLayer):
 
     def old_seen(self, context: Tensor | None) -> Tensor | None:
         return context
-
-    def seen_of_buffer(self, n_queries: int, n: int, n_held: int) -> Tensor | None:
-        return self.recent.seen_of_buffer(n_queries, n, n_held)
-
-    @property
-    def is_always_masked(self) -> bool:  # type: ignore[override]
-        return self.recent.is_static
 
     @property
     def positions(self) -> Tensor | None:
@@ -264,19 +264,6 @@ class RaggedLayer(InPlaceLayer):
         if grows and self.keys.is_inference():  # which autograd refuses to keep
             self.keys, self.values = self.keys.clone(), self.values.clone()
         self.recent.append(keys.flatten(0, 1), values.flatten(0, 1))
-
-    def get_seq_length(self) -> Any:
-        return self.recent.count(self.kept.n_seen) if self.is_initialized else 0
-
-    def get_mask_sizes(self, query_length: Any) -> tuple[Any, Any]:
-        if isinstance(query_length, Tensor):  # transformers 5.2 passes cache_position
-            query_length = query_length.shape[0]
-        return self.columns(query_length), 0
-
-    @property
-    def is_compileable(self) -> bool:
-        """Whether its shapes stay as they are."""
-        return self.recent.is_static
 
     def drop_last(self, n: int) -> None:
         self.recent.drop_last(n)

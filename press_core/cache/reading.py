@@ -10,7 +10,6 @@ from torch.nn.functional import pad
 
 from press_core.cache.caches import columns_of, mask_layer
 from press_core.cache.masks import (
-    causal,
     columns_seen,
     for_full_attention,
     in_form,
@@ -162,7 +161,7 @@ def _spreads_a_column(
     What that adds to the logits is spread over them.
     """
     spread = site.attn_implementation == "eager" and site.signature.hands_on
-    spread = spread and mask_layer(forward.cache) in layers and not layers[0].is_always_masked
+    spread = spread and mask_layer(forward.cache) in layers and layers[0].room is None
     sees_all = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all()))
     return spread and forward.n_tokens == 1 and sees_all
 
@@ -259,17 +258,18 @@ def _mask(forward: Forward, site: AttentionSite, mask: Any, layer: PrunedLayer, 
 def _recent(forward: Forward, mask: Any, layer: PrunedLayer, n: int, n_held: int) -> Tensor:
     """What queries see of the `n` columns behind the pruned part, `(1 or B, 1 or H, q, n)` bool."""
     q = forward.n_tokens
-    filled = layer.seen_of_buffer(q, n, n_held)  # of slots that hold nothing yet nothing is seen
+    slots, queries = (torch.arange(m, device=layer.device) for m in (n, q))
+    filled = slots <= layer.n_counted - n_held + queries[:, None]  # up to the query's own
     if mask is None:
-        return (causal(q, n, layer.device) if filled is None else filled)[None, None]
+        return filled[None, None]
     n_columns = n
-    if filled is not None:
+    if layer.room is not None:
         first = mask_layer(forward.cache)
         start = first.n_old if isinstance(first, PrunedLayer) else layer.kept.n_seen
         n_columns = mask.shape[-1] - start
     found = columns_seen(mask, q, n_columns)
     assert found is not None
-    if filled is None:
+    if layer.room is None:
         return found.to(layer.device)
     return pad(found[..., :n], (0, max(0, n - found.shape[-1]))) & filled
 
@@ -311,7 +311,7 @@ def _positions(forward: Forward, mask: Any, layer: PrunedLayer, n_held: int) -> 
     start = layer.kept.n_seen - rerotation.shift
     positions = torch.arange(start, start + n_recent, device=device)[None]
     first = mask_layer(forward.cache)
-    if layer.is_always_masked and isinstance(mask, Tensor) and isinstance(first, PrunedLayer):
+    if layer.room is not None and isinstance(mask, Tensor) and isinstance(first, PrunedLayer):
         mask = mask[..., : first.n_old + n_recent]  # of a buffer the last slots hold nothing yet
     real = visible_tokens(mask, n_recent, layer.batch)
     if real is not None:  # padding between turns has no position
@@ -361,7 +361,7 @@ def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> Readin
     if layer.columns(1) != columns_of(first, 1):
         # Of those that transformers has, these alone can do without a mask for a single token.
         unmasked = site.attn_implementation.startswith(("sdpa", "flash"))
-        unmasked = unmasked and not layer.is_always_masked
+        unmasked = unmasked and layer.room is None
         needs |= ReadingNeeds.MASK_OF_MANY if unmasked else ReadingNeeds.MASK
     if layer.rerotation is not None:
         keeps_count = layer.kept.is_padded or site.place.keeps_count

@@ -17,33 +17,28 @@ class Recent:
 
     Attributes:
         keys, values: `(N, AHEAD + n, d)`.
-        is_static: class attribute; whether these keep their shape.
+        room: see `PrunedLayer`.
     """
 
-    is_static = False
+    room: int | None = None
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         """Hold `keys` and `values` `(N, n, d)`."""
         self.keys, self.values = pad(keys, (0, 0, AHEAD, 0)), pad(values, (0, 0, AHEAD, 0))
-
-    @classmethod
-    def like(cls, keys: Tensor, values: Tensor) -> Recent:
-        """None yet, of heads with such states as `keys` and `values` `(B, H_kv, S, d)`."""
-        n = keys.shape[0] * keys.shape[1]
-        return cls(*(x.new_empty(n, 0, x.shape[-1]) for x in (keys, values)))
 
     @property
     def n(self) -> int:
         """How many there are."""
         return int(self.keys.shape[1]) - AHEAD
 
+    @property
+    def n_counted(self) -> Any:
+        """See `PrunedLayer`."""
+        return self.n
+
     def states(self) -> tuple[Tensor, Tensor]:
         """Keys and values, `(N, n, d)` each."""
         return self.keys[:, AHEAD:], self.values[:, AHEAD:]
-
-    def seen_of_buffer(self, n_queries: int, n: int, n_held: int) -> Tensor | None:
-        """See `PrunedLayer.seen_of_buffer`."""
-        return None
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Add states `(N, q, d)`."""
@@ -61,11 +56,3 @@ class Recent:
     def select(self, heads: Tensor) -> None:
         """Hold those of some heads."""
         self.keys, self.values = self.keys[heads], self.values[heads]
-
-    def count(self, n_seen: int) -> Any:
-        """What the model is to count with, where `n_seen` tokens were seen before these."""
-        return n_seen + self.n
-
-    def mask_columns(self, n_seen: int, n_new: int) -> int:
-        """Columns of the model's mask, where `n_seen` tokens were seen before these."""
-        return n_seen + self.n + n_new

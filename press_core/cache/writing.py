@@ -218,7 +218,7 @@ def _ragged(former: PrunedLayer, left: Left) -> RaggedLayer:
         left.joined(chosen),
         positions.clamp(max=former.n_seen - 1),  # what joins counts as the last token
         kept,
-        former.recent_like(keys, values),
+        former.recent_like,
     )
     layer.carry(_of_recent(left))
     return layer
