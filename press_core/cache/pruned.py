@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer
 from press_core.cache.given import check_given_mask, check_given_tokens, check_mask_in_use
 from press_core.cache.memory import Key, Memory
 from press_core.cache.recent import Recent
-from press_core.cache.tokens import Kept, ReadingNeeds, Rerotation, extended, of_rows
+from press_core.cache.tokens import Kept, ReadingNeeds, extended, of_rows
 from press_core.copies import copied
 from press_core.errors import ScopeError, UnsupportedCacheError, UnsupportedInputError
 from press_core.forward import OneMask, here
@@ -47,7 +47,6 @@ class PrunedLayer(DynamicLayer):
         keys, values: what is stored, `(B, H_kv, n_slots, d)` each; of a quantized layer what waits
             to be.
         kept: which tokens are left of those that it had seen when it was pruned last.
-        rerotation: where their keys were rotated to, or None: where they had been.
         needs: what a forward needs to read this layer.
         carried: by name, what the press wants to find again, `(B, ...)` each.
         memories: by scope, what it remembers of the layer.
@@ -78,7 +77,6 @@ class PrunedLayer(DynamicLayer):
 
     def _know_nothing(self) -> None:
         self.kept = Kept()
-        self.rerotation: Rerotation | None = None
         self.needs = ReadingNeeds.NOTHING
         self.carried: dict[str, Tensor] = {}
         self.memories: dict[Key, Memory] = {}
@@ -114,7 +112,7 @@ class PrunedLayer(DynamicLayer):
 
     @property
     def n_counted(self) -> Any:
-        """`n_recent`, as the model is to count: of a buffer a tensor, so that a graph serves all."""
+        """`n_recent` as the model counts it: of a buffer a tensor, so that one graph serves all."""
         return self.n_recent
 
     @property
@@ -162,6 +160,11 @@ class PrunedLayer(DynamicLayer):
         return self.kept.n_seen > 0
 
     @property
+    def is_rerotated(self) -> bool:
+        """Whether keys were rotated to other positions, from which later tokens continue."""
+        return self.kept.following is not None
+
+    @property
     def positions(self) -> Tensor | None:
         """`(B, H_kv, n)` int32: see `Kept`."""
         return self.kept.positions
@@ -177,16 +180,27 @@ class PrunedLayer(DynamicLayer):
             return recent.view(1, 1, -1)
         return None if self.positions is None else extended(self.positions, recent)
 
-    def all_rotary_positions(self) -> Tensor | None:
-        """Rotary position of every slot where keys were rerotated, `(B, H_kv, n_slots)`."""
-        rerotation = self.rerotation
-        if rerotation is None:
+    def all_rotary_positions(self, real: Tensor | None = None) -> Tensor | None:
+        """Rotary position of every slot where keys were rerotated, `(B, H_kv, n_slots)`.
+
+        Args:
+            real: `(B, n_recent)` bool, which tokens since then are no padding; None: all.
+        """
+        if self.kept.rotary is None or not self.is_rerotated:
             return None
-        start = self.kept.n_seen - rerotation.shift
-        recent = torch.arange(start, start + self.n_recent, device=self.device)
-        if rerotation.lag is not None:
-            recent = recent - torch.tensor(rerotation.lag, device=self.device).view(-1, 1, 1)
-        return extended(rerotation.positions, recent)
+        recent = self.following_positions(self.n_recent, real)
+        return extended(self.kept.rotary.to(recent.device), recent.unsqueeze(1))
+
+    def following_positions(self, n: int, real: Tensor | None) -> Tensor:
+        """Rotary positions `(B, n)` of tokens behind rerotated keys; padding is not counted.
+
+        Args:
+            real: `(B, n)` bool, which are no padding; None: all.
+        """
+        if real is None:
+            real = torch.ones(1, n, dtype=torch.bool, device=self.device)
+        first = torch.tensor(self.kept.following, device=real.device)[:, None]
+        return (first - 1 + real.cumsum(dim=-1)).clamp(min=0)
 
     def lengths(self) -> Tensor:
         """How many positions each head keeps, `(B, H_kv)` int64; empty slots do not count."""
@@ -276,8 +290,7 @@ class PrunedLayer(DynamicLayer):
         self._has_told_sizes = False
 
     def get_seq_length(self) -> Any:
-        shift = 0 if self.rerotation is None else self.rerotation.shift
-        return self.kept.n_seen - shift + self.n_counted
+        return self.kept.n_seen - self.kept.shift + self.n_counted
 
     def get_mask_sizes(self, query_length: Any) -> tuple[Any, Any]:
         if isinstance(query_length, Tensor):  # transformers 5.2 passes cache_position
@@ -292,8 +305,7 @@ class PrunedLayer(DynamicLayer):
                 check_given_tokens(self.n_seen, count)
         if here.reading is OneMask.OF_ONE_COLUMN:
             return 1, self.n_seen
-        shift = 0 if self.rerotation is None else self.rerotation.shift
-        return self.columns(query_length), self.kept.n_seen - shift - self.n_old
+        return self.columns(query_length), self.kept.n_seen - self.kept.shift - self.n_old
 
     def crop(self, tokens: int) -> None:
         """Take the most recent tokens away again, down to where the layer was pruned.
@@ -350,8 +362,8 @@ class PrunedLayer(DynamicLayer):
     def _hold_rows(self, rows: Tensor, select: Callable[[Tensor], None]) -> None:
         batch = self.batch
         select(rows)
-        known = self.kept, self.rerotation, self.carried, self.memories
-        self.kept, self.rerotation, self.carried, self.memories = of_rows(known, rows, batch)
+        known = self.kept, self.carried, self.memories
+        self.kept, self.carried, self.memories = of_rows(known, rows, batch)
 
     def select_rows(self, rows: Tensor) -> None:
         """Store some rows of the batch."""

@@ -34,7 +34,7 @@ def pruned_layers(cache: Any) -> list[PrunedLayer]:
 
 def is_special(layer: PrunedLayer) -> bool:
     """Whether some forwards read a pruned layer with masks or positions of its own."""
-    return layer.needs is not ReadingNeeds.NOTHING or layer.rerotation is not None
+    return layer.needs is not ReadingNeeds.NOTHING or layer.kept.following is not None
 
 
 def needs_help(forward: Forward, layers: list[PrunedLayer]) -> bool:
@@ -44,7 +44,7 @@ def needs_help(forward: Forward, layers: list[PrunedLayer]) -> bool:
     for layer in layers:
         if layer.needs is not ReadingNeeds.NOTHING:
             needs.append(layer.needs)
-        if layer.rerotation is not None:
+        if layer.kept.following is not None:
             turned = turned or layer
     if any([need is not ReadingNeeds.MASK_OF_MANY for need in needs]):
         return True
@@ -85,7 +85,7 @@ def with_counted_columns(forward: Forward, layers: list[PrunedLayer]) -> Argumen
     given, mask = forward.given, forward.given.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return given
-    turned = [layer for layer in layers if layer.rerotation and layer.rerotation.shift]
+    turned = [layer for layer in layers if layer.kept.shift]
     if not turned:
         return given
     n_columns = int(forward.cache.get_seq_length()) + forward.n_tokens
@@ -118,7 +118,7 @@ def _hidden_context(forward: Forward) -> Tensor | None:
     if not layers or not isinstance(mask, Tensor):
         return None
     kept, n_seen = layers[0].kept, layers[0].n_seen
-    if mask.shape[-1] != n_seen + forward.n_tokens or layers[0].rerotation is not None:
+    if mask.shape[-1] != n_seen + forward.n_tokens or layers[0].is_rerotated:
         return None  # made for what is stored, or refused
     if not torch.compiler.is_compiling() and mask.dim() == 2 and bool(mask.all()):
         return None
@@ -142,7 +142,7 @@ def one_mask(
         None: it does not; and the arguments that the decoder is to get.
     """
     mask, needs_own = forward.given.get("attention_mask"), ReadingNeeds.ATTENTION
-    turned = any(needs_own in layer.needs or layer.rerotation is not None for layer in layers)
+    turned = any(needs_own in layer.needs or layer.is_rerotated for layer in layers)
     if not turned and not torch.compiler.is_compiling():
         if any(layer.kept.is_padded for layer in layers):
             of_slots = _mask_of_slots(forward, mask, layers)
@@ -217,7 +217,7 @@ def helped(
     if attends is not (ReadingNeeds.ATTENTION in layer.needs):
         return given
     here.reading = layer
-    if layer.rerotation is not None:
+    if layer.is_rerotated:
         given = _with_positions(forward, site, given, layer, n_held)
     mask, columns = given.get("attention_mask"), layer.columns(forward.n_tokens - n_held)
     fitting = forward.once(
@@ -257,32 +257,35 @@ def _mask(forward: Forward, site: AttentionSite, mask: Any, layer: PrunedLayer, 
 
 def _recent(forward: Forward, mask: Any, layer: PrunedLayer, n: int, n_held: int) -> Tensor:
     """What queries see of the `n` columns behind the pruned part, `(1 or B, 1 or H, q, n)` bool."""
-    q = forward.n_tokens
-    slots, queries = (torch.arange(m, device=layer.device) for m in (n, q))
+    q, device = forward.n_tokens, layer.device
+    if layer.room is None:
+        return columns_seen(mask, q, n, device).to(device)
+    slots, queries = torch.arange(n, device=device), torch.arange(q, device=device)
     filled = slots <= layer.n_counted - n_held + queries[:, None]  # up to the query's own
     if mask is None:
         return filled[None, None]
-    n_columns = n
-    if layer.room is not None:
-        first = mask_layer(forward.cache)
-        start = first.n_old if isinstance(first, PrunedLayer) else layer.kept.n_seen
-        n_columns = mask.shape[-1] - start
-    found = columns_seen(mask, q, n_columns)
-    assert found is not None
-    if layer.room is None:
-        return found.to(layer.device)
+    found = columns_seen(mask, q, mask.shape[-1] - _n_before(forward, mask, layer))
     return pad(found[..., :n], (0, max(0, n - found.shape[-1]))) & filled
+
+
+def _n_before(forward: Forward, mask: Any, layer: PrunedLayer) -> int:
+    """How many columns of a mask stand before those of the tokens after the pruning.
+
+    The model makes it for the slots of one layer, whoever else for all tokens.
+    """
+    first = mask_layer(forward.cache)
+    by_model = isinstance(first, PrunedLayer) and mask.shape[-1] == first.columns(forward.n_tokens)
+    return first.n_old if by_model else layer.kept.n_seen
 
 
 def _with_positions(
     forward: Forward, site: AttentionSite, given: Arguments, layer: PrunedLayer, n_held: int
 ) -> Arguments:
     """The arguments with positions that continue from where the keys were rerotated to."""
-    rerotation, mask = layer.rerotation, given.get("attention_mask")
-    assert rerotation is not None
+    mask = given.get("attention_mask")
     positions = forward.once(
         lambda: _positions(forward, mask, layer, n_held),
-        *("positions", mask, layer.kept.n_seen, rerotation.shift, rerotation.lag or ()),
+        *("positions", mask, layer.kept.n_seen, layer.kept.following or ()),
     )
     ids: Tensor | None = given.get("position_ids")
     first = ids if ids is None or ids.dim() == 2 else ids[0]
@@ -304,21 +307,13 @@ def _with_positions(
 
 
 def _positions(forward: Forward, mask: Any, layer: PrunedLayer, n_held: int) -> Tensor:
-    """Positions of the forward's tokens, `(1 or B, q)` int64."""
-    rerotation, device = layer.rerotation, layer.device
-    assert rerotation is not None
+    """Positions of the forward's tokens, `(B, q)` int64."""
     n_recent = layer.n_recent - n_held + forward.n_tokens
-    start = layer.kept.n_seen - rerotation.shift
-    positions = torch.arange(start, start + n_recent, device=device)[None]
-    first = mask_layer(forward.cache)
-    if layer.room is not None and isinstance(mask, Tensor) and isinstance(first, PrunedLayer):
-        mask = mask[..., : first.n_old + n_recent]  # of a buffer the last slots hold nothing yet
+    if layer.room is not None and isinstance(mask, Tensor):  # the last slots hold nothing yet
+        mask = mask[..., : _n_before(forward, mask, layer) + n_recent]
     real = visible_tokens(mask, n_recent, layer.batch)
-    if real is not None:  # padding between turns has no position
-        positions = (start - 1 + real.to(device).cumsum(dim=-1)).clamp(min=0)
-    if rerotation.lag is not None:
-        positions = positions - torch.tensor(rerotation.lag, device=device)[:, None]
-    return positions[:, -forward.n_tokens :]
+    real = None if real is None else real.to(layer.device)
+    return layer.following_positions(n_recent, real)[:, -forward.n_tokens :]
 
 
 def _require_text(
@@ -363,7 +358,7 @@ def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> Readin
         unmasked = site.attn_implementation.startswith(("sdpa", "flash"))
         unmasked = unmasked and layer.room is None
         needs |= ReadingNeeds.MASK_OF_MANY if unmasked else ReadingNeeds.MASK
-    if layer.rerotation is not None:
+    if layer.is_rerotated:
         keeps_count = layer.kept.is_padded or site.place.keeps_count
         if keeps_count or int(cache.get_seq_length()) != int(layer.get_seq_length()):
             needs |= ReadingNeeds.MASK

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from press_core.cache.memory import Key, Memory
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.ragged import RaggedLayer
 from press_core.cache.reading import reading_needs
-from press_core.cache.tokens import Kept, Rerotation
+from press_core.cache.tokens import Kept
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import Eviction
 from press_core.model.sites import AttentionSite
@@ -71,25 +72,38 @@ def _leave_whole(
     cache.layers[index] = layer if keeps else layer.inner
 
 
-def _kept(former: PrunedLayer, left: Left) -> Kept:
+def _kept(former: PrunedLayer, site: AttentionSite, left: Left) -> Kept:
     """What is left of the tokens that the layer has seen."""
-    rows = left.rows
+    rows, real = left.rows, real_tokens(former, left)
     if rows is None and former.kept.is_padded:
         rows = left.numbers(lambda eviction: eviction.length)
     if rows is not None:
         left.check_slots()
-    positions = _positions(former, left)
-    rotary = None
-    if rows is not None and left.call.when.decoding:
-        rotary = left.of_slots(left.call.at.rotary)
-    return Kept(
-        None if positions is None else positions.to(torch.int32),
-        left.length,
-        former.n_seen,
-        rows,
-        real_tokens(former, left),
-        None if rotary is None else rotary.to(torch.int32),
-    )
+    positions = _int32(_positions(former, left))
+    kept = Kept(positions, left.length, former.n_seen, rows, real, shift=former.kept.shift)
+    known = left.call.at.rotary
+    if left.any("rotary_positions"):
+        rotary = _int32(left.joined(_rotated_to, -1))
+        following = left.numbers(lambda e: e.next_position or e.length)
+        # The count of tokens seen is what the model counts by: layers that keep their positions go
+        # by it too, and so does its mask of a padded batch, which has columns for all tokens.
+        keeps_count = kept.is_padded or site.place.keeps_count
+        shift = kept.shift if keeps_count else kept.n_seen - max(following)
+        return replace(kept, rotary=rotary, following=following, shift=shift)
+    if former.is_rerotated:  # padding between turns has not moved later tokens on
+        following = tuple((_required(known).flatten(1).amax(dim=1) + 1).tolist())
+        kept = replace(kept, following=following)
+    is_known = former.is_rerotated or (kept.is_padded and left.call.when.decoding)
+    return replace(kept, rotary=_int32(left.of_slots(known))) if is_known else kept
+
+
+def _rotated_to(eviction: Eviction) -> Tensor:
+    rotary = eviction.rotary_positions
+    return eviction.known_kept if rotary is None else rotary
+
+
+def _int32(positions: Tensor | None) -> Tensor | None:
+    return None if positions is None else positions.to(torch.int32)
 
 
 def _positions(former: PrunedLayer, left: Left) -> Tensor | None:
@@ -119,7 +133,7 @@ def real_tokens(former: PrunedLayer, left: Left) -> Tensor | None:
 
 def _even(former: PrunedLayer, site: AttentionSite, left: Left) -> PrunedLayer:
     """The layer whose heads hold as many tokens each."""
-    kept = _kept(former, left)
+    kept = _kept(former, site, left)
     states = left.joined(lambda e: e.keys), left.joined(lambda e: e.values)
     if left.any("channels"):
         channels = left.per_row(lambda e: _required(e.channels))
@@ -128,7 +142,7 @@ def _even(former: PrunedLayer, site: AttentionSite, left: Left) -> PrunedLayer:
         layer: PrunedLayer = ChannelPrunedLayer(inner, channels, left.call.keys.shape[-1])
     else:
         layer = former.holding(*states)
-    layer.kept, layer.rerotation = kept, _rerotation(former, site, left, kept.is_padded)
+    layer.kept = kept
     names = {name for eviction in left.evictions for name in eviction.carried}
     layer.carried = {n: left.per_row(lambda e, n=n: _carried(e, n)) for n in names}  # type: ignore[misc]
     return layer
@@ -160,43 +174,12 @@ def _memories(former: PrunedLayer, left: Left, key: Key) -> dict[Key, Memory]:
     return memories
 
 
-def _rerotation(
-    former: PrunedLayer, site: AttentionSite, left: Left, is_padded: bool
-) -> Rerotation | None:
-    """To which positions the keys that are left are rotated, if not to those they came with."""
-    before = former.rerotation
-    shift = 0 if before is None else before.shift
-    if not left.any("rotary_positions"):
-        if before is None:
-            return None
-        # Padding between turns has not moved them on.
-        known_positions = _required(left.call.at.rotary)
-        last = known_positions.flatten(1).amax(dim=1)
-        behind = tuple((former.n_seen - shift - 1 - last).tolist())
-        return Rerotation(_required(left.of_slots(known_positions)), shift, behind)
-    following = left.numbers(lambda e: e.next_position or e.length)
-    longest = max(following)
-    n_shorter = former.n_seen - shift - longest
-    lag = [longest - n for n in following]
-
-    def rotated_to(eviction: Eviction) -> Tensor:
-        rotary = eviction.rotary_positions
-        return eviction.known_kept if rotary is None else rotary
-
-    positions = left.joined(rotated_to, -1).to(torch.int32)
-    # The count of tokens seen is what the model counts by: layers that keep their positions go by
-    # it too, and so does its mask of a padded batch, which has columns for all tokens.
-    if is_padded or site.place.keeps_count:
-        return Rerotation(positions, shift, tuple([n + n_shorter for n in lag]))
-    return Rerotation(positions, shift + n_shorter, tuple(lag))
-
-
 # ---- heads of different lengths ------------------------------------------------------------------
 
 
 def _ragged(former: PrunedLayer, left: Left) -> RaggedLayer:
     """The layer whose heads differ in length."""
-    if left.any("rotary_positions"):
+    if former.is_rerotated or left.any("rotary_positions"):
         raise UnsupportedInputError(
             "a press rerotates keys and keeps other tokens for each head, which no layer can tell "
             "later positions for; leave one of the two out"

@@ -27,7 +27,7 @@ from press_core.cache.kinds import PrunedHybridLayer, kind_of
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.ragged import RaggedLayer
 from press_core.cache.recent import Recent
-from press_core.cache.tokens import Kept, Rerotation
+from press_core.cache.tokens import Kept
 from press_core.errors import PressError, UnsupportedCacheError, first_line
 from press_core.select import upcast
 
@@ -147,8 +147,7 @@ def check_version(about: Mapping[str, Any], known: int) -> None:
 MOST = 2**24
 """Tokens that a cache may have seen: what is made of them has to stay small."""
 
-_PARTS: dict[str, Any] = {"Kept": Kept, "Rerotation": Rerotation}
-_KEPT = (type(None), bool, int, float, str, tuple, torch.dtype, Tensor, Kept, Rerotation)
+_KEPT = (type(None), bool, int, float, str, tuple, torch.dtype, Tensor, Kept)
 _OF_SCOPES = "memories", "needs", "is_first", "_has_told_sizes"
 _DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if type(x) is torch.dtype}
 
@@ -273,8 +272,8 @@ def layer_from(record: Any, templates: Mapping[str, Any], device: torch.device) 
     if record.keys() != {"kind", "state"}:
         return {key: layer_from(x, templates, device) for key, x in record.items()}
     kind, state = record["kind"], layer_from(record["state"], templates, device)
-    if kind in _PARTS:
-        return _PARTS[kind](**state)
+    if kind == "Kept":
+        return Kept(**state)
     if "kept" in state:
         _check(state["kept"], state.get("positions", state["kept"].positions), state.get("held"))
     if kind == "RaggedLayer":

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import BlockMask
 
 from press_core.cache.caches import known
 from press_core.cache.masks import columns_seen, in_form
@@ -261,13 +260,7 @@ def _hiding_one(site: AttentionSite, given: Arguments) -> Arguments:
     mask, like = given.get("attention_mask"), given.get("hidden_states")
     if "attention_mask" not in site.signature.parameters:
         return given
-    if isinstance(mask, BlockMask):
-        seen = columns_seen(mask, like.shape[1], mask.seq_lengths[1])
-        assert seen is not None
-        seen = seen.clone()
-        seen[..., EVICTED] = False
-        hiding = in_form(seen, "flex_attention", like.dtype, site.num_heads)
-        return given.replace(attention_mask=hiding)
-    mask = like.new_zeros(1, 1, 1, n_keys) if mask is None else mask.clone()
-    mask[..., EVICTED] = torch.finfo(mask.dtype).min if mask.is_floating_point() else 0
-    return given.replace(attention_mask=mask)
+    seen = columns_seen(mask, 1, n_keys, like.device).clone()
+    seen[..., EVICTED] = False
+    hiding = in_form(seen, site.attn_implementation, like.dtype, site.num_heads)
+    return given.replace(attention_mask=hiding)
