@@ -18,12 +18,6 @@ from press_core.errors import UnsupportedCacheError
 class PrunedHybridLayer(PrunedLayer):
     """A pruned layer that keeps the state of a linear attention beside its keys and values."""
 
-    def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner.update_conv_state(*args, **kwargs)
-
-    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner.update_recurrent_state(*args, **kwargs)
-
     def drop_last(self, n: int) -> None:
         raise UnsupportedCacheError(
             "a pruned layer with a linear state cannot give back its latest tokens"

@@ -255,10 +255,7 @@ class PrunedLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         self.check_readable(key_states)
-        updated: tuple[Tensor, Tensor] = self.inner.update(
-            key_states, value_states, *args, **kwargs
-        )
-        return updated
+        return self.inner.update(key_states, value_states, *args, **kwargs)
 
     def give_up(self) -> None:
         """Let nobody read it any more: an exception ended the forward that it was pruned in."""

@@ -84,8 +84,7 @@ def of_rows(known: T, rows: Tensor, batch: int) -> T:
             return tuple(map(chosen, x))
         return replace(x, **chosen(vars(x))) if is_dataclass(x) else x  # type: ignore[type-var]
 
-    result: T = chosen(known)
-    return result
+    return chosen(known)
 
 
 def extended(positions: Tensor, recent: Tensor) -> Tensor:

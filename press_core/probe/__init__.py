@@ -175,7 +175,7 @@ def with_eviction_tried(
         return facts
     indices = {site.layer_idx for site in pruned}
     beside = [
-        replace(found.site, layer_idx=found.owner)  # the layer of the cache that it reads
+        found.site
         for found in facts.values()
         if found.left_whole and found.owner is not None and found.owner in indices
     ]
@@ -254,13 +254,10 @@ def _again(
 
 def _hiding_one(site: AttentionSite, given: Arguments) -> Arguments:
     """The arguments with a mask that hides one of the first tokens."""
-    own = own_cache(given.get(site.signature.cache_name))
-    # Who reads the layer of another module finds the new token there already.
-    n_keys = int(own.get_seq_length(site.layer_idx)) + (site.module.layer_idx == site.layer_idx)
     mask, like = given.get("attention_mask"), given.get("hidden_states")
     if "attention_mask" not in site.signature.parameters:
         return given
-    seen = columns_seen(mask, 1, n_keys, like.device).clone()
+    seen = columns_seen(mask, 1, watching.N_TOKENS + 1, like.device).clone()
     seen[..., EVICTED] = False
     hiding = in_form(seen, site.attn_implementation, like.dtype, site.num_heads)
     return given.replace(attention_mask=hiding)
