@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,21 +114,17 @@ def _positions(former: PrunedLayer, left: Left) -> Tensor | None:
 
 def real_tokens(former: PrunedLayer, left: Left) -> Tensor | None:
     """Which of the tokens seen were no padding, `(B, n_seen)` bool; None: all."""
-    padded = [group for group in left.groups if group.slots is not None]
-    if not padded and former.kept.real is None:
+    occupied = left.occupied()
+    if occupied is None and former.kept.real is None:
         return None
-    n_seen, n_recent = former.n_seen, former.n_recent
-    batch, device = left.call.keys.shape[0], left.call.keys.device
-    real = torch.ones(batch, n_seen, dtype=torch.bool, device=device)
+    keys, n_seen = left.call.keys, former.n_seen
+    real = torch.ones(len(keys), n_seen, dtype=torch.bool, device=keys.device)
     if former.kept.real is not None:
         real[:, : former.kept.n_seen] = former.kept.real
-    end = min(former.n_slots, left.call.length)  # which may be about the latest alone
-    n_new = min(n_recent, end)
-    for group in padded:  # of the tokens that came since the last pruning
-        assert group.slots is not None
-        occupied = torch.zeros(left.call.length, dtype=torch.bool, device=device)
-        occupied[group.slots] = True
-        real[group.rows, n_seen - n_new :] = occupied[end - n_new : end]
+    if occupied is not None:  # of the tokens that came since the last pruning
+        end = min(former.n_slots, left.call.length)  # which may be about the latest alone
+        n_new = min(former.n_recent, end)
+        real[:, n_seen - n_new :] = occupied[:, end - n_new : end]
     return None if bool(real.all()) else real
 
 
@@ -143,15 +140,20 @@ def _even(former: PrunedLayer, site: AttentionSite, left: Left) -> PrunedLayer:
     else:
         layer = former.holding(*states)
     layer.kept = kept
-    names = {name for eviction in left.evictions for name in eviction.carried}
-    layer.carried = {n: left.per_row(lambda e, n=n: _carried(e, n)) for n in names}  # type: ignore[misc]
+    layer.carried = _carried(left)
     return layer
 
 
-def _carried(eviction: Eviction, name: str) -> Tensor:
-    """What is carried on of some rows: as before, where a row got no token to decide about."""
-    found = eviction.carried.get(name, eviction.call.carried.get(name))
-    return eviction.keys.new_zeros(*eviction.keys.shape[:2], 0) if found is None else found
+def _carried(left: Left) -> dict[str, Tensor]:
+    """What presses carry on; of the last tokens infinite where a row has fewer: none is padding."""
+
+    def of(eviction: Eviction, name: str) -> Tensor:
+        nothing = eviction.keys.new_zeros(*eviction.keys.shape[:2], 0)
+        before = eviction.call.carried.get(name, nothing)  # a row may have got no token to judge
+        return eviction.carried.get(name, before)
+
+    names = {name for eviction in left.evictions for name in eviction.carried}
+    return {name: left.joined(partial(of, name=name), float("inf")) for name in names}
 
 
 def _required(x: Tensor | None) -> Tensor:
@@ -203,27 +205,16 @@ def _ragged(former: PrunedLayer, left: Left) -> RaggedLayer:
         kept,
         former.recent_like,
     )
-    layer.carry(_of_recent(left))
+    layer.carry(_carried(left))
     return layer
-
-
-def _of_recent(left: Left) -> dict[str, Tensor]:
-    """What is carried on of the last tokens; infinite where a row has fewer: none is padding."""
-    names = {name for eviction in left.evictions for name in eviction.carried}
-    return {n: left.joined(lambda e, n=n: _carried(e, n), float("inf")) for n in names}  # type: ignore[misc]
 
 
 def _evict_late(layer: RaggedLayer, left: Left) -> None:
     """Evict tokens some time after they came, and the padding of the forward's tokens at once."""
-    padding = torch.zeros(left.call.keys.shape[:3], dtype=torch.bool, device=layer.device)
-    for group in left.groups:
-        if group.slots is not None:
-            padding[group.rows] = True
-            padding[torch.tensor(group.rows)[:, None], :, group.slots.to(layer.device)] = False
-    real = real_tokens(layer, left)
-    if bool(padding.any()):
-        layer.evict(padding, real)
-    layer.carry(_of_recent(left))
+    real, occupied = real_tokens(layer, left), left.occupied()
+    if occupied is not None:
+        layer.evict(~occupied[:, None].expand(-1, layer.n_heads, -1), real)
+    layer.carry(_carried(left))
     late = left.joined(_late_of, False)
     if bool(late.any()):
         layer.evict(late, real)
