@@ -23,11 +23,6 @@ class PrunedHybridLayer(PrunedLayer):
             "a pruned layer with a linear state cannot give back its latest tokens"
         )
 
-    def emptied(self) -> Any:
-        inner = super().emptied()
-        inner.reset()
-        return inner
-
 
 HybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
 """The layer of models that attend and keep a linear state in one; transformers 5.2 has none."""

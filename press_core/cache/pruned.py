@@ -238,6 +238,7 @@ class PrunedLayer(DynamicLayer):
         inner = copied(self.inner)
         inner.keys = inner.values = None
         inner.is_initialized = False
+        inner.reset()
         return inner
 
     def remember(self, key: Key, memory: Memory | None) -> None:
@@ -343,8 +344,7 @@ class PrunedLayer(DynamicLayer):
         self.inner.prefetch()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self.is_initialized:
-            self._hold_rows(beam_idx, self.reorder_rows)
+        self._hold_rows(beam_idx, self.select_rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.is_initialized:
@@ -357,6 +357,8 @@ class PrunedLayer(DynamicLayer):
             self._hold_rows(rows, self.select_rows)
 
     def _hold_rows(self, rows: Tensor, select: Callable[[Tensor], None]) -> None:
+        if not self.is_initialized:
+            return
         batch = self.batch
         select(rows)
         known = self.kept, self.carried, self.memories
@@ -364,8 +366,4 @@ class PrunedLayer(DynamicLayer):
 
     def select_rows(self, rows: Tensor) -> None:
         """Store some rows of the batch."""
-        self.inner.batch_select_indices(rows)
-
-    def reorder_rows(self, rows: Tensor) -> None:
-        """The same, for beam search."""
         self.inner.reorder_cache(rows)

@@ -41,7 +41,6 @@ class RaggedLayer(InPlaceLayer):
 
     refusal = "heads of different lengths"
     unreadable = "the heads of this cache hold different numbers of tokens" + UNREADABLE
-    called = "a head-wise compressed cache"
     had = "head-wise compressed"
 
     keys: Any = None

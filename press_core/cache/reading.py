@@ -287,10 +287,6 @@ def _with_positions(
         lambda: _positions(forward, mask, layer, n_held),
         *("positions", mask, layer.kept.n_seen, layer.kept.following or ()),
     )
-    ids: Tensor | None = given.get("position_ids")
-    first = ids if ids is None or ids.dim() == 2 else ids[0]
-    if first is not None and torch.equal(first.expand_as(positions), positions):
-        return given
     rotary, cos_sin = site.rotary, given.get("position_embeddings")
     assert rotary is not None
     if rotary.in_3d and forward.n_tokens > 1 and cos_sin is not None:
@@ -299,7 +295,7 @@ def _with_positions(
         lambda: rotary.embeddings(given.get("hidden_states"), positions),
         *("embeddings", positions, rotary.embedding, rotary.layer_type or ""),
     )
-    given = given.replace(position_embeddings=embeddings)
+    given, ids = given.replace(position_embeddings=embeddings), given.get("position_ids")
     if ids is None:
         return given
     in_all = positions if ids.dim() == 2 else positions.expand(len(ids), *positions.shape)

@@ -49,9 +49,7 @@ class PrunedQuantizedLayer(PrunedLayer):
 
     def emptied(self) -> Any:
         empty = super().emptied()
-        empty.cumulative_length = 0
         empty._quantized_keys = empty._quantized_values = None
-        empty._pending_beam_idx = None
         return empty
 
     def check_shape(self, left: str) -> None:
@@ -70,10 +68,8 @@ class PrunedQuantizedLayer(PrunedLayer):
             "transformers 5.2; use a DynamicCache, or a newer transformers for beam search"
         )
 
-    def reorder_rows(self, rows: Tensor) -> None:
-        if not _REORDERS:
-            self.select_rows(rows)
-        self.inner.reorder_cache(rows)
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._hold_rows(beam_idx, self.inner.reorder_cache if _REORDERS else self.select_rows)
 
 
 class StagingLayer(DynamicLayer):

@@ -130,9 +130,6 @@ class PrunedStaticLayer(PrunedLayer):
         rows = rows.to(self.keys.device)
         self.keys, self.values = self.keys[rows], self.values[rows]
 
-    def reorder_rows(self, rows: Tensor) -> None:
-        self.select_rows(rows)
-
     def get_max_length(self) -> int:
         """As many tokens as the cache was made for."""
         return int(getattr(self.inner, "whole", self.max_cache_len))
