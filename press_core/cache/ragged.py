@@ -18,6 +18,7 @@ from press_core.cache.in_place import UNREADABLE, InPlaceLayer
 from press_core.cache.layout import Blocks
 from press_core.cache.recent import Recent
 from press_core.cache.tokens import Kept, ReadingNeeds
+from press_core.rows import pad_left
 
 
 class RaggedLayer(InPlaceLayer):
@@ -197,32 +198,29 @@ class RaggedLayer(InPlaceLayer):
 
     def dense(self) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values and positions `(B, H_kv, n, ...)`; zeros, and -1, where there is nothing."""
-        (keys, values, positions), counts = self.tokens(), self.counts
-        longest, held = max(counts), torch.tensor(counts)
-        ends = (torch.arange(len(counts)) + 1) * longest
-        shift = ends - held.cumsum(0)
-        index = (torch.arange(len(keys)) + shift.repeat_interleave(held)).to(keys.device)
+        keys, values, positions = self.tokens()
 
         def padded(states: Tensor, empty: float) -> Tensor:
-            storage = states.new_full((len(counts) * longest, *states.shape[1:]), empty)
-            storage = storage.index_copy(0, index, states)
-            return storage.view(self.batch, self.n_heads, longest, *states.shape[1:])
+            of_heads = [head[None, None] for head in states.split(self.counts)]
+            padded = torch.cat([pad_left(head, self.n_slots, empty) for head in of_heads])
+            return padded.view(self.batch, self.n_heads, *padded.shape[2:])
 
         return padded(keys, 0), padded(values, 0), padded(positions, -1)
 
     def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values and positions of all that heads hold, copies, one head after the other."""
-        of_heads, n_slots, n = self.blocks.slots(self.held), self.slots.numel(), self.n_recent
-        later = n_slots + torch.arange(len(self.held) * n).view(len(self.held), n)
-        both = zip(of_heads.split(self.held), later, strict=True)
-        index = torch.cat([part for head in both for part in head]).to(self.keys.device)
-        keys, values = (x[:, :n] for x in self.recent.states())
-        first = self.kept.n_seen
-        new = torch.arange(first, first + n, dtype=torch.int32, device=keys.device)
+        (keys, values, positions), n = self.packed(), self.n_recent
+        recent_keys, recent_values = self.recent.states()
+        recent = torch.arange(self.kept.n_seen, self.n_seen).to(positions)
+
+        def joined(old: Tensor, new: Tensor) -> Tensor:
+            both = zip(old.split(self.held), new[:, :n], strict=True)
+            return torch.cat([part for head in both for part in head])
+
         return (
-            torch.cat((self.keys.flatten(0, 1), keys.flatten(0, 1)))[index],
-            torch.cat((self.values.flatten(0, 1), values.flatten(0, 1)))[index],
-            torch.cat((self.slots.flatten(), new.repeat(len(self.held))))[index],
+            joined(keys, recent_keys),
+            joined(values, recent_values),
+            joined(positions, recent.expand(len(self.held), n)),
         )
 
     # ---- tokens that are evicted some time after they came ---------------------------------------
