@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +19,7 @@ FIRST = 2
 class Key:
     """Tells one scope from all others of the process, in copies of a cache too."""
 
-    _numbers = itertools.count()
-
-    def __init__(self) -> None:
-        self.number, self.is_open = next(self._numbers), False
+    is_open = False
 
     def __deepcopy__(self, _: Any) -> Key:
         return self

@@ -40,21 +40,17 @@ def is_special(layer: PrunedLayer) -> bool:
 def needs_help(forward: Forward, layers: list[PrunedLayer]) -> bool:
     """Whether one of the pruned `layers` is read with masks or positions of its own."""
     mask = forward.given.get("attention_mask")
-    needs, turned = [], None
-    for layer in layers:
-        if layer.needs is not ReadingNeeds.NOTHING:
-            needs.append(layer.needs)
-        if layer.kept.following is not None:
-            turned = turned or layer
+    needs = [layer.needs for layer in layers if layer.needs is not ReadingNeeds.NOTHING]
+    turned = [layer for layer in layers if layer.kept.following is not None]
     if any([need is not ReadingNeeds.MASK_OF_MANY for need in needs]):
         return True
     # Up to transformers 5.2 a compiled model makes a mask for a single token too.
     alone = forward.n_tokens == 1 and not torch.compiler.is_compiling()
     if needs and (not alone or _hides_recent(mask, layers[0], forward)):
         return True
-    if turned is not None:  # the model would count padding, and a user all tokens
+    if turned:  # the model would count padding, and a user all tokens
         told = forward.given.get("position_ids") is not None
-        if told or _hides_recent(mask, turned, forward):
+        if told or _hides_recent(mask, turned[0], forward):
             return True
     if not layers or mask is None:
         return False
@@ -112,9 +108,8 @@ def hidden_context(forward: Forward) -> Tensor | None:
 
 
 def _hidden_context(forward: Forward) -> Tensor | None:
-    mask, layers = for_full_attention(forward.given.get("attention_mask")), None
-    if isinstance(mask, Tensor):
-        layers = pruned_layers(forward.cache)
+    mask = for_full_attention(forward.given.get("attention_mask"))
+    layers = pruned_layers(forward.cache)
     if not layers or not isinstance(mask, Tensor):
         return None
     kept, n_seen = layers[0].kept, layers[0].n_seen
@@ -173,11 +168,8 @@ def _mask_of_slots(forward: Forward, mask: Any, layers: list[PrunedLayer]) -> Te
     that models count positions by.
     """
     first, q = layers[0], forward.n_tokens
-    alike = len(layers) == len(forward.cache.layers) and all(
-        (layer.kept.rows, layer.n_slots, layer.n_seen)
-        == (first.kept.rows, first.n_slots, first.n_seen)
-        for layer in layers
-    )
+    held = {(layer.kept.rows, layer.n_slots, layer.n_seen) for layer in layers}
+    alike = len(held) == 1 and len(layers) == len(forward.cache.layers)
     if not alike or not isinstance(mask, Tensor) or mask.shape != (first.batch, first.n_seen + q):
         return None
     if hidden_context(forward) is not None:
