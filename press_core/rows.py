@@ -106,10 +106,6 @@ class Left:
         longest = max([part.shape[2] for part in parts])
         return self.together([pad_left(part, longest, empty) for part in parts])
 
-    def per_row(self, of_group: Callable[[Eviction], Tensor]) -> Tensor:
-        """What `of_group` says of the rows `(b, ...)` of each, for the batch."""
-        return self.together([of_group(eviction) for eviction in self.evictions])
-
     def together(self, parts: list[Tensor]) -> Tensor:
         """Something of the rows of each group, for the batch."""
         if self._order is None:

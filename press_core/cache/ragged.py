@@ -272,8 +272,7 @@ class RaggedLayer(InPlaceLayer):
         self._know_nothing()
         self.keys = self.values = None
         self.is_initialized, self.held = False, []
-        nothing = self.recent.keys.new_empty(0, 0, 0)
-        self.recent = Recent(nothing, nothing)
+        self.recent.clear()
 
     def select_rows(self, rows: Tensor) -> None:
         heads = [row * self.n_heads + h for row in rows.tolist() for h in range(self.n_heads)]

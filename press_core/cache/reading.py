@@ -136,38 +136,37 @@ def one_mask(
     Returns:
         None: it does not; and the arguments that the decoder is to get.
     """
-    mask, needs_own = forward.given.get("attention_mask"), ReadingNeeds.ATTENTION
-    turned = any(needs_own in layer.needs or layer.is_rerotated for layer in layers)
-    if not turned and not torch.compiler.is_compiling():
-        if any(layer.kept.is_padded for layer in layers):
-            of_slots = _mask_of_slots(forward, mask, layers)
-            if of_slots is not None:
-                return OneMask.OF_SLOTS, forward.given.replace(attention_mask=of_slots)
-        elif _spreads_a_column(forward, site, layers, mask):
-            return OneMask.OF_ONE_COLUMN, forward.given
-    return None, forward.given
+    given, own = forward.given, ReadingNeeds.ATTENTION
+    if torch.compiler.is_compiling() or any(own in x.needs or x.is_rerotated for x in layers):
+        return None, given
+    if any(layer.kept.is_padded for layer in layers):
+        mask = _mask_of_slots(forward, layers)
+        if mask is not None:
+            return OneMask.OF_SLOTS, given.replace(attention_mask=mask)
+    elif _spreads_a_column(forward, site, layers):
+        return OneMask.OF_ONE_COLUMN, given
+    return None, given
 
 
-def _spreads_a_column(
-    forward: Forward, site: AttentionSite, layers: list[PrunedLayer], mask: Any
-) -> bool:
+def _spreads_a_column(forward: Forward, site: AttentionSite, layers: list[PrunedLayer]) -> bool:
     """Whether it is a single token that sees everything, by eager attention.
 
     What that adds to the logits is spread over them.
     """
+    mask = forward.given.get("attention_mask")
     spread = site.attn_implementation == "eager" and site.signature.hands_on
     spread = spread and mask_layer(forward.cache) in layers and layers[0].room is None
     sees_all = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all()))
     return spread and forward.n_tokens == 1 and sees_all
 
 
-def _mask_of_slots(forward: Forward, mask: Any, layers: list[PrunedLayer]) -> Tensor | None:
+def _mask_of_slots(forward: Forward, layers: list[PrunedLayer]) -> Tensor | None:
     """A mask `(B, n_seen + q)` whose last columns say which slots hold tokens; None: there is none.
 
     Layers have to hold the same slots. The columns before hide as many tokens as keeps the numbers
     that models count positions by.
     """
-    first, q = layers[0], forward.n_tokens
+    first, q, mask = layers[0], forward.n_tokens, forward.given.get("attention_mask")
     held = {(layer.kept.rows, layer.n_slots, layer.n_seen) for layer in layers}
     alike = len(held) == 1 and len(layers) == len(forward.cache.layers)
     if not alike or not isinstance(mask, Tensor) or mask.shape != (first.batch, first.n_seen + q):
@@ -279,10 +278,10 @@ def _with_positions(
         lambda: _positions(forward, mask, layer, n_held),
         *("positions", mask, layer.kept.n_seen, layer.kept.following or ()),
     )
-    rotary, cos_sin = site.rotary, given.get("position_embeddings")
+    rotary, n = site.rotary, forward.n_tokens
     assert rotary is not None
-    if rotary.in_3d and forward.n_tokens > 1 and cos_sin is not None:
-        _require_text(forward, site, mask, layer, n_held, cos_sin)
+    if rotary.in_3d and n > 1 and given.get("position_embeddings") is not None:
+        _require_text(site, given, n, layer.n_seen - n_held + n)
     embeddings = forward.once(
         lambda: rotary.embeddings(given.get("hidden_states"), positions),
         *("embeddings", positions, rotary.embedding, rotary.layer_type or ""),
@@ -304,25 +303,20 @@ def _positions(forward: Forward, mask: Any, layer: PrunedLayer, n_held: int) -> 
     return layer.following_positions(n_recent, real)[:, -forward.n_tokens :]
 
 
-def _require_text(
-    forward: Forward,
-    site: AttentionSite,
-    mask: Any,
-    layer: PrunedLayer,
-    n_held: int,
-    cos_sin: tuple[Tensor, Tensor],
-) -> None:
+def _require_text(site: AttentionSite, given: Arguments, n: int, n_seen: int) -> None:
     """Refuse tokens whose positions differ in their dimensions, behind keys at other positions.
+
+    Args:
+        n: how many there are; `n_seen` with all that came before.
 
     Raises:
         UnsupportedInputError: if there are such tokens.
     """
-    rotary, n = site.rotary, forward.n_tokens
+    rotary, (cos, sin) = site.rotary, given.get("position_embeddings")
     assert rotary is not None
-    cos, sin = cos_sin
-    real = visible_tokens(mask, n, len(cos))
+    real = visible_tokens(given.get("attention_mask"), n, len(cos))
     real = cos.new_ones(len(cos), n).bool() if real is None else real.to(cos.device)
-    last = rotary.find(cos[:, -1:], sin[:, -1:], layer.n_seen - n_held + n)
+    last = rotary.find(cos[:, -1:], sin[:, -1:], n_seen)
     behind = real.flip(-1).long().cumsum(dim=-1).flip(-1) - 1
     made = rotary.embeddings(cos, (last[:, None] - behind).clamp(min=0))
     is_text = alike(made[0], cos) & alike(made[1], sin) & (last[:, None] >= 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,7 +47,7 @@ def store(cache: Any, site: AttentionSite, left: Left, key: Key) -> PrunedLayer 
     if left.any("head_mask"):
         layer: PrunedLayer = _ragged(former, left)
     elif left.is_whole and not padded:
-        _leave_whole(cache, index, former, left.call.memory, key)
+        _leave_whole(cache, index, former, left, key)
         return None
     else:
         layer = _even(former, site, left)
@@ -61,12 +60,9 @@ def store(cache: Any, site: AttentionSite, left: Left, key: Key) -> PrunedLayer 
     return layer
 
 
-def _leave_whole(
-    cache: Any, index: int, former: PrunedLayer, slots: Mapping[str, Tensor], key: Key
-) -> None:
+def _leave_whole(cache: Any, index: int, former: PrunedLayer, left: Left, key: Key) -> None:
     """Let a layer be what it is without a press, and hold what that remembers."""
-    memory = former.memories.get(key)
-    layer = former.settled()
+    memory, slots, layer = former.memories.get(key), left.call.memory, former.settled()
     if slots or memory is not None:
         layer.remember(key, (memory or Memory()).after_pruning(slots, by_this_scope=True))
     keeps = isinstance(cache.layers[index], PrunedLayer) or layer.memories
@@ -133,7 +129,7 @@ def _even(former: PrunedLayer, site: AttentionSite, left: Left) -> PrunedLayer:
     kept = _kept(former, site, left)
     states = left.joined(lambda e: e.keys), left.joined(lambda e: e.values)
     if left.any("channels"):
-        channels = left.per_row(lambda e: _required(e.channels))
+        channels = left.joined(lambda e: _required(e.channels))
         former.check_shape("some channels of the keys")
         inner = former.holding(*states).inner
         layer: PrunedLayer = ChannelPrunedLayer(inner, channels, left.call.keys.shape[-1])
