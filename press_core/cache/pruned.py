@@ -17,7 +17,6 @@ from transformers.cache_utils import DynamicLayer
 
 from press_core.cache.given import check_given_mask, check_given_tokens, check_mask_in_use
 from press_core.cache.memory import Key, Memory
-from press_core.cache.recent import Recent
 from press_core.cache.tokens import Kept, ReadingNeeds, extended, of_rows
 from press_core.copies import copied
 from press_core.errors import ScopeError, UnsupportedCacheError, UnsupportedInputError
@@ -224,10 +223,6 @@ class PrunedLayer(DynamicLayer):
         Raises:
             UnsupportedCacheError: if so.
         """
-
-    def recent_like(self, keys: Tensor, values: Tensor) -> Recent:
-        """What heads of different lengths hold behind `keys` and `values` `(N, n, d)`."""
-        return Recent(keys, values)
 
     def settled(self) -> PrunedLayer:
         """What stores the states for good, once they have been judged and all are left."""

@@ -199,7 +199,7 @@ def _ragged(former: PrunedLayer, left: Left) -> RaggedLayer:
         left.joined(chosen),
         positions.clamp(max=former.n_seen - 1),  # what joins counts as the last token
         kept,
-        former.recent_like,
+        former,
     )
     layer.carry(_carried(left))
     return layer

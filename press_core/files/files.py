@@ -25,8 +25,7 @@ from torch import Tensor
 from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.kinds import PrunedHybridLayer, kind_of
 from press_core.cache.pruned import PrunedLayer
-from press_core.cache.ragged import RaggedLayer
-from press_core.cache.recent import Recent
+from press_core.cache.ragged import RaggedLayer, none_yet
 from press_core.cache.tokens import Kept
 from press_core.errors import PressError, UnsupportedCacheError, first_line
 from press_core.select import upcast
@@ -226,7 +225,7 @@ def _record_of(value: Any) -> dict[str, Any]:
 def _held_by(layer: RaggedLayer) -> dict[str, Any]:
     """What heads of different lengths hold, one after the other."""
     own = {name: getattr(layer, name) for name in ("kept", "carried", "carried_until", "n_heads")}
-    recent = (x[:, : layer.n_recent] for x in layer.recent.states())
+    recent = (x[:, : layer.n_recent] for x in layer.recent_states())
     names = "keys", "values", "positions", "recent_keys", "recent_values"
     states = zip(names, (*layer.packed(), *recent), strict=True)
     return {**own, "held": tuple(layer.held), **dict(states)}
@@ -303,9 +302,12 @@ def _check(kept: Kept, positions: Tensor | None, held: tuple[int, ...] | None) -
 
 
 def _ragged_layer(state: dict[str, Any]) -> RaggedLayer:
-    recent = Recent(state["recent_keys"], state["recent_values"])
-    layer, positions = RaggedLayer(state["kept"], state["n_heads"], recent), state["positions"]
+    layer, positions = RaggedLayer(state["kept"], state["n_heads"]), state["positions"]
     chosen = torch.arange(len(positions), device=positions.device)
     layer.lay_out(state["keys"], state["values"], positions, chosen, list(state["held"]))
+    names, of_rows = ("recent_keys", "recent_values"), (-1, layer.n_heads)
+    recent = [state[name].unflatten(0, of_rows) for name in names]
+    layer.recent = none_yet(*recent)
+    layer.append(*recent)
     layer.carried, layer.carried_until = state["carried"], state["carried_until"]
     return layer

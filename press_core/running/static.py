@@ -16,7 +16,6 @@ from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from press_core.cache.kinds import KINDS
 from press_core.cache.pruned import PrunedLayer
-from press_core.cache.recent import AHEAD, Recent
 from press_core.errors import UnsupportedCacheError
 
 
@@ -24,11 +23,10 @@ class Buffer:
     """Keys and values `(..., room, d)` of which the first are filled.
 
     Attributes:
-        used: how many slots are, and `START`; `filled` is the number of slots on the device.
+        used: how many slots are; `filled` is that number on the device.
         whole: as many tokens as the cache was made for.
     """
 
-    START = 0
     is_initialized = True
     offload, prefetch = CacheLayerMixin.offload, CacheLayerMixin.prefetch
 
@@ -37,8 +35,8 @@ class Buffer:
         self.keys: Any = pad(keys, (0, 0, 0, n_free))
         self.values: Any = pad(values, (0, 0, 0, n_free))
         self.dtype, self.device, self.whole = keys.dtype, keys.device, whole
-        self.used = keys.shape[-2] + self.START
-        self.filled = torch.tensor(keys.shape[-2], device=keys.device)
+        self.used = keys.shape[-2]
+        self.filled = torch.tensor(self.used, device=keys.device)
         if not torch.compiler.is_compiling():
             for tensor in (self.keys, self.values, self.filled):  # which CUDA graphs may rely on
                 torch._dynamo.mark_static_address(tensor)
@@ -59,7 +57,7 @@ class Buffer:
         Raises:
             UnsupportedCacheError: if there is no room for them.
         """
-        n, room = keys.shape[-2], self.max_cache_len + self.START - self.used
+        n, room = keys.shape[-2], self.max_cache_len - self.used
         if n > room:
             raise UnsupportedCacheError(
                 f"the static cache is full: it has room for {room} tokens more, and {n} came; make "
@@ -89,7 +87,8 @@ class PrunedStaticLayer(PrunedLayer):
 
     @property
     def n_slots(self) -> int:
-        return int(getattr(self.inner, "used", self.n_counted))
+        used = getattr(self.inner, "used", None)
+        return int(self.inner.get_seq_length()) if used is None else used
 
     @property
     def n_counted(self) -> Any:
@@ -120,9 +119,6 @@ class PrunedStaticLayer(PrunedLayer):
                 f"the press keeps {left}, which a static cache cannot store; use a DynamicCache"
             )
 
-    def recent_like(self, keys: Tensor, values: Tensor) -> Recent:
-        return StaticRecent(keys, values, self.max_cache_len - self.n_slots)
-
     def drop_last(self, n: int) -> None:
         self.inner.drop_last(n)
 
@@ -135,30 +131,6 @@ class PrunedStaticLayer(PrunedLayer):
         return int(getattr(self.inner, "whole", self.max_cache_len))
 
     get_max_cache_shape = get_max_length  # of transformers 5.2
-
-
-class StaticRecent(Buffer, Recent):
-    """Tokens behind heads of different lengths, in buffers `(N, room, d)`."""
-
-    START = AHEAD
-
-    @property
-    def n(self) -> int:
-        return self.used - AHEAD
-
-    @property
-    def n_counted(self) -> Any:
-        return self.filled
-
-    @property
-    def room(self) -> int:  # type: ignore[override]
-        return self.max_cache_len
-
-    def states(self) -> tuple[Tensor, Tensor]:
-        return self.keys, self.values
-
-    def clear(self) -> None:
-        self.drop_last(self.n)
 
 
 KINDS[StaticLayer] = PrunedStaticLayer
