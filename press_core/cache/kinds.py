@@ -41,10 +41,9 @@ if HybridLayer is not None:
 
 def kind_of(layer: Any) -> type[PrunedLayer] | None:
     """What takes the place of a layer of `transformers`; None: it cannot be pruned."""
-    known = KINDS.get(type(layer))
-    if known is None:  # layers that quantize are of a class for each library
-        known = next((KINDS[kind] for kind in OPEN_KINDS if isinstance(layer, kind)), None)
-    return known
+    # Layers that quantize are of a class for each library.
+    of_open = (KINDS[kind] for kind in OPEN_KINDS if isinstance(layer, kind))
+    return KINDS.get(type(layer)) or next(of_open, None)
 
 
 def as_pruned(layer: Any) -> PrunedLayer | None:

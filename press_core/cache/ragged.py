@@ -171,10 +171,6 @@ class RaggedLayer(InPlaceLayer):
     def old_seen(self, context: Tensor | None) -> Tensor | None:
         return context
 
-    @property
-    def positions(self) -> Tensor | None:
-        return None
-
     def lengths(self) -> Tensor:
         return torch.tensor(self.counts, device=self.device).view(-1, self.n_heads)
 
@@ -210,8 +206,8 @@ class RaggedLayer(InPlaceLayer):
 
         def padded(states: Tensor, empty: float) -> Tensor:
             of_heads = [head[None, None] for head in states.split(self.counts)]
-            padded = torch.cat([pad_left(head, self.n_slots, empty) for head in of_heads])
-            return padded.view(self.batch, self.n_heads, *padded.shape[2:])
+            alike = torch.cat([pad_left(head, self.n_slots, empty) for head in of_heads])
+            return alike.view(self.batch, self.n_heads, *alike.shape[2:])
 
         return padded(keys, 0), padded(values, 0), padded(positions, -1)
 

@@ -20,7 +20,7 @@ from press_core.errors import UnsupportedCacheError
 
 
 class Buffer:
-    """Keys and values `(..., room, d)` of which the first are filled.
+    """Keys and values `(B, H_kv, room, d)` of which the first are filled.
 
     Attributes:
         used: how many slots are; `filled` is that number on the device.
@@ -30,8 +30,8 @@ class Buffer:
     is_initialized = True
     offload, prefetch = CacheLayerMixin.offload, CacheLayerMixin.prefetch
 
-    def __init__(self, keys: Tensor, values: Tensor, n_free: int, whole: int = 0) -> None:
-        """Hold `keys` and `values` `(..., n, d)`, with room for `n_free` tokens more."""
+    def __init__(self, keys: Tensor, values: Tensor, n_free: int, whole: int) -> None:
+        """Hold `keys` and `values` `(B, H_kv, n, d)`, with room for `n_free` tokens more."""
         self.keys: Any = pad(keys, (0, 0, 0, n_free))
         self.values: Any = pad(values, (0, 0, 0, n_free))
         self.dtype, self.device, self.whole = keys.dtype, keys.device, whole
@@ -51,8 +51,8 @@ class Buffer:
         self.filled.fill_(self.used)
         self.keys[:, :, : self.used], self.values[:, :, : self.used] = keys, values
 
-    def append(self, keys: Tensor, values: Tensor) -> None:
-        """Add states.
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append states; returns the whole buffers.
 
         Raises:
             UnsupportedCacheError: if there is no room for them.
@@ -68,10 +68,6 @@ class Buffer:
         self.used += n
         self.keys.index_copy_(-2, slots, keys.to(self.keys.dtype))
         self.values.index_copy_(-2, slots, values.to(self.values.dtype))
-
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append states; returns the whole buffers."""
-        self.append(keys, values)
         return self.keys, self.values
 
     def drop_last(self, n: int) -> None:
