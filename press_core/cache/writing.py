@@ -167,8 +167,8 @@ def _memories(former: PrunedLayer, left: Left, key: Key) -> dict[Key, Memory]:
         mine = other is key
         slots = left.call.memory if mine else memory.of_slots(left.call.length)
         found = {name: left.of_slots(x, empty=0) for name, x in slots.items()}
-        told = {name: x for name, x in found.items() if x is not None}
-        memories[other] = memory.after_pruning(told, by_this_scope=mine)
+        known_now = {name: x for name, x in found.items() if x is not None}
+        memories[other] = memory.after_pruning(known_now, by_this_scope=mine)
     return memories
 
 

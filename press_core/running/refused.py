@@ -49,9 +49,8 @@ def refuse_early_exit(scope: ScopeState, forward: Forward) -> None:
     if torch.compiler.is_compiling() or not forward.is_context:
         return
     frame = innermost_frame("transformers.generation.candidate_generator", ("get_candidates",))
-    if frame is None or not scope.traits.phases & Phase.AFTER_DECODER:
-        return
-    if hasattr(frame.f_locals["self"], "assistant_early_exit"):
+    drafts = frame is not None and hasattr(frame.f_locals["self"], "assistant_early_exit")
+    if drafts and scope.traits.phases & Phase.AFTER_DECODER:
         raise UnsupportedInputError(
             f"{type(scope.press).__name__} runs a context again through all layers, and "
             "assistant_early_exit drafts with the first ones alone; leave assistant_early_exit out"
