@@ -136,12 +136,12 @@ def _even(former: PrunedLayer, site: AttentionSite, left: Left) -> PrunedLayer:
     else:
         layer = former.holding(*states)
     layer.kept = kept
-    layer.carried = _carried(left)
+    layer.carried = _carried(left, missing=float("nan"))
     return layer
 
 
-def _carried(left: Left) -> dict[str, Tensor]:
-    """What presses carry on; of the last tokens infinite where a row has fewer: none is padding."""
+def _carried(left: Left, missing: float) -> dict[str, Tensor]:
+    """What presses carry on; `missing` where a row has fewer tokens than others."""
 
     def of(eviction: Eviction, name: str) -> Tensor:
         nothing = eviction.keys.new_zeros(*eviction.keys.shape[:2], 0)
@@ -149,7 +149,7 @@ def _carried(left: Left) -> dict[str, Tensor]:
         return eviction.carried.get(name, before)
 
     names = {name for eviction in left.evictions for name in eviction.carried}
-    return {name: left.joined(partial(of, name=name), float("inf")) for name in names}
+    return {name: left.joined(partial(of, name=name), missing) for name in names}
 
 
 def _required(x: Tensor | None) -> Tensor:
@@ -201,7 +201,7 @@ def _ragged(former: PrunedLayer, left: Left) -> RaggedLayer:
         kept,
         former,
     )
-    layer.carry(_carried(left))
+    layer.carry(_carried(left, missing=float("inf")))
     return layer
 
 
@@ -210,7 +210,7 @@ def _evict_late(layer: RaggedLayer, left: Left) -> None:
     real, occupied = real_tokens(layer, left), left.occupied()
     if occupied is not None:
         layer.evict(~occupied[:, None].expand(-1, layer.n_heads, -1), real)
-    layer.carry(_carried(left))
+    layer.carry(_carried(left, missing=float("inf")))
     late = left.joined(_late_of, False)
     if bool(late.any()):
         layer.evict(late, real)
