@@ -68,7 +68,7 @@ class Asked:
 
     def tells_of_context(self, layer: RaggedLayer) -> bool:
         """Whether it says which tokens of the context are seen, not only of those after it."""
-        n_recent = layer.recent.states()[0].shape[1]
+        n_recent = layer.recent_states()[0].shape[1]
         return self.visible is not None and self.visible.shape[-1] > n_recent
 
     def rows(self, start: int, stop: int) -> Asked:
@@ -166,7 +166,7 @@ def softmax_with_sinks(logits: Tensor, sinks: Tensor | None) -> Tensor:
 def blocks(layer: RaggedLayer, query: Asked) -> Tensor:
     """One softmax per head over logits that lie in blocks, all blocks of all heads at once."""
     n_heads, n_queries = query.states.shape[1:3]
-    n_logits = layer.blocks.hidden.numel() + len(layer.held) * layer.recent.keys.shape[1]
+    n_logits = layer.blocks.hidden.numel() + len(layer.held) * layer.recent.keys.shape[2]
     step = max(1, LOGITS // (n_heads // layer.n_heads * n_logits))
     attended = _in_one_piece if layer.blocks.of_rows else _in_pieces
     if n_queries <= step:
@@ -179,7 +179,7 @@ def _in_one_piece(layer: RaggedLayer, query: Asked) -> Tensor:
     """Every head reads one block, so that its logits lie in one row already."""
     states, (recent_keys, recent_values) = (
         _rows(layer, query) * query.factor(),
-        layer.recent.states(),
+        layer.recent_states(),
     )
     old = _old_logits(layer, query, states)
     n, recent = old.shape[-1], _recent_logits(layer, query, states, recent_keys)
@@ -200,7 +200,7 @@ def _in_pieces(layer: RaggedLayer, query: Asked) -> Tensor:
     Logits are in units of log 2: `exp2` takes a quarter of the time of `exp`.
     """
     states, heads = _rows(layer, query) * query.factor(LOG2_E), layer.blocks.heads
-    recent_keys, recent_values = layer.recent.states()
+    recent_keys, recent_values = layer.recent_states()
     old = _old_logits(layer, query, states.index_select(0, heads), LOG2_E)
     recent = _recent_logits(layer, query, states, recent_keys, LOG2_E)
     # Any number near the highest logit will do, so gradients need not pass through it.
@@ -254,7 +254,7 @@ def varlen(layer: RaggedLayer, query: Asked) -> Tensor:
     old = attended[0].view(n, n_queries, group, -1).transpose(1, 2).reshape(n, rows, -1)
     log_total = attended[1].view(group, n, n_queries).transpose(0, 1).reshape(n, rows)
     log_total = log_total.unsqueeze(-1) * LOG2_E
-    recent_keys, recent_values = layer.recent.states()
+    recent_keys, recent_values = layer.recent_states()
     recent = _recent_logits(layer, query, states * query.factor(LOG2_E), recent_keys, LOG2_E)
     highest = torch.maximum(recent.detach().amax(dim=-1, keepdim=True), log_total)
     highest, extra = _with_sinks(highest, query)

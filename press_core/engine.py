@@ -183,7 +183,7 @@ def prune_before(scope: ScopeState, forward: Forward, site: AttentionSite) -> No
     mask = forward.given.get("attention_mask")
     occupied = occupied_slots(mask, layer, n, n_held=0)
     last, rotary = first_position(forward.given, layer, n) - 1, None
-    if Needs.ROPE in press.needs or layer.rerotation is not None:
+    if Needs.ROPE in press.needs or layer.is_rerotated:
         rotary = rotary_positions(layer, site, occupied, last)
     call = AttentionCall(
         site,

@@ -84,6 +84,17 @@ class Left:
             return None
         return self.numbers(lambda eviction: eviction.length)
 
+    def occupied(self) -> Tensor | None:
+        """Which of the `S` slots hold tokens, `(B, S)` bool; None: all."""
+        if all([group.slots is None for group in self.groups]):
+            return None
+        keys = self.call.keys
+        occupied = torch.zeros(len(keys), self.call.length, dtype=torch.bool, device=keys.device)
+        for group in self.groups:
+            for row in group.rows:
+                occupied[row, slice(None) if group.slots is None else group.slots] = True
+        return occupied
+
     def numbers(self, of_group: Callable[[Eviction], int]) -> tuple[int, ...]:
         """One number for each row."""
         found = {row: of_group(g.eviction) for g in self.groups for row in g.rows}
@@ -94,10 +105,6 @@ class Left:
         parts = [of_group(eviction) for eviction in self.evictions]
         longest = max([part.shape[2] for part in parts])
         return self.together([pad_left(part, longest, empty) for part in parts])
-
-    def per_row(self, of_group: Callable[[Eviction], Tensor]) -> Tensor:
-        """What `of_group` says of the rows `(b, ...)` of each, for the batch."""
-        return self.together([of_group(eviction) for eviction in self.evictions])
 
     def together(self, parts: list[Tensor]) -> Tensor:
         """Something of the rows of each group, for the batch."""

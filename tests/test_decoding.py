@@ -189,6 +189,23 @@ def test_padding_that_positions_count(package, rerotate):
         torch.testing.assert_close(counted_logits, logits, rtol=0, atol=1e-5)
 
 
+@both
+def test_a_row_that_begins_with_fewer_tokens_than_sinks(package):
+    """What is not known of its sinks yet is found when it is cut."""
+    model, press = make(), package.StreamingLLMDecodingPress(12, 4, rerotate=True)
+    ids, mask, positions = left_padded(2, 40, [18, 0])
+    logits = []
+    for rows, start in ((slice(0, 2), 0), (slice(0, 1), 18)):
+        cache = DynamicCache(config=model.config)
+        with press(model):
+            for begin, end in ((start, 20), *((i, i + 1) for i in range(20, 40))):
+                given = {"position_ids": positions[rows, begin:end], "past_key_values": cache}
+                given["attention_mask"] = mask[rows, start:end]
+                output = model(ids[rows, begin:end], **given)
+        logits.append(output.logits[:1])
+    assert (logits[0] - logits[1]).abs().max() < 1e-6
+
+
 @pytest.mark.parametrize("rerotate", [False, True])
 def test_padding_in_a_later_turn(package, rerotate):
     """Each row decodes as it does alone, though a question of the batch was padded."""

@@ -123,7 +123,7 @@ def test_every_press(name, dtype, tmp_path):
         ("SnapKVPress", {}, PrunedLayer, "kept"),
         ("AdaKVPress", {}, RaggedLayer, "kept"),
         ("DMSPress", {}, RaggedLayer, "carried"),
-        ("KeyRerotationPress", {}, PrunedLayer, "rerotation"),
+        ("KeyRerotationPress", {}, PrunedLayer, "is_rerotated"),
         ("PyramidKVPress", {}, PrunedLayer, "kept"),
         ("StreamingLLMDecodingPress", {"rerotate": True}, PrunedLayer, "carried"),
         ("ThinKPress", {"free_memory": True}, ChannelPrunedLayer, "kept"),

@@ -6,7 +6,7 @@ from transformers import DynamicCache, StaticCache
 
 import hooks_impl
 from press_core import UnsupportedCacheError, kept_positions
-from tests.support import build, in_turn, left_padded, token_ids
+from tests.support import both, build, in_turn, left_padded, token_ids
 
 PRESSES = {
     "keys": lambda p: p.KnormPress(0.5),
@@ -44,6 +44,25 @@ def test_the_same_tokens_and_logits(package, name, attention, padding):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     for kept, of_static in zip(*map(kept_positions, caches), strict=True):
         assert torch.equal(kept, of_static)
+
+
+@both
+@pytest.mark.parametrize("name", ["keys", "heads", "rerotated"])
+def test_a_mask_over_all_tokens_hides_those_that_it_names(package, name):
+    """Its columns are no slots of a buffer."""
+    model, ids = build("llama"), token_ids(1, 24)
+    seen = torch.ones(24, 24, dtype=torch.bool).tril()[None, None, 20:]
+    seen[..., 1:, 20] = False
+    logits = []
+    for cache in (
+        DynamicCache(config=model.config),
+        StaticCache(config=model.config, max_cache_len=48),
+    ):
+        with PRESSES[name](package)(model):
+            model(ids[:, :20], past_key_values=cache)
+            given = {"attention_mask": seen, "position_ids": torch.arange(20, 24)[None]}
+            logits.append(model(ids[:, 20:], past_key_values=cache, **given).logits)
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
 
 
 @pytest.mark.usefixtures("no_graphs_after")

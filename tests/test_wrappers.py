@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from press_core import ScopeError, attention_sites
+from press_core import ScopeError, UnsupportedInputError, attention_sites
 from tests.slow import INF, best, choices, cosines, norms, queries_and_keys, snapkv
 from tests.support import both, filled, held, left_padded, make, token_ids
 
@@ -337,3 +337,13 @@ def test_turning_what_is_turned(package):
             expected = expected_turned(model, ids, held(cache)[index], index)[0]
             torch.testing.assert_close(layer.keys, expected, rtol=0, atol=1e-6)
             assert layer.get_seq_length() == len(positions)
+
+
+@both
+def test_turned_keys_are_not_kept_head_by_head(package):
+    """No layer of heads of different lengths can tell where later tokens continue."""
+    model, outer = make(), package.AdaKVPress(package.KnormPress(0.3))
+    inner = package.KeyRerotationPress(package.KnormPress(0.5))
+    refused = pytest.raises(UnsupportedInputError, match="rerotates keys and keeps other tokens")
+    with outer(model), inner(model), refused:
+        filled(model, None, token_ids(1, LENGTH))

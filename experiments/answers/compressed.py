@@ -70,7 +70,7 @@ class Compressed:
         mask = torch.cat((mask, torch.ones_like(following)), dim=1)
         arguments = {"attention_mask": mask, "past_key_values": cache, **options}
         arguments["return_dict_in_generate"] = False  # whatever anybody says
-        if again and not any(getattr(layer, "rerotation", None) for layer in cache.layers):
+        if again and not any(getattr(layer, "is_rerotated", False) for layer in cache.layers):
             positions = mask.cumsum(dim=-1) - 1
             positions[:, -1] -= 1
             arguments["position_ids"] = positions.clamp(min=0)

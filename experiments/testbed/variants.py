@@ -35,7 +35,7 @@ from transformers import Cache, DynamicCache
 
 from attention_patch import headwise, intercept, with_override, wrap
 from press_core import AttentionSite, RaggedLayer, attention_sites, kept_lengths, kept_positions
-from press_core.cache.masks import causal, columns_seen, in_form
+from press_core.cache.masks import columns_seen, in_form
 from press_core.cache.tokens import Kept as Seen
 from press_core.errors import UnsupportedInputError, UnsupportedModelError
 from press_core.forward import Arguments
@@ -232,9 +232,7 @@ def head_mask(site: AttentionSite, kept: Tensor, mask: Any, like: Tensor, n_keys
         UnsupportedInputError: if it takes no mask of that shape.
     """
     n_queries = like.shape[1]
-    shared = columns_seen(mask, n_queries, n_keys)
-    if shared is None:
-        shared = causal(n_queries, n_keys, kept.device)
+    shared = columns_seen(mask, n_queries, n_keys, kept.device)
     of_heads = kept.repeat_interleave(site.num_heads // kept.shape[1], dim=1)
     of_heads = pad(site.ungrouped(of_heads), (0, n_keys - kept.shape[-1]), value=True)
     seen = shared & of_heads.unsqueeze(2)

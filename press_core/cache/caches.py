@@ -181,11 +181,10 @@ def cache_nbytes(cache: Cache) -> int:
 
 def _stored(layer: Any) -> Iterator[Tensor]:
     """The tensors that store keys and values of `layer`, scales of quantized ones too."""
-    for name in ("keys", "values"):
-        for of in (layer, getattr(layer, "recent", None)):
-            yield from _flattened(getattr(of, name, None))
-        for states in (f"recent_{name}", f"_quantized_{name}"):
-            yield from _flattened(getattr(layer, states, None))
+    for name in ("keys", "values", "recent_keys", "_quantized_keys", "_quantized_values"):
+        yield from _flattened(getattr(layer, name, None))
+    if hasattr(layer, "recent"):
+        yield from _stored(layer.recent)
 
 
 def _flattened(states: Any) -> Iterator[Tensor]:

@@ -19,11 +19,9 @@ class InPlaceLayer(PrunedLayer):
     """A pruned layer of a shape of its own.
 
     Attributes:
-        called: what such a cache is called.
         had: what had become of it when it was reset.
     """
 
-    called: str
     had: str
 
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -47,11 +45,8 @@ class InPlaceLayer(PrunedLayer):
         self.append(key_states, value_states)
         return key_states, value_states
 
-    def reorder_rows(self, rows: Tensor) -> None:
-        self.select_rows(rows)
-
     def offload(self) -> None:
         raise UnsupportedCacheError(
-            f"{self.called} cannot be offloaded: attention reads it in place; use a DynamicCache "
-            "without offloading"
+            "what attention reads in place cannot be offloaded; use a DynamicCache without "
+            "offloading"
         )

@@ -18,21 +18,10 @@ from press_core.errors import UnsupportedCacheError
 class PrunedHybridLayer(PrunedLayer):
     """A pruned layer that keeps the state of a linear attention beside its keys and values."""
 
-    def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner.update_conv_state(*args, **kwargs)
-
-    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner.update_recurrent_state(*args, **kwargs)
-
     def drop_last(self, n: int) -> None:
         raise UnsupportedCacheError(
             "a pruned layer with a linear state cannot give back its latest tokens"
         )
-
-    def emptied(self) -> Any:
-        inner = super().emptied()
-        inner.reset()
-        return inner
 
 
 HybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
@@ -52,10 +41,9 @@ if HybridLayer is not None:
 
 def kind_of(layer: Any) -> type[PrunedLayer] | None:
     """What takes the place of a layer of `transformers`; None: it cannot be pruned."""
-    known = KINDS.get(type(layer))
-    if known is None:  # layers that quantize are of a class for each library
-        known = next((KINDS[kind] for kind in OPEN_KINDS if isinstance(layer, kind)), None)
-    return known
+    # Layers that quantize are of a class for each library.
+    of_open = (KINDS[kind] for kind in OPEN_KINDS if isinstance(layer, kind))
+    return KINDS.get(type(layer)) or next(of_open, None)
 
 
 def as_pruned(layer: Any) -> PrunedLayer | None:

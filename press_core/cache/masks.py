@@ -44,17 +44,18 @@ def one_for_all_heads(mask: Tensor) -> Tensor:
     return mask[:, :1]
 
 
-def columns_seen(mask: Any, n_queries: int, n: int) -> Tensor | None:
+def columns_seen(mask: Any, n_queries: int, n: int, device: torch.device | str = "cpu") -> Tensor:
     """Which of the last `n` columns of a mask each of the last queries sees.
 
     Args:
         mask: in any form named above.
+        device: for what a mask of None lets them see.
 
     Returns:
-        `(1 or B, 1 or H, q, n)` bool; None for a mask of None.
+        `(1 or B, 1 or H, q, n)` bool.
     """
     if mask is None:
-        return None
+        return causal(n_queries, n, device)[None, None]
     if isinstance(mask, BlockMask):
         first = mask.seq_lengths[0] - n_queries, mask.seq_lengths[1] - n
         return _asked(mask, first[0] + torch.arange(n_queries)[:, None], first[1] + torch.arange(n))
@@ -64,7 +65,7 @@ def columns_seen(mask: Any, n_queries: int, n: int) -> Tensor | None:
     return columns[:, :, columns.shape[2] - n_queries :]
 
 
-def causal(n_queries: int, n: int, device: torch.device) -> Tensor:
+def causal(n_queries: int, n: int, device: torch.device | str) -> Tensor:
     """`(q, n)` bool: each of the last `q` of `n` tokens sees those up to itself."""
     return torch.ones(n_queries, n, dtype=torch.bool, device=device).tril(n - n_queries)
 
@@ -74,10 +75,9 @@ def visible_tokens(mask: Any, length: int, batch: int) -> Tensor | None:
 
     None where it sees them all.
     """
-    seen = None if length == 0 else columns_seen(mask, 1, length)
-    if seen is None:
+    if mask is None or length == 0:
         return None
-    last = one_for_all_heads(seen)[:, 0, 0]
+    last = one_for_all_heads(columns_seen(mask, 1, length))[:, 0, 0]
     return None if bool(last.all()) else last.expand(batch, -1)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from press_core.copies import copied
 
 FIRST = 2
 """Where steps are counted from: a compiler makes other graphs for 0, for 1 and for all numbers."""
@@ -18,10 +19,7 @@ FIRST = 2
 class Key:
     """Tells one scope from all others of the process, in copies of a cache too."""
 
-    _numbers = itertools.count()
-
-    def __init__(self) -> None:
-        self.number, self.is_open = next(self._numbers), False
+    is_open = False
 
     def __deepcopy__(self, _: Any) -> Key:
         return self
@@ -71,8 +69,7 @@ class Memory:
 
     def after_forward(self) -> Memory:
         """The same, one forward later."""
-        ticks, all_ticks = self.ticks + 1, self.all_ticks + 1
-        return Memory(ticks, all_ticks, self.steps, self.slots, self.in_prefill, self.n_known)
+        return copied(self, ticks=self.ticks + 1, all_ticks=self.all_ticks + 1)
 
     def with_step(self, step: Step, limit: int | None = None) -> Memory:
         """The same with what was observed of the latest tokens.
@@ -87,9 +84,7 @@ class Memory:
             over, steps = over - steps[0].n, steps[1:]
         if over:
             steps = (steps[0].cut(over, steps[0].n), *steps[1:])
-        # Written out: `replace` takes longer than all else in a decoding step.
-        ticks, steps = (self.ticks, self.all_ticks), (*steps, step)
-        return Memory(*ticks, steps, self.slots, self.in_prefill, n_known)
+        return copied(self, steps=(*steps, step), n_known=n_known)
 
     def last(self, limit: int | None = None) -> dict[str, Tensor]:
         """By name, what was observed of the last `limit` tokens, `(B, ..., limit, channels)`."""
@@ -105,7 +100,7 @@ class Memory:
     def after_pruning(self, slots: Mapping[str, Tensor], by_this_scope: bool) -> Memory:
         """The memory of a layer of which `slots` is what is known of those that are left."""
         if self.in_prefill and not by_this_scope:
-            return replace(self, slots=slots)
+            return copied(self, slots=slots)
         ticks = FIRST if by_this_scope else self.ticks
         return Memory(ticks, self.all_ticks, slots=slots)
 
@@ -127,4 +122,6 @@ class Memory:
             n, steps = max(0, n - last.n), (*before, *left)
         slots = {name: x[..., :n_slots] for name, x in self.slots.items()}
         n_known = sum([step.n for step in steps])
-        return Memory(ticks, all_ticks, steps, slots, self.in_prefill, n_known)
+        return copied(
+            self, ticks=ticks, all_ticks=all_ticks, steps=steps, slots=slots, n_known=n_known
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from press_core.cache.masks import for_full_attention, visible_tokens
 from press_core.cache.pruned import PrunedLayer
@@ -42,21 +43,17 @@ def rotary_positions(
         None where a press did not say what it kept, or the model counts images in its own way.
     """
     device = layer.device if last is None else last.device
-    empty = None  # padding between turns stands behind what came before
-    if occupied is not None:
-        empty = (~occupied.to(device)).long()
-        empty[:, : layer.kept.n_slots] = 0
-    rerotated = layer.all_rotary_positions()
-    if rerotated is not None:
-        rerotated = rerotated.to(device)
-        return rerotated if empty is None else rerotated - empty.cumsum(dim=-1).unsqueeze(1)
+    since = None if occupied is None else occupied[:, layer.kept.n_slots :].to(device)
+    if layer.is_rerotated:
+        return layer.all_rotary_positions(since)
     if site.rotary is not None and site.rotary.in_3d:
         return None
     positions = layer.all_positions()
     if positions is None or last is None:
         return None if positions is None else positions.to(device)
     lag = (layer.n_seen - 1 - last)[:, None]
-    if empty is not None:
+    if since is not None:  # padding between turns stands behind what came before
+        empty = pad((~since).long(), (layer.kept.n_slots, 0))
         behind = empty.flip(-1).cumsum(dim=-1).flip(-1) - empty
         counted = lag < empty.sum(dim=-1, keepdim=True)  # positions go on over padding
         lag = lag - behind.masked_fill(counted, 0)

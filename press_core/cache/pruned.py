@@ -17,8 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 from press_core.cache.given import check_given_mask, check_given_tokens, check_mask_in_use
 from press_core.cache.memory import Key, Memory
-from press_core.cache.recent import Recent
-from press_core.cache.tokens import Kept, ReadingNeeds, Rerotation, extended, of_rows
+from press_core.cache.tokens import Kept, ReadingNeeds, extended, of_rows
 from press_core.copies import copied
 from press_core.errors import ScopeError, UnsupportedCacheError, UnsupportedInputError
 from press_core.forward import OneMask, here
@@ -47,21 +46,20 @@ class PrunedLayer(DynamicLayer):
         keys, values: what is stored, `(B, H_kv, n_slots, d)` each; of a quantized layer what waits
             to be.
         kept: which tokens are left of those that it had seen when it was pruned last.
-        rerotation: where their keys were rotated to, or None: where they had been.
         needs: what a forward needs to read this layer.
         carried: by name, what the press wants to find again, `(B, ...)` each.
         memories: by scope, what it remembers of the layer.
         is_first: whether the model makes its one mask for this layer.
         is_unusable: whether an exception ended the forward that it was pruned in.
-        is_always_masked: whether the model always makes a mask, also for one token that sees
-            everything.
+        room: of a buffer of fixed length how many slots it has behind the pruned part, for which
+            the model always makes a mask; None: it grows.
         refusal: why no press can prune what is left; empty: one can.
         unreadable: what is said of a forward without the help that it needs.
     """
 
     is_unusable = False
     is_first = False
-    is_always_masked = False
+    room: int | None = None
     refusal = ""
     unreadable = (
         "this cache holds rows or layers of different lengths, which the model's own attention "
@@ -78,7 +76,6 @@ class PrunedLayer(DynamicLayer):
 
     def _know_nothing(self) -> None:
         self.kept = Kept()
-        self.rerotation: Rerotation | None = None
         self.needs = ReadingNeeds.NOTHING
         self.carried: dict[str, Tensor] = {}
         self.memories: dict[Key, Memory] = {}
@@ -112,14 +109,24 @@ class PrunedLayer(DynamicLayer):
         """`B`."""
         return len(self.values)
 
-    def columns(self, n_new: int) -> int:
-        """Columns of the model's mask for `n_new` tokens more, if it is made for this layer."""
-        return self.n_slots + n_new
+    @property
+    def n_counted(self) -> Any:
+        """`n_recent` as the model counts it: of a buffer a tensor, so that one graph serves all."""
+        return self.n_recent
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether its shapes stay as they are."""
+        return self.room is not None
 
     @property
     def n_old(self) -> int:
         """Columns of a mask for this layer that stand for the pruned part."""
         return self.kept.n_slots
+
+    def columns(self, n_new: int) -> int:
+        """Columns of the model's mask for `n_new` tokens more, if it is made for this layer."""
+        return self.n_old + (self.n_recent + n_new if self.room is None else self.room)
 
     def old_seen(self, context: Tensor | None) -> Tensor | None:
         """Which of these columns are seen, `(1 or B, 1, H_kv or H, 1 or q, n)` bool; None: all.
@@ -146,21 +153,15 @@ class PrunedLayer(DynamicLayer):
         index = positions.long().clamp(min=0).unsqueeze(2).expand(-1, -1, context.shape[2], n)
         return context.gather(-1, index) & (positions >= 0).unsqueeze(2)
 
-    def seen_of_buffer(self, n_queries: int, n: int, n_held: int) -> Tensor | None:
-        """Of a buffer of fixed length, which of the `n` slots behind the pruned part are seen.
-
-        Args:
-            n_held: how many of the queries' tokens it holds already.
-
-        Returns:
-            `(q, n)` bool; None: it is as long as what it holds.
-        """
-        return None
-
     @property
     def is_pruned(self) -> bool:
         """Whether tokens were evicted, or padding dropped, since the layer was last reset."""
         return self.kept.n_seen > 0
+
+    @property
+    def is_rerotated(self) -> bool:
+        """Whether keys were rotated to other positions, from which later tokens continue."""
+        return self.kept.following is not None
 
     @property
     def positions(self) -> Tensor | None:
@@ -178,16 +179,27 @@ class PrunedLayer(DynamicLayer):
             return recent.view(1, 1, -1)
         return None if self.positions is None else extended(self.positions, recent)
 
-    def all_rotary_positions(self) -> Tensor | None:
-        """Rotary position of every slot where keys were rerotated, `(B, H_kv, n_slots)`."""
-        rerotation = self.rerotation
-        if rerotation is None:
+    def all_rotary_positions(self, real: Tensor | None = None) -> Tensor | None:
+        """Rotary position of every slot where keys were rerotated, `(B, H_kv, n_slots)`.
+
+        Args:
+            real: `(B, n_recent)` bool, which tokens since then are no padding; None: all.
+        """
+        if self.kept.rotary is None or not self.is_rerotated:
             return None
-        start = self.kept.n_seen - rerotation.shift
-        recent = torch.arange(start, start + self.n_recent, device=self.device)
-        if rerotation.lag is not None:
-            recent = recent - torch.tensor(rerotation.lag, device=self.device).view(-1, 1, 1)
-        return extended(rerotation.positions, recent)
+        recent = self.following_positions(self.n_recent, real)
+        return extended(self.kept.rotary.to(recent.device), recent.unsqueeze(1))
+
+    def following_positions(self, n: int, real: Tensor | None) -> Tensor:
+        """Rotary positions `(B, n)` of tokens behind rerotated keys; padding is not counted.
+
+        Args:
+            real: `(B, n)` bool, which are no padding; None: all.
+        """
+        if real is None:
+            real = torch.ones(1, n, dtype=torch.bool, device=self.device)
+        first = torch.tensor(self.kept.following, device=real.device)[:, None]
+        return (first - 1 + real.cumsum(dim=-1)).clamp(min=0)
 
     def lengths(self) -> Tensor:
         """How many positions each head keeps, `(B, H_kv)` int64; empty slots do not count."""
@@ -212,10 +224,6 @@ class PrunedLayer(DynamicLayer):
             UnsupportedCacheError: if so.
         """
 
-    def recent_like(self, keys: Tensor, values: Tensor) -> Recent:
-        """Where heads of different lengths, with such states, put tokens to come."""
-        return Recent.like(keys, values)
-
     def settled(self) -> PrunedLayer:
         """What stores the states for good, once they have been judged and all are left."""
         return self
@@ -225,6 +233,7 @@ class PrunedLayer(DynamicLayer):
         inner = copied(self.inner)
         inner.keys = inner.values = None
         inner.is_initialized = False
+        inner.reset()
         return inner
 
     def remember(self, key: Key, memory: Memory | None) -> None:
@@ -242,10 +251,7 @@ class PrunedLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         self.check_readable(key_states)
-        updated: tuple[Tensor, Tensor] = self.inner.update(
-            key_states, value_states, *args, **kwargs
-        )
-        return updated
+        return self.inner.update(key_states, value_states, *args, **kwargs)
 
     def give_up(self) -> None:
         """Let nobody read it any more: an exception ended the forward that it was pruned in."""
@@ -277,14 +283,14 @@ class PrunedLayer(DynamicLayer):
         self._has_told_sizes = False
 
     def get_seq_length(self) -> Any:
-        shift = 0 if self.rerotation is None else self.rerotation.shift
-        return self.n_seen - shift
+        return self.kept.n_seen - self.kept.shift + self.n_counted
 
     def get_mask_sizes(self, query_length: Any) -> tuple[Any, Any]:
         if isinstance(query_length, Tensor):  # transformers 5.2 passes cache_position
             query_length = len(query_length)
         self._has_told_sizes = True
-        if self.is_pruned and not torch.compiler.is_compiling():
+        checked = self.is_pruned and ReadingNeeds.ATTENTION not in self.needs
+        if checked and not torch.compiler.is_compiling():
             count = self.get_seq_length()
             if here.forward is None:
                 check_given_mask(self.kept, self.n_seen, count, query_length)
@@ -292,8 +298,7 @@ class PrunedLayer(DynamicLayer):
                 check_given_tokens(self.n_seen, count)
         if here.reading is OneMask.OF_ONE_COLUMN:
             return 1, self.n_seen
-        shift = 0 if self.rerotation is None else self.rerotation.shift
-        return self.columns(query_length), self.kept.n_seen - shift - self.kept.n_slots
+        return self.columns(query_length), self.kept.n_seen - self.kept.shift - self.n_old
 
     def crop(self, tokens: int) -> None:
         """Take the most recent tokens away again, down to where the layer was pruned.
@@ -334,8 +339,7 @@ class PrunedLayer(DynamicLayer):
         self.inner.prefetch()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self.is_initialized:
-            self._hold_rows(beam_idx, self.reorder_rows)
+        self._hold_rows(beam_idx, self.select_rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.is_initialized:
@@ -348,15 +352,13 @@ class PrunedLayer(DynamicLayer):
             self._hold_rows(rows, self.select_rows)
 
     def _hold_rows(self, rows: Tensor, select: Callable[[Tensor], None]) -> None:
+        if not self.is_initialized:
+            return
         batch = self.batch
         select(rows)
-        known = self.kept, self.rerotation, self.carried, self.memories
-        self.kept, self.rerotation, self.carried, self.memories = of_rows(known, rows, batch)
+        known = self.kept, self.carried, self.memories
+        self.kept, self.carried, self.memories = of_rows(known, rows, batch)
 
     def select_rows(self, rows: Tensor) -> None:
         """Store some rows of the batch."""
-        self.inner.batch_select_indices(rows)
-
-    def reorder_rows(self, rows: Tensor) -> None:
-        """The same, for beam search."""
         self.inner.reorder_cache(rows)

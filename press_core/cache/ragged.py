@@ -13,11 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers.cache_utils import DynamicLayer
 
 from press_core.cache.in_place import UNREADABLE, InPlaceLayer
 from press_core.cache.layout import Blocks
-from press_core.cache.recent import Recent
+from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import Kept, ReadingNeeds
+from press_core.rows import pad_left
+
+AHEAD = 2
+"""Empty slots ahead of recent tokens: a compiler makes other graphs for lengths of 0 and 1."""
 
 
 class RaggedLayer(InPlaceLayer):
@@ -32,7 +37,7 @@ class RaggedLayer(InPlaceLayer):
         slots: `(n, c)` int32: position in the sequence of what lies in each slot; -1: empty.
         held: how many of those tokens each head holds.
         blocks: where they lie.
-        recent: the tokens that came after the pruning.
+        recent: the tokens that came after the pruning, in an even layer; see `none_yet`.
         n_heads: `H_kv`.
         carried: of the last `w` tokens of the first `carried_until`, `(B, H_kv, w)`, for a press
             that evicts tokens some time after it has judged them.
@@ -41,19 +46,18 @@ class RaggedLayer(InPlaceLayer):
 
     refusal = "heads of different lengths"
     unreadable = "the heads of this cache hold different numbers of tokens" + UNREADABLE
-    called = "a head-wise compressed cache"
     had = "head-wise compressed"
 
     keys: Any = None
     values: Any = None
+    recent: PrunedLayer
     attended_by: str | None = None
     carried_until: int = 0
 
-    def __init__(self, kept: Kept, n_heads: int, recent: Recent) -> None:
+    def __init__(self, kept: Kept, n_heads: int) -> None:
         self._know_nothing()
-        self.kept, self.n_heads, self.recent = kept, n_heads, recent
+        self.kept, self.n_heads = kept, n_heads
         self.needs, self.is_initialized = ReadingNeeds.ATTENTION, True
-        self.dtype, self.device = recent.keys.dtype, recent.keys.device
 
     @classmethod
     def of(
@@ -63,7 +67,7 @@ class RaggedLayer(InPlaceLayer):
         chosen: Tensor,
         positions: Tensor,
         kept: Kept,
-        recent: Recent | None = None,
+        like: PrunedLayer | None = None,
     ) -> RaggedLayer:
         """The layer that holds what is `chosen` `(B, H_kv, S)` bool of the tokens seen.
 
@@ -73,9 +77,9 @@ class RaggedLayer(InPlaceLayer):
             keys, values: `(B, H_kv, S, d)`.
             positions: `(1 or B, 1 or H_kv, S)`, in the sequence.
             kept: how many tokens were seen, and which of them were padding.
-            recent: where tokens to come are put; None: in growing tensors.
+            like: stores tokens as those to come are to be stored; None: as a `DynamicLayer` does.
         """
-        layer = cls(kept, chosen.shape[1], recent or Recent.like(keys, values))
+        layer = cls(kept, chosen.shape[1])
         layer.lay_out(
             keys.flatten(0, 2),
             values.flatten(0, 2),
@@ -83,6 +87,7 @@ class RaggedLayer(InPlaceLayer):
             chosen.flatten().nonzero().squeeze(1),  # far faster than a mask as an index
             chosen.sum(dim=-1).flatten().tolist(),
         )
+        layer.recent = none_yet(keys, values, like)
         return layer
 
     def lay_out(
@@ -96,6 +101,7 @@ class RaggedLayer(InPlaceLayer):
             chosen: `(sum(held),)` int64, places among the `m`.
             held: how many of them each head holds.
         """
+        self.dtype, self.device = keys.dtype, keys.device
         self.held, self.blocks = held, Blocks.of(held, self.n_heads, keys)
         blocks, slots = self.blocks, self.blocks.slots(held)
         free = torch.ones(blocks.n * blocks.size, dtype=torch.bool).index_fill_(0, slots, False)
@@ -139,7 +145,7 @@ class RaggedLayer(InPlaceLayer):
 
     @property
     def n_recent(self) -> int:
-        return self.recent.n
+        return self.recent.n_recent
 
     @property
     def counts(self) -> list[int]:
@@ -150,8 +156,13 @@ class RaggedLayer(InPlaceLayer):
     def n_slots(self) -> int:
         return max([0, *self.counts])
 
-    def columns(self, n_new: int) -> int:
-        return self.recent.mask_columns(self.kept.n_seen, n_new)
+    @property
+    def n_counted(self) -> Any:
+        return self.recent.n_counted
+
+    @property
+    def room(self) -> int | None:  # type: ignore[override]
+        return self.recent.room
 
     @property
     def n_old(self) -> int:
@@ -159,17 +170,6 @@ class RaggedLayer(InPlaceLayer):
 
     def old_seen(self, context: Tensor | None) -> Tensor | None:
         return context
-
-    def seen_of_buffer(self, n_queries: int, n: int, n_held: int) -> Tensor | None:
-        return self.recent.seen_of_buffer(n_queries, n, n_held)
-
-    @property
-    def is_always_masked(self) -> bool:  # type: ignore[override]
-        return self.recent.is_static
-
-    @property
-    def positions(self) -> Tensor | None:
-        return None
 
     def lengths(self) -> Tensor:
         return torch.tensor(self.counts, device=self.device).view(-1, self.n_heads)
@@ -192,38 +192,39 @@ class RaggedLayer(InPlaceLayer):
         if n > self.n_recent:
             keys, values = self.states()
             return keys[:, :, -n:], values[:, :, -n:]
-        shape, last = (self.batch, self.n_heads, n, -1), slice(self.n_recent - n, self.n_recent)
-        keys, values = (x[:, last].reshape(shape) for x in self.recent.states())
-        return keys, values
+        last = slice(AHEAD + self.n_recent - n, AHEAD + self.n_recent)
+        return self.recent.keys[:, :, last], self.recent.values[:, :, last]
+
+    def recent_states(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of tokens that came later, `(N, m, d)` each; all slots of a buffer."""
+        keys, values = (x[:, :, AHEAD:] for x in (self.recent.keys, self.recent.values))
+        return keys.flatten(0, 1), values.flatten(0, 1)
 
     def dense(self) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values and positions `(B, H_kv, n, ...)`; zeros, and -1, where there is nothing."""
-        (keys, values, positions), counts = self.tokens(), self.counts
-        longest, held = max(counts), torch.tensor(counts)
-        ends = (torch.arange(len(counts)) + 1) * longest
-        shift = ends - held.cumsum(0)
-        index = (torch.arange(len(keys)) + shift.repeat_interleave(held)).to(keys.device)
+        keys, values, positions = self.tokens()
 
         def padded(states: Tensor, empty: float) -> Tensor:
-            storage = states.new_full((len(counts) * longest, *states.shape[1:]), empty)
-            storage = storage.index_copy(0, index, states)
-            return storage.view(self.batch, self.n_heads, longest, *states.shape[1:])
+            of_heads = [head[None, None] for head in states.split(self.counts)]
+            alike = torch.cat([pad_left(head, self.n_slots, empty) for head in of_heads])
+            return alike.view(self.batch, self.n_heads, *alike.shape[2:])
 
         return padded(keys, 0), padded(values, 0), padded(positions, -1)
 
     def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values and positions of all that heads hold, copies, one head after the other."""
-        of_heads, n_slots, n = self.blocks.slots(self.held), self.slots.numel(), self.n_recent
-        later = n_slots + torch.arange(len(self.held) * n).view(len(self.held), n)
-        both = zip(of_heads.split(self.held), later, strict=True)
-        index = torch.cat([part for head in both for part in head]).to(self.keys.device)
-        keys, values = (x[:, :n] for x in self.recent.states())
-        first = self.kept.n_seen
-        new = torch.arange(first, first + n, dtype=torch.int32, device=keys.device)
+        (keys, values, positions), n = self.packed(), self.n_recent
+        recent_keys, recent_values = self.recent_states()
+        recent = torch.arange(self.kept.n_seen, self.n_seen).to(positions)
+
+        def joined(old: Tensor, new: Tensor) -> Tensor:
+            both = zip(old.split(self.held), new[:, :n], strict=True)
+            return torch.cat([part for head in both for part in head])
+
         return (
-            torch.cat((self.keys.flatten(0, 1), keys.flatten(0, 1)))[index],
-            torch.cat((self.values.flatten(0, 1), values.flatten(0, 1)))[index],
-            torch.cat((self.slots.flatten(), new.repeat(len(self.held))))[index],
+            joined(keys, recent_keys),
+            joined(values, recent_values),
+            joined(positions, recent.expand(len(self.held), n)),
         )
 
     # ---- tokens that are evicted some time after they came ---------------------------------------
@@ -254,7 +255,7 @@ class RaggedLayer(InPlaceLayer):
         left[index[gone.flatten(0, 1)]] = False
         held = [int(part.sum()) for part in left.split(counts)]
         self.kept = Kept(n_seen=self.n_seen, real=real)
-        self.recent.clear()
+        self.recent = none_yet(self.recent.keys, self.recent.values, self.recent)
         self.lay_out(keys, values, positions, left.nonzero().squeeze(1), held)
 
     # ---- what caches do --------------------------------------------------------------------------
@@ -263,20 +264,8 @@ class RaggedLayer(InPlaceLayer):
         grows = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if grows and self.keys.is_inference():  # which autograd refuses to keep
             self.keys, self.values = self.keys.clone(), self.values.clone()
-        self.recent.append(keys.flatten(0, 1), values.flatten(0, 1))
-
-    def get_seq_length(self) -> Any:
-        return self.recent.count(self.kept.n_seen) if self.is_initialized else 0
-
-    def get_mask_sizes(self, query_length: Any) -> tuple[Any, Any]:
-        if isinstance(query_length, Tensor):  # transformers 5.2 passes cache_position
-            query_length = query_length.shape[0]
-        return self.columns(query_length), 0
-
-    @property
-    def is_compileable(self) -> bool:
-        """Whether its shapes stay as they are."""
-        return self.recent.is_static
+        # Under autocast a decode step may come in another dtype than the prefill did.
+        self.recent.update(keys.to(self.dtype), values.to(self.dtype))
 
     def drop_last(self, n: int) -> None:
         self.recent.drop_last(n)
@@ -288,12 +277,23 @@ class RaggedLayer(InPlaceLayer):
         self._know_nothing()
         self.keys = self.values = None
         self.is_initialized, self.held = False, []
-        nothing = self.recent.keys.new_empty(0, 0, 0)
-        self.recent = Recent(nothing, nothing)
+        self.recent.reset()
 
     def select_rows(self, rows: Tensor) -> None:
         heads = [row * self.n_heads + h for row in rows.tolist() for h in range(self.n_heads)]
         keys, values, positions = self.packed(heads)
         chosen = torch.arange(len(keys), device=keys.device)
         self.lay_out(keys, values, positions, chosen, [self.held[h] for h in heads])
-        self.recent.select(torch.tensor(heads, device=keys.device))
+        self.recent.select_rows(rows)
+
+
+def none_yet(keys: Tensor, values: Tensor, like: PrunedLayer | None = None) -> PrunedLayer:
+    """The layer of tokens to come behind `keys` and `values` `(B, H_kv, S, d)`.
+
+    Args:
+        like: see `RaggedLayer.of`.
+    """
+    ahead = [x.new_zeros(*x.shape[:2], AHEAD, x.shape[-1]) for x in (keys, values)]
+    layer = (like or PrunedLayer(DynamicLayer())).holding(*ahead)
+    layer.kept = Kept(n_slots=AHEAD)
+    return layer

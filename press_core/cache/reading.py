@@ -10,7 +10,6 @@ from torch.nn.functional import pad
 
 from press_core.cache.caches import columns_of, mask_layer
 from press_core.cache.masks import (
-    causal,
     columns_seen,
     for_full_attention,
     in_form,
@@ -36,27 +35,23 @@ def pruned_layers(cache: Any) -> list[PrunedLayer]:
 def are_special(layers: list[PrunedLayer]) -> bool:
     """Whether some forwards read one of the pruned `layers` with masks or positions of its own."""
     plain = ReadingNeeds.NOTHING
-    return any([x.needs is not plain or x.rerotation is not None for x in layers])
+    return any([x.needs is not plain or x.kept.following is not None for x in layers])
 
 
 def needs_help(forward: Forward, layers: list[PrunedLayer]) -> bool:
     """Whether one of the pruned `layers` is read with masks or positions of its own."""
     mask = forward.given.get("attention_mask")
-    needs, turned = [], None
-    for layer in layers:
-        if layer.needs is not ReadingNeeds.NOTHING:
-            needs.append(layer.needs)
-        if layer.rerotation is not None:
-            turned = turned or layer
+    needs = [layer.needs for layer in layers if layer.needs is not ReadingNeeds.NOTHING]
+    turned = [layer for layer in layers if layer.kept.following is not None]
     if any([need is not ReadingNeeds.MASK_OF_MANY for need in needs]):
         return True
     # Up to transformers 5.2 a compiled model makes a mask for a single token too.
     alone = forward.n_tokens == 1 and not torch.compiler.is_compiling()
     if needs and (not alone or _hides_recent(mask, layers[0], forward)):
         return True
-    if turned is not None:  # the model would count padding, and a user all tokens
+    if turned:  # the model would count padding, and a user all tokens
         told = forward.given.get("position_ids") is not None
-        if told or _hides_recent(mask, turned, forward):
+        if told or _hides_recent(mask, turned[0], forward):
             return True
     if not layers or mask is None:
         return False
@@ -87,7 +82,7 @@ def with_counted_columns(forward: Forward, layers: list[PrunedLayer]) -> Argumen
     given, mask = forward.given, forward.given.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return given
-    turned = [layer for layer in layers if layer.rerotation and layer.rerotation.shift]
+    turned = [layer for layer in layers if layer.kept.shift]
     if not turned:
         return given
     n_columns = int(forward.cache.get_seq_length()) + forward.n_tokens
@@ -114,13 +109,12 @@ def hidden_context(forward: Forward) -> Tensor | None:
 
 
 def _hidden_context(forward: Forward) -> Tensor | None:
-    mask, layers = for_full_attention(forward.given.get("attention_mask")), None
-    if isinstance(mask, Tensor):
-        layers = pruned_layers(forward.cache)
+    mask = for_full_attention(forward.given.get("attention_mask"))
+    layers = pruned_layers(forward.cache)
     if not layers or not isinstance(mask, Tensor):
         return None
     kept, n_seen = layers[0].kept, layers[0].n_seen
-    if mask.shape[-1] != n_seen + forward.n_tokens or layers[0].rerotation is not None:
+    if mask.shape[-1] != n_seen + forward.n_tokens or layers[0].is_rerotated:
         return None  # made for what is stored, or refused
     if not torch.compiler.is_compiling() and mask.dim() == 2 and bool(mask.all()):
         return None
@@ -143,43 +137,39 @@ def one_mask(
     Returns:
         None: it does not; and the arguments that the decoder is to get.
     """
-    mask, needs_own = forward.given.get("attention_mask"), ReadingNeeds.ATTENTION
-    turned = any(needs_own in layer.needs or layer.rerotation is not None for layer in layers)
-    if not turned and not torch.compiler.is_compiling():
-        if any(layer.kept.is_padded for layer in layers):
-            of_slots = _mask_of_slots(forward, mask, layers)
-            if of_slots is not None:
-                return OneMask.OF_SLOTS, forward.given.replace(attention_mask=of_slots)
-        elif _spreads_a_column(forward, site, layers, mask):
-            return OneMask.OF_ONE_COLUMN, forward.given
-    return None, forward.given
+    given, own = forward.given, ReadingNeeds.ATTENTION
+    if torch.compiler.is_compiling() or any(own in x.needs or x.is_rerotated for x in layers):
+        return None, given
+    if any(layer.kept.is_padded for layer in layers):
+        mask = _mask_of_slots(forward, layers)
+        if mask is not None:
+            return OneMask.OF_SLOTS, given.replace(attention_mask=mask)
+    elif _spreads_a_column(forward, site, layers):
+        return OneMask.OF_ONE_COLUMN, given
+    return None, given
 
 
-def _spreads_a_column(
-    forward: Forward, site: AttentionSite, layers: list[PrunedLayer], mask: Any
-) -> bool:
+def _spreads_a_column(forward: Forward, site: AttentionSite, layers: list[PrunedLayer]) -> bool:
     """Whether it is a single token that sees everything, by eager attention.
 
     What that adds to the logits is spread over them.
     """
+    mask = forward.given.get("attention_mask")
     spread = site.attn_implementation == "eager" and site.signature.hands_on
-    spread = spread and mask_layer(forward.cache) in layers and not layers[0].is_always_masked
+    spread = spread and mask_layer(forward.cache) in layers and layers[0].room is None
     sees_all = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all()))
     return spread and forward.n_tokens == 1 and sees_all
 
 
-def _mask_of_slots(forward: Forward, mask: Any, layers: list[PrunedLayer]) -> Tensor | None:
+def _mask_of_slots(forward: Forward, layers: list[PrunedLayer]) -> Tensor | None:
     """A mask `(B, n_seen + q)` whose last columns say which slots hold tokens; None: there is none.
 
     Layers have to hold the same slots. The columns before hide as many tokens as keeps the numbers
     that models count positions by.
     """
-    first, q = layers[0], forward.n_tokens
-    alike = len(layers) == len(forward.cache.layers) and all(
-        (layer.kept.rows, layer.n_slots, layer.n_seen)
-        == (first.kept.rows, first.n_slots, first.n_seen)
-        for layer in layers
-    )
+    first, q, mask = layers[0], forward.n_tokens, forward.given.get("attention_mask")
+    held = {(layer.kept.rows, layer.n_slots, layer.n_seen) for layer in layers}
+    alike = len(held) == 1 and len(layers) == len(forward.cache.layers)
     if not alike or not isinstance(mask, Tensor) or mask.shape != (first.batch, first.n_seen + q):
         return None
     if hidden_context(forward) is not None:
@@ -219,7 +209,7 @@ def helped(
     if attends is not (ReadingNeeds.ATTENTION in layer.needs):
         return given
     here.reading = layer
-    if layer.rerotation is not None:
+    if layer.is_rerotated:
         given = _with_positions(forward, site, given, layer, n_held)
     mask, columns = given.get("attention_mask"), layer.columns(forward.n_tokens - n_held)
     fitting = forward.once(
@@ -259,45 +249,45 @@ def _mask(forward: Forward, site: AttentionSite, mask: Any, layer: PrunedLayer, 
 
 def _recent(forward: Forward, mask: Any, layer: PrunedLayer, n: int, n_held: int) -> Tensor:
     """What queries see of the `n` columns behind the pruned part, `(1 or B, 1 or H, q, n)` bool."""
-    q = forward.n_tokens
-    filled = layer.seen_of_buffer(q, n, n_held)  # of slots that hold nothing yet nothing is seen
+    q, device = forward.n_tokens, layer.device
+    if layer.room is None:
+        return columns_seen(mask, q, n, device).to(device)
+    slots, queries = torch.arange(n, device=device), torch.arange(q, device=device)
+    filled = slots <= layer.n_counted - n_held + queries[:, None]  # up to the query's own
     if mask is None:
-        return (causal(q, n, layer.device) if filled is None else filled)[None, None]
-    n_columns = n
-    if filled is not None:
-        first = mask_layer(forward.cache)
-        start = first.n_old if isinstance(first, PrunedLayer) else layer.kept.n_seen
-        n_columns = mask.shape[-1] - start
-    found = columns_seen(mask, q, n_columns)
-    assert found is not None
-    if filled is None:
-        return found.to(layer.device)
+        return filled[None, None]
+    found = columns_seen(mask, q, mask.shape[-1] - _n_before(forward, mask, layer))
     return pad(found[..., :n], (0, max(0, n - found.shape[-1]))) & filled
+
+
+def _n_before(forward: Forward, mask: Any, layer: PrunedLayer) -> int:
+    """How many columns of a mask stand before those of the tokens after the pruning.
+
+    The model makes it for the slots of one layer, whoever else for all tokens.
+    """
+    first = mask_layer(forward.cache)
+    by_model = isinstance(first, PrunedLayer) and mask.shape[-1] == first.columns(forward.n_tokens)
+    return first.n_old if by_model else layer.kept.n_seen
 
 
 def _with_positions(
     forward: Forward, site: AttentionSite, given: Arguments, layer: PrunedLayer, n_held: int
 ) -> Arguments:
     """The arguments with positions that continue from where the keys were rerotated to."""
-    rerotation, mask = layer.rerotation, given.get("attention_mask")
-    assert rerotation is not None
+    mask = given.get("attention_mask")
     positions = forward.once(
         lambda: _positions(forward, mask, layer, n_held),
-        *("positions", mask, layer.kept.n_seen, rerotation.shift, rerotation.lag or ()),
+        *("positions", mask, layer.kept.n_seen, layer.kept.following or ()),
     )
-    ids: Tensor | None = given.get("position_ids")
-    first = ids if ids is None or ids.dim() == 2 else ids[0]
-    if first is not None and torch.equal(first.expand_as(positions), positions):
-        return given
-    rotary, cos_sin = site.rotary, given.get("position_embeddings")
+    rotary, n = site.rotary, forward.n_tokens
     assert rotary is not None
-    if rotary.in_3d and forward.n_tokens > 1 and cos_sin is not None:
-        _require_text(forward, site, mask, layer, n_held, cos_sin)
+    if rotary.in_3d and n > 1 and given.get("position_embeddings") is not None:
+        _require_text(site, given, n, layer.n_seen - n_held + n)
     embeddings = forward.once(
         lambda: rotary.embeddings(given.get("hidden_states"), positions),
         *("embeddings", positions, rotary.embedding, rotary.layer_type or ""),
     )
-    given = given.replace(position_embeddings=embeddings)
+    given, ids = given.replace(position_embeddings=embeddings), given.get("position_ids")
     if ids is None:
         return given
     in_all = positions if ids.dim() == 2 else positions.expand(len(ids), *positions.shape)
@@ -305,42 +295,29 @@ def _with_positions(
 
 
 def _positions(forward: Forward, mask: Any, layer: PrunedLayer, n_held: int) -> Tensor:
-    """Positions of the forward's tokens, `(1 or B, q)` int64."""
-    rerotation, device = layer.rerotation, layer.device
-    assert rerotation is not None
+    """Positions of the forward's tokens, `(B, q)` int64."""
     n_recent = layer.n_recent - n_held + forward.n_tokens
-    start = layer.kept.n_seen - rerotation.shift
-    positions = torch.arange(start, start + n_recent, device=device)[None]
-    first = mask_layer(forward.cache)
-    if layer.is_always_masked and isinstance(mask, Tensor) and isinstance(first, PrunedLayer):
-        mask = mask[..., : first.n_old + n_recent]  # of a buffer the last slots hold nothing yet
+    if layer.room is not None and isinstance(mask, Tensor):  # the last slots hold nothing yet
+        mask = mask[..., : _n_before(forward, mask, layer) + n_recent]
     real = visible_tokens(mask, n_recent, layer.batch)
-    if real is not None:  # padding between turns has no position
-        positions = (start - 1 + real.to(device).cumsum(dim=-1)).clamp(min=0)
-    if rerotation.lag is not None:
-        positions = positions - torch.tensor(rerotation.lag, device=device)[:, None]
-    return positions[:, -forward.n_tokens :]
+    real = None if real is None else real.to(layer.device)
+    return layer.following_positions(n_recent, real)[:, -forward.n_tokens :]
 
 
-def _require_text(
-    forward: Forward,
-    site: AttentionSite,
-    mask: Any,
-    layer: PrunedLayer,
-    n_held: int,
-    cos_sin: tuple[Tensor, Tensor],
-) -> None:
+def _require_text(site: AttentionSite, given: Arguments, n: int, n_seen: int) -> None:
     """Refuse tokens whose positions differ in their dimensions, behind keys at other positions.
+
+    Args:
+        n: how many there are; `n_seen` with all that came before.
 
     Raises:
         UnsupportedInputError: if there are such tokens.
     """
-    rotary, n = site.rotary, forward.n_tokens
+    rotary, (cos, sin) = site.rotary, given.get("position_embeddings")
     assert rotary is not None
-    cos, sin = cos_sin
-    real = visible_tokens(mask, n, len(cos))
+    real = visible_tokens(given.get("attention_mask"), n, len(cos))
     real = cos.new_ones(len(cos), n).bool() if real is None else real.to(cos.device)
-    last = rotary.find(cos[:, -1:], sin[:, -1:], layer.n_seen - n_held + n)
+    last = rotary.find(cos[:, -1:], sin[:, -1:], n_seen)
     behind = real.flip(-1).long().cumsum(dim=-1).flip(-1) - 1
     made = rotary.embeddings(cos, (last[:, None] - behind).clamp(min=0))
     is_text = alike(made[0], cos) & alike(made[1], sin) & (last[:, None] >= 0)
@@ -362,9 +339,9 @@ def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> Readin
     if layer.columns(1) != columns_of(first, 1):
         # Of those that transformers has, these alone can do without a mask for a single token.
         unmasked = site.attn_implementation.startswith(("sdpa", "flash"))
-        unmasked = unmasked and not layer.is_always_masked
+        unmasked = unmasked and layer.room is None
         needs |= ReadingNeeds.MASK_OF_MANY if unmasked else ReadingNeeds.MASK
-    if layer.rerotation is not None:
+    if layer.is_rerotated:
         keeps_count = layer.kept.is_padded or site.place.keeps_count
         if keeps_count or int(cache.get_seq_length()) != int(layer.get_seq_length()):
             needs |= ReadingNeeds.MASK

@@ -39,8 +39,11 @@ class Kept:
         rows: slots that each row fills, where the batch was padded or rows keep different numbers,
             so that the mask that the model builds would hide the wrong keys; None: all of them.
         real: `(B, n_seen)` bool, which tokens seen were no padding; None: all.
-        rotary: `(B, H_kv, n)` int32: to which position each kept key is rotated, where padding
-            between turns separates that from `positions`; None: padding came first.
+        rotary: `(B, H_kv, n)` int32: to which position each kept key is rotated, where keys were
+            rerotated, or padding between turns separates that from `positions`; None elsewhere.
+        following: where keys were rerotated, the position from which later tokens of each row
+            continue; None: where the model counts on.
+        shift: by how many tokens the model then counts less than the layer had seen.
     """
 
     positions: Tensor | None = None
@@ -49,6 +52,8 @@ class Kept:
     rows: tuple[int, ...] | None = None
     real: Tensor | None = None
     rotary: Tensor | None = None
+    following: tuple[int, ...] | None = None
+    shift: int = 0
 
     @property
     def is_padded(self) -> bool:
@@ -60,21 +65,6 @@ class Kept:
             return None
         slots = torch.arange(self.n_slots, device=device)
         return slots >= self.n_slots - torch.tensor(self.rows, device=device)[:, None]
-
-
-@dataclass(frozen=True, eq=False)
-class Rerotation:
-    """Where the kept keys were rotated to; later tokens continue from there.
-
-    Attributes:
-        positions: `(B, H_kv, n)` int32, of the kept tokens.
-        shift: by how many tokens the layer counts less than it has seen.
-        lag: by how much the positions of each row lag behind that count; None: by nothing.
-    """
-
-    positions: Tensor
-    shift: int = 0
-    lag: tuple[int, ...] | None = None
 
 
 def of_rows(known: T, rows: Tensor, batch: int) -> T:
@@ -94,8 +84,7 @@ def of_rows(known: T, rows: Tensor, batch: int) -> T:
             return tuple(map(chosen, x))
         return replace(x, **chosen(vars(x))) if is_dataclass(x) else x  # type: ignore[type-var]
 
-    result: T = chosen(known)
-    return result
+    return chosen(known)
 
 
 def extended(positions: Tensor, recent: Tensor) -> Tensor:

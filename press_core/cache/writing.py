@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from press_core.cache.memory import Key, Memory
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.ragged import RaggedLayer
 from press_core.cache.reading import reading_needs
-from press_core.cache.tokens import Kept, Rerotation
+from press_core.cache.tokens import Kept
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import Eviction
 from press_core.model.sites import AttentionSite
@@ -46,7 +47,7 @@ def store(cache: Any, site: AttentionSite, left: Left, key: Key) -> PrunedLayer 
     if left.any("head_mask"):
         layer: PrunedLayer = _ragged(former, left)
     elif left.is_whole and not padded:
-        _leave_whole(cache, index, former, left.call.memory, key)
+        _leave_whole(cache, index, former, left, key)
         return None
     else:
         layer = _even(former, site, left)
@@ -59,37 +60,47 @@ def store(cache: Any, site: AttentionSite, left: Left, key: Key) -> PrunedLayer 
     return layer
 
 
-def _leave_whole(
-    cache: Any, index: int, former: PrunedLayer, slots: Mapping[str, Tensor], key: Key
-) -> None:
+def _leave_whole(cache: Any, index: int, former: PrunedLayer, left: Left, key: Key) -> None:
     """Let a layer be what it is without a press, and hold what that remembers."""
-    memory = former.memories.get(key)
-    layer = former.settled()
+    memory, slots, layer = former.memories.get(key), left.call.memory, former.settled()
     if slots or memory is not None:
         layer.remember(key, (memory or Memory()).after_pruning(slots, by_this_scope=True))
     keeps = isinstance(cache.layers[index], PrunedLayer) or layer.memories
     cache.layers[index] = layer if keeps else layer.inner
 
 
-def _kept(former: PrunedLayer, left: Left) -> Kept:
+def _kept(former: PrunedLayer, site: AttentionSite, left: Left) -> Kept:
     """What is left of the tokens that the layer has seen."""
-    rows = left.rows
+    rows, real = left.rows, real_tokens(former, left)
     if rows is None and former.kept.is_padded:
         rows = left.numbers(lambda eviction: eviction.length)
     if rows is not None:
         left.check_slots()
-    positions = _positions(former, left)
-    rotary = None
-    if rows is not None and left.call.when.decoding:
-        rotary = left.of_slots(left.call.at.rotary)
-    return Kept(
-        None if positions is None else positions.to(torch.int32),
-        left.length,
-        former.n_seen,
-        rows,
-        real_tokens(former, left),
-        None if rotary is None else rotary.to(torch.int32),
-    )
+    positions = _int32(_positions(former, left))
+    kept = Kept(positions, left.length, former.n_seen, rows, real, shift=former.kept.shift)
+    known = left.call.at.rotary
+    if left.any("rotary_positions"):
+        rotary = _int32(left.joined(_rotated_to, -1))
+        following = left.numbers(lambda e: e.next_position or e.length)
+        # The count of tokens seen is what the model counts by: layers that keep their positions go
+        # by it too, and so does its mask of a padded batch, which has columns for all tokens.
+        keeps_count = kept.is_padded or site.place.keeps_count
+        shift = kept.shift if keeps_count else kept.n_seen - max(following)
+        return replace(kept, rotary=rotary, following=following, shift=shift)
+    if former.is_rerotated:  # padding between turns has not moved later tokens on
+        following = tuple((_required(known).flatten(1).amax(dim=1) + 1).tolist())
+        kept = replace(kept, following=following)
+    is_known = former.is_rerotated or (kept.is_padded and left.call.when.decoding)
+    return replace(kept, rotary=_int32(left.of_slots(known))) if is_known else kept
+
+
+def _rotated_to(eviction: Eviction) -> Tensor:
+    rotary = eviction.rotary_positions
+    return eviction.known_kept if rotary is None else rotary
+
+
+def _int32(positions: Tensor | None) -> Tensor | None:
+    return None if positions is None else positions.to(torch.int32)
 
 
 def _positions(former: PrunedLayer, left: Left) -> Tensor | None:
@@ -99,45 +110,46 @@ def _positions(former: PrunedLayer, left: Left) -> Tensor | None:
 
 def real_tokens(former: PrunedLayer, left: Left) -> Tensor | None:
     """Which of the tokens seen were no padding, `(B, n_seen)` bool; None: all."""
-    padded = [group for group in left.groups if group.slots is not None]
-    if not padded and former.kept.real is None:
+    occupied = left.occupied()
+    if occupied is None and former.kept.real is None:
         return None
-    n_seen, n_recent = former.n_seen, former.n_recent
-    batch, device = left.call.keys.shape[0], left.call.keys.device
-    real = torch.ones(batch, n_seen, dtype=torch.bool, device=device)
+    keys, n_seen = left.call.keys, former.n_seen
+    real = torch.ones(len(keys), n_seen, dtype=torch.bool, device=keys.device)
     if former.kept.real is not None:
         real[:, : former.kept.n_seen] = former.kept.real
-    end = min(former.n_slots, left.call.length)  # which may be about the latest alone
-    n_new = min(n_recent, end)
-    for group in padded:  # of the tokens that came since the last pruning
-        assert group.slots is not None
-        occupied = torch.zeros(left.call.length, dtype=torch.bool, device=device)
-        occupied[group.slots] = True
-        real[group.rows, n_seen - n_new :] = occupied[end - n_new : end]
+    if occupied is not None:  # of the tokens that came since the last pruning
+        end = min(former.n_slots, left.call.length)  # which may be about the latest alone
+        n_new = min(former.n_recent, end)
+        real[:, n_seen - n_new :] = occupied[:, end - n_new : end]
     return None if bool(real.all()) else real
 
 
 def _even(former: PrunedLayer, site: AttentionSite, left: Left) -> PrunedLayer:
     """The layer whose heads hold as many tokens each."""
-    kept = _kept(former, left)
+    kept = _kept(former, site, left)
     states = left.joined(lambda e: e.keys), left.joined(lambda e: e.values)
     if left.any("channels"):
-        channels = left.per_row(lambda e: _required(e.channels))
+        channels = left.joined(lambda e: _required(e.channels))
         former.check_shape("some channels of the keys")
         inner = former.holding(*states).inner
         layer: PrunedLayer = ChannelPrunedLayer(inner, channels, left.call.keys.shape[-1])
     else:
         layer = former.holding(*states)
-    layer.kept, layer.rerotation = kept, _rerotation(former, site, left, kept.is_padded)
-    names = {name for eviction in left.evictions for name in eviction.carried}
-    layer.carried = {n: left.per_row(lambda e, n=n: _carried(e, n)) for n in names}  # type: ignore[misc]
+    layer.kept = kept
+    layer.carried = _carried(left, missing=float("nan"))
     return layer
 
 
-def _carried(eviction: Eviction, name: str) -> Tensor:
-    """What is carried on of some rows: as before, where a row got no token to decide about."""
-    found = eviction.carried.get(name, eviction.call.carried.get(name))
-    return eviction.keys.new_zeros(*eviction.keys.shape[:2], 0) if found is None else found
+def _carried(left: Left, missing: float) -> dict[str, Tensor]:
+    """What presses carry on; `missing` where a row has fewer tokens than others."""
+
+    def of(eviction: Eviction, name: str) -> Tensor:
+        nothing = eviction.keys.new_zeros(*eviction.keys.shape[:2], 0)
+        before = eviction.call.carried.get(name, nothing)  # a row may have got no token to judge
+        return eviction.carried.get(name, before)
+
+    names = {name for eviction in left.evictions for name in eviction.carried}
+    return {name: left.joined(partial(of, name=name), missing) for name in names}
 
 
 def _required(x: Tensor | None) -> Tensor:
@@ -155,40 +167,9 @@ def _memories(former: PrunedLayer, left: Left, key: Key) -> dict[Key, Memory]:
         mine = other is key
         slots = left.call.memory if mine else memory.of_slots(left.call.length)
         found = {name: left.of_slots(x, empty=0) for name, x in slots.items()}
-        told = {name: x for name, x in found.items() if x is not None}
-        memories[other] = memory.after_pruning(told, by_this_scope=mine)
+        known_now = {name: x for name, x in found.items() if x is not None}
+        memories[other] = memory.after_pruning(known_now, by_this_scope=mine)
     return memories
-
-
-def _rerotation(
-    former: PrunedLayer, site: AttentionSite, left: Left, is_padded: bool
-) -> Rerotation | None:
-    """To which positions the keys that are left are rotated, if not to those they came with."""
-    before = former.rerotation
-    shift = 0 if before is None else before.shift
-    if not left.any("rotary_positions"):
-        if before is None:
-            return None
-        # Padding between turns has not moved them on.
-        known_positions = _required(left.call.at.rotary)
-        last = known_positions.flatten(1).amax(dim=1)
-        behind = tuple((former.n_seen - shift - 1 - last).tolist())
-        return Rerotation(_required(left.of_slots(known_positions)), shift, behind)
-    following = left.numbers(lambda e: e.next_position or e.length)
-    longest = max(following)
-    n_shorter = former.n_seen - shift - longest
-    lag = [longest - n for n in following]
-
-    def rotated_to(eviction: Eviction) -> Tensor:
-        rotary = eviction.rotary_positions
-        return eviction.known_kept if rotary is None else rotary
-
-    positions = left.joined(rotated_to, -1).to(torch.int32)
-    # The count of tokens seen is what the model counts by: layers that keep their positions go by
-    # it too, and so does its mask of a padded batch, which has columns for all tokens.
-    if is_padded or site.place.keeps_count:
-        return Rerotation(positions, shift, tuple([n + n_shorter for n in lag]))
-    return Rerotation(positions, shift + n_shorter, tuple(lag))
 
 
 # ---- heads of different lengths ------------------------------------------------------------------
@@ -196,7 +177,7 @@ def _rerotation(
 
 def _ragged(former: PrunedLayer, left: Left) -> RaggedLayer:
     """The layer whose heads differ in length."""
-    if left.any("rotary_positions"):
+    if former.is_rerotated or left.any("rotary_positions"):
         raise UnsupportedInputError(
             "a press rerotates keys and keeps other tokens for each head, which no layer can tell "
             "later positions for; leave one of the two out"
@@ -218,29 +199,18 @@ def _ragged(former: PrunedLayer, left: Left) -> RaggedLayer:
         left.joined(chosen),
         positions.clamp(max=former.n_seen - 1),  # what joins counts as the last token
         kept,
-        former.recent_like(keys, values),
+        former,
     )
-    layer.carry(_of_recent(left))
+    layer.carry(_carried(left, missing=float("inf")))
     return layer
-
-
-def _of_recent(left: Left) -> dict[str, Tensor]:
-    """What is carried on of the last tokens; infinite where a row has fewer: none is padding."""
-    names = {name for eviction in left.evictions for name in eviction.carried}
-    return {n: left.joined(lambda e, n=n: _carried(e, n), float("inf")) for n in names}  # type: ignore[misc]
 
 
 def _evict_late(layer: RaggedLayer, left: Left) -> None:
     """Evict tokens some time after they came, and the padding of the forward's tokens at once."""
-    padding = torch.zeros(left.call.keys.shape[:3], dtype=torch.bool, device=layer.device)
-    for group in left.groups:
-        if group.slots is not None:
-            padding[group.rows] = True
-            padding[torch.tensor(group.rows)[:, None], :, group.slots.to(layer.device)] = False
-    real = real_tokens(layer, left)
-    if bool(padding.any()):
-        layer.evict(padding, real)
-    layer.carry(_of_recent(left))
+    real, occupied = real_tokens(layer, left), left.occupied()
+    if occupied is not None:
+        layer.evict(~occupied[:, None].expand(-1, layer.n_heads, -1), real)
+    layer.carry(_carried(left, missing=float("inf")))
     late = left.joined(_late_of, False)
     if bool(late.any()):
         layer.evict(late, real)

@@ -25,9 +25,8 @@ from torch import Tensor
 from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.kinds import PrunedHybridLayer, kind_of
 from press_core.cache.pruned import PrunedLayer
-from press_core.cache.ragged import RaggedLayer
-from press_core.cache.recent import Recent
-from press_core.cache.tokens import Kept, Rerotation
+from press_core.cache.ragged import RaggedLayer, none_yet
+from press_core.cache.tokens import Kept
 from press_core.errors import PressError, UnsupportedCacheError, first_line
 from press_core.select import upcast
 
@@ -147,8 +146,7 @@ def check_version(about: Mapping[str, Any], known: int) -> None:
 MOST = 2**24
 """Tokens that a cache may have seen: what is made of them has to stay small."""
 
-_PARTS: dict[str, Any] = {"Kept": Kept, "Rerotation": Rerotation}
-_KEPT = (type(None), bool, int, float, str, tuple, torch.dtype, Tensor, Kept, Rerotation)
+_KEPT = (type(None), bool, int, float, str, tuple, torch.dtype, Tensor, Kept)
 _OF_SCOPES = "memories", "needs", "is_first", "_has_told_sizes"
 _DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if type(x) is torch.dtype}
 
@@ -225,7 +223,7 @@ def _record_of(value: Any) -> dict[str, Any]:
 def _held_by(layer: RaggedLayer) -> dict[str, Any]:
     """What heads of different lengths hold, one after the other."""
     own = {name: getattr(layer, name) for name in ("kept", "carried", "carried_until", "n_heads")}
-    recent = (x[:, : layer.n_recent] for x in layer.recent.states())
+    recent = (x[:, : layer.n_recent] for x in layer.recent_states())
     names = "keys", "values", "positions", "recent_keys", "recent_values"
     states = zip(names, (*layer.packed(), *recent), strict=True)
     return {**own, "held": tuple(layer.held), **dict(states)}
@@ -271,8 +269,8 @@ def layer_from(record: Any, templates: Mapping[str, Any], device: torch.device) 
     if record.keys() != {"kind", "state"}:
         return {key: layer_from(x, templates, device) for key, x in record.items()}
     kind, state = record["kind"], layer_from(record["state"], templates, device)
-    if kind in _PARTS:
-        return _PARTS[kind](**state)
+    if kind == "Kept":
+        return Kept(**state)
     if "kept" in state:
         _check(state["kept"], state.get("positions", state["kept"].positions), state.get("held"))
     if kind == "RaggedLayer":
@@ -302,9 +300,12 @@ def _check(kept: Kept, positions: Tensor | None, held: tuple[int, ...] | None) -
 
 
 def _ragged_layer(state: dict[str, Any]) -> RaggedLayer:
-    recent = Recent(state["recent_keys"], state["recent_values"])
-    layer, positions = RaggedLayer(state["kept"], state["n_heads"], recent), state["positions"]
+    layer, positions = RaggedLayer(state["kept"], state["n_heads"]), state["positions"]
     chosen = torch.arange(len(positions), device=positions.device)
     layer.lay_out(state["keys"], state["values"], positions, chosen, list(state["held"]))
+    names, of_rows = ("recent_keys", "recent_values"), (-1, layer.n_heads)
+    recent = [state[name].unflatten(0, of_rows) for name in names]
+    layer.recent = none_yet(*recent)
+    layer.append(*recent)
     layer.carried, layer.carried_until = state["carried"], state["carried_until"]
     return layer

@@ -21,8 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.attention.flex_attention import BlockMask
+from torch import Tensor, nn
 
 from press_core.cache.caches import known
 from press_core.cache.masks import columns_seen, in_form
@@ -175,29 +174,23 @@ def with_eviction_tried(
     if not pruned or cache is None:
         return facts
     indices = {site.layer_idx for site in pruned}
-    beside = [
-        replace(found.site, layer_idx=found.owner)  # the layer of the cache that it reads
-        for found in facts.values()
-        if found.left_whole and found.owner is not None and found.owner in indices
-    ]
-    readers = [*pruned, *beside]
-    watch, hidden_from = _again(model, module, copy.deepcopy(cache), readers)
-    masked = {seen.name: seen.output for seen in watch.seen}
-    for seen in watch.seen:
-        if seen.name in facts and not _goes_on(facts[seen.name].site.rotary, seen.embeddings):
-            facts = {**facts, seen.name: replace(facts[seen.name], goes_on=False)}
+    readers = [x.site for x in facts.values() if not x.left_whole or x.owner in indices]
+    masked, hidden_from = _again(model, module, copy.deepcopy(cache), readers)
+    for name, found in facts.items():
+        on = _goes_on(found.site.rotary, masked[name].embeddings)
+        facts = {**facts, name: replace(found, goes_on=on)}
     if len(hidden_from) < len(readers):  # somebody calls modules past their hooks
         return facts
     try:
-        seen_then = _again(model, module, _without_one(cache, indices))[0].seen
+        evicted = _again(model, module, _without_one(cache, indices))[0]
     except RuntimeError:  # shapes that do not fit
-        seen_then = []
-    evicted = {seen.name: seen.output for seen in seen_then}
+        evicted = {}
     for site in pruned:
-        expected, found = masked[site.name], evicted.get(site.name)
+        expected = masked[site.name].output
+        found_then = evicted[site.name].output if evicted else None
         assert expected is not None
         tolerance = 4 * torch.finfo(expected.dtype).eps ** 0.5
-        if found is None or not close(found, expected, tolerance):
+        if found_then is None or not close(found_then, expected, tolerance):
             why = (
                 f"the attention of {site.name} changes with the number of keys that were evicted "
                 "before those which it sees, as where it goes by a key's place in the cache in "
@@ -233,7 +226,7 @@ def _without_one(cache: Any, indices: set[int]) -> Any:
 
 def _again(
     model: nn.Module, module: nn.Module, cache: Any, sites: Sequence[AttentionSite] = ()
-) -> tuple[watching.Watch, list[str]]:
+) -> tuple[dict[str, watching.Seen], list[str]]:
     """What is seen when `module` reads `cache`, and from which of `sites` one token was hidden."""
     hidden_from: list[str] = []
 
@@ -250,24 +243,15 @@ def _again(
             stack.callback(hook.remove)
         watch = stack.enter_context(watching.watched(model))
         watching.run(model, module, cache)
-    return watch, hidden_from
+    return {seen.name: seen for seen in watch.seen}, hidden_from
 
 
 def _hiding_one(site: AttentionSite, given: Arguments) -> Arguments:
     """The arguments with a mask that hides one of the first tokens."""
-    own = own_cache(given.get(site.signature.cache_name))
-    # Who reads the layer of another module finds the new token there already.
-    n_keys = int(own.get_seq_length(site.layer_idx)) + (site.module.layer_idx == site.layer_idx)
-    mask, like = given.get("attention_mask"), given.get("hidden_states")
     if "attention_mask" not in site.signature.parameters:
         return given
-    if isinstance(mask, BlockMask):
-        seen = columns_seen(mask, like.shape[1], mask.seq_lengths[1])
-        assert seen is not None
-        seen = seen.clone()
-        seen[..., EVICTED] = False
-        hiding = in_form(seen, "flex_attention", like.dtype, site.num_heads)
-        return given.replace(attention_mask=hiding)
-    mask = like.new_zeros(1, 1, 1, n_keys) if mask is None else mask.clone()
-    mask[..., EVICTED] = torch.finfo(mask.dtype).min if mask.is_floating_point() else 0
-    return given.replace(attention_mask=mask)
+    like, *_ = (x for x in (*given.args, *given.kwargs.values()) if isinstance(x, Tensor))
+    seen = columns_seen(given.get("attention_mask"), 1, watching.N_TOKENS + 1, like.device).clone()
+    seen[..., EVICTED] = False
+    hiding = in_form(seen, site.attn_implementation, like.dtype, site.num_heads)
+    return given.replace(attention_mask=hiding)

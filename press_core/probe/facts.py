@@ -190,20 +190,20 @@ def _query_places(seen: Seen, site: AttentionSite) -> Iterator[QueryPlace]:
     query, rotary = seen.attended[0].query, site.rotary
     n_heads, scale = query.shape[1], getattr(seen.module, "scaling", None)
     factors = dict.fromkeys((1.0, scale)) if isinstance(scale, float) else (1.0,)
-    for child, output in reversed(seen.outputs.items()):
-        for n_blocks in dict.fromkeys((1, n_heads, site.num_kv_heads // site.ranks.size, 0)):
-            for factor in factors:
-                place = QueryPlace(child, n_blocks, factor, is_rotated=True)
-                try:
-                    found = place.query_in(output, n_heads, site.head_dim)
-                except (RuntimeError, ValueError):  # it is of another shape
-                    continue
-                if torch.equal(found, query):
-                    yield place
-                if rotary is None or found.shape != query.shape or seen.embeddings is None:
-                    continue
-                if torch.equal(rotary.rotate(found, *seen.embeddings), query):
-                    yield replace(place, is_rotated=False)
+    outputs = reversed(seen.outputs.items())
+    blocks = dict.fromkeys((1, n_heads, site.num_kv_heads // site.ranks.size, 0))
+    for (child, output), n_blocks, factor in product(outputs, blocks, factors):
+        place = QueryPlace(child, n_blocks, factor, is_rotated=True)
+        try:
+            found = place.query_in(output, n_heads, site.head_dim)
+        except (RuntimeError, ValueError):  # it is of another shape
+            continue
+        if torch.equal(found, query):
+            yield place
+        if rotary is None or found.shape != query.shape or seen.embeddings is None:
+            continue
+        if torch.equal(rotary.rotate(found, *seen.embeddings), query):
+            yield replace(place, is_rotated=False)
 
 
 # ---- the rotation --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,16 +32,13 @@ class PrunedQuantizedLayer(PrunedLayer):
         return len(self.values) if self.values.numel() else len(self.states()[1])
 
     def states(self) -> tuple[Tensor, Tensor]:
-        def whole(quantized: Any, recent: Tensor) -> Tensor:
-            states = self.inner._dequantize(quantized)
-            pending = getattr(self.inner, "_pending_beam_idx", None)
-            if pending is not None:
-                states = states.index_select(0, pending.to(states.device))
-            return torch.cat((states, recent), dim=-2) if recent.numel() else states
-
         inner = self.inner
-        keys, values = inner._quantized_keys, inner._quantized_values
-        return whole(keys, inner.keys), whole(values, inner.values)
+        keys, values = map(inner._dequantize, (inner._quantized_keys, inner._quantized_values))
+        if _REORDERS:
+            keys, values = inner._apply_pending_reorder(keys, values)
+        if not inner.keys.numel():
+            return keys, values
+        return torch.cat((keys, inner.keys), dim=-2), torch.cat((values, inner.values), dim=-2)
 
     def holding(self, keys: Tensor, values: Tensor) -> PrunedLayer:
         layer = PrunedQuantizedLayer(self.emptied())
@@ -49,9 +47,7 @@ class PrunedQuantizedLayer(PrunedLayer):
 
     def emptied(self) -> Any:
         empty = super().emptied()
-        empty.cumulative_length = 0
         empty._quantized_keys = empty._quantized_values = None
-        empty._pending_beam_idx = None
         return empty
 
     def check_shape(self, left: str) -> None:
@@ -70,10 +66,8 @@ class PrunedQuantizedLayer(PrunedLayer):
             "transformers 5.2; use a DynamicCache, or a newer transformers for beam search"
         )
 
-    def reorder_rows(self, rows: Tensor) -> None:
-        if not _REORDERS:
-            self.select_rows(rows)
-        self.inner.reorder_cache(rows)
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._hold_rows(beam_idx, self.inner.reorder_cache if _REORDERS else self.select_rows)
 
 
 class StagingLayer(DynamicLayer):
@@ -119,6 +113,5 @@ def stage(scope: ScopeState, forward: Forward) -> None:
                 "a quantized cache gives back no exact keys of earlier chunks or layers, which a "
                 "press would judge; prefill it at once, or use a DynamicCache"
             )
-        staging = StagingLayer(layer)
-        layers[site.layer_idx] = staging
-        forward.at_failure.append(lambda i=site.layer_idx, q=layer: layers.__setitem__(i, q))  # type: ignore[misc]
+        layers[site.layer_idx] = StagingLayer(layer)
+        forward.at_failure.append(partial(layers.__setitem__, site.layer_idx, layer))

@@ -20,17 +20,11 @@ def refuse_draft_tokens(scope: ScopeState, forward: Forward) -> None:
     Behind a context that was brought before, they are no different from others.
     """
     decodes = scope.traits.phases & (Phase.DECODING | Phase.BEFORE_DECODING)
-    if torch.compiler.is_compiling() or not (
-        forward.is_context or (decodes and forward.n_tokens > 1)
-    ):
+    acts = forward.is_context or (decodes and forward.n_tokens > 1)
+    if torch.compiler.is_compiling() or not acts:
         return
     frame = innermost_frame("transformers.generation.utils", _LOOPS)
     if frame is None or frame.f_code.co_name != "_assisted_decoding":
-        return
-    model = frame.f_locals["self"]
-    if not frame.f_locals.get("candidate_length") or not any(
-        module is forward.decoder for module in model.modules()
-    ):
         return
     if decodes:
         raise UnsupportedInputError(
@@ -55,9 +49,8 @@ def refuse_early_exit(scope: ScopeState, forward: Forward) -> None:
     if torch.compiler.is_compiling() or not forward.is_context:
         return
     frame = innermost_frame("transformers.generation.candidate_generator", ("get_candidates",))
-    if frame is None or not scope.traits.phases & Phase.AFTER_DECODER:
-        return
-    if hasattr(frame.f_locals["self"], "assistant_early_exit"):
+    drafts = frame is not None and hasattr(frame.f_locals["self"], "assistant_early_exit")
+    if drafts and scope.traits.phases & Phase.AFTER_DECODER:
         raise UnsupportedInputError(
             f"{type(scope.press).__name__} runs a context again through all layers, and "
             "assistant_early_exit drafts with the first ones alone; leave assistant_early_exit out"

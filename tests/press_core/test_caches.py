@@ -13,7 +13,7 @@ import hooks_impl
 import patch_impl
 from press_core import PrunedLayer, ScopeError, UnsupportedCacheError, cache_nbytes
 from press_core.cache.memory import FIRST, Key, Memory, Step
-from press_core.cache.pruned import ReadingNeeds, Rerotation
+from press_core.cache.pruned import ReadingNeeds
 from press_core.cache.tokens import Kept
 from tests.support import build, reading
 
@@ -88,11 +88,11 @@ SELECTING = {
 def test_rows_are_selected_with_everything_known_of_them(how):
     layer, key = pruned(n_later=1), Key()
     turned = torch.arange(KEPT, dtype=torch.int32).expand(BATCH, HEADS, KEPT)
-    layer.rerotation = Rerotation(turned, SEEN - KEPT, (0, 2, 1))  # by how much rows lag behind
     hidden, received = torch.randn(BATCH, 1, DIM), torch.randn(BATCH, HEADS, KEPT)
     layer.memories = {key: Memory(5, 6, (Step(1, {"hidden": hidden}),), {"received": received})}
     layer.carried = {"sinks": torch.randn(BATCH, HEADS, 1, DIM)}
-    layer.kept = Kept(POSITIONS, KEPT, SEEN, (2, 3, 4), torch.rand(BATCH, SEEN) < 0.5)
+    real, following = torch.rand(BATCH, SEEN) < 0.5, (4, 2, 3)  # rows lag behind the first
+    layer.kept = Kept(POSITIONS, KEPT, SEEN, (2, 3, 4), real, turned, following, SEEN - KEPT)
     before = copy.deepcopy(layer)
     select, rows = SELECTING[how]
     select(layer)

@@ -19,7 +19,7 @@ import patch_impl
 from press_core import ScopeError, UnsupportedCacheError, cache_nbytes, kept_lengths
 from press_core.cache import layout
 from press_core.cache.layout import Blocks
-from press_core.cache.recent import AHEAD
+from press_core.cache.ragged import AHEAD
 from press_core.eviction import Eviction
 from tests.support import build, filled, held, left_padded, reading
 
@@ -256,7 +256,8 @@ class AgainstLists(RuleBasedStateMachine):
         assert layer.slots.numel() <= 1.03 * context or not context
         assert int((layer.slots >= 0).sum()) == context
         for of_recent in (layer.recent.keys, layer.recent.values):
-            assert of_recent.shape == (len(layer.counts), layer.n_recent + AHEAD, DIM)
+            heads = layer.batch, layer.n_heads
+            assert of_recent.shape == (*heads, layer.n_recent + AHEAD, DIM)
 
 
 def some_of(n):
