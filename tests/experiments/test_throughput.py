@@ -22,7 +22,7 @@ from experiments.questions.throughput import EXPERIMENT, Options, Part, measurin
 from experiments.questions.throughput.measuring import answer, cache_bytes, peak_of, speeds
 from experiments.testbed import with_kvpress
 from experiments.testbed.timed_models import FULL, Condition, ModelSpec, conditions, scope_of
-from experiments.testbed.with_kvpress import python_with_kvpress, rows_with_kvpress
+from experiments.testbed.with_kvpress import rows_with_kvpress
 from tests.support import build, token_ids
 
 TINY = ModelSpec("tiny", shape=(("num_layers", 2),))
@@ -153,16 +153,6 @@ def test_kvpress_is_asked_in_its_own_process(tmp_path):
     fake.write_text("#!/bin/sh\necho no luck >&2; exit 3\n")
     with pytest.raises(UserError, match="failed: no luck; try --no-kvpress"):
         rows_with_kvpress(fake, "module")
-
-
-@pytest.mark.skipif(python_with_kvpress() is None, reason="kvpress: `make test-oracle` installs it")
-def test_kvpress_beside_us():
-    options = Options(press=("AdaKV",), context=(128,), batch=(1,), ratio=(0.5,))
-    options = replace(options, part=(Part.SPEED,), memory=False, tokens=2, rounds=2)
-    table = EXPERIMENT.measure(options, SILENT)["throughput"]
-    theirs = table[table["mechanism"] == "kvpress"]
-    assert theirs["press"].tolist() == ["AdaKVPress"]
-    assert (theirs["speed_over_hook"] > 0).all()
 
 
 def test_time_inside_presses_is_that_of_the_oracle(monkeypatch):
