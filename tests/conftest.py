@@ -1,4 +1,8 @@
-"""What a second transformers leaves out, what is run first, and what all tests share."""
+"""What a second transformers leaves out, what is run first, and what all tests share.
+
+Where processes share the tests, the one that hands them out reads this file too and runs none:
+torch is imported where tests are, which saves the seconds that the others would wait for it.
+"""
 
 import gc
 import zlib
@@ -6,11 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from torch.utils import cpp_extension
-
-import hooks_impl
-import patch_impl
 
 LEFT_OUT = {
     f"{folder}/test_{name}.py".removeprefix("./")
@@ -24,9 +23,9 @@ LEFT_OUT = {
         (".", "learned_headwise learned_presses new_presses offloaded_weights"),
         (".", "presses_of_ones_own replaying state_machine"),
         # How things are measured, which `test_own_model.py` runs, whole, with any release.
-        ("experiments", "claim error evaluate headwise headwise_variants intrusiveness"),
-        ("experiments", "overhead quality questions seeds settings sinks streaming sweeps"),
-        ("experiments", "throughput trace"),
+        ("experiments", "claim equivalence error evaluate headwise headwise_variants"),
+        ("experiments", "intrusiveness isolation overhead quality questions recipes seeds"),
+        ("experiments", "settings sinks streaming sweeps throughput trace"),
     ]
     for name in names.split()
 }
@@ -66,13 +65,19 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path not in FIRST)
 
 
-def pytest_configure():
+def pytest_configure(config):
+    if config.getoption("numprocesses", None):
+        return
     gc.disable()
+    from torch.utils import cpp_extension
+
     cpp_extension.load = unpacking
 
 
 def unpacking(name, **_):
     """What quanto would compile, for a minute on each machine: `unpack(codes, bits)` in Python."""
+    import torch
+
     assert name == "quanto_cpp"
     return SimpleNamespace(
         unpack=lambda codes, bits: torch.cat(
@@ -94,6 +99,9 @@ def package(request):
 
     Where they could differ a test asks for `tests.support.both`.
     """
+    import hooks_impl
+    import patch_impl
+
     return (hooks_impl, patch_impl)[zlib.crc32(request.node.nodeid.encode()) % 2]
 
 
@@ -103,6 +111,8 @@ def no_graphs_after():
 
     They would drop them, and with them names in modules that other tests compare.
     """
+    import torch
+
     yield
     torch._dynamo.reset()
 
@@ -110,6 +120,8 @@ def no_graphs_after():
 @pytest.fixture
 def not_compiled(no_graphs_after):
     """Of flex_attention: a kernel takes a C++ compiler and half a minute per shape."""
+    import torch
+
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -117,5 +129,7 @@ def not_compiled(no_graphs_after):
 @pytest.fixture(autouse=True)
 def _without_gradients(request):
     """Tests of whole models ask for gradients where they are about them."""
+    import torch
+
     with torch.set_grad_enabled(TESTS / "experiments" in request.path.parents):
         yield
