@@ -1,4 +1,4 @@
-"""What a second transformers leaves out, what is run first, and what all tests share.
+"""What a second transformers leaves out, the order of tests, and what they share.
 
 Where processes share the tests, the one that hands them out reads this file too and runs none:
 torch is imported where tests are, which saves the seconds that the others would wait for it.
@@ -34,6 +34,8 @@ TESTS = Path(__file__).parent
 FIRST = {TESTS / "test_tensor_parallel.py", TESTS / "experiments" / "test_ray.py"}
 """Files whose tests share what takes long to start: processes that share the work take over what
 comes last, and would start it once more."""
+LAST = TESTS / "experiments" / "test_architectures.py"
+"""It loads the modules of dozens of models, and audits look through all that are loaded."""
 
 
 def pytest_addoption(parser):
@@ -62,7 +64,7 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path not in FIRST)
+    items.sort(key=lambda item: (item.path == LAST, item.path not in FIRST))
 
 
 def pytest_configure(config):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from contextlib import contextmanager
 
 import numpy as np
@@ -16,7 +15,6 @@ from experiments.framework.command import progress_bar
 from experiments.framework.timing import Stopwatch, each_in_turn
 from experiments.questions import overhead
 from experiments.questions.overhead import EXPERIMENT, Options, Steps
-from experiments.testbed import with_kvpress
 from experiments.testbed.timed_models import FULL, Condition, ModelSpec, conditions, scope_of
 from press_core import kept_lengths
 from tests.support import build, snapshot, token_ids
@@ -142,22 +140,6 @@ def test_the_first_model_is_compiled_in_copies_whose_scopes_are_open(monkeypatch
         "random Llama, 1 layers": ["decode", "compiled"],
         "random Llama, 2 layers": ["decode"],
     }
-
-
-def test_rows_of_kvpress_join_the_others(monkeypatch):
-    """What its interpreter prints; `tests/oracle` has what is run there."""
-
-    def output_of(python, *arguments, given):
-        assert arguments == (with_kvpress.__name__, overhead.__name__)
-        assert json.loads(given)["press"] == ["Knorm"]
-        return json.dumps([{"mechanism": "kvpress", "ratio": 2.0}])
-
-    monkeypatch.setattr(with_kvpress, "python_with_kvpress", lambda: "python")
-    monkeypatch.setattr(with_kvpress, "output_of", output_of)
-    options = Options(layers=(2,), press=("Knorm",), context=64, rounds=2, compiled=False)
-    table = EXPERIMENT.measure(options, SILENT)["overhead"]
-    assert len(table) == 4
-    assert table["mechanism"].tolist()[-1] == "kvpress"
 
 
 # ---- what is told, and the command -------------------------------------------------------------
