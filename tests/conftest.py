@@ -1,15 +1,6 @@
-"""What a second transformers leaves out, the order of tests, and what they share.
+"""What a second transformers leaves out, and the order of tests."""
 
-Where processes share the tests, the one that hands them out reads this file too and runs none:
-torch is imported where tests are, which saves the seconds that the others would wait for it.
-"""
-
-import gc
-import zlib
 from pathlib import Path
-from types import SimpleNamespace
-
-import pytest
 
 LEFT_OUT = {
     f"{folder}/test_{name}.py".removeprefix("./")
@@ -68,70 +59,6 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_configure(config):
-    if config.getoption("numprocesses", None):
-        return
-    gc.disable()
-    from torch.utils import cpp_extension
-
-    cpp_extension.load = unpacking
-
-
-def unpacking(name, **_):
-    """What quanto would compile, for a minute on each machine: `unpack(codes, bits)` in Python."""
-    import torch
-
-    assert name == "quanto_cpp"
-    return SimpleNamespace(
-        unpack=lambda codes, bits: torch.cat(
-            [codes >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
-        )
-    )
-
-
-def pytest_collection_finish():
-    """Modules and tests come to stay: the search for garbage leaves them out, and is rarer."""
-    gc.freeze()
-    gc.set_threshold(20_000, 10, 10)
-    gc.enable()
-
-
-@pytest.fixture
-def package(request):
-    """Hooks or patches, one for each case: `test_hooks_equal_patches.py` shows them alike.
-
-    Where they could differ a test asks for `tests.support.both`.
-    """
-    import hooks_impl
-    import patch_impl
-
-    return (hooks_impl, patch_impl)[zlib.crc32(request.node.nodeid.encode()) % 2]
-
-
-@pytest.fixture
-def no_graphs_after():
-    """For tests that compile: each scope that hooks open looks through all graphs that there are.
-
-    They would drop them, and with them names in modules that other tests compare.
-    """
-    import torch
-
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def not_compiled(no_graphs_after):
-    """Of flex_attention: a kernel takes a C++ compiler and half a minute per shape."""
-    import torch
-
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _without_gradients(request):
-    """Tests of whole models ask for gradients where they are about them."""
-    import torch
-
-    with torch.set_grad_enabled(TESTS / "experiments" in request.path.parents):
-        yield
+    """Load `fixtures.py` where tests are run: who hands them out would import torch for nothing."""
+    if not config.getoption("numprocesses", None):
+        config.pluginmanager.import_plugin("tests.fixtures")
