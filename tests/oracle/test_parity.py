@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 from dataclasses import asdict, replace
 from io import StringIO
 
@@ -69,8 +70,15 @@ def test_first_fields_and_their_defaults_are_those_of_kvpress():
     ],
 )
 def test_its_presses_take_turns_with_those_of_hooks(experiment, options, ratio, capfd, monkeypatch):
-    """As `experiments` asks its interpreter: arguments as JSON, rows on standard output."""
+    """As `experiments` asks its interpreter: arguments as JSON, only rows on standard output."""
+    rows_of = experiment.beside_kvpress
+
+    def beside_kvpress(**asked):
+        os.write(1, b"what a library says")
+        return rows_of(**asked)
+
     asked = asdict(replace(experiment.EXPERIMENT.quick, rounds=2, press=["AdaKV"], **options))
+    monkeypatch.setattr(experiment, "beside_kvpress", beside_kvpress)
     monkeypatch.setattr("sys.stdin", StringIO(json.dumps(asked)))
     with_kvpress.main(experiment.__name__)
     rows = json.loads(capfd.readouterr().out)
