@@ -7,6 +7,14 @@ RUN := $(VENV)/bin/python
 # A process for each core, one thread each: tests of small models gain nothing from threads.
 PYTEST := -m pytest -n auto --maxprocesses 8 --dist worksteal
 export OMP_NUM_THREADS ?= 1
+# Bytecode is written of what is imported, by whoever imports it first: to compile all 18,000 files
+# that are installed takes longer than to install them.
+unexport PYTHONDONTWRITEBYTECODE
+PIP := -m pip install --quiet --disable-pip-version-check --no-compile
+IMPORT := -c "import hooks_impl, patch_impl, experiments.testbed.recipes"
+# An install, or a run that starts or ends, keeps one core busy: another uses the other. What each
+# prints comes at its end, where make can see to that, and does not mix.
+TOGETHER := -j2 $(addprefix --,$(filter output-sync,$(.FEATURES)))
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 # With torch's threads as they are by themselves, as everybody has them: if they slept while they
 # wait (OMP_WAIT_POLICY=passive), whoever works in small parts would take up to twice as long.
@@ -16,18 +24,14 @@ FREELY := env -u OMP_NUM_THREADS
 # transformers' attention registry.
 ORACLE := $(OLDEST)/bin/python -m pytest tests/oracle
 
-.PHONY: study test environments test-newest test-oldest test-oracle test-long
+.PHONY: study test test-newest test-oldest test-oracle test-long
 .PHONY: parity oracle-timing subjects docs check format results clean
 
 study: $(VENV)/.installed
 	$(FREELY) $(RUN) -m experiments study
 
 test:
-	$(MAKE) -j2 environments
-	$(MAKE) test-oldest test-oracle test-newest
-
-# What tests run in; two at a time, as each install keeps one core busy.
-environments: $(VENV)/.installed $(OLDEST)/.installed
+	$(MAKE) $(TOGETHER) test-oldest test-oracle test-newest
 
 test-newest: $(VENV)/.installed
 	$(RUN) $(PYTEST)
@@ -85,17 +89,17 @@ clean:
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs,ray]"
+	$(RUN) $(PIP) -c constraints.txt -e ".[dev,docs,ray]"
+	$(RUN) $(IMPORT)
 	touch $@
 
 $(OLDEST)/.installed: pyproject.toml constraints.txt constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
-		-c constraints-oldest.txt -e ".[dev,oracle]"
+	$(OLDEST)/bin/python $(PIP) -c constraints-oldest.txt -e ".[test,oracle]"
+	$(OLDEST)/bin/python $(IMPORT)
 	touch $@
 
 $(SUBJECTS)/.installed: pyproject.toml constraints.txt constraints-subjects.txt
 	$(PYTHON) -m venv $(SUBJECTS)
-	$(SUBJECTS)/bin/python -m pip install --quiet --disable-pip-version-check \
-		-c constraints.txt -c constraints-subjects.txt -e ".[study,subjects]"
+	$(SUBJECTS)/bin/python $(PIP) -c constraints.txt -c constraints-subjects.txt -e ".[study,subjects]"
 	touch $@

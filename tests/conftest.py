@@ -1,16 +1,6 @@
-"""What a second transformers leaves out, what is run first, and what all tests share."""
+"""What a second transformers leaves out, and the order of tests."""
 
-import gc
-import zlib
 from pathlib import Path
-from types import SimpleNamespace
-
-import pytest
-import torch
-from torch.utils import cpp_extension
-
-import hooks_impl
-import patch_impl
 
 LEFT_OUT = {
     f"{folder}/test_{name}.py".removeprefix("./")
@@ -24,9 +14,9 @@ LEFT_OUT = {
         (".", "learned_headwise learned_presses new_presses offloaded_weights"),
         (".", "presses_of_ones_own replaying state_machine"),
         # How things are measured, which `test_own_model.py` runs, whole, with any release.
-        ("experiments", "claim error evaluate headwise headwise_variants intrusiveness"),
-        ("experiments", "overhead quality questions seeds settings sinks streaming sweeps"),
-        ("experiments", "throughput trace"),
+        ("experiments", "claim equivalence error evaluate headwise headwise_variants"),
+        ("experiments", "intrusiveness isolation overhead quality questions recipes seeds"),
+        ("experiments", "settings sinks streaming sweeps throughput trace"),
     ]
     for name in names.split()
 }
@@ -35,6 +25,8 @@ TESTS = Path(__file__).parent
 FIRST = {TESTS / "test_tensor_parallel.py", TESTS / "experiments" / "test_ray.py"}
 """Files whose tests share what takes long to start: processes that share the work take over what
 comes last, and would start it once more."""
+LAST = TESTS / "experiments" / "test_architectures.py"
+"""It loads the modules of dozens of models, and audits look through all that are loaded."""
 
 
 def pytest_addoption(parser):
@@ -63,59 +55,10 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path not in FIRST)
+    items.sort(key=lambda item: (item.path == LAST, item.path not in FIRST))
 
 
-def pytest_configure():
-    gc.disable()
-    cpp_extension.load = unpacking
-
-
-def unpacking(name, **_):
-    """What quanto would compile, for a minute on each machine: `unpack(codes, bits)` in Python."""
-    assert name == "quanto_cpp"
-    return SimpleNamespace(
-        unpack=lambda codes, bits: torch.cat(
-            [codes >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
-        )
-    )
-
-
-def pytest_collection_finish():
-    """Modules and tests come to stay: the search for garbage leaves them out, and is rarer."""
-    gc.freeze()
-    gc.set_threshold(20_000, 10, 10)
-    gc.enable()
-
-
-@pytest.fixture
-def package(request):
-    """Hooks or patches, one for each case: `test_hooks_equal_patches.py` shows them alike.
-
-    Where they could differ a test asks for `tests.support.both`.
-    """
-    return (hooks_impl, patch_impl)[zlib.crc32(request.node.nodeid.encode()) % 2]
-
-
-@pytest.fixture
-def no_graphs_after():
-    """For tests that compile: each scope that hooks open looks through all graphs that there are.
-
-    They would drop them, and with them names in modules that other tests compare.
-    """
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def not_compiled(no_graphs_after):
-    """Of flex_attention: a kernel takes a C++ compiler and half a minute per shape."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _without_gradients(request):
-    """Tests of whole models ask for gradients where they are about them."""
-    with torch.set_grad_enabled(TESTS / "experiments" in request.path.parents):
-        yield
+def pytest_configure(config):
+    """Load `fixtures.py` where tests are run: who hands them out would import torch for nothing."""
+    if not config.getoption("numprocesses", None):
+        config.pluginmanager.import_plugin("tests.fixtures")

@@ -23,7 +23,7 @@ from tests.snapshot import snapshot as snapshot
 
 PACKAGES = (hooks_impl, patch_impl)
 both = pytest.mark.parametrize("package", PACKAGES, ids=["hooks", "patches"])
-"""For what may differ between the mechanisms; other tests take `package` from `conftest.py`."""
+"""For what may differ between the mechanisms; other tests take `package` from `fixtures.py`."""
 
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 

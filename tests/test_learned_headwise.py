@@ -99,9 +99,9 @@ def test_the_shipped_files_are_what_learning_them_again_gives(shipped):
 
 
 def test_one_command_makes_all_files(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(training, "ROWS_PER_BATCH", 8)
-    monkeypatch.setattr(training, "TOKENS_PER_BATCH", 1024)
-    monkeypatch.setattr(training, "STEPS", 100)
+    monkeypatch.setattr(training, "ROWS_PER_BATCH", 4)
+    monkeypatch.setattr(training, "TOKENS_PER_BATCH", 512)
+    monkeypatch.setattr(training, "STEPS", 10)
     train("facts-llama", tmp_path, batches=1)
     printed = capsys.readouterr().out
     names = {path.name for path in tmp_path.iterdir()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from experiments import load_experiments
@@ -61,9 +63,12 @@ def test_other_names_are_refused(claim):
         assert f"{name!r} cannot be measured again; there are weight-grams" in result.stderr
 
 
-def test_the_first_page_can_be_measured_again():
+def test_the_first_page_can_be_measured_again(monkeypatch):
     claims = {f"{one.name}-{name}": one for one in load_experiments() for name in one.claims}
     first = {"equivalence-bits", "intrusiveness-left", "overhead-decode", "headwise-freeing"}
     assert first <= set(claims)
-    again = measured_again(claims["headwise-freeing"], "freeing")
-    assert again.number == pytest.approx(0.2, abs=0.01)
+    headwise = claims["headwise-freeing"]
+    freeing = headwise.claims["freeing"]
+    short = freeing._replace(options=replace(freeing.options, contexts=(512,)))
+    monkeypatch.setitem(headwise.claims, "freeing", short)
+    assert measured_again(headwise, "freeing").number == pytest.approx(0.2, abs=0.01)

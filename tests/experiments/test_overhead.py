@@ -16,7 +16,6 @@ from experiments.framework.timing import Stopwatch, each_in_turn
 from experiments.questions import overhead
 from experiments.questions.overhead import EXPERIMENT, Options, Steps
 from experiments.testbed.timed_models import FULL, Condition, ModelSpec, conditions, scope_of
-from experiments.testbed.with_kvpress import python_with_kvpress
 from press_core import kept_lengths
 from tests.support import build, snapshot, token_ids
 
@@ -141,16 +140,6 @@ def test_the_first_model_is_compiled_in_copies_whose_scopes_are_open(monkeypatch
         "random Llama, 1 layers": ["decode", "compiled"],
         "random Llama, 2 layers": ["decode"],
     }
-
-
-@pytest.mark.skipif(python_with_kvpress() is None, reason="kvpress: `make test-oracle` installs it")
-def test_kvpress_takes_turns_in_its_own_interpreter():
-    options = Options(layers=(2,), press=("Knorm",), context=64, rounds=2, compiled=False)
-    table = EXPERIMENT.measure(options, SILENT)["overhead"]
-    theirs = table[table["mechanism"] == "kvpress"]
-    assert theirs["baseline"].tolist() == ["bare", "hook"]
-    assert (theirs["ratio"] > 0).all()
-    assert len(table) == 5
 
 
 # ---- what is told, and the command -------------------------------------------------------------

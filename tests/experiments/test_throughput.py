@@ -17,12 +17,12 @@ from experiments import UserError
 from experiments.framework import timing
 from experiments.framework.command import progress_bar
 from experiments.framework.options import chosen_device, n_bytes
-from experiments.questions import throughput
+from experiments.questions import overhead, throughput
 from experiments.questions.throughput import EXPERIMENT, Options, Part, measuring
 from experiments.questions.throughput.measuring import answer, cache_bytes, peak_of, speeds
 from experiments.testbed import with_kvpress
 from experiments.testbed.timed_models import FULL, Condition, ModelSpec, conditions, scope_of
-from experiments.testbed.with_kvpress import python_with_kvpress, rows_with_kvpress
+from experiments.testbed.with_kvpress import rows_with_kvpress
 from tests.support import build, token_ids
 
 TINY = ModelSpec("tiny", shape=(("num_layers", 2),))
@@ -155,14 +155,28 @@ def test_kvpress_is_asked_in_its_own_process(tmp_path):
         rows_with_kvpress(fake, "module")
 
 
-@pytest.mark.skipif(python_with_kvpress() is None, reason="kvpress: `make test-oracle` installs it")
-def test_kvpress_beside_us():
-    options = Options(press=("AdaKV",), context=(128,), batch=(1,), ratio=(0.5,))
-    options = replace(options, part=(Part.SPEED,), memory=False, tokens=2, rounds=2)
-    table = EXPERIMENT.measure(options, SILENT)["throughput"]
-    theirs = table[table["mechanism"] == "kvpress"]
-    assert theirs["press"].tolist() == ["AdaKVPress"]
-    assert (theirs["speed_over_hook"] > 0).all()
+@pytest.mark.parametrize(
+    ("experiment", "options"),
+    [
+        (throughput, Options(part=(Part.SPEED,), context=(128,), batch=(1,), memory=False)),
+        (overhead, overhead.Options(layers=(2,), context=64, compiled=False)),
+    ],
+)
+def test_rows_of_kvpress_join_the_others(experiment, options, monkeypatch):
+    """Rows that its interpreter prints; how it makes them is tested by the oracle."""
+    asked = []
+
+    def output_of(python, *arguments, given):
+        asked.extend([*arguments, json.loads(given)["rounds"]])
+        return json.dumps([{"mechanism": "kvpress"}])
+
+    monkeypatch.setattr(with_kvpress, "python_with_kvpress", lambda: "python")
+    monkeypatch.setattr(with_kvpress, "output_of", output_of)
+    few = replace(options, press=("Knorm",), rounds=2)
+    (table,) = experiment.EXPERIMENT.measure(few, SILENT).values()
+    assert asked == [with_kvpress.__name__, experiment.__name__, 2]
+    assert {"hook", "patch"} < set(table["mechanism"])
+    assert table["mechanism"].tolist()[-1] == "kvpress"
 
 
 def test_time_inside_presses_is_that_of_the_oracle(monkeypatch):

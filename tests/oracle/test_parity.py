@@ -1,8 +1,17 @@
 """The same tokens are kept as kvpress keeps."""
 
+import inspect
+import json
+import os
+from dataclasses import asdict, replace
+from io import StringIO
+
+import kvpress
 import pytest
 
 import hooks_impl
+from experiments.questions import overhead, throughput
+from experiments.testbed import with_kvpress
 from tests.oracle.cases import CASES, MECHANISMS, Case
 from tests.oracle.differences import NOT_IN_KVPRESS
 from tests.oracle.parity import agreement, compare, held_by
@@ -35,3 +44,43 @@ def test_what_differs_is_noticed():
     assert compare(first, first)
     assert not compare(first, second)
     assert "keys differ" in compare(first, turned).first
+
+
+def first_fields(press):
+    """By name the arguments of a press and their defaults, where these are plain values."""
+    fields = inspect.signature(press).parameters.values()
+    told = {field.name: field.default for field in fields if not field.name.startswith("_")}
+    return [(name, x if isinstance(x, (int, float, str)) else None) for name, x in told.items()]
+
+
+def test_first_fields_and_their_defaults_are_those_of_kvpress():
+    names = hooks_impl.PRESSES.keys() & vars(kvpress)
+    assert len(names) == 44
+    for name in names:
+        ours, theirs = map(first_fields, (hooks_impl.PRESSES[name], getattr(kvpress, name)))
+        order = sorted if name == "KVComposePress" else list  # here the ratio comes first, as ever
+        assert order(ours[: len(theirs)]) == order(theirs), name
+
+
+@pytest.mark.parametrize(
+    ("experiment", "options", "ratio"),
+    [
+        (overhead, {"layers": [2], "context": 64}, "ratio"),
+        (throughput, {"ratio": [0.5], "context": [128], "batch": [1]}, "speed_over_hook"),
+    ],
+)
+def test_its_presses_take_turns_with_those_of_hooks(experiment, options, ratio, capfd, monkeypatch):
+    """As `experiments` asks its interpreter: arguments as JSON, only rows on standard output."""
+    rows_of = experiment.beside_kvpress
+
+    def beside_kvpress(**asked):
+        os.write(1, b"what a library says")
+        return rows_of(**asked)
+
+    asked = asdict(replace(experiment.EXPERIMENT.quick, rounds=2, press=["AdaKV"], **options))
+    monkeypatch.setattr(experiment, "beside_kvpress", beside_kvpress)
+    monkeypatch.setattr("sys.stdin", StringIO(json.dumps(asked)))
+    with_kvpress.main(experiment.__name__)
+    rows = json.loads(capfd.readouterr().out)
+    assert {row["mechanism"] for row in rows} == {"kvpress"}
+    assert all(row["press"] == "AdaKVPress" and row[ratio] > 0 for row in rows)

@@ -1,0 +1,70 @@
+"""What all tests share."""
+
+import gc
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+import hooks_impl
+import patch_impl
+
+EXPERIMENTS = Path(__file__).parent / "experiments"
+
+
+def pytest_configure():
+    gc.disable()
+    cpp_extension.load = unpacking
+
+
+def unpacking(name, **_):
+    """What quanto would compile, for a minute on each machine: `unpack(codes, bits)` in Python."""
+    assert name == "quanto_cpp"
+    return SimpleNamespace(
+        unpack=lambda codes, bits: torch.cat(
+            [codes >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
+        )
+    )
+
+
+def pytest_collection_finish():
+    """Modules and tests come to stay: the search for garbage leaves them out, and is rarer."""
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
+    gc.enable()
+
+
+@pytest.fixture
+def package(request):
+    """Hooks or patches, one for each case: `test_hooks_equal_patches.py` shows them alike.
+
+    Where they could differ a test asks for `tests.support.both`.
+    """
+    return (hooks_impl, patch_impl)[zlib.crc32(request.node.nodeid.encode()) % 2]
+
+
+@pytest.fixture
+def no_graphs_after():
+    """For tests that compile: each scope that hooks open looks through all graphs that there are.
+
+    They would drop them, and with them names in modules that other tests compare.
+    """
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def not_compiled(no_graphs_after):
+    """Of flex_attention: a kernel takes a C++ compiler and half a minute per shape."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients(request):
+    """Tests of whole models ask for gradients where they are about them."""
+    with torch.set_grad_enabled(EXPERIMENTS in request.path.parents):
+        yield
