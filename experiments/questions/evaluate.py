@@ -12,13 +12,13 @@ import pandas as pd
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
-from experiments.answers.cells import NO_PRESS, forget, plan, run_cell
+from experiments.answers.cells import NO_PRESS, Prediction, forget, plan, run_cell
 from experiments.answers.engines import Failure, serial
 from experiments.answers.settings import STUDIED, Settings
 from experiments.answers.sweep import command, press_words, shown
 from experiments.framework.experiment import Evidence, Experiment, Finding, Tables
 from experiments.framework.frames import heat_maps, wide_table
-from experiments.framework.intervals import METHOD, bracketed
+from experiments.framework.intervals import METHOD, bracket, bracketed, mean_interval
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
 
@@ -74,8 +74,7 @@ class Evaluate(Experiment[Settings]):
         for cell, outcome in shown(outcomes, len(cells), progress):
             if isinstance(outcome, Failure):
                 raise RuntimeError(f"{cell}: {outcome.reason}")
-            answers = " ".join(each.prediction for each in outcome.predictions)
-            rows.append(outcome.summary() | {"answers": answers})
+            rows.append(outcome.summary() | _words(outcome.predictions))
         forget()  # the next experiment loads a model of its own
         return {self.name: pd.DataFrame(rows).drop(columns=["press_text", "seconds"])}
 
@@ -91,12 +90,14 @@ class Evaluate(Experiment[Settings]):
         rows = _compared(table)
         most = rows["ratio"].max()
         means = rows[rows["ratio"] == most].groupby("press", sort=False)["score"].mean()
+        press, right = means.idxmax(), means.max()
+        interval = _interval(rows[(rows["ratio"] == most) & (rows["press"] == press)])
         text = (
-            f"With {most:.0%} of the context evicted, {means.idxmax()} answers "
-            f"**{means.max():.0%}** right, averaged over the tasks."
+            f"With {most:.0%} of the context evicted, {press}, the best of {len(means)}, answers "
+            f"**{right:.0%}**{interval} right, averaged over the tasks."
         )
         need = "ask of a context that was compressed before"
-        best = Finding("best", text, need, "works" if means.max() >= 0.8 else "costs")
+        best = Finding("best", text, need, "works" if right >= 0.8 else "costs")
         return [best, _finding_on_agreement(table)]
 
     def views(self, tables: Tables) -> list[ResultTable]:
@@ -122,6 +123,30 @@ class Evaluate(Experiment[Settings]):
         }
         label = "Share of right answers by press (rows) and task (columns)"
         return {self.name: heat_maps(panels, label)}
+
+
+def _words(predictions: list[Prediction]) -> dict[str, str]:
+    """Answers, their scores, and the numbers of their contexts, in the order of the questions."""
+    known = [each for each in predictions if each.score is not None]
+    contexts = pd.Series([each.context for each in known], dtype=str).factorize()[0]
+    return {
+        "answers": " ".join(each.prediction for each in predictions),
+        "scores": " ".join(f"{each.score:g}" for each in known),
+        "contexts": " ".join(map(str, contexts)),
+    }
+
+
+def _interval(rows: pd.DataFrame) -> str:
+    """In percent, of a press's mean over tasks that ask as many questions each; else none."""
+    if rows["questions"].nunique() > 1:
+        return ""
+    columns = ["scores", "contexts"]
+    split = rows.assign(**{name: rows[name].astype(str).str.split() for name in columns}).explode(
+        columns
+    )
+    clusters = split["dataset"] + " " + split["contexts"]
+    low, high = mean_interval(split["scores"].astype(float), clusters)
+    return bracket(100 * low, 100 * high, ".0f")
 
 
 def _tasks(table: pd.DataFrame) -> pd.Series[str]:

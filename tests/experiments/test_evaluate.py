@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
 from rich.progress import Progress
@@ -174,3 +175,13 @@ def test_the_study_claims_the_agreement_that_is_there(tables):
     table.loc[(table["mechanism"] == "patch").idxmax(), "answers"] = "something else"
     text = evaluate.EXPERIMENT.markdown({"evaluate": table})
     assert "Hook and patch gave other answers in **1** of 12 cells." in text
+
+
+def test_the_best_press_has_an_interval_over_contexts(tables):
+    best, _ = evaluate.EXPERIMENT.findings(tables)
+    low, high = best.interval
+    assert low < best.number < high
+    one_context = {"evaluate": tables["evaluate"].assign(contexts="0 0 0 0")}
+    few, _ = evaluate.EXPERIMENT.findings(one_context)  # one for each of three tasks
+    assert few.number == best.number
+    assert np.isnan(few.interval).all()
