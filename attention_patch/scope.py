@@ -25,7 +25,7 @@ from press_core.cache.ragged import RaggedLayer
 from press_core.cache.reading import helped
 from press_core.entry import begin, leave, runs_eagerly, taken_part_in
 from press_core.errors import UnsupportedModelError
-from press_core.forward import Arguments, here, names_of
+from press_core.forward import Arguments, Forward, here, names_of
 from press_core.model.sites import AttentionSite
 from press_core.on_layers import Removable
 from press_core.scope import InstalledPress, Scope, ScopeState
@@ -173,10 +173,19 @@ def around_decoder(
     given = Arguments(args, kwargs, names)
     forward = taken_part_in(scope, given)
     if forward is None:
-        return call_next(*args, **kwargs)
-    if runs_eagerly(scope, given):
+        output = call_next(*args, **kwargs)
+    elif runs_eagerly(scope, given):
         return _eagerly_around_decoder(scope, names, call_next, *args, **kwargs)
-    press: Any = scope.press
+    else:
+        output = _within(scope, forward, call_next)
+    if scope.tally.missed:  # in this forward, or in one of which an outer scope noted it later
+        press: Any = scope.press
+        press.check_reached(scope)
+    return output
+
+
+def _within(scope: ScopeState, forward: Forward, call_next: Any) -> Any:
+    """A forward that `scope` takes part in, from its beginning to its end."""
     output, ended = None, False
     try:
         given = begin(scope, forward)
@@ -184,7 +193,6 @@ def around_decoder(
         ended = True
     finally:
         leave(scope, output, failed=not ended)
-    press.check_reached(scope)
     return output
 
 
