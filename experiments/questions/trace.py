@@ -1,8 +1,8 @@
 """One forward told step by step, hook and patch side by side.
 
 Nothing is wrapped or hooked to find out: Python's profiler reports the calls of attention modules,
-of attention functions, of what `hooks_impl/mechanism.py` or `patch_impl/mechanism.py` has put
-there, and of presses that score. Around each of them, what the cache holds is read.
+of attention functions, of what a mechanism has put there and on the decoder, and of presses that
+score. Around each of them, what the cache holds is read.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import typer
 from rich.progress import Progress
 from transformers import DynamicCache, PreTrainedModel
 
+import attention_patch.scope
 import hooks_impl.mechanism
 import patch_impl.mechanism
 from experiments.framework import shared
@@ -37,7 +38,10 @@ from press_core import AttentionSite, attention_sites, kept_lengths
 from press_core.presses.finch import Finch
 from press_core.scoring import TokenScorer
 
-_MECHANISMS = {"hook": hooks_impl.mechanism, "patch": patch_impl.mechanism}
+_MECHANISMS = {
+    "hook": (hooks_impl.mechanism,),
+    "patch": (patch_impl.mechanism, attention_patch.scope),
+}
 _CALLED = {
     ("hook", "_before"): "pre-hook",
     ("hook", "_collect"): "hook on the query projection",
@@ -46,9 +50,9 @@ _CALLED = {
     ("hook", "_leave"): "hook of the decoder",
     ("patch", "_attention"): "wrapper",
     ("patch", "see_query"): "interception of the attention function",
-    ("patch", "_decoder"): "wrapper of the decoder",
+    ("patch", "around_decoder"): "wrapper of the decoder",
 }
-"""What events call the functions of the two files."""
+"""What events call the functions of these files."""
 _ATTENDED = "attention has run over"
 
 
@@ -91,7 +95,7 @@ class Recorder:
         self._sites = {id(site.module): site for site in attention_sites(model)}
         modules = [site.module for site in self._sites.values()]
         self._forwards = {inspect.unwrap(type(module).forward).__code__ for module in modules}
-        self._file = _MECHANISMS[mechanism].__file__
+        self._files = {module.__file__ for module in _MECHANISMS[mechanism]}
         self._held: Held = {}  # at the last event
         self._open: list[FrameType] = []  # calls of the mechanism
 
@@ -109,7 +113,7 @@ class Recorder:
         elif ends and code is TokenScorer.checked_scores.__code__ and result is not None:
             press, layer = frame.f_locals["self"], frame.f_locals["call"].site.layer_idx
             self._tell(layer, f"{press_label(type(press).__name__)} scores {result.shape[-1]} keys")
-        elif begins and code.co_filename == self._file and self._name(code):
+        elif begins and code.co_filename in self._files and self._name(code):
             self._calls(frame)
         elif ends and self._open and self._open[-1] is frame:
             self._returns(self._name(code))
