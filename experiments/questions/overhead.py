@@ -50,7 +50,7 @@ _COUNTING = "DecodingPress"
 """A press that counts the steps in which it has nothing to do."""
 
 _SETTLING = 3
-"""Steps of a compiled model before the clock runs."""
+"""Steps in a scope before the clock runs: the first are those of one that was just opened."""
 
 _REPEATS = 4
 """Steps in a row, of which the quickest counts."""
@@ -121,6 +121,7 @@ def times_in_turn(
 
     def timed(condition: Condition) -> float:
         with scopes[condition]():
+            steps.seconds(runs[condition], _SETTLING)
             return steps.seconds(runs[condition])
 
     return each_in_turn(list(scopes), timed, **turns)
@@ -281,7 +282,7 @@ class Overhead(Experiment[Options]):
         own.opened(("KnormPress",))  # which prunes the cache that is decoded
         presses, (context,) = own.opened(Options.press), own.at_most(Options.context)
         options = self.quick_on(own, press=presses, context=context, rounds=12)
-        steps = 13 * _REPEATS * (1 + 2 * len(presses))
+        steps = 13 * (_SETTLING + _REPEATS) * (1 + 2 * len(presses))
         return Planned(options, tokens=2 * context, steps=steps, seconds=2)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
