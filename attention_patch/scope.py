@@ -180,7 +180,7 @@ def around_decoder(
         output = _within(scope, forward, call_next)
     if scope.tally.missed:  # in this forward, or in one of which an outer scope noted it later
         press: Any = scope.press
-        press.check_reached(scope)
+        press.refuse_missed(scope)
     return output
 
 

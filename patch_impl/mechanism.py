@@ -77,9 +77,9 @@ class BasePress(InstalledPress):
         for other in scope.bystanders:
             yield wrap(other.site.module, "forward", partial(_beside, other))
 
-    def check_reached(self, scope: ScopeState) -> None:
-        if scope.tally.missed and (lost := _lost(scope)):
-            raise ScopeError(f"{type(self).__name__} prunes some layers and no longer others{lost}")
+    def refuse_missed(self, scope: ScopeState) -> None:
+        lost = _lost(scope)
+        raise ScopeError(f"{type(self).__name__} prunes some layers and no longer others{lost}")
 
     def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
         def around(call_next: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -54,24 +54,27 @@ def taken_part_in(scope: ScopeState, given: Arguments) -> Forward | None:
     that decode behind a context no press acts, and what the forward reads is read as it lies.
     """
     is_compiling = torch.compiler.is_compiling()
-    if here.is_free and scope.traits.may_pass and not is_compiling:
-        return _unless_it_passes(scope, given)
-    around, mine = here.forward, 0 if is_compiling else threading.get_ident()
+    around, sites, thread = here.forward, scope.sites, scope.traits.thread
     if around is not None and scope in around.entered:
         around.fail()  # an interrupt has ended it
-    takes_part = scope.is_open and bool(scope.sites) and not here.is_apart
-    if not takes_part or scope.traits.thread not in (None, mine):
+    if here.is_apart or not scope.is_open or not sites:  # another thread has closed it just now
         return None
-    return _joined(scope, given)
+    if thread is not None and (is_compiling or thread != threading.get_ident()):
+        return None
+    if is_compiling or around is not None or not scope.traits.may_pass:
+        return _joined(scope, given)
+    return _unless_it_passes(scope, given, sites[0].layer_idx)
 
 
-def _unless_it_passes(scope: ScopeState, given: Arguments) -> Forward | None:
-    """The forward, unless it decodes behind a context and asks for nothing of the scope."""
-    sites = scope.sites
-    if not scope.is_open or not sites:  # another thread has closed it just now
-        return None
-    cache = own_cache(given.get("past_key_values"))
-    first, forward = sites[0].layer_idx, None
+def _unless_it_passes(scope: ScopeState, given: Arguments, first: int) -> Forward | None:
+    """The forward, unless it decodes behind a context and asks for nothing of the scope.
+
+    The scope may be closed meanwhile: it does not wait for forwards that pass.
+
+    Args:
+        first: index of the first layer that the press works on.
+    """
+    cache, forward = own_cache(given.get("past_key_values")), None
     if not isinstance(cache, Cache) or chunks.is_under_way(cache):
         return _joined(scope, given)
     layers = pruned_layers(cache)
@@ -81,13 +84,11 @@ def _unless_it_passes(scope: ScopeState, given: Arguments) -> Forward | None:
         forward = _joined(scope, given)
         if with_counted_columns(forward, layers) is not given or needs_help(forward, layers):
             return forward
-    if scope.traits.counts and not _waits(scope, cache, given):
+    if scope.traits.counts and not _waits(scope, cache, given, first):
         return forward or _joined(scope, given)
-    if not layers:
-        _note_whole(scope, cache, layers)
+    _note_whole(scope, cache, layers, first)
     scope.tally.n_forwards += 1
-    if scope.on_layers.are_on:
-        scope.on_layers.take_off(scope)
+    scope.on_layers.take_off(scope)
     return None
 
 
@@ -126,7 +127,7 @@ def begin(scope: ScopeState, forward: Forward) -> Arguments:
     if forward.helps:
         here.reading, forward.given = one_mask(forward, scope.sites[0], layers)
         forward.helps = here.reading is None
-    _note_whole(scope, forward.cache, layers)
+    _note_whole(scope, forward.cache, layers, scope.sites[0].layer_idx)
     _settle_layers(scope, forward)
     return forward.given
 
@@ -172,11 +173,10 @@ def _entered_eagerly(scope: ScopeState, given: Arguments) -> Arguments:
 enter_eagerly = torch.compiler.disable(_entered_eagerly, recursive=False)
 
 
-def _waits(scope: ScopeState, cache: Cache, given: Arguments) -> bool:
+def _waits(scope: ScopeState, cache: Cache, given: Arguments, index: int) -> bool:
     """Whether a press that counts steps has nothing to do in this one, which is then counted."""
     if n_tokens(given) != 1:
         return False
-    index = scope.sites[0].layer_idx
     first, memory = _counted(scope, cache, index)
     if scope.press.is_awaited(memory.ticks - FIRST, 1, scope.traits.buffered_tokens):
         return False
@@ -252,13 +252,13 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
         forward.acting.append(scope)
 
 
-def _note_whole(scope: ScopeState, cache: Any, pruned: list[PrunedLayer]) -> None:
+def _note_whole(scope: ScopeState, cache: Any, pruned: list[PrunedLayer], first: int) -> None:
     """Note how long a cache is that was filled before the scope has seen a context."""
     tally = scope.tally
     if pruned or tally.n_contexts or not scope.traits.phases & AROUND:
         return
     if isinstance(cache, Cache) and not torch.compiler.is_compiling():
-        n_seen = int(cache.get_seq_length(scope.sites[0].layer_idx))
+        n_seen = int(cache.get_seq_length(first))
         tally.longest_whole = max(tally.longest_whole, n_seen)
 
 

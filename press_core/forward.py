@@ -239,12 +239,6 @@ class Here:
     def forward(self, forward: Forward | None) -> None:
         _of_thread.now.forward = forward
 
-    @property
-    def is_free(self) -> bool:
-        """Whether no forward is in progress, and scopes take part in those that begin."""
-        now = _of_thread.now
-        return now.forward is None and not now.is_apart
-
     reading: Any = _now("reading")
     query: Any = _now("query")
     is_apart: bool = _now("is_apart")

@@ -329,8 +329,8 @@ class InstalledPress(Press):
         """Install on the attention modules what acts there, whenever forwards need it."""
         raise NotImplementedError
 
-    def check_reached(self, scope: ScopeState) -> None:
-        """Refuse to go on where a forward has gone past some of what is installed on layers.
+    def refuse_missed(self, scope: ScopeState) -> None:
+        """Refuse to go on: a forward has gone past some of what is installed on layers.
 
         Raises:
             ScopeError: if nobody would hear of it otherwise.
