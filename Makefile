@@ -12,9 +12,11 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 IMPORT := -c "import hooks_impl, patch_impl, experiments.testbed.recipes"
+ifneq ($(filter test check,$(MAKECMDGOALS)),)
 # An install, or a run that starts or ends, keeps one core busy: another uses the other. What each
 # prints comes at its end, where make can see to that, and does not mix.
-TOGETHER := -j2 $(addprefix --,$(filter output-sync,$(.FEATURES)))
+MAKEFLAGS += -j2 $(addprefix --,$(filter output-sync,$(.FEATURES)))
+endif
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 # With torch's threads as they are by themselves, as everybody has them: if they slept while they
 # wait (OMP_WAIT_POLICY=passive), whoever works in small parts would take up to twice as long.
@@ -30,8 +32,7 @@ ORACLE := $(OLDEST)/bin/python -m pytest tests/oracle
 study: $(VENV)/.installed
 	$(FREELY) $(RUN) -m experiments study
 
-test:
-	$(MAKE) $(TOGETHER) test-oldest test-oracle test-newest
+test: test-oldest test-oracle test-newest
 
 test-newest: $(VENV)/.installed
 	$(RUN) $(PYTEST)
