@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import reprlib
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields
+from functools import cache
 from numbers import Integral, Real
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from torch import nn
 
@@ -65,12 +66,12 @@ def require(press: Any, name: str, holds: bool, allowed: str) -> None:
         )
 
 
-_PLAIN: dict[str, tuple[type, str]] = {
-    "int": (Integral, "a whole number"),
-    "float": (Real, "a number"),
-    "bool": (bool, "True or False"),
-    "str": (str, "a string"),
-    "None": (type(None), "None"),
+_PLAIN: dict[Any, tuple[type, str]] = {
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    bool: (bool, "True or False"),
+    str: (str, "a string"),
+    NoneType: (NoneType, "None"),
 }
 """By annotation, the type of the values that a field takes, and what to call them."""
 
@@ -87,20 +88,24 @@ def check_fields(press: Any, kind: type) -> None:
     Raises:
         HyperparameterError: naming the field, its value and what is allowed.
     """
-    types = _PLAIN | {"Press": (kind, "a press installed by the same mechanism")}
+    types = _PLAIN | {kind: (kind, "a press installed by the same mechanism")}
+    annotations = _annotations(press.__class__)
     for declared in fields(press):
         value, name = getattr(press, declared.name), type(press).__name__
         if isinstance(value, nn.Module) and value is not declared.default:
             meant = "a press is made first and opened on the model then"
             require(press, declared.name, False, f"no model: {meant}, as in {name}(...)(model)")
-        names = _names_of(declared.type)
-        if types.keys() >= set(names) and value is not declared.default:
-            fits = any(isinstance(value, types[name][0]) for name in names)
-            fits = fits and (not isinstance(value, bool) or "bool" in names)
-            allowed = " or ".join(types[name][1] for name in names)
+        annotation = annotations.get(declared.name)
+        of_union = get_origin(annotation) in (Union, UnionType)
+        taken = get_args(annotation) if of_union else (annotation,)
+        if types.keys() >= set(taken) and value is not declared.default:
+            fits = any(isinstance(value, types[one][0]) for one in taken)
+            fits = fits and (not isinstance(value, bool) or bool in taken)
+            allowed = " or ".join(types[one][1] for one in taken)
             require(press, declared.name, fits, f"{allowed}, not a {type(value).__name__}")
-        words = _words_of(declared.type)
-        require(press, declared.name, not words or value in words, f"one of {', '.join(words)}")
+        if get_origin(annotation) is Literal:
+            words = get_args(annotation)
+            require(press, declared.name, value in words, f"one of {', '.join(words)}")
         if "holds" in declared.metadata:
             holds, allowed = declared.metadata["holds"], declared.metadata["allowed"]
             require(press, declared.name, bool(holds(value)), allowed)
@@ -112,12 +117,10 @@ def check_fields(press: Any, kind: type) -> None:
             require(press, declared.name, value > least, allowed)
 
 
-def _words_of(annotation: Any) -> list[str]:
-    """The words that `annotation` lists; empty: it lists none."""
-    return re.findall(r"'(\w+)'", annotation) if str(annotation).startswith("Literal[") else []
-
-
-def _names_of(annotation: Any) -> list[str]:
-    """The names of the types of which `annotation` is the union."""
-    written = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
-    return ["str"] if written.startswith("Literal[") else re.split(r"\s*\|\s*", written)
+@cache
+def _annotations(cls: type) -> dict[str, Any]:
+    """By field, the type that `cls` declares; none of them where one is not known at run time."""
+    try:
+        return get_type_hints(cls)
+    except NameError:
+        return {}

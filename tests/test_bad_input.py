@@ -71,7 +71,7 @@ REFUSED = {
     "KnormPress(False)": "must be a number in",
     "FinchPress(chunk_length='8')": "must be a whole number or None, not a str",
     "FinchPress(rerotate_keys='no')": "must be True or False, not a str",
-    "CURPress(leverage_type=['key'])": "must be a string, not a list",
+    "CURPress(leverage_type=['key'])": "must be one of key, value",
     "RandomPress(seed=1.0)": "seed must be a whole number or None",
     "PyramidKVPress(beta=0)": "beta must be .*1 or more",
     "ThinKPress(1.0)": "key_channel_compression_ratio must be",
