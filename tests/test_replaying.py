@@ -3,6 +3,7 @@
 import gc
 import itertools
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -178,3 +179,12 @@ def test_padding_is_told_by_a_mask_of_any_form(package, name):
         for given in (mask, causal & mask.bool()[:, None, None])
     ]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("length", "kept"), [(1, {0}), (4, {0, 1, 2}), (12, {*range(6)})])
+def test_a_template_is_kept_before_all_else(package, length, kept):
+    """Also where a context ends within it, and its last token alone is repeated."""
+    prompts = replace(PROMPTS, n_prefix=6)
+    press = package.KVzipPress(0.5, layerwise=True, n_sink=0, prompts=prompts)
+    ((heads,),) = held(filled(build("llama", num_layers=1), press, token_ids(1, length)))
+    assert {token for head in heads for token in head} == kept

@@ -69,7 +69,8 @@ class RepeatPrompts:
     def replays(self, context: Tensor, chunk_size: int) -> Replays:
         """What to run for each chunk of `context` `(S,)`."""
         previous: list[int] | None = None
-        for start in range(self.n_prefix, len(context), chunk_size):
+        n_before = min(self.n_prefix, len(context) - 1)  # something is there to be repeated
+        for start in range(n_before, len(context), chunk_size):
             chunk = context[start : start + chunk_size].tolist()
             asking = self.first if previous is None else [*self.following, *previous]
             ids = torch.tensor([[*asking, *self.suffix, *chunk]], device=context.device)
@@ -136,7 +137,8 @@ class KVzip(ReplayPress):
         self.replay(row, prompts.replays(row.tokens, self.chunk_size), see)
         parts = [torch.cat(of_chunks, dim=-1).to(row.tokens.device) for of_chunks in received]
         scores = torch.cat(parts)
-        return pad(scores, (prompts.n_prefix, 0), value=float("inf"))  # each answer needs those
+        n_before = row.length - scores.shape[-1]  # of the template: each answer needs those
+        return pad(scores, (n_before, 0), value=float("inf"))
 
     def replay(self, row: Row, replays: Replays, see: See) -> None:
         """Run what asks for each chunk after the context of `row`, and show `see` what happens."""
