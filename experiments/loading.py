@@ -15,7 +15,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from experiments import UserError
+from experiments import UserError, refusing
+from press_core.errors import first_line
 
 SHIPPED: tuple[str, ...] = ("facts-llama", "stdlib-neox", "stdlib-neox-sink")
 """Short names of the models that come with the repository."""
@@ -71,16 +72,13 @@ def load_model(
         raise ModelNotFoundError(
             f"cannot load a model called {name!r}: it is neither {_SHIPPED} nor an existing "
             "folder, and the hub gave no such model (no network, no such id, or no permission); "
-            f"the cause was: {_first_sentence(error)}"
+            f"the cause was: {first_line(error)}"
         ) from error
     finally:
         if bars:
             logging.enable_progress_bar()
-    try:
+    with refusing(f"cannot put the model on the device {device!r}", RuntimeError, AssertionError):
         return (model if spread or device is None else model.to(device)).eval(), tokenizer
-    except (RuntimeError, AssertionError) as error:  # torch raises either
-        reason = _first_sentence(error)
-        raise UserError(f"cannot put the model on the device {device!r}: {reason}") from error
 
 
 def short_name(name: str) -> str:
@@ -103,7 +101,3 @@ def local_folder(name: str) -> Path | None:
             f"give {_SHIPPED}, the path of such a folder, or a hub id such as owner/model"
         )
     return None
-
-
-def _first_sentence(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")

@@ -98,13 +98,9 @@ class Store:
         """
         found = []
         for path in (self.folder / CELLS).glob("*.json"):
-            try:
+            advice = "; remove it, and its cell is run again, or give another --output"
+            with refusing(f"{path} is damaged", OSError, ValueError, advice=advice):
                 found.append(Result.model_validate_json(path.read_bytes()))
-            except (OSError, ValueError) as error:
-                raise UserError(
-                    f"{path} is damaged; remove it, and its cell is run again, or give another "
-                    "--output"
-                ) from error
         return {result.cell: result for result in sorted(found, key=lambda each: each.cell.key)}
 
     def save(self, result: Result) -> None:

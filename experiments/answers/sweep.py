@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 import pandas as pd
 import torch
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -23,7 +22,8 @@ from experiments.answers.engines import Failure, Outcomes, on_ray, serial
 from experiments.answers.settings import Settings, settings_from
 from experiments.answers.store import Store, setup_of
 from experiments.framework.command import with_flags
-from experiments.framework.intervals import bracket
+from experiments.framework.intervals import bracketed
+from experiments.framework.tables import ResultTable
 
 
 def sweep(
@@ -139,17 +139,16 @@ command = with_flags(_sweep, Settings(), _sweep.__doc__)
 
 
 def _results(results: pd.DataFrame) -> Table:
-    table = Table(box=SIMPLE_HEAD)
-    for name in ("dataset", "press", "asked for", "evicted", "mechanism", "right in %"):
-        words = name in ("dataset", "press", "mechanism")
-        table.add_column(name, justify="left" if words else "right", no_wrap=True)
-    for row in results.to_dict("records"):
-        ends = 100 * row["low"], 100 * row["high"]
-        known = not pd.isna(row["score"])
-        score = f"{100 * row['score']:.1f}{bracket(*ends, '.1f')}" if known else "not known"
-        shares = _asked(row["ratio"], row["budget"]), f"{row['evicted']:.0%}"
-        table.add_row(row["dataset"], press_words(row["press"]), *shares, row["mechanism"], score)
-    return table
+    head = "dataset", "press", "mechanism", "asked for", "evicted", "right"
+    rows = [
+        [
+            *(row["dataset"], press_words(row["press"]), row["mechanism"]),
+            *(_asked(row["ratio"], row["budget"]), f"{row['evicted']:.0%}"),
+            "not known" if pd.isna(row["score"]) else bracketed(row, "score", ".1%"),
+        ]
+        for row in results.to_dict("records")
+    ]
+    return ResultTable("", head, rows, left=3).rich()
 
 
 def press_words(press: str) -> str:

@@ -9,6 +9,8 @@ import torch
 import typer
 from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
+from press_core.errors import first_line
+
 Values = Any
 """What a flag was given: one value, or a list of them if it can be repeated; None if nothing."""
 
@@ -65,7 +67,7 @@ def _checked_device(name: str) -> str:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # what torch raises differs by device
-        raise typer.BadParameter(f"cannot use {name!r}: {str(error).splitlines()[0]}") from error
+        raise typer.BadParameter(f"cannot use {name!r}: {first_line(error)}") from error
     return device
 
 

@@ -104,11 +104,8 @@ def read_parts(folder: Path, experiments: Sequence[AnyExperiment]) -> list[Part]
             paths = {table: path for table, path in paths.items() if path.exists()}
         tables = {table: read_table(path) for table, path in paths.items()}
         part = Part(known[name], tables, entry)
-        try:
+        missing = f"{folder} lacks a table or a column of {name!r}"
+        with refusing(missing, LookupError, advice="; run the study again"):
             _ = part.findings
-        except LookupError as error:
-            raise UserError(
-                f"{folder} has no table or column {error} of {name!r}; run the study again"
-            ) from error
         parts.append(part)
     return parts

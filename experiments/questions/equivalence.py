@@ -23,7 +23,7 @@ from rich.progress import Progress
 from transformers import PreTrainedModel
 
 import hooks_impl
-from experiments import UserError
+from experiments import UserError, refusing
 from experiments.framework import shared
 from experiments.framework.experiment import Claim, Evidence, Experiment, Finding, Tables
 from experiments.framework.frames import OutcomeMatrix, wide_table
@@ -107,11 +107,8 @@ def _load(options: Options, name: str, dtype: str, attn: str) -> PreTrainedModel
         # Two layers each; hybrid families add a sliding one to every layer that is asked for.
         num_layers = 1 if name in HYBRID else 2
         return build(name, num_layers=num_layers, **kind).to(torch.device(options.device))
-    try:
+    with refusing(f"cannot load {name} with {attn}", ImportError, ValueError):  # it is not there
         return load_model(name, device=options.device, **kind)[0]
-    except (ImportError, ValueError) as error:  # an implementation that is not there
-        reason = str(error).splitlines()[0]
-        raise UserError(f"cannot load {name} with {attn}: {reason}") from error
 
 
 def run_grid(
@@ -186,10 +183,8 @@ def _press_option(text: str) -> tuple[str, PressMaker]:
 def _press_class(text: str) -> type[Any]:
     """The class named `module:Class`, which has to be a press with a `compression_ratio`."""
     text = text.strip()
-    try:
+    with refusing(f"cannot import {text!r}", ImportError, AttributeError, ValueError):
         found: Any = resolve_name(text)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"cannot import {text!r}: {error}") from error
     is_press = isinstance(found, type) and issubclass(found, InstalledPress)
     if not is_press or "compression_ratio" not in getattr(found, "__dataclass_fields__", {}):
         raise UserError(

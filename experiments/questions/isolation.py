@@ -29,7 +29,6 @@ from experiments.testbed.families import build
 from press_core import attention_sites
 
 RATIO, OTHER_RATIO = 0.5, 0.25
-N_INSTANCES = 3
 INSIDE, AFTER = "inside", "after"
 
 UNTOUCHED, RECOVERS, FOR_GOOD = "untouched", "changed, recovers", "changed for good"
@@ -87,7 +86,7 @@ def _bystanders(
 
 
 def _of_the_class(model: PreTrainedModel, make: Make) -> list[PreTrainedModel]:
-    return [make(seed) for seed in range(1, 1 + N_INSTANCES)]
+    return [make(seed) for seed in (1, 2, 3)]
 
 
 def _of_other_classes(model: PreTrainedModel, make: Make) -> list[PreTrainedModel]:

@@ -70,12 +70,7 @@ def build(
         num_layers: attention layers; hybrid families get as many sliding ones in between.
         num_kv_heads: ignored by families without grouped heads.
         width: of the hidden states; None: of all heads together.
-
-    Raises:
-        ValueError: if the family is not known.
     """
-    if family not in _SPECIAL:
-        raise ValueError(f"unknown family {family!r}; known: {', '.join(FAMILIES)}")
     width = width or num_heads * head_dim
     hybrid = family in HYBRID
     more: dict[str, Any] = {} if family in NO_GQA else {"num_key_value_heads": num_kv_heads}

@@ -340,8 +340,8 @@ def test_report_refuses_a_folder_that_holds_no_study(registered, finished, tmp_p
 
 def test_tables_that_are_not_those_of_the_experiment(folder):
     (folder / "one.csv").write_text("y\n1\n")
-    with pytest.raises(UserError, match="has no table or column 'x' of 'one'"):
+    with pytest.raises(UserError, match="lacks a table or a column of 'one': 'x'"):
         write_report(folder, [ONE, TWO])
     note(folder, "one", tables=[])
-    with pytest.raises(UserError, match="has no table or column 'one' of 'one'"):
+    with pytest.raises(UserError, match="lacks a table or a column of 'one': 'one'"):
         write_report(folder, [ONE, TWO])
