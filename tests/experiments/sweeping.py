@@ -1,7 +1,5 @@
 """Small sweeps, for tests."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from io import StringIO
 

@@ -1,7 +1,5 @@
 """Questions about compressed contexts: what is answered, under which scopes, generated how."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

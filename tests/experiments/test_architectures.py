@@ -181,7 +181,5 @@ def test_a_process_that_dies_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> N
 def test_nothing_is_wrong_in_the_committed_results() -> None:
     tables = {path.stem: read_table(path) for path in RESULTS.glob("architectures*.csv")}
     assert EXPERIMENT.passed(tables)
-    reached, oldest = EXPERIMENT.findings(dict(sorted(tables.items())))
-    assert "; 0 of 2" in reached.text
+    reached, _ = EXPERIMENT.findings(dict(sorted(tables.items())))
     assert reached.verdict == "works"
-    assert oldest.text.startswith("With the oldest transformers, every press is right on ")

@@ -1,7 +1,5 @@
 """The auditor finds what is planted, wherever it is planted, and nothing else."""
 
-from __future__ import annotations
-
 import builtins
 import gc
 import sys

@@ -1,7 +1,5 @@
 """Single findings of a study, measured again."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

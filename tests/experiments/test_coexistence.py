@@ -1,7 +1,5 @@
 """The matrix of who gets along: it can tell right from wrong, and ours is never wrong."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pandas as pd
@@ -96,10 +94,9 @@ def table(**outcomes):
 
 
 def test_what_is_said_is_read_off_the_table():
-    said = EXPERIMENT.markdown(table(hooks=[RIGHT, ERROR, RIGHT], other=[RIGHT, WRONG, ERROR]))
-    assert "hooks and patches of this project are silently wrong in **0** of 3 trials" in said
-    assert "the other mechanisms are silently wrong in **1** of 3 trials" in said
-    assert said.count("raise an error in 1.") == 2
+    tables = table(hooks=[RIGHT, ERROR, RIGHT], other=[RIGHT, WRONG, ERROR])
+    assert [finding.number for finding in EXPERIMENT.findings(tables)] == [0, 1]
+    said = EXPERIMENT.markdown(tables)
     assert "| PEFT LoRA | error | wrong |" in said
     assert "- hooks, PEFT LoRA, inside the scope: so it is" in said
     found = table(hooks=[RIGHT] * 3, late=[WRONG] * 3)["coexistence"]

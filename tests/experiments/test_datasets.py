@@ -1,7 +1,5 @@
 """Samples that are generated and samples that are published, and how they are scored."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Head-wise against uniform budgets: what is compared, and what is read off the tables."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -203,14 +201,13 @@ def test_whether_a_patch_is_needed(tables):
     broken = table.copy()
     broken.loc[(table["condition"] == "mask by hook").idxmax(), "outcome"] = OTHER
     for changed, said, right, verdict in (
-        (table, "needs no patch", "**6** of 6 trials", "works"),
-        (table[table["question"] == 3], "needs no patch", "**3** of 3", "works"),
-        (broken, "needs a patch", "**5** of 6", "breaks"),
+        (table, "needs no patch", 6, "works"),
+        (table[table["question"] == 3], "needs no patch", 3, "works"),
+        (broken, "needs a patch", 5, "breaks"),
     ):
         found = finding("patching", headwise_conditions=changed)
         assert said in found.text
-        assert right in found.text
-        assert found.verdict == verdict
+        assert (found.number, found.verdict) == (right, verdict)
 
 
 def test_what_ragged_storage_frees_and_takes(tables):
@@ -219,8 +216,7 @@ def test_what_ragged_storage_frees_and_takes(tables):
         "records"
     )
     found = finding("freeing", **tables)
-    assert "With 80% evicted head by head, ragged storage" in found.text
-    assert f"holds **{row['bytes'] / row['full_bytes']:.2f}** of" in found.text
+    assert found.number == round(row["bytes"] / row["full_bytes"], 2)
     assert found.text.endswith("a mask set by a hook, 1.00.")
     assert found.verdict == "works"
     freed = table.assign(bytes=table["bytes"] // 2)

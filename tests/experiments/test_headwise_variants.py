@@ -1,7 +1,5 @@
 """Four ways to decode a head-wise pruned cache: the same logits, and nothing stays behind."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 

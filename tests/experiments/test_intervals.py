@@ -1,7 +1,5 @@
 """Intervals hold what they should as often as they say, and are not made of too little."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Bystanders that are changed are found changed, and those of hooks and patches are not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -120,13 +118,8 @@ def test_nothing_is_carried_over_to_the_next_cell(name):
 
 
 def test_what_is_found_of_ours_and_of_others(table):
-    text = EXPERIMENT.markdown({"isolation": table})
-    total = len(SITUATIONS)
-    assert (
-        f"With hooks and patches, bystanders give the same bits in **{total}** of {total}" in text
-    )
     (found,) = EXPERIMENT.findings({"isolation": table})
-    assert found.verdict == "works"
+    assert (found.number, found.verdict) == (len(SITUATIONS), "works")
     others = table[table["mechanism"] == "plain hook"]
     assert EXPERIMENT.findings({"isolation": others})[0].verdict is None
     broken = others.assign(mechanism="hooks")

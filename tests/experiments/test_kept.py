@@ -1,7 +1,5 @@
 """Contexts that were compressed and saved answer as they would have at once."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

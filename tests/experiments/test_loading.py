@@ -1,7 +1,5 @@
 """Models by short name, by path and by hub id, and errors that say what to give instead."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import huggingface_hub.constants

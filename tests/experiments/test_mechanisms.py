@@ -1,7 +1,5 @@
 """Every mechanism prunes as the presses do, and comes off again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Times taken in turn: what is slow is found slow, and nothing stays on the model."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import contextmanager
 

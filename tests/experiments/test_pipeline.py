@@ -1,7 +1,5 @@
 """Many questions about one compressed context: the same answers as by hand, and nothing left."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Commands of the study: what they show they have written, and what is wrong they say."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 import pytest

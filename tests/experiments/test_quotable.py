@@ -1,7 +1,5 @@
 """The table to quote: joined from what other experiments have measured."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """Sweeps on a Ray cluster: the same numbers, and workers that die."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Presses at their usual settings: all of them, about as much evicted as was asked for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache

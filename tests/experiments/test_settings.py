@@ -1,7 +1,5 @@
 """Presses as text, settings and the cells that they make: planned, or refused in words."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import fields, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Attention sinks: what heads pay the first token, and the training that makes them pay."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 

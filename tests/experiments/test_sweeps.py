@@ -1,7 +1,5 @@
 """Sweeps: nothing is lost, doubled or mixed up."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -168,6 +168,6 @@ def test_the_summary_comes_from_the_csv_file(snapkv, tmp_path):
     read = read_table(tmp_path / "trace.csv")
     text = EXPERIMENT.markdown({"trace": read})
     assert text == EXPERIMENT.markdown({"trace": table})
-    assert text.startswith("Of 80 keys per head a layer keeps **40** once its own hook has run; ")
+    assert EXPERIMENT.findings({"trace": read})[0].number == 40
     assert "| prefill, layers 0 to 1 | pre-hook | wrapper |" in text
     assert "|  | 80 hidden states enter | 80 hidden states enter |" in text

@@ -1,7 +1,5 @@
 """Trainings of the shipped models: a few steps of each."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

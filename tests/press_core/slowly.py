@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from press_core.presses.keys import sketch
 from tests.press_core.drawn import DIM, GROUP, HEADS, KV_HEADS, attention_row, rotated
+from tests.slow import cosines, norms
 
 
 def members(head):
@@ -39,13 +40,11 @@ def pooled(scores, kernel):
 
 
 def knorm(call, _, row, head):
-    return torch.stack([-(key @ key).sqrt() for key in call.keys[row, head]])
+    return torch.tensor(norms(call.keys[row, head]))
 
 
 def keydiff(call, _, row, head):
-    units = [key / (key @ key).sqrt() for key in call.keys[row, head]]
-    anchor = mean(units)
-    return -(torch.stack(units) @ anchor) / (anchor @ anchor).sqrt()
+    return torch.tensor(cosines(call.keys[row, head]))
 
 
 def snapkv(call, press, row, head):
