@@ -138,7 +138,7 @@ def _words(predictions: list[Prediction]) -> dict[str, str]:
 
 def _interval(rows: pd.DataFrame) -> str:
     """In percent, of a press's mean over tasks that ask as many questions each; else none."""
-    if "scores" not in rows or rows["questions"].nunique() > 1:  # older tables have no scores
+    if rows["questions"].nunique() > 1:
         return ""
     columns = ["scores", "contexts"]
     split = rows.assign(**{name: rows[name].astype(str).str.split() for name in columns}).explode(
