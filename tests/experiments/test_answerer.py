@@ -49,6 +49,15 @@ def test_answers_are_those_from_the_pruned_cache(model, answerer, package, name,
     assert answerer([t.context for t in texts], asked, **options) == expected
 
 
+def test_the_share_that_is_evicted_while_decoding_is_one_of_all_tokens(answerer, package):
+    """All but the last, which is not read: of these 20 are held, and the latest."""
+    press, (text, *_) = package.StreamingLLMDecodingPress(max_capacity=20), facts()[1]
+    asked, options = text.questions[0], {"max_new_tokens": 5, "min_new_tokens": 5}
+    found = answerer.answered(text.context, [asked], press=press, **options)
+    n_read = sum(len(answerer.tokenizer(t).input_ids) for t in (text.context, asked)) - 1 + 4
+    assert found.evicted == pytest.approx(1 - 21 / n_read)
+
+
 @in_turn("name, together", PRESSES, [False, True])
 def test_rows_of_a_batch_are_those_of_the_row_alone(answerer, package, name, together):
     """What they answer, and the share of their tokens that was really evicted."""

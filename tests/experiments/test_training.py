@@ -38,6 +38,8 @@ def test_a_model_of_the_standard_library_is_trained_and_saved(
     text = stdlib.Text(tokenizer, stream, stream[:1_000])
     monkeypatch.setattr(stdlib.Text, "load", lambda: text)
     monkeypatch.setattr(stdlib, "ROWS", 2)
+    drawn = stdlib._draw(stream, torch.Generator())[:, 1:]  # runs of the text
+    assert all((stream.unfold(0, drawn.shape[1], 1) == row).all(dim=1).any() for row in drawn)
     training.train(tmp_path, seed=3, steps=2)
     model, saved = load_model(str(tmp_path))
     assert saved.get_vocab() == tokenizer.get_vocab()
