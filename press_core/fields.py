@@ -122,5 +122,5 @@ def _annotations(cls: type) -> dict[str, Any]:
     """By field, the type that `cls` declares; none of them where one is not known at run time."""
     try:
         return get_type_hints(cls)
-    except NameError:
+    except Exception:  # whatever comes of what was written for type checkers alone
         return {}
