@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -15,9 +14,6 @@ import patch_impl
 from press_core.replay.kvzip import RepeatPrompts
 from tests.press_core.drawn import rotated
 from tests.support import build, token_ids
-
-Reading = tuple[list[Tensor], DynamicCache]
-"""Inputs of the attention modules `(m, D)`, and the cache over the context and the reading."""
 
 
 def read(model, context, then):

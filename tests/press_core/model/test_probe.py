@@ -144,8 +144,9 @@ def test_a_model_is_run_once_per_class_and_configuration():
     first = calls
     assert first > 0
     attention_sites(model)
-    attention_sites(twin)
+    (site, *_) = attention_sites(twin)
     assert calls == first
+    assert site.rotary.embedding is twin.model.rotary_emb
     twin.config.rope_parameters = {**twin.config.rope_parameters, "rope_theta": 5.0}
     attention_sites(twin)
     assert calls > first
