@@ -14,7 +14,7 @@ import experiments
 from experiments import UserError
 from experiments.framework import plots, report
 from experiments.framework.experiment import Contrast, Evidence, Finding
-from experiments.framework.manifest import MANIFEST
+from experiments.framework.manifest import MANIFEST, check_one_run, read_manifest
 from experiments.framework.plots import overview
 from experiments.framework.readme import blocks
 from experiments.framework.report import MAX_ROWS, write_report
@@ -256,12 +256,14 @@ def test_findings_stand_beside_what_others_say(tmp_path, monkeypatch):
     assert "| [Others](https://example.org) | They say **2**. |" in markdown(tmp_path)
 
 
-def test_committed_results_are_compared_with_other_work():
-    parts = read_parts(Path(__file__).parents[2] / "results", experiments.load_experiments())
-    compared = report.related(parts)
-    assert {anchor for *_, anchor, _ in compared} == set(report._WORKS)
-    works = " ".join(work for work, *_ in compared)
-    assert all(name in works for name in ("kvpress", "AdaKV", "StreamingLLM", "KVzip"))
+def test_the_committed_report_is_read_off_the_committed_tables():
+    results, chosen = Path(__file__).parents[2] / "results", experiments.load_experiments()
+    check_one_run(results, read_manifest(results), {each.name: repr(each.full) for each in chosen})
+    parts, said = read_parts(results, chosen), markdown(results)
+    assert {anchor for *_, anchor, _ in report.related(parts)} == set(report._WORKS)
+    assert all(finding.text in said for part in parts for finding in part.findings)
+    views = [view for part in parts for view in part.experiment.views(part.tables)]
+    assert all(view.markdown() in said for view in views)
 
 
 def test_the_first_figure_sets_hooks_beside_patches(tmp_path):
