@@ -14,7 +14,7 @@ LEFT_OUT = {
         (".", "learned_headwise learned_presses new_presses offloaded_weights"),
         (".", "presses_of_ones_own replaying state_machine"),
         # How things are measured, which `test_own_model.py` runs, whole, with any release.
-        ("experiments", "claim equivalence error evaluate headwise headwise_variants"),
+        ("experiments", "claim coexistence equivalence error evaluate headwise headwise_variants"),
         ("experiments", "intrusiveness isolation overhead quality questions recipes seeds"),
         ("experiments", "settings sinks streaming sweeps throughput trace"),
     ]

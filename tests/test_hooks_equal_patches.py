@@ -1,7 +1,7 @@
 """Hooks leave the same bits as patches, over drawn models, inputs, presses and nestings.
 
 The default run compares hundreds of drawn cases; `HYPOTHESIS_PROFILE=short` runs a third of them,
-`HYPOTHESIS_PROFILE=long` two hundred times as many, with new seeds each time.
+`HYPOTHESIS_PROFILE=long` hundreds of times as many, with new seeds each time.
 """
 
 import os
@@ -20,7 +20,7 @@ from press_core import Needs
 from press_core.replay.rows import ReplayPress
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
-N_CASES = {"short": 5, "long": 3000}.get(PROFILE, 15)
+N_CASES = {"short": 4, "long": 3000}.get(PROFILE, 12)
 PRESSES = sorted(hooks_impl.PRESSES)
 REPLAYING = [name for name in PRESSES if issubclass(hooks_impl.PRESSES[name], ReplayPress)]
 
