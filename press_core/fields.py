@@ -105,7 +105,7 @@ def check_fields(press: Any, kind: type) -> None:
             require(press, declared.name, fits, f"{allowed}, not a {type(value).__name__}")
         if get_origin(annotation) is Literal:
             words = get_args(annotation)
-            require(press, declared.name, value in words, f"one of {', '.join(words)}")
+            require(press, declared.name, value in words, f"one of {', '.join(map(str, words))}")
         if "holds" in declared.metadata:
             holds, allowed = declared.metadata["holds"], declared.metadata["allowed"]
             require(press, declared.name, bool(holds(value)), allowed)
