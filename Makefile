@@ -60,7 +60,7 @@ subjects: $(SUBJECTS)/.installed $(OLDEST)/.installed
 test-long: $(VENV)/.installed
 	HYPOTHESIS_PROFILE=long $(RUN) $(PYTEST)
 
-check: $(VENV)/.installed
+check: $(VENV)/.checks-installed
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
@@ -69,10 +69,10 @@ check: $(VENV)/.installed
 	$(MKDOCS) build --strict --site-dir build/site
 
 # The documentation, at http://127.0.0.1:8000.
-docs: $(VENV)/.installed
+docs: $(VENV)/.checks-installed
 	$(MKDOCS) serve
 
-format: $(VENV)/.installed
+format: $(VENV)/.checks-installed
 	$(RUN) -m ruff format .
 	$(RUN) -m ruff check --fix .
 
@@ -90,8 +90,13 @@ clean:
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) $(PIP) -c constraints.txt -e ".[dev,docs,ray]"
+	$(RUN) $(PIP) -c constraints.txt -e ".[test,ray]"
 	$(RUN) $(IMPORT)
+	touch $@
+
+# What only checks and pages need: tests need not wait for it.
+$(VENV)/.checks-installed: $(VENV)/.installed
+	$(RUN) $(PIP) -c constraints.txt -e ".[dev,docs]"
 	touch $@
 
 $(OLDEST)/.installed: pyproject.toml constraints.txt constraints-oldest.txt

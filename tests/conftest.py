@@ -11,8 +11,8 @@ LEFT_OUT = {
         ("press_core", "decisions eviction formulas learned learned_budgets learning masks"),
         ("press_core", "properties replayed scope select tampered_files"),
         (".", "changing_scopes_while_running compositions dms docs house"),
-        (".", "learned_headwise learned_presses new_presses offloaded_weights"),
-        (".", "presses_of_ones_own replaying state_machine"),
+        (".", "learned_headwise learned_presses new_presses offloaded_weights on_layers"),
+        (".", "presses_of_ones_own replaying scopes state_machine"),
         # How things are measured, which `test_own_model.py` runs, whole, with any release.
         ("experiments", "claim coexistence equivalence error evaluate headwise headwise_variants"),
         ("experiments", "intrusiveness isolation overhead quality questions recipes seeds"),
