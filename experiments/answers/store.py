@@ -97,8 +97,8 @@ class Store:
             UserError: if one cannot be read.
         """
         found = []
+        advice = "; remove it, and its cell is run again, or give another --output"
         for path in (self.folder / CELLS).glob("*.json"):
-            advice = "; remove it, and its cell is run again, or give another --output"
             with refusing(f"{path} is damaged", OSError, ValueError, advice=advice):
                 found.append(Result.model_validate_json(path.read_bytes()))
         return {result.cell: result for result in sorted(found, key=lambda each: each.cell.key)}

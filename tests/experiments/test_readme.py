@@ -85,13 +85,16 @@ def test_results_of_more_than_one_run_fail_the_check(folder, changed, words):
     assert words in result.stderr
 
 
+IN_TURN = "not opened and closed in turn"
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("<!-- table: three -->\n<!-- /table -->", "no table is called 'three'; there are answers"),
-        ("\n<!-- table: one-mean -->\n", "not opened and closed in turn"),
-        ("<!-- /table -->", "not opened and closed in turn"),
-        ("<!-- table: one -->\n<!-- table: two -->\n<!-- /table -->", "not opened and closed"),
+        ("\n<!-- table: one-mean -->\n", IN_TURN),
+        ("<!-- /table -->", IN_TURN),
+        ("<!-- table: one-mean -->\n<!-- table: two-mean -->\n<!-- /table -->", IN_TURN),
     ],
 )
 def test_wrong_markers_are_refused(finished, text, words):
