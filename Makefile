@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python
 PYTEST := -m pytest -n auto --maxprocesses 8 --dist worksteal
 export OMP_NUM_THREADS ?= 1
 # Bytecode is written of what is imported, by whoever imports it first: to compile all 18,000 files
-# that are installed takes longer than to install them.
+# that are installed takes longer than to install them. An old pip takes twice as long.
 unexport PYTHONDONTWRITEBYTECODE
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 IMPORT := -c "import hooks_impl, patch_impl, experiments.testbed.recipes"
@@ -89,7 +89,7 @@ clean:
 	rm -rf $(VENV) $(OLDEST) $(SUBJECTS) study
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --upgrade-deps $(VENV)
 	$(RUN) $(PIP) -c constraints.txt -e ".[test,ray]"
 	$(RUN) $(IMPORT)
 	touch $@
@@ -100,12 +100,12 @@ $(VENV)/.checks-installed: $(VENV)/.installed
 	touch $@
 
 $(OLDEST)/.installed: pyproject.toml constraints.txt constraints-oldest.txt
-	$(PYTHON) -m venv $(OLDEST)
+	$(PYTHON) -m venv --upgrade-deps $(OLDEST)
 	$(OLDEST)/bin/python $(PIP) -c constraints-oldest.txt -e ".[test,oracle]"
 	$(OLDEST)/bin/python $(IMPORT)
 	touch $@
 
 $(SUBJECTS)/.installed: pyproject.toml constraints.txt constraints-subjects.txt
-	$(PYTHON) -m venv $(SUBJECTS)
+	$(PYTHON) -m venv --upgrade-deps $(SUBJECTS)
 	$(SUBJECTS)/bin/python $(PIP) -c constraints.txt -c constraints-subjects.txt -e ".[study,subjects]"
 	touch $@

@@ -17,12 +17,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from experiments import UserError, load_experiments
+from experiments import EXPERIMENTS, UserError, load_experiments
 from experiments.framework import environment
 from experiments.framework.command import SEED, measured, progress_bar, with_flags
 from experiments.framework.experiment import AnyExperiment
 from experiments.framework.manifest import UNFINISHED, Entry, Manifest, former_study, write_manifest
-from experiments.framework.options import Device, Dtype
+from experiments.framework.options import Device, Dtype, one_of
 from experiments.framework.plan import Plan, Task, announcement, plan_on, plan_study
 from experiments.framework.report import write_report
 from experiments.framework.results import drawn, read_table, write_figures, write_tables
@@ -158,6 +158,7 @@ class Options:
         typer.Option(
             help="Experiment to run; what the folder holds of the others stays. Repeatable.",
             show_default="all",
+            callback=one_of(EXPERIMENTS),
         ),
     ] = ()
     model: Annotated[

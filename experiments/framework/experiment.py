@@ -91,6 +91,7 @@ class Finding:
             report's first page lists the needs. Empty: none.
         verdict: what the answer to the need comes to.
         evidence: what kind it rests on, if another than most findings of its experiment.
+        again: the number in bold from other seeds, where the study has drawn contexts anew.
 
     Raises:
         ValueError: if `text` is too long, or has not one number in bold.
@@ -101,6 +102,7 @@ class Finding:
     need: str = ""
     verdict: Literal["works", "costs", "breaks"] | None = None
     evidence: Evidence | None = None
+    again: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         words = len(self.text.split())
@@ -115,6 +117,13 @@ class Finding:
         """The number in bold, as it is written: 67 of "67%"."""
         (bold,) = _BOLD.findall(self.text)
         return float(_NUMBER.findall(bold)[0].replace(",", ""))
+
+    @property
+    def basis(self) -> str:
+        """What it rests on, in a few words; empty: nobody said."""
+        kind = "" if self.evidence is None else self.evidence.value
+        seeds = ", ".join(map("{:g}".format, self.again))
+        return f"{kind}; {seeds} from other seeds" if seeds else kind
 
     @property
     def interval(self) -> tuple[float, float]:

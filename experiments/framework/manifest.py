@@ -7,9 +7,9 @@ a manifest leads out of its folder.
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated
@@ -204,11 +204,8 @@ def former_study(
             that would be lost.
     """
     former = None
-    try:
+    with suppress(UserError) if overwrite else nullcontext():
         former = read_manifest(output) if (output / MANIFEST).exists() else None
-    except UserError:
-        if not overwrite:
-            raise
     if former and former.model != model:
         raise UserError(
             f"{output} holds a study of {former.model or 'the shipped models'}, not of "
@@ -245,6 +242,6 @@ def check_writable(folder: Path) -> None:
 
 
 def _is_of_study(name: str, experiments: Collection[str]) -> bool:
-    stem, extension = os.path.splitext(name)
-    of_one = any(stem == each or stem.startswith(f"{each}_") for each in experiments)
-    return name in (MANIFEST, *REPORTS) or (of_one and extension in (".csv", ".svg"))
+    path = Path(name)
+    of_one = any(path.stem == each or path.stem.startswith(f"{each}_") for each in experiments)
+    return name in (MANIFEST, *REPORTS) or (of_one and path.suffix in (".csv", ".svg"))

@@ -12,6 +12,7 @@ from experiments import UserError
 from experiments.framework.experiment import AnyExperiment
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
+from experiments.framework.wording import about_seconds
 
 
 class Task(NamedTuple):
@@ -60,9 +61,6 @@ def plan_study(
     Args:
         only: names of the experiments to run, empty for all.
         full: with the options of the committed results, not the quick ones.
-
-    Raises:
-        UserError: if a name is not known.
     """
     tasks = []
     for each in _chosen(experiments, only):
@@ -76,7 +74,7 @@ def plan_on(own: OwnModel, experiments: Sequence[AnyExperiment], only: Sequence[
     """The study of a model of the user's own.
 
     Raises:
-        UserError: if a name is not known, or one that was asked for is left out.
+        UserError: if one that was asked for is left out.
     """
     study = f"python -m experiments study --model {shlex.quote(own.model)}{own.flags}"
     tasks, left_out = [], {}
@@ -92,10 +90,6 @@ def plan_on(own: OwnModel, experiments: Sequence[AnyExperiment], only: Sequence[
 
 
 def _chosen(experiments: Sequence[AnyExperiment], only: Sequence[str]) -> list[AnyExperiment]:
-    known = [experiment.name for experiment in experiments]
-    for name in only:
-        if name not in known:
-            raise UserError(f"no experiment is called {name!r}; there are {', '.join(known)}")
     return [experiment for experiment in experiments if not only or experiment.name in only]
 
 
@@ -105,21 +99,13 @@ def announcement(plan: Plan, own: OwnModel) -> Table:
     title = (
         f"{own.name} ({own.parameters / 1e6:,.1f} M parameters in {own.dtype} on {own.device}: "
         f"{1 / own.token_seconds:,.0f} tokens a second in a prefill, "
-        f"{1 / own.step_seconds:,.1f} while decoding) will take about {_about(seconds)}"
+        f"{1 / own.step_seconds:,.1f} while decoding) will take about {about_seconds(seconds)}"
     )
     rows = []
     for task in plan.tasks:
         about = f"{task.experiment.question} {task.planned.note}".strip()
-        rows.append((task.name, _about(task.planned.duration(own)), about))
+        rows.append((task.name, about_seconds(task.planned.duration(own)), about))
     rows += [(name, "left out", reason) for name, reason in plan.left_out.items()]
     table = ResultTable("", ("experiment", "takes about", ""), rows, left=None).rich()
     table.title, table.title_justify = title, "left"
     return table
-
-
-def _about(seconds: float | None) -> str:
-    if seconds is None:
-        return "not known"
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -56,7 +56,7 @@ def _read(part: Part) -> str:
 
 
 def _item(finding: Finding) -> str:
-    return f"- {finding.text}" + (f" *({finding.evidence.value})*" if finding.evidence else "")
+    return f"- {finding.text}" + (f" *({finding.basis})*" if finding.basis else "")
 
 
 def fill(text: str, contents: Mapping[str, str]) -> str:

@@ -25,6 +25,7 @@ from experiments.framework.manifest import read_manifest, write_manifest
 from experiments.framework.plots import overview, svg
 from experiments.framework.quotable import quotable
 from experiments.framework.results import Part, drawn, read_parts, write_figures
+from experiments.framework.wording import about_seconds
 from experiments.loading import short_name
 
 MAX_ROWS = 15
@@ -69,11 +70,6 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
-
-
 def _to_html(markdown: str) -> Markup:
     """Markdown as HTML, each table in a box of its own in which it can scroll sideways."""
     box = '<div class="scroll" tabindex="0" role="group" aria-label="Table"><table>'
@@ -114,7 +110,7 @@ def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
         markdown=_to_html,
         inline=lambda markdown: Markup(_MARKDOWN.renderInline(markdown)),
         cell=_cell,
-        duration=_duration,
+        duration=about_seconds,
         svg=lambda figure, name: Markup(svg(figure, salt=name)),
     )
     context = {

@@ -22,11 +22,16 @@ from experiments.framework.plots import save
 
 
 class Part(NamedTuple):
-    """What a study's folder holds of one experiment: tables by name, and what is noted of it."""
+    """What a study's folder holds of one experiment: tables by name, and what is noted of it.
+
+    Attributes:
+        again: by finding, its number from other seeds, as far as the study has asked for that.
+    """
 
     experiment: AnyExperiment
     tables: Tables
     entry: Entry
+    again: Mapping[str, tuple[float, ...]] = {}
 
     @property
     def error(self) -> str | None:
@@ -38,9 +43,11 @@ class Part(NamedTuple):
         """What was found, by what evidence; nothing if the experiment failed."""
         if self.error:
             return []
-        of_all = self.experiment.evidence
-        found = self.experiment.findings(self.tables)
-        return [replace(finding, evidence=finding.evidence or of_all) for finding in found]
+        of_all, again = self.experiment.evidence, self.again
+        return [
+            replace(each, evidence=each.evidence or of_all, again=again.get(each.name, ()))
+            for each in self.experiment.findings(self.tables)
+        ]
 
     def anchor(self, finding: str) -> str:
         """Where the finding of that name stands in the report."""
@@ -108,4 +115,7 @@ def read_parts(folder: Path, experiments: Sequence[AnyExperiment]) -> list[Part]
         with refusing(missing, LookupError, advice="; run the study again"):
             _ = part.findings
         parts.append(part)
+    for table in [part.tables["seeds"] for part in parts if "seeds" in part.tables]:
+        others = table[table["shift"] != 0].groupby(["experiment", "finding"])["number"].agg(tuple)
+        parts = [part._replace(again=others.get(part.experiment.name, {})) for part in parts]
     return parts

@@ -1,4 +1,4 @@
-"""Errors in one line."""
+"""Errors in one line, and times in two words."""
 
 from __future__ import annotations
 
@@ -21,3 +21,12 @@ def refused(error: Any, whole: str) -> str:
     reason = error["msg"].removeprefix("Value error, ")
     said = f"{place} is {error['input']!r:.200}; {reason[0].lower()}{reason[1:]}"
     return said if said.isprintable() else ascii(said)[1:-1]
+
+
+def about_seconds(seconds: float | None) -> str:
+    """How long that is, as people say it: `"12 min"`; None: not known."""
+    if seconds is None:
+        return "not known"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

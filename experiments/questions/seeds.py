@@ -103,13 +103,8 @@ class Seeds(Experiment[Options]):
 
     def findings(self, tables: Tables) -> list[Finding]:
         holds = holding(tables["seeds"])
-        numbers = tables["seeds"].groupby(_KEY, sort=False)["number"].agg(list)
-        most: Any = numbers.map(lambda each: max(each) - min(each)).idxmax()
         n, n_known = (holds == "yes").sum(), (holds != "-").sum()
-        text = (
-            f"From other seeds **{n}** of {n_known} findings with an interval stay in it; "
-            f"{'-'.join(most)} moves most: {', '.join(map('{:g}'.format, numbers[most]))}."
-        )
+        text = f"From other seeds **{n}** of {n_known} findings with an interval stay in it."
         return [Finding("hold", text)]
 
     def views(self, tables: Tables) -> list[ResultTable]:

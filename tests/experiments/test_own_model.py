@@ -204,7 +204,7 @@ OWN = ["--model", "you/yours"]
     ("args", "words"),
     [
         ([*OWN, "--only", "quality"], "on you/yours quality is left out: its questions"),
-        ([*OWN, "--only", "nothing"], "no experiment is called 'nothing'"),
+        ([*OWN, "--only", "nothing"], "'nothing' is unknown; choose from"),
         ([*OWN, "--full"], "--full is for the shipped models"),
         ([*OWN, "--device", "nowhere"], "cannot use 'nowhere'"),
         ([*OWN, "--dtype", "int8"], "'int8' is unknown; choose from float32, bfloat16, float16"),
