@@ -97,7 +97,7 @@ class Evaluate(Experiment[Settings]):
             f"**{right:.0%}**{interval} right, averaged over the tasks."
         )
         need = "ask of a context that was compressed before"
-        best = Finding("best", text, need, "works" if right >= 0.8 else "costs")
+        best = Finding("best", text, need, "works" if right >= 0.9 else "costs")
         return [best, _finding_on_agreement(table)]
 
     def views(self, tables: Tables) -> list[ResultTable]:
