@@ -84,10 +84,10 @@ AT_INTERVALS = {"CAMPress", "CompressionRatioDecodingPress", "DecodingPress"}
 BEFORE_STEPS = {"StreamingLLMDecodingPress"}
 
 
-def test_who_cannot_be_told_a_budget_says_so():
-    for name in UNTOLD:
+def test_who_cannot_be_told_a_ratio_says_so():
+    for name in UNTOLD | {"EveryTurnPress"}:
         with pytest.raises(HyperparameterError, match="cannot be told a compression ratio"):
-            recipe_pair(name, 0.5).hook.with_budget(20)
+            recipe_pair(name, 0.5).hook.with_ratio(Tokens(20))
 
 
 @pytest.mark.parametrize(("tokens", "length"), [(20, 64), (33, 64), (20, 20), (20, 1)])

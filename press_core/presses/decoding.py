@@ -171,9 +171,6 @@ class EveryTurn(Around, BudgetPress):
     def with_budget(self, tokens: int) -> Press:
         return self.changed(target_size=tokens)
 
-    def with_ratio(self, compression_ratio: Amount) -> Press:
-        return self.changed(press=self.press.with_ratio(compression_ratio))
-
     @property
     def amount(self) -> Amount:
         return Tokens(self.target_size)
