@@ -17,8 +17,8 @@ SIZES = 128, 96, 64, 48, 32
 START = 1600
 """Numbers of a key that a product over a block handles in the time that it takes to begin."""
 
-FEW = 3 * 2**16
-"""Up to so many numbers that the heads of a row read in vain, one block for each is quickest."""
+FEW = 2**15
+"""Up to so many logits of all query heads with all that their row holds, a block for it is best."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,16 @@ class Blocks:
     places: Tensor
 
     @classmethod
-    def of(cls, counts: Sequence[int], n_heads: int, like: Tensor) -> Blocks:
+    def of(cls, counts: Sequence[int], n_heads: int, group: int, like: Tensor) -> Blocks:
         """The layout of heads that hold `counts` tokens.
 
         Args:
             n_heads: heads of a row, `H_kv`.
+            group: query heads of each, `G`.
             like: has the width, the device and the dtype of keys.
         """
         held = torch.tensor(counts)
-        of_rows = _of_rows(held.view(-1, n_heads), like.shape[-1])
+        of_rows = _of_rows(held.view(-1, n_heads), group)
         size, room = of_rows or _of_heads(held, like.shape[-1])
         starts = room.cumsum(0) - room
         n = max(1, -(-int(room.sum()) // size))
@@ -85,7 +86,7 @@ class Blocks:
         return self.places[slots // self.size] * self.size + slots % self.size
 
 
-def _of_rows(held: Tensor, head_dim: int) -> tuple[int, Tensor] | None:
+def _of_rows(held: Tensor, group: int) -> tuple[int, Tensor] | None:
     """A block for each row of the batch, where these are short and of one length.
 
     Args:
@@ -97,8 +98,8 @@ def _of_rows(held: Tensor, head_dim: int) -> tuple[int, Tensor] | None:
     of_rows = held.sum(dim=1)
     size = max(1, int(of_rows.max()))
     empty = size - of_rows
-    in_vain = (held.shape[1] - 1) * size * head_dim
-    if in_vain > FEW or int(empty.sum()) > WASTE * int(of_rows.sum()):
+    n_logits = held.shape[1] * group * size
+    if n_logits > FEW or int(empty.sum()) > WASTE * int(of_rows.sum()):
         return None
     room = held.clone()
     room[:, -1] += empty

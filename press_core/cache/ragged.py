@@ -39,6 +39,7 @@ class RaggedLayer(InPlaceLayer):
         blocks: where they lie.
         recent: the tokens that came after the pruning, in an even layer; see `none_yet`.
         n_heads: `H_kv`.
+        group: query heads of each, `G`: it is laid out for so many.
         carried: of the last `w` tokens of the first `carried_until`, `(B, H_kv, w)`, for a press
             that evicts tokens some time after it has judged them.
         attended_by: the kernel of `attention_patch` that attended over it last.
@@ -54,9 +55,9 @@ class RaggedLayer(InPlaceLayer):
     attended_by: str | None = None
     carried_until: int = 0
 
-    def __init__(self, kept: Kept, n_heads: int) -> None:
+    def __init__(self, kept: Kept, n_heads: int, group: int) -> None:
         self._know_nothing()
-        self.kept, self.n_heads = kept, n_heads
+        self.kept, self.n_heads, self.group = kept, n_heads, group
         self.needs, self.is_initialized = ReadingNeeds.ATTENTION, True
 
     @classmethod
@@ -67,6 +68,7 @@ class RaggedLayer(InPlaceLayer):
         chosen: Tensor,
         positions: Tensor,
         kept: Kept,
+        group: int,
         like: PrunedLayer | None = None,
     ) -> RaggedLayer:
         """The layer that holds what is `chosen` `(B, H_kv, S)` bool of the tokens seen.
@@ -77,9 +79,10 @@ class RaggedLayer(InPlaceLayer):
             keys, values: `(B, H_kv, S, d)`.
             positions: `(1 or B, 1 or H_kv, S)`, in the sequence.
             kept: how many tokens were seen, and which of them were padding.
+            group: query heads of each KV head.
             like: stores tokens as those to come are to be stored; None: as a `DynamicLayer` does.
         """
-        layer = cls(kept, chosen.shape[1])
+        layer = cls(kept, chosen.shape[1], group)
         layer.lay_out(
             keys.flatten(0, 2),
             values.flatten(0, 2),
@@ -102,7 +105,7 @@ class RaggedLayer(InPlaceLayer):
             held: how many of them each head holds.
         """
         self.dtype, self.device = keys.dtype, keys.device
-        self.held, self.blocks = held, Blocks.of(held, self.n_heads, keys)
+        self.held, self.blocks = held, Blocks.of(held, self.n_heads, self.group, keys)
         blocks, slots = self.blocks, self.blocks.slots(held)
         free = torch.ones(blocks.n * blocks.size, dtype=torch.bool).index_fill_(0, slots, False)
         empty = free.nonzero().squeeze(1).to(keys.device)

@@ -192,13 +192,14 @@ def _ragged(former: PrunedLayer, left: Left) -> RaggedLayer:
     kept = Kept(n_seen=former.n_seen, real=real_tokens(former, left))
     former.check_shape(f"other tokens for each head{late}")
     keys, values = left.joined(lambda e: e.keys), left.joined(lambda e: e.values)
-    positions = _required(_positions(former, left))
+    site, positions = left.call.site, _required(_positions(former, left))
     layer = RaggedLayer.of(
         keys,
         values,
         left.joined(chosen),
         positions.clamp(max=former.n_seen - 1),  # what joins counts as the last token
         kept,
+        site.num_heads // site.num_kv_heads,
         former,
     )
     layer.carry(_carried(left, missing=float("inf")))

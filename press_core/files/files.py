@@ -36,7 +36,7 @@ METADATA = "hook-or-patch"
 KIND = "compressed cache"
 """What files say that they hold."""
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Of the files that are written."""
 
 
@@ -222,7 +222,8 @@ def _record_of(value: Any) -> dict[str, Any]:
 
 def _held_by(layer: RaggedLayer) -> dict[str, Any]:
     """What heads of different lengths hold, one after the other."""
-    own = {name: getattr(layer, name) for name in ("kept", "carried", "carried_until", "n_heads")}
+    names = "kept", "carried", "carried_until", "n_heads", "group"
+    own = {name: getattr(layer, name) for name in names}
     recent = (x[:, : layer.n_recent] for x in layer.recent_states())
     names = "keys", "values", "positions", "recent_keys", "recent_values"
     states = zip(names, (*layer.packed(), *recent), strict=True)
@@ -300,7 +301,8 @@ def _check(kept: Kept, positions: Tensor | None, held: tuple[int, ...] | None) -
 
 
 def _ragged_layer(state: dict[str, Any]) -> RaggedLayer:
-    layer, positions = RaggedLayer(state["kept"], state["n_heads"]), state["positions"]
+    layer = RaggedLayer(state["kept"], state["n_heads"], state["group"])
+    positions = state["positions"]
     chosen = torch.arange(len(positions), device=positions.device)
     layer.lay_out(state["keys"], state["values"], positions, chosen, list(state["held"]))
     names, of_rows = ("recent_keys", "recent_values"), (-1, layer.n_heads)

@@ -289,7 +289,7 @@ def test_every_head_reads_its_own_tokens_once_and_no_others(n_heads, batch, few,
     counts[0] += 1  # not all of them empty
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "FEW", few)
-        blocks = Blocks.of(counts, n_heads, torch.zeros(1, DIM))
+        blocks = Blocks.of(counts, n_heads, 1, torch.zeros(1, DIM))
     slots = blocks.slots(counts)
     owner = torch.full((blocks.n * blocks.size,), -1)
     owner[slots] = torch.arange(n).repeat_interleave(torch.tensor(counts))
