@@ -4,7 +4,7 @@
 full, kept = prefill(model, AdaKVPress(SnapKVPress(0.5)), input_ids=context)
 variant = VARIANTS["mask by hook"]
 with variant.open(model, kept):
-    model(question, past_key_values=variant.cache(model, full, kept))
+    model(question, past_key_values=variant.cache(full, kept))
 ```
 
 All give the same logits, and differ in what they touch, hold and cost:
@@ -65,9 +65,9 @@ class Variant(NamedTuple):
     open: Callable[[nn.Module, Kept], AbstractContextManager[Any]]
     frees: bool
 
-    def cache(self, model: nn.Module, full: Cache, kept: Kept) -> Cache:
+    def cache(self, full: Cache, kept: Kept) -> Cache:
         """What to decode inside `open`, of a prefill that stored everything."""
-        return evicted(model, full, kept) if self.frees else full
+        return evicted(full, kept) if self.frees else full
 
 
 @torch.no_grad()
@@ -99,15 +99,16 @@ def kept_in(cache: Cache) -> Kept:
     return kept
 
 
-def evicted(model: nn.Module, full: Cache, kept: Kept) -> DynamicCache:
+def evicted(full: Cache, kept: Kept) -> DynamicCache:
     """A cache that holds what is kept of `full`, which stays as it is."""
     cache = DynamicCache()
-    cache.layers = [copy(layer) for layer in full.layers]
-    for site, heads in sites_of(model, kept):
-        layer, seen = full.layers[site.layer_idx], heads.shape[-1]
-        positions = torch.arange(seen, device=layer.keys.device).view(1, 1, -1)
-        given = layer.keys, layer.values, heads, positions, Seen(n_seen=seen)
-        cache.layers[site.layer_idx] = RaggedLayer.of(*given, site.num_heads // site.num_kv_heads)
+    for index, layer in enumerate(full.layers):
+        if index in kept:
+            seen = layer.get_seq_length()
+            positions = torch.arange(seen, device=layer.keys.device).view(1, 1, -1)
+            known = Seen(n_seen=seen)
+            layer = RaggedLayer.of(layer.keys, layer.values, kept[index], positions, known)
+        cache.layers.append(copy(layer))
     return cache
 
 

@@ -68,8 +68,8 @@ class RaggedLayer(InPlaceLayer):
         chosen: Tensor,
         positions: Tensor,
         kept: Kept,
-        group: int,
         like: PrunedLayer | None = None,
+        group: int = 2,
     ) -> RaggedLayer:
         """The layer that holds what is `chosen` `(B, H_kv, S)` bool of the tokens seen.
 
@@ -79,8 +79,8 @@ class RaggedLayer(InPlaceLayer):
             keys, values: `(B, H_kv, S, d)`.
             positions: `(1 or B, 1 or H_kv, S)`, in the sequence.
             kept: how many tokens were seen, and which of them were padding.
-            group: query heads of each KV head.
             like: stores tokens as those to come are to be stored; None: as a `DynamicLayer` does.
+            group: query heads of each KV head; what is held does not depend on it.
         """
         layer = cls(kept, chosen.shape[1], group)
         layer.lay_out(

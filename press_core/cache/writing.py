@@ -199,8 +199,8 @@ def _ragged(former: PrunedLayer, left: Left) -> RaggedLayer:
         left.joined(chosen),
         positions.clamp(max=former.n_seen - 1),  # what joins counts as the last token
         kept,
-        site.num_heads // site.num_kv_heads,
         former,
+        site.num_heads // site.num_kv_heads,
     )
     layer.carry(_carried(left, missing=float("inf")))
     return layer

@@ -85,9 +85,9 @@ def example(
         share = torch.rand(batch, n_kv, 1, generator=generator)
         kept = torch.rand(batch, n_kv, N, generator=generator) < share
         kept[0, 0], kept[0, 0, 7], kept[-1, -1] = False, True, True
-    positions, known = torch.arange(N, device=device).view(1, 1, N), Kept(n_seen=N)
-    given = random(n_kv, N), random(n_kv, N), kept.to(device), positions, known
-    layer = RaggedLayer.of(*given, group)
+    positions = torch.arange(N, device=device).view(1, 1, N)
+    known = Kept(n_seen=N)
+    layer = RaggedLayer.of(random(n_kv, N), random(n_kv, N), kept.to(device), positions, known)
     for n in (n_before, n_queries):
         update(layer, random(n_kv, n), random(n_kv, n))
     query = random(n_kv * group, n_queries)
@@ -261,7 +261,7 @@ def test_gradients_are_those_of_dense_attention(softcap):
         torch.randn(2, 2, n, 16, dtype=torch.float64, requires_grad=True) for n in (N, N, 3, 3)
     )
     kept = torch.rand(2, 2, N, generator=torch.Generator().manual_seed(0)) < 0.4
-    layer = RaggedLayer.of(keys, values, kept, torch.arange(N).view(1, 1, -1), Kept(n_seen=N), 1)
+    layer = RaggedLayer.of(keys, values, kept, torch.arange(N).view(1, 1, -1), Kept(n_seen=N))
     update(layer, *new)
     query = torch.randn(2, 4, 1, 16, dtype=torch.float64, requires_grad=True)
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)

@@ -62,7 +62,7 @@ def flex_was_used():
 
 
 def logits(model, variant, full, kept, ids):
-    cache = variant.cache(model, deepcopy(full), kept)
+    cache = variant.cache(deepcopy(full), kept)
     with variant.open(model, kept), torch.no_grad():
         return torch.cat([model(part, past_key_values=cache).logits for part in ids], dim=1)
 
@@ -141,7 +141,7 @@ def test_scopes_leave_nothing_and_touch_what_is_told(model, pruned, variant):
     with pytest.raises(RuntimeError, match="inside"), variant.open(model, kept):
         raise RuntimeError("inside")
     assert snapshot(model) == before
-    held = cache_nbytes(variant.cache(model, full, kept)) / cache_nbytes(full)
+    held = cache_nbytes(variant.cache(full, kept)) / cache_nbytes(full)
     assert held <= 0.6 if variant.name == "ragged" else held == 1
 
 
@@ -152,7 +152,7 @@ def test_what_is_kept_is_read_off_the_cache(model, pruned):
     full, kept = deepcopy(pruned[0]), pruned[1]
     with PRESS(model):
         cache = model(token_ids(2, 40), use_cache=True).past_key_values
-    left = evicted(model, full, kept)
+    left = evicted(full, kept)
     for pruned_cache in (cache, left):
         found = kept_in(pruned_cache)
         assert set(found) == {0, 1}

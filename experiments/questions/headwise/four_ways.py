@@ -93,7 +93,7 @@ def _outcomes(model: PreTrainedModel, inputs: Inputs) -> Iterator[dict[str, Any]
     def run(variant: Variant, implementation: str = "eager") -> Tensor:
         """Logits of all tokens after the context, `(B, n, vocabulary)` float64."""
         model.set_attn_implementation(implementation)
-        cache = variant.cache(model, deepcopy(full), kept)
+        cache = variant.cache(deepcopy(full), kept)
         # Flex attention as it is: on a CPU its kernel takes half a minute to compile.
         with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
@@ -156,7 +156,7 @@ def caches(model: PreTrainedModel, context: int, ratios: tuple[float, ...]) -> d
         kept = kept_in(prefilled(AdaKVPress(evenly)(model)))
         for variant in VARIANTS.values():
             opened = partial(variant.open, model, kept)
-            held[Timed(variant.name, ratio)] = (variant.cache(model, full, kept), opened)
+            held[Timed(variant.name, ratio)] = (variant.cache(full, kept), opened)
     return held
 
 
