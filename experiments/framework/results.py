@@ -117,5 +117,5 @@ def read_parts(folder: Path, experiments: Sequence[AnyExperiment]) -> list[Part]
         parts.append(part)
     for table in [part.tables["seeds"] for part in parts if "seeds" in part.tables]:
         others = table[table["shift"] != 0].groupby(["experiment", "finding"])["number"].agg(tuple)
-        parts = [part._replace(again=others.get(part.experiment.name, {})) for part in parts]
+        parts = [part._replace(again=dict(others.get(part.experiment.name, {}))) for part in parts]
     return parts

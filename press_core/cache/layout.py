@@ -18,7 +18,7 @@ START = 1600
 """Numbers of a key that a product over a block handles in the time that it takes to begin."""
 
 FEW = 2**15
-"""Up to so many logits of all query heads with all that their row holds, a block for it is best."""
+"""Logits of a row whose query heads all read one block; with no more of them that is quickest."""
 
 
 @dataclass(frozen=True)

@@ -222,8 +222,8 @@ def _record_of(value: Any) -> dict[str, Any]:
 
 def _held_by(layer: RaggedLayer) -> dict[str, Any]:
     """What heads of different lengths hold, one after the other."""
-    names = "kept", "carried", "carried_until", "n_heads", "group"
-    own = {name: getattr(layer, name) for name in names}
+    plain = "kept", "carried", "carried_until", "n_heads", "group"
+    own = {name: getattr(layer, name) for name in plain}
     recent = (x[:, : layer.n_recent] for x in layer.recent_states())
     names = "keys", "values", "positions", "recent_keys", "recent_values"
     states = zip(names, (*layer.packed(), *recent), strict=True)
