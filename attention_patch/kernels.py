@@ -33,7 +33,7 @@ LOGITS = 2**22
 
 
 @dataclass
-class Asked:
+class Query:
     """What asks, and how.
 
     Attributes:
@@ -66,35 +66,35 @@ class Asked:
             return products
         return torch.tanh(products) * (self.softcap * unit)
 
-    def tells_of_context(self, layer: RaggedLayer) -> bool:
+    def masks_context(self, layer: RaggedLayer) -> bool:
         """Whether it says which tokens of the context are seen, not only of those after it."""
         n_recent = layer.recent_states()[0].shape[1]
         return self.visible is not None and self.visible.shape[-1] > n_recent
 
-    def rows(self, start: int, stop: int) -> Asked:
+    def rows(self, start: int, stop: int) -> Query:
         """Some of its tokens."""
         visible = None if self.visible is None else self.visible[:, :, start:stop]
         return replace(self, states=self.states[:, :, start:stop], visible=visible)
 
 
-def attend_heads(layer: RaggedLayer, asked: Asked, backend: str | None) -> Tensor:
+def attend_heads(layer: RaggedLayer, queries: Query, backend: str | None) -> Tensor:
     """Attention over a layer whose heads hold different numbers of tokens, `(B, H, q, d)`.
 
     Args:
         backend: name of the kernel; None: chosen for this call.
     """
-    layer.attended_by = backend or choose(layer, asked)
-    return KERNELS[layer.attended_by](layer, asked)
+    layer.attended_by = backend or choose(layer, queries)
+    return KERNELS[layer.attended_by](layer, queries)
 
 
-def ask(
+def queries_of(
     site: AttentionSite, query: Tensor, visible: Tensor | None, kwargs: dict[str, Any]
-) -> Asked:
+) -> Query:
     """What an attention function is asked.
 
     Args:
         query: `(B, H, q, d)`, after RoPE.
-        visible: see `Asked`; as `press_core.cache.reading.helped` makes it.
+        visible: see `Query`; as `press_core.cache.reading.helped` makes it.
         kwargs: the other keyword arguments of the attention function.
 
     Raises:
@@ -106,7 +106,7 @@ def ask(
             "call model.eval()"
         )
     scaling, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
-    return Asked(
+    return Query(
         site.grouped(query),
         visible,
         site.scaling if scaling is None else scaling,
@@ -115,10 +115,10 @@ def ask(
     )
 
 
-def choose(layer: RaggedLayer, query: Asked) -> str:
+def choose(layer: RaggedLayer, query: Query) -> str:
     """Name of the kernel for a call."""
     sixteen = query.states.is_cuda and query.states.dtype in _SIXTEEN
-    plain = query.softcap is None and not query.tells_of_context(layer)
+    plain = query.softcap is None and not query.masks_context(layer)
     return "varlen" if sixteen and plain else "blocks"
 
 
@@ -163,19 +163,19 @@ def softmax_with_sinks(logits: Tensor, sinks: Tensor | None) -> Tensor:
 # `(N, G * q, d)` for the N heads of all rows of the batch.
 
 
-def blocks(layer: RaggedLayer, query: Asked) -> Tensor:
+def blocks(layer: RaggedLayer, query: Query) -> Tensor:
     """One softmax per head over logits that lie in blocks, all blocks of all heads at once."""
     n_heads, n_queries = query.states.shape[1:3]
     n_logits = layer.blocks.hidden.numel() + len(layer.held) * layer.recent.keys.shape[2]
     step = max(1, LOGITS // (n_heads // layer.n_heads * n_logits))
-    attended = _in_one_piece if layer.blocks.of_rows else _in_pieces
+    attended = _one_softmax if layer.blocks.of_rows else _merged_softmax
     if n_queries <= step:
         return attended(layer, query)
     starts = range(0, n_queries, step)
     return torch.cat([attended(layer, query.rows(i, i + step)) for i in starts], dim=2)
 
 
-def _in_one_piece(layer: RaggedLayer, query: Asked) -> Tensor:
+def _one_softmax(layer: RaggedLayer, query: Query) -> Tensor:
     """Every head reads one block, so that its logits lie in one row already."""
     states, (recent_keys, recent_values) = (
         _rows(layer, query) * query.factor(),
@@ -194,7 +194,7 @@ def _in_one_piece(layer: RaggedLayer, query: Asked) -> Tensor:
     return output.view(*query.states.shape[:3], -1).to(query.states.dtype)
 
 
-def _in_pieces(layer: RaggedLayer, query: Asked) -> Tensor:
+def _merged_softmax(layer: RaggedLayer, query: Query) -> Tensor:
     """Every head's softmax is put together from those of its blocks.
 
     Logits are in units of log 2: `exp2` takes a quarter of the time of `exp`.
@@ -218,13 +218,13 @@ def _in_pieces(layer: RaggedLayer, query: Asked) -> Tensor:
     return _normalised(output, total, extra, query)
 
 
-def varlen(layer: RaggedLayer, query: Asked) -> Tensor:
+def varlen(layer: RaggedLayer, query: Query) -> Tensor:
     """Torch's kernel over the context, each KV head of each row a sequence of its own.
 
     Raises:
         UnsupportedInputError: for a mask of the context, padding included.
     """
-    if query.tells_of_context(layer):
+    if query.masks_context(layer):
         raise UnsupportedInputError(
             "the back end 'varlen' reads all that a head holds of the context, and this call has a "
             "mask for it; use 'blocks'"
@@ -265,11 +265,11 @@ def varlen(layer: RaggedLayer, query: Asked) -> Tensor:
     return _normalised(output + upcast(old) * share, total, extra, query)
 
 
-KERNELS: dict[str, Callable[[RaggedLayer, Asked], Tensor]] = {"blocks": blocks, "varlen": varlen}
+KERNELS: dict[str, Callable[[RaggedLayer, Query], Tensor]] = {"blocks": blocks, "varlen": varlen}
 """Every kernel by its name."""
 
 
-def _rows(layer: RaggedLayer, query: Asked) -> Tensor:
+def _rows(layer: RaggedLayer, query: Query) -> Tensor:
     batch, _, _, d = query.states.shape
     return query.states.reshape(batch * layer.n_heads, -1, d)
 
@@ -288,7 +288,7 @@ def _products(layer: RaggedLayer, left: Tensor, stored: Tensor) -> list[Tensor]:
     return [torch.bmm(left[:n_own], stored[:n_own]), shared] if n_own else [shared]
 
 
-def _old_logits(layer: RaggedLayer, query: Asked, states: Tensor, unit: float = 1.0) -> Tensor:
+def _old_logits(layer: RaggedLayer, query: Query, states: Tensor, unit: float = 1.0) -> Tensor:
     """Logits `(P, G * q, c)` of the context times `unit`, minus infinity for what is not seen.
 
     Args:
@@ -297,7 +297,7 @@ def _old_logits(layer: RaggedLayer, query: Asked, states: Tensor, unit: float = 
     products = _products(layer, states, layer.keys.mT)
     old = query.logits(products[0] if len(products) == 1 else torch.cat(products), unit)
     old = old.add_(layer.blocks.hidden)
-    if query.visible is None or not query.tells_of_context(layer):
+    if query.visible is None or not query.masks_context(layer):
         return old
     visible = by_kv_head(query.visible[..., : layer.kept.n_seen], layer.n_heads)
     rows, kv_heads = layer.blocks.heads // layer.n_heads, layer.blocks.heads % layer.n_heads
@@ -309,7 +309,7 @@ def _old_logits(layer: RaggedLayer, query: Asked, states: Tensor, unit: float = 
 
 
 def _recent_logits(
-    layer: RaggedLayer, query: Asked, states: Tensor, keys: Tensor, unit: float = 1.0
+    layer: RaggedLayer, query: Query, states: Tensor, keys: Tensor, unit: float = 1.0
 ) -> Tensor:
     """Logits `(N, G * q, n_recent)` of recent tokens times `unit`, likewise.
 
@@ -336,7 +336,7 @@ def _slots_read(layer: RaggedLayer) -> Tensor:
     return torch.cat((own, shared.repeat_interleave(n_readers, dim=0)))
 
 
-def _with_sinks(highest: Tensor, query: Asked) -> tuple[Tensor, Tensor | None]:
+def _with_sinks(highest: Tensor, query: Query) -> tuple[Tensor, Tensor | None]:
     """The highest logits `(N, G * q, 1)`, sinks among them, and what the sinks add to the sums."""
     if query.visible is not None:  # which may hide everything
         highest = highest.clamp(min=torch.finfo(highest.dtype).min)
@@ -349,7 +349,7 @@ def _with_sinks(highest: Tensor, query: Asked) -> tuple[Tensor, Tensor | None]:
     return highest, torch.exp2(sinks - highest)
 
 
-def _normalised(output: Tensor, total: Tensor, extra: Tensor | None, query: Asked) -> Tensor:
+def _normalised(output: Tensor, total: Tensor, extra: Tensor | None, query: Query) -> Tensor:
     """`(B, H, q, d)`; zeros where a query sees nothing."""
     if extra is not None:
         total = total + extra

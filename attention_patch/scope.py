@@ -12,20 +12,20 @@ from torch import Tensor, nn
 
 from attention_patch.interception import intercept, with_override
 from attention_patch.kernels import (
-    Asked,
-    ask,
+    Query,
     attend_heads,
     by_kv_head,
     check_backend,
+    queries_of,
     softmax_with_sinks,
 )
 from attention_patch.reversible import Patch, wrap
 from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.ragged import RaggedLayer
 from press_core.cache.reading import helped
-from press_core.entry import begin, leave, runs_eagerly, taken_part_in
+from press_core.entry import begin, joined_forward, leave, runs_eagerly
 from press_core.errors import UnsupportedModelError
-from press_core.forward import Arguments, Forward, here, names_of
+from press_core.forward import Arguments, Forward, current, names_of
 from press_core.model.sites import AttentionSite
 from press_core.on_layers import Removable
 from press_core.scope import InstalledPress, Scope, ScopeState
@@ -33,23 +33,23 @@ from press_core.select import upcast
 from press_core.traits import Evicts, Phase
 
 
-def attend_channels(layer: ChannelPrunedLayer, asked: Asked, _: str | None) -> Tensor:
+def attend_channels(layer: ChannelPrunedLayer, queries: Query, _: str | None) -> Tensor:
     """Attention over keys that have lost some of their channels, `(B, H, q, d)`.
 
     Queries are cut to the channels that pruned keys have; the factor on the logits is that of the
     whole head, so that they are those of keys with zeros in the other channels.
     """
-    grouped = asked.states.unflatten(1, (layer.channels.shape[1], -1))  # (B, H_kv, G, q, d)
+    grouped = queries.states.unflatten(1, (layer.channels.shape[1], -1))  # (B, H_kv, G, q, d)
     index = layer.channels[:, :, None, None].expand(*grouped.shape[:-1], -1)
     old = grouped.gather(-1, index) @ layer.keys.unsqueeze(2).mT
     recent = grouped @ layer.recent_keys.unsqueeze(2).mT
-    logits = upcast(torch.cat((old, recent), dim=-1) * asked.scaling)
-    if asked.softcap is not None:
-        logits = torch.tanh(logits / asked.softcap) * asked.softcap
-    if asked.visible is not None:  # of all tokens, or of those that came later
-        visible = by_kv_head(asked.visible, layer.channels.shape[1])
+    logits = upcast(torch.cat((old, recent), dim=-1) * queries.scaling)
+    if queries.softcap is not None:
+        logits = torch.tanh(logits / queries.softcap) * queries.softcap
+    if queries.visible is not None:  # of all tokens, or of those that came later
+        visible = by_kv_head(queries.visible, layer.channels.shape[1])
         logits[..., logits.shape[-1] - visible.shape[-1] :].masked_fill_(~visible, float("-inf"))
-    weights = softmax_with_sinks(logits, asked.sinks)
+    weights = softmax_with_sinks(logits, queries.sinks)
     return (weights.to(layer.values.dtype) @ layer.values.unsqueeze(2)).flatten(1, 2)
 
 
@@ -77,7 +77,7 @@ def attend(
     Raises:
         UnsupportedInputError: for dropout, which none of them has.
     """
-    output = ATTEND[type(layer)](layer, ask(site, query, attention_mask, kwargs), backend)
+    output = ATTEND[type(layer)](layer, queries_of(site, query, attention_mask, kwargs), backend)
     return site.ungrouped(output).transpose(1, 2).contiguous(), None
 
 
@@ -95,11 +95,11 @@ def serve(site: AttentionSite, backend: str | None = None) -> Iterator[Patch]:
 def _forward(
     site: AttentionSite, backend: str | None, call_next: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    forward = here.forward
+    forward = current.forward
     if forward is None or not forward.helps or forward.cache is None:
         return call_next(*args, **kwargs)
     layer = forward.cache.layers[site.layer_idx]
-    if here.reading is layer:  # another scope has seen to it
+    if current.reading is layer:  # another scope has seen to it
         return call_next(*args, **kwargs)
     attends, given = type(layer) in ATTEND, Arguments(args, kwargs, site.signature.parameters)
     given = helped(forward, site, given, layer, attends=attends)
@@ -171,7 +171,7 @@ def around_decoder(
 ) -> Any:
     """Called in place of a decoder's forward, whose parameters have `names`, in `scope`."""
     given = Arguments(args, kwargs, names)
-    forward = taken_part_in(scope, given)
+    forward = joined_forward(scope, given)
     if forward is None:
         output = call_next(*args, **kwargs)
     elif runs_eagerly(scope, given):

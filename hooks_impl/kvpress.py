@@ -17,7 +17,7 @@ from press_core.errors import PressError, UnsupportedInputError
 from press_core.eviction import Eviction
 from press_core.model.sites import AttentionSite
 from press_core.observed import Positions
-from press_core.observing import Passed
+from press_core.observing import AttentionPass
 from press_core.press import Press, also_needs
 from press_core.scope import ScopeState
 from press_core.traits import Evicts, Needs, Phase
@@ -95,7 +95,7 @@ class KvpressWords(Press):
         engine.after_attention(scope, self, passed)
         return output
 
-    def heard(self, scope: ScopeState, passed: Passed) -> Any:
+    def heard(self, scope: ScopeState, passed: AttentionPass) -> Any:
         """A hook was told of an attention forward."""
         if type(self).forward_hook is KvpressWords.forward_hook:
             return engine.after_attention(scope, self, passed)

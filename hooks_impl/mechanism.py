@@ -14,11 +14,11 @@ from hooks_impl.kvpress import KvpressWords, observed, queries
 from press_core import entry
 from press_core.collecting import Collecting
 from press_core.errors import ScopeError
-from press_core.forward import Arguments, Forward, here, names_of
+from press_core.forward import Arguments, Forward, current, names_of
 from press_core.model.graphs import forget_graphs
 from press_core.model.sites import AttentionSite, Signature
 from press_core.observed import Query
-from press_core.observing import Passed
+from press_core.observing import AttentionPass
 from press_core.on_layers import Removable
 from press_core.press import RatioPress
 from press_core.running.copies import Hook, LayerHook
@@ -53,7 +53,7 @@ class BasePress(KvpressWords, InstalledPress):
 
     def install(self, scope: ScopeState) -> None:
         """Install on the decoder what hears of forwards; it comes off when `scope` closes."""
-        scope.warnings.append(partial(_passed_by, scope))
+        scope.warnings.append(partial(_bypassed, scope))
         decoder, enter = scope.decoder, Hook(partial(_enter, scope, names_of(scope.decoder)))
         scope.install(decoder.register_forward_pre_hook(enter, with_kwargs=True))
         leave = Hook(partial(_leave, scope))
@@ -159,7 +159,7 @@ def _collect(scope: ScopeState, site: AttentionSite, forward: Forward, *call: An
     has ended.
     """
     if scope in forward.acting:
-        here.query = site, call[-1]
+        current.query = site, call[-1]
 
 
 def _attention(
@@ -178,7 +178,7 @@ def _attention(
     given = Arguments(args, kwargs, site.signature.parameters)
     query = None if source is None else _query(site, source)
     press: Any = scope.press
-    return press.heard(scope, Passed(forward, site, given, output, query))
+    return press.heard(scope, AttentionPass(forward, site, given, output, query))
 
 
 def _query(site: AttentionSite, source: nn.Module) -> Query:
@@ -187,7 +187,7 @@ def _query(site: AttentionSite, source: nn.Module) -> Query:
     Raises:
         ScopeError: if another module makes it than the one with the hook.
     """
-    found, place = here.query, site.query_place
+    found, place = current.query, site.query_source
     assert place is not None
     is_there = getattr(site.module, place.child, None) is source
     if not found or found[0].module is not site.module or not is_there:
@@ -199,7 +199,7 @@ def _query(site: AttentionSite, source: nn.Module) -> Query:
     return Query(site.grouped(site.query_in(found[1])), place.is_rotated)
 
 
-def _passed_by(scope: ScopeState) -> str | None:
+def _bypassed(scope: ScopeState) -> str | None:
     """A warning about attention modules that the hooks never saw run, though others did."""
     if not scope.tally.missed:
         return None

@@ -16,10 +16,10 @@ from attention_patch.scope import around_decoder, check_interface, serve
 from press_core import engine, entry
 from press_core.collecting import Collecting
 from press_core.errors import PressError, ScopeError, UnsupportedModelError
-from press_core.forward import Arguments, here, names_of
+from press_core.forward import Arguments, current, names_of
 from press_core.model.sites import AttentionSite, Bystander
 from press_core.observed import Query
-from press_core.observing import Passed
+from press_core.observing import AttentionPass
 from press_core.on_layers import Removable
 from press_core.press import Press, RatioPress, also_needs
 from press_core.scope import InstalledPress, ScopeState
@@ -134,7 +134,7 @@ def _attention(
     **kwargs: Any,
 ) -> Any:
     """Called in place of an attention module's forward; prunes the layer that it has filled."""
-    forward = here.forward
+    forward = current.forward
     if forward is None:
         return call_next(*args, **kwargs)
     if not forward.helps and scope not in forward.acting:
@@ -152,12 +152,12 @@ def _attention(
     seen = with_override(given.kwargs, see_query) if scope.traits.reads_queries else given.kwargs
     output = call_next(*given.args, **seen)
     query = Query(site.grouped(states[0])) if states else None
-    engine.after_attention(scope, scope.press, Passed(forward, site, given, output, query))
+    engine.after_attention(scope, scope.press, AttentionPass(forward, site, given, output, query))
     return output
 
 
 def _beside(other: Bystander, call_next: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    forward = here.forward
+    forward = current.forward
     if forward is None:
         return call_next(*args, **kwargs)
     given = Arguments(args, kwargs, other.site.signature.parameters)

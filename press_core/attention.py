@@ -27,8 +27,8 @@ def window_attention(call: AttentionCall, window: int) -> Tensor:
         (less what a learned sink takes).
     """
     queries = call.queries(window).unflatten(1, (call.keys.shape[1], -1))
-    later, scratch = call.later_of(queries.shape[3]), Scratch(upcast(call.keys[:0]))
-    return causal_weights(call.site, queries, call.keys, scratch, later=later)
+    bidirectional, scratch = call.bidirectional_of(queries.shape[3]), Scratch(upcast(call.keys[:0]))
+    return causal_weights(call.site, queries, call.keys, scratch, bidirectional=bidirectional)
 
 
 class Tile(NamedTuple):
@@ -46,25 +46,27 @@ class Tile(NamedTuple):
 
 
 def attention_tiles(
-    site: AttentionSite, queries: Tensor, keys: Tensor, later: Tensor | None = None
+    site: AttentionSite, queries: Tensor, keys: Tensor, bidirectional: Tensor | None = None
 ) -> Iterator[Tile]:
     """Causal attention of the last queries over all keys, part by part: O(S) memory.
 
     Args:
         queries: `(B, H, q, d)`, of the last `q` tokens that `keys` make up.
         keys: `(B, H_kv, S, d)`.
-        later: `(B, 1 or H_kv, q, q)` bool, which later ones each of them sees; None: none. An image
-            whose tokens see each other is not parted.
+        bidirectional: `(B, 1 or H_kv, q, q)` bool, which later tokens each query sees
+            (bidirectional attention within an image, which is never split); None: none.
     """
     batch, n_heads, n_queries = queries.shape[:3]
     n_kv, length = keys.shape[1:3]
+    if bidirectional is not None:
+        bidirectional = bidirectional.expand(-1, n_kv, -1, -1)
     per_query = batch * (n_heads // n_kv) * length
     n_at_once = min(n_kv, rows_at_once(keys, per_query * n_queries))
     n_rows = rows_at_once(keys, per_query * n_at_once)
     grouped, scratch = queries.unflatten(1, (n_kv, -1)), Scratch(upcast(keys[:0]))
     for head in range(0, n_kv, n_at_once):
         heads = slice(head, head + n_at_once)
-        of_heads = later if later is None or later.shape[1] == 1 else later[:, heads]
+        of_heads = None if bidirectional is None else bidirectional[:, heads]
         row = 0
         while row < n_queries:
             rows = slice(row, _closed(of_heads, min(row + n_rows, n_queries)))
@@ -76,10 +78,10 @@ def attention_tiles(
             row = rows.stop
 
 
-def _closed(later: Tensor | None, stop: int) -> int:
+def _closed(bidirectional: Tensor | None, stop: int) -> int:
     """The first place from `stop` on such that no token before it sees one behind it."""
-    while later is not None:
-        columns = later[:, :, :stop].flatten(0, 2).any(dim=0).nonzero()
+    while bidirectional is not None:
+        columns = bidirectional[:, :, :stop].flatten(0, 2).any(dim=0).nonzero()
         reach = int(columns.max()) + 1 if len(columns) else 0
         if reach <= stop:
             break
@@ -103,7 +105,7 @@ def received_attention(call: AttentionCall) -> Tensor:
     end = call.length - call.attentions.shape[2]
     for rows in call.attentions.unflatten(1, (received.shape[1], -1)).split(64, dim=3):
         end += rows.shape[3]
-        visible = end if call.at.later is None else call.length
+        visible = end if call.at.bidirectional is None else call.length
         # Not both sums at once, which takes twenty times as long.
         received[..., :visible] += upcast(rows[..., :visible]).sum(dim=3).sum(dim=2)
     return received.div_(call.attentions.shape[1] // received.shape[1])
@@ -121,8 +123,8 @@ def mean_attention(call: AttentionCall, queries: Tensor, factors: Tensor | None 
         `(B, H_kv, S)`, float32.
     """
     received = torch.zeros_like(upcast(call.keys[..., 0]))
-    later = call.later_of(queries.shape[2])
-    for tile in attention_tiles(call.site, queries, call.keys, later):
+    bidirectional = call.bidirectional_of(queries.shape[2])
+    for tile in attention_tiles(call.site, queries, call.keys, bidirectional):
         weights = tile.weights
         if factors is not None:
             weights = weights * factors[tile.rows].unsqueeze(-1)
@@ -136,7 +138,7 @@ def causal_weights(
     keys: Tensor,
     scratch: Scratch,
     heads: slice = slice(None),
-    later: Tensor | None = None,
+    bidirectional: Tensor | None = None,
 ) -> Tensor:
     """Weights of queries that are the last of the sequence which `keys` make up.
 
@@ -145,7 +147,8 @@ def causal_weights(
         keys: `(B, heads, S, d)`.
         scratch: where the weights are computed.
         heads: which of the module's KV heads these are.
-        later: `(B, 1 or heads, rows, rows)` bool, which later ones each of them sees; None: none.
+        bidirectional: `(B, 1 or heads, rows, rows)` bool, which later tokens each
+            query sees; None: none.
 
     Returns:
         `(B, heads, G, rows, S)`, at least float32.
@@ -160,7 +163,7 @@ def causal_weights(
     if site.softmax.softcap is not None:
         logits = logits.div_(site.softmax.softcap).tanh_().mul_(site.softmax.softcap)
     future = torch.ones(n_rows, n_rows, dtype=torch.bool, device=keys.device).triu(1)
-    hidden = future if later is None else future & ~later.unsqueeze(2)
+    hidden = future if bidirectional is None else future & ~bidirectional.unsqueeze(2)
     logits[..., length - n_rows :].masked_fill_(hidden, float("-inf"))
     if site.sinks is None:
         return torch.softmax(logits, dim=-1, out=logits)  # a second tensor would double the time

@@ -14,7 +14,7 @@ from press_core.errors import UnsupportedInputError
 from press_core.model.rotary import alike
 from press_core.model.sites import AttentionSite
 from press_core.observed import Moment, OpenScope, Positions, Query
-from press_core.select import gather_alike, gather_tokens, upcast
+from press_core.select import gather_each, gather_tokens, upcast
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +77,9 @@ class AttentionCall:
     @property
     def context_length(self) -> int:
         """Tokens of the whole context, of which `S` are there and not yet evicted."""
-        if self.when.n_to_come is None:
+        if self.when.n_remaining is None:
             return self.length
-        return int(self._known_ids()[:, -1:].max()) + 1 + self.when.n_to_come
+        return int(self._known_ids()[:, -1:].max()) + 1 + self.when.n_remaining
 
     @property
     def next_position(self) -> Tensor:
@@ -143,17 +143,17 @@ class AttentionCall:
         positions = positions.repeat_interleave(groups, dim=1)
         return rotary.rotate_to(before_rope, positions).to(query.states.dtype)
 
-    def later_of(self, last: int) -> Tensor | None:
+    def bidirectional_of(self, last: int) -> Tensor | None:
         """Which later ones each of the `last` tokens sees, `(B, 1 or H_kv, last, last)` bool.
 
         None where attention is causal.
         """
-        if self.at.later is None:
+        if self.at.bidirectional is None:
             return None
         if self.at.tokens is None:
-            return self.at.later[:, None, -last:, -last:]
+            return self.at.bidirectional[:, None, -last:, -last:]
         tokens = self.at.tokens[..., -last:]
-        seen = self.at.later[:, None].expand(*tokens.shape[:2], -1, -1)
+        seen = self.at.bidirectional[:, None].expand(*tokens.shape[:2], -1, -1)
         n, q = tokens.shape[-1], seen.shape[-1]
         seen = seen.gather(2, tokens[..., None].expand(-1, -1, n, q))
         return seen.gather(3, tokens[..., None, :].expand(-1, -1, n, -1))
@@ -306,7 +306,7 @@ class AttentionCall:
 
     def select(self, positions: Tensor) -> AttentionCall:
         """The call over the keys at `positions` `(B, H_kv, n)` alone; queries follow them."""
-        return self.narrowed(positions, *gather_alike(positions, self.keys, self.values))
+        return self.narrowed(positions, *gather_each(positions, self.keys, self.values))
 
     def narrowed(self, positions: Tensor, keys: Tensor, values: Tensor) -> AttentionCall:
         """The call over `keys` and `values` `(B, H_kv, n, d)`, which lay at `positions`."""
@@ -320,7 +320,7 @@ class AttentionCall:
             values=values,
             attentions=None,
             at=replace(self.at, tokens=tokens, rotary=rotary),
-            when=replace(self.when, n_to_come=None),
+            when=replace(self.when, n_remaining=None),
             memory={name: x.gather(-1, positions) for name, x in self.memory.items()},
             budget=None,
         )
@@ -375,7 +375,7 @@ class AttentionCall:
             of(self.at.ids, (1, known)),
             of(self.at.tokens, (2, slots)),
             of(self.at.rotary, (2, slots)),
-            of(self.at.later, (1, known), (2, known)),
+            of(self.at.bidirectional, (1, known), (2, known)),
         )
         return self.replace(
             hidden_states=of(self.hidden_states, (1, known)),

@@ -23,14 +23,14 @@ from press_core.forward import Forward
 from press_core.model.graphs import may_break
 from press_core.model.sites import AttentionSite
 from press_core.observed import Moment, Positions
-from press_core.observing import Passed, call_of, context_call, step_of, with_steps
+from press_core.observing import AttentionPass, call_of, context_call, step_of, with_steps
 from press_core.press import Press
-from press_core.rows import Left, RowGroup, parts_of
+from press_core.rows import Decisions, RowGroup, parts_of
 from press_core.scope import ScopeState
 from press_core.traits import Evicts, Needs, Phase
 
 
-def after_attention(scope: ScopeState, press: Press, passed: Passed) -> None:
+def after_attention(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
     """Prune the layer that an attention module has filled, if it is the press's time to act."""
     phase = Phase.PREFILL if passed.forward.is_context else Phase.DECODING
     if passed.cache is None or phase not in press.phases:
@@ -39,23 +39,27 @@ def after_attention(scope: ScopeState, press: Press, passed: Passed) -> None:
     (_act_eagerly if eagerly else _act)(scope, press, passed)
 
 
-def _act(scope: ScopeState, press: Press, passed: Passed) -> None:
+def _act(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
     passed.forward.progress[scope].depths.add(passed.site.place.depth)
     observed = observe(scope, press, passed)
     if observed is not None:
         call, occupied = observed
-        left = Left(call, judged(press, call, occupied))
-        store_left(scope, passed.cache, passed.site, left, passed.forward)
+        decisions = Decisions(call, judged(press, call, occupied))
+        store_decisions(scope, passed.cache, passed.site, decisions, passed.forward)
 
 
 _act_eagerly = torch.compiler.disable(_act)
 
 
-def store_left(
-    scope: ScopeState, cache: Any, site: AttentionSite, left: Left, forward: Forward | None = None
+def store_decisions(
+    scope: ScopeState,
+    cache: Any,
+    site: AttentionSite,
+    decisions: Decisions,
+    forward: Forward | None = None,
 ) -> None:
     """Store what is left of a layer, and count it."""
-    layer = store(cache, site, left, scope.key)
+    layer = store(cache, site, decisions, scope.key)
     scope.remembering.add(known(cache, site.layer_idx))
     if layer is None:
         return
@@ -82,7 +86,7 @@ Observed = tuple[AttentionCall, Tensor | None]
 """A call, and which of its slots hold tokens, `(B, S)` bool; None: all."""
 
 
-def observe(scope: ScopeState, press: Press, passed: Passed) -> Observed | None:
+def observe(scope: ScopeState, press: Press, passed: AttentionPass) -> Observed | None:
     """What a press is to decide about; None: nothing yet."""
     layer = known(passed.cache, passed.site.layer_idx)
     is_context = passed.forward.is_context
@@ -114,20 +118,20 @@ def require_readable(layer: PrunedLayer, site: AttentionSite) -> None:
 
 def remembered(press: Press, call: AttentionCall, occupied: Tensor | None) -> dict[str, Tensor]:
     """What the press remembers of each slot, brought up to date, `(B, H_kv, S)` by name."""
-    known_now: dict[str, Tensor] = {}
+    carried_scores: dict[str, Tensor] = {}
     for rows, slots, part in parts_of(call, occupied, row_by_row=False):
         for name, of_rows in running.remembered(press, part).items():
-            if name not in known_now:
-                known_now[name] = of_rows.new_zeros(call.keys.shape[:3])
+            if name not in carried_scores:
+                carried_scores[name] = of_rows.new_zeros(call.keys.shape[:3])
             if slots is None:
-                known_now[name][rows] = of_rows
+                carried_scores[name][rows] = of_rows
             else:
                 empty = of_rows.new_zeros(*of_rows.shape[:2], call.length)
-                known_now[name][rows] = empty.index_copy_(2, slots, of_rows)
-    return known_now
+                carried_scores[name][rows] = empty.index_copy_(2, slots, of_rows)
+    return carried_scores
 
 
-def _new_tokens(scope: ScopeState, passed: Passed, layer: PrunedLayer) -> Observed:
+def _new_tokens(scope: ScopeState, passed: AttentionPass, layer: PrunedLayer) -> Observed:
     """The tokens of this forward alone, of a layer whose heads differ in length."""
     n = passed.hidden_states.shape[1]
     keys, values = layer.newest(n)
@@ -137,7 +141,7 @@ def _new_tokens(scope: ScopeState, passed: Passed, layer: PrunedLayer) -> Observ
 
 
 def _decoding_step(
-    scope: ScopeState, press: Press, passed: Passed, layer: PrunedLayer
+    scope: ScopeState, press: Press, passed: AttentionPass, layer: PrunedLayer
 ) -> Observed | None:
     """What is known of the last tokens while decoding, or None if the press is not due."""
     running.require_causal(scope, passed)
@@ -195,5 +199,5 @@ def prune_before(scope: ScopeState, forward: Forward, site: AttentionSite) -> No
         carried=layer.carried,
         scope=scope,
     )
-    left = Left(call, judged(press, call, occupied))
-    store_left(scope, forward.cache, site, left, forward)
+    decisions = Decisions(call, judged(press, call, occupied))
+    store_decisions(scope, forward.cache, site, decisions, forward)

@@ -32,7 +32,7 @@ from press_core.cache.reading import (
 )
 from press_core.engine import prune_before
 from press_core.errors import UnsupportedCacheError
-from press_core.forward import Arguments, Forward, Progress, here, n_tokens, own_cache
+from press_core.forward import Arguments, Forward, Progress, current, n_tokens, own_cache
 from press_core.model.graphs import compile_nothing, may_break
 from press_core.model.sites import AttentionSite, Bystander
 from press_core.on_layers import OnLayers
@@ -43,21 +43,21 @@ from press_core.traits import Phase
 
 def enter(scope: ScopeState, given: Arguments) -> Arguments:
     """What to do before a forward of the decoder; see `begin`."""
-    forward = taken_part_in(scope, given)
+    forward = joined_forward(scope, given)
     return given if forward is None else begin(scope, forward)
 
 
-def taken_part_in(scope: ScopeState, given: Arguments) -> Forward | None:
+def joined_forward(scope: ScopeState, given: Arguments) -> Forward | None:
     """The forward that begins, if the scope has to do with it; what only passes is counted.
 
     It is asked in every step, and so looks at little where there is nothing to see: in most steps
     that decode behind a context no press acts, and what the forward reads is read as it lies.
     """
     is_compiling = torch.compiler.is_compiling()
-    around, sites, thread = here.forward, scope.sites, scope.traits.thread
+    around, sites, thread = current.forward, scope.sites, scope.traits.thread
     if around is not None and scope in around.entered:
         around.fail()  # an interrupt has ended it
-    if here.is_apart or not scope.is_open or not sites:  # another thread has closed it just now
+    if current.is_apart or not scope.is_open or not sites:  # another thread has closed it just now
         return None
     if thread is not None and (is_compiling or thread != threading.get_ident()):
         return None
@@ -111,7 +111,7 @@ def begin(scope: ScopeState, forward: Forward) -> Arguments:
         scope.tally.n_forwards += 1
     if not forward.entered:
         forward.is_context = is_empty(forward.cache, scope.sites[0].layer_idx)
-    here.forward = forward
+    current.forward = forward
     forward.entered.append(scope)
     if Phase.BEFORE_DECODER in scope.traits.phases:
         forward.given = scope.press.before_decoder(scope, forward)
@@ -125,8 +125,8 @@ def begin(scope: ScopeState, forward: Forward) -> Arguments:
     forward.given = with_counted_columns(forward, layers)
     forward.helps = needs_help(forward, layers)
     if forward.helps:
-        here.reading, forward.given = one_mask(forward, scope.sites[0], layers)
-        forward.helps = here.reading is None
+        current.reading, forward.given = one_mask(forward, scope.sites[0], layers)
+        forward.helps = current.reading is None
     _note_whole(scope, forward.cache, layers, scope.sites[0].layer_idx)
     _settle_layers(scope, forward)
     return forward.given
@@ -135,7 +135,7 @@ def begin(scope: ScopeState, forward: Forward) -> Arguments:
 def _settle_layers(scope: ScopeState, forward: Forward) -> None:
     """Have on layers what the forward needs there, and nothing if no scope has to do with it."""
     if _is_idle(forward):
-        if here.reading is None:
+        if current.reading is None:
             leave(scope, None)
         if not torch.compiler.is_compiling():  # graphs are made with what is there
             scope.on_layers.take_off(scope, forward)
@@ -163,10 +163,10 @@ def _entered_eagerly(scope: ScopeState, given: Arguments) -> Arguments:
     except BaseException:
         compile_again()
         raise
-    if here.forward is None:  # the scope takes no part
+    if current.forward is None:  # the scope takes no part
         compile_again()
     else:
-        here.forward.at_end.append(compile_again)
+        current.forward.at_end.append(compile_again)
     return given
 
 
@@ -200,7 +200,7 @@ def _lasting_frame() -> FrameType | None:
 
 def _joined(scope: ScopeState, given: Arguments) -> Forward:
     """The forward that an outer scope has entered just now, or a new one."""
-    forward = here.forward
+    forward = current.forward
     if forward is None or forward.decoder is not scope.decoder:
         return Forward(scope.decoder, given, outer=forward)
     forward.given = given
@@ -227,7 +227,7 @@ def _begin_context(scope: ScopeState, forward: Forward) -> None:
     if cache is not None:
         for site in scope.sites:
             check_prunable(cache, site.layer_idx)
-    if scope.traits.phases & Phase.IN_PREFILL or forward.n_to_come:
+    if scope.traits.phases & Phase.IN_PREFILL or forward.n_remaining:
         forward.progress[scope] = Progress()
         forward.acting.append(scope)
 
@@ -264,17 +264,17 @@ def _note_whole(scope: ScopeState, cache: Any, pruned: list[PrunedLayer], first:
 
 def leave(scope: ScopeState, output: Any, failed: bool = False) -> None:
     """What to do after a forward of the decoder that returned `output`, or failed."""
-    forward = here.forward
+    forward = current.forward
     if forward is None or scope is not (forward.entered or [None])[0]:
         return  # it is not the scope's, or outer scopes are still in it
-    here.forward, here.reading, here.query = forward.outer, None, None
+    current.forward, current.reading, current.query = forward.outer, None, None
     try:
         if failed:
             forward.fail()
             return
         for entered in reversed(forward.entered):
             _note_missed(entered, forward)
-            completed = forward.is_context and not forward.n_to_come
+            completed = forward.is_context and not forward.n_remaining
             if completed and Phase.AFTER_DECODER in entered.traits.phases:
                 entered.press.after_decoder(entered, forward, output)
     finally:

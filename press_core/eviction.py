@@ -12,9 +12,9 @@ from torch import Tensor
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
 from press_core.model.rotary import NoRotation
-from press_core.select import gather_alike
+from press_core.select import gather_each
 
-SAY_WHAT_IS_KEPT = (
+REPORT_POSITIONS = (
     "let its compress return Eviction.keep(call, positions), or write it as a ScorerPress"
 )
 """What is advised to a press that returns keys and values and no more."""
@@ -74,7 +74,7 @@ class Eviction:
     @classmethod
     def keep(cls, call: AttentionCall, positions: Tensor) -> Eviction:
         """The keys and values at `positions` `(B, H_kv, n)`, ascending, stay."""
-        keys, values = gather_alike(positions, call.keys, call.values)
+        keys, values = gather_each(positions, call.keys, call.values)
         return cls(call, keys, values, positions)
 
     @classmethod
@@ -132,7 +132,7 @@ class Eviction:
         if self.kept is None:
             raise UnsupportedInputError(
                 "a press pruned without saying which tokens it kept, and that matters to what "
-                f"comes after it; {SAY_WHAT_IS_KEPT}"
+                f"comes after it; {REPORT_POSITIONS}"
             )
         return self.kept
 

@@ -45,7 +45,7 @@ def odd(default: int) -> Any:
     return limited(default, lambda n: n >= 1 and n % 2 == 1, "odd and positive")
 
 
-def told_amount(default: Any = 0.0) -> Any:
+def amount_field(default: Any = 0.0) -> Any:
     """A field for a compression ratio, or for the `Tokens` to keep."""
     return limited(default, is_amount, "a number in [0, 1), or the Tokens to keep")
 

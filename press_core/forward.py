@@ -1,7 +1,7 @@
 """What this forward of the decoder is: described where it enters, looked up by every layer.
 
 A scope has to do with the forwards that begin while it is open. Where the decoder begins, `begin`
-describes the forward, for this thread and until it returns; layers ask `here.forward`, and do
+describes the forward, for this thread and until it returns; layers ask `current.forward`, and do
 nothing where there is none.
 """
 
@@ -94,7 +94,7 @@ class Forward:
         decoder: the module that takes token ids and runs all attention modules.
         given: its arguments, as the model is to get them.
         is_context: whether it began with an empty cache.
-        n_to_come: tokens of the same context that later forwards bring, of a prefill in chunks.
+        n_remaining: tokens of the same context that later forwards bring, of a prefill in chunks.
         entered: scopes that were open when it began, the outermost first.
         acting: those that act around its attention modules.
         progress: by scope, how far that has come.
@@ -110,7 +110,7 @@ class Forward:
     decoder: nn.Module
     given: Arguments
     is_context: bool = True
-    n_to_come: int = 0
+    n_remaining: int = 0
     entered: list[Any] = field(default_factory=list)
     acting: list[Any] = field(default_factory=list)
     progress: dict[Any, Progress] = field(default_factory=dict)
@@ -169,8 +169,8 @@ class Forward:
 
     def fail(self) -> None:
         """Let an exception, or an interrupt, have ended it."""
-        if here.forward is self:
-            here.forward, here.reading, here.query = self.outer, None, None
+        if current.forward is self:
+            current.forward, current.reading, current.query = self.outer, None, None
         for undo in self.at_failure:
             undo()
         self.end()
@@ -194,7 +194,7 @@ class OneMask(Enum):
 
 
 class Now:
-    """What one thread is in the middle of; see `Here`."""
+    """What one thread is in the middle of; see `Current`."""
 
     def __init__(self) -> None:
         self.forward: Forward | None = None
@@ -219,7 +219,7 @@ def _now(name: str) -> Any:
     )
 
 
-class Here:
+class Current:
     """What this thread is in the middle of.
 
     Attributes:
@@ -254,4 +254,4 @@ class Here:
             self.is_apart, self.forward = before
 
 
-here = Here()
+current = Current()

@@ -47,15 +47,15 @@ class Positions:
             `q` keys belong to them, in order.
         rotary: `(1 or B, 1 or H_kv, S)` int64, to which position each key is rotated; None: as
             `ids` says.
-        later: `(1 or B, q, q)` bool, which later ones each of the `q` tokens sees (those of an
-            image, in some models); None: none.
+        bidirectional: `(1 or B, q, q)` bool, which later tokens each of the `q` tokens sees
+            (within an image, in some models); None: none.
     """
 
     embeddings: tuple[Tensor, Tensor] | None = None
     ids: Tensor | None = None
     tokens: Tensor | None = None
     rotary: Tensor | None = None
-    later: Tensor | None = None
+    bidirectional: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +64,8 @@ class Moment:
 
     Attributes:
         decoding: whether the layer held tokens before this forward.
-        n_to_come: tokens of the same context that later forwards bring, of a prefill in chunks that
-            the press prunes chunk by chunk; None: it is all there.
+        n_remaining: tokens of the context that are still to come, in a chunked prefill that is
+            pruned chunk by chunk; None: the context is complete.
         n_steps: forwards since the press pruned the layer last, while decoding.
         n_forwards: forwards that the scope has seen the layer through, while decoding.
         seen: tokens that the layer has seen of each of the `B` rows, padding left out.
@@ -73,7 +73,7 @@ class Moment:
     """
 
     decoding: bool = False
-    n_to_come: int | None = None
+    n_remaining: int | None = None
     n_steps: int = 0
     n_forwards: int = 0
     seen: tuple[int, ...] | None = None

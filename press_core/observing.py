@@ -14,7 +14,7 @@ from press_core.cache.pruned import PrunedLayer
 from press_core.cache.reading import occupied_slots
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
-from press_core.eviction import SAY_WHAT_IS_KEPT
+from press_core.eviction import REPORT_POSITIONS
 from press_core.forward import Arguments, Forward, own_cache
 from press_core.model.sites import AttentionSite
 from press_core.observed import Positions, Query
@@ -22,7 +22,7 @@ from press_core.scope import ScopeState
 
 
 @dataclass(frozen=True, eq=False)
-class Passed:
+class AttentionPass:
     """A forward of an attention module that has just ended.
 
     Attributes:
@@ -86,7 +86,7 @@ class Passed:
 
 
 def call_of(
-    scope: ScopeState, passed: Passed, keys: Tensor, values: Tensor, **fields: Any
+    scope: ScopeState, passed: AttentionPass, keys: Tensor, values: Tensor, **fields: Any
 ) -> AttentionCall:
     """What is known of a forward of an attention module, with other `fields`."""
     device = passed.hidden_states.device  # an offloaded cache is brought back to the model
@@ -104,7 +104,7 @@ def call_of(
     )
 
 
-def context_call(scope: ScopeState, passed: Passed, layer: PrunedLayer) -> AttentionCall:
+def context_call(scope: ScopeState, passed: AttentionPass, layer: PrunedLayer) -> AttentionCall:
     """A forward that brought a context.
 
     Raises:
@@ -120,14 +120,14 @@ def context_call(scope: ScopeState, passed: Passed, layer: PrunedLayer) -> Atten
     if positions is None:
         raise UnsupportedInputError(
             f"the press of an inner scope pruned {passed.site.name} without saying which tokens it "
-            f"kept; open that scope outermost, or {SAY_WHAT_IS_KEPT}"
+            f"kept; open that scope outermost, or {REPORT_POSITIONS}"
         )
     tokens = positions.long().to(passed.hidden_states.device)
     rotary = None if rotary is None else rotary.long()
     return call.replace(at=replace(call.at, tokens=tokens, rotary=rotary))
 
 
-def step_of(scope: ScopeState, passed: Passed) -> Step:
+def step_of(scope: ScopeState, passed: AttentionPass) -> Step:
     """What a press may ask about the tokens of a forward later."""
     states, cos_sin, ids = {}, passed.cos_sin, passed.position_ids
     if scope.traits.reads_hidden_states:  # which would take more than the cache

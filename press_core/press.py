@@ -16,7 +16,7 @@ from press_core.call import AttentionCall
 from press_core.copies import copied
 from press_core.errors import HyperparameterError, UnsupportedModelError
 from press_core.eviction import Eviction
-from press_core.fields import check_fields, require, told_amount
+from press_core.fields import amount_field, check_fields, require
 from press_core.forward import Arguments, Forward
 from press_core.model.sites import AttentionSite
 from press_core.tally import Tally
@@ -153,7 +153,7 @@ class Press:
         return vars(self).get(self.told, 0.0)
 
     @property
-    def asked_ratio(self) -> float:
+    def requested_ratio(self) -> float:
         """Share of the tokens that it is told to evict; 0 where it is not told one."""
         return 0.0 if isinstance(self.amount, Tokens) else float(self.amount)
 
@@ -338,7 +338,7 @@ class RatioPress(Press):
             that it keeps.
     """
 
-    compression_ratio: Amount = told_amount()
+    compression_ratio: Amount = amount_field()
 
 
 @dataclass
@@ -349,7 +349,7 @@ class MeasuredPress(Press):
     def compression_ratio(self) -> float:
         """Share of the tokens that was evicted in the scope opened last; before, what is asked."""
         run = self.last_run
-        return self.asked_ratio if run is None or not run.n_forwards else run.compression_ratio
+        return self.requested_ratio if run is None or not run.n_forwards else run.compression_ratio
 
     @compression_ratio.setter
     def compression_ratio(self, ratio: Amount) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
-from press_core.eviction import SAY_WHAT_IS_KEPT, Eviction
+from press_core.eviction import REPORT_POSITIONS, Eviction
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ def parts_of(
         yield rows, slots, call.of_rows(rows, slots)
 
 
-class Left:
+class Decisions:
     """What is left of a batch: the groups put together, the shorter with empty slots on the left.
 
     Attributes:
@@ -131,7 +131,7 @@ class Left:
         if self.slots() is None:
             raise UnsupportedInputError(
                 "a padded batch was pruned by a press that does not say which tokens it kept, so "
-                f"that its rows cannot be told from their padding; {SAY_WHAT_IS_KEPT}"
+                f"that its rows cannot be told from their padding; {REPORT_POSITIONS}"
             )
 
     def of_slots(self, known: Tensor | None, empty: float = -1) -> Tensor | None:

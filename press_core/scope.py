@@ -145,7 +145,7 @@ class ScopeState:
         """
         with _opening:
             self.key.is_open = False
-        inside = self._under_way(here=True)
+        inside = self._under_way(in_this_thread=True)
         if inside:
             inside[0].at_end.append(self._end)
         else:
@@ -155,7 +155,7 @@ class ScopeState:
         """Close, once forwards of other threads have ended."""
         is_cut = True
         try:
-            while self._under_way(here=False):
+            while self._under_way(in_this_thread=False):
                 time.sleep(1e-3)
             is_cut = False
         finally:  # an interrupt has ended what is left, or the wait for it
@@ -164,13 +164,13 @@ class ScopeState:
                     forward.fail()
             self.take_off()
 
-    def _under_way(self, here: bool) -> list[Forward]:
+    def _under_way(self, in_this_thread: bool) -> list[Forward]:
         """Forwards of it that run in this thread, or in all others."""
         mine = threading.get_ident()
         return [
             forward
             for forward, thread in self.running.copy().items()
-            if (thread == mine) is here and forward.runs
+            if (thread == mine) is in_this_thread and forward.runs
         ]
 
     def take_off(self) -> None:
@@ -178,7 +178,7 @@ class ScopeState:
             if self.model is None:  # it was done before
                 return
             self.model = None
-        said = [warning for ask in (*self.warnings, self._came_too_late) if (warning := ask())]
+        said = [warning for ask in (*self.warnings, self._opened_too_late) if (warning := ask())]
         for layer in list(self.remembering):
             layer.remember(self.key, None)
         with _opening:
@@ -188,7 +188,7 @@ class ScopeState:
         if said:  # one cause at a time: the first explains the others
             warnings.warn(f"{type(self.press).__name__}{said[0]}", RuntimeWarning, stacklevel=5)
 
-    def _came_too_late(self) -> str | None:
+    def _opened_too_late(self) -> str | None:
         """A warning of a scope that could have evicted something, had it been open before."""
         length, tally = self.tally.longest_whole, self.tally
         if tally.layers or tally.n_contexts or not length:

@@ -54,7 +54,7 @@ def top_positions(scores: Tensor, n: int) -> Tensor:
     Returns:
         `(B, H_kv, n)`, int64.
     """
-    return places(best_first(scores, n))
+    return true_indices(best_first(scores, n))
 
 
 def best_first(scores: Tensor, n: int | Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def _is_readable(x: Tensor) -> bool:
     return x.device.type == "cpu" and type(x) is Tensor
 
 
-def places(chosen: Tensor) -> Tensor:
+def true_indices(chosen: Tensor) -> Tensor:
     """Where `chosen` `(B, H_kv, S)` is true, as often in each head: `(B, H_kv, n)` int64."""
     batch, n_heads, length = chosen.shape
     flat = chosen.flatten()
@@ -125,10 +125,10 @@ def gather_tokens(states: Tensor, positions: Tensor) -> Tensor:
     Returns:
         `(B, H, n, d)`.
     """
-    return gather_alike(positions, states)[0]
+    return gather_each(positions, states)[0]
 
 
-def gather_alike(positions: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+def gather_each(positions: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
     """`gather_tokens` from each of `states`, which differ in `d` alone."""
     batch, n_heads, length, _ = states[0].shape
     if n_heads != positions.shape[1]:

@@ -18,7 +18,7 @@ from experiments.testbed import families
 from experiments.testbed.families import VOCABULARY
 from experiments.testbed.recipes import DELIMITER, fitted_pair, recipe_pair
 from press_core import kept_lengths, kept_positions
-from press_core.forward import Arguments, Forward, here
+from press_core.forward import Arguments, Forward, current
 from tests.snapshot import snapshot as snapshot
 
 PACKAGES = (hooks_impl, patch_impl)
@@ -146,11 +146,11 @@ def in_turn(names, *lists):
 @contextmanager
 def reading(layer):
     """Stands for a forward that reads `layer` with all the help it needs."""
-    here.forward, here.reading = Forward(nn.Identity(), Arguments((), {}, ())), layer
+    current.forward, current.reading = Forward(nn.Identity(), Arguments((), {}, ())), layer
     try:
         yield
     finally:
-        here.forward = here.reading = None
+        current.forward = current.reading = None
 
 
 PIPELINE_PRESSES = {

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 import hooks_impl
 from press_core import ScopeError, kept_lengths
-from press_core.forward import here
+from press_core.forward import current
 from tests.support import (
     PACKAGES,
     both,
@@ -101,7 +101,7 @@ def model():
     before = snapshot(model)
     yield model
     assert snapshot(model) == before
-    assert here.forward is None
+    assert current.forward is None
 
 
 def half(package):

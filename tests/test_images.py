@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from experiments.questions.architectures.decoders import build, decoders, image_inputs, with_image
 from press_core import Needs, ScopeError, UnsupportedInputError, UnsupportedModelError, probe
 from press_core.attention import received_attention
-from press_core.cache.masks import later_tokens
+from press_core.cache.masks import bidirectional_mask
 from press_core.probe import attention_sites
 from press_core.tiles import NUMBERS
 from tests.support import both, token_ids
@@ -147,10 +147,10 @@ def test_later_tokens_are_read_from_the_mask(form):
     mask[2:4, 2:4] = True
     if form == "float":
         mask = torch.zeros(6, 6).masked_fill(~mask, torch.finfo(torch.float32).min)
-    later = later_tokens(mask[None, None], 6)
+    later = bidirectional_mask(mask[None, None], 6)
     assert later.nonzero().tolist() == [[0, 2, 3]]
-    assert later_tokens(mask[None, None, :2, :2], 2) is None
-    assert later_tokens(None, 6) is None
+    assert bidirectional_mask(mask[None, None, :2, :2], 2) is None
+    assert bidirectional_mask(None, 6) is None
 
 
 @both

@@ -35,7 +35,7 @@ from press_core import attention_sites
 from press_core.budget import n_kept
 from press_core.engine import after_attention
 from press_core.forward import Arguments, Forward, Progress
-from press_core.observing import Passed
+from press_core.observing import AttentionPass
 from press_core.presses.keys import knorm_scores
 from press_core.scope import bound_to
 from press_core.select import gather_tokens, top_positions
@@ -77,7 +77,7 @@ class Pruner:
         forward = Forward(module, of_decoder)
         if cache is not None and cache.get_seq_length(site.layer_idx) == forward.n_tokens:
             forward.progress[self.scope] = Progress()  # it was a prefill
-            passed = Passed(forward, site, given, output, None)
+            passed = AttentionPass(forward, site, given, output, None)
             after_attention(self.scope, self.scope.press, passed)
 
 

@@ -37,7 +37,7 @@ class Blocks:
         hidden: `(P, 1, c)`: what to add to the logits, minus infinity for slots of other heads.
         of_rows: whether each row of the batch has one block, which all of its heads read.
         starts: `(N,)` int64: where each head would begin if no block had been put elsewhere.
-        places: `(n,)` int64: where each block has been put.
+        stored_at: `(n,)` int64: where each block has been put.
     """
 
     size: int
@@ -47,7 +47,7 @@ class Blocks:
     hidden: Tensor
     of_rows: bool
     starts: Tensor
-    places: Tensor
+    stored_at: Tensor
 
     @classmethod
     def of(cls, counts: Sequence[int], n_heads: int, group: int, like: Tensor) -> Blocks:
@@ -83,7 +83,7 @@ class Blocks:
         held = torch.tensor(counts)
         shift = self.starts - (held.cumsum(0) - held)
         slots = torch.arange(int(held.sum())) + shift.repeat_interleave(held)
-        return self.places[slots // self.size] * self.size + slots % self.size
+        return self.stored_at[slots // self.size] * self.size + slots % self.size
 
 
 def _of_rows(held: Tensor, group: int) -> tuple[int, Tensor] | None:

@@ -117,7 +117,7 @@ def _refuse_bias(mask: Any) -> None:
         )
 
 
-def later_tokens(mask: Any, n: int) -> Tensor | None:
+def bidirectional_mask(mask: Any, n: int) -> Tensor | None:
     """Which later ones the last `n` tokens see, as those of an image do: `(B, n, n)` bool.
 
     Returns:

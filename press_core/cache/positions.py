@@ -51,13 +51,13 @@ def rotary_positions(
     positions = layer.all_positions()
     if positions is None or last is None:
         return None if positions is None else positions.to(device)
-    lag = (layer.n_seen - 1 - last)[:, None]
+    distance = (layer.n_seen - 1 - last)[:, None]
     if since is not None:  # padding between turns stands behind what came before
         empty = pad((~since).long(), (layer.kept.n_slots, 0))
         behind = empty.flip(-1).cumsum(dim=-1).flip(-1) - empty
-        counted = lag < empty.sum(dim=-1, keepdim=True)  # positions go on over padding
-        lag = lag - behind.masked_fill(counted, 0)
-    positions = positions.to(device) - lag.unsqueeze(1)
+        counted = distance < empty.sum(dim=-1, keepdim=True)  # positions go on over padding
+        distance = distance - behind.masked_fill(counted, 0)
+    positions = positions.to(device) - distance.unsqueeze(1)
     known = layer.kept.rotary
     if known is None:
         return positions

@@ -20,7 +20,7 @@ from press_core.cache.memory import Key, Memory
 from press_core.cache.tokens import Kept, ReadingNeeds, extended, of_rows
 from press_core.copies import copied
 from press_core.errors import ScopeError, UnsupportedCacheError, UnsupportedInputError
-from press_core.forward import OneMask, here
+from press_core.forward import OneMask, current
 
 # transformers 5.2 crops to a length, later releases crop a number of tokens away.
 _CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
@@ -271,8 +271,8 @@ class PrunedLayer(DynamicLayer):
         if self.needs is ReadingNeeds.NOTHING and not self.is_first:
             return
         n_new = keys.shape[2]
-        helped = here.forward is not None and (
-            here.reading is self or isinstance(here.reading, OneMask)
+        helped = current.forward is not None and (
+            current.reading is self or isinstance(current.reading, OneMask)
         )
         alone = ReadingNeeds.MASK_OF_MANY if n_new == 1 else ReadingNeeds.NOTHING
         if not helped and self.needs not in (ReadingNeeds.NOTHING, alone):
@@ -292,11 +292,11 @@ class PrunedLayer(DynamicLayer):
         checked = self.is_pruned and ReadingNeeds.ATTENTION not in self.needs
         if checked and not torch.compiler.is_compiling():
             count = self.get_seq_length()
-            if here.forward is None:
+            if current.forward is None:
                 check_given_mask(self.kept, self.n_seen, count, query_length)
             if query_length > 1:
                 check_given_tokens(self.n_seen, count)
-        if here.reading is OneMask.OF_ONE_COLUMN:
+        if current.reading is OneMask.OF_ONE_COLUMN:
             return 1, self.n_seen
         return self.columns(query_length), self.kept.n_seen - self.kept.shift - self.n_old
 

@@ -21,7 +21,7 @@ from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import Kept, ReadingNeeds
 from press_core.rows import pad_left
 
-AHEAD = 2
+RESERVED = 2
 """Empty slots ahead of recent tokens: a compiler makes other graphs for lengths of 0 and 1."""
 
 
@@ -195,12 +195,12 @@ class RaggedLayer(InPlaceLayer):
         if n > self.n_recent:
             keys, values = self.states()
             return keys[:, :, -n:], values[:, :, -n:]
-        last = slice(AHEAD + self.n_recent - n, AHEAD + self.n_recent)
+        last = slice(RESERVED + self.n_recent - n, RESERVED + self.n_recent)
         return self.recent.keys[:, :, last], self.recent.values[:, :, last]
 
     def recent_states(self) -> tuple[Tensor, Tensor]:
         """Keys and values of tokens that came later, `(N, m, d)` each; all slots of a buffer."""
-        keys, values = (x[:, :, AHEAD:] for x in (self.recent.keys, self.recent.values))
+        keys, values = (x[:, :, RESERVED:] for x in (self.recent.keys, self.recent.values))
         return keys.flatten(0, 1), values.flatten(0, 1)
 
     def dense(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -244,18 +244,18 @@ class RaggedLayer(InPlaceLayer):
         unjudged = self.n_seen - n_new - self.carried_until
         return {n: pad(x, (0, unjudged), value=float("inf")) for n, x in self.carried.items()}
 
-    def evict(self, gone: Tensor, real: Tensor | None) -> None:
+    def evict(self, evicted: Tensor, real: Tensor | None) -> None:
         """Evict some of the last tokens of each head.
 
         Args:
-            gone: `(B, H_kv, m)` bool, which of the last `m`.
+            evicted: `(B, H_kv, m)` bool, which of the last `m`.
             real: see `Kept`.
         """
         (keys, values, positions), counts = self.tokens(), self.counts
-        ends, width = torch.tensor(counts, device=self.device).cumsum(0), gone.shape[-1]
+        ends, width = torch.tensor(counts, device=self.device).cumsum(0), evicted.shape[-1]
         index = ends[:, None] - width + torch.arange(width, device=self.device)
         left = torch.ones(sum(counts), dtype=torch.bool, device=self.device)
-        left[index[gone.flatten(0, 1)]] = False
+        left[index[evicted.flatten(0, 1)]] = False
         held = [int(part.sum()) for part in left.split(counts)]
         self.kept = Kept(n_seen=self.n_seen, real=real)
         self.recent = none_yet(self.recent.keys, self.recent.values, self.recent)
@@ -296,7 +296,7 @@ def none_yet(keys: Tensor, values: Tensor, like: PrunedLayer | None = None) -> P
     Args:
         like: see `RaggedLayer.of`.
     """
-    ahead = [x.new_zeros(*x.shape[:2], AHEAD, x.shape[-1]) for x in (keys, values)]
+    ahead = [x.new_zeros(*x.shape[:2], RESERVED, x.shape[-1]) for x in (keys, values)]
     layer = (like or PrunedLayer(DynamicLayer())).holding(*ahead)
-    layer.kept = Kept(n_slots=AHEAD)
+    layer.kept = Kept(n_slots=RESERVED)
     return layer

@@ -19,7 +19,7 @@ from press_core.cache.masks import (
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import ReadingNeeds
 from press_core.errors import UnsupportedInputError
-from press_core.forward import Arguments, Forward, OneMask, here
+from press_core.forward import Arguments, Forward, OneMask, current
 from press_core.model.rotary import alike
 from press_core.model.sites import AttentionSite
 
@@ -208,7 +208,7 @@ def helped(
         return given
     if attends is not (ReadingNeeds.ATTENTION in layer.needs):
         return given
-    here.reading = layer
+    current.reading = layer
     if layer.is_rerotated:
         given = _with_positions(forward, site, given, layer, n_held)
     mask, columns = given.get("attention_mask"), layer.columns(forward.n_tokens - n_held)

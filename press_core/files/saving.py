@@ -243,13 +243,13 @@ def about_cache(path: str | Path) -> SavedCache:
 
 def _differences(former: dict[str, Any], now: dict[str, Any], any_version: bool) -> str:
     """What tells a model from the one that has filled a cache; empty: nothing."""
-    there, here = former["config"], now["config"]
+    there, current = former["config"], now["config"]
     # Releases differ in which fields they know.
-    names = here.keys() & there.keys() if any_version else here.keys() | there.keys()
+    names = current.keys() & there.keys() if any_version else current.keys() | there.keys()
     differing = [
-        f"{name} is {there.get(name)!s:.40} there and {here.get(name)!s:.40} here"
+        f"{name} is {there.get(name)!s:.40} there and {current.get(name)!s:.40} here"
         for name in sorted(names, key=lambda name: (name not in ("config_class", "dtype"), name))
-        if there.get(name) != here.get(name)
+        if there.get(name) != current.get(name)
     ]
     if not differing and former["weights"] != now["weights"]:
         return "it has the same configuration, and other weights or adapters"

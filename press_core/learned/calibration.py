@@ -195,10 +195,10 @@ class Calibration:
         return {x.name: called(tensors, x.metadata["published"] or x.name) for x in fields(cls)}
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({_said(self.sizes)})"
+        return f"{type(self).__name__}({_in_words(self.sizes)})"
 
 
-def _said(sizes: Mapping[str, int]) -> str:
+def _in_words(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
@@ -343,6 +343,6 @@ def check_fits(fitted: Calibration, site: AttentionSite) -> None:
     model = {name: sizes[name] for name in fitted.sizes}
     if model != fitted.sizes:
         raise UnsupportedModelError(
-            f"{type(fitted).__name__} of a model with {_said(fitted.sizes)} cannot serve one with "
-            f"{_said(model)} ({site.name}); fit it to this model"
+            f"{type(fitted).__name__} of a model with {_in_words(fitted.sizes)} cannot serve one "
+            f"with {_in_words(model)} ({site.name}); fit it to this model"
         )

@@ -290,11 +290,11 @@ class FastKVzip(RatioPress, TaughtPress):
         by_row = []
         for row in range(len(tokens[0])):
             pairs = zip(gates, tokens, strict=True)
-            by_row.append(self.choose([scores[row][:, here[row]] for scores, here in pairs]))
+            by_row.append(self.choose([scores[row][:, current[row]] for scores, current in pairs]))
         is_whole = all(bool(chosen.all()) for of_row in by_row for chosen in of_row)
         of_layers = zip(scope.sites, layers, tokens, zip(*by_row, strict=True), strict=True)
-        for site, layer, here, chosen in of_layers:
+        for site, layer, current, chosen in of_layers:
             layer.remember(scope.key, None)
             if not is_whole:
-                occupied = None if bool(here.all()) else here
+                occupied = None if bool(current.all()) else current
                 store_chosen(scope, cache, site, occupied, chosen)

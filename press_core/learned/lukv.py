@@ -14,7 +14,7 @@ from press_core.attention import mean_attention
 from press_core.budget import Amount, Tokens
 from press_core.call import AttentionCall
 from press_core.eviction import Eviction
-from press_core.fields import count, limited, told_amount
+from press_core.fields import amount_field, count, limited
 from press_core.learned.calibration import Calibration, LearnedPress, learned, sized
 from press_core.learned.running import Batch, LayerMeans, rows_alone, run
 from press_core.model.sites import AttentionSite
@@ -62,7 +62,7 @@ class LUKV(Around, BudgetPress, LearnedPress):
     """
 
     press: Press | None = limited(None, *SCORER)  # type: ignore[assignment]
-    compression_ratio: Amount = told_amount()  # type: ignore[assignment]
+    compression_ratio: Amount = amount_field()  # type: ignore[assignment]
     sink: int = count(4)
     window: int = count(1)
     curves: BudgetCurves | str | Path | None = learned(BudgetCurves)
@@ -161,7 +161,7 @@ class LUKV(Around, BudgetPress, LearnedPress):
             `(B, H_kv, n)`, float64 on the CPU.
         """
         order = self.ranked(call.chunk(0, n)).argsort(dim=-1, descending=True, stable=True)
-        return later_worth(call, n).gather(-1, order).double().cpu()
+        return future_worth(call, n).gather(-1, order).double().cpu()
 
 
 def head_counts(evicted: Sequence[float], length: int, total: int | None = None) -> list[int]:
@@ -209,7 +209,7 @@ def rounded(shares: Sequence[float], total: int, at_least: int = 1) -> list[int]
 # ---- learning ------------------------------------------------------------------------------------
 
 
-def later_worth(call: AttentionCall, n: int) -> Tensor:
+def future_worth(call: AttentionCall, n: int) -> Tensor:
     """What the first `n` keys of a text are worth to all later tokens: attention times value.
 
     Returns:

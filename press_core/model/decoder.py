@@ -50,10 +50,10 @@ def device_of(module: nn.Module) -> torch.device:
     Or, where all of them are elsewhere between forwards, where accelerate brings them; else the
     CPU.
     """
-    here = (x.device for x in module.parameters() if x.device.type != "meta")
+    current = (x.device for x in module.parameters() if x.device.type != "meta")
     hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
     runs_on = (getattr(hook, "execution_device", None) for hook in hooks)
-    return torch.device(next(chain(here, (x for x in runs_on if x is not None), ["cpu"])))
+    return torch.device(next(chain(current, (x for x in runs_on if x is not None), ["cpu"])))
 
 
 def tokenizer_of(model: Any, instead: str) -> Any:

@@ -61,7 +61,7 @@ class Softmax:
 
 
 @dataclass(frozen=True)
-class QueryPlace:
+class QuerySource:
     """Where a hook finds the query.
 
     Attributes:
@@ -99,7 +99,7 @@ class AttentionSite:
         rotary: the rotation of queries and keys, or None where positions enter otherwise.
         head_order: per query head, the KV head that it attends over; None: `h // G`.
         ranks: those that share the heads (tensor parallelism).
-        query_place: where a hook finds the query; None: nowhere.
+        query_source: where a hook finds the query; None: nowhere.
         refusals: by need (see `Press.site_needs`), why a press that has it cannot work here.
     """
 
@@ -115,7 +115,7 @@ class AttentionSite:
     place: Place = field(default_factory=Place)
     head_order: tuple[int, ...] | None = None
     ranks: HeadGroup = field(default_factory=HeadGroup, repr=False)
-    query_place: QueryPlace | None = None
+    query_source: QuerySource | None = None
     refusals: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
@@ -158,14 +158,14 @@ class AttentionSite:
         Raises:
             UnsupportedModelError: if there is none. A patch sees queries all the same.
         """
-        if self.query_place is None:
+        if self.query_source is None:
             raise UnsupportedModelError(self.refusals["hooked queries"])
-        return self.module.get_submodule(self.query_place.child)
+        return self.module.get_submodule(self.query_source.child)
 
     def query_in(self, output: Tensor) -> Tensor:
         """The query `(B, H, q, d)` in the output of `query_module`."""
-        assert self.query_place is not None
-        return self.query_place.query_in(output, self.num_heads // self.ranks.size, self.head_dim)
+        assert self.query_source is not None
+        return self.query_source.query_in(output, self.num_heads // self.ranks.size, self.head_dim)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Composed(Composition):
 
     @property
     def amount(self) -> Amount:
-        return 1 - prod(1 - press.asked_ratio for press in self.presses)
+        return 1 - prod(1 - press.requested_ratio for press in self.presses)
 
     def compress(self, call: AttentionCall) -> Eviction:
         eviction = Eviction.nothing(call)
@@ -91,7 +91,7 @@ def _shares(presses: Sequence[Press]) -> dict[int, float]:
     for index, press in enumerate(presses):
         with suppress(HyperparameterError):
             press.with_ratio(0.5)
-            kept[index] = 1 - press.asked_ratio
+            kept[index] = 1 - press.requested_ratio
     if not kept:
         presses[-1].with_ratio(0.5)  # says what to do
     total = log(prod(kept.values()))
@@ -342,9 +342,9 @@ def gated_order(scores: Tensor, chunk_length: int, low_entropy_chunk_length: int
     late = (gated[:, None] & ~best).flatten()[:length]
     # Sorted by one thing after the other, the last of which counts most.
     by_score = scores.argsort(descending=True)
-    places = means.argsort(descending=True).argsort().repeat_interleave(chunk_length)[:length]
-    places = places.masked_fill(late, len(chunks))
-    return by_score[places[by_score].argsort(stable=True)]
+    ranks = means.argsort(descending=True).argsort().repeat_interleave(chunk_length)[:length]
+    ranks = ranks.masked_fill(late, len(chunks))
+    return by_score[ranks[by_score].argsort(stable=True)]
 
 
 def normalized_entropy(chunks: Tensor, held: Tensor) -> Tensor:

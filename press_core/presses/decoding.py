@@ -14,7 +14,7 @@ from press_core.attention import received_attention
 from press_core.budget import Amount, Tokens, n_kept
 from press_core.call import AttentionCall
 from press_core.eviction import Eviction
-from press_core.fields import count, limited, require, share, told_amount
+from press_core.fields import amount_field, count, limited, require, share
 from press_core.press import Press, RatioPress
 from press_core.scoring import SCORER_AGAIN, Around, BudgetPress, Composition, acts_in_prefill_only
 from press_core.select import protect, top_positions, trailing
@@ -137,7 +137,7 @@ class CompressionRatioDecoding(AtIntervals):
     """
 
     hidden_states_buffer_size: int = count(256)
-    target_compression_ratio: Amount = told_amount(0.5)
+    target_compression_ratio: Amount = amount_field(0.5)
 
     told = "target_compression_ratio"
     row_by_row = True  # rows of different lengths keep different numbers

@@ -73,9 +73,9 @@ class Finch(RatioPress):
         ids = forward.token_ids("Finch finds its delimiter among the tokens")
         mask = given.get("attention_mask")
         if forward.is_context:
-            places = self._places(ids, mask)
-            forward.notes["questions"] = ids.shape[1] - 1 - places
-            return _without_delimiter(given, places, 0)
+            delimiters = self._delimiters(ids, mask)
+            forward.notes["questions"] = ids.shape[1] - 1 - delimiters
+            return _without_delimiter(given, delimiters, 0)
         seen = max(int(getattr(x, "n_seen", 0) or x.get_seq_length()) for x in cache.layers)
         counted = seen + forward.n_tokens + 1
         if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == counted:
@@ -83,7 +83,7 @@ class Finch(RatioPress):
             return _without_delimiter(given, mask.argmax(dim=-1), seen + 1)
         return given
 
-    def _places(self, ids: Tensor, mask: Any) -> Tensor:
+    def _delimiters(self, ids: Tensor, mask: Any) -> Tensor:
         """Where the delimiter is in each row, `(B,)`; padding holds none."""
         assert self.delimiter_token_id is not None
         found = ids.eq(self.delimiter_token_id)
@@ -120,21 +120,21 @@ class Finch(RatioPress):
         return protect(votes, trailing(call.keys, n_question))
 
 
-def _without_delimiter(given: Arguments, places: Tensor, first: int) -> Arguments:
+def _without_delimiter(given: Arguments, delimiters: Tensor, first: int) -> Arguments:
     """Arguments of a forward without the delimiter, and what comes after it one position earlier.
 
     Args:
-        places: `(B,)`, where the delimiter of each row is.
+        delimiters: `(B,)`, where the delimiter of each row is.
         first: where the tokens of this forward begin.
     """
-    changed, places = {}, places[:, None]
+    changed, delimiters = {}, delimiters[:, None]
     for name in ("input_ids", "attention_mask", "position_ids", "cache_position"):
         value = given.get(name)
         if value is not None and value.dim() <= 2:
             start = 0 if name == "attention_mask" else first
             columns = torch.arange(start, start + value.shape[-1], device=value.device)
-            after = columns > places
+            after = columns > delimiters
             left = value - after.to(value) if "position" in name else value.expand(after.shape)
-            left = left[columns != places].view(len(places), -1)
+            left = left[columns != delimiters].view(len(delimiters), -1)
             changed[name] = left[0] if value.dim() == 1 else left
     return given.replace(**changed)

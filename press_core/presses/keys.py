@@ -18,7 +18,7 @@ from press_core.eviction import Eviction
 from press_core.fields import count, limited
 from press_core.press import Press
 from press_core.scoring import RatioScorer
-from press_core.select import best_first, leading, places, protect, upcast, with_ends
+from press_core.select import best_first, leading, protect, true_indices, upcast, with_ends
 from press_core.traits import Evicts, Needs
 
 
@@ -334,13 +334,13 @@ class ThinK(Press):
     needs = Needs.QUERIES
 
     @property
-    def asked_ratio(self) -> float:
+    def requested_ratio(self) -> float:
         return self.key_channel_compression_ratio / 2  # values keep all channels
 
     @property
     def compression_ratio(self) -> float:
         """Share of the cache that is dropped."""
-        return self.asked_ratio
+        return self.requested_ratio
 
     @property
     def evicts(self) -> Evicts:
@@ -353,7 +353,7 @@ class ThinK(Press):
             return Eviction.nothing(call)
         kept = best_first(self.channel_scores(call), n_kept)
         if self.free_memory:
-            return Eviction.keep_channels(call, places(kept))
+            return Eviction.keep_channels(call, true_indices(kept))
         keys = call.keys * kept.to(call.keys.dtype).unsqueeze(2)
         return Eviction.from_states(call, keys, call.values)
 

@@ -261,7 +261,7 @@ class ExpectedAttention(RatioScorer):
     def score(self, call: AttentionCall) -> Tensor:
         """Attention expected from queries of these statistics at the coming positions."""
         mean, covariance = self.statistics(call)
-        mean, rotation = at_coming_positions(call, mean, self.n_future_positions)
+        mean, rotation = at_future_positions(call, mean, self.n_future_positions)
         keys = upcast(call.keys[:, :, self.n_sink :])
         n_kv, d = keys.shape[1], keys.shape[-1]
         logits = mean.unflatten(1, (n_kv, -1)) @ keys.mT / d**0.5  # (B, H_kv, G, S)
@@ -285,7 +285,7 @@ def query_blocks(call: AttentionCall, n_sink: int, block: int = 1024) -> Iterato
     yield queries[:, :, max(0, n_sink - call.length + queries.shape[2]) :]
 
 
-def at_coming_positions(call: AttentionCall, mean: Tensor, n: int) -> tuple[Tensor, Tensor]:
+def at_future_positions(call: AttentionCall, mean: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """The mean query `(B or 1, H, d)` at the next `n` positions, and their mean rotation."""
     assert call.site.rotary is not None
     rotation = call.site.rotary.average(mean, call.next_position, n)
@@ -338,7 +338,7 @@ class Cap(RatioScorer):
         blocks = list(query_blocks(call, self.n_sink))
         total = torch.stack([block.sum(dim=2) for block in blocks]).sum(dim=0)
         mean = total / sum(block.shape[2] for block in blocks)
-        anchor, _ = at_coming_positions(call, mean, self.n_future_positions)
+        anchor, _ = at_future_positions(call, mean, self.n_future_positions)
         directions = normalize(anchor.unflatten(1, (keys.shape[1], -1)), dim=-1)
         logits = self.tau * (directions @ normalize(keys, dim=-1).mT)  # (B, H_kv, G, S)
         weights = (logits - logits.amax(dim=-1, keepdim=True)).exp()

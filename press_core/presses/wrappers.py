@@ -22,7 +22,7 @@ from press_core.model.sites import AttentionSite, output_weight
 from press_core.presses.decoding import RECEIVED, Accumulating, Decoding
 from press_core.presses.positions import layer_generator, seed_field
 from press_core.scoring import Around, BudgetPress, TokenScorer, Wrapper
-from press_core.select import best_first, gather_tokens, places, trailing, upcast
+from press_core.select import best_first, gather_tokens, trailing, true_indices, upcast
 from press_core.tiles import Scratch, rows_at_once
 from press_core.traits import Evicts, Phase
 
@@ -212,7 +212,7 @@ class Merging(Wrapper, BudgetPress):
 
     def spend(self, call: AttentionCall, n: int) -> Eviction:
         chosen = best_first(self.scorer.checked_scores(call), n)
-        kept, evicted = (places(part) for part in (chosen, ~chosen))
+        kept, evicted = (true_indices(part) for part in (chosen, ~chosen))
         eviction = Eviction.keep(call, kept)
         values = self.merged(eviction, call.select(evicted))
         return replace(eviction, values=values)
@@ -296,8 +296,8 @@ class CAM(Accumulating, Decoding):
         chosen = best_first(scores, n).expand(call.keys.shape[:3])
         n_merged = min(call.when.n_steps, call.length - n)
         merged = best_first(scores.masked_fill(chosen[:, :1], float("-inf")), n_merged)
-        eviction = Eviction.keep(call, places(chosen))
-        values = self.merged(eviction, places(merged.expand_as(chosen)))
+        eviction = Eviction.keep(call, true_indices(chosen))
+        values = self.merged(eviction, true_indices(merged.expand_as(chosen)))
         return replace(eviction, values=values)
 
     def merged(self, kept: Eviction, evicted: Tensor) -> Tensor:

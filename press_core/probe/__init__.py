@@ -27,7 +27,7 @@ from press_core.cache.caches import known
 from press_core.cache.masks import columns_seen, in_form
 from press_core.cache.tokens import Kept
 from press_core.errors import UnsupportedModelError
-from press_core.forward import Arguments, here, own_cache
+from press_core.forward import Arguments, current, own_cache
 from press_core.model.decoder import decoder_of
 from press_core.model.ranks import ranks_of
 from press_core.model.rotary import Rotary
@@ -38,7 +38,7 @@ from press_core.probe.facts import Facts, close, judged
 _known: weakref.WeakKeyDictionary[type, dict[str, list[Facts] | str]] = weakref.WeakKeyDictionary()
 """By class and kind of a model what was found, or why nothing was."""
 
-_NOBODY = nn.Module()
+_NO_MODULE = nn.Module()
 """In the place of modules, in facts that keep no model alive."""
 
 _NO_ATTENTION = (
@@ -74,10 +74,10 @@ def verified(model: nn.Module) -> tuple[list[AttentionSite], list[Bystander]]:
             "was loaded for contexts shorter than its window"
         )
     found = [facts.of(model.get_submodule) for facts in found]
-    pruned = [facts for facts in found if not facts.left_whole]
+    pruned = [facts for facts in found if not facts.exemption]
     sites = [facts.site for facts in pruned]
     if not sites:
-        reasons = sorted({facts.left_whole for facts in found})
+        reasons = sorted({facts.exemption for facts in found})
         raise UnsupportedModelError(
             f"no layer of {type(model).__name__} can give tokens up: {'; '.join(reasons)}"
         )
@@ -94,12 +94,12 @@ def verified(model: nn.Module) -> tuple[list[AttentionSite], list[Bystander]]:
 def _bystanders(found: list[Facts], pruned: list[AttentionSite]) -> list[Bystander]:
     rotaries: dict[int | None, Any] = {site.layer_idx: site.rotary for site in pruned}
     sliding = [facts.site.layer_idx for facts in found if facts.window]
-    slides_later = min(sliding, default=0) > pruned[0].layer_idx  # else a layer says so in time
+    slides_after = min(sliding, default=0) > pruned[0].layer_idx  # else a layer says so in time
     return [
         # Who reads the keys of another layer rotates its queries as that one does.
         Bystander(replace(facts.site, rotary=rotaries.get(facts.owner)), facts.owner, facts.window)
         for facts in found
-        if facts.owner is not None or (facts.window and slides_later)
+        if facts.owner is not None or (facts.window and slides_after)
     ]
 
 
@@ -131,7 +131,7 @@ def _probe(model: nn.Module) -> list[Facts] | str:
                 return _NO_ATTENTION
             facts = {seen.name: judged(seen, watch) for seen in attending}
             facts = with_eviction_tried(model, module, cache, facts)
-            return [known.of(lambda _: _NOBODY) for known in facts.values()]
+            return [known.of(lambda _: _NO_MODULE) for known in facts.values()]
     except Exception as error:
         return f"{step} ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
 
@@ -170,11 +170,11 @@ def with_eviction_tried(
     Args:
         module: of `model`, that has been run over a few tokens and left `cache`.
     """
-    pruned = [found.site for found in facts.values() if not found.left_whole]
+    pruned = [found.site for found in facts.values() if not found.exemption]
     if not pruned or cache is None:
         return facts
     indices = {site.layer_idx for site in pruned}
-    readers = [x.site for x in facts.values() if not x.left_whole or x.owner in indices]
+    readers = [x.site for x in facts.values() if not x.exemption or x.owner in indices]
     masked, hidden_from = _again(model, module, copy.deepcopy(cache), readers)
     for name, found in facts.items():
         on = _goes_on(found.site.rotary, masked[name].embeddings)
@@ -182,7 +182,7 @@ def with_eviction_tried(
     if len(hidden_from) < len(readers):  # somebody calls modules past their hooks
         return facts
     try:
-        evicted = _again(model, module, _without_one(cache, indices))[0]
+        evicted = _again(model, module, _evicting_a_token(cache, indices))[0]
     except RuntimeError:  # shapes that do not fit
         evicted = {}
     for site in pruned:
@@ -209,7 +209,7 @@ def _goes_on(rotary: Rotary | None, embeddings: Any) -> bool:
     return close(rotary.embeddings(found, next_position)[0], found)
 
 
-def _without_one(cache: Any, indices: set[int]) -> Any:
+def _evicting_a_token(cache: Any, indices: set[int]) -> Any:
     """A copy of `cache` in which some layers have lost one token."""
     cache = copy.deepcopy(cache)
     own = own_cache(cache)
@@ -231,9 +231,9 @@ def _again(
     hidden_from: list[str] = []
 
     def before(site: AttentionSite, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not here.is_apart:  # another thread's forward
+        if not current.is_apart:  # another thread's forward
             return None
-        given = _hiding_one(site, Arguments(args, kwargs, site.signature.parameters))
+        given = _masking_a_token(site, Arguments(args, kwargs, site.signature.parameters))
         hidden_from.append(site.name)
         return given.args, given.kwargs
 
@@ -246,7 +246,7 @@ def _again(
     return {seen.name: seen for seen in watch.seen}, hidden_from
 
 
-def _hiding_one(site: AttentionSite, given: Arguments) -> Arguments:
+def _masking_a_token(site: AttentionSite, given: Arguments) -> Arguments:
     """The arguments with a mask that hides one of the first tokens."""
     if "attention_mask" not in site.signature.parameters:
         return given

@@ -14,7 +14,7 @@ from press_core.cache.kinds import PrunedHybridLayer, kind_of
 from press_core.cache.pruned import PrunedLayer
 from press_core.model.ranks import HeadGroup, ranks_of
 from press_core.model.rotary import NoRotation, Rotary
-from press_core.model.sites import AttentionSite, QueryPlace, Signature, Softmax
+from press_core.model.sites import AttentionSite, QuerySource, Signature, Softmax
 from press_core.probe.watching import Attended, Seen, Watch
 
 
@@ -24,14 +24,14 @@ class Facts:
 
     Attributes:
         site: the module, as presses are to see it.
-        left_whole: why presses leave its cache alone; empty: they do not.
+        exemption: why presses leave its cache alone; empty: they do not.
         owner, window: see `Bystander`.
         maker: name of the module that makes its cosines and sines; None: not known.
         goes_on: whether the model gives new tokens the positions after those in its cache.
     """
 
     site: AttentionSite
-    left_whole: str = ""
+    exemption: str = ""
     owner: int | None = None
     window: int | None = None
     maker: str | None = None
@@ -160,8 +160,8 @@ def _with_query(name: str, seen: Seen, facts: Facts, watch: Watch) -> Facts:
     embedding = None if rotary is None else rotary.embedding
     names = {module: name for name, module in watch.model.named_modules()}
     site = replace(facts.site, rotary=rotary)
-    place = next(_query_places(seen, site), None)
-    facts = replace(facts, site=replace(site, query_place=place), maker=names.get(embedding))
+    place = next(_query_sources(seen, site), None)
+    facts = replace(facts, site=replace(site, query_source=place), maker=names.get(embedding))
     if place is not None:
         return facts
     why = (
@@ -185,7 +185,7 @@ def order_of_heads(call: Attended, keys: Tensor, values: Tensor) -> tuple[int, .
     return tuple(given[head // repeats] for head in range(call.query.shape[1]))
 
 
-def _query_places(seen: Seen, site: AttentionSite) -> Iterator[QueryPlace]:
+def _query_sources(seen: Seen, site: AttentionSite) -> Iterator[QuerySource]:
     """Where a hook finds the query that attention receives, the latest first."""
     query, rotary = seen.attended[0].query, site.rotary
     n_heads, scale = query.shape[1], getattr(seen.module, "scaling", None)
@@ -193,7 +193,7 @@ def _query_places(seen: Seen, site: AttentionSite) -> Iterator[QueryPlace]:
     outputs = reversed(seen.outputs.items())
     blocks = dict.fromkeys((1, n_heads, site.num_kv_heads // site.ranks.size, 0))
     for (child, output), n_blocks, factor in product(outputs, blocks, factors):
-        place = QueryPlace(child, n_blocks, factor, is_rotated=True)
+        place = QuerySource(child, n_blocks, factor, is_rotated=True)
         try:
             found = place.query_in(output, n_heads, site.head_dim)
         except (RuntimeError, ValueError):  # it is of another shape

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from press_core.forward import here, own_cache
+from press_core.forward import current, own_cache
 from press_core.model.decoder import device_of
 from press_core.model.rotary import Rotary
 
@@ -245,7 +245,7 @@ def as_if_nothing_happened(model: nn.Module) -> Iterator[None]:
     noted = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     rng = torch.random.fork_rng(list(devices))
-    with one_at_a_time, here.apart(), rng, _eagerly():
+    with one_at_a_time, current.apart(), rng, _eagerly():
         for module, attributes, _ in noted:
             if "rope_deltas" in attributes:  # of the image before, by which 5.2 counts on
                 module.rope_deltas = None  # type: ignore[assignment]

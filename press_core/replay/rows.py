@@ -27,7 +27,7 @@ from press_core.cache.caches import known, row_alone
 from press_core.cache.masks import for_full_attention, prefill_tokens
 from press_core.cache.positions import tokens_seen
 from press_core.call import AttentionCall
-from press_core.engine import store_left
+from press_core.engine import store_decisions
 from press_core.errors import UnsupportedCacheError
 from press_core.eviction import Eviction
 from press_core.fields import count
@@ -35,9 +35,9 @@ from press_core.forward import Arguments, Forward, own_cache
 from press_core.model.sites import AttentionSite, n_layers_of
 from press_core.observed import Moment
 from press_core.press import RatioPress
-from press_core.rows import Left, RowGroup, parts_of
+from press_core.rows import Decisions, RowGroup, parts_of
 from press_core.scope import InstalledPress, ScopeState, bound_to
-from press_core.select import best_first, places, upcast
+from press_core.select import best_first, true_indices, upcast
 from press_core.traits import Evicts, Needs, Phase
 
 
@@ -221,9 +221,10 @@ def store_chosen(
     for rows, slots, part in parts_of(call, occupied, row_by_row=even):
         of_all_ranks = torch.stack([chosen[row] for row in rows])
         mask = site.ranks.own(of_all_ranks, keys.shape[1]).to(keys.device)
-        eviction = Eviction.keep(part, places(mask)) if even else Eviction.keep_per_head(part, mask)
+        keep = Eviction.keep if even else Eviction.keep_per_head
+        eviction = keep(part, true_indices(mask) if even else mask)
         groups.append(RowGroup(rows, slots, eviction))
-    store_left(scope, cache, site, Left(call, groups))
+    store_decisions(scope, cache, site, Decisions(call, groups))
 
 
 def cache_after(forward: Forward, output: Any) -> Any:

@@ -13,7 +13,7 @@ from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import Eviction
 from press_core.forward import Forward
-from press_core.observing import Passed
+from press_core.observing import AttentionPass
 from press_core.press import Press
 from press_core.running import chunks, images, quantized, ranks, refused, sliding, static
 from press_core.running.images import require_causal
@@ -30,9 +30,9 @@ ENTERED: tuple[Callable[[ScopeState, Forward], None], ...] = (
 )
 """Where a forward enters the decoder."""
 
-OBSERVED: tuple[Callable[[ScopeState, Passed, AttentionCall], AttentionCall | None], ...] = (
+OBSERVED: tuple[Callable[[ScopeState, AttentionPass, AttentionCall], AttentionCall | None], ...] = (
     chunks.wait,
-    images.see_later,
+    images.with_images,
 )
 """Where a context was observed; None: there is nothing to decide about yet."""
 

@@ -22,14 +22,14 @@ from press_core.cache.positions import rotary_positions
 from press_core.call import AttentionCall
 from press_core.errors import HyperparameterError, UnsupportedInputError
 from press_core.forward import Forward
-from press_core.observing import Passed, step_of, with_steps
+from press_core.observing import AttentionPass, step_of, with_steps
 from press_core.running.images import require_causal
 from press_core.scope import ScopeState
 from press_core.traits import Phase
 
 
 class _Announced(threading.local):
-    n_to_come: int | None = None
+    n_remaining: int | None = None
 
 
 _announced = _Announced()
@@ -76,11 +76,11 @@ def prefill(
             given["attention_mask"] = attention_mask[:, :stop]
             positions = (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
             given.setdefault("position_ids", positions[:, start:stop])
-        before, _announced.n_to_come = _announced.n_to_come, length - stop
+        before, _announced.n_remaining = _announced.n_remaining, length - stop
         try:
             output = model(input_ids[:, start:stop], past_key_values=past_key_values, **given)
         finally:
-            _announced.n_to_come = before
+            _announced.n_remaining = before
     return output
 
 
@@ -100,8 +100,8 @@ def announce(scope: ScopeState, forward: Forward) -> None:
         return
     if not forward.is_context and cache not in _under_way:
         return
-    forward.n_to_come = _n_to_come(forward)
-    is_chunk = cache in _under_way or forward.n_to_come > 0
+    forward.n_remaining = _n_remaining(forward)
+    is_chunk = cache in _under_way or forward.n_remaining > 0
     forward.is_context = True
     phases = scope.traits.phases
     at_once = Phase.AFTER_DECODER in phases and Phase.PREFILL not in phases
@@ -110,41 +110,41 @@ def announce(scope: ScopeState, forward: Forward) -> None:
             f"{type(scope.press).__name__} takes a context in one forward, and this is a chunk of "
             "a prefill; leave out prefill_chunk_size"
         )
-    if forward.n_to_come:
+    if forward.n_remaining:
         _under_way.add(cache)
     # As long as more is to come a failure alone ends it.
-    when = forward.at_failure if forward.n_to_come else forward.at_end
+    when = forward.at_failure if forward.n_remaining else forward.at_end
     when.append(partial(_under_way.discard, cache))
 
 
-def _n_to_come(forward: Forward) -> int:
-    if _announced.n_to_come is not None:
-        return _announced.n_to_come
+def _n_remaining(forward: Forward) -> int:
+    if _announced.n_remaining is not None:
+        return _announced.n_remaining
     frame = innermost_frame("transformers.generation.utils", ("_prefill",))
     if frame is None or not any(m is forward.decoder for m in frame.f_locals["self"].modules()):
         return 0
-    known_there = frame.f_locals
-    chunks, chunk = known_there.get("input_chunks", ()), known_there.get("input_chunk")
+    variables = frame.f_locals
+    chunks, chunk = variables.get("input_chunks", ()), variables.get("input_chunk")
     index = next((i for i, other in enumerate(chunks) if other is chunk), len(chunks))
     return sum(later.shape[-1] for later in chunks[index + 1 :])
 
 
-def wait(scope: ScopeState, passed: Passed, call: AttentionCall) -> AttentionCall | None:
+def wait(scope: ScopeState, passed: AttentionPass, call: AttentionCall) -> AttentionCall | None:
     """The call over all of a context once its last chunk has come; None before.
 
     A press that prunes after every chunk gets each of them. For others the states of the chunks
     wait, so that they see the context as if it had come at once.
     """
-    n_to_come = passed.forward.n_to_come
+    n_remaining = passed.forward.n_remaining
     layer = known(passed.cache, passed.site.layer_idx)
     memory = layer.memories.get(scope.key, Memory())
-    if not n_to_come and layer.n_seen == passed.hidden_states.shape[1]:
+    if not n_remaining and layer.n_seen == passed.hidden_states.shape[1]:
         return call
     require_causal(scope, passed)
     if Phase.CHUNKS in scope.traits.phases:
         return _chunk(passed, call)
     memory = replace(memory, in_prefill=True).with_step(step_of(scope, passed))
-    if not n_to_come:
+    if not n_remaining:
         layer.remember(scope.key, None)
         whole = memory.n_known == layer.n_seen
         return with_steps(call.replace(attentions=None), memory) if whole else None
@@ -152,7 +152,7 @@ def wait(scope: ScopeState, passed: Passed, call: AttentionCall) -> AttentionCal
     return None
 
 
-def _chunk(passed: Passed, call: AttentionCall) -> AttentionCall:
+def _chunk(passed: AttentionPass, call: AttentionCall) -> AttentionCall:
     """A chunk of a prefill and what is kept of those before it."""
     layer, ids = known(passed.cache, passed.site.layer_idx), call.at.ids
     if ids is None:
@@ -160,4 +160,4 @@ def _chunk(passed: Passed, call: AttentionCall) -> AttentionCall:
         ids = torch.arange(layer.n_seen - n, layer.n_seen, device=device)[None]
     rotary = rotary_positions(layer, passed.site, passed.occupied(layer), ids[:, -1])
     at = replace(call.at, ids=ids, tokens=None, rotary=rotary)
-    return call.replace(at=at, when=replace(call.when, n_to_come=passed.forward.n_to_come))
+    return call.replace(at=at, when=replace(call.when, n_remaining=passed.forward.n_remaining))

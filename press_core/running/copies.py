@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from press_core.forward import here
+from press_core.forward import current
 
 
 class Hook:
@@ -31,7 +31,7 @@ class LayerHook(Hook):
     """A hook of a layer: it does nothing in a forward that no scope has to do with."""
 
     def __call__(self, *args: Any) -> Any:
-        return None if here.forward is None else self.function(here.forward, *args)
+        return None if current.forward is None else self.function(current.forward, *args)
 
 
 def do_nothing(*_: Any) -> None:

@@ -108,7 +108,7 @@ def stage(scope: ScopeState, forward: Forward) -> None:
             by_channel = scope.press.evicts is Evicts.CHANNELS
             left = "some channels of the keys" if by_channel else "other tokens for each head"
             PrunedQuantizedLayer(layer).check_shape(left)
-        if forward.n_to_come or Phase.AFTER_DECODER in scope.traits.phases:
+        if forward.n_remaining or Phase.AFTER_DECODER in scope.traits.phases:
             raise UnsupportedCacheError(
                 "a quantized cache gives back no exact keys of earlier chunks or layers, which a "
                 "press would judge; prefill it at once, or use a DynamicCache"

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from attention_patch import kernels
-from attention_patch.kernels import KERNELS, Asked, choose
+from attention_patch.kernels import KERNELS, Query, choose
 from attention_patch.scope import attend
 from press_core import RaggedLayer, UnsupportedInputError, attention_sites
 from press_core.cache import layout
@@ -316,7 +316,7 @@ def test_dropout_is_refused(kind):
 
 def test_the_one_that_is_chosen():
     case = example()
-    assert choose(case.layer, Asked(case.query, None, 0.3)) == "blocks"
+    assert choose(case.layer, Query(case.query, None, 0.3)) == "blocks"
     assert torch.equal(run(None, case), run("blocks", case))
     assert case.layer.attended_by == "blocks"
 
@@ -324,7 +324,7 @@ def test_the_one_that_is_chosen():
 def test_the_kernel_of_cuda_takes_no_mask_of_the_context():
     case = example()
     mask = torch.ones(2, 1, 1, case.layer.n_seen, dtype=torch.bool)
-    assert choose(case.layer, Asked(case.query.bfloat16(), mask, 0.3)) == "blocks"
+    assert choose(case.layer, Query(case.query.bfloat16(), mask, 0.3)) == "blocks"
     with pytest.raises(UnsupportedInputError, match="mask for it; use 'blocks'"):
         run("varlen", case, mask)
 
@@ -341,5 +341,5 @@ def test_on_a_gpu(backend, shape, n_queries, dtype):
         pytest.skip("the variable-length kernel takes 16-bit states only")
     case = example(**{"dim": 64, **shape}, n_queries=n_queries, dtype=dtype, device="cuda")
     assert_equal(run(backend, case), slowly(case))
-    query = Asked(case.query, None, 0.3)
+    query = Query(case.query, None, 0.3)
     assert choose(case.layer, query) == ("varlen" if dtype == torch.bfloat16 else "blocks")

@@ -19,7 +19,7 @@ import patch_impl
 from press_core import ScopeError, UnsupportedCacheError, cache_nbytes, kept_lengths
 from press_core.cache import layout
 from press_core.cache.layout import Blocks
-from press_core.cache.ragged import AHEAD
+from press_core.cache.ragged import RESERVED
 from press_core.eviction import Eviction
 from tests.support import build, filled, held, left_padded, reading
 
@@ -257,7 +257,7 @@ class AgainstLists(RuleBasedStateMachine):
         assert int((layer.slots >= 0).sum()) == context
         for of_recent in (layer.recent.keys, layer.recent.values):
             heads = layer.batch, layer.n_heads
-            assert of_recent.shape == (*heads, layer.n_recent + AHEAD, DIM)
+            assert of_recent.shape == (*heads, layer.n_recent + RESERVED, DIM)
 
 
 def some_of(n):
@@ -341,7 +341,7 @@ def test_a_cache_reaches_it_as_any_other_layer():
     cache = cache_of(layer)
     assert cache.get_seq_length() == 10
     assert kept_lengths(cache)[0].tolist() == [[4, 1], [2, 10]]
-    assert cache_nbytes(cache) == 2 * 4 * DIM * (17 + 4 * AHEAD)
+    assert cache_nbytes(cache) == 2 * 4 * DIM * (17 + 4 * RESERVED)
     cache.reset()
     assert cache.get_seq_length() == 0
     assert layer.get_mask_sizes(4) == (4, 0)

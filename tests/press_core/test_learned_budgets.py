@@ -17,8 +17,8 @@ from press_core.learned.lukv import (
     best_rates,
     concave,
     exact_counts,
+    future_worth,
     head_counts,
-    later_worth,
 )
 from press_core.presses.keys import Knorm
 from press_core.tiles import NUMBERS
@@ -281,7 +281,7 @@ def test_budgets_spend_what_there_is(seed, n_protected, length):
 
 def test_worth_is_later_attention_times_the_norm_of_the_value():
     call, n = drawn_call(26), 20
-    found = later_worth(call, n)
+    found = future_worth(call, n)
     for row, head in KV:
         received = torch.zeros(n, dtype=torch.float64)
         for query_head in (2 * head, 2 * head + 1):

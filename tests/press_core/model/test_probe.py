@@ -48,16 +48,16 @@ FACTS = {
         "refusals": {},
         "head_order": (0, 0, 1, 1),
         "head_dim": 16,
-        "query_place.child": "q_proj",
-        "query_place.is_rotated": False,
+        "query_source.child": "q_proj",
+        "query_source.is_rotated": False,
         "rotary.first_position": 0,
     },
     # takes layer types that the configuration has not
     "phimoe": {"refusals": {}, "rotary.layer_type": None},
     # a norm after the rotation
-    "nanochat": {"query_place.child": "q_norm", "query_place.is_rotated": True},
+    "nanochat": {"query_source.child": "q_norm", "query_source.is_rotated": True},
     # a query that is scaled beforehand
-    "opt": {"scaling": 1.0, "query_place.factor": 0.25},
+    "opt": {"scaling": 1.0, "query_source.factor": 0.25},
     "jetmoe": {"head_order": (0, 1, 0, 1)},
     "paligemma": {"rotary.first_position": 1},
 }
