@@ -49,20 +49,18 @@ def test_the_same_tokens_and_logits(package, name, attention, padding):
 @both
 @pytest.mark.parametrize("name", ["keys", "heads", "rerotated"])
 def test_a_mask_over_all_tokens_hides_those_that_it_names(package, name):
-    """Its columns are no slots of a buffer."""
+    """Its columns are no slots of a buffer; those of the first tokens may be missing."""
     model, ids = build("llama"), token_ids(1, 24)
     seen = torch.ones(24, 24, dtype=torch.bool).tril()[None, None, 20:]
     seen[..., 1:, 20] = False
+    static = [StaticCache(config=model.config, max_cache_len=48) for _ in range(2)]
     logits = []
-    for cache in (
-        DynamicCache(config=model.config),
-        StaticCache(config=model.config, max_cache_len=48),
-    ):
+    for cache, first in zip((DynamicCache(config=model.config), *static), (0, 0, 9), strict=True):
         with PRESSES[name](package)(model):
             model(ids[:, :20], past_key_values=cache)
-            given = {"attention_mask": seen, "position_ids": torch.arange(20, 24)[None]}
-            logits.append(model(ids[:, 20:], past_key_values=cache, **given).logits)
-    torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
+            given = {"position_ids": torch.arange(20, 24)[None], "past_key_values": cache}
+            logits.append(model(ids[:, 20:], attention_mask=seen[..., first:], **given).logits)
+        torch.testing.assert_close(logits[-1], logits[0], rtol=0, atol=1e-5)
 
 
 @pytest.mark.usefixtures("no_graphs_after")

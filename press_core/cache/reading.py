@@ -256,18 +256,20 @@ def _recent(forward: Forward, mask: Any, layer: PrunedLayer, n: int, n_held: int
     filled = slots <= layer.n_counted - n_held + queries[:, None]  # up to the query's own
     if mask is None:
         return filled[None, None]
-    found = columns_seen(mask, q, mask.shape[-1] - _n_before(forward, mask, layer))
+    n_before = _n_before(forward, mask, layer, layer.n_recent - n_held + q)
+    found = columns_seen(mask, q, mask.shape[-1] - n_before)
     return pad(found[..., :n], (0, max(0, n - found.shape[-1]))) & filled
 
 
-def _n_before(forward: Forward, mask: Any, layer: PrunedLayer) -> int:
-    """How many columns of a mask stand before those of the tokens after the pruning.
+def _n_before(forward: Forward, mask: Any, layer: PrunedLayer, n_recent: int) -> int:
+    """How many columns of a mask stand before those of the `n_recent` tokens since the pruning.
 
-    The model makes it for the slots of one layer, whoever else for all tokens.
+    The model makes a mask for the slots of one layer. A user makes one for all tokens, which may go
+    on to the end of the buffer, or one that ends with the newest token.
     """
     first = mask_layer(forward.cache)
     by_model = isinstance(first, PrunedLayer) and mask.shape[-1] == first.columns(forward.n_tokens)
-    return first.n_old if by_model else layer.kept.n_seen
+    return first.n_old if by_model else min(layer.kept.n_seen, mask.shape[-1] - n_recent)
 
 
 def _with_positions(
@@ -298,7 +300,7 @@ def _positions(forward: Forward, mask: Any, layer: PrunedLayer, n_held: int) -> 
     """Positions of the forward's tokens, `(B, q)` int64."""
     n_recent = layer.n_recent - n_held + forward.n_tokens
     if layer.room is not None and isinstance(mask, Tensor):  # the last slots hold nothing yet
-        mask = mask[..., : _n_before(forward, mask, layer) + n_recent]
+        mask = mask[..., : _n_before(forward, mask, layer, n_recent) + n_recent]
     real = visible_tokens(mask, n_recent, layer.batch)
     real = None if real is None else real.to(layer.device)
     return layer.following_positions(n_recent, real)[:, -forward.n_tokens :]
