@@ -52,11 +52,11 @@ class Composed(Composition):
         fits = all(map(acts_in_prefill_only, self.presses))
         require(self, "presses", fits, "presses that act after the prefill")
         alone = any(press.evicts.needs_attention for press in self.presses[:-1])
-        allowed = "such that one that evicts by head, or frees channels, is the last"
+        allowed = "ordered so that one that evicts per head, or frees channels, is the last"
         require(self, "presses", not alone, allowed)
         by_head = self.presses[-1].evicts is Evicts.PER_HEAD
         rotated = any(Needs.NEW_POSITIONS in press.needs for press in self.presses)
-        allowed = "such that no press rerotates keys where the last evicts by head"
+        allowed = "without a press that rerotates keys, as the last one evicts per head"
         require(self, "presses", not (by_head and rotated), allowed)
 
     def with_ratio(self, compression_ratio: Amount) -> Press:
@@ -119,7 +119,7 @@ class PerLayerCompression(Wrapper):
             and acts_in_prefill_only(x)
             and Phase.AFTER_DECODER not in x.phases
         ),
-        "a press that evicts tokens after the prefill, from each layer by itself",
+        "a press that evicts tokens after the prefill, from each layer separately",
     )
     compression_ratios: Sequence[Amount] = limited(
         MISSING,
@@ -178,7 +178,7 @@ class KeyRerotation(Wrapper):
     press: Press = limited(
         MISSING,
         lambda x: x.evicts is Evicts.TOKENS and acts_in_prefill_only(x),
-        "a press that evicts as many tokens of each head, after the prefill",
+        "a press that evicts the same number of tokens from each head, after the prefill",
     )
 
     needs = Needs.ROPE | Needs.NEW_POSITIONS
@@ -203,7 +203,7 @@ class KeyRerotation(Wrapper):
         """
         site = site_of(getattr(module, "_site", module))  # a view of the module has it as `_site`
         if site.rotary is None:
-            raise UnsupportedInputError(f"{site.name} has no rotary position embeddings to turn")
+            raise UnsupportedInputError(f"{site.name} has no rotary position embeddings")
         positions = torch.arange(indices.shape[-1], device=keys.device).view(1, 1, -1)
         chosen = gather_tokens(keys, indices)
         before_rope = site.rotary.rotate_from(chosen, indices + site.rotary.first_position)

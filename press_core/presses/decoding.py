@@ -212,7 +212,7 @@ class PrefillDecoding(Composition):
         super().validate()
         if self.prefilling_press is not None and self.decoding_press is not None:
             fits = not self.prefilling_press.evicts.needs_attention
-            allowed = "one that leaves heads of one length, with all channels, to prune again"
+            allowed = "one that leaves heads of one length and all channels, to be pruned again"
             require(self, "prefilling_press", fits, allowed)
 
     def compress(self, call: AttentionCall) -> Eviction:

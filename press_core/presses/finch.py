@@ -82,7 +82,7 @@ class Finch(RatioPress):
                 or if the decoder was given embeddings.
         """
         given, cache = forward.given, forward.cache
-        ids = forward.token_ids("Finch finds its delimiter among the tokens")
+        ids = forward.token_ids("Finch looks for its delimiter in the token ids")
         mask = given.get("attention_mask")
         if forward.is_context:
             delimiters = self._delimiters(ids, mask)

@@ -153,7 +153,7 @@ def projected_norms(call: AttentionCall, leaving_out: Tensor) -> Tensor:
 
 
 SCORES = "recent scores"
-THRESHOLD = "a number: tokens that score lower are evicted"
+THRESHOLD = "a number: tokens with lower scores are evicted"
 
 
 @dataclass
@@ -182,8 +182,8 @@ class DMS(Around):
         super().validate()
         fits = self.scorer.independent or not self.decoding
         allowed = (
-            "one that scores each token by itself (KVzapPress, KnormPress, QFilterPress, or a "
-            "ScorerPress of your own) with decoding=True, where a token is judged when it comes"
+            "one that scores each token independently (KVzapPress, KnormPress, QFilterPress, or a "
+            "ScorerPress of your own) with decoding=True, as tokens are scored when they are new"
         )
         require(self, "press", fits, allowed)
 
