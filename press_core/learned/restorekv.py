@@ -183,7 +183,7 @@ class RestoreKV(KVzip, LearnedPress):
 
     # ---- rows ------------------------------------------------------------------------------------
 
-    def judge(self, row: Row) -> tuple[Tensor, list[States]]:
+    def decide(self, row: Row) -> tuple[Tensor, list[States]]:
         n, amount = len(row.scope.prepared(self)[1].embeddings), self.compression_ratio
         evicts = row.length > max(n, amount.n if isinstance(amount, Tokens) else 0)
         if evicts:
