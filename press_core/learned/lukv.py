@@ -194,8 +194,8 @@ def exact_counts(evicted: Sequence[Sequence[float]], length: int, total: int) ->
     if lost > wanted:
         rates = [[rate * wanted / lost for rate in layer] for layer in evicted]
     else:
-        left = (n_heads - wanted) / max(n_heads - lost, 1e-12)
-        rates = [[1 - (1 - rate) * left for rate in layer] for layer in evicted]
+        scale = (n_heads - wanted) / max(n_heads - lost, 1e-12)
+        rates = [[1 - (1 - rate) * scale for rate in layer] for layer in evicted]
     shares = [sum(1 - rate for rate in layer) * length for layer in rates]
     totals = rounded(shares, total, at_least=len(evicted[0]))
     return [head_counts(layer, length, n) for layer, n in zip(rates, totals, strict=True)]

@@ -103,8 +103,8 @@ class ExpectedAttentionWithStats(ExpectedAttention, LearnedPress):
 
     def validate(self) -> None:
         super().validate()
-        once = self.stats is None or self.stats_folder is None
-        require(self, "stats_folder", once, "None if stats is given")
+        fits = self.stats is None or self.stats_folder is None
+        require(self, "stats_folder", fits, "None if stats is given")
 
     def find(self, model: Any) -> Calibration:
         if self.stats_folder is None:

@@ -146,7 +146,7 @@ def _without_delimiter(given: Arguments, delimiters: Tensor, first: int) -> Argu
             start = 0 if name == "attention_mask" else first
             columns = torch.arange(start, start + value.shape[-1], device=value.device)
             after = columns > delimiters
-            left = value - after.to(value) if "position" in name else value.expand(after.shape)
-            left = left[columns != delimiters].view(len(delimiters), -1)
-            changed[name] = left[0] if value.dim() == 1 else left
+            kept = value - after.to(value) if "position" in name else value.expand(after.shape)
+            kept = kept[columns != delimiters].view(len(delimiters), -1)
+            changed[name] = kept[0] if value.dim() == 1 else kept
     return given.replace(**changed)

@@ -101,10 +101,10 @@ class LagKV(RatioScorer):
 
 def _variation(blocks: Tensor) -> Tensor:
     """Softmaxed deviations: `(B, H_kv, n_blocks, lag, d)` to `(B, H_kv, n_blocks - 1, lag)`."""
-    judged, reference = blocks[:, :, :-1], blocks[:, :, 1:]
+    scored, reference = blocks[:, :, :-1], blocks[:, :, 1:]
     low, high = reference.amin(dim=-2, keepdim=True), reference.amax(dim=-2, keepdim=True)
     spread = torch.where(high > low, high - low, 1)  # a constant channel has no range to divide by
-    scaled = (judged - low).div_(spread)
+    scaled = (scored - low).div_(spread)
     # `torch.std` takes ten times as long.
     centred = scaled.sub_(scaled.mean(dim=-1, keepdim=True))
     deviation = centred.norm(dim=-1) / (scaled.shape[-1] - 1) ** 0.5
