@@ -1,1 +1,1 @@
-"""What presses learn of a model beforehand, and the presses that do."""
+"""Calibrations that presses learn on a model beforehand, and the presses that use them."""

@@ -1,7 +1,7 @@
-"""What presses learn about a model beforehand: measured or trained once, saved, and found again.
+"""Calibrations: what presses measure or train on a model beforehand, save, and load when they open.
 
-A press whose scores need something learned holds a `Calibration`, the place where one lies, or
-nothing; then it is looked for beside the model, and on the hub.
+A press that needs a calibration has a field for a `Calibration`, for its path or hub id, or for
+None: it is then looked for beside the model, or on the hub.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from press_core.probe import attention_sites
 from press_core.scope import InstalledPress
 
 FORMAT_VERSION = 1
-"""Of the files that `Calibration.save` writes."""
+"""Version of the files that `Calibration.save` writes."""
 
 SIZES = "layers", "heads", "kv_heads", "head_dim", "hidden_size"
-"""Dimensions by which models are told apart."""
+"""Sizes of a model that a calibration must match."""
 
 _LARGEST = torch.finfo(torch.float32).max
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -40,16 +40,17 @@ F = TypeVar("F", bound="Calibration")
 
 
 class CalibrationError(PressError, ValueError):
-    """What a press has to learn about a model is missing, or is not what it should be."""
+    """A calibration is missing, cannot be read, or has the wrong tensors."""
 
 
 def sized(dims: str, published: str = "", **default: Any) -> Any:
-    """A field for a tensor.
+    """A dataclass field for a tensor.
 
     Args:
-        dims: the names of its dimensions, or their sizes, such as `"99 layers kv_heads"`.
-        published: what others call it, if not as the field is called; with a `*` for the layer
-            where each has a tensor of its own.
+        dims: the names or sizes of its dimensions, such as `"99 layers kv_heads"`.
+        published: its name in files that others publish, if not the field's; a `*` stands for the
+            layer index if each layer has a separate tensor.
+        default: `default=...` of the field.
     """
     return field(metadata={"dims": dims, "published": published}, **default)
 
@@ -58,15 +59,16 @@ def sized(dims: str, published: str = "", **default: Any) -> Any:
 class Calibration:
     """What was learned about one model: tensors, each stacked over all layers of the model.
 
-    Layers that no press works on (sliding windows) have entries that nobody reads. Fields are made
-    by `sized`; the sizes of a model are `layers`, `heads`, `kv_heads`, `head_dim`, `hidden_size`.
+    Entries of layers that presses do not work on (sliding windows) are never read. Fields are made
+    by `sized`; dimensions named `layers`, `heads`, `kv_heads`, `head_dim` and `hidden_size` must
+    match the model.
 
     Attributes:
-        kind: class attribute; what the file says it holds.
+        kind: class attribute; the kind of calibration, as stored in the file.
         made_by: class attribute; the call of a press that makes one.
-        file_names: class attribute; what the file is called in a folder, first the preferred name.
-        published_files: class attribute; what the files are called that others publish on the hub.
-        within: class attribute; the least and the largest number: by default any finite one.
+        file_names: class attribute; names of the file in a folder, the preferred one first.
+        published_files: class attribute; names of the files that others publish on the hub.
+        within: class attribute; smallest and largest number allowed, by default any finite one.
     """
 
     kind: ClassVar[str] = ""
@@ -76,24 +78,25 @@ class Calibration:
     within: ClassVar[tuple[float, float]] = (-_LARGEST, _LARGEST)
 
     def dims(self) -> dict[str, str]:
-        """The names of the dimensions of each tensor."""
+        """Names of the dimensions of each tensor, separated by spaces, by field."""
         return {field.name: field.metadata["dims"] for field in fields(self)}
 
     def __post_init__(self) -> None:
-        """Check that the tensors are those of `dims`, fit each other, and hold what they may.
+        """Check the tensors' names, shapes and ranges.
 
         Raises:
-            CalibrationError: naming the tensors.
+            CalibrationError: naming the tensors, if they are not those of `dims`, disagree about a
+                size, are empty, or hold numbers not `within` the limits.
         """
         sizes, named = self._sizes(), f"{', '.join(self.tensors)} of {self.kind}"
         if 0 in sizes.values():
-            raise CalibrationError(f"{named}: one is empty")
+            raise CalibrationError(f"{named}: a tensor is empty")
         low, high = self.within
         if not all(bool(((x >= low) & (x <= high)).all()) for x in self.tensors.values()):
             raise CalibrationError(f"{named} must be numbers from {low:g} to {high:g}")
 
     def _sizes(self) -> dict[str, int]:
-        """The sizes of all dimensions by their names; equal names have to have equal sizes."""
+        """Size of each dimension by its name; tensors must agree on dimensions of the same name."""
         tensors, dims = self.tensors, self.dims()
         sizes = {n: int(n) for names in dims.values() for n in names.split() if n.isdigit()}
         named = [(dims.get(name, "").split(), x.shape) for name, x in tensors.items()]
@@ -110,13 +113,13 @@ class Calibration:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes of a model that this belongs to, by the names that `model_sizes` has."""
+        """Sizes of the model that this belongs to, by name, as in `model_sizes`."""
         found = self._sizes()
         return {name: found[name] for name in SIZES if name in found}
 
     @property
     def file_name(self) -> str:
-        """What the file is called in a folder."""
+        """Name of the file that `save` writes into a folder."""
         return self.file_names[0]
 
     @property
@@ -126,15 +129,15 @@ class Calibration:
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def to(self: F, device: torch.device | str) -> F:
-        """The same on `device`."""
+        """This calibration on `device`."""
         return self.of({name: x.to(device) for name, x in self.tensors.items()})
 
     @classmethod
     def of(cls: type[F], tensors: Mapping[str, Tensor]) -> F:
-        """What `tensors` are the tensors of.
+        """The calibration made of `tensors`, by field; the inverse of `tensors`.
 
         Raises:
-            CalibrationError: if they do not fit each other.
+            CalibrationError: if the tensors are not valid.
         """
         return cls(**tensors)
 
@@ -142,11 +145,12 @@ class Calibration:
         """Write a safetensors file.
 
         Args:
-            path: a name that ends in `.safetensors`, or a folder, in which the file gets the name
-                by which presses find it; beside a model they find it by themselves.
+            path: a file name that ends in `.safetensors`, or a folder, where the file gets the name
+                that presses look for. In the model's folder, presses find it without being given
+                its path.
 
         Returns:
-            The file that was written.
+            Path of the file.
         """
         path = Path(path)
         path = path if path.suffix == ".safetensors" else path / self.file_name
@@ -158,16 +162,15 @@ class Calibration:
 
     @classmethod
     def load(cls: type[F], source: str | Path, file_names: tuple[str, ...] = ()) -> F:
-        """Read what `save` wrote, or what kvpress publishes on the hub.
+        """Read a file written by `save`, or published for kvpress.
 
         Args:
-            source: a file, a folder, or (a `str` only) the id of a repository on the hub, which is
+            source: a file, a folder, or (as a `str`) the id of a hub repository, which is
                 downloaded if it is not in the local cache.
-            file_names: what the file may be called in a folder or repository, instead of
-                `cls.file_names`.
+            file_names: names to look for in a folder or repository, instead of `cls.file_names`.
 
         Raises:
-            CalibrationError: if there is no such file, or if it holds something else.
+            CalibrationError: if there is no such file, or if it cannot be read as this kind.
         """
         names = dict.fromkeys((*(file_names or cls.file_names), cls.published_files[0]))
         path = _found(cls, source, tuple(names))
@@ -181,16 +184,16 @@ class Calibration:
 
     @classmethod
     def published(cls, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
-        """What others publish, by field.
+        """The tensors of published files, by field.
 
         Args:
-            tensors: of the first of `published_files`.
-            folder: where the others lie.
+            tensors: those of the first of `published_files`, by their published names.
+            folder: where the other published files are.
 
         Raises:
-            KeyError: if one is missing.
+            KeyError: if a tensor is missing.
         """
-        if [*tensors] == [""]:  # an array
+        if [*tensors] == [""]:  # a single array without a name (.tsv, .npy)
             return {fields(cls)[0].name: tensors[""]}
         return {x.name: called(tensors, x.metadata["published"] or x.name) for x in fields(cls)}
 
@@ -206,11 +209,11 @@ def _in_words(sizes: Mapping[str, int]) -> str:
 
 
 def _found(kind: type[Calibration], source: str | Path, names: tuple[str, ...]) -> Path:
-    """The file at `source`, or the first of `names` in that folder or repository on the hub."""
+    """The file at `source`, or the first of `names` found in that folder or hub repository."""
     path, wanted = Path(source).expanduser(), " and no ".join(names)
-    for place in (path, *(path / name for name in names)):
-        if place.is_file():
-            return place
+    for candidate in (path, *(path / name for name in names)):
+        if candidate.is_file():
+            return candidate
     is_hub_id = isinstance(source, str) and _HUB_ID.fullmatch(source) and not path.is_dir()
     if not is_hub_id or str(source).endswith(".safetensors"):
         raise CalibrationError(
@@ -218,7 +221,7 @@ def _found(kind: type[Calibration], source: str | Path, names: tuple[str, ...]) 
             "save wrote, a folder that holds one, or a hub id such as owner/name"
         )
     cause: Exception = LookupError()
-    # What is on this machine is taken as it is: presses are opened often, and may be so offline.
+    # Cached files are used without contacting the hub: presses open often, and may be offline.
     for offline, name in product((True, False), names):
         parts = kind.published_files if name == kind.published_files[0] else (name,)
         download = partial(huggingface_hub.hf_hub_download, source, local_files_only=offline)
@@ -228,27 +231,32 @@ def _found(kind: type[Calibration], source: str | Path, names: tuple[str, ...]) 
         except (OSError, ValueError, RuntimeError) as error:
             cause = error
         if not offline and isinstance(cause, LocalEntryNotFoundError):
-            break  # nobody answered: do not wait for that again
+            break  # no connection: do not wait for the next name to time out
     raise CalibrationError(
-        f"there is no file or folder {source!r}, and the hub gave no {wanted} of that id (no "
-        f"network, no such id, or no permission); the cause was: {first_line(cause)}"
+        f"there is no file or folder {source!r}, and the hub returned no {wanted} for that id (no "
+        f"network, no such id, or no permission): {first_line(cause)}"
     ) from cause
 
 
 @lru_cache(maxsize=4)
 def _read(path: Path, _modified: int) -> tuple[dict[str, Tensor], str]:
-    """The tensors in the file at `path` and what it says they are, remembered: presses open often.
+    """The tensors in the file at `path`, and its `kind` ("" in published files).
+
+    Cached, as presses open often.
+
+    Args:
+        _modified: modification time in ns, a part of the cache key only.
 
     Raises:
-        CalibrationError: if the file cannot be read, or if a later release wrote it.
+        CalibrationError: if the file cannot be read, or has a newer version of the format.
     """
     if path.suffix in (".pt", ".pth", ".bin"):
         raise CalibrationError(
-            f"{str(path)!r} is a pickle, which may run code as it is read; turn it into "
-            "safetensors once, if you trust it, as docs/learned.md says"
+            f"{str(path)!r} is a pickle, which can run code when it is loaded; if you trust it, "
+            "convert it to safetensors as docs/learned.md shows"
         )
     with refused(path, "cannot be read", CalibrationError):
-        if path.suffix == ".tsv":  # in such formats authors of papers publish one nameless array
+        if path.suffix == ".tsv":  # some authors publish one unnamed array in these formats
             return floats({"": torch.as_tensor(np.loadtxt(path, dtype=np.float32, ndmin=2))}), ""
         if path.suffix == ".npy":
             return floats({"": torch.as_tensor(np.load(path, allow_pickle=False))}), ""
@@ -259,18 +267,18 @@ def _read(path: Path, _modified: int) -> tuple[dict[str, Tensor], str]:
 
 
 def called(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """The tensor of a `name`; those of all layers, stacked, where it has a `*` for the layer."""
+    """The tensor called `name`; with a `*` for the layer index, those of all layers, stacked."""
     if "*" not in name:
         return tensors[name]
     n_layers = len({key.split(".")[1] for key in tensors})
     return torch.stack([tensors[name.replace("*", str(i))] for i in range(n_layers)])
 
 
-# ---- presses that have learned -------------------------------------------------------------------
+# ---- presses with a calibration ------------------------------------------------------------------
 
 
 def learned(kind: type[Calibration]) -> Any:
-    """A field for a `kind`, for where one lies, or for None: it is looked for then."""
+    """A press field for a calibration of `kind`, its path or hub id, or None (looked for)."""
     fits = (kind, str, Path, type(None))
     allowed = f"{kind.__name__}, a path, a hub id or None"
     metadata = {"holds": lambda x: isinstance(x, fits), "allowed": allowed, "learned": kind}
@@ -279,14 +287,14 @@ def learned(kind: type[Calibration]) -> Any:
 
 @dataclass
 class LearnedPress(InstalledPress):
-    """A press that has learned something of a model beforehand, and holds it in a field."""
+    """A press that needs a calibration of the model, made by `learned` as one of its fields."""
 
     def prepare(self, model: Any) -> Any:
-        """What it has learned about `model`, on the model's device.
+        """The calibration for `model`, on the model's device.
 
         Raises:
-            CalibrationError: if there is none.
-            UnsupportedModelError: if it was learned about another model.
+            CalibrationError: if none is found.
+            UnsupportedModelError: if it belongs to a model of other sizes.
         """
         found = self.find(model).to(device_of(model))
         for site in attention_sites(model):
@@ -294,14 +302,18 @@ class LearnedPress(InstalledPress):
         return found
 
     def find(self, model: Any) -> Calibration:
-        """What was given, or what lies beside the model or is published for it."""
+        """The calibration in the field, beside the model, or published for it on the hub.
+
+        Raises:
+            CalibrationError: if there is none; the message says how to make one.
+        """
         (declared,) = (x for x in fields(self) if "learned" in x.metadata)
         kind, given = declared.metadata["learned"], getattr(self, declared.name)
         if given is not None:
             return given if isinstance(given, kind) else kind.load(given, self.file_names())
         fit = f"{type(self).__name__}.{kind.made_by}"
         name = str(getattr(getattr(model, "config", None), "name_or_path", None) or "")
-        source, published, advice = "", "", f"hand over what {fit} returns"
+        source, published, advice = "", "", f"pass what {fit} returns"
         if name and Path(name).is_dir():
             source = str(Path(name) / (self.file_names() or kind.file_names)[0])
             advice = f"make it once, {fit}.save({name!r}), or {advice}"
@@ -311,30 +323,30 @@ class LearnedPress(InstalledPress):
         if published:
             advice += f" or a hub id, such as {published!r} if it is published"
         try:
-            require(bool(source), "nothing was learned that could be found by itself")
+            require(bool(source), "no calibration is given, and there is no place to look for one")
             return kind.load(source, kind.published_files[:1])
         except ValueError as error:
             about = name or f"this {type(model).__name__}"
             raise CalibrationError(f"{error}. For {about}, {advice}") from error
 
     def file_names(self) -> tuple[str, ...]:
-        """What the file is called in a folder; empty: as its kind has it."""
+        """Names of the file in a folder; empty: those of the calibration's class."""
         return ()
 
     def hub_id(self, model_name: str) -> str:
-        """The repository on the hub that belongs to a model there; empty: nobody publishes such."""
+        """The hub repository published for a model, by the model's name; empty: none is known."""
         return ""
 
 
 def model_sizes(site: AttentionSite) -> dict[str, int]:
-    """The sizes of the model that `site` belongs to."""
+    """Sizes of the model that `site` belongs to, by the names in `SIZES`."""
     config: Any = site.module.config
     heads = site.num_heads, site.num_kv_heads, site.head_dim
     return dict(zip(SIZES, (n_layers_of(site), *heads, config.hidden_size), strict=True))
 
 
 def check_fits(fitted: Calibration, site: AttentionSite) -> None:
-    """Refuse a model other than the one that `fitted` was learned about.
+    """Raise unless the model of `site` has the sizes of the one that `fitted` was learned on.
 
     Raises:
         UnsupportedModelError: naming the sizes of both.
@@ -343,6 +355,6 @@ def check_fits(fitted: Calibration, site: AttentionSite) -> None:
     model = {name: sizes[name] for name in fitted.sizes}
     if model != fitted.sizes:
         raise UnsupportedModelError(
-            f"{type(fitted).__name__} of a model with {_in_words(fitted.sizes)} cannot serve one "
-            f"with {_in_words(model)} ({site.name}); fit it to this model"
+            f"{type(fitted).__name__} of a model with {_in_words(fitted.sizes)} cannot be used on "
+            f"one with {_in_words(model)} ({site.name}); fit it to this model"
         )

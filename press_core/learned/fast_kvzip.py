@@ -1,4 +1,4 @@
-"""Fast KVzip (Kim et al., arXiv 2601.17668): gates that learned what KVzip would keep."""
+"""Fast KVzip (Kim et al., arXiv 2601.17668): learned gates that predict KVzip's scores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from press_core.eviction import Eviction
 from press_core.fields import count, share
 from press_core.forward import Forward
 from press_core.learned.calibration import Calibration, learned, sized
-from press_core.learned.running import Examples, TaughtPress, taught
+from press_core.learned.running import Examples, TaughtPress, trained
 from press_core.model.sites import AttentionSite
 from press_core.press import RatioPress
 from press_core.replay.rows import cache_after, store_chosen
@@ -30,13 +30,13 @@ from press_core.traits import Evicts, Needs, Phase
 
 GATE, TOKEN = "gate", "token"
 LONG_CONTEXT = 32_000
-"""Tokens from which on the last `window_size` are kept, rather than a share of the context."""
+"""Context length from which the last `window_size` tokens are kept, instead of a share of it."""
 EPSILON = 1e-6
-"""Added to mean squares."""
+"""Added to mean squares in RMS normalization."""
 
 
 class Gate(NamedTuple):
-    """The gate of one layer: `r` channels, `t` keys to compare with.
+    """The gate of one layer, with `r` channels and `t` learned base keys per KV head.
 
     Attributes:
         query_weight, query_bias: `(H, r, D)` and `(H, r)`.
@@ -55,11 +55,11 @@ class Gate(NamedTuple):
     bias: Tensor
 
     def __call__(self, states: Tensor) -> Tensor:
-        """How likely each token is to be needed, in [0, 1]: `(B, H_kv, S)`, float32 or better.
+        """Predicted importance of each token, in [0, 1]: `(B, H_kv, S)`, float32 or better.
 
-        The share of attention that the token's key would get from its own query against the keys of
-        `base`, mean over the queries of a group. Projected in the precision of the hidden states,
-        what follows in float32.
+        This is the softmax weight of the token's gate key, against the keys in `base`, for the
+        token's own gate query, averaged over the GQA group. Projections run in the precision of the
+        hidden states, everything after them in float32.
 
         Args:
             states: `(B, S, D)`, the input of the attention module.
@@ -67,11 +67,11 @@ class Gate(NamedTuple):
         n_kv, _, rank = self.base.shape
         query = _project(states, self.query_weight, self.query_bias).unflatten(2, (n_kv, -1))
         query, key = query.transpose(1, 2), _project(states, self.key_weight).transpose(1, 2)
-        # Not the queries are normalized, but what comes of them, which is less.
+        # The products are normalized instead of the queries, as they are smaller.
         scale, weight = _inverse_rms(query) / rank**0.5, self.query_norm.to(query)
         key = key * _inverse_rms(key) * (self.key_norm.to(key) * weight)  # (B, H_kv, S, r)
         own = (query @ key.unsqueeze(-1) * scale).squeeze(-1)  # (B, H_kv, S, G)
-        # One product for all tokens of a head, which takes a sixth of the time of one for each.
+        # One matrix product per KV head takes a sixth of the time of one per token.
         others = query.flatten(2, 3) @ (self.base.to(query) * weight).mT
         others = others.unflatten(2, own.shape[2:]) * scale
         own = own + self.bias.to(query).view(n_kv, 1, -1)
@@ -79,7 +79,7 @@ class Gate(NamedTuple):
 
 
 def _project(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`states` `(B, S, D)` by `weight` `(heads, r, D)`: `(B, S, heads, r)`, float32 or better."""
+    """Project `(B, S, D)` by `weight` `(heads, r, D)` to `(B, S, heads, r)`, float32 or better."""
     bias = None if bias is None else bias.flatten().to(states)
     projected = linear(states, weight.flatten(0, 1).to(states), bias)
     return upcast(projected).unflatten(-1, weight.shape[:2])
@@ -91,7 +91,7 @@ def _inverse_rms(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class KVzipGates(Calibration):
-    """The gates of all layers: what a `Gate` has, stacked.
+    """The gates of all layers: the tensors of each `Gate`, stacked.
 
     Attributes:
         query_weight, query_bias: `(L, H, r, D)` and `(L, H, r)`.
@@ -130,34 +130,40 @@ class KVzipGates(Calibration):
 def fit_gates(
     examples: Examples, rank: int = 16, n_base: int = 16, steps: int = 2_000, seed: int = 0
 ) -> KVzipGates:
-    """The gates whose outputs come closest to the examples, layer by layer.
+    """Train the gates of all layers on the examples, by binary cross-entropy.
+
+    Args:
+        rank: `r`, channels of the gates' queries and keys.
+        n_base: `t`, base keys per KV head.
+        steps: number of AdamW steps per layer.
+        seed: seeds the initial gates and the batches of tokens.
 
     Raises:
-        CalibrationError: if there are none.
+        CalibrationError: if there are no examples.
     """
 
     def learn(states: Tensor, targets: Tensor) -> Gate:
-        """The gate after `steps` steps of AdamW towards `targets`."""
+        """The gate of one layer after `steps` of AdamW towards `targets`."""
         states, targets = states.float(), targets.clamp(0, 1)
         scale = states.square().mean().sqrt().clamp(min=1e-12)  # folded into the weights afterwards
 
         def loss_of(parameters: Sequence[Tensor], rows: Tensor) -> Tensor:
-            told = Gate(*parameters)(states[rows][None] / scale)[0].mT
-            return binary_cross_entropy(told, targets[rows])
+            scores = Gate(*parameters)(states[rows][None] / scale)[0].mT
+            return binary_cross_entropy(scores, targets[rows])
 
         start = _first_gate(examples.site, rank, n_base, targets, states.shape[1], seed)
         generator = torch.Generator().manual_seed(seed)
-        gate = Gate(*taught(start, loss_of, len(states), steps, generator))
+        gate = Gate(*trained(start, loss_of, len(states), steps, generator))
         query, key = gate.query_weight / scale, gate.key_weight / scale
         return gate._replace(query_weight=query, key_weight=key)
 
-    return KVzipGates(*examples.taught(learn))
+    return KVzipGates(*examples.fitted(learn))
 
 
 def _first_gate(
     site: AttentionSite, rank: int, n_base: int, targets: Tensor, width: int, seed: int
 ) -> Gate:
-    """A gate at random that says of all tokens about what `targets` say on average."""
+    """A random gate whose output for any token is close to the mean of `targets`."""
     n_heads, n_kv, generator = site.num_heads, site.num_kv_heads, torch.Generator()
     generator.manual_seed(seed)
 
@@ -181,20 +187,22 @@ def _first_gate(
 
 @dataclass
 class FastKVzip(RatioPress, TaughtPress):
-    """Keeps what learned gates take for needed to repeat the context (arXiv 2601.17668).
+    """Keeps the tokens to which learned gates give the highest KVzip scores (arXiv 2601.17668).
 
-    A small gate per layer tells from the hidden states alone what KVzip would find out by letting
-    the model repeat its context. The heads of all layers share one budget, so that nothing is
-    evicted before the decoder has run, and outer scopes that prune layer by layer act first; or
-    those of each layer do, which lose tokens as it ends.
+    A small gate per layer predicts, from the hidden states alone, the scores that KVzip measures by
+    replaying the context. By default, the KV heads of all layers share one budget: eviction waits
+    until the decoder has run, so that outer scopes that prune layer by layer act first. With
+    `layerwise`, the heads of each layer share its budget, and the layer is pruned after its
+    attention. Heads keep different numbers of tokens. Paper: Kim et al.
 
     Attributes:
-        compression_ratio: share of the tokens of all heads that is evicted, in [0, 1).
-        layerwise: share one budget over the heads of each layer, rather than of the model.
-        n_sink: first tokens, always kept.
-        window_size: last tokens that are always kept, of contexts of 32,000 tokens or more.
-        window_ratio: share of shorter contexts, at their end, that is always kept.
-        gates: the gates of the model (see `fit`), or a file, a folder or a hub id. None: the file
+        compression_ratio: share of the tokens of all heads that is evicted, in [0, 1), or the
+            `Tokens` that a head keeps on average.
+        layerwise: share a budget over the heads of each layer, instead of the whole model.
+        n_sink: number of first tokens (attention sinks), always kept.
+        window_size: number of last tokens always kept in contexts of 32,000 tokens or more.
+        window_ratio: share of the tokens, in [0, 1], always kept at the end of shorter contexts.
+        gates: the gates of the model (see `fit`), their file, folder or hub id. None: the file
             `fast_kvzip_gates.safetensors` beside the model.
     """
 
@@ -209,7 +217,7 @@ class FastKVzip(RatioPress, TaughtPress):
 
     @property
     def needs(self) -> Needs:
-        at_once = self.layerwise or self.amount == 0  # nothing is left to do after all layers
+        at_once = self.layerwise or self.amount == 0  # nothing to do after the decoder
         return Needs.FORWARD if at_once else Needs.FORWARD | Needs.MEMORY
 
     @property
@@ -220,10 +228,10 @@ class FastKVzip(RatioPress, TaughtPress):
 
     @torch.no_grad()
     def scores(self, call: AttentionCall) -> Tensor:
-        """What the gate says of each key's token, `(B, H_kv, S)`; protected ones above 1.
+        """The gate's score in [0, 1] of each key's token, `(B, H_kv, S)`; above 1 if protected.
 
         Raises:
-            PressError: if it says nothing of some, as the hidden states are no numbers.
+            PressError: if a score is NaN.
         """
         gate = call.prepared(self).of_layer(call.site.layer_idx)
         n_numbers = len(call.hidden_states) * gate.query_bias.numel()
@@ -232,20 +240,22 @@ class FastKVzip(RatioPress, TaughtPress):
         scores = call.align_to_keys(torch.cat(parts, dim=-1))
         if bool(scores.isnan().any()):
             raise PressError(
-                f"the gate of {call.site.name} says NaN of some tokens, which has no rank among "
-                "numbers: the hidden states are infinite, or too large for the gate"
+                f"the gate of {call.site.name} returned NaN for some tokens, which cannot be "
+                "ranked: the hidden states are not finite, or too large for the gate"
             )
         protected = leading(call.keys, self.n_sink) | trailing(call.keys, self.window(call.length))
-        # The same in all heads and layers: a budget smaller than their number keeps the latest.
+        # Equal in all heads and layers: a budget below their number keeps the latest of them.
         recency = torch.arange(1, call.length + 1, device=scores.device, dtype=scores.dtype)
         return torch.where(protected, 1 + recency, scores)
 
     def window(self, length: int) -> int:
-        """How many tokens at the end of a context of `length` are always kept."""
+        """Number of tokens at the end of a context of `length` that are always kept."""
         return int(length * self.window_ratio) if length < LONG_CONTEXT else self.window_size
 
     def choose(self, scores: list[Tensor]) -> list[Tensor]:
-        """Which tokens heads that share a budget keep, `(H_kv, S)` bool for each layer.
+        """Which tokens the heads that share one budget keep, `(H_kv, S)` bool for each layer.
+
+        Every head keeps at least one token.
 
         Args:
             scores: of one row, `(H_kv, S)` for each layer; lengths may differ.
@@ -253,7 +263,7 @@ class FastKVzip(RatioPress, TaughtPress):
         never_empty = [
             layer.masked_fill(best_first(layer[None], 1)[0], float("inf")) for layer in scores
         ]
-        # Layers may lie on several devices.
+        # Layers may be on different devices.
         together = torch.cat([layer.flatten().to(scores[0].device) for layer in never_empty])
         lengths = [len(head) for layer in scores for head in layer]
         n = max(len(lengths), n_together(lengths, self.amount))
@@ -270,12 +280,12 @@ class FastKVzip(RatioPress, TaughtPress):
         return Eviction.keep_per_head(call, torch.stack(rows))
 
     def remember(self, call: AttentionCall) -> Mapping[str, Tensor]:
-        """What the gate says of each token, and that it is one: padding gets zeros of both."""
+        """The gate's scores, and ones that mark tokens: padding has zeros in both."""
         scores = self.scores(call)
         return {GATE: scores, TOKEN: torch.ones_like(scores)}
 
     def after_decoder(self, scope: ScopeState, forward: Forward, output: Any) -> None:
-        """Evict from all layers, after the prefill of a context."""
+        """Evict from all layers after the prefill of a context."""
         cache = cache_after(forward, output)
         if cache is None:
             return

@@ -1,4 +1,4 @@
-"""KVzap (Jégou and Jeblick, arXiv 2601.07891): hidden states tell which tokens will matter."""
+"""KVzap (Jégou and Jeblick, arXiv 2601.07891): a regressor predicts scores from hidden states."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch.nn.functional import gelu, linear, mse_loss
 
 from press_core.call import AttentionCall
 from press_core.learned.calibration import Calibration, called, learned, sized
-from press_core.learned.running import Examples, TaughtPress, taught
+from press_core.learned.running import Examples, TaughtPress, trained
 from press_core.scoring import RatioScorer
 from press_core.select import upcast
 from press_core.tiles import rows_at_once
 from press_core.traits import Needs
 
 SMALLEST_SCORE = 1e-8
-"""Scores below are taken for this one, for their logarithm is learned."""
+"""Lower scores are clamped to this one before their logarithm is taken."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class KVzapRegressor(Calibration):
-    """Per layer, a function from hidden states to the logarithm of a score per KV head.
+    """Per layer, a regressor from hidden states to the logarithm of a score per KV head.
 
-    Linear, or with one hidden layer of `h` GELUs.
+    It is linear, or has one hidden layer of `h` GELU units.
 
     Attributes:
-        weight: `(L, H_kv, D)`, or `(L, H_kv, h)` behind a hidden layer.
+        weight: `(L, H_kv, D)`, or `(L, H_kv, h)` after a hidden layer.
         bias: `(L, H_kv)`.
         hidden_weight, hidden_bias: `(L, h, D)` and `(L, h)`, or None.
     """
@@ -58,9 +58,9 @@ class KVzapRegressor(Calibration):
         return linear if self.model_type == "linear" else super().dims()
 
     def logarithms(self, states: Tensor, layer: int) -> Tensor:
-        """Of tokens with hidden states `(B, q, D)`, `(B, q, H_kv)` float32.
+        """Log-scores of tokens with hidden states `(B, q, D)`: `(B, q, H_kv)`, float32.
 
-        A hidden layer is computed in the precision of the hidden states, what follows in float32.
+        The hidden layer runs in the precision of the hidden states, the output layer in float32.
         """
         if self.hidden_weight is not None and self.hidden_bias is not None:
             hidden = self.hidden_weight[layer].to(states), self.hidden_bias[layer].to(states)
@@ -85,10 +85,16 @@ def fit_regressor(
     steps: int = 2_000,
     seed: int = 0,
 ) -> KVzapRegressor:
-    """The regressor that comes closest to the examples, layer by layer.
+    """Fit the regressors of all layers to the logarithms of the examples' scores.
+
+    Args:
+        model_type: "linear" (ridge regression in closed form) or "mlp".
+        hidden_dim: width of the hidden layer; None: an eighth of the hidden size.
+        steps: number of AdamW steps per layer, for "mlp".
+        seed: seeds the initial parameters and the batches of tokens, for "mlp".
 
     Raises:
-        CalibrationError: if there are none.
+        CalibrationError: if there are no examples.
     """
 
     def learn(states: Tensor, targets: Tensor) -> list[Tensor]:
@@ -98,25 +104,25 @@ def fit_regressor(
             layers = [_ridge(x, y)]
         else:
             layers = _mlp(x, y, hidden_dim or max(1, states.shape[1] // 8), steps, seed)
-        # What was standardised is folded into the weights; outputs come first.
+        # The standardisation is folded into the weights; `layers` begins with the output layer.
         weight, bias = layers[0]
         layers[0] = weight * y_scale.unsqueeze(-1), bias * y_scale + y_mean
         weight, bias = layers[-1]
         layers[-1] = weight / x_scale, bias - (weight / x_scale) @ x_mean
         return [x for layer in layers for x in layer]
 
-    return KVzapRegressor(*examples.taught(learn))
+    return KVzapRegressor(*examples.fitted(learn))
 
 
 def _standardised(columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Columns `(n, m)` float32 of mean zero and variance one; what these were, `(m,)` float64."""
+    """Columns `(n, m)` z-scored, in float32; their means and deviations, `(m,)` float64."""
     scale, mean = torch.std_mean(columns.double(), dim=0, correction=0)
     scale = torch.where(scale > 0, scale, 1.0)
     return ((columns - mean) / scale).float(), mean, scale
 
 
 def _ridge(x: Tensor, y: Tensor, penalty: float = 1e-3) -> tuple[Tensor, Tensor]:
-    """Weight `(H_kv, D)` and bias `(H_kv,)` of the ridge regression, in closed form, float64."""
+    """Weight `(H_kv, D)` and bias `(H_kv,)` of a ridge regression in closed form, float64."""
     inputs, targets = x.double(), y.double()
     gram = inputs.mT @ inputs / len(inputs)
     gram.diagonal().add_(penalty)
@@ -125,7 +131,7 @@ def _ridge(x: Tensor, y: Tensor, penalty: float = 1e-3) -> tuple[Tensor, Tensor]
 
 
 def _mlp(x: Tensor, y: Tensor, width: int, steps: int, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Weight and bias of the output and of the hidden layer, float64, from `steps` of AdamW."""
+    """Weight and bias of the output layer and of the hidden layer, float64, trained with AdamW."""
     generator = torch.Generator().manual_seed(seed)
     (n, n_in), n_out = x.shape, y.shape[1]
     start = [
@@ -140,7 +146,7 @@ def _mlp(x: Tensor, y: Tensor, width: int, steps: int, seed: int) -> list[tuple[
         states = gelu(linear(x[rows], hidden_weight, hidden_bias))
         return mse_loss(linear(states, weight, bias), y[rows])
 
-    learned = [x.double() for x in taught(start, loss_of, n, steps, generator)]
+    learned = [x.double() for x in trained(start, loss_of, n, steps, generator)]
     return [(learned[0], learned[1]), (learned[2], learned[3])]
 
 
@@ -149,14 +155,20 @@ def _mlp(x: Tensor, y: Tensor, width: int, steps: int, seed: int) -> list[tuple[
 
 @dataclass
 class KVzap(RatioScorer, TaughtPress):
-    """Keeps what a small regressor on the hidden states finds important (arXiv 2601.07891).
+    """Keeps the tokens for which a regressor predicts the highest scores (KVzap, arXiv 2601.07891).
+
+    A small regressor per layer predicts, from a token's hidden state, the logarithm of its KVzip+
+    score for each KV head. Scores are absolute and each depends on one token only, so the press
+    suits a threshold: `DMSPress(KVzapPress(), threshold)`.
 
     Attributes:
-        model_type: which regressor to look for where none is given: "linear", or "mlp" with one
-            hidden layer.
-        regressor: the regressor of the model (see `fit`), or a file, a folder or a hub id. None:
-            the file `kvzap-mlp.safetensors` (or `kvzap-linear.safetensors`) beside the model, or
-            what is published for it on the hub.
+        compression_ratio: share of the tokens that each KV head evicts, in [0, 1), or the `Tokens`
+            that it keeps.
+        model_type: the regressor to look for if none is given: "linear", or "mlp" with one hidden
+            layer.
+        regressor: the regressor of the model (see `fit`), its file, folder or hub id. None: the
+            file `kvzap-mlp.safetensors` (or `kvzap-linear.safetensors`) beside the model, or the
+            one published for it on the hub.
     """
 
     model_type: Literal["linear", "mlp"] = "mlp"
@@ -164,7 +176,7 @@ class KVzap(RatioScorer, TaughtPress):
 
     independent = True
     needs = Needs.FORWARD
-    of_teacher = {"kvzip_plus_normalization": True}  # noqa: RUF012
+    teacher_fields = {"kvzip_plus_normalization": True}  # noqa: RUF012
     learn = staticmethod(fit_regressor)
 
     def file_names(self) -> tuple[str, ...]:
@@ -174,7 +186,7 @@ class KVzap(RatioScorer, TaughtPress):
         return f"nvidia/KVzap-{self.model_type}-{model_name.split('/')[-1]}"
 
     def score(self, call: AttentionCall) -> Tensor:
-        """Logarithm of the score that the regressor of the layer gives each key's token."""
+        """Predicted logarithm of the score of each key's token."""
         regressor, states = call.prepared(self), call.hidden_states
         parts = states.split(rows_at_once(states, states[:, :1].numel()), dim=1)
         scores = [regressor.logarithms(part, call.site.layer_idx) for part in parts]

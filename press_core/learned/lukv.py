@@ -1,4 +1,4 @@
-"""LU-KV (Tang et al., arXiv 2602.08585): head budgets by what each head's keys are worth."""
+"""LU-KV (Tang et al., arXiv 2602.08585): head budgets from the measured utility of their keys."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from press_core.select import best_first, leading, trailing, upcast
 from press_core.traits import Evicts, Needs
 
 PER_CENT = 99
-"""Curves have a value for each per cent of the tokens that may be evicted, from 1 to 99."""
+"""Number of points of a curve: one per per cent of evicted tokens, from 1 to 99."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BudgetCurves(Calibration):
-    """What share of its tokens each KV head is to lose, by the share that the model is to lose.
+    """The share of its tokens that each KV head evicts, for each compression ratio of the model.
 
     Attributes:
-        rates: `(99, L, H_kv)`, in [0, 1]; the first are for one per cent.
+        rates: `(99, L, H_kv)`, in [0, 1], for compression ratios of 1, 2, ... 99 per cent.
     """
 
     kind = "LU-KV budget curves"
@@ -46,19 +46,20 @@ class BudgetCurves(Calibration):
 
 @dataclass
 class LUKV(Around, BudgetPress, LearnedPress):
-    """Gives each KV head the budget that pays most in the long run (LU-KV, arXiv 2602.08585).
+    """Keeps each KV head's best tokens, with head budgets by long-term utility (LU-KV, 2602.08585).
 
-    How well a press tells which tokens will be needed differs from head to head. Curves that were
-    measured on the model beforehand say how many tokens each head is to lose, the press says which.
+    How well a scorer predicts future attention differs from head to head. Curves measured on the
+    model beforehand set how many tokens each head keeps, and the scores of `press` set which. Heads
+    keep different numbers of tokens. Paper: Tang et al.
 
     Attributes:
-        press: scores tokens; what it is told to evict does not matter. By default
+        press: scores tokens (a ScorerPress or CriticalKVPress); its own ratio is not used. None:
             `ExpectedAttentionPress(epsilon=2e-2)`.
-        compression_ratio: share of the tokens of all heads that is evicted, in [0, 1), to the next
-            per cent; or the `Tokens` that heads keep on average, which is met exactly.
-        sink, window: first and last tokens, kept before all others.
-        curves: those of the model and of `press` (see `fit`), or a file, a folder or a hub id.
-            None: the file `lukv_curves.safetensors` beside the model.
+        compression_ratio: share of the tokens of all heads that is evicted, in [0, 1), rounded to
+            per cents; or the `Tokens` that a head keeps on average, which is met exactly.
+        sink, window: number of first and of last tokens that each head keeps before any others.
+        curves: the curves of the model and `press` (see `fit`), their file, folder or hub id. None:
+            the file `lukv_curves.safetensors` beside the model.
     """
 
     press: Press | None = limited(None, *SCORER)  # type: ignore[assignment]
@@ -70,7 +71,7 @@ class LUKV(Around, BudgetPress, LearnedPress):
     evicts = Evicts.PER_HEAD
 
     ranked_by: ClassVar[Callable[..., Any]]
-    """Makes the press that ranks tokens where none is given, ExpectedAttention."""
+    """Class of the default `press`, ExpectedAttention."""
 
     def __post_init__(self) -> None:
         if self.press is None:
@@ -85,12 +86,12 @@ class LUKV(Around, BudgetPress, LearnedPress):
         return Eviction.keep_per_head(call, best_first(ranked, counts.expand(len(ranked), -1, -1)))
 
     def ranked(self, call: AttentionCall) -> Tensor:
-        """The scores of `press` with the first and last tokens above all others."""
+        """The scores of `press`, `(B, H_kv, S)`, infinite for the first and last tokens."""
         protected = leading(call.keys, self.sink) | trailing(call.keys, self.window)
         return self.scorer.checked_scores(call).masked_fill(protected, float("inf"))
 
     def head_counts(self, call: AttentionCall) -> list[int]:
-        """How many tokens each KV head of the layer keeps."""
+        """Number of tokens that each KV head of the layer keeps."""
         ratio, own = self.ratio_of(call.length), call.site.layer_idx
         evicted = call.prepared(self).rates[min(max(round(100 * ratio), 1), PER_CENT) - 1]
         if not isinstance(self.compression_ratio, Tokens):
@@ -113,49 +114,50 @@ class LUKV(Around, BudgetPress, LearnedPress):
         sink: int = 4,
         window: int = 1,
     ) -> BudgetCurves:
-        """Measure which budgets of heads lose least of what the model will read.
+        """Measure the head budgets that keep the most utility at each compression ratio.
 
-        The last tokens of each text stand for the future: what a key is worth is the attention that
-        it gets from them, times the norm of its value. Each head's keys are taken in the order of
-        `press`; of all budgets that spend as much, those are found whose keys are worth most (on
-        the concave hull of what each head gains by one more token), text by text, and averaged.
+        The last tokens of each text (the horizon) stand in for the future: the utility of a key is
+        the attention that it receives from them, times the norm of its value. Keys of a head are
+        kept in the order of `press`, so each head has a curve of utility against tokens kept. For
+        each ratio, the budgets with the greatest total utility are found on the concave hulls of
+        these curves, for each text, and averaged over texts.
 
         Args:
-            model: left as it was.
-            token_batches: token ids `(B, S)`, or dicts with `input_ids` and `attention_mask` where
-                rows are padded on the left; those rows are run one by one.
-            press: that the curves are for. None: `ExpectedAttentionPress(epsilon=2e-2)`.
-            horizon: how many of the last tokens stand for the future. None: an eighth of them.
-            sink, window: of the press that the curves are for.
+            model: the model to calibrate; it is not changed.
+            token_batches: token ids `(B, S)`, or dicts with `input_ids` and `attention_mask` for
+                left-padded batches; padded rows are run one by one.
+            press: the press that the curves are for. None: `ExpectedAttentionPress(epsilon=2e-2)`.
+            horizon: number of last tokens that stand in for the future. None: an eighth of them.
+            sink, window: fields of the LUKVPress that the curves are for.
 
         Returns:
-            The curves, float32: to hand over as `curves`, or to save beside the model.
+            The curves, float32: pass them as `curves`, or save them beside the model.
 
         Raises:
             CalibrationError: if no text is long enough.
         """
-        told, means = cls(press, sink=sink, window=window), LayerMeans()
-        scope = bound_to(told.scorer, model)
+        lukv, means = cls(press, sink=sink, window=window), LayerMeans()
+        scope = bound_to(lukv.scorer, model)
         for ids in rows_alone(token_batches):
-            seen: list[tuple[AttentionSite, Tensor]] = []
+            found: list[tuple[AttentionSite, Tensor]] = []
 
-            def see(call: AttentionCall) -> None:
+            def add(call: AttentionCall) -> None:
                 n_future = call.length // 8 or 1 if horizon is None else horizon
                 n = call.length - n_future
-                if n > sink + window and told.is_long_enough(n):
-                    seen.append((call.site, told.gains(call.replace(scope=scope), n)))  # noqa: B023
+                if n > sink + window and lukv.is_long_enough(n):
+                    found.append((call.site, lukv.gains(call.replace(scope=scope), n)))  # noqa: B023
 
-            run(model, [ids], cls.collector(see, reads=told.scorer.needs | Needs.QUERIES))
-            for text in zip(*(gains for _, gains in seen), strict=True):
+            run(model, [ids], cls.collector(add, reads=lukv.scorer.needs | Needs.QUERIES))
+            for text in zip(*(gains for _, gains in found), strict=True):
                 rates = best_rates(torch.stack(text), sink + window)
-                for (site, _), of_layer in zip(seen, rates.unbind(dim=1), strict=True):
+                for (site, _), of_layer in zip(found, rates.unbind(dim=1), strict=True):
                     means.add(site, 1, of_layer)
-        those = f"{sink} + {window} protected tokens and those that stand for the future"
-        (rates,) = means.stacked(because=f": no text is longer than {those}")
+        needed = f"{sink} + {window} protected tokens and the horizon"
+        (rates,) = means.stacked(because=f": no text is longer than {needed}")
         return BudgetCurves(rates.transpose(0, 1).clamp(0, 1).float())
 
     def gains(self, call: AttentionCall, n: int) -> Tensor:
-        """What each head gains by its first, second, ... of `n` keys, in the order of `press`.
+        """Utility of each head's first, second, ... of `n` keys, in the order of `press`.
 
         Returns:
             `(B, H_kv, n)`, float64 on the CPU.
@@ -165,43 +167,47 @@ class LUKV(Around, BudgetPress, LearnedPress):
 
 
 def head_counts(evicted: Sequence[float], length: int, total: int | None = None) -> list[int]:
-    """How many of `length` tokens each head keeps that is to lose the share `evicted` of them.
+    """Number of `length` tokens that each head keeps.
 
     Args:
-        total: how many they keep together; None: what the shares come to, rounded.
+        evicted: share of the tokens that each head evicts, in [0, 1].
+        length: number of tokens of the context.
+        total: number of tokens that the heads keep together; None: the rounded sum of their shares.
 
     Returns:
-        Whole numbers of that sum, at least 1 each: rounded up where the remainders are largest.
+        Counts with that sum, at least 1 each, by the method of largest remainders.
     """
     shares = [(1 - rate) * length for rate in evicted]
     return rounded(shares, round(sum(shares)) if total is None else total)
 
 
 def exact_counts(evicted: Sequence[Sequence[float]], length: int, total: int) -> list[list[int]]:
-    """How many tokens the heads of all layers keep, `total` of them together.
+    """Number of tokens that each head of each layer keeps, `total` together.
 
     Args:
-        evicted: by layer and head, the share to lose; scaled so that `total` is left.
+        evicted: by layer and head, the share of the tokens that is evicted; the shares are scaled
+            to match `total`.
+        length: number of tokens of the context.
     """
     n_heads = sum(map(len, evicted))
     lost, wanted = sum(map(sum, evicted)), n_heads - total / length
     if lost > wanted:
         rates = [[rate * wanted / lost for rate in layer] for layer in evicted]
     else:
-        left = (n_heads - wanted) / max(n_heads - lost, 1e-12)
-        rates = [[1 - (1 - rate) * left for rate in layer] for layer in evicted]
+        scale = (n_heads - wanted) / max(n_heads - lost, 1e-12)
+        rates = [[1 - (1 - rate) * scale for rate in layer] for layer in evicted]
     shares = [sum(1 - rate for rate in layer) * length for layer in rates]
     totals = rounded(shares, total, at_least=len(evicted[0]))
     return [head_counts(layer, length, n) for layer, n in zip(rates, totals, strict=True)]
 
 
 def rounded(shares: Sequence[float], total: int, at_least: int = 1) -> list[int]:
-    """Whole numbers near `shares` whose sum is `total`, none of them less than `at_least`."""
+    """Whole numbers near `shares` with sum `total`, each `at_least` or more: largest remainders."""
     counts = [max(at_least, int(share)) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i])
     for i in by_remainder[: max(0, total - sum(counts))]:
         counts[i] += 1
-    while sum(counts) > total and max(counts) > at_least:  # some were raised to the least
+    while sum(counts) > total and max(counts) > at_least:  # some were raised to `at_least`
         counts[counts.index(max(counts))] -= 1
     return counts
 
@@ -210,21 +216,21 @@ def rounded(shares: Sequence[float], total: int, at_least: int = 1) -> list[int]
 
 
 def future_worth(call: AttentionCall, n: int) -> Tensor:
-    """What the first `n` keys of a text are worth to all later tokens: attention times value.
+    """Utility of the first `n` keys of a text: attention from all tokens after them, times `‖v‖₂`.
 
     Returns:
-        `(B, H_kv, n)`, float32: mean over queries and group, times the norm of values.
+        `(B, H_kv, n)`, float32; attention is averaged over queries and the GQA group.
     """
     received = mean_attention(call, call.queries(call.length - n))[..., :n]
     return received * upcast(call.values[:, :, :n]).norm(dim=-1)
 
 
 def best_rates(gains: Tensor, n_protected: int) -> Tensor:
-    """What share each head loses where the model loses 1, 2, ... 99 per cent at the least cost.
+    """Share that each head evicts, at the least loss, if the model evicts 1, 2, ... 99 per cent.
 
     Args:
-        gains: `(L, H_kv, n)`, what each head gains by its first, second, ... token.
-        n_protected: of these the first, which every head keeps.
+        gains: `(L, H_kv, n)`, the utility of each head's first, second, ... token.
+        n_protected: number of first entries of `gains` that every head keeps.
 
     Returns:
         `(99, L, H_kv)`, float64.
@@ -233,24 +239,24 @@ def best_rates(gains: Tensor, n_protected: int) -> Tensor:
     slopes = torch.full((n_layers * n_heads, n), float("inf"), dtype=torch.float64)
     for head, of_head in zip(slopes, gains.flatten(0, 1).tolist(), strict=True):
         head[n_protected:] = torch.tensor(concave(of_head[n_protected:]), dtype=torch.float64)
-    # The steepest first; of equal ones those of heads that hold less.
+    # Steepest first; among equals, those of heads with fewer tokens so far.
     order = slopes.mT.flatten().argsort(descending=True, stable=True)
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(order))
     of_head = rank.view(n, -1).mT.contiguous()  # ascending
-    left = 1 - torch.arange(1, PER_CENT + 1, dtype=torch.float64) / 100
-    totals = (left * rank.numel()).round().long()
+    kept = 1 - torch.arange(1, PER_CENT + 1, dtype=torch.float64) / 100
+    totals = (kept * rank.numel()).round().long()
     counts = torch.searchsorted(of_head, totals.expand(len(of_head), -1).contiguous())
     return 1 - counts.mT.reshape(PER_CENT, n_layers, n_heads).double() / n
 
 
 def concave(gains: Sequence[float]) -> list[float]:
-    """The steps of the concave hull of the sums of `gains`: neighbours that rise are averaged."""
-    pools: list[tuple[float, int]] = []  # sum and number of steps of one height
+    """Increments of the concave hull of the cumulated `gains`, by pooling adjacent violators."""
+    pools: list[tuple[float, int]] = []  # sum and number of equal increments
     for gain in gains:
         total, count = gain, 1
         while pools and pools[-1][0] * count < total * pools[-1][1]:
-            before = pools.pop()
-            total, count = total + before[0], count + before[1]
+            previous = pools.pop()
+            total, count = total + previous[0], count + previous[1]
         pools.append((total, count))
     return [total / count for total, count in pools for _ in range(count)]

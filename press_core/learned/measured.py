@@ -1,8 +1,8 @@
-"""Presses that know what was measured on a model beforehand, instead of on each context.
+"""Presses that use measurements of the model made beforehand, instead of on each context.
 
-Expected attention (arXiv 2510.00636) from statistics of the queries, Q-Filters (Godey et al.,
-2503.02812) from their main directions, and DuoAttention (Xiao et al., 2410.10819) from how much
-heads retrieve.
+Expected attention (arXiv 2510.00636) uses statistics of the queries, Q-Filters (Godey et al.,
+2503.02812) their principal directions, and DuoAttention (Xiao et al., 2410.10819) scores of how
+much each head retrieves.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ def query_moments(
     queries_of: Callable[[AttentionCall], Tensor],
     reads: Needs,
 ) -> list[Tensor]:
-    """First and second moment of queries, `(L, H, d)` and `(L, H, d, d)` float64 on the CPU.
+    """First and second moment of queries, `(L, H, d)` and `(L, H, d, d)`, float64 on the CPU.
 
     Args:
-        queries_of: the queries `(B, H, n, d)` of a call.
-        reads: what that needs.
+        queries_of: returns the queries `(B, H, n, d)` of a call to measure.
+        reads: what `queries_of` needs.
 
     Raises:
-        CalibrationError: if there was no query at all.
+        CalibrationError: if there were no queries.
     """
     means = LayerMeans()
 
-    def see(call: AttentionCall) -> None:
+    def add(call: AttentionCall) -> None:
         of_head = queries_of(call).double().transpose(0, 1).flatten(1, 2)  # (H, B * n, d)
         means.add(call.site, of_head.shape[1], of_head.sum(dim=1), of_head.mT @ of_head)
 
-    run(model, token_batches, collector(see, reads=reads))
+    run(model, token_batches, collector(add, reads=reads))
     return means.stacked()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ExpectedAttentionStats(Calibration):
-    """Statistics of the queries of a model before RoPE.
+    """Statistics of a model's queries before RoPE.
 
     Attributes:
         mean: `(L, H, d)`.
@@ -77,19 +77,20 @@ class ExpectedAttentionStats(Calibration):
 
 @dataclass
 class ExpectedAttentionWithStats(ExpectedAttention, LearnedPress):
-    """Keeps what the queries that a model usually makes would attend to (arXiv 2510.00636).
+    """Keeps the keys that the model's typical queries are expected to attend to (2510.00636).
 
-    Expected attention with statistics measured beforehand instead of on the context itself. Reads
-    no queries, so that it works wherever keys and values can be seen. Contexts of at most `n_sink`
-    tokens are left whole.
+    This is ExpectedAttentionPress with the mean and covariance of the queries measured beforehand,
+    instead of on each context. It reads no queries, so it works wherever keys and values can be
+    read. Contexts of at most `n_sink` tokens are not pruned. Its other fields are those of
+    ExpectedAttentionPress.
 
     Attributes:
-        sample_seq_len, num_samples, dataset_name: which of the statistics published for the model
-            to take: measured on so many tokens of so many samples of this data set.
-        stats_folder: `stats` where it is a folder, as kvpress calls it.
-        stats: the statistics of the model (see `collect`), or a file, a folder or a hub id. None:
-            the file `expected_attention_stats.safetensors` beside the model, or what is published
-            for it on the hub.
+        sample_seq_len, num_samples, dataset_name: choose among the statistics published for the
+            model on the hub: tokens per sample, number of samples, and data set.
+        stats_folder: kvpress's name for `stats` if it is a folder.
+        stats: the statistics of the model (see `collect`), their file, folder or hub id. None: the
+            file `expected_attention_stats.safetensors` beside the model, or the statistics
+            published for it on the hub.
     """
 
     sample_seq_len: int = 1000
@@ -102,8 +103,8 @@ class ExpectedAttentionWithStats(ExpectedAttention, LearnedPress):
 
     def validate(self) -> None:
         super().validate()
-        once = self.stats is None or self.stats_folder is None
-        require(self, "stats_folder", once, "None where stats are given")
+        fits = self.stats is None or self.stats_folder is None
+        require(self, "stats_folder", fits, "None if stats is given")
 
     def find(self, model: Any) -> Calibration:
         if self.stats_folder is None:
@@ -122,19 +123,19 @@ class ExpectedAttentionWithStats(ExpectedAttention, LearnedPress):
     def collect(
         cls, model: Any, token_batches: Iterable[Batch], n_sink: int = 4
     ) -> ExpectedAttentionStats:
-        """Measure the statistics of the queries that `model` makes of some texts.
+        """Measure the statistics of the model's queries on sample texts.
 
         Args:
-            model: left as it was.
-            token_batches: token ids `(B, S)`, or dicts with `input_ids` and `attention_mask` where
-                rows are padded on the left.
-            n_sink: first tokens of each row, which are left out.
+            model: the model to calibrate; it is not changed.
+            token_batches: token ids `(B, S)`, or dicts with `input_ids` and `attention_mask` for
+                left-padded batches.
+            n_sink: number of first tokens of each row that are left out.
 
         Returns:
-            The statistics, float32: to hand over as `stats`, or to save beside the model.
+            The statistics, float32: pass them as `stats`, or save them beside the model.
 
         Raises:
-            CalibrationError: if there is no token to learn from.
+            CalibrationError: if there are no tokens.
         """
 
         def queries_of(call: AttentionCall) -> Tensor:
@@ -148,7 +149,7 @@ class ExpectedAttentionWithStats(ExpectedAttention, LearnedPress):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class QFilters(Calibration):
-    """The directions along which keys are looked at least.
+    """One direction per layer and KV head: keys along it receive the least attention.
 
     Attributes:
         directions: `(L, H_kv, d)`; they point away from the mean query.
@@ -162,11 +163,17 @@ class QFilters(Calibration):
 
 @dataclass
 class QFilter(RatioScorer, LearnedPress):
-    """Keeps the keys on the side of the mean query (Godey et al., arXiv 2503.02812).
+    """Keeps the keys that are best aligned with the main query direction (Q-Filters, 2503.02812).
+
+    The score is `-⟨k, f⟩`, with a fixed direction `f` per layer and KV head: the first right
+    singular vector of its group's queries, oriented away from their mean. It estimates the mean
+    attention logit of a key, up to a factor, without reading queries. Paper: Godey et al.
 
     Attributes:
-        filters: the directions of the model (see `fit`), or a file, a folder or a hub id. None: the
-            file `qfilters.safetensors` beside the model, or what is published for it on the hub.
+        compression_ratio: share of the tokens that each KV head evicts, in [0, 1), or the `Tokens`
+            that it keeps.
+        filters: the directions of the model (see `fit`), their file, folder or hub id. None: the
+            file `qfilters.safetensors` beside the model, or the one published for it on the hub.
     """
 
     filters: QFilters | str | Path | None = learned(QFilters)
@@ -177,31 +184,28 @@ class QFilter(RatioScorer, LearnedPress):
         return f"nthngdy/{model_name.split('/')[-1]}_qfilt"
 
     def score(self, call: AttentionCall) -> Tensor:
-        """How far each key lies on the side of the mean query: `-<k, f>`, `(B, H_kv, S)` float32.
-
-        That is the logit that it can expect, up to a factor.
-        """
+        """`-⟨k, f⟩`: the expected logit of each key up to a factor, `(B, H_kv, S)` float32."""
         keys = upcast(call.keys)
         direction = call.prepared(self).directions[call.site.layer_idx].to(keys)
-        # Rows times a transposed matrix: several times as fast as the keys times columns.
+        # A row times the transposed keys is several times as fast as the keys times a column.
         return -(direction.unsqueeze(-2) @ keys.mT).squeeze(-2)
 
     @classmethod
     def fit(cls, model: Any, token_batches: Iterable[Batch]) -> QFilters:
-        """Find the directions from the queries that `model` makes of some texts.
+        """Compute the directions from the model's queries on sample texts.
 
-        Queries are taken after RoPE, as they meet the keys in the cache.
+        Queries are taken after RoPE, like the keys in the cache.
 
         Args:
-            model: left as it was.
-            token_batches: token ids `(B, S)`, or dicts with `input_ids` and `attention_mask` where
-                rows are padded on the left.
+            model: the model to calibrate; it is not changed.
+            token_batches: token ids `(B, S)`, or dicts with `input_ids` and `attention_mask` for
+                left-padded batches.
 
         Returns:
-            The directions, float32: to hand over as `filters`, or to save beside the model.
+            The directions, float32: pass them as `filters`, or save them beside the model.
 
         Raises:
-            CalibrationError: if there is no token to learn from.
+            CalibrationError: if there are no tokens.
         """
         moments = query_moments(
             cls.collector, model, token_batches, AttentionCall.queries, Needs.QUERIES
@@ -212,7 +216,7 @@ class QFilter(RatioScorer, LearnedPress):
 
 
 def filter_directions(mean: Tensor, second: Tensor) -> Tensor:
-    """First right singular vectors of queries, turned away from their mean.
+    """First right singular vectors of queries, oriented away from their mean.
 
     Args:
         mean: `(..., d)`, first moment of the queries.
@@ -221,7 +225,7 @@ def filter_directions(mean: Tensor, second: Tensor) -> Tensor:
     Returns:
         `(..., d)`, of unit norm.
     """
-    # The right singular vectors of a matrix are the eigenvectors of its second moment.
+    # The right singular vectors of the queries are the eigenvectors of their second moment.
     direction = torch.linalg.eigh(second).eigenvectors[..., -1]
     along = (direction * mean).sum(dim=-1, keepdim=True)
     return torch.where(along > 0, -direction, direction)
@@ -232,10 +236,10 @@ def filter_directions(mean: Tensor, second: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HeadScores(Calibration):
-    """How much each KV head retrieves from the middle of a context.
+    """How much each KV head attends to the middle of a context, between sinks and recent tokens.
 
     Attributes:
-        scores: `(L, H_kv)`; infinite for layers that no press works on.
+        scores: `(L, H_kv)`; infinite for layers that presses do not work on.
     """
 
     kind = "DuoAttention head scores"
@@ -248,15 +252,19 @@ class HeadScores(Calibration):
 
 @dataclass
 class DuoAttention(MeasuredPress, LearnedPress):
-    """Keeps all tokens in heads that retrieve, sinks and recent ones in the rest (2410.10819).
+    """Keeps all tokens in retrieval heads, sinks and recent tokens in streaming heads (2410.10819).
+
+    The KV heads of the model with the lowest head scores are streaming heads. Contexts of at most
+    `sink_size + recent_size` tokens are not pruned. Paper: DuoAttention, Xiao et al.
 
     Attributes:
-        head_compression_ratio: share of all KV heads of the model that stream, in [0, 1].
-        on_the_fly_scoring: measure the head scores when a scope opens, on repeated random tokens.
-        head_scores: those of the model (see `measure`), a file (safetensors, or the table that the
-            paper's authors publish), a folder or a hub id. None: `duo_head_scores.safetensors`
-            beside the model.
-        sink_size, recent_size: tokens that streaming heads keep.
+        head_compression_ratio: share of all KV heads of the model that are streaming, in [0, 1].
+        on_the_fly_scoring: if no `head_scores` are given, measure them when a scope opens, on
+            repeated random tokens.
+        head_scores: the scores of the model (see `measure`), their file (safetensors, or the table
+            that the paper's authors publish), folder or hub id. None: the file
+            `duo_head_scores.safetensors` beside the model.
+        sink_size, recent_size: number of first and of last tokens that streaming heads keep.
     """
 
     head_compression_ratio: float = share(0.0)
@@ -293,37 +301,44 @@ class DuoAttention(MeasuredPress, LearnedPress):
         recent_size: int = 256,
         window_size: int = 64,
     ) -> HeadScores:
-        """Measure how much of their attention heads put on what streaming would evict.
+        """Measure how much attention each head puts on the tokens that streaming would evict.
 
-        A KV head's score is the attention of the last queries on the middle of the context, mean
-        over queries, texts and the query heads of its group.
+        A KV head's score is the attention of the last queries to the middle of the context,
+        averaged over queries, texts and the GQA group.
 
         Args:
-            model: left as it was.
-            token_batches: token ids `(B, S)`, or dicts with `input_ids` and `attention_mask`.
-            sink_size, recent_size: what streaming heads would keep.
-            window_size: how many of the last queries are asked.
+            model: the model to calibrate; it is not changed.
+            token_batches: token ids `(B, S)`, or dicts with `input_ids` and `attention_mask` for
+                left-padded batches.
+            sink_size, recent_size: number of first and of last tokens that streaming heads keep.
+            window_size: number of last queries to measure, at most `recent_size`.
+
+        Returns:
+            The scores, float32: pass them as `head_scores`, or save them beside the model.
 
         Raises:
             CalibrationError: if no text is longer than `sink_size + recent_size`.
         """
         means = LayerMeans()
 
-        def see(call: AttentionCall) -> None:
+        def add(call: AttentionCall) -> None:
             if call.length > sink_size + recent_size:
                 weights = window_attention(call, min(window_size, recent_size))
                 middle = weights[..., sink_size : call.length - recent_size].sum(dim=-1)
                 per_head = middle.mean(dim=(2, 3)).sum(dim=0).double()
                 means.add(call.site, len(weights), per_head)
 
-        run(model, token_batches, cls.collector(see))
+        run(model, token_batches, cls.collector(add))
         kept = f"the {sink_size} + {recent_size} tokens that streaming heads keep"
         (scores,) = means.stacked(float("inf"), f": no text is longer than {kept}")
         return HeadScores(scores.float())
 
 
 def repeated_random(model: Any, length: int, seed: int) -> Tensor:
-    """`(1, length)` random token ids, the second half as the first: heads that retrieve show."""
+    """Random token ids `(1, length)` or slightly longer; the second half repeats the first.
+
+    Retrieval heads attend from the second half back to the first.
+    """
     vocabulary = model.get_input_embeddings().num_embeddings
     generator = layer_generator(seed, 0)
     half = torch.randint(vocabulary, (1, -(-length // 2) + 1), generator=generator)
@@ -331,7 +346,7 @@ def repeated_random(model: Any, length: int, seed: int) -> Tensor:
 
 
 def streaming_heads(scores: Tensor, head_compression_ratio: float) -> Tensor:
-    """`(L, H_kv)` bool: the share of heads with the lowest of the finite `scores` `(L, H_kv)`."""
+    """Streaming heads, `(L, H_kv)` bool: the share with the lowest finite `scores` `(L, H_kv)`."""
     flat = scores.flatten()
     n = round(int(flat.isfinite().sum()) * head_compression_ratio)
     streaming = torch.zeros_like(flat, dtype=torch.bool)

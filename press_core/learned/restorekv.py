@@ -1,4 +1,4 @@
-"""RestoreKV (arXiv 2608.01247): a few learned tokens hold what is about to be evicted."""
+"""RestoreKV (arXiv 2608.01247): a few learned tokens summarize the context before eviction."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from press_core.replay.rows import Row, States, in_this_thread
 from press_core.scope import ScopeState
 
 N_TOKENS = 8
-"""Tokens that restore."""
+"""Number of learned tokens (restore tokens)."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RestoreAdapter(Calibration):
-    """Embeddings, and what is added to linear layers while they run.
+    """The embeddings of the restore tokens, and the LoRA adapter that is active while they run.
 
     Attributes:
         embeddings: `(n, D)`.
-        down, up: by the name of a linear layer within the decoder, `(r, D_in)` and `(D_out, r)`: it
-            puts out `up @ down @ x` more.
+        down, up: by the name of a linear layer within the decoder, `(r, D_in)` and `(D_out, r)`:
+            `up @ down @ x` is added to its output.
     """
 
     kind = "a RestoreKV adapter"
@@ -74,7 +74,13 @@ class RestoreAdapter(Calibration):
 
     @classmethod
     def published(cls, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
-        """An adapter as PEFT saves it, and embeddings; its scaling is multiplied into `up`."""
+        """The tensors of a LoRA adapter saved by PEFT, and the embeddings beside it.
+
+        The adapter's scaling is folded into `up`.
+
+        Raises:
+            ValueError: if the adapter is not plain LoRA.
+        """
         _, embeddings, config = (folder / name for name in cls.published_files)
         about = json.loads(config.read_text())
         odd = any(about.get(name) for name in ("use_dora", "rank_pattern", "alpha_pattern"))
@@ -92,7 +98,7 @@ class RestoreAdapter(Calibration):
 
 
 def first_adapter(model: Any, rank: int, seed: int) -> RestoreAdapter:
-    """An adapter that adds nothing yet, and embeddings like those of the model's own tokens."""
+    """The initial adapter: it adds zero, and its embeddings are those of random tokens."""
     generator = torch.Generator().manual_seed(seed)
     embedding = model.get_input_embeddings().weight.detach().float()
     chosen = torch.randint(len(embedding), (N_TOKENS,), generator=generator)
@@ -111,7 +117,7 @@ def first_adapter(model: Any, rank: int, seed: int) -> RestoreAdapter:
 
 
 def _added(down: Tensor, up: Tensor, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    """What an adapted layer puts out in place of `output`."""
+    """The adapter's contribution added to the `output` of a linear layer."""
     return output + (args[0].to(down.dtype) @ down.mT @ up.mT).to(output.dtype)
 
 
@@ -120,24 +126,24 @@ def _added(down: Tensor, up: Tensor, args: tuple[Any, ...], output: Tensor) -> T
 
 @dataclass
 class RestoreKV(KVzip, LearnedPress):
-    """KVzip, and a few learned tokens that hold what is evicted (arXiv 2608.01247).
+    """Keeps what KVzip keeps, and eight learned tokens that summarize the context (2608.01247).
 
-    Before KVzip evicts, eight learned embeddings are run after the context. They attend to all of
-    it, with a low-rank adapter (LoRA) added to the linear layers for that one pass. Their keys and
-    values join the cache, and KVzip evicts as many tokens more. The tokens that come later have the
-    positions that they would have without them. Contexts of no more tokens than that are left
-    whole.
+    Before KVzip evicts, eight learned embeddings are run after the context, in one pass over the
+    full cache with a LoRA adapter active. Their keys and values are added to every head, and KVzip
+    evicts eight more tokens per head to make room. New tokens keep the positions that they would
+    have without these. Contexts of at most eight tokens are not pruned.
 
     Attributes:
-        compression_ratio: share of the tokens of all heads that is evicted, in [0, 1).
-        layerwise: share one budget over the heads of each layer, rather than of the model.
-        n_sink: first tokens, kept as long as there is room.
-        kvzip_plus_normalization: weight attention as KVzip+ does.
-        chunk_size: tokens to be repeated at a time.
-        prompts: what asks the model to repeat; None: in the words of the tokenizer that lies beside
-            the model.
-        adapter: embeddings and adapter of the model (see `fit`), or a file, a folder or a hub id.
-            None: the file `restorekv.safetensors` beside the model, or what is published for it on
+        compression_ratio: share of the tokens of all heads that is evicted, in [0, 1), or the
+            `Tokens` that a head keeps on average, the eight included.
+        layerwise: share a budget over the heads of each layer, instead of the whole model.
+        n_sink: number of first tokens (attention sinks), kept as long as there is room.
+        kvzip_plus_normalization: score with KVzip+; see `KVzip`.
+        chunk_size: number of context tokens to repeat in one forward.
+        prompts: the prompts that ask the model to repeat, as token ids. None: made with the
+            tokenizer beside the model.
+        adapter: embeddings and adapter of the model (see `fit`), their file, folder or hub id.
+            None: the file `restorekv.safetensors` beside the model, or the one published for it on
             the hub.
     """
 
@@ -148,18 +154,19 @@ class RestoreKV(KVzip, LearnedPress):
         return f"higokri/RestoreKV-{model_name.split('/')[-1]}{suffix}"
 
     def prepare(self, model: Any) -> Any:
-        """What asks the model to repeat, the adapter, and the layers that it is added to.
+        """The prompts, the adapter, and by name the linear layers that it is added to.
 
-        These are found by their names within the decoder, or within the model.
+        The layers are found by their names within the decoder, or within the model.
 
         Raises:
-            UnsupportedModelError: if the model has none of those names and shapes.
+            UnsupportedModelError: if the model has no layers of these names and shapes, or is
+                tensor-parallel.
         """
         sites = attention_sites(model)
         if sites[0].ranks.size > 1:
             raise UnsupportedModelError(
-                f"{type(self).__name__} adds an adapter to whole linear layers, and ranks share "
-                f"those of {sites[0].name} (tensor parallelism); use KVzipPress"
+                f"{type(self).__name__} adds an adapter to whole linear layers, and those of "
+                f"{sites[0].name} are split over ranks (tensor parallelism); use KVzipPress"
             )
         adapter = LearnedPress.prepare(self, model)
         decoder = decoder_of(model, [site.name for site in sites])
@@ -169,26 +176,26 @@ class RestoreKV(KVzip, LearnedPress):
             found = getattr(named.get(name), "weight", torch.empty(0)).shape
             if found != wanted:
                 raise UnsupportedModelError(
-                    f"the adapter is made for a layer {name!r} of weight {wanted}, and that of "
+                    f"the adapter is made for a layer {name!r} with weight {wanted}, and that of "
                     f"{type(model).__name__} has {tuple(found)}; fit one to it"
                 )
         return *KVzip.prepare(self, model), adapter, {name: named[name] for name in adapter.down}
 
     # ---- rows ------------------------------------------------------------------------------------
 
-    def judge(self, row: Row) -> tuple[Tensor, list[States]]:
-        n, told = len(row.scope.prepared(self)[1].embeddings), self.compression_ratio
-        evicts = row.length > max(n, told.n if isinstance(told, Tokens) else 0)
+    def decide(self, row: Row) -> tuple[Tensor, list[States]]:
+        n, amount = len(row.scope.prepared(self)[1].embeddings), self.compression_ratio
+        evicts = row.length > max(n, amount.n if isinstance(amount, Tokens) else 0)
         if evicts:
             kept = self.choose(self.score_row(row), n_joining=n)
         else:
             shape = len(row.scope.sites), row.scope.sites[0].num_kv_heads, row.length
             kept = torch.ones(shape, dtype=torch.bool, device=row.tokens.device)
-        # What joins a row that is left whole is kept by nobody.
+        # A row that is not pruned does not keep the restore tokens.
         return pad(kept, (0, n), value=evicts), self.restored(row)
 
     def restored(self, row: Row) -> list[States]:
-        """Keys and values of the tokens that restore `row`, by layer."""
+        """Keys and values of the restore tokens for `row`, by layer."""
         scope, (_, adapter, layers) = row.scope, row.scope.prepared(self)
         embedding = scope.model.get_input_embeddings()
         with ExitStack() as stack:
@@ -223,47 +230,47 @@ class RestoreKV(KVzip, LearnedPress):
         seed: int = 0,
         **fields: Any,
     ) -> RestoreAdapter:
-        """Learn to answer from what is left as the model answers from all (self-distillation).
+        """Train embeddings and adapter by self-distillation from the full to the pruned cache.
 
-        Each row is a context and what follows it. What follows is predicted over the whole context,
-        and over what the press leaves of that, at ratios in turn; the divergence of the second
-        prediction from the first is what is made small. One step per row; the model is left as it
-        was.
+        Each row is a context and its continuation. The continuation is predicted over the full
+        cache (teacher) and over what the press keeps of it (student), and the KL divergence between
+        the two is minimized, with one optimizer step per row. The model is not changed.
 
         Args:
-            model: as it is, in eval mode.
-            token_batches: token ids `(B, S)`, or dicts with `input_ids` and `attention_mask` where
-                rows are padded on the left.
-            compression_ratios: to learn at, in turn.
-            n_following: tokens at the end of each row that follow its context.
-            rank: of the adapter on the linear layers of the attention modules.
-            learning_rate: of AdamW.
-            n_batches: how many batches there are; the rate then falls to zero along a cosine.
+            model: the model to calibrate, in eval mode.
+            token_batches: token ids `(B, S)`, or dicts with `input_ids` and `attention_mask` for
+                left-padded batches.
+            compression_ratios: ratios to train at, one per row, in rotation.
+            n_following: number of tokens at the end of each row that are its continuation.
+            rank: rank of the LoRA adapter on the linear layers of the attention modules.
+            learning_rate: learning rate of AdamW.
+            n_batches: number of batches; the rate then falls to zero on a cosine schedule. None:
+                the rate is constant.
             prompts: see the press.
-            seed: of the first numbers.
-            fields: others of the press.
+            seed: seeds the initial embeddings and adapter.
+            fields: other fields of the press.
 
         Returns:
-            Embeddings and adapter, float32: to hand over as `adapter`, or to save beside the model.
+            Embeddings and adapter, float32: pass them as `adapter`, or save them beside the model.
 
         Raises:
-            CalibrationError: if there is no row with a context.
+            CalibrationError: if no row is long enough to have a context.
         """
         with torch.inference_mode(False), torch.enable_grad():
             started = first_adapter(model, rank, seed)
             learned_parts = {name: x.requires_grad_() for name, x in started.tensors.items()}
             press: Any = cls(prompts=prompts, adapter=RestoreAdapter.of(learned_parts), **fields)
-            # Each number is normalised, so that one rate serves embeddings and layers.
+            # Adam normalizes each gradient entry: one rate suits embeddings and adapter.
             optimizer = torch.optim.AdamW(
                 learned_parts.values(), lr=learning_rate, weight_decay=0.0
             )
             n_rows = 0
             for done, row in _rows(token_batches, n_batches, n_following + N_TOKENS):
                 optimizer.param_groups[0]["lr"] = learning_rate * (1 + math.cos(math.pi * done)) / 2
-                told = press.with_ratio(compression_ratios[n_rows % len(compression_ratios)])
+                pruner = press.with_ratio(compression_ratios[n_rows % len(compression_ratios)])
                 parts = row.to(device_of(model)).split([row.shape[1] - n_following, n_following], 1)
                 optimizer.zero_grad()
-                loss = distillation_loss(model, told, *parts)
+                loss = distillation_loss(model, pruner, *parts)
                 loss.backward(inputs=[*learned_parts.values()])
                 optimizer.step()
                 n_rows += 1
@@ -278,22 +285,25 @@ class RestoreKV(KVzip, LearnedPress):
 def _rows(
     token_batches: Iterable[Batch], n_batches: int | None, longer_than: int
 ) -> Iterator[tuple[float, Tensor]]:
-    """How far through the batches, where their number is known, and rows `(1, S)` long enough."""
+    """Progress through the batches in [0, 1) (0 if `n_batches` is None), and rows `(1, S)`.
+
+    Rows of at most `longer_than` tokens are left out.
+    """
     for index, batch in enumerate(token_batches):
         for ids in rows_alone([batch]):
             if ids.shape[1] > longer_than:
                 done = 0.0 if n_batches is None else index / n_batches
-                yield from ((done, row[None].clone()) for row in ids)  # made outside of inference
+                yield from ((done, row[None].clone()) for row in ids)  # no inference tensors
 
 
 def distillation_loss(model: Any, press: Any, context: Tensor, following: Tensor) -> Tensor:
-    """How far predictions over what `press` leaves of a context diverge from those over all of it.
+    """KL divergence of predictions over a pruned context from those over the full context.
 
     Args:
-        context, following: token ids, `(1, S)` and `(1, m)`.
+        context, following: token ids of the context and of its continuation, `(1, S)` and `(1, m)`.
 
     Returns:
-        The Kullback-Leibler divergence in nats, mean over the tokens of `following`.
+        The Kullback-Leibler divergence in nats, averaged over the tokens of `following`.
     """
     with torch.no_grad():
         cache = model(context, use_cache=True).past_key_values

@@ -1,4 +1,4 @@
-"""Running a model to learn about it: means over texts, and the scores of tokens by their states."""
+"""Running a model to calibrate presses: means over texts, and scores learned from hidden states."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Batch = Tensor | Mapping[str, Tensor]
 
 
 def run(model: nn.Module, token_batches: Iterable[Batch], collector: Any) -> None:
-    """Run `model` on all batches inside the scope of `collector`, without the head on top."""
+    """Run `model`, without its language-model head, on all batches in the scope of `collector`."""
     body = getattr(model, "base_model", model)
     with collector(model), torch.no_grad():
         for ids in rows_alone(token_batches):
@@ -31,7 +31,7 @@ def run(model: nn.Module, token_batches: Iterable[Batch], collector: Any) -> Non
 
 
 def rows_alone(token_batches: Iterable[Batch]) -> Iterator[Tensor]:
-    """Token ids `(b, S)` without padding: batches that have none, and else row by row."""
+    """Token ids `(b, S)` without padding: whole batches if they have none, else row by row."""
     for batch in token_batches:
         if not isinstance(batch, Mapping):
             yield batch
@@ -44,32 +44,32 @@ def rows_alone(token_batches: Iterable[Batch]) -> Iterator[Tensor]:
 
 
 class LayerMeans:
-    """Means of what the layers of a model make of texts, kept where each layer is.
+    """Running means of tensors per layer; sums stay on the device of the layer.
 
     Attributes:
-        n_layers: of the whole model.
+        n_layers: number of layers of the whole model.
     """
 
     def __init__(self) -> None:
         self.n_layers = 0
-        self._sums: dict[int, tuple[Any, ...]] = {}  # first how many there were
+        self._sums: dict[int, tuple[Any, ...]] = {}  # the count, then the sums
 
     def add(self, site: AttentionSite, n: int, *sums: Tensor) -> None:
-        """Take in the sums over `n` more queries, texts or the like."""
+        """Add `sums` over `n` more samples (queries, texts) to those of the layer of `site`."""
         layer, self.n_layers = site.layer_idx, n_layers_of(site)
-        now, before = (n, *sums), self._sums.get(layer)
+        new, total = (n, *sums), self._sums.get(layer)
         if n:
-            self._sums[layer] = now if before is None else tuple(map(add, before, now))
+            self._sums[layer] = new if total is None else tuple(map(add, total, new))
 
     def stacked(self, unseen: float = 0.0, because: str = "") -> list[Tensor]:
         """The means of all layers, `(L, ...)` float64 on the CPU.
 
         Args:
-            unseen: what stands for layers that no press works on.
-            because: why there may be nothing to learn from, for the error.
+            unseen: fill value for layers that presses do not work on.
+            because: why there may be no samples; appended to the error message.
 
         Raises:
-            CalibrationError: if nothing was taken in.
+            CalibrationError: if no samples were added.
         """
         if not self._sums:
             raise CalibrationError(f"token_batches holds no token to learn from{because}")
@@ -77,11 +77,11 @@ class LayerMeans:
         return stacked(means, self.n_layers, unseen)
 
 
-@torch.inference_mode(False)  # gradients are to flow through what is learned, too
+@torch.inference_mode(False)  # inference tensors would let no gradients flow through the result
 def stacked(
     by_layer: Mapping[int, Sequence[Tensor]], n_layers: int, unseen: float = 0.0
 ) -> list[Tensor]:
-    """Tensors by layer as tensors `(n_layers, ...)` over all layers, float64."""
+    """Tensors by layer, stacked to `(n_layers, ...)` float64; `unseen` fills absent layers."""
     some = next(iter(by_layer.values()))
     whole = [torch.full((n_layers, *x.shape), unseen, dtype=torch.float64) for x in some]
     for layer, tensors in by_layer.items():
@@ -93,20 +93,20 @@ def stacked(
 # ---- scores of tokens, from their hidden states --------------------------------------------------
 
 Scores = Callable[[Any, Tensor], Sequence[Tensor]]
-"""From a model and token ids `(B, S)` to positive scores `(B, H_kv, S)` for each of its layers.
+"""A function of a model and token ids `(B, S)` to positive scores `(B, H_kv, S)` for each layer.
 
-Those of layers that no press works on are not looked at, nor are tokens of infinite score.
+Scores of layers that presses do not work on are ignored, and so are tokens with infinite scores.
 """
 
 
 class Examples:
-    """Hidden states and the scores of their tokens, by layer.
+    """Training examples: hidden states and the scores of their tokens, by layer.
 
     Attributes:
-        max_tokens: how many are taken in, at most.
-        states: by layer, `(n, D)` each.
-        targets: by layer, `(n, H_kv)` float32 each.
-        site: of a layer that they are of.
+        max_tokens: maximum number of tokens per layer.
+        states: by layer, hidden states of each call, `(n, D)` on the CPU.
+        targets: by layer, scores of each call, `(n, H_kv)` float32 on the CPU.
+        site: the attention module that was added last.
     """
 
     site: AttentionSite
@@ -118,11 +118,19 @@ class Examples:
 
     @property
     def n_tokens(self) -> int:
-        """How many there are."""
+        """Number of tokens added so far (the most of all layers)."""
         return max((sum(map(len, of_layer)) for of_layer in self.states.values()), default=0)
 
     def add(self, scores: Sequence[Tensor], call: AttentionCall) -> None:
-        """Take in the hidden states of a layer, with `scores` `(B, H_kv, S)` for each layer."""
+        """Add the hidden states of the call's layer.
+
+        Args:
+            scores: `(B, H_kv, S)` for each layer of the model.
+            call: an attention call over all tokens.
+
+        Raises:
+            CalibrationError: if the scores have other shapes.
+        """
         self.site, layer = call.site, call.site.layer_idx
         found, shape = [tuple(x.shape) for x in scores], tuple(call.keys.shape[:3])
         if len(found) != n_layers_of(self.site) or found[layer] != shape:
@@ -137,12 +145,12 @@ class Examples:
         states.append(call.hidden_states.detach().flatten(0, 1)[finite].cpu())
         targets.append(scored[finite].cpu())
 
-    @torch.inference_mode(False)  # a tensor of that mode could not be learned from
-    def taught(self, learn: Callable[[Tensor, Tensor], Sequence[Tensor]]) -> list[Tensor]:
-        """What is learned layer by layer, stacked over all layers; float32.
+    @torch.inference_mode(False)  # autograd cannot use inference tensors
+    def fitted(self, learn: Callable[[Tensor, Tensor], Sequence[Tensor]]) -> list[Tensor]:
+        """The parameters fitted to each layer's examples, stacked over all layers; float32.
 
         Args:
-            learn: from states `(n, D)` and targets `(n, H_kv)` to what is learned.
+            learn: from states `(n, D)` and targets `(n, H_kv)` to the parameters of a layer.
 
         Raises:
             CalibrationError: if there is no token to learn from.
@@ -158,17 +166,17 @@ class Examples:
 
 @dataclass
 class TaughtPress(LearnedPress):
-    """A press that has learned the scores of another from hidden states.
+    """A press whose calibration predicts the scores of a teacher press from hidden states.
 
     Attributes:
-        teacher: class attribute; makes the press whose `scores` are learned, KVzip.
-        of_teacher: class attribute; the fields of that.
-        learn: class attribute; from `Examples`, `steps`, a `seed` and what else `fit` was told to
-            what is learned.
+        teacher: class attribute; the class of the teacher, KVzip.
+        teacher_fields: class attribute; arguments of the teacher.
+        learn: class attribute; from `Examples`, `steps`, `seed` and the keyword arguments `shape`
+            of `fit` to the calibration.
     """
 
     teacher: ClassVar[Callable[..., Any]]
-    of_teacher: ClassVar[Mapping[str, Any]] = {}
+    teacher_fields: ClassVar[Mapping[str, Any]] = {}
     learn: ClassVar[Callable[..., Any]]
 
     @classmethod
@@ -183,58 +191,59 @@ class TaughtPress(LearnedPress):
         seed: int = 0,
         **shape: Any,
     ) -> Any:
-        """Learn to tell the scores of tokens from their hidden states.
+        """Train the calibration to predict the scores of tokens from their hidden states.
 
-        The same seed teaches the same on the same device.
+        The same seed gives the same result on the same device.
 
         Args:
-            model: left as it was.
-            token_batches: token ids `(B, S)`, or dicts with `input_ids` and `attention_mask` where
-                rows are padded on the left; those rows are scored one by one.
-            scores: what to learn: KVzap their logarithm, Fast KVzip scores in [0, 1]. None: the
-                scores of KVzip+ and of KVzip, which need the model's tokenizer; without one,
-                `KVzipPress(prompts=...).scores`.
-            max_tokens: tokens to learn from, at most; their hidden states are held in memory.
-            steps: of AdamW.
-            seed: of what the learned numbers start from, and of the batches of tokens.
-            shape: of what is learned. For KVzap `model_type`, "mlp" or "linear" (ridge regression),
-                and `hidden_dim`, the width of the hidden layer (None: an eighth of the hidden
-                states'). For Fast KVzip `rank`, channels of the gate's queries and keys, and
-                `n_base`, keys that those of tokens are compared with (16 each, as in the paper).
+            model: the model to calibrate; it is not changed.
+            token_batches: token ids `(B, S)`, or dicts with `input_ids` and `attention_mask` for
+                left-padded batches; padded rows are scored one by one.
+            scores: the scores to predict: KVzap fits their logarithm, Fast KVzip scores in [0, 1].
+                None: the scores of KVzip+ and of KVzip, which need the model's tokenizer; without
+                a tokenizer, pass `KVzipPress(prompts=...).scores`.
+            max_tokens: maximum number of tokens; their hidden states are held in memory.
+            steps: number of AdamW steps.
+            seed: seeds the initial parameters and the batches of tokens.
+            shape: shape of the calibration. For KVzap `model_type`, "mlp" or "linear" (ridge
+                regression), and `hidden_dim`, the width of the hidden layer (None: an eighth of the
+                hidden size). For Fast KVzip `rank`, channels of the gate's queries and keys, and
+                `n_base`, number of learned keys that a token's key is compared with (16 each, as in
+                the paper).
 
         Returns:
-            What was learned, float32: to hand over as the field of the press, or to save beside the
-            model.
+            The calibration, float32: pass it to the press, or save it beside the model.
 
         Raises:
-            CalibrationError: if there is no token to learn from, or if scores have another shape.
-            TypeError: if what is learned has no such `shape`.
+            CalibrationError: if there are no tokens, or if scores have the wrong shape.
+            TypeError: if the calibration has no such `shape` argument.
         """
-        inspect.signature(cls.learn).bind(None, **shape)  # before the model is run for long
-        scored = cls.teacher(**cls.of_teacher).scores if scores is None else scores
+        inspect.signature(cls.learn).bind(None, **shape)  # fails before the model is run
+        scored = cls.teacher(**cls.teacher_fields).scores if scores is None else scores
         examples = Examples(max_tokens)
         for ids in rows_alone(token_batches):
             ids = ids.to(device_of(model))
-            see = partial(examples.add, scored(model, ids))
-            run(model, [ids], cls.collector(see, reads=Needs.NOTHING))
+            add_states = partial(examples.add, scored(model, ids))
+            run(model, [ids], cls.collector(add_states, reads=Needs.NOTHING))
             if examples.n_tokens >= max_tokens:
                 break
         return cls.learn(examples, steps=steps, seed=seed, **shape)
 
 
-def taught(
+def trained(
     start: Sequence[Tensor],
     loss_of: Callable[[Sequence[Tensor], Tensor], Tensor],
     n_tokens: int,
     steps: int,
     generator: torch.Generator,
 ) -> list[Tensor]:
-    """Parameters after some steps of AdamW, whose rate falls to zero along a cosine.
+    """Parameters after `steps` of AdamW with a cosine learning-rate schedule down to zero.
 
     Args:
-        start: the parameters to begin with; left as they are.
-        loss_of: the loss of parameters on some tokens, given by their indices `(n,)` int64.
-        n_tokens: how many there are.
+        start: the initial parameters; they are not changed.
+        loss_of: the loss of parameters on the tokens at some indices, `(n,)` int64.
+        n_tokens: number of tokens to draw from.
+        steps: number of AdamW steps, of at most 512 tokens each.
         generator: draws the tokens of each step.
     """
     parameters = [parameter.clone().requires_grad_() for parameter in start]

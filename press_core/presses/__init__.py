@@ -1,1 +1,1 @@
-"""The formulas: fields and arithmetic, whatever installs them."""
+"""The formulas of the presses: fields and arithmetic, independent of the mechanism."""

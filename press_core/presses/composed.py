@@ -1,6 +1,6 @@
-"""Presses around presses: one after the other, a ratio for each layer, new positions, by chunks.
+"""Presses that wrap presses: in sequence, with a ratio per layer, rerotated, or chunk by chunk.
 
-ChunkKV (arXiv 2502.00299) is among those that decide chunk by chunk or block by block.
+ChunkKV (arXiv 2502.00299) is one of those that decide chunk by chunk or block by block.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ def _is_list(given: Any) -> bool:
 
 @dataclass
 class Composed(Composition):
-    """Runs presses one after the other, each on what the former has left.
+    """Applies presses in sequence, each to the tokens that the previous one kept.
 
-    Hidden states, queries and positions follow what is kept, so that any order works. A press that
-    evicts other tokens of each head can only be the last.
+    Hidden states, queries and positions follow the kept tokens, so that any order works. A press
+    that evicts per head (AdaKV, DMS) or frees key channels can only be the last one. The total
+    ratio is `1 - Π(1 - r_i)`.
 
     Attributes:
-        presses: of the same mechanism, in the order in which they act.
+        presses: presses of the same mechanism that act after the prefill, in the order in which
+            they act.
     """
 
     presses: Sequence[Press] = limited(MISSING, _is_list, "a list of at least one press")
@@ -50,22 +52,22 @@ class Composed(Composition):
         fits = all(map(acts_in_prefill_only, self.presses))
         require(self, "presses", fits, "presses that act after the prefill")
         alone = any(press.evicts.needs_attention for press in self.presses[:-1])
-        allowed = "such that one that evicts by head, or frees channels, is the last"
+        allowed = "ordered so that one that evicts per head, or frees channels, is the last"
         require(self, "presses", not alone, allowed)
         by_head = self.presses[-1].evicts is Evicts.PER_HEAD
         rotated = any(Needs.NEW_POSITIONS in press.needs for press in self.presses)
-        allowed = "such that no press rerotates keys where the last evicts by head"
+        allowed = "without a press that rerotates keys, as the last one evicts per head"
         require(self, "presses", not (by_head and rotated), allowed)
 
     def with_ratio(self, compression_ratio: Amount) -> Press:
-        """A copy whose presses share what is to be evicted as these do."""
-        presses, done, told = list(self.presses), 0.0, compression_ratio
+        """A copy with this total ratio, divided over the presses in the same proportions."""
+        presses, done, total = list(self.presses), 0.0, compression_ratio
         for index, weight in _shares(self.presses).items():
-            if isinstance(told, Tokens):  # the presses before have gone a part of the way
-                progress = told.progress * weight / (1 - told.progress * done)
-                share: Amount = Tokens(told.n, min(1.0, progress))
+            if isinstance(total, Tokens):  # previous presses have covered the part `done`
+                progress = total.progress * weight / (1 - total.progress * done)
+                share: Amount = Tokens(total.n, min(1.0, progress))
             else:
-                share = 1 - (1 - told) ** weight
+                share = 1 - (1 - total) ** weight
             presses[index] = presses[index].with_ratio(share)
             done += weight
         return self.changed(presses=presses)
@@ -82,10 +84,12 @@ class Composed(Composition):
 
 
 def _shares(presses: Sequence[Press]) -> dict[int, float]:
-    """By its place, how much of what is evicted each press evicts that can be told; 1 in all.
+    """By index, each press's part of the total compression, in logarithms; the parts sum to 1.
+
+    Presses that take no ratio are left out.
 
     Raises:
-        HyperparameterError: if none can be told.
+        HyperparameterError: if no press takes a ratio.
     """
     kept = {}
     for index, press in enumerate(presses):
@@ -93,19 +97,19 @@ def _shares(presses: Sequence[Press]) -> dict[int, float]:
             press.with_ratio(0.5)
             kept[index] = 1 - press.requested_ratio
     if not kept:
-        presses[-1].with_ratio(0.5)  # says what to do
+        presses[-1].with_ratio(0.5)  # raises, and its message says what to do
     total = log(prod(kept.values()))
     return {i: log(share) / total if total else 1 / len(kept) for i, share in kept.items()}
 
 
 @dataclass
 class PerLayerCompression(Wrapper):
-    """Gives each layer a compression ratio of its own.
+    """Keeps what the wrapped press keeps, with a separate compression ratio for each layer.
 
     Attributes:
-        press: can be told a compression ratio.
-        compression_ratios: one in [0, 1), or the `Tokens` to keep, for each layer of the model, in
-            order.
+        press: a press with a compression ratio, which decides about each layer separately.
+        compression_ratios: for each layer of the model, in order, a ratio in [0, 1) or the `Tokens`
+            to keep.
     """
 
     press: Press = limited(
@@ -115,7 +119,7 @@ class PerLayerCompression(Wrapper):
             and acts_in_prefill_only(x)
             and Phase.AFTER_DECODER not in x.phases
         ),
-        "a press that evicts tokens after the prefill, from each layer by itself",
+        "a press that evicts tokens after the prefill, from each layer separately",
     )
     compression_ratios: Sequence[Amount] = limited(
         MISSING,
@@ -130,13 +134,13 @@ class PerLayerCompression(Wrapper):
 
     @property
     def amount(self) -> Amount:
-        told = [ratio for ratio in self.compression_ratios if not isinstance(ratio, Tokens)]
-        return sum(told) / len(self.compression_ratios)
+        numbers = [ratio for ratio in self.compression_ratios if not isinstance(ratio, Tokens)]
+        return sum(numbers) / len(self.compression_ratios)
 
     def compress(self, call: AttentionCall) -> Eviction:
-        told = [ratio.n for ratio in self.compression_ratios if isinstance(ratio, Tokens)]
+        counts = [ratio.n for ratio in self.compression_ratios if isinstance(ratio, Tokens)]
         n_layers = len(self.compression_ratios)
-        if len(told) == n_layers and call.length <= sum(told) / n_layers:
+        if len(counts) == n_layers and call.length <= sum(counts) / n_layers:
             return Eviction.nothing(call)
         ratio = self.compression_ratios[call.site.layer_idx]
         return self.press.with_ratio(ratio).evict(call)
@@ -145,7 +149,7 @@ class PerLayerCompression(Wrapper):
         return Press.with_ratio(self, compression_ratio)
 
     def with_budget(self, tokens: int) -> Press:
-        """A copy that keeps so many tokens on average, each layer as large a part as in this."""
+        """A copy that keeps `tokens` on average over layers, in the proportions of this one."""
         parts = [r.n if isinstance(r, Tokens) else 1 - r for r in self.compression_ratios]
         mean = sum(parts) / len(parts)
         numbers = [Tokens(max(1, round(tokens * part / mean))) for part in parts]
@@ -163,18 +167,18 @@ class PerLayerCompression(Wrapper):
 
 @dataclass
 class KeyRerotation(Wrapper):
-    """Prunes, then turns each kept key to its new position `0 ... n - 1`.
+    """Keeps what the wrapped press keeps, with keys rerotated to the positions `0 ... n - 1`.
 
-    Later positions continue from `n`, also where the model counts otherwise.
+    New tokens continue at position `n`, even if the model passes other positions.
 
     Attributes:
-        press: evicts as many tokens of each head.
+        press: evicts tokens after the prefill, the same number from each head.
     """
 
     press: Press = limited(
         MISSING,
         lambda x: x.evicts is Evicts.TOKENS and acts_in_prefill_only(x),
-        "a press that evicts as many tokens of each head, after the prefill",
+        "a press that evicts the same number of tokens from each head, after the prefill",
     )
 
     needs = Needs.ROPE | Needs.NEW_POSITIONS
@@ -184,12 +188,12 @@ class KeyRerotation(Wrapper):
 
     @staticmethod
     def rerotate_keys(module: Any, indices: Tensor, keys: Tensor) -> Tensor:
-        """Some keys, turned to the positions `0 ... n - 1`; for presses that call it themselves.
+        """The keys at `indices`, rotated to the positions `0 ... n - 1`; for presses of your own.
 
         Args:
-            module: what the press is handed: the module in hook presses, `call.site` in others.
-            indices: `(B, H_kv, n)` int64, which of the `S` keys.
-            keys: `(B, H_kv, S, d)`, each rotated to its own place in the context.
+            module: the module that a hook press is given, or `call.site`.
+            indices: `(B, H_kv, n)` int64, indices of the kept keys among the `S`.
+            keys: `(B, H_kv, S, d)`, rotated to their positions in the context.
 
         Returns:
             `(B, H_kv, n, d)`, in the dtype of `keys`.
@@ -197,9 +201,9 @@ class KeyRerotation(Wrapper):
         Raises:
             UnsupportedInputError: if `module` does not come from an open scope, or has no RoPE.
         """
-        site = site_of(getattr(module, "_site", module))  # a view holds it in a slot
+        site = site_of(getattr(module, "_site", module))  # a view of the module has it as `_site`
         if site.rotary is None:
-            raise UnsupportedInputError(f"{site.name} has no rotary position embeddings to turn")
+            raise UnsupportedInputError(f"{site.name} has no rotary position embeddings")
         positions = torch.arange(indices.shape[-1], device=keys.device).view(1, 1, -1)
         chosen = gather_tokens(keys, indices)
         before_rope = site.rotary.rotate_from(chosen, indices + site.rotary.first_position)
@@ -208,10 +212,12 @@ class KeyRerotation(Wrapper):
 
 @dataclass
 class Chunk(Wrapper):
-    """Scores and prunes each chunk by itself, with the chunk's own queries and positions.
+    """Keeps what the wrapped press keeps of each chunk, scored and pruned separately.
+
+    Within a chunk, the press sees the keys, values, queries and positions of that chunk only.
 
     Attributes:
-        press: scores tokens.
+        press: scores tokens (a ScorerPress or CriticalKVPress).
         chunk_length: tokens per chunk; the last one may be shorter.
     """
 
@@ -233,19 +239,20 @@ class Chunk(Wrapper):
 
 @dataclass
 class ChunkKV(Wrapper, BudgetPress):
-    """Keeps whole chunks of neighbouring tokens (Liu et al., arXiv 2502.00299).
+    """Keeps the chunks of neighbouring tokens with the highest mean score (arXiv 2502.00299).
 
-    Of `ceil(S / chunk_length)` chunks it keeps the share that the wrapped press keeps of tokens, at
-    least one; every head keeps the same. Contexts shorter than one chunk are the wrapped press's.
+    Scores of the wrapped press are summed over heads and averaged per chunk; every head keeps the
+    same chunks, `max(1, int(n_chunks * (1 - compression_ratio)))` of `ceil(S / chunk_length)`.
+    Contexts shorter than one chunk are pruned by the wrapped press. Paper: Liu et al.
 
     Attributes:
-        press: scores tokens.
-        chunk_length: tokens per chunk; a shorter last one counts as one.
+        press: scores tokens (a ScorerPress or CriticalKVPress); its ratio sets the budget.
+        chunk_length: tokens per chunk; the last one may be shorter and counts as a chunk.
     """
 
     chunk_length: int = count(20, 1)
 
-    row_by_row = True  # rows choose other chunks
+    row_by_row = True  # each row chooses its own chunks
 
     def spend(self, call: AttentionCall, n: int) -> Eviction:
         if call.length < self.chunk_length:
@@ -255,7 +262,7 @@ class ChunkKV(Wrapper, BudgetPress):
         return Eviction.keep(call, positions.expand(*call.keys.shape[:2], -1))
 
     def choose(self, call: AttentionCall, scores: Tensor) -> Tensor:
-        """Positions of the tokens that every head keeps, `(n,)`, by `scores` `(S,)`."""
+        """Positions of the tokens that every head keeps, `(n,)` int64, by `scores` `(S,)`."""
         chunks, held = in_chunks(scores, self.chunk_length)
         n = max(1, int(len(chunks) * (1 - self.ratio_of(call.length))))
         best = (chunks.sum(dim=-1) / held.sum(dim=-1)).topk(n).indices
@@ -265,16 +272,18 @@ class ChunkKV(Wrapper, BudgetPress):
 
 @dataclass
 class EntropyGatedChunkKV(ChunkKV):
-    """Keeps the best chunks, and of those with few good tokens only these (after 2502.00299).
+    """Keeps the best chunks, but of low-entropy ones only the best tokens (after 2502.00299).
 
-    A chunk that scores at least the median, and over whose tokens the score is spread less evenly
-    than over those of the median chunk, gives all but its best tokens to further chunks. Every head
-    keeps the same tokens, exactly as many as the wrapped press would.
+    A chunk is gated if its mean score is at least the median and the normalized entropy of its
+    token scores is below the median. Gated chunks keep `low_entropy_chunk_length` tokens; the freed
+    budget goes to further chunks, the last of which may keep its best tokens only. Every head keeps
+    the same tokens, exactly as many as the wrapped press would.
 
     Attributes:
-        press: scores tokens.
-        chunk_length: tokens per chunk; a shorter last one counts as one.
-        low_entropy_chunk_length: tokens that are left of such a chunk.
+        press: scores tokens (a ScorerPress or CriticalKVPress); its ratio sets the budget.
+        chunk_length: tokens per chunk, above `low_entropy_chunk_length`; the last one may be
+            shorter and counts as a chunk.
+        low_entropy_chunk_length: number of best tokens that a gated chunk keeps.
     """
 
     chunk_length: int = above("low_entropy_chunk_length", 10)
@@ -287,15 +296,15 @@ class EntropyGatedChunkKV(ChunkKV):
 
 @dataclass
 class Block(Wrapper, BudgetPress):
-    """Prunes block by block: what is kept so far and the next block compete for the budget.
+    """Keeps the best `n` tokens block by block: the kept ones compete with each next block.
 
-    The block-wise eviction of KeyDiff (Park et al., arXiv 2504.15364), for any score. Where that
-    takes keys and values alone, a prefill that comes in chunks is pruned after each: the cache
-    holds no more than the budget and a chunk.
+    This is the block-wise eviction of KeyDiff (Park et al., arXiv 2504.15364), for any scorer. If
+    the scorer reads keys and values only, a chunked prefill is pruned after each chunk, so that the
+    cache never holds more than the budget and one chunk.
 
     Attributes:
-        press: scores tokens.
-        block_size: tokens that join the competition at a time.
+        press: scores tokens (a ScorerPress or CriticalKVPress); its ratio sets the budget.
+        block_size: tokens per block.
     """
 
     block_size: int = count(128, 1)
@@ -311,24 +320,24 @@ class Block(Wrapper, BudgetPress):
         for block in tokens[..., n:].split(self.block_size, dim=-1):
             candidates = torch.cat((kept, block), dim=-1)
             kept = candidates[..., -n:]
-            if self.is_long_enough(candidates.shape[-1]):  # else there are too few to judge
+            if self.is_long_enough(candidates.shape[-1]):  # else too few to score: keep the latest
                 scores = self.scorer.checked_scores(call.select(candidates).with_budget(n))
                 kept = candidates.gather(-1, top_positions(scores, n))
         return Eviction.keep(call, kept)
 
 
 def in_chunks(scores: Tensor, chunk_length: int) -> tuple[Tensor, Tensor]:
-    """Scores `(S,)` as `(n, c)`, zeros behind the last one, and where there is a token."""
+    """Scores `(S,)` as `(n, c)` padded with zeros, and a mask `(n, c)`, true for tokens."""
     chunks = pad(scores, (0, -len(scores) % chunk_length)).view(-1, chunk_length)
     tokens = torch.arange(chunks.numel(), device=scores.device)
     return chunks, (tokens < len(scores)).view_as(chunks)
 
 
 def gated_order(scores: Tensor, chunk_length: int, low_entropy_chunk_length: int) -> Tensor:
-    """All tokens `(S,)`, in the order in which they are kept.
+    """Indices of all tokens, `(S,)` int64, in the order in which the budget is spent on them.
 
-    Chunk by chunk, the best first and within each its best tokens first; in the end what the gate
-    has taken out of chunks.
+    Chunks by descending mean score, and the tokens of each by descending score; then the tokens
+    that were gated out of their chunks, by descending score.
 
     Args:
         scores: `(S,)`.
@@ -339,22 +348,22 @@ def gated_order(scores: Tensor, chunk_length: int, low_entropy_chunk_length: int
     entropies = normalized_entropy(chunks, held)
     gated = (means >= means.median()) & (entropies < entropies.median())
     best = best_first(chunks.masked_fill(~held, float("-inf"))[None], low_entropy_chunk_length)[0]
-    late = (gated[:, None] & ~best).flatten()[:length]
-    # Sorted by one thing after the other, the last of which counts most.
+    gated_out = (gated[:, None] & ~best).flatten()[:length]
+    # Stable sorts, the least significant key first.
     by_score = scores.argsort(descending=True)
     ranks = means.argsort(descending=True).argsort().repeat_interleave(chunk_length)[:length]
-    ranks = ranks.masked_fill(late, len(chunks))
+    ranks = ranks.masked_fill(gated_out, len(chunks))
     return by_score[ranks[by_score].argsort(stable=True)]
 
 
 def normalized_entropy(chunks: Tensor, held: Tensor) -> Tensor:
-    """Entropy of each chunk's scores as shares of their sum, `(n,)`: 1 where all are equal.
+    """Entropy of each chunk's scores, normalized to a distribution, `(n,)`: 1 if all are equal.
 
-    Scores below zero are raised by the least of their chunk. A chunk of a single token has none.
+    A chunk with negative scores is shifted so that its minimum is 0. A single token has entropy 0.
 
     Args:
         chunks: `(n, c)`.
-        held: `(n, c)` bool, where there is a token.
+        held: `(n, c)` bool, true for tokens, false for padding.
     """
     least = chunks.masked_fill(~held, float("inf")).amin(dim=-1, keepdim=True).clamp(max=0)
     raised = (chunks - least) * held

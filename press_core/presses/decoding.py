@@ -1,6 +1,6 @@
-"""Pruning again and again: step by step, at intervals while decoding, or turn by turn.
+"""Presses that prune repeatedly: after every step, at intervals while decoding, or at every turn.
 
-H2O (Zhang et al., arXiv 2306.14048) goes on from step to step.
+H2O (Zhang et al., arXiv 2306.14048) prunes after every step.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ RECEIVED = "received attention"
 
 
 class Accumulating(Press):
-    """A press that adds up, from forward to forward, the attention that each key receives."""
+    """A press that accumulates the attention that each key receives, over all forwards."""
 
     needs = Needs.QUERIES | Needs.MEMORY
 
     def remember(self, call: AttentionCall) -> Mapping[str, Tensor]:
-        """The attention that each key has received so far, in the phases in which it acts."""
+        """The attention that each key has received so far, in the phases of the press."""
         received = received_attention(call)
         return {RECEIVED: received + call.memory[RECEIVED] if call.memory else received}
 
 
 @dataclass
 class H2O(Accumulating, RatioPress, BudgetPress):
-    """Keeps the heavy hitters and the recent tokens, while decoding too (H2O, arXiv 2306.14048).
+    """Keeps heavy hitters and recent tokens, while decoding too (H2O, arXiv 2306.14048).
 
-    A token's weight is all attention that it has received since it came, from every query of its
-    group. After the prefill, and after each forward from then on, a layer loses as many of the
-    lightest tokens as it has too many, and never a recent one. It stays as long as the prefill has
-    left it; told a number of tokens (`with_budget`), it grows up to that. Weights are summed row by
-    row of the attention matrix, which is never there as a whole, under any attention
-    implementation.
+    The score of a token is its accumulated attention: the sum over all queries since the token was
+    appended, averaged over the GQA group. After the prefill and after every later forward, each KV
+    head keeps its most recent tokens and, of the others, those with the highest scores. With a
+    ratio, a layer keeps the length that the prefill left; with a number of `Tokens`, it grows up to
+    that. Attention is summed block by block with any attention implementation; the whole attention
+    matrix is never in memory.
 
     Attributes:
-        compression_ratio: share of the tokens of the context that each KV head evicts, in [0, 1); 0
-            evicts nothing later either. Or the `Tokens` that it keeps.
-        recent_ratio: share of what is kept that is kept for being recent, in [0, 1].
+        compression_ratio: share of the context's tokens that each KV head evicts, in [0, 1), or the
+            `Tokens` that it keeps. 0 evicts nothing, not even while decoding.
+        recent_ratio: share of the kept tokens that are the most recent ones, in [0, 1].
     """
 
     recent_ratio: float = share(0.5)
@@ -68,11 +68,11 @@ class H2O(Accumulating, RatioPress, BudgetPress):
 
 @dataclass
 class AtIntervals(Composition):
-    """Prunes a cache that has grown while decoding, every so many steps.
+    """A press that prunes the cache every `compression_interval` decoding steps.
 
     Attributes:
-        base_press: scores tokens.
-        compression_interval: forwards after the prefill from one pruning to the next.
+        base_press: scores tokens; its own ratio is not used.
+        compression_interval: number of decoding forwards between two prunings.
     """
 
     base_press: Press = limited(MISSING, *SCORER_AGAIN)
@@ -88,13 +88,13 @@ class AtIntervals(Composition):
         require(self, "hidden_states_buffer_size", fits, allowed)
 
     def reset(self) -> None:
-        """Does nothing: what a run has buffered belongs to its cache, not to the press."""
+        """Do nothing: buffers belong to the cache of a run, not to the press."""
 
     def is_due(self, n_steps: int, n_new: int) -> bool:
         return n_steps >= self.compression_interval
 
     def is_awaited(self, n_steps: int, n_new: int, n_buffered: int) -> bool:
-        # Each step brings a token at least, so no more of them can be asked for.
+        # Each step appends at least one token: only the last `n_buffered` steps can be buffered.
         return n_steps + max(1, n_buffered) > self.compression_interval
 
     def compress(self, call: AttentionCall) -> Eviction:
@@ -103,14 +103,16 @@ class AtIntervals(Composition):
 
 @dataclass
 class Decoding(AtIntervals):
-    """Prunes a cache that has grown while decoding, every so many steps, to a fixed size.
+    """Keeps the `target_size` best tokens, pruning every `compression_interval` decoding steps.
+
+    The cache grows while decoding and is pruned back at each interval. The prefill is not pruned.
 
     Attributes:
-        base_press: scores tokens.
-        compression_interval: forwards after the prefill from one pruning to the next.
-        target_size: tokens that each KV head then keeps.
-        hidden_states_buffer_size: of how many of the last tokens since then the hidden states and
-            queries are kept for `base_press`, if it may ask for them.
+        base_press: scores tokens (a ScorerPress or CriticalKVPress); its own ratio is not used.
+        compression_interval: number of decoding forwards between two prunings.
+        target_size: tokens that each KV head keeps at each pruning.
+        hidden_states_buffer_size: number of the last tokens since the previous pruning whose hidden
+            states and queries are buffered for `base_press`; 1 or more if it reads queries.
     """
 
     target_size: int = count(2048, 1)
@@ -125,15 +127,18 @@ class Decoding(AtIntervals):
 
 @dataclass
 class CompressionRatioDecoding(AtIntervals):
-    """Prunes a cache while decoding, every so many steps, to a share of all tokens so far.
+    """Keeps a share of all tokens seen so far, pruning every `compression_interval` decoding steps.
+
+    The target is `max(1, int(seen * (1 - target_compression_ratio)))`, where `seen` counts the
+    context, decoded and evicted tokens of a row. The prefill is not pruned.
 
     Attributes:
-        base_press: scores tokens.
-        compression_interval: forwards after the prefill from one pruning to the next.
-        hidden_states_buffer_size: of how many of the last tokens since then the hidden states and
-            queries are kept for `base_press`, if it may ask for them.
-        target_compression_ratio: share of the tokens that a row has seen, those of the context and
-            evicted ones too, that is then gone, in [0, 1); or the `Tokens` that are left.
+        base_press: scores tokens (a ScorerPress or CriticalKVPress); its own ratio is not used.
+        compression_interval: number of decoding forwards between two prunings.
+        hidden_states_buffer_size: number of the last tokens since the previous pruning whose hidden
+            states and queries are buffered for `base_press`; 1 or more if it reads queries.
+        target_compression_ratio: share of the seen tokens that each KV head has evicted after a
+            pruning, in [0, 1); or the `Tokens` that it keeps.
     """
 
     hidden_states_buffer_size: int = count(256)
@@ -149,17 +154,18 @@ class CompressionRatioDecoding(AtIntervals):
 
 @dataclass
 class EveryTurn(Around, BudgetPress):
-    """Bounds the cache of a conversation: every turn is pruned, together with what is left before.
+    """Keeps the `target_size` best tokens after every turn of a conversation.
 
-    A turn is a forward of several tokens: the context, and later each question. Once its attention
-    has run, each KV head that holds more than `target_size` tokens keeps the best of them, those
-    of answers among them. What is decoded token by token is left until the next turn.
+    A turn is a forward of several tokens: the context, and each later question. After its
+    attention, each KV head that holds more than `target_size` tokens keeps the best of all of them:
+    context, questions and answers. Tokens decoded one by one are kept until the next turn.
 
     Attributes:
-        press: scores tokens, and can score them again later.
-        target_size: tokens that each KV head keeps at most after a turn.
-        hidden_states_buffer_size: of how many of the last tokens before a turn the hidden states
-            and queries are kept for `press`, if it may ask for them.
+        press: scores tokens (a ScorerPress or CriticalKVPress), and can score them again in later
+            forwards; its own ratio is not used.
+        target_size: most tokens that each KV head keeps after a turn.
+        hidden_states_buffer_size: number of the last tokens before a turn whose hidden states and
+            queries are buffered for `press`.
     """
 
     press: Press = limited(MISSING, *SCORER_AGAIN)
@@ -184,11 +190,13 @@ class EveryTurn(Around, BudgetPress):
 
 @dataclass
 class PrefillDecoding(Composition):
-    """Leaves the prefill to one press and what is decoded to another.
+    """Prunes the prefill with one press, and the cache while decoding with another.
 
     Attributes:
-        prefilling_press: acts after the prefill; None: nothing does.
-        decoding_press: acts while decoding, at intervals; None: nothing is pruned while decoding.
+        prefilling_press: prunes after the prefill. With a `decoding_press`, it must keep the same
+            number of tokens in each head, and all channels. None: the prefill is not pruned.
+        decoding_press: prunes while decoding (a DecodingPress, CAMPress or
+            CompressionRatioDecodingPress). None: decoded tokens are not pruned.
     """
 
     prefilling_press: Press | None = limited(
@@ -204,7 +212,7 @@ class PrefillDecoding(Composition):
         super().validate()
         if self.prefilling_press is not None and self.decoding_press is not None:
             fits = not self.prefilling_press.evicts.needs_attention
-            allowed = "one that leaves heads of one length, with all channels, to prune again"
+            allowed = "one that leaves heads of one length and all channels, to be pruned again"
             require(self, "prefilling_press", fits, allowed)
 
     def compress(self, call: AttentionCall) -> Eviction:

@@ -1,4 +1,4 @@
-"""FINCH (Corallo and Papotti, TACL 2024): the question at the end decides what is kept."""
+"""FINCH (Corallo and Papotti, TACL 2024): the question at the end of the prompt scores keys."""
 
 from __future__ import annotations
 
@@ -23,17 +23,20 @@ from press_core.traits import Needs, Phase
 
 @dataclass
 class Finch(RatioPress):
-    """Keeps what the question after a delimiter token attends to (FINCH, TACL 2024).
+    """Keeps the keys that the question after a delimiter token attends to (FINCH, TACL 2024).
 
-    The prompt is context, delimiter, question. The delimiter is taken out before the model sees it,
-    so that neither its vocabulary nor its embeddings have to know it.
+    The prompt is context, delimiter, question. The score is the mean attention of the question's
+    queries, averaged over the GQA group; the question is always kept. The delimiter is removed
+    before the decoder runs, so the model's vocabulary and embeddings need not contain it. Paper:
+    Corallo and Papotti, https://doi.org/10.1162/tacl_a_00716.
 
     Attributes:
-        compression_ratio: share of the tokens that each KV head evicts, in [0, 1).
-        chunk_length: prune each chunk of this many tokens by itself, by the one score; None: all
-            tokens together.
-        normalize_scores: weight each query by the number of keys that it sees.
-        rerotate_keys: turn kept keys to the positions `0 ... n - 1`.
+        compression_ratio: share of the tokens that each KV head evicts, in [0, 1), or the `Tokens`
+            that it keeps.
+        chunk_length: tokens per chunk; each chunk keeps the same share, its best tokens by the
+            scores of the whole prompt. None: all tokens compete.
+        normalize_scores: multiply the attention of each query by the number of keys before it.
+        rerotate_keys: rotate kept keys to the positions `0 ... n - 1`.
         delimiter_token_id: id of the delimiter; see `update_model_and_tokenizer`.
     """
 
@@ -53,7 +56,11 @@ class Finch(RatioPress):
     def update_model_and_tokenizer(
         self, model: Any, tokenizer: Any, delimiter_token: str = "<|finch_sep|>"
     ) -> Any:
-        """Let `tokenizer` know the delimiter, and this press its id; the model stays as it is.
+        """Add the delimiter to `tokenizer` and store its id in this press; `model` is not changed.
+
+        Args:
+            model: not used; kvpress has the parameter.
+            tokenizer: gets `delimiter_token` as an additional special token.
 
         Returns:
             The tokenizer.
@@ -68,9 +75,14 @@ class Finch(RatioPress):
         require(self, "delimiter_token_id", fits, allowed)
 
     def before_decoder(self, scope: OpenScope, forward: Forward) -> Arguments:
-        """The decoder's arguments without the delimiter."""
+        """The decoder's arguments with the delimiter removed.
+
+        Raises:
+            UnsupportedInputError: if a prompt does not hold the delimiter once, before a question,
+                or if the decoder was given embeddings.
+        """
         given, cache = forward.given, forward.cache
-        ids = forward.token_ids("Finch finds its delimiter among the tokens")
+        ids = forward.token_ids("Finch looks for its delimiter in the token ids")
         mask = given.get("attention_mask")
         if forward.is_context:
             delimiters = self._delimiters(ids, mask)
@@ -79,12 +91,12 @@ class Finch(RatioPress):
         seen = max(int(getattr(x, "n_seen", 0) or x.get_seq_length()) for x in cache.layers)
         counted = seen + forward.n_tokens + 1
         if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == counted:
-            # The mask counts the delimiter still; any column that is seen will do for it.
+            # The caller's mask still has a column for the delimiter; drop any visible column.
             return _without_delimiter(given, mask.argmax(dim=-1), seen + 1)
         return given
 
     def _delimiters(self, ids: Tensor, mask: Any) -> Tensor:
-        """Where the delimiter is in each row, `(B,)`; padding holds none."""
+        """Index of the delimiter in each row, `(B,)`; delimiter ids in the padding do not count."""
         assert self.delimiter_token_id is not None
         found = ids.eq(self.delimiter_token_id)
         if isinstance(mask, Tensor) and mask.shape == ids.shape:
@@ -121,11 +133,11 @@ class Finch(RatioPress):
 
 
 def _without_delimiter(given: Arguments, delimiters: Tensor, first: int) -> Arguments:
-    """Arguments of a forward without the delimiter, and what comes after it one position earlier.
+    """Arguments of a forward without the delimiter, with the positions after it reduced by one.
 
     Args:
-        delimiters: `(B,)`, where the delimiter of each row is.
-        first: where the tokens of this forward begin.
+        delimiters: `(B,)`, index of the delimiter in each row.
+        first: index of the forward's first token.
     """
     changed, delimiters = {}, delimiters[:, None]
     for name in ("input_ids", "attention_mask", "position_ids", "cache_position"):
@@ -134,7 +146,7 @@ def _without_delimiter(given: Arguments, delimiters: Tensor, first: int) -> Argu
             start = 0 if name == "attention_mask" else first
             columns = torch.arange(start, start + value.shape[-1], device=value.device)
             after = columns > delimiters
-            left = value - after.to(value) if "position" in name else value.expand(after.shape)
-            left = left[columns != delimiters].view(len(delimiters), -1)
-            changed[name] = left[0] if value.dim() == 1 else left
+            kept = value - after.to(value) if "position" in name else value.expand(after.shape)
+            kept = kept[columns != delimiters].view(len(delimiters), -1)
+            changed[name] = kept[0] if value.dim() == 1 else kept
     return given.replace(**changed)

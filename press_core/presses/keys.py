@@ -1,7 +1,10 @@
-"""Presses that judge keys and values by themselves: by norms, directions, variation and leverage.
+"""Presses that score tokens by their keys and values: norms, directions, variation and leverage.
 
-Leverage is that of Compactor (arXiv 2507.08143) and CurDKV (2509.15038). ThinK (Xu et al.,
-2407.21018) judges the channels of keys, by the last queries.
+Leverage scores follow Compactor (arXiv 2507.08143) and CurDKV (2509.15038). ThinK (Xu et al.,
+2407.21018) scores key channels instead of tokens, with the queries of the observation window.
+
+All presses here but ThinK have the field `compression_ratio`: the share of the tokens that each KV
+head evicts, in [0, 1), or the `Tokens` that it keeps.
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ from press_core.traits import Evicts, Needs
 
 @dataclass
 class Knorm(RatioScorer):
-    """Keeps the keys of smallest L2 norm (Devoto et al., arXiv 2406.11430)."""
+    """Keeps the keys with the smallest L2 norm (Devoto et al., arXiv 2406.11430).
+
+    The score is `-‖k‖₂`.
+    """
 
     independent = True
     needs = Needs.KEY_NORMS
@@ -40,10 +46,13 @@ def knorm_scores(keys: Tensor) -> Tensor:
 
 @dataclass
 class KeyDiff(RatioScorer):
-    """Keeps the keys that point away from the mean direction (Park et al., arXiv 2504.15364)."""
+    """Keeps the keys least similar to the mean key direction (Park et al., arXiv 2504.15364).
+
+    The score is `-cos(k, a)`, with the anchor `a` the mean of the normalized keys of the KV head.
+    """
 
     def score(self, call: AttentionCall) -> Tensor:
-        """Negative cosine between each key and the mean of the unit keys."""
+        """Negative cosine similarity of each key and the mean of the normalized keys."""
         keys = upcast(call.keys)
         inverse = keys.norm(dim=-1).clamp(min=torch.finfo(keys.dtype).tiny).reciprocal()
         anchor = normalize(inverse.unsqueeze(2) @ keys, dim=-1)  # (B, H_kv, 1, d)
@@ -52,14 +61,19 @@ class KeyDiff(RatioScorer):
 
 @dataclass
 class LagKV(RatioScorer):
-    """Keeps the tokens of each block that vary most against the next (arXiv 2504.04704).
+    """Keeps the tokens that vary most across channels, relative to the next block (2504.04704).
 
-    Contexts shorter than `n_sink + 2 * lag_size` keep their sinks and most recent tokens.
+    After the sinks, the context is split into blocks of `lag_size` tokens. Keys and values of a
+    block are min-max normalized per channel with the range of the next block (its lag reference).
+    A token's score is the standard deviation over channels, softmaxed within the block and averaged
+    over keys and values. Contexts shorter than `n_sink + 2 * lag_size` tokens keep their sinks and
+    most recent tokens instead.
 
     Attributes:
-        n_sink: first tokens, always kept.
-        lag_size: tokens per block; the last full block and the rest after it are always kept.
-        cross_scoring: compare scores across blocks, rather than ranks within each.
+        n_sink: number of first tokens (attention sinks), always kept.
+        lag_size: tokens per block; the last full block and the tokens after it are always kept.
+        cross_scoring: rank tokens by their scores across blocks. By default they are ranked within
+            each block, so that every block keeps about the same share.
     """
 
     n_sink: int = count(4)
@@ -67,7 +81,10 @@ class LagKV(RatioScorer):
     cross_scoring: bool = False
 
     def score(self, call: AttentionCall) -> Tensor:
-        """How much keys and values of a block vary by the range of the next one, in [0, 1]."""
+        """Variation of keys and values in the range of the next block, in [0, 1].
+
+        Protected tokens get higher scores.
+        """
         keys, n_sink, lag = call.keys, self.n_sink, self.lag_size
         n_blocks = (call.length - n_sink) // lag
         if n_blocks < 2:
@@ -83,12 +100,12 @@ class LagKV(RatioScorer):
 
 
 def _variation(blocks: Tensor) -> Tensor:
-    """`(B, H_kv, n_blocks, lag, d)` to `(B, H_kv, n_blocks - 1, lag)`."""
-    judged, reference = blocks[:, :, :-1], blocks[:, :, 1:]
+    """Softmaxed deviations: `(B, H_kv, n_blocks, lag, d)` to `(B, H_kv, n_blocks - 1, lag)`."""
+    scored, reference = blocks[:, :, :-1], blocks[:, :, 1:]
     low, high = reference.amin(dim=-2, keepdim=True), reference.amax(dim=-2, keepdim=True)
     spread = torch.where(high > low, high - low, 1)  # a constant channel has no range to divide by
-    scaled = (judged - low).div_(spread)
-    # The standard deviation, which torch's own takes ten times as long for.
+    scaled = (scored - low).div_(spread)
+    # `torch.std` takes ten times as long.
     centred = scaled.sub_(scaled.mean(dim=-1, keepdim=True))
     deviation = centred.norm(dim=-1) / (scaled.shape[-1] - 1) ** 0.5
     return deviation.softmax(dim=-1)
@@ -99,13 +116,15 @@ def _variation(blocks: Tensor) -> Tensor:
 
 @dataclass
 class LeverageScore(RatioScorer):
-    """Keeps the keys that the others cannot make up (Chari and Van Durme, arXiv 2507.08143).
+    """Keeps the keys with the highest statistical leverage (Chari and Van Durme, 2507.08143).
 
-    The sketch is the same in every run, on every device and for every row of a batch: it depends on
-    the layer alone.
+    A key of high leverage is poorly approximated by linear combinations of the others. With `X` the
+    keys before RoPE, centred over the sequence and multiplied by a Gaussian sketch, the score is
+    `diag(X (XᵀX + λI)⁻¹ Xᵀ)`, z-scored over the heads and tokens of a row. The sketch depends on
+    the layer alone: it is the same in every run, on every device and for every row of a batch.
 
     Attributes:
-        sketch_dimension: channels that a Gaussian sketch leaves of each key.
+        sketch_dimension: number of channels that the sketch projects each key to.
     """
 
     sketch_dimension: int = count(48, 1)
@@ -115,11 +134,11 @@ class LeverageScore(RatioScorer):
 
 
 _RIDGE = 1e-2
-"""Added to the eigenvalues of the Gram matrix; that of kvpress."""
+"""Ridge `λ` added to the diagonal of the Gram matrix; the value of kvpress."""
 
 
 def leverage_scores(keys: Tensor, sketch_dimension: int, layer_idx: int) -> Tensor:
-    """Leverage of each key in the sketched, centred keys of its head, standardised.
+    """Leverage of each key among the sketched, centred keys of its KV head, z-scored.
 
     Args:
         keys: `(B, H_kv, S, d)`, before RoPE.
@@ -130,14 +149,14 @@ def leverage_scores(keys: Tensor, sketch_dimension: int, layer_idx: int) -> Tens
     keys = upcast(keys)
     projection = sketch((keys.shape[1], keys.shape[3], sketch_dimension), layer_idx, keys)
     sketched = keys @ (projection / sketch_dimension**0.5)
-    sketched -= sketched.mean(dim=2, keepdim=True)  # of fewer channels than the keys have
-    del keys  # as large as a layer
+    sketched -= sketched.mean(dim=2, keepdim=True)  # after the sketch: fewer channels
+    del keys  # frees a tensor as large as the layer's keys
     gram = sketched.mT @ sketched  # (B, H_kv, s, s)
     identity = torch.eye(sketch_dimension, device=gram.device, dtype=gram.dtype)
     factor, failed = torch.linalg.cholesky_ex(gram + _RIDGE * identity)
     if failed.any():
-        # Large keys of low rank: the ridge is lost in the rounding of the Gram matrix, which is
-        # a share of its trace.
+        # For large keys of low rank, the ridge vanishes in the rounding error of the Gram matrix,
+        # which is proportional to its trace.
         trace = gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
         more = (failed > 0) * 64 * torch.finfo(gram.dtype).eps * trace
         factor, _ = torch.linalg.cholesky_ex(gram + (_RIDGE + more)[..., None, None] * identity)
@@ -146,15 +165,15 @@ def leverage_scores(keys: Tensor, sketch_dimension: int, layer_idx: int) -> Tens
 
 
 def sketch(shape: tuple[int, ...], layer_idx: int, like: Tensor) -> Tensor:
-    """Standard normal numbers that depend on the layer alone, with device and dtype of `like`."""
+    """Standard normal numbers seeded by the layer alone, with device and dtype of `like`."""
     generator = torch.Generator().manual_seed(layer_idx)
     return torch.randn(shape, generator=generator, dtype=torch.float32).to(like)
 
 
 def standardised(scores: Tensor) -> Tensor:
-    """Scores `(B, H_kv, S)` with mean 0 and standard deviation 1 over each row of the batch.
+    """Scores `(B, H_kv, S)` z-scored over each row of the batch: mean 0, standard deviation 1.
 
-    All heads of a row are taken together, so that they still compare.
+    The statistics are shared by all heads of a row, so that scores stay comparable across heads.
     """
     centred = scores - scores.mean(dim=(1, 2), keepdim=True)
     degrees = max(1, scores[0].numel() - 1)
@@ -164,10 +183,14 @@ def standardised(scores: Tensor) -> Tensor:
 
 @dataclass
 class NonCausalAttn(RatioScorer):
-    """Keeps what is attended to from both sides within its chunk (arXiv 2507.08143).
+    """Keeps the tokens that receive most non-causal attention in their chunk (arXiv 2507.08143).
+
+    Within each chunk, all queries attend to all keys: softmax of the unscaled dot products, without
+    a causal mask. The score is the attention that a key receives from the chunk's queries, mean
+    over the GQA group, times `‖v‖₂`, average-pooled over 3 tokens and z-scored.
 
     Attributes:
-        chunk_size: tokens that attend to each other; a shorter last chunk is one by itself.
+        chunk_size: tokens per chunk; the last one may be shorter.
     """
 
     chunk_size: int = count(256, 1)
@@ -179,17 +202,17 @@ class NonCausalAttn(RatioScorer):
 
 
 _ROWS = 1024
-"""Queries (of one KV head) whose weights are held at a time."""
+"""Number of queries of a KV head whose attention weights are in memory at the same time."""
 
 
 def non_causal_scores(queries: Tensor, keys: Tensor, values: Tensor, chunk_size: int) -> Tensor:
-    """Attention that each key receives in its chunk, without mask or scaling, times `‖v‖`.
+    """Attention that each key receives in its chunk, unmasked and unscaled, times `‖v‖₂`.
 
-    The mean over the group is pooled over three neighbours and standardised.
+    Averaged over the GQA group, average-pooled over 3 tokens and z-scored.
 
     Args:
-        queries: `(B, H, S, d)`, after RoPE, as the keys are.
-        keys, values: `(B, H_kv, S, d)`.
+        queries: `(B, H, S, d)`, after RoPE.
+        keys, values: `(B, H_kv, S, d)`; keys after RoPE.
 
     Returns:
         `(B, H_kv, S)`, float32.
@@ -208,30 +231,32 @@ def non_causal_scores(queries: Tensor, keys: Tensor, values: Tensor, chunk_size:
 
 
 def queries_of_all_keys(call: AttentionCall) -> Tensor:
-    """A query after RoPE for each key, `(B, H, S, d)`.
+    """A query after RoPE for each key, `(B, H, S, d)`: that of the key's own token if known.
 
-    Its own, or, for keys older than the `q` queries that are known (while decoding), those in turn.
+    While decoding, only the last `q` queries are known: older keys cycle through these.
     """
     queries = call.queries()
     n_known = queries.shape[2]
     if n_known == call.length:
         return queries
-    turn = torch.arange(n_known - call.length, n_known, device=queries.device) % n_known
-    return queries[:, :, turn]
+    cycle = torch.arange(n_known - call.length, n_known, device=queries.device) % n_known
+    return queries[:, :, cycle]
 
 
 @dataclass
 class Compactor(RatioScorer):
-    """Keeps keys of high leverage and much non-causal attention (arXiv 2507.08143).
+    """Keeps the tokens with the best blend of leverage and non-causal attention (2507.08143).
 
-    Contexts of at most `sink_size_start + sink_size_end` tokens are left whole.
+    The score is `blending * leverage + attention`, of `LeverageScore` and `NonCausalAttn` over the
+    tokens between the two protected ends. Contexts of at most `sink_size_start + sink_size_end`
+    tokens are not pruned.
 
     Attributes:
-        sink_size_start, sink_size_end: first and last tokens, left out of all statistics and
-            always kept.
-        chunk_size: tokens that attend to each other; see `NonCausalAttn`.
-        sketch_dimension: channels that are left of each key; see `LeverageScore`.
-        blending: weight of the leverage beside the attention; None: the share of tokens evicted.
+        sink_size_start, sink_size_end: number of first and last tokens, always kept and left out of
+            all statistics.
+        chunk_size: tokens per chunk of the non-causal attention; see `NonCausalAttn`.
+        sketch_dimension: number of channels that keys are projected to; see `LeverageScore`.
+        blending: weight of the leverage score. None: the share of the tokens that is evicted.
     """
 
     sink_size_start: int = count(8)
@@ -244,10 +269,10 @@ class Compactor(RatioScorer):
     whole_up_to = "sink_size_start", "sink_size_end"
 
     def score(self, call: AttentionCall) -> Tensor:
-        """Leverage and non-causal attention of the tokens between the two ends, blended."""
+        """Leverage blended with non-causal attention between the ends; the ends are protected."""
         first, last = self.sink_size_start, self.sink_size_end
         middle, layer = slice(first, call.length - last), call.site.layer_idx
-        # Keys before RoPE are as large as a layer: nothing here holds on to them.
+        # No name is bound to the keys before RoPE, so that this layer-sized tensor is freed early.
         leverage = leverage_scores(
             call.keys_before_rope()[:, :, middle], self.sketch_dimension, layer
         )
@@ -263,16 +288,21 @@ class Compactor(RatioScorer):
 
 @dataclass
 class CUR(RatioScorer):
-    """Keeps the rows that a CUR decomposition of keys and values would (arXiv 2509.15038).
+    """Keeps the tokens with the largest norms of keys and values (CurDKV, arXiv 2509.15038).
 
-    Contexts of at most `num_sinks` tokens are left whole.
+    These are the rows that an approximate CUR decomposition of keys and values selects. A leverage
+    score is the squared L2 norm of a token's key or value, divided by the sum over its window.
+    Contexts of at most `num_sinks` tokens are not pruned.
 
     Attributes:
-        num_sinks: first tokens, always kept.
-        leverage_type: whose leverage counts: the keys', the values', the mean or the product.
-        use_random_leverage: project the states to 20 random channels first (the same in every run).
-        use_local_approximation: count each token as a share of its window.
-        local_window_size: tokens per window, counted from the start; the last may be shorter.
+        num_sinks: number of first tokens (attention sinks), always kept.
+        leverage_type: which leverage scores count: "key", "value", their mean ("kv_avg") or their
+            product ("kv_product").
+        use_random_leverage: project keys and values to 20 random channels first; the projection
+            depends on the layer alone.
+        use_local_approximation: divide each squared norm by the sum over its window.
+        local_window_size: tokens per window; windows start at the first token, and the last one may
+            be shorter.
     """
 
     num_sinks: int = count(4)
@@ -284,7 +314,7 @@ class CUR(RatioScorer):
     whole_up_to = ("num_sinks",)
 
     def score(self, call: AttentionCall) -> Tensor:
-        """Squared norms of keys and values, each as a share of its window, combined."""
+        """The leverage scores chosen by `leverage_type`, divided by their sum over the tokens."""
         key, value = (self._leverage(x, call.site.layer_idx) for x in (call.keys, call.values))
         combined = {
             "key": key,
@@ -296,7 +326,7 @@ class CUR(RatioScorer):
         return protect(scores, leading(call.keys, self.num_sinks))
 
     def _leverage(self, states: Tensor, layer_idx: int) -> Tensor:
-        """`(B, H_kv, S, d)` to `(B, H_kv, S)`."""
+        """Squared norms, local or not, of keys or values: `(B, H_kv, S, d)` to `(B, H_kv, S)`."""
         states = upcast(states)
         if self.use_random_leverage:
             states = states @ sketch((states.shape[-1], _RANDOM_CHANNELS), layer_idx, states)
@@ -312,19 +342,22 @@ _RANDOM_CHANNELS = 20
 
 
 def _shares(x: Tensor) -> Tensor:
-    """`x` divided by its sum over the last dimension; zeros stay what they are."""
+    """`x` divided by its sum over the last dimension; all zeros stay zeros."""
     return x / x.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
 
 
 @dataclass
 class ThinK(Press):
-    """Drops the channels of the keys that the last queries need least (arXiv 2407.21018).
+    """Keeps all tokens, and of the keys the channels that queries use most (Xu et al., 2407.21018).
+
+    A channel's score is the mean `q²` of the observation window, averaged over the GQA group, times
+    the mean `k²` over all tokens. Each KV head drops the channels with the lowest scores.
 
     Attributes:
-        key_channel_compression_ratio: share of the channels that each KV head drops, in [0, 1).
-        window_size: last tokens, whose queries decide.
-        free_memory: store the kept channels only; attention then cuts queries to the same
-            channels. By default dropped channels are set to zero, which saves nothing.
+        key_channel_compression_ratio: share of the key channels that each KV head drops, in [0, 1).
+        window_size: number of last tokens whose queries score the channels.
+        free_memory: store the kept channels only; attention then reads the same channels of the
+            queries. By default dropped channels are set to zero, which saves no memory.
     """
 
     key_channel_compression_ratio: float = limited(0.0, lambda x: 0 <= x < 1, "a number in [0, 1)")
@@ -358,7 +391,7 @@ class ThinK(Press):
         return Eviction.from_states(call, keys, call.values)
 
     def channel_scores(self, call: AttentionCall) -> Tensor:
-        """Mean square of the last queries, times the mean square of the keys: `(B, H_kv, d)`."""
+        """Mean square of the window's queries times that of the keys, `(B, H_kv, d)`."""
         queries = upcast(call.queries(self.window_size)).square().mean(dim=2)  # (B, H, d)
         per_group = queries.unflatten(1, (call.keys.shape[1], -1)).mean(dim=2)
         return per_group * upcast(call.keys).square().mean(dim=2)

@@ -1,6 +1,9 @@
-"""Presses that go by where tokens stand: at random, or attention sinks and a recent window.
+"""Presses that choose tokens by position: at random, or attention sinks and a recent window.
 
-SimLayerKV (Zhang et al., arXiv 2410.13846) keeps no more than these in lazy layers.
+SimLayerKV (Zhang et al., arXiv 2410.13846) keeps sinks and a recent window in lazy layers only.
+
+RandomPress and StreamingLLMPress have the field `compression_ratio`: the share of the tokens that
+each KV head evicts, in [0, 1), or the `Tokens` that it keeps.
 """
 
 from __future__ import annotations
@@ -22,18 +25,18 @@ from press_core.traits import Needs, Phase
 
 
 def seed_field() -> Any:
-    """A field for the seed of a generator, or None."""
+    """A press field for a random seed: None or a whole number in [0, 2**32)."""
     allowed = "None or a whole number in [0, 2**32)"
     return limited(None, lambda seed: seed is None or 0 <= seed < 2**32, allowed)
 
 
 @dataclass
 class Random(RatioScorer):
-    """Evicts tokens at random.
+    """Keeps tokens drawn uniformly at random, per KV head: a baseline.
 
     Attributes:
-        seed: numbers come from `(seed, layer_idx)` and are equal on every device, for every row of
-            a batch and with both mechanisms. None: from torch's global generator.
+        seed: seeds the draw together with `layer_idx`; the same tokens are kept on every device, in
+            every row of a batch and by both mechanisms. None: use torch's global generator.
     """
 
     seed: int | None = seed_field()
@@ -49,11 +52,11 @@ class Random(RatioScorer):
 
 
 _LAYERS = 2**16
-"""More layers than any model has, so that no two (seed, layer) pairs share a generator's seed."""
+"""More layers than any model has, so that each (seed, layer) pair gets a distinct seed."""
 
 
 def layer_generator(seed: int | None, layer_idx: int) -> torch.Generator | None:
-    """The CPU generator of one seed and layer; None, for torch's global one, without a seed."""
+    """The CPU generator of a seed and layer; None (torch's global generator) if `seed` is None."""
     return None if seed is None else torch.Generator().manual_seed(seed * _LAYERS + layer_idx)
 
 
@@ -61,7 +64,7 @@ SINKS = "sinks before RoPE"
 
 
 def sinks_and_recent(call: AttentionCall, n_first: int, n_last: int) -> Eviction:
-    """The first and the last tokens of every head stay."""
+    """Keep the `n_first` first and the `n_last` last tokens in every KV head."""
     kept = (leading(call.keys, n_first) | trailing(call.keys, n_last)).nonzero().squeeze(1)
     return Eviction.keep(call, kept.expand(*call.keys.shape[:2], -1))
 
@@ -70,10 +73,11 @@ def sinks_and_recent(call: AttentionCall, n_first: int, n_last: int) -> Eviction
 class StreamingLLM(RatioScorer):
     """Keeps the first `n_sink` tokens and the most recent ones (Xiao et al., arXiv 2309.17453).
 
-    Contexts of at most `n_sink` tokens are left whole.
+    Contexts of at most `n_sink` tokens are not pruned.
 
     Attributes:
-        n_sink: tokens at the start that are always kept.
+        n_sink: number of first tokens (attention sinks), always kept; the rest of the budget goes
+            to the most recent tokens.
     """
 
     n_sink: int = count(4)
@@ -82,7 +86,7 @@ class StreamingLLM(RatioScorer):
     whole_up_to = ("n_sink",)
 
     def score(self, call: AttentionCall) -> Tensor:
-        """1 for the sinks and for the recent tokens that the budget leaves room for, 0 between."""
+        """1 for the sinks and the most recent tokens within the budget, 0 for those between."""
         n_sinks = min(self.n_sink, self.budget(call))
         kept = leading(call.keys, n_sinks) | trailing(call.keys, self.budget(call) - n_sinks)
         return kept.float().expand(call.keys.shape[:3])
@@ -90,18 +94,19 @@ class StreamingLLM(RatioScorer):
 
 @dataclass
 class StreamingLLMDecoding(MeasuredPress):
-    """Bounds the cache for endless generation: sinks and a rolling window (arXiv 2309.17453).
+    """Keeps sinks and a sliding window, in a bounded cache for endless generation (2309.17453).
 
-    Before each forward, a layer longer than `max_capacity` keeps its first `n_sink` and its last
-    `max_capacity - n_sink` tokens. What is generated depends on how a context was brought: in
-    chunks, later ones do not see what was evicted before them.
+    Before each forward over a filled cache, a layer longer than `max_capacity` keeps its first
+    `n_sink` and its last `max_capacity - n_sink` tokens. With a chunked prefill, the output depends
+    on the chunks: later chunks do not attend to tokens evicted before them.
 
     Attributes:
-        max_capacity: tokens that a layer holds at most when a forward begins.
-        n_sink: first tokens, always kept.
-        rerotate: let tokens have the positions that they have in the cache, as the paper does. Only
-            distances count under RoPE, and those between recent tokens stay: so the sinks are
-            rotated, each time from the keys that they had, and errors do not add up.
+        max_capacity: most tokens that a layer holds at the start of a forward; above `n_sink`.
+        n_sink: number of first tokens (attention sinks), always kept.
+        rerotate: give tokens their positions within the cache, as in the paper. Attention depends
+            on distances only (RoPE), and distances within the window do not change, so the sinks
+            alone are rotated towards the window; each time from their keys before RoPE, so that
+            rounding errors do not add up.
     """
 
     max_capacity: int = above("n_sink", 256)
@@ -122,8 +127,8 @@ class StreamingLLMDecoding(MeasuredPress):
 
     def compress(self, call: AttentionCall) -> Eviction:
         n, n_sink, keys = self.max_capacity, self.n_sink, call.keys
-        turns, sinks = self.rerotate and n_sink > 0, call.carried.get(SINKS)
-        if turns and sinks is None:  # not known before rows are cut
+        rotates, sinks = self.rerotate and n_sink > 0, call.carried.get(SINKS)
+        if rotates and sinks is None:  # NaN until the row is pruned for the first time
             precise = torch.promote_types(keys.dtype, torch.float32)
             sinks = torch.full_like(keys[:, :, :n_sink], torch.nan, dtype=precise)
         if call.length <= n:
@@ -133,10 +138,10 @@ class StreamingLLMDecoding(MeasuredPress):
         return eviction if sinks is None else self.rerotated(eviction, sinks)
 
     def rerotated(self, eviction: Eviction, sinks: Tensor) -> Eviction:
-        """The eviction with the sinks rotated to where they touch the window.
+        """The eviction with the sinks rotated to the positions right before the window.
 
         Args:
-            sinks: `(B, H_kv, n_sink, d)`, their keys before RoPE; NaN of rows that were never cut.
+            sinks: `(B, H_kv, n_sink, d)`, their keys before RoPE; NaN for rows not yet pruned.
         """
         call, n_sink = eviction.call, self.n_sink
         rotary, positions = call.site.rotary, call.key_positions()
@@ -144,24 +149,26 @@ class StreamingLLMDecoding(MeasuredPress):
         fresh = rotary.rotate_from(call.keys[:, :, :n_sink], positions[..., :n_sink].clamp(min=0))
         sinks = torch.where(sinks.isnan(), fresh, sinks)
         begin = (positions[..., -1:] + 1 - self.max_capacity).clamp(min=0)
-        places = begin + torch.arange(n_sink, device=sinks.device)
-        rotated = rotary.rotate_to(sinks, places).to(eviction.keys.dtype)
+        targets = begin + torch.arange(n_sink, device=sinks.device)
+        rotated = rotary.rotate_to(sinks, targets).to(eviction.keys.dtype)
         keys = torch.cat((rotated, eviction.keys[:, :, n_sink:]), dim=2)
         return replace(eviction, keys=keys, carried={SINKS: sinks})
 
 
 @dataclass
 class SimLayerKV(MeasuredPress):
-    """Keeps initial and recent tokens only, in layers that look at little else (2410.13846).
+    """Keeps only initial and recent tokens in lazy layers, everything in others (2410.13846).
 
-    Contexts of at most `n_initial + n_recent + n_last` tokens are left whole. Each row of a batch
-    is judged by itself.
+    A layer is lazy if the last queries put more than `lazy_threshold` of their attention on initial
+    and recent tokens, mean over heads. This is decided separately for each row of a batch. Contexts
+    of at most `n_initial + n_recent + n_last` tokens are not pruned.
 
     Attributes:
-        lazy_threshold: attention on initial and recent tokens above which a layer is lazy.
-        n_last: last tokens, whose queries are asked.
-        n_recent: recent tokens, those asked included.
-        n_initial: first tokens.
+        lazy_threshold: share of the attention, in [0, 1], above which a layer is lazy.
+        n_last: number of last tokens whose queries are measured.
+        n_recent: number of recent tokens before the last `n_last`; above `n_last`. A lazy layer
+            keeps its last `n_recent - n_last` tokens.
+        n_initial: number of first tokens.
     """
 
     lazy_threshold: float = share(1.0)

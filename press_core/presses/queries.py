@@ -1,7 +1,11 @@
-"""Presses that ask queries: those of the context, the last ones alone, or those to come.
+"""Presses that score keys by the attention of queries: observed, of a window, or expected.
 
-Observed attention counts all of them, SnapKV and its kin those of the observation window. Expected
-attention (arXiv 2510.00636) and CAPKV (2604.25975) go by queries to come.
+Observed attention uses all queries of the context, SnapKV and its relatives those of the
+observation window (the last tokens). Expected attention (arXiv 2510.00636) and CAPKV (2604.25975)
+estimate future queries.
+
+All presses here have the field `compression_ratio`: the share of the tokens that each KV head
+evicts, in [0, 1), or the `Tokens` that it keeps.
 """
 
 from __future__ import annotations
@@ -25,10 +29,11 @@ from press_core.traits import Needs
 
 @dataclass
 class ObservedAttention(RatioScorer):
-    """Keeps the tokens that were attended to most during prefill (H2O, arXiv 2306.14048).
+    """Keeps the keys that received most attention during prefill (after H2O, arXiv 2306.14048).
 
-    Where the attention implementation returns weights (eager), those are used; elsewhere they are
-    computed from the exact queries and keys, some rows at a time, in O(S) extra memory.
+    The score is the mean attention that a key received from the queries that can see it, averaged
+    over the GQA group. Weights returned by the attention implementation (eager) are used; otherwise
+    they are computed from the exact queries and keys, block by block, in O(S) extra memory.
     """
 
     needs = Needs.QUERIES
@@ -42,7 +47,7 @@ class ObservedAttention(RatioScorer):
 
 @dataclass
 class WindowScorer(RatioScorer):
-    """Scores the tokens before the window; those in the window are always kept."""
+    """A press that scores tokens by the queries of an observation window, which is always kept."""
 
     window_size: int = count(64, 1)
     kernel_size: int = odd(5)
@@ -55,40 +60,46 @@ class WindowScorer(RatioScorer):
 
     @abstractmethod
     def votes(self, call: AttentionCall) -> Tensor:
-        """Scores of the tokens before the window, `(B, H_kv, S - w)`, float32."""
+        """Scores of the tokens before the window of `w` tokens, `(B, H_kv, S - w)`, float32."""
 
     def pooled(self, votes: Tensor) -> Tensor:
-        """The mean over neighbouring keys, `(B, H_kv, m)`."""
+        """Votes `(B, H_kv, m)` average-pooled over neighbouring keys, in the same shape."""
         return avg_pool1d(votes, self.kernel_size, stride=1, padding=self.kernel_size // 2)
 
 
 @dataclass
 class SnapKV(WindowScorer):
-    """Keeps what the last queries of the context attend to (Li et al., arXiv 2404.14469).
+    """Keeps the keys that the last queries attend to most (Li et al., arXiv 2404.14469).
 
-    Contexts of at most `window_size` tokens are left whole.
+    The score is the mean attention that a key receives from the observation window, averaged over
+    the GQA group and pooled over neighbouring keys. Contexts of at most `window_size` tokens are
+    not pruned.
 
     Attributes:
-        window_size: last tokens, whose queries vote and which are themselves always kept.
-        kernel_size: width of the average pooling over neighbouring keys; odd.
+        window_size: number of last tokens that form the observation window; always kept.
+        kernel_size: width in tokens of the average pooling over neighbouring keys; odd.
     """
 
     def votes(self, call: AttentionCall) -> Tensor:
-        """Mean attention of the window's queries, pooled over neighbours."""
+        """Mean attention of the window's queries, average-pooled over neighbouring keys."""
         attention = mean_attention(call, call.queries(self.window_size))
         return self.pooled(attention[..., : call.length - self.window_size])
 
 
 @dataclass
 class PyramidKV(SnapKV):
-    """SnapKV with budgets that fall from layer to layer (Cai et al., arXiv 2406.02069).
+    """Keeps what SnapKV keeps, with budgets that shrink from layer to layer (2406.02069).
 
-    Contexts of at most `window_size` tokens are left whole.
+    Budgets fall linearly from the first layer (`2m - m / beta` tokens) to the last (`m / beta`),
+    with mean `m = S * (1 - compression_ratio)`. A first budget above `S - window_size` is clipped
+    to that, and the last one raised to keep the mean. If the last one is then below `window_size`
+    or above the first one, all layers keep `m` tokens. Contexts of at most `window_size` tokens are
+    not pruned.
 
     Attributes:
-        window_size: last tokens, whose queries vote and which are themselves always kept.
-        kernel_size: width of the average pooling over neighbouring keys; odd.
-        beta: how steeply budgets fall: the last layer keeps a `beta`-th of the mean.
+        window_size: number of last tokens that form the observation window; always kept.
+        kernel_size: width in tokens of the average pooling over neighbouring keys; odd.
+        beta: steepness of the pyramid: the last layer keeps `1 / beta` of the mean budget.
     """
 
     beta: int = count(20, 1)
@@ -110,7 +121,11 @@ class PyramidKV(SnapKV):
 
 @dataclass
 class TOVA(RatioScorer):
-    """Keeps what the last query attends to, over all heads (Oren et al., arXiv 2401.06104)."""
+    """Keeps the keys that the last query attends to most (Oren et al., arXiv 2401.06104).
+
+    The score is the attention of the last query, averaged over all heads: every KV head keeps the
+    same tokens. The last token is always kept.
+    """
 
     needs = Needs.QUERIES
 
@@ -124,16 +139,18 @@ class TOVA(RatioScorer):
 
 @dataclass
 class DropKV(WindowScorer):
-    """Keeps the pairs without which the last outputs would change most (DropKV, MqfNzH3TVH).
+    """Keeps the KV pairs whose removal would change the window's outputs most (DropKV).
 
-    If pair `j` goes and its weight is shared among the others, output `o_i` moves by
-    `p_ij / (1 - p_ij) * (o_i - v_j)`; the score is the sum of the squares of that. Scores of
-    different heads can be compared. Contexts of at most `window_size` tokens are left whole.
+    If pair `j` is removed and the softmax renormalized, output `o_i` changes by
+    `p_ij / (1 - p_ij) * (o_i - v_j)`. The score is the squared norm of that, summed over the
+    queries of the observation window, averaged over the GQA group and pooled over neighbouring
+    keys. Scores are comparable across heads, so the press suits `AdaKVPress` too. Contexts of at
+    most `window_size` tokens are not pruned. Paper: openreview MqfNzH3TVH.
 
     Attributes:
-        window_size: last tokens, whose outputs count and which are themselves always kept.
-        kernel_size: width of the average pooling over neighbouring keys; odd.
-        epsilon: added to `1 - p_ij`.
+        window_size: number of last tokens that form the observation window; always kept.
+        kernel_size: width in tokens of the average pooling over neighbouring keys; odd.
+        epsilon: added to `1 - p_ij`; positive.
     """
 
     window_size: int = count(32, 1)
@@ -141,14 +158,14 @@ class DropKV(WindowScorer):
     epsilon: float = limited(1e-6, lambda x: x > 0, "more than 0")
 
     def votes(self, call: AttentionCall) -> Tensor:
-        """How far the last outputs move without each token: squared distances, summed."""
+        """Squared change of the window's outputs without each pair, summed over the queries."""
         before = call.length - self.window_size
         weights = window_attention(call, self.window_size)  # (B, H_kv, G, w, S)
         values = upcast(call.values).unsqueeze(2)
         outputs = weights @ values  # (B, H_kv, G, w, d)
         weights, values = weights[..., :before], values[..., :before, :]
         odds = (weights / (1 - weights + self.epsilon)).square()
-        # ‖v - o‖² = ‖v‖² - 2 v·o + ‖o‖², without a tensor of (w, S, d)
+        # ‖v - o‖² = ‖v‖² - 2 v·o + ‖o‖², which needs no tensor (w, S, d)
         distances = values.square().sum(dim=-1).unsqueeze(-2) - 2 * outputs @ values.mT
         distances = (distances + outputs.square().sum(dim=-1, keepdim=True)).clamp(min=0)
         return self.pooled((odds * distances).sum(dim=3).mean(dim=2))
@@ -159,18 +176,22 @@ class DropKV(WindowScorer):
 
 @dataclass
 class RKV(WindowScorer):
-    """Keeps what the last queries attend to, less what other keys repeat (R-KV, arXiv 2505.24133).
+    """Keeps keys that are important to the last queries and not redundant (R-KV, arXiv 2505.24133).
 
-    `mix_lambda * importance - (1 - mix_lambda) * redundancy`. Made for reasoning models, to prune
-    while they decode: `DecodingPress(RKVPress(), compression_interval=128, target_size=1024)`.
-    Contexts of at most `window_size` tokens are left whole.
+    The score is `mix_lambda * importance - (1 - mix_lambda) * redundancy`. Importance is the
+    attention of the observation window: maximum over the GQA group, max-pooled over neighbouring
+    keys, mean over the queries. Redundancy is the softmax of a key's mean cosine similarity to all
+    keys. Made for reasoning models, to prune while they decode:
+    `DecodingPress(RKVPress(), compression_interval=128, target_size=1024)`. Contexts of at most
+    `window_size` tokens are not pruned.
 
     Attributes:
-        window_size: last tokens, whose queries vote and which are themselves always kept.
-        kernel_size: width of the max pooling over neighbouring keys; odd.
+        window_size: number of last tokens that form the observation window; always kept.
+        kernel_size: width in tokens of the max pooling over neighbouring keys; odd.
         mix_lambda: weight of the importance, in [0, 1].
-        similarity_threshold: cosine from which on a key repeats another.
-        n_retained: how many of the keys that repeat another, the latest, are not blamed for it.
+        similarity_threshold: cosine in [-1, 1] above which two keys count as repetitions.
+        n_retained: of the repetitions of a key, this many (the latest) are not penalized for it,
+            so that the most recent occurrence is kept.
     """
 
     window_size: int = count(8, 1)
@@ -180,7 +201,7 @@ class RKV(WindowScorer):
     n_retained: int = count(1)
 
     def votes(self, call: AttentionCall) -> Tensor:
-        """The most attention of each group and of neighbouring keys, less what others repeat."""
+        """Importance less redundancy, weighted by `mix_lambda`."""
         before, width = call.length - self.window_size, self.kernel_size
         weights = window_attention(call, self.window_size)[..., :before].amax(dim=2)
         pooled = max_pool1d(weights.flatten(0, 1), width, stride=1, padding=width // 2)
@@ -191,14 +212,14 @@ class RKV(WindowScorer):
 
 
 def similarity(keys: Tensor, threshold: float, n_retained: int, block: int | None = None) -> Tensor:
-    """Mean cosine of each key with all keys, `(B, H_kv, S)` float32.
+    """Mean cosine similarity of each key to all keys, `(B, H_kv, S)` float32.
 
-    Its own and, of each key, those of the `n_retained` latest that are more similar to it than
-    `threshold` count as zero, so that the last mention of something stays.
+    Self-similarity counts as zero. For each key, so does its similarity to the `n_retained` latest
+    keys above `threshold`: the most recent occurrence is not penalized for repeating it.
 
     Args:
         keys: `(B, H_kv, S, d)`.
-        block: of how many keys to hold the cosines with all others at a time; None: what suits the
+        block: number of rows of the similarity matrix to compute at a time; None: chosen for the
             device.
     """
     directions = normalize(upcast(keys), dim=-1)
@@ -221,16 +242,19 @@ def similarity(keys: Tensor, threshold: float, n_retained: int, block: int | Non
 
 @dataclass
 class ExpectedAttention(RatioScorer):
-    """Keeps what Gaussian future queries would attend to (Devoto et al., arXiv 2510.00636).
+    """Keeps the keys that future queries are expected to attend to (Devoto et al., 2510.00636).
 
-    Contexts of at most `n_sink` tokens are left whole.
+    Future queries are modelled as Gaussian, with mean `μ` and covariance `Σ` of the context's
+    queries before RoPE, both rotated by the mean rotation of the next positions. The score is the
+    softmax over keys of `k·μ / √d + kᵀΣk / (2d)`, averaged over the GQA group, then
+    `(score + epsilon) * ‖v‖₂`. Contexts of at most `n_sink` tokens are not pruned.
 
     Attributes:
-        n_future_positions: how many coming positions the rotation is averaged over.
-        n_sink: first tokens, left out of the statistics and always kept.
-        use_covariance: whether the covariance of the queries counts, or their mean alone.
-        use_vnorm: whether scores are weighted by the norm of the values.
-        epsilon: added before that weighting.
+        n_future_positions: number of next positions that the rotation is averaged over.
+        n_sink: number of first tokens (attention sinks), always kept and left out of `μ` and `Σ`.
+        use_covariance: include the term with `Σ`.
+        use_vnorm: multiply scores by the norms of the values.
+        epsilon: added to scores before they are multiplied by the norms; 0 or more.
     """
 
     n_future_positions: int = count(512, 1)
@@ -259,7 +283,7 @@ class ExpectedAttention(RatioScorer):
         return mean.squeeze(2), scatter / sum(sizes)
 
     def score(self, call: AttentionCall) -> Tensor:
-        """Attention expected from queries of these statistics at the coming positions."""
+        """Expected attention of future queries, times the norms of the values."""
         mean, covariance = self.statistics(call)
         mean, rotation = at_future_positions(call, mean, self.n_future_positions)
         keys = upcast(call.keys[:, :, self.n_sink :])
@@ -276,7 +300,7 @@ class ExpectedAttention(RatioScorer):
 
 
 def query_blocks(call: AttentionCall, n_sink: int, block: int = 1024) -> Iterator[Tensor]:
-    """Queries before RoPE without the sinks', `(B, H, rows, d)`."""
+    """Queries before RoPE in blocks `(B, H, rows, d)`; those of the sinks are left out."""
     if call.at.tokens is None and call.hidden_states.shape[1] == call.length:
         for start in range(n_sink, call.length, block):
             yield call.chunk(start, start + block).queries_before_rope()
@@ -286,7 +310,14 @@ def query_blocks(call: AttentionCall, n_sink: int, block: int = 1024) -> Iterato
 
 
 def at_future_positions(call: AttentionCall, mean: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The mean query `(B or 1, H, d)` at the next `n` positions, and their mean rotation."""
+    """Average over the next `n` positions of the rotated mean query, and of the rotation.
+
+    Args:
+        mean: `(B or 1, H, d)`, before RoPE.
+
+    Returns:
+        The rotated query in the shape of `mean`, and the mean rotation `(1 or B, 1, d, d)`.
+    """
     assert call.site.rotary is not None
     rotation = call.site.rotary.average(mean, call.next_position, n)
     return (mean.unsqueeze(-2) @ rotation.mT).squeeze(-2), rotation
@@ -296,7 +327,7 @@ def at_future_positions(call: AttentionCall, mean: Tensor, n: int) -> tuple[Tens
 def _spread(keys: Tensor, covariance: Tensor) -> Tensor:
     """`kᵀΣk` of keys `(B, H_kv, S, d)` and `Σ` `(B, H_kv, G, d, d)`: `(B, H_kv, G, S)`.
 
-    Some keys at a time: what stands between is `G` times as large as the keys.
+    Computed in blocks of keys, as the intermediate `kᵀΣ` is `G` times as large as the keys.
     """
     n_groups, d = covariance.shape[2], covariance.shape[-1]
     side_by_side = covariance.transpose(2, 3).flatten(3)  # (B, H_kv, d, G * d)
@@ -312,17 +343,18 @@ def _spread(keys: Tensor, covariance: Tensor) -> Tensor:
 
 @dataclass
 class Cap(RatioScorer):
-    """Keeps values of high weighted leverage, weighed by their keys' alignment (2604.25975).
+    """Keeps the values of highest leverage, weighted by their keys' alignment (CAPKV, 2604.25975).
 
-    `w_i = exp(tau * cos(k_i, a) - max)` with `a` the mean query at the positions to come, and
-    `A = I + sum (w_i + epsilon) v_i v_iᵀ`; the score is `w_i v_iᵀ A⁻¹ v_i`, mean over the group.
-    Contexts of at most `n_sink` tokens are left whole.
+    `w_i = exp(tau * cos(k_i, a) - max)`, with the anchor `a` the mean query of a query head rotated
+    to the next positions, and `A = I + sum (w_i + epsilon) v_i v_iᵀ`. The score is
+    `w_i v_iᵀ A⁻¹ v_i`, averaged over the GQA group. Contexts of at most `n_sink` tokens are not
+    pruned.
 
     Attributes:
-        tau: how sharply keys are weighed by their direction.
-        n_future_positions: how many coming positions the rotation is averaged over.
-        n_sink: first tokens, left out of the mean query and always kept.
-        epsilon: added to the weights in `A`.
+        tau: sharpness of the weights: factor of the cosine similarity of key and anchor.
+        n_future_positions: number of next positions that the rotation is averaged over.
+        n_sink: number of first tokens (attention sinks), always kept and left out of the anchor.
+        epsilon: added to the weights in `A`; 0 or more.
     """
 
     tau: float = 5.0
@@ -354,10 +386,10 @@ def weighted_leverage(values: Tensor, weights: Tensor, epsilon: float) -> Tensor
         weights: `(B, H_kv, G, S)`.
     """
     leverages = []
-    for of_head in weights.unbind(dim=2):  # one at a time: each needs weighted values of its own
+    for of_head in weights.unbind(dim=2):  # one by one, as each needs a weighted copy of values
         weighted = values * (of_head + epsilon).unsqueeze(-1)
         identity = torch.eye(values.shape[-1], dtype=values.dtype, device=values.device)
-        root, _ = torch.linalg.cholesky_ex(identity + weighted.mT @ values)  # NaN stays NaN
+        root, _ = torch.linalg.cholesky_ex(identity + weighted.mT @ values)  # passes NaN on
         solved = torch.linalg.solve_triangular(root, values.mT, upper=False)  # (B, H_kv, d, S)
         leverages.append(of_head * solved.square().sum(dim=-2))
     return torch.stack(leverages, dim=2)

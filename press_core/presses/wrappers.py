@@ -1,9 +1,9 @@
-"""Presses around one press that spend its budget otherwise: by head, by threshold, or by merging.
+"""Presses that wrap one press and change its selection: per head, by threshold, or by merging.
 
-AdaKV (Feng et al., arXiv 2407.11550) shares one budget among the heads of a layer; CriticalKV
-(2502.03805) weights values as the output does; DMS at inference (2506.05345) evicts by a threshold,
-delayed. CaM (Zhang et al., ICML 2024, openreview LCTmppB165), and merging after ToMe (2210.09461)
-and D2O (2406.13035), merge values of evicted tokens into those that stay.
+AdaKV (Feng et al., arXiv 2407.11550) shares one budget among the KV heads of a layer; CriticalKV
+(2502.03805) weights scores by the projected values; DMS at inference (2506.05345) evicts by a
+threshold, after a delay. CaM (Zhang et al., ICML 2024, openreview LCTmppB165), and MergingPress
+after ToMe (2210.09461) and D2O (2406.13035), merge values of evicted tokens into kept ones.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from press_core.traits import Evicts, Phase
 
 @dataclass
 class AdaKV(Wrapper, BudgetPress):
-    """Shares one budget per layer over its KV heads, by score (Feng et al., arXiv 2407.11550).
+    """Keeps the best `n * H_kv` tokens of a layer over all its KV heads (AdaKV, 2407.11550).
 
-    Heads keep different numbers of tokens: `n * H_kv` together, in a layer that stores no more.
+    `n` is the budget per head of the wrapped press. Heads keep different numbers of tokens, and the
+    layer stores no more than these. Paper: Feng et al.
 
     Attributes:
-        press: scores tokens.
-        alpha_safeguard: share of its even budget that every head keeps, at least one token.
+        press: scores tokens (a ScorerPress or CriticalKVPress); its ratio sets the budget.
+        alpha_safeguard: share of `n`, in [0, 1], that every head keeps; at least one token.
     """
 
     alpha_safeguard: float = share(0.2)
@@ -49,10 +50,10 @@ class AdaKV(Wrapper, BudgetPress):
         return Eviction.keep_per_head(call, kept)
 
     def choose(self, call: AttentionCall, scores: Tensor, n: int) -> Tensor:
-        """Which tokens each head keeps, `n * H_kv` together: `(B, H_kv, S)` bool.
+        """Which tokens each head keeps, `n * H_kv` in total: `(B, H_kv, S)` bool.
 
         Args:
-            scores: `(B, H_kv, S)`, infinite for the tokens that each head keeps in any case.
+            scores: `(B, H_kv, S)`, infinite for the safeguarded tokens of each head.
         """
         return shared_budget(scores, n)
 
@@ -64,7 +65,7 @@ def shared_budget(scores: Tensor, n: int) -> Tensor:
 
 @dataclass
 class Critical(Wrapper):
-    """A press that weights scores by what the values become in the layer's output."""
+    """A press that weights scores by the norms of the values after the output projection."""
 
     epsilon: float = number(1e-4, 0)
     first_stage_ratio: float = share(0.5)
@@ -74,7 +75,7 @@ class Critical(Wrapper):
         output_weight(site)
 
     def weighted(self, call: AttentionCall, scores: Tensor, n_first: int | Tensor) -> Tensor:
-        """Weighted scores, infinite for the `n_first` best unweighted ones of each head."""
+        """Weighted scores, infinite for the `n_first` best tokens of each head before weighting."""
         first = best_first(scores, n_first)
         weighted = (scores + self.epsilon) * projected_norms(call, leaving_out=first)
         return weighted.masked_fill(first, float("inf"))
@@ -82,12 +83,16 @@ class Critical(Wrapper):
 
 @dataclass
 class CriticalKV(Critical, TokenScorer):
-    """Weights the scores of a press by what the values become in the layer's output (2502.03805).
+    """Keeps the tokens whose scores and projected values are large (CriticalKV, arXiv 2502.03805).
+
+    In two stages: the best `int(n * first_stage_ratio)` tokens of each head by the scores of the
+    wrapped press are kept. The rest of the budget `n` goes to the best by
+    `(score + epsilon) * ‖W_o v‖₁`, with the norm averaged over the GQA group.
 
     Attributes:
-        press: scores tokens.
-        epsilon: added to the scores before they are weighted.
-        first_stage_ratio: share of the budget that goes to the best unweighted scores.
+        press: scores tokens (a ScorerPress or CriticalKVPress); its ratio sets the budget.
+        epsilon: added to the scores before they are weighted; 0 or more.
+        first_stage_ratio: share of the budget, in [0, 1], that the first stage spends.
     """
 
     @property
@@ -101,13 +106,17 @@ class CriticalKV(Critical, TokenScorer):
 
 @dataclass
 class CriticalAdaKV(Critical, AdaKV):
-    """AdaKV's head budgets, spent as CriticalKV does (arXiv 2407.11550, 2502.03805).
+    """Keeps as many tokens per head as AdaKV, chosen in CriticalKV's two stages.
+
+    Papers: arXiv 2407.11550 (AdaKV) and 2502.03805 (CriticalKV).
 
     Attributes:
-        press: scores tokens.
-        alpha_safeguard: share of its even budget that every head keeps, at least one token.
-        epsilon: added to the scores before they are weighted.
-        first_stage_ratio: share of a head's budget that goes to the best unweighted scores.
+        press: scores tokens (a ScorerPress or CriticalKVPress); its ratio sets the budget.
+        alpha_safeguard: share of the even budget, in [0, 1], that every head keeps; at least one
+            token.
+        epsilon: added to the scores before they are weighted; 0 or more.
+        first_stage_ratio: share of a head's budget, in [0, 1], that goes to the best unweighted
+            scores.
     """
 
     def choose(self, call: AttentionCall, scores: Tensor, n: int) -> Tensor:
@@ -118,15 +127,15 @@ class CriticalAdaKV(Critical, AdaKV):
 
 @torch.no_grad()
 def projected_norms(call: AttentionCall, leaving_out: Tensor) -> Tensor:
-    """L1 norm of each value after the output projection, mean over the group.
+    """L1 norm of each value after the output projection, averaged over the GQA group.
 
-    Some tokens at a time: what is projected is `D / d` times as large as the values.
+    Computed in blocks of tokens, as projected values are `D / d` times as large as the values.
 
     Args:
-        leaving_out: `(B, H_kv, S)` bool, tokens whose norms nobody asks for.
+        leaving_out: `(B, H_kv, S)` bool, tokens whose norms are not needed.
 
     Returns:
-        `(B, H_kv, S)`, float32; 0 for those.
+        `(B, H_kv, S)`, float32; 0 for the tokens left out.
     """
     values = call.values
     weight = output_weight(call.site).to(values.dtype)
@@ -136,27 +145,31 @@ def projected_norms(call: AttentionCall, leaving_out: Tensor) -> Tensor:
     for head in range(values.shape[1]):
         for part in (~leaving_out[:, head]).nonzero().split(n_rows):
             rows, tokens = part.unbind(1)
-            asked, projected = values[rows, head, tokens], space.of(len(part), len(weight))
+            chosen, projected = values[rows, head, tokens], space.of(len(part), len(weight))
             for columns in of_heads[:, head].unbind(1):
-                torch.mm(asked, columns.T, out=projected)
+                torch.mm(chosen, columns.T, out=projected)
                 norms[rows, head, tokens] += projected.abs_().sum(dim=-1, dtype=norms.dtype)
     return norms.div_(of_heads.shape[2])
 
 
 SCORES = "recent scores"
-THRESHOLD = "a number: tokens that score lower are evicted"
+THRESHOLD = "a number: tokens with lower scores are evicted"
 
 
 @dataclass
 class DMS(Around):
-    """Evicts from each head what scores below a threshold once it leaves the window (2506.05345).
+    """Keeps the tokens that score at or above a threshold, and a sliding window (2506.05345).
+
+    This is DMS at inference: in each KV head, a token is evicted when it leaves the window of the
+    last `sliding_window_size` tokens and its score is below `threshold`. The ratio that results
+    can be read from `compression_ratio` after the prefill.
 
     Attributes:
-        press: scores tokens.
-        threshold: tokens that score lower are evicted.
-        sliding_window_size: last tokens, which are not evicted yet.
-        decoding: whether to go on while decoding; each token is then judged by the score it had
-            when it came.
+        press: scores tokens (a ScorerPress or CriticalKVPress).
+        threshold: tokens with lower scores are evicted; in the units of the scores.
+        sliding_window_size: number of last tokens that are not evicted yet.
+        decoding: prune while decoding too. A token is then scored once, when it is appended, so
+            `press` must score each token independently (KVzapPress, KnormPress, QFilterPress).
     """
 
     threshold: float = limited(None, lambda x: x is not None and x == x, THRESHOLD)
@@ -169,8 +182,8 @@ class DMS(Around):
         super().validate()
         fits = self.scorer.independent or not self.decoding
         allowed = (
-            "one that scores each token by itself (KVzapPress, KnormPress, QFilterPress, or a "
-            "ScorerPress of your own) with decoding=True, where a token is judged when it comes"
+            "one that scores each token independently (KVzapPress, KnormPress, QFilterPress, or a "
+            "ScorerPress of your own) with decoding=True, as tokens are scored when they are new"
         )
         require(self, "press", fits, allowed)
 
@@ -179,7 +192,7 @@ class DMS(Around):
         return Phase.PREFILL | Phase.DECODING if self.decoding else Phase.PREFILL
 
     def keeps(self, length: int) -> int:
-        return 1 if self.is_long_enough(length) else length  # or more: the threshold decides
+        return 1 if self.is_long_enough(length) else length  # at least 1; the threshold decides
 
     def compress(self, call: AttentionCall) -> Eviction:
         if not self.is_long_enough(call.length):
@@ -196,15 +209,18 @@ class DMS(Around):
 
 @dataclass
 class Merging(Wrapper, BudgetPress):
-    """Merges the value of each evicted token into the kept one with the most similar key.
+    """Keeps what the wrapped press keeps, with the values of evicted tokens merged into it.
 
-    Keys stay as they are, so that positions do.
+    Each evicted value `v_e` is merged into the kept token `j` with the most similar key:
+    `v_j ← (v_j + Σ w_e v_e) / (1 + Σ w_e)`, where
+    `w_e = max(cos(k_e, k_j), 0) * ‖v_e‖ / (‖v_e‖ + ‖v_j‖ + 1e-6)`. Keys, and with them positions,
+    do not change. After ToMe (arXiv 2210.09461) and D2O (2406.13035).
 
     Attributes:
-        press: scores tokens.
-        similarity_threshold: cosine of two keys from which on values are merged, in [0, 1].
-        merge_fraction: share of the evicted tokens that is merged, the most similar, in (0, 1]; of
-            each head at least one.
+        press: scores tokens (a ScorerPress or CriticalKVPress); its ratio sets the budget.
+        similarity_threshold: least cosine similarity of two keys, in [0, 1], for a merge.
+        merge_fraction: share of each head's evicted tokens, in (0, 1], that is merged: those with
+            the most similar keys, at least one.
     """
 
     similarity_threshold: float = share(0.0)
@@ -231,10 +247,10 @@ class Merging(Wrapper, BudgetPress):
 
 
 def most_similar(keys: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """For each of `keys` `(B, H_kv, m, d)` the closest of `others` `(B, H_kv, n, d)` by direction.
+    """For each of `keys` `(B, H_kv, m, d)`, the most similar of `others` `(B, H_kv, n, d)`.
 
     Returns:
-        Its cosine, `(B, H_kv, m)` float32, and its place, int64.
+        Cosine similarity, `(B, H_kv, m)` float32, and index among the `n`, int64.
     """
     found, directions = (normalize(upcast(x), dim=-1) for x in (keys, others))
     n_rows = rows_at_once(keys, others[..., 0].numel())
@@ -243,21 +259,22 @@ def most_similar(keys: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_weighted(values: Tensor, added: Tensor, weights: Tensor, target: Tensor) -> Tensor:
-    """`(v_j + sum w_e v_e) / (1 + sum w_e)` over those `e` whose target is `j`.
+    """`(v_j + sum w_e v_e) / (1 + sum w_e)` over the `e` whose target is `j`.
 
-    Sorted by target and summed run by run: unlike a scattered sum that adds in the same order each
-    time, on a GPU too.
+    Terms are sorted by target and summed segment by segment: deterministic on GPUs too, unlike a
+    scatter-add.
 
     Args:
-        values: `(B, H_kv, n, d)`.
-        added: `(B, H_kv, m, d)`.
-        weights, target: `(B, H_kv, m)`; places among the `n`.
+        values: `(B, H_kv, n, d)`, the `v_j`.
+        added: `(B, H_kv, m, d)`, the `v_e`.
+        weights: `(B, H_kv, m)`, the `w_e`.
+        target: `(B, H_kv, m)` int64, indices among the `n`.
     """
     counts = torch.zeros(values.shape[:3], dtype=torch.int64, device=values.device)
     counts = counts.scatter_add_(-1, target, torch.ones_like(target))
     order = target.argsort(dim=-1, stable=True)
     weights = weights.gather(-1, order).unsqueeze(-1)
-    # The weights themselves are summed as one channel more.
+    # The weights are appended as one more channel, to be summed as well.
     terms = torch.cat((gather_tokens(added, order) * weights, weights), dim=-1)
     sums = torch.segment_reduce(terms.flatten(0, 2), "sum", lengths=counts.flatten(), axis=0)
     sums = sums.view(*values.shape[:3], -1)
@@ -266,22 +283,25 @@ def add_weighted(values: Tensor, added: Tensor, weights: Tensor, target: Tensor)
 
 @dataclass
 class CAM(Accumulating, Decoding):
-    """Prunes while decoding, and merges values that go into those that stay (CaM, LCTmppB165).
+    """Keeps the best tokens while decoding, and merges evicted values into them (CaM, LCTmppB165).
 
-    Of the evicted tokens as many are merged as there were steps since the last pruning, those with
-    the best scores. Each goes, in equal parts, to the next `merge_budget` kept tokens with the
-    probability `clamp(a / mean a of these, 0, 1)`, `a` the attention that a token has received
-    while decoding. All heads keep the same tokens, by the mean of their scores.
+    Every `compression_interval` decoding steps, all heads keep the same `target_size` tokens, those
+    with the best scores averaged over heads. Of the evicted ones, the best are merged: as many as
+    there were steps since the previous pruning. The value of each is merged, in equal parts, into
+    the next `merge_budget` kept tokens with probability `clamp(a_e / mean(a), 0, 1)`: `a` is the
+    attention received while decoding, `a_e` by the evicted token, `mean(a)` by these kept ones.
+    Paper: Zhang et al., ICML 2024, openreview LCTmppB165.
 
     Attributes:
-        base_press: scores tokens.
-        compression_interval: forwards after the prefill from one pruning to the next.
-        target_size: tokens that each KV head then keeps.
-        hidden_states_buffer_size: of how many of the last tokens since then the hidden states and
-            queries are kept for `base_press`, if it may ask for them.
-        merge_budget: kept tokens that an evicted one is shared among.
-        seed: numbers come from `(seed, layer_idx, forward)` and are equal on every device, for
-            every row of a batch and with both mechanisms. None: from torch's global generator.
+        base_press: scores tokens (a ScorerPress or CriticalKVPress); its own ratio is not used.
+        compression_interval: number of decoding forwards between two prunings.
+        target_size: tokens that each KV head keeps at each pruning.
+        hidden_states_buffer_size: number of the last tokens since the previous pruning whose hidden
+            states and queries are buffered for `base_press`; 1 or more if it reads queries.
+        merge_budget: number of kept tokens that an evicted value is shared among.
+        seed: seeds the draws together with `layer_idx` and the number of the forward; they are the
+            same on every device, in every row of a batch and with both mechanisms. None: use
+            torch's global generator.
     """
 
     merge_budget: int = count(32, 1)
@@ -304,7 +324,7 @@ class CAM(Accumulating, Decoding):
         """The kept values with evicted ones merged into them, `(B, H_kv, n, d)`.
 
         Args:
-            evicted: `(B, H_kv, m)` int64, which to merge.
+            evicted: `(B, H_kv, m)` int64, indices of the tokens to merge.
         """
         call, received = kept.call, kept.call.memory[RECEIVED]
         shares = shares_of_next(kept.known_kept, evicted, self.merge_budget).to(received.dtype)
@@ -318,7 +338,7 @@ class CAM(Accumulating, Decoding):
 
 
 def uniform(shape: torch.Size, seed: int | None, layer_idx: int, forward: int) -> Tensor:
-    """Numbers in [0, 1) of some shape, float32, on the CPU; see `CAM.seed`."""
+    """Uniform random numbers in [0, 1), float32 on the CPU; seeded as `CAM.seed` says."""
     generator = layer_generator(seed, layer_idx)
     if generator is not None:
         generator.manual_seed(int(torch.randint(2**62, (), generator=generator)) + forward)
@@ -326,14 +346,15 @@ def uniform(shape: torch.Size, seed: int | None, layer_idx: int, forward: int) -
 
 
 def shares_of_next(kept: Tensor, evicted: Tensor, n_next: int) -> Tensor:
-    """Equal parts of each of `evicted` for the next `n_next` of `kept` (fewer at the end).
+    """Share of each evicted token that each kept one gets: equal over the next `n_next` kept ones.
 
     Args:
-        kept: `(B, H_kv, n)` int64, ascending.
-        evicted: `(B, H_kv, m)` int64.
+        kept: `(B, H_kv, n)` int64, positions, ascending.
+        evicted: `(B, H_kv, m)` int64, positions.
+        n_next: number of kept tokens that share one evicted token (fewer at the end).
 
     Returns:
-        `(B, H_kv, m, n)`, rows that sum to 1, or to 0 where nothing that is kept comes after.
+        `(B, H_kv, m, n)`; rows sum to 1, or to 0 where no kept token follows.
     """
     before = (kept.unsqueeze(2) < evicted.unsqueeze(3)).sum(dim=-1, keepdim=True)
     index = torch.arange(kept.shape[-1], device=kept.device)

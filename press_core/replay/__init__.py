@@ -1,1 +1,1 @@
-"""Presses that run a context again before they judge it."""
+"""Presses that replay a context before they prune it."""

@@ -1,6 +1,7 @@
 """KVzip (Kim et al., arXiv 2505.23416) and KVgrad (openreview cg1wTCJjjk).
 
-Keep what it takes to repeat the context; or what the last hidden states would miss most meanwhile.
+KVzip scores keys by the attention that they receive while the model repeats the context, KVgrad
+also by the gradient of the last hidden states.
 """
 
 from __future__ import annotations
@@ -31,18 +32,20 @@ from press_core.traits import Evicts
 FIRST = "\n\nRepeat the previous context exactly."
 NEXT = "\n\nRepeat the part of the previous context exactly, starting with"
 N_STARTING = 8
-"""Tokens of the chunk before that tell where to start."""
+"""Number of last tokens of the previous chunk that a prompt quotes, to say where to start."""
 
 
 @dataclass(frozen=True)
 class RepeatPrompts:
-    """What asks the model to repeat its context, as token ids.
+    """The prompts that ask the model to repeat its context, as token ids.
 
     Attributes:
-        first: asks for the first chunk.
-        following: asks for a later one; the last tokens of the chunk before it come after.
-        suffix: comes before the chunk itself, such as the end of a chat template's user turn.
-        n_prefix: tokens at the beginning of a context that belong to the template.
+        first: the prompt for the first chunk.
+        following: the prompt for each other chunk; the last tokens of the previous chunk are
+            appended to it.
+        suffix: tokens between the prompt and the repeated chunk, such as the end of a chat
+            template's user turn.
+        n_prefix: number of first tokens of a context that belong to the chat template.
     """
 
     first: Sequence[int]
@@ -52,7 +55,7 @@ class RepeatPrompts:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any) -> RepeatPrompts:
-        """The prompts of the paper, in the words and the chat template of `tokenizer`."""
+        """The prompts of the paper, encoded by `tokenizer` with its chat template, if any."""
 
         def ids(text: str) -> list[int]:
             return tokenizer.encode(text, add_special_tokens=False)
@@ -67,41 +70,43 @@ class RepeatPrompts:
         return cls(ids(FIRST), ids(NEXT), ids(after), len(ids(before)))
 
     def replays(self, context: Tensor, chunk_size: int) -> Replays:
-        """What to run for each chunk of `context` `(S,)`."""
+        """The tokens to run for each chunk of `context` `(S,)`: prompt, suffix and the chunk."""
         previous: list[int] | None = None
-        n_before = min(self.n_prefix, len(context) - 1)  # something is there to be repeated
+        n_before = min(self.n_prefix, len(context) - 1)  # leaves at least one token to repeat
         for start in range(n_before, len(context), chunk_size):
             chunk = context[start : start + chunk_size].tolist()
-            asking = self.first if previous is None else [*self.following, *previous]
-            ids = torch.tensor([[*asking, *self.suffix, *chunk]], device=context.device)
+            prompt = self.first if previous is None else [*self.following, *previous]
+            ids = torch.tensor([[*prompt, *self.suffix, *chunk]], device=context.device)
             yield ids, slice(start, start + len(chunk))
             previous = chunk[-N_STARTING:]
 
 
 Replays = Iterator[tuple[Tensor, slice]]
-"""What to run for each chunk of a context, `(1, m)` int64; and where the chunk lies."""
+"""For each chunk of a context, the token ids to run, `(1, m)` int64, and the chunk's slice."""
 
-See = Callable[[AttentionCall, slice, Tensor | None], None]
-"""Is shown a call of a replay, the chunk that is repeated, and a factor of each query, or None."""
+Observer = Callable[[AttentionCall, slice, Tensor | None], None]
+"""Gets a call of a replay, the slice of the repeated chunk, and query factors `(m,)` or None."""
 
 
 @dataclass
 class KVzip(ReplayPress):
-    """Keeps what the model attends to when it repeats its context (arXiv 2505.23416).
+    """Keeps the keys that the model attends to when it repeats its context (arXiv 2505.23416).
 
-    After the prefill of a context the model is asked to repeat it, chunk by chunk; a key's score is
-    the most attention that it gets meanwhile from any query of its group. Rows of a batch are
-    replayed one by one.
+    After the prefill, the model is prompted to repeat the context, chunk by chunk (teacher-forced).
+    A key's score is the maximum attention that it receives meanwhile, over all queries of its GQA
+    group. Heads share a budget and keep different numbers of tokens. Rows of a batch are replayed
+    one by one. Paper: Kim et al.
 
     Attributes:
-        compression_ratio: share of the tokens of all heads that is evicted, in [0, 1).
-        layerwise: share one budget over the heads of each layer, rather than of the model.
-        n_sink: first tokens, always kept.
-        kvzip_plus_normalization: weight attention by the norm of the projected value, over that of
-            the hidden state (KVzip+).
-        chunk_size: tokens to be repeated at a time.
-        prompts: what asks the model to repeat; None: in the words of the tokenizer that lies beside
-            the model.
+        compression_ratio: share of the tokens of all heads that is evicted, in [0, 1), or the
+            `Tokens` that a head keeps on average.
+        layerwise: share a budget over the heads of each layer, instead of the whole model.
+        n_sink: number of first tokens (attention sinks), always kept.
+        kvzip_plus_normalization: multiply attention by the norm of the projected value, and divide
+            it by the norm of the query's hidden state (KVzip+).
+        chunk_size: number of context tokens to repeat in one forward.
+        prompts: the prompts that ask the model to repeat, as token ids. None: made with the
+            tokenizer beside the model.
     """
 
     layerwise: bool = False
@@ -115,10 +120,14 @@ class KVzip(ReplayPress):
     evicts = Evicts.PER_HEAD
 
     def prepare(self, model: Any) -> Any:
-        """What asks the model to repeat; subclasses add what else they have to know."""
+        """A tuple of the prompts, to which subclasses append.
+
+        Raises:
+            PressError: if there are no prompts and no tokenizer beside the model.
+        """
         if self.prompts is not None:
             return (self.prompts,)
-        instead = f"hand over {type(self).__name__}(prompts=RepeatPrompts(...)) in token ids"
+        instead = f"use {type(self).__name__}(prompts=RepeatPrompts(...)) with token ids"
         return (RepeatPrompts.from_tokenizer(tokenizer_of(model, instead)),)
 
     def check_site(self, site: AttentionSite) -> None:
@@ -129,67 +138,66 @@ class KVzip(ReplayPress):
     def score_row(self, row: Row) -> Tensor:
         received: list[list[Tensor]] = [[] for _ in row.scope.sites]
 
-        def see(call: AttentionCall, chunk: slice, of_queries: Tensor | None) -> None:
-            of_chunk = self.replay_attention(call, chunk, row, of_queries)
+        def observe(call: AttentionCall, chunk: slice, factors: Tensor | None) -> None:
+            of_chunk = self.replay_attention(call, chunk, row, factors)
             received[call.site.place.depth].append(of_chunk)
 
         prompts = row.scope.prepared(self)[0]
-        self.replay(row, prompts.replays(row.tokens, self.chunk_size), see)
+        self.replay(row, prompts.replays(row.tokens, self.chunk_size), observe)
         parts = [torch.cat(of_chunks, dim=-1).to(row.tokens.device) for of_chunks in received]
         scores = torch.cat(parts)
-        n_before = row.length - scores.shape[-1]  # of the template: each answer needs those
+        n_before = row.length - scores.shape[-1]  # the chat template is always kept
         return pad(scores, (n_before, 0), value=float("inf"))
 
-    def replay(self, row: Row, replays: Replays, see: See) -> None:
-        """Run what asks for each chunk after the context of `row`, and show `see` what happens."""
+    def replay(self, row: Row, replays: Replays, observe: Observer) -> None:
+        """Run each replay after the context of `row`, and pass its attention calls to `observe`."""
         chunk: slice
 
-        def weigh(call: AttentionCall) -> None:
+        def with_factors(call: AttentionCall) -> None:
             plus, states = self.kvzip_plus_normalization, call.hidden_states[0]
-            see(call, chunk, 1 / upcast(states).norm(dim=-1) if plus else None)
+            observe(call, chunk, 1 / upcast(states).norm(dim=-1) if plus else None)
 
-        with self.watch_attention(row, weigh), torch.no_grad():
+        with self.watch_attention(row, with_factors), torch.no_grad():
             for ids, chunk in replays:  # noqa: B007
                 row.run(input_ids=ids)
 
     def replay_attention(
-        self, call: AttentionCall, chunk: slice, row: Row, of_queries: Tensor | None
+        self, call: AttentionCall, chunk: slice, row: Row, factors: Tensor | None
     ) -> Tensor:
-        """The most attention that each key of the repeated chunk gets from any query of its group.
+        """Maximum attention that each key of the repeated chunk receives from its group's queries.
 
-        Queries see the first `n_sink` tokens, the chunk and the replay itself.
+        Queries attend to the first `n_sink` tokens, the chunk and the replay itself.
 
         Args:
             call: the replay, over all keys.
-            chunk: where the tokens that are repeated lie in the context.
-            row: whose context that is.
-            of_queries: `(m,)`, by which to multiply the attention of each query, and that of each
-                key by the norm of its projected value; None: attention as it is.
+            chunk: slice of the context that is repeated.
+            row: the row that is replayed.
+            factors: `(m,)`, multiplies the attention of each query; that of each key is then also
+                multiplied by the norm of its projected value. None: plain attention.
 
         Returns:
             `(1, H_kv, chunk)`, float32.
         """
         n_before = min(self.n_sink, chunk.start)
-        seen = slice(n_before), chunk, slice(row.length, None)
-        keys = torch.cat([call.keys[:, :, part] for part in seen], dim=2)
+        visible = slice(n_before), chunk, slice(row.length, None)
+        keys = torch.cat([call.keys[:, :, part] for part in visible], dim=2)
         most = torch.zeros_like(upcast(call.keys[:, :, chunk, 0]))
-        of_keys = None if of_queries is None else projected_value_norms(call, chunk)
+        norms = None if factors is None else projected_value_norms(call, chunk)
         for tile in attention_tiles(call.site, call.queries(), keys):
             # (1, heads, G, rows, chunk)
             weights = tile.weights[..., n_before : n_before + most.shape[-1]]
-            if of_keys is not None and of_queries is not None:
-                weights = (
-                    weights * of_keys[:, tile.heads].unsqueeze(3) * of_queries[tile.rows, None]
-                )
+            if norms is not None and factors is not None:
+                weights = weights * norms[:, tile.heads].unsqueeze(3) * factors[tile.rows, None]
             most[:, tile.heads] = torch.maximum(most[:, tile.heads], weights.amax(dim=(2, 3)))
         return most
 
     def choose(self, scores: Tensor, n_joining: int = 0) -> Tensor:
-        """Which tokens of a row each head keeps, `(L, H_kv, S)` bool, from its scores.
+        """Which tokens of a row each head keeps, `(L, H_kv, S)` bool.
 
         Args:
-            n_joining: tokens that join every head, and are to have room; if there are any, a head
-                may lose all others.
+            scores: `(L, H_kv, S)`.
+            n_joining: number of tokens that are added to every head within its budget. With none,
+                every head keeps at least one token of the context.
         """
         best, length = best_first(scores, 1), scores.shape[-1]
         raised = scores.clone()
@@ -201,7 +209,7 @@ class KVzip(ReplayPress):
 
 
 def projected_value_norms(call: AttentionCall, chunk: slice) -> Tensor:
-    """L2 norm of each value of the chunk after the output projection, for each query head.
+    """L2 norm of each value of the chunk after the output projection of each query head.
 
     Returns:
         `(1, H_kv, G, chunk)`, float32.
@@ -220,37 +228,38 @@ LAST = "the last layer"
 
 @dataclass
 class KVgrad(KVzip):
-    """Keeps what the last hidden states would change most without (openreview cg1wTCJjjk).
+    """Keeps the keys and values to which the last hidden states are most sensitive (cg1wTCJjjk).
 
-    The context is repeated as by KVzip, and each chunk goes once forward and once backward. What a
-    key and its value write into the residual stream is the attention that they get times the norm
-    of the projected value; what that matters is the norm of the gradient there, of the squared
-    norms of the states that the last layer leaves, before the final norm. The score is the largest
-    product over the queries of the replay and of the group.
+    The context is repeated as in KVzip, with one forward and one backward pass per chunk. The score
+    is the maximum of `A_pc * ‖W_o v_c‖₂ * ‖∂Φ/∂a_p‖₂` over the queries `p` of the replay and the
+    GQA group. `A_pc` is the attention of `p` to the key `c`, `a_p` the attention output written to
+    the residual stream, and `Φ` the sum of the squared norms of the last layer's output, before the
+    final norm. Paper: openreview cg1wTCJjjk.
 
-    Gradients of parameters are not computed, and nothing that was there before requires a gradient
-    afterwards. The scope of the caller may be `torch.no_grad` or `torch.inference_mode`. Fused
-    attention on a GPU may add up gradients in any order; `torch.use_deterministic_algorithms(True)`
-    gives the same bits every time.
+    Parameters get no gradients, and no tensor that existed before requires a gradient afterwards.
+    The caller may be in `torch.no_grad` or `torch.inference_mode`. Fused attention kernels on GPUs
+    may accumulate gradients in any order; `torch.use_deterministic_algorithms(True)` makes results
+    bit-identical between runs.
 
     Attributes:
-        compression_ratio: share of the tokens of all heads that is evicted, in [0, 1).
-        layerwise: share one budget over the heads of each layer, rather than of the model.
-        n_sink: first tokens, always kept.
-        chunk_size: tokens to be repeated at a time.
-        prompts: what asks the model to repeat; None: in the words of the tokenizer that lies beside
-            the model.
+        compression_ratio: share of the tokens of all heads that is evicted, in [0, 1), or the
+            `Tokens` that a head keeps on average.
+        layerwise: share a budget over the heads of each layer, instead of the whole model.
+        n_sink: number of first tokens (attention sinks), always kept.
+        chunk_size: number of context tokens to repeat in one forward.
+        prompts: the prompts that ask the model to repeat, as token ids. None: made with the
+            tokenizer beside the model.
     """
 
-    # The norm of the projected value counts here, too: times that of the gradient.
+    # As in KVzip+, scores include the norm of the projected value, here times that of the gradient.
     kvzip_plus_normalization: ClassVar[bool] = True  # type: ignore[misc]
     chunk_size: int = count(512, 1)
 
     def prepare(self, model: Any) -> Any:
-        """What asks the model to repeat.
+        """A tuple of the prompts.
 
         Raises:
-            UnsupportedModelError: for a model that no gradient comes back from, with the cause.
+            UnsupportedModelError: if the model yields no gradient, with the cause.
         """
         sites = attention_sites(model)
         try:
@@ -258,13 +267,13 @@ class KVgrad(KVzip):
         except (RuntimeError, NotImplementedError, PressError) as error:
             raise UnsupportedModelError(
                 f"{type(self).__name__} gets no gradient of {type(model).__name__} "
-                f"({sites[0].attn_implementation} attention), as "
+                f"({sites[0].attn_implementation} attention): "
                 f"{first_line(error)}; load the model outside of torch.inference_mode(), or use "
                 "KVzipPress, which needs none"
             ) from error
         return super().prepare(model)
 
-    def replay(self, row: Row, replays: Replays, see: See) -> None:
+    def replay(self, row: Row, replays: Replays, observe: Observer) -> None:
         sites, model = row.scope.sites, row.scope.model
         calls: list[AttentionCall] = []
         watched = self.watch_attention(row, calls.append)
@@ -272,21 +281,23 @@ class KVgrad(KVzip):
             for ids, chunk in replays:
                 norms = gradient_norms(self, model, sites, partial(row.run, input_ids=ids))
                 for call in calls:
-                    see(call, chunk, norms[call.site.name])
+                    observe(call, chunk, norms[call.site.name])
                 calls.clear()
 
 
 def gradient_norms(
     press: InstalledPress, model: nn.Module, sites: list[AttentionSite], run: Callable[[], Any]
 ) -> dict[str, Tensor]:
-    """Norms of the gradient at what each of `sites` puts out, by its name `(m,)` each, float32.
+    """Gradient norms at the outputs of `sites`, by the site's name, `(m,)` float32 each.
+
+    The gradient is that of the summed squared norms of the last layer's output.
 
     Args:
-        press: whose mechanism sees what modules put out.
+        press: the press whose mechanism observes module outputs.
         run: runs the model once, in this thread.
 
     Raises:
-        UnsupportedInputError: if no gradient comes back, or none that is finite.
+        UnsupportedInputError: if outputs were not observed, or gradients are not finite.
     """
     if model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         raise UnsupportedInputError(
@@ -295,25 +306,24 @@ def gradient_norms(
         )
     outputs: dict[str, Tensor] = {}
 
-    def see(name: str, _: Any, output: Any) -> None:
+    def record(name: str, _: Any, output: Any) -> None:
         states = output[0] if isinstance(output, tuple) else output
-        if not states.requires_grad:  # no parameter does: what can be gone back from begins here
+        if not states.requires_grad:  # no parameter does: the graph begins at this output
             states.requires_grad_()
         outputs[name] = states
 
     watched = {**{site.name: site.module for site in sites}, LAST: last_layer(model, sites)}
     with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
         for name, module in watched.items():
-            stack.callback(press.after(module, in_this_thread(partial(see, name))).remove)
+            stack.callback(press.after(module, in_this_thread(partial(record, name))).remove)
         run()
         missing = [name for name in watched if name not in outputs]
         if missing:
             raise UnsupportedInputError(
-                f"the output of {', '.join(missing)} was not seen in a forward"
+                f"the output of {', '.join(missing)} was not observed in a forward"
             )
         objective = upcast(outputs.pop(LAST)).square().sum()
         gradients = torch.autograd.grad(objective, [*outputs.values()])
-    # Of the last states' squared norms.
     norms = [upcast(gradient[0]).norm(dim=-1) for gradient in gradients]
     if not all(bool(x.isfinite().all()) for x in norms):
         raise UnsupportedInputError(

@@ -1,11 +1,11 @@
-"""Presses that run a context again before they judge it.
+"""Presses that replay a context before they prune it.
 
-They wait until the decoder has run over a context. Then they run it on from there, row by row and
-over a cache of its own, and see what happens: how much attention each token gets, say. What they
-decide about all layers is stored as the decision of any other press.
+They wait until the decoder has run over a context. Then they run the decoder on tokens after it,
+row by row on a copy of the row's cache, and measure, say, how much attention each key receives.
+Their decisions about all layers are stored like those of any other press.
 
-KVCompose (Akulov et al., arXiv 2509.05165) reads it again as it is: composite tokens, and layers
-that compete.
+KVCompose (Akulov et al., arXiv 2509.05165) replays the context unchanged, aligns heads by composite
+tokens, and lets the layers compete for the budget.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from press_core.traits import Evicts, Needs, Phase
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One row of a batch whose context has been run, to be run on from there.
+    """One row of a batch after its prefill, for replays that continue it.
 
     Attributes:
-        scope: of the press.
-        cache: filled with the batch that the row is of; it stays as it is.
-        index: of the row.
-        tokens: `(S,)` int64, the row without its padding.
-        slots: `(S,)` int64, where those tokens lie in the cache; None: everywhere.
-        next_position: of the token after them.
+        scope: the open scope of the press.
+        cache: the cache of the whole batch; it is not changed.
+        index: index of the row in the batch.
+        tokens: `(S,)` int64, token ids of the row without padding.
+        slots: `(S,)` int64, slots of these tokens in the cache; None: all slots.
+        next_position: position of the next token.
     """
 
     scope: ScopeState
@@ -67,19 +67,20 @@ class Row:
         return len(self.tokens)
 
     def alone(self) -> Any:
-        """A cache of its own, that holds what the batch's holds of the row; without gradients."""
+        """A new cache with the keys and values of this row, without gradients."""
         with torch.no_grad():
             return row_alone(self.cache, self.index, self.slots)
 
     def run(self, cache: Any = None, n_before: int = 0, **inputs: Tensor) -> Any:
-        """Run the decoder over `inputs` `(1, m, ...)`, which come after the context.
+        """Run the decoder over `inputs` `(1, m, ...)`, which follow the context.
 
         Args:
-            cache: `alone()`, to be run on; None: a fresh one.
-            n_before: how many tokens it holds beyond the context.
+            cache: a cache from `alone()`, which is extended; None: a new one.
+            n_before: number of tokens that were appended to the cache after the context.
+            inputs: either `input_ids` or `inputs_embeds`.
 
         Returns:
-            What the decoder returned.
+            The output of the decoder.
         """
         (given,) = inputs.values()
         start = self.next_position + n_before
@@ -96,9 +97,9 @@ States = tuple[Tensor, Tensor]
 
 @dataclass
 class ReplayPress(RatioPress, InstalledPress):
-    """A press that acts when the decoder has run a context, and runs it on before it decides.
+    """A press that acts after the decoder has run over a context, and replays it to score tokens.
 
-    Rows of a batch are judged one by one, and without their padding.
+    Rows of a batch are scored one by one, without their padding.
     """
 
     needs = Needs.QUERIES
@@ -106,25 +107,27 @@ class ReplayPress(RatioPress, InstalledPress):
 
     @abstractmethod
     def score_row(self, row: Row) -> Tensor:
-        """Scores of the tokens of one row in the layers of its scope, `(L, H_kv, S)`."""
+        """Scores of one row's tokens in the layers of its scope, `(L, H_kv, S)`."""
 
     @abstractmethod
     def choose(self, scores: Tensor) -> Tensor:
-        """Which tokens of a row each head keeps, `(L, H_kv, S)` bool, from its scores."""
+        """Which tokens of a row each head keeps, `(L, H_kv, S)` bool, by scores `(L, H_kv, S)`."""
 
-    def judge(self, row: Row) -> tuple[Tensor, list[States]]:
-        """What is left of `row`, and what joins each of its layers; nothing, or as much as others.
+    def decide(self, row: Row) -> tuple[Tensor, list[States]]:
+        """Which tokens of `row` are kept, and `n` tokens to append to each of its layers.
+
+        `n` is 0 or the same for all rows.
 
         Returns:
-            Which tokens each head keeps, of those that join it, too: `(L, H_kv, S + n)` bool. And
-            those that join, by layer; empty: none do.
+            Which tokens each head keeps, the appended ones included, `(L, H_kv, S + n)` bool; and
+            keys and values of the appended tokens by layer (empty: `n` is 0).
         """
         return self.choose(self.score_row(row)), []
 
     def scores(self, model: Any, input_ids: Tensor) -> list[Tensor]:
-        """Scores of all tokens of contexts without padding, `(B, H_kv, S)` for each layer.
+        """Scores of all tokens of unpadded contexts `(B, S)`, `(B, H_kv, S)` for each layer.
 
-        Layers that no press works on get zeros.
+        Layers that presses do not work on get zeros.
         """
         scope = bound_to(self, model)
         with torch.no_grad():
@@ -138,21 +141,25 @@ class ReplayPress(RatioPress, InstalledPress):
         scores[[site.layer_idx for site in scope.sites]] = known
         return [*scores]
 
-    def watch_attention(self, row: Row, see: Callable[[AttentionCall], None]) -> Any:
-        """The scope in which `see` is shown what each attention module does in this thread."""
-        thread = threading.get_ident()  # others may run the model meanwhile
-        return self.collector(see, phases=Phase.DECODING, thread=thread)(row.scope.model)
+    def watch_attention(self, row: Row, observe: Callable[[AttentionCall], None]) -> Any:
+        """A scope that passes each attention call of this thread to `observe`."""
+        thread = threading.get_ident()  # other threads may run the model at the same time
+        return self.collector(observe, phases=Phase.DECODING, thread=thread)(row.scope.model)
 
     # ---- around the decoder ----------------------------------------------------------------------
 
     def before_decoder(self, scope: ScopeState, forward: Forward) -> Arguments:
-        """Refuse a context that cannot be run again before it is run."""
+        """Raise before the decoder runs over a context that cannot be replayed."""
         if self.compression_ratio and forward.is_context:
             self._real_tokens(forward)
         return forward.given
 
     def after_decoder(self, scope: ScopeState, forward: Forward, output: Any) -> None:
-        """Evict after the prefill of a context."""
+        """Evict after the prefill of a context.
+
+        Raises:
+            UnsupportedCacheError: if a layer is not a DynamicLayer.
+        """
         cache = cache_after(forward, output)
         if cache is None or self.compression_ratio == 0:
             return
@@ -160,29 +167,29 @@ class ReplayPress(RatioPress, InstalledPress):
             layer = cache.layers[site.layer_idx]
             if type(layer) is not DynamicLayer:
                 raise UnsupportedCacheError(
-                    f"{type(self).__name__} runs a whole context again, and layer "
+                    f"{type(self).__name__} replays whole contexts, and layer "
                     f"{site.layer_idx} is a {type(layer).__name__}; use it alone, with a "
                     "DynamicCache"
                 )
         ids, tokens = forward.given.get("input_ids"), self._real_tokens(forward)
         following = _next_positions(forward.given.get("position_ids"), ids)
-        judged = []
+        decided = []
         for index in range(len(ids)):
             slots = None if tokens is None else tokens[index].nonzero().squeeze(1)
             own = ids[index] if slots is None else ids[index, slots]
-            judged.append(self.judge(Row(scope, cache, index, own, slots, following[index])))
+            decided.append(self.decide(Row(scope, cache, index, own, slots, following[index])))
         for depth, site in enumerate(scope.sites):
-            chosen = [kept[depth] for kept, _ in judged]
-            joining = [joins[depth] for _, joins in judged if joins]
+            chosen = [kept[depth] for kept, _ in decided]
+            joining = [joins[depth] for _, joins in decided if joins]
             even = self.evicts is Evicts.TOKENS
             store_chosen(scope, cache, site, tokens, chosen, joining, even)
 
     def _real_tokens(self, forward: Forward) -> Tensor | None:
-        """Which tokens of a context are no padding, `(B, S)` bool; None: all.
+        """Which tokens of a context are not padding, `(B, S)` bool; None: all.
 
         Raises:
-            UnsupportedInputError: if there are no token ids, or if the mask hides other tokens than
-                padding on the left.
+            UnsupportedInputError: if there are no token ids, or if the mask hides tokens other than
+                left padding.
         """
         ids = forward.token_ids(f"{type(self).__name__} runs the tokens of the context again")
         mask = for_full_attention(forward.given.get("attention_mask"))
@@ -198,25 +205,25 @@ def store_chosen(
     joining: Sequence[States] = (),
     even: bool = False,
 ) -> None:
-    """Store what is left of a layer once the decoder has run, and behind it what joins that.
+    """Prune a cache layer after the decoder has run, and append tokens to it.
 
     Args:
         occupied: `(B, S)` bool, which slots hold tokens; None: all.
-        chosen: of each row which of its tokens, and of those that join it, each head of all ranks
-            keeps, `(H_kv, n + m)` bool.
-        joining: of each row keys and values `(1, H_kv, m, d)`; empty: nothing joins.
-        even: whether all heads of a row keep as many.
+        chosen: by row, which of its `n` tokens and `m` appended ones each head of all
+            tensor-parallel ranks keeps, `(H_kv, n + m)` bool.
+        joining: by row, keys and values to append, `(1, H_kv, m, d)`; empty: none.
+        even: whether all heads of a row keep the same number of tokens.
     """
     layer = known(cache, site.layer_idx)
     (keys, values), when = layer.states(), Moment(seen=tokens_seen(layer, occupied))
     if joining:
         keys, values = (
-            torch.cat((states, torch.cat(behind).to(states)), dim=2)
-            for states, behind in zip((keys, values), zip(*joining, strict=True), strict=True)
+            torch.cat((states, torch.cat(added).to(states)), dim=2)
+            for states, added in zip((keys, values), zip(*joining, strict=True), strict=True)
         )
         n_joining = joining[0][0].shape[2]
         occupied = None if occupied is None else pad(occupied, (0, n_joining), value=True)
-    unknown = keys.new_empty(len(keys), 0, 0)  # nobody asks for the hidden states again
+    unknown = keys.new_empty(len(keys), 0, 0)  # hidden states are not read any more
     call, groups = AttentionCall(site, unknown, keys, values, when=when, scope=scope), []
     for rows, slots, part in parts_of(call, occupied, row_by_row=even):
         of_all_ranks = torch.stack([chosen[row] for row in rows])
@@ -228,7 +235,7 @@ def store_chosen(
 
 
 def cache_after(forward: Forward, output: Any) -> Any:
-    """The cache that a forward of the decoder has filled with its own keys; None: it has not."""
+    """The cache that a forward of the decoder has filled with its own keys; None: no cache."""
     if forward.cache is not None:
         return forward.cache
     return own_cache(getattr(output, "past_key_values", None))
@@ -242,7 +249,7 @@ def _next_positions(position_ids: Tensor | None, ids: Tensor) -> list[int]:
 
 
 def in_this_thread(act: Callable[..., Any]) -> Callable[..., Any]:
-    """`act` in the thread that asks for it, and nothing in others that run the model meanwhile."""
+    """`act`, but as a no-op in threads other than the current one, which may run the model too."""
     thread = threading.get_ident()
 
     def act_here(*args: Any) -> Any:
@@ -254,29 +261,31 @@ def in_this_thread(act: Callable[..., Any]) -> Callable[..., Any]:
 # ---- KVCompose ---------------------------------------------------------------------------------
 
 AT_A_TIME = 512
-"""Tokens of the second reading in one forward: a mask over all of them would be `S * 2 S`."""
+"""Tokens per forward of the second pass: one forward over all would need a mask `(S, 2 * S)`."""
 
 
 @dataclass
 class KVCompose(ReplayPress):
-    """Keeps what a context attends to when it is read again (arXiv 2509.05165).
+    """Keeps the keys that the context attends to when it is run a second time (arXiv 2509.05165).
 
-    The context is run once more after itself. A key's score is the attention that it gets from
-    those queries. Every head keeps tokens of its own, and all heads of a layer the same number: the
-    best tokens of the heads of a layer make up its first *composite token*, the second best its
-    second one, and the composite tokens of all layers compete. The first layer keeps at least as
-    many as any other.
+    The context is run once more after itself, and a key's score aggregates the attention of these
+    queries. The i-th best tokens of the heads of a layer form its i-th *composite token*, whose
+    score aggregates theirs. Composite tokens of all layers compete for the budget, so that layers
+    keep different numbers of tokens; within a layer, all heads keep the same number, each its own
+    best. The first layer keeps at least as many as any other. Paper: Akulov et al.
 
     Attributes:
-        structured: whether all heads of a layer keep the same number of tokens. If not, the heads
-            of all layers compete for themselves.
-        compression_ratio: share of the tokens of all layers that is evicted, in [0, 1).
-        agg_task: how the attention of all queries to a key makes its score: "max" or "mean".
-        agg_group: the same of the scores of the query heads that share a KV head.
-        agg_head: the same of the scores that make up a composite token.
-        add_v_norm: multiply scores by the norm of the value.
+        structured: whether all heads of a layer keep the same number of tokens. If not, the tokens
+            of all heads of all layers compete directly.
+        compression_ratio: share of the tokens of all layers that is evicted, in [0, 1), or the
+            `Tokens` that a head keeps on average.
+        agg_task: aggregation of a key's attention over the queries: "max" or "mean".
+        agg_group: aggregation of scores over the query heads of a GQA group: "max" or "mean".
+        agg_head: aggregation of scores into those of composite tokens: "max" or "mean".
+        add_v_norm: multiply scores by the norms of the values.
         add_mean_across_heads: add the mean over the heads of a layer to the scores.
-        keep_token_lower_bound: tokens that every layer keeps at least.
+        keep_token_lower_bound: minimum number of tokens that every layer keeps (every head, if not
+            `structured`).
     """
 
     structured: bool = True
@@ -295,7 +304,7 @@ class KVCompose(ReplayPress):
         received: dict[int, Tensor] = {}
         norms: dict[int, Tensor] = {}
 
-        def see(call: AttentionCall) -> None:
+        def observe(call: AttentionCall) -> None:
             layer, groups = call.site.place.depth, call.site.num_heads // call.site.num_kv_heads
             if layer not in received:
                 norms[layer] = upcast(call.values[:, :, : row.length]).norm(dim=-1)
@@ -305,10 +314,10 @@ class KVCompose(ReplayPress):
                 weights, of_heads = tile.weights[..., : row.length], received[layer][:, tile.heads]
                 if self.agg_task == "max":
                     torch.maximum(of_heads, weights.amax(dim=3), out=of_heads)
-                else:  # the sum over the queries so far
+                else:  # a sum for now; divided at the end
                     of_heads += weights.sum(dim=3)
 
-        with self.watch_attention(row, see), torch.no_grad():
+        with self.watch_attention(row, observe), torch.no_grad():
             cache = row.alone()
             for start in range(0, row.length, AT_A_TIME):
                 row.run(cache, start, input_ids=row.tokens[None, start : start + AT_A_TIME])
@@ -316,7 +325,7 @@ class KVCompose(ReplayPress):
         return torch.cat([scores.to(row.tokens.device) for scores in of_layers])
 
     def _scores(self, received: Tensor, norms: Tensor) -> Tensor:
-        """`(1, H_kv, S)` from what each query head gave, `(1, H_kv, G, S)`, and norms of values."""
+        """Scores `(1, H_kv, S)` from attention `(1, H_kv, G, S)` and value norms `(1, H_kv, S)`."""
         received = received / received.shape[-1] if self.agg_task == "mean" else received
         scores = received.amax(dim=2) if self.agg_group == "max" else received.mean(dim=2)
         scores = scores * norms if self.add_v_norm else scores
@@ -331,21 +340,21 @@ class KVCompose(ReplayPress):
         return best_first(scores, kept)
 
     def budgets(self, scores: Tensor) -> Tensor:
-        """How many tokens each layer keeps, `(L,)` int64, from scores `(L, H_kv, S)`."""
+        """Number of tokens that each layer keeps, `(L,)` int64, by scores `(L, H_kv, S)`."""
         in_order = scores.sort(dim=-1, descending=True).values
         curves = in_order.amax(dim=1) if self.agg_head == "max" else in_order.mean(dim=1)
-        # At least as good as those of any layer, so that the first layer gets the largest budget.
+        # Raised to the maximum over layers, so that the first layer gets the largest budget.
         curves = torch.cat((curves.amax(dim=0, keepdim=True), curves[1:]))
         n_layers, length = curves.shape
         bound = self._bound(length)
         curves[:, :bound] = float("inf")
-        # Stable: of equals the first layer's come first.
+        # Stable, so that the first layer wins ties.
         order = curves.flatten().argsort(descending=True, stable=True)
         layers = order[: self._n_kept(n_layers, length)] // length
         return layers.bincount(minlength=n_layers).clamp(min=bound)
 
     def _of_heads(self, scores: Tensor) -> Tensor:
-        """Which tokens each head keeps, `(L, H_kv, S)` bool."""
+        """Which tokens each head keeps if heads compete directly, `(L, H_kv, S)` bool."""
         n_layers, n_heads, length = scores.shape
         least = best_first(scores, self._bound(length))
         raised = scores.masked_fill(least, float("inf"))
@@ -353,11 +362,11 @@ class KVCompose(ReplayPress):
         return kept.view(scores.shape) | least
 
     def _bound(self, length: int) -> int:
-        """How many of `length` tokens every layer (head) keeps at least; none is left empty."""
+        """Minimum number of `length` tokens that every layer (head) keeps, at least 1."""
         return min(length, max(1, self.keep_token_lower_bound))
 
     def _n_kept(self, n: int, length: int) -> int:
-        """How many tokens `n` layers (heads) keep together, of a context of `length`."""
+        """Number of tokens that `n` layers (heads) keep together, of a context of `length`."""
         if isinstance(self.compression_ratio, Tokens):
             return n * self.compression_ratio.of(length)
         return n_kept(n * length, self.compression_ratio)

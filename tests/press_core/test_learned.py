@@ -177,7 +177,7 @@ MISSING: list[tuple[Callable[[Path], Any], str]] = [
         rf"qfilters\.safetensors.*{FIT}\.save\('.*a-model'\).*'nthngdy/a-model_qfilt'",
     ),
     *(
-        (lambda _, name=name: looked_for(None, name), r"hand over what QFilter\.fit\(model")
+        (lambda _, name=name: looked_for(None, name), r"pass what QFilter\.fit\(model")
         for name in (None, "", "/no/such/folder")
     ),
 ]
