@@ -180,7 +180,7 @@ def measure_budgets(options: Options, progress: Progress) -> Tables:
 
 def measure_decoding(options: Options, progress: Progress) -> Tables:
     """Times of decode steps, at every context length."""
-    spec = ModelSpec.asked(options.model, TIMED, options.dtype, options.device)
+    spec = ModelSpec.given(options.model, TIMED, options.dtype, options.device)
     model = spec.load()
     if len(attention_sites(model)) < model.config.num_hidden_layers:
         raise UserError(
