@@ -184,7 +184,7 @@ def test_sliding_layers_are_not_timed(tmp_path):
     [
         (0.3, "helped", "works"),
         (-0.3, "cost answers", "costs"),
-        (0.0, "made no difference that could be shown", None),
+        (0.0, "made no measurable difference", None),
     ],
 )
 def test_whether_budgets_helped(tables, shift, said, verdict):
