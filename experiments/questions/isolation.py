@@ -250,7 +250,7 @@ class Isolation(scenarios.Scenarios[Options]):
     def contrasts(self, tables: Tables) -> list[Contrast]:
         table = tables["isolation"]
         own, others = _untouched(table)
-        title = f"Situations without an affected bystander, of {table['situation'].nunique()}"
+        title = f"Situations with no bystander affected, of {table['situation'].nunique()}"
         chosen = pd.concat([own, others.nsmallest(1)]).astype(float)
         return [Contrast(title, chosen.to_dict())]
 

@@ -330,7 +330,7 @@ class Overhead(Experiment[Options]):
         rows = tables["overhead"].query(f"{_EAGER} and baseline == 'bare'")
         slowest = rows.groupby("mechanism", sort=False)["ratio"].max()
         bars: Any = slowest.rename({"hook": "hooks", "patch": "patches"}).to_dict()
-        return [Contrast("Slowest decode step with a press open, over the bare model", bars)]
+        return [Contrast("Slowest decode step with a press, over without", bars)]
 
 
 EXPERIMENT = Overhead()
