@@ -1,9 +1,10 @@
-"""Whether presses and everything else that is done to models get along.
+"""Whether presses work together with other libraries that change models.
 
-Each mechanism meets each companion (`experiments.interventions`) that begins before its scope and
-outlives it, that comes and goes inside of it, or that comes after it. What is kept, and the logits
-of the prefill and of a decode step, are held against those that the companion gives without any
-press, and, once the scope is closed, against those of the companion alone.
+Each mechanism is combined with each companion (`experiments.interventions`) in three phases: the
+companion is applied before the press's scope opens and removed after it closes, applied and removed
+inside the scope, or applied after the scope has closed. Logits of the prefill and of two decode
+steps, and the cache, are compared with a reference: inside the scope with `pressed`, outside of it
+with the companion without a press, `alone`.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ from press_core.budget import n_kept
 from press_core.select import top_positions
 
 BEFORE, INSIDE, AFTER = PHASES = ("before", "inside", "after")
-"""When the companion comes: before the scope opens, inside of it, after it was closed."""
+"""When the companion is applied: before the scope opens, inside it, or after it has closed."""
 
 RIGHT, ERROR, WRONG = "right", scenarios.ERROR, "wrong"
 
 # ---- answers -------------------------------------------------------------------------------------
 
 
-def ask(run: Callable[..., Any], companion: Intervention, by_hand: bool = False) -> Response:
-    """What `run` answers: a prefill, what the cache holds of it, and two decode steps.
+def respond(run: Callable[..., Any], companion: Intervention, by_hand: bool = False) -> Response:
+    """Logits of a prefill and of two decode steps, and the cache after them.
 
     Args:
-        by_hand: whether to leave only the keys of least norm in the cache before the decode steps.
+        run: the model, or what the companion yields to run instead of it.
+        by_hand: whether to evict all but the keys of smallest norm between prefill and decoding.
     """
     if companion.answers:
         return Response([run(random_tokens(scenarios.CONTEXT))])
@@ -56,12 +58,12 @@ def _evict_by_hand(cache: DynamicCache) -> None:
 
 
 MINE = tuple(name for name in TRIED if name.partition(", ")[0] in OURS)
-"""Ours, among what is tried."""
+"""The mechanisms of this project, among all that are tested."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to try."""
+    """Which mechanisms and companions to combine, on which architecture."""
 
     mechanism: Annotated[tuple[str, ...], scenarios.some_of(TRIED)] = ()
     companion: Annotated[tuple[str, ...], scenarios.some_of(COMPANIONS)] = ()
@@ -74,45 +76,48 @@ def small(family: str) -> PreTrainedModel:
 
 @lru_cache
 def pressed(mechanism: str, companion: str, family: str) -> Response:
-    """What is right while the press is open.
+    """The reference while the press is open.
 
-    For keys of least norm, the companion's own cache is cut by hand. What SnapKV and AdaKV keep,
-    and what a model keeps some of whose layers have a window, is taken from the other mechanism,
-    opened on a model that the companion has finished with. What has no cache is as without a press.
+    For presses that keep the keys of smallest norm, the companion runs without a press and its
+    cache is pruned by hand. For SnapKV, AdaKV and models with sliding-window layers, it is the same
+    press with the other mechanism, opened on a model after the companion was applied. A companion
+    that does not use a cache has to answer as without a press.
     """
     beside = COMPANIONS[companion]
     if beside.answers:
         return alone(companion, family)
     with beside.scope(model := small(family)) as run:
         if "," not in mechanism and family not in HYBRID:
-            return ask(run, beside, by_hand=True)
+            return respond(run, beside, by_hand=True)
         package, comma, name = mechanism.partition(", ")
         other = "patches" if package == "hooks" else "hooks"
         with TRIED[f"{other}{comma}{name}"](model):
-            return ask(run, beside)
+            return respond(run, beside)
 
 
 @lru_cache
 def alone(companion: str, family: str) -> Response:
-    """What is right while no press is open."""
+    """The reference while no press is open."""
     with COMPANIONS[companion].scope(small(family)) as run:
-        return ask(run, COMPANIONS[companion])
+        return respond(run, COMPANIONS[companion])
 
 
 # ---- the matrix ----------------------------------------------------------------------------------
 
 
 class Coexistence(scenarios.Scenarios[Options]):
-    """Try each mechanism beside accelerate, PEFT, torch.compile and others.
+    """Test each mechanism together with accelerate, PEFT, torch.compile and other libraries.
 
-    Do presses, and other libraries that change models, still do what they should beside each
-    other?
+    Do presses still prune correctly, and do other libraries that change models still work, when
+    both are used on one model?
 
-    Each mechanism meets each companion three times: begun before its scope and still there
-    after it, begun and ended inside it, and begun after it. What is kept, and the logits of a
-    prefill and of a decode step, are compared with those of the companion without a press and a
-    cache cut by hand; once the scope is closed, with the companion alone. Wrong means silently
-    wrong: nothing was raised. Other versions of the libraries may behave otherwise.
+    Each mechanism is combined with each companion library in three phases: applied before the
+    press's scope and removed after it, applied and removed inside the scope, and applied after
+    the scope. While the press is open, the logits of a prefill and of two decode steps, and the
+    cache, are compared with the companion without a press and a cache pruned by hand, or, for
+    SnapKV and AdaKV, with the same press installed by the other mechanism; after the scope, with
+    the companion alone. Wrong means silently wrong: no error was raised. The models are small
+    and random, and other versions of the libraries may behave differently.
     """
 
     name = "coexistence"
@@ -131,13 +136,13 @@ class Coexistence(scenarios.Scenarios[Options]):
         WRONG: ("x", "#D55E00"),
     }
     shows = (
-        "What comes of each mechanism (columns) beside what else is done to models (rows): "
-        "the worst of before, inside and after the scope"
+        "Each mechanism (columns) combined with each companion (rows): the worst outcome of the "
+        "companion applied before, inside and after the scope"
     )
     seconds = 20
 
     def cells(self, options: Options) -> list[tuple[str, ...]]:
-        """Slow companions are tried by our own mechanisms alone, and not after the scope."""
+        """Slow companions are combined only with our mechanisms, and not after the scope."""
         return [
             (mechanism, companion, phase)
             for mechanism in options.mechanism or TRIED
@@ -149,7 +154,7 @@ class Coexistence(scenarios.Scenarios[Options]):
     def scenario(
         self, mechanism: str, companion: str, phase: str, family: str
     ) -> Iterator[scenarios.Moment]:
-        """The model, or what the companion gives in its place, inside of the scope and after it."""
+        """Compare the model, or what the companion yields for it, inside the scope and after it."""
         model = small(family)
         scope, begun = TRIED[mechanism](model), COMPANIONS[companion].scope
 
@@ -158,7 +163,7 @@ class Coexistence(scenarios.Scenarios[Options]):
         ) -> scenarios.Moment:
             is_open, done = when.startswith("inside"), COMPANIONS[beside]
             right = pressed(mechanism, beside, family) if is_open else alone(beside, family)
-            return scenarios.Moment(when, right, partial(ask, run, done), done.tolerance)
+            return scenarios.Moment(when, right, partial(respond, run, done), done.tolerance)
 
         if phase == BEFORE:
             with begun(model) as run:
@@ -186,7 +191,7 @@ class Coexistence(scenarios.Scenarios[Options]):
             wrong, errors = ((part["outcome"] == outcome).sum() for outcome in (WRONG, ERROR))
             who = "the other mechanisms" if others else "hooks and patches of this project"
             text = (
-                f"Beside other libraries, {who} are silently wrong in "
+                f"Combined with other libraries, {who} are silently wrong in "
                 f"**{wrong}** of {len(part)} trials and raise an error in {errors}."
             )
             need = "use presses beside accelerate, PEFT and torch.compile"
@@ -195,10 +200,10 @@ class Coexistence(scenarios.Scenarios[Options]):
         return found
 
     def views(self, tables: Tables) -> list[ResultTable]:
-        return [self.matrix(tables).table("The worst of before, inside and after the scope.")]
+        return [self.matrix(tables).table("The worst outcome of the three phases.")]
 
     def remarks(self, tables: Tables) -> list[str]:
-        """What is wrong beside nothing else, and what is not right with our own."""
+        """Mechanisms that are wrong without any companion, and every failure of ours."""
         table = tables["coexistence"]
         by_itself = (table["companion"] == NOTHING) & (table["outcome"] == WRONG)
         ours = table["mechanism"].isin(MINE) & (table["outcome"] != RIGHT)

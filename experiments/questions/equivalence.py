@@ -1,7 +1,7 @@
 """Do hooks and patches leave the same bits? Presses x ratios x families x dtypes x attention.
 
 Each cell of the grid is one comparison (`experiments.testbed.compare`): the cache after the prefill
-and at the end, and the logits of every forward, bit for bit.
+and at the end, and the logits of every forward, are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from experiments.testbed.recipes import DELIMITER, fitted_pair, press_name, reci
 from press_core import PressError
 from press_core.scope import InstalledPress
 
-EQUAL, REFUSED, DIFFERENT = "the same bits", "refused alike", "different bits"
+EQUAL, REFUSED, DIFFERENT = "the same bits", "refused by both", "different bits"
 LOOKS = {EQUAL: ("", "#c7e8dc"), REFUSED: ("\N{EN DASH}", "#eeeeee"), DIFFERENT: ("x", "#f4b6a0")}
-"""What a cell of the figure says, and its colour."""
+"""Text and colour of a cell of the figure, by outcome."""
 
 PressMaker = Callable[[float], PressPair]
-"""From a compression ratio to a press with both mechanisms."""
+"""Makes a press with both mechanisms from a compression ratio."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Options:
     press: Annotated[
         tuple[str, ...],
         typer.Option(
-            help="A press to compare, such as SnapKVPress; or two presses of your own, the one "
-            "made of hooks first: my_module:MyHookPress,my_module:MyPatchPress. Repeatable.",
+            help="A press to compare, such as SnapKVPress; or two of your own classes, the hook "
+            "press first: my_module:MyHookPress,my_module:MyPatchPress. Repeatable.",
             show_default="all presses",
         ),
     ] = ()
@@ -71,7 +71,7 @@ class Options:
         tuple[str, ...], several(str, "Data type of the model.", one_of((*DTYPES, "float64")))
     ] = ("float32", "bfloat16")
     attn: Annotated[
-        tuple[str, ...], several(str, "Attention implementation, where a family has it.")
+        tuple[str, ...], several(str, "Attention implementation, for families that support it.")
     ] = ("eager", "sdpa")
     length: shared.Tokens = 64
     device: Device = "cpu"
@@ -81,10 +81,10 @@ class Options:
 
 
 def variants(options: Options) -> list[tuple[str, str, str]]:
-    """What to compare on: a family or the user's model, a dtype, and an attention implementation.
+    """The models to compare on: family or user's model, dtype, attention implementation.
 
     Raises:
-        UserError: if there is nothing.
+        UserError: if both a family and a model are given, or no family supports an implementation.
     """
     if options.model is not None:
         if options.family:
@@ -104,10 +104,10 @@ def variants(options: Options) -> list[tuple[str, str, str]]:
 def _load(options: Options, name: str, dtype: str, attn: str) -> PreTrainedModel:
     kind: Any = {"dtype": getattr(torch, dtype), "attn_implementation": attn}
     if options.model is None:
-        # Two layers each; hybrid families add a sliding one to every layer that is asked for.
+        # Two layers each: `build` adds a sliding-window layer per layer of a hybrid family.
         num_layers = 1 if name in HYBRID else 2
         return build(name, num_layers=num_layers, **kind).to(torch.device(options.device))
-    with refusing(f"cannot load {name} with {attn}", ImportError, ValueError):  # it is not there
+    with refusing(f"cannot load {name} with {attn}", ImportError, ValueError):
         return load_model(name, device=options.device, **kind)[0]
 
 
@@ -117,14 +117,14 @@ def run_grid(
     """Compare both mechanisms in every cell of a grid.
 
     Args:
-        presses: makers by name.
+        presses: press makers by name.
 
     Returns:
-        A row per `press`, `ratio`, `family` (or the name of the user's model) and `dtype`, of all
-        attention implementations, padded and not: `cells`, how many there are; `compared`, those
-        that were not refused; `differ`, those with a difference; `tokens`, run with each mechanism,
-        padding not counted; the first `difference`, with the cell it was found in, and why both
-        refuse alike, the `refusal`, empty where there is none.
+        A row per `press`, `ratio`, `family` (or the name of the user's model) and `dtype`, over all
+        attention implementations, with and without padding: the number of `cells`; how many were
+        `compared`, which is all but the refused ones; how many `differ`; the `tokens` run with each
+        mechanism, without padding; the first `difference` and its cell; and the `refusal`, the
+        error that both mechanisms raise. The last two are empty if there is none.
     """
     rows, key = [], ["press", "ratio", "family", "dtype"]
     for name, dtype, attn in progress.track(variants(options), description="equivalence"):
@@ -153,7 +153,7 @@ def _inputs(model: PreTrainedModel, length: int, padded: bool, press: str) -> In
 def _compare(
     model: PreTrainedModel, presses: PressPair, inputs: Inputs, cell: str
 ) -> tuple[int, str, str]:
-    """Tokens, the difference and the refusal of one cell: see `run_grid`."""
+    """Number of tokens, difference and refusal of one cell, as in `run_grid`."""
     try:
         difference = compare(model, *fitted_pair(presses, model), inputs)
     except PressError as refusal:
@@ -161,11 +161,11 @@ def _compare(
     return inputs.n_tokens, f"{cell}: {difference}" if difference else "", ""
 
 
-# ---- what was asked for --------------------------------------------------------------------------
+# ---- the option --press --------------------------------------------------------------------------
 
 
 def _press_option(text: str) -> tuple[str, PressMaker]:
-    """A value of `--press` as a name for the table and a maker."""
+    """The name for the table and the press maker of one value of `--press`."""
     if ":" not in text:
         name = press_name(text)
         return name, partial(recipe_pair, name)
@@ -181,15 +181,19 @@ def _press_option(text: str) -> tuple[str, PressMaker]:
 
 
 def _press_class(text: str) -> type[Any]:
-    """The class named `module:Class`, which has to be a press with a `compression_ratio`."""
+    """The press class named `module:Class`.
+
+    Raises:
+        UserError: if it cannot be imported, or is not a press with a field `compression_ratio`.
+    """
     text = text.strip()
     with refusing(f"cannot import {text!r}", ImportError, AttributeError, ValueError):
         found: Any = resolve_name(text)
     is_press = isinstance(found, type) and issubclass(found, InstalledPress)
     if not is_press or "compression_ratio" not in getattr(found, "__dataclass_fields__", {}):
         raise UserError(
-            f"{text!r} is no press with a compression_ratio; derive it from ScorerPress of "
-            "hooks_impl or patch_impl, or give it that field"
+            f"{text!r} is no press with a compression_ratio field; add the field, or derive the "
+            "class from ScorerPress of hooks_impl or patch_impl"
         )
     return found
 
@@ -198,18 +202,19 @@ def _press_class(text: str) -> type[Any]:
 
 
 class Equivalence(Experiment[Options]):
-    """Run presses as hooks and as patches, and compare caches and logits bit for bit. Input is
-    random tokens. The exit status is 1 if anything differs; the first layer, head and position
-    that does is named.
+    """Run presses with hooks and with patches, and compare caches and logits bit for bit. The
+    input is random tokens. If anything differs, the first layer, head and position with a
+    difference are printed, and the exit status is 1.
 
-    Does a press leave the same cache and the same logits whether hooks install it or patches?
+    Does a press leave the same cache and the same logits whether hooks or patches install it?
 
-    Each press runs twice on the same small random model and the same random tokens: once with
-    hooks, once with patches. The cache (positions, keys, values, lengths) is compared after the
-    prefill and at the end, and so are the logits of the prefill, of a question of several
-    tokens and of a decode step. One bit that differs makes a cell differ. Small random models
-    have the code paths of large ones, but not their numbers; `--model` runs the same on any
-    model.
+    Each press runs twice, once with hooks and once with patches, on the same small model with
+    random weights and on the same random tokens. The cache (kept positions, keys, values,
+    lengths) is compared bit for bit after the prefill and at the end, and so are the logits of
+    the prefill, of a follow-up question of several tokens and of one decode step. A combination
+    counts as different if a single bit differs. Small random models run the same code as
+    trained ones, but with other numbers, so equality here does not prove equality on a large
+    checkpoint; `--model` repeats the comparison on any model.
     """
 
     name = "equivalence"
@@ -223,14 +228,14 @@ class Equivalence(Experiment[Options]):
 
     def on(self, own: OwnModel) -> Planned[Options]:
         (length,) = own.at_most(Options.length)
-        told = {"family": (), "dtype": (own.dtype,), "attn": ("sdpa",), "length": length}
-        options = self.quick_on(own, **told)
-        n_runs = 2 * 2 * len(hooks_impl.PRESSES)  # with each mechanism, padded and not
+        grid = {"family": (), "dtype": (own.dtype,), "attn": ("sdpa",), "length": length}
+        options = self.quick_on(own, **grid)
+        n_runs = 2 * 2 * len(hooks_impl.PRESSES)  # two mechanisms, with and without padding
         return Planned(options, n_runs * 2 * length, steps=n_runs * 2, seconds=0.02 * n_runs)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         makers = dict(map(_press_option, options.press or sorted(hooks_impl.PRESSES)))
-        # More threads only get in the way of models as small as those of the families.
+        # On the small models of the families, more threads are slower.
         with threads(1) if options.model is None else nullcontext():
             return {"equivalence": run_grid(makers, options, progress)}
 
@@ -239,11 +244,12 @@ class Equivalence(Experiment[Options]):
         compared, differ = cells[["compared", "differ"]].sum()
         if not compared:
             n_cells = cells["cells"].sum()
-            text = f"Nothing was compared: both mechanisms refuse all **{n_cells}** cells."
+            text = f"Nothing was compared: both mechanisms refuse all **{n_cells}** combinations."
             return [Finding("bits", text)]
         text = (
-            f"Hooks and patches leave different bits in **{differ:,}** of {compared:,} "
-            "combinations of press, model, precision, attention and padding."
+            f"Hooks and patches leave caches or logits with different bits in **{differ:,}** of "
+            f"{compared:,} combinations of press, model, dtype, attention implementation and "
+            "padding."
         )
         need = "get the same cache from either mechanism"
         return [Finding("bits", text, need, "breaks" if differ else "works")]
@@ -254,13 +260,13 @@ class Equivalence(Experiment[Options]):
         sums = both.groupby(["press", "dtype"], sort=False)[["compared", "differ"]].sum()
         shown = [f"{n - differ}/{n}" if n else "refused" for n, differ in sums.to_numpy()]
         note = (
-            "Cells whose bits are equal, of those compared: "
+            "Combinations with equal bits, of those compared, over "
             f"{int(cells['tokens'].sum()):,} tokens with each mechanism."
         )
         return [wide_table(note, sums.reset_index(), ["press"], "dtype", shown)]
 
     def remarks(self, tables: Tables) -> list[str]:
-        """What both refuse, and the first differences."""
+        """Presses that both mechanisms refuse, and the first differences."""
         cells = tables["equivalence"]
         refused = cells[cells["compared"] == 0].drop_duplicates(["press", "family"])
         notes = [
@@ -273,14 +279,12 @@ class Equivalence(Experiment[Options]):
         return ["\n".join(notes)] if notes else []
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
-        """A square per press and model: the worst of all its cells."""
+        """A square per press and model, with the worst outcome of its cells."""
         cells = tables["equivalence"]
         cases = [cells["differ"] > 0, cells["compared"] > 0]
         outcome = np.select(cases, [DIFFERENT, EQUAL], REFUSED)
         rows = cells.assign(outcome=outcome, mechanism=cells["family"])
-        label = (
-            "What came of each press (rows) and model: the same bits by hook and by patch, or not"
-        )
+        label = "Each press (rows) on each model: whether hooks and patches leave the same bits"
         return {"equivalence": OutcomeMatrix(rows, "press", LOOKS).figure(label)}
 
     def passed(self, tables: Tables) -> bool:

@@ -1,7 +1,7 @@
-"""Where an eviction hurts: layer by layer, head by head, against the full cache.
+"""Where an eviction hurts: error per layer and head against the full cache.
 
-A press evicts from a context, and a question is read: once from the pruned cache, once from the
-full one, and once from the full one behind a mask (`experiments.testbed.masked`).
+A press prunes the cache of a context, and a question is run three times: on the pruned cache, on
+the full cache, and on the full cache with the evicted tokens masked (`experiments.testbed.masked`).
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ DRAWN = (
     *("SnapKVPress", "AdaKVPress", "ExpectedAttentionPress", "TOVAPress", "KVzipPress"),
     *("KeyDiffPress", "KnormPress", "StreamingLLMPress", "RandomPress"),
 )
-"""Presses of the figure, before others."""
+"""Presses shown in the figure; others fill it up if some of these were not measured."""
 
 EXPLAINED = 1e-3
-"""Largest difference of logits up to which what a press kept explains what comes of it."""
+"""Largest logit difference between the pruned cache and the masked full cache up to which a mask
+over the evicted tokens explains a press's effect."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is evicted, and from what."""
+    """Which presses to measure, at which ratio, on which contexts and model."""
 
     press: shared.Presses = ()
     ratio: shared.Ratio = 0.8
@@ -59,10 +60,10 @@ class Options:
 
 
 def samples_of(tokenizer: PreTrainedTokenizerBase, options: Options) -> list[Sample]:
-    """Contexts of the facts task: as its own tokens, or in words for any other tokenizer.
+    """Contexts of the facts task, as token ids of `VOCABULARY` or tokenized from text.
 
     Raises:
-        UserError: if the contexts cannot hold the facts.
+        UserError: if the contexts are too short for the facts.
     """
     task = Task(options.context, options.facts, options.samples, seed=options.seed)
     batches = task.batches(UNSEEN)
@@ -84,20 +85,20 @@ def tables_of(
     ratio: float,
     progress: Progress,
 ) -> Tables:
-    """The tables, without the name of the model; see `Error.measure`."""
+    """The tables of `Error.measure`, without the column `model`."""
     readers = [Reader(model, sample) for sample in samples]
     length = max(sample.context.shape[1] for sample in samples)
     heads, logits = [], []
     for press in progress.track(names, description="error"):
         try:
             pair = suited_pair(press, ratio, length, model)
-            told = [harm(reader, pair) for reader in readers]
+            harms = [harm(reader, pair) for reader in readers]
         except PressError as error:
             shared.print_left_out(progress, press, error)
             continue
         of = {"press": press, "ratio": ratio}
-        heads += [of | row for rows, _ in told for row in rows]
-        logits += [of | row for _, row in told]
+        heads += [of | row for rows, _ in harms for row in rows]
+        logits += [of | row for _, row in harms]
     if not logits:
         raise UserError(f"none of {', '.join(map(press_label, names))} evicts in the prefill")
     place = ["press", "ratio", "layer", "head"]
@@ -115,23 +116,26 @@ def tables_of(
 
 
 def explained(tables: Tables) -> pd.DataFrame:
-    """The table `error` without presses that change what they keep, which no mask can tell."""
+    """The table `error` without presses that modify the tokens they keep, which a mask cannot
+    reproduce."""
     logits = tables["error_logits"]
     explains = logits["press"][logits["unexplained"] <= EXPLAINED]
     return tables["error"][tables["error"]["press"].isin(explains)]
 
 
 class Error(Experiment[Options]):
-    """Tell, per layer and head, what an eviction does to attention and logits.
+    """Measure the error that an eviction causes in each layer, each head and the logits.
 
     In which layers and heads does an eviction change the attention output and the logits, and
-    how much attention is lost there?
+    how much attention mass do the evicted tokens have there?
 
-    A question is read from a pruned and from the full cache of the same context, with eager
-    attention, and its attention outputs and logits are compared. What a head's eviction does by
-    itself is told by the full cache behind a mask on that head; the mask on all heads has to
-    give the logits of the pruned cache. In a deeper model more errors add up, and contexts in
-    which all hangs together spread them over more heads.
+    A question is run on the pruned and on the full cache of the same context, with eager
+    attention, and attention outputs and logits are compared. The effect of a single head's
+    eviction is measured on the full cache with that head's evicted tokens masked; masking them
+    in all heads has to reproduce the logits of the pruned cache, and presses for which it does
+    not are left out of the findings and the figure. The model is small and its contexts are
+    facts among filler words: in deeper models more errors add up, and coherent text may spread
+    them over more heads.
     """
 
     name = "error"
@@ -148,21 +152,21 @@ class Error(Experiment[Options]):
         presses, words = own.opened(self.quick.press), 192
         options = self.quick_on(own, press=presses, context=words)
         n_runs = options.samples * len(presses)
-        # A word is a few tokens, or one; each head's eviction is read by itself.
+        # Up to 3 tokens per word; one step per KV head, as each is also masked alone.
         tokens, steps = 3 * words * (options.samples + 2 * n_runs), n_runs * (own.heads + 3)
         return Planned(options, tokens, steps, seconds=2)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
-        """All presses at all ratios.
+        """Measure every press at the ratio.
 
         Returns:
             `error`: per press, ratio, layer and KV head the share of the tokens `kept`; the
-            attention `mass_lost` of the question's queries; `alone`, how far the head's attention
-            output is off, over its norm, where only this head evicts, and `logit_error`, the
-            largest of a logit then. `error_logits`: per press and ratio the largest `logit_error`;
-            `same_token`, the share of questions with the same likeliest answer; `unexplained`, how
-            far the logits are from those of the mask; and whether both mechanisms are `equal`,
-            bit for bit.
+            attention `mass_lost`, which the question's queries put on evicted tokens; and, with
+            only this head evicting, `alone`, the error of its attention output relative to the
+            output's norm, and `logit_error`, the largest error of a logit. `error_logits`: per
+            press and ratio the largest `logit_error`; `same_token`, the share of questions with the
+            same likeliest answer; `unexplained`, the largest logit difference between the pruned
+            and the masked cache; and whether both mechanisms are `equal`, bit for bit.
         """
         names = [press_name(name) for name in options.press] or sorted(hooks_impl.PRESSES)
         how: Any = {"dtype": options.dtype, "device": chosen_device(options.device)}
@@ -175,8 +179,8 @@ class Error(Experiment[Options]):
         error, logits = explained(tables), tables["error_logits"]
         other = int((~logits["equal"].astype(bool)).sum())
         equal = (
-            f"Hooks and patches differ in a bit of attention output or logits in **{other}** of "
-            f"{len(logits)} presses and ratios."
+            f"Hooks and patches give attention outputs or logits with different bits for "
+            f"**{other}** of {len(logits)} presses."
         )
         verdict: Any = "breaks" if other else None
         bits = Finding("equal", equal, verdict=verdict, evidence=Evidence.BITS)
@@ -185,24 +189,24 @@ class Error(Experiment[Options]):
         by_press = error.groupby("press")["logit_error"]
         shares = by_press.agg(lambda e: e.nlargest(max(1, len(e) // 4)).sum() / e.sum())
         where = (
-            f"With {error['ratio'].iloc[0]:.0%} evicted, **{shares.mean():.0%}** of the error of "
-            f"the logits comes from a quarter of the {by_press.size().max()} heads, on average "
-            f"over {len(shares)} {'press' if len(shares) == 1 else 'presses'}."
+            f"With {error['ratio'].iloc[0]:.0%} evicted, the worst quarter of the "
+            f"{by_press.size().max()} KV heads causes **{shares.mean():.0%}** of the heads' summed "
+            f"logit error, mean of {len(shares)} {'press' if len(shares) == 1 else 'presses'}."
         )
         related = error["mass_lost"].corr(error["alone"], method="spearman")
         mass = (
-            f"Attention mass lost ranks heads as the error of their output does: Spearman's "
-            f"correlation is **{related:.2f}**, over {len(error):,} heads."
+            f"Lost attention mass and output error of a head have a Spearman correlation of "
+            f"**{related:.2f}**, over {len(error):,} pairs of press and head."
         )
         return [Finding("where", where), Finding("mass", mass), bits]
 
     def views(self, tables: Tables) -> list[ResultTable]:
-        """A row per press and ratio, the least harmful first."""
+        """A row per press, the smallest logit error first."""
         error, logits = tables["error"], tables["error_logits"]
         note = (
             f"`{logits['model'].iloc[0]}`, {logits['samples'].iloc[0]} contexts, "
             f"{logits['ratio'].iloc[0]:.0%} evicted; heads are named layer.head. Presses that the "
-            "mask does not explain change what they keep; findings and figure leave them out."
+            "mask does not explain modify the tokens they keep; findings and figure omit them."
         )
         by_press = error.sort_values("logit_error").groupby("press")
         heads = by_press.agg({"mass_lost": "mean", "layer": "last", "head": "last"})
@@ -218,7 +222,7 @@ class Error(Experiment[Options]):
         return [frame_table(note, pd.DataFrame(shown))]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
-        """The error of each head's attention output by itself: layer by head, a panel per press."""
+        """Error of each head's attention output if it evicts alone, a panel per press."""
         error = explained(tables).astype({"layer": str, "head": str})
         if error.empty:
             return {}
@@ -228,8 +232,8 @@ class Error(Experiment[Options]):
             for name in sorted(by_press, key=lambda name: name not in DRAWN)[: len(DRAWN)]
         }
         label = (
-            "How far (in %) the attention output of each KV head is off when it alone evicts "
-            f"{error['ratio'].iloc[0]:.0%}, over its norm: layer (rows) by head, a panel per press"
+            "Error (in % of its norm) of the attention output of each KV head if only this head "
+            f"evicts {error['ratio'].iloc[0]:.0%}: layer (rows) by head, a panel per press"
         )
         return {self.name: heat_maps(panels, label, columns=3)}
 

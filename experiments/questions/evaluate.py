@@ -1,6 +1,7 @@
-"""How many answers are right when a long context is compressed first and asked about later.
+"""Accuracy of answers about contexts that were compressed before the questions were known.
 
-The study's own sweep, in memory; `experiments.answers.sweep` is the command, which sweeps anything.
+This is the study's own sweep, kept in memory; the command `experiments.answers.sweep` sweeps any
+models, presses and datasets.
 """
 
 from __future__ import annotations
@@ -25,28 +26,29 @@ from experiments.framework.tables import ResultTable
 __all__ = ["EXPERIMENT", "Evaluate", "command"]
 
 TASKS = {"single": "one fact", "multikey": "1 of 16 facts", "multiquery": "4 of 16 facts"}
-"""What figures and tables call the study's tasks."""
+"""Names of the study's tasks in figures and tables."""
 
 GENERATED = ("niah_single", "niah_multikey", "variable_tracking", "qa")
-"""Synthetic tasks that a model of the user's own is asked."""
+"""Synthetic tasks for the user's own model."""
 
 LEAST = 0.05
-"""Share of right answers without a press below which nothing is said of presses."""
+"""Share of right answers without a press below which the presses are not compared."""
 
 _NAME = re.compile(r"\w+Press")
 
 
 class Evaluate(Experiment[Settings]):
-    """Accuracy by press, ratio or budget, mechanism and dataset.
+    """Measure accuracy by press, ratio or budget, mechanism and dataset.
 
-    How many answers are still right, by task and press, when a long context is compressed first
-    and asked about later?
+    How many answers are still right, by task and press, when a long context is compressed before
+    the questions about it are known?
 
-    The shipped model reads contexts through the pipeline, which compresses each before any
-    question is known and then answers several from the one cache. Answers are compared with the
-    truth, and those of the two mechanisms with each other. Longer contexts, larger models, or
-    questions that the press may see would change the numbers. What holds for facts hidden among
-    unrelated words need not hold for a text that hangs together.
+    The shipped model reads each context through the pipeline, which compresses it without a
+    question and then answers several questions from the one pruned cache. Answers are scored
+    against the true ones, and the answers of the two mechanisms are compared with each other.
+    Longer contexts, larger models or a press that sees the questions would change the numbers.
+    The contexts are facts hidden among unrelated words, so the scores need not carry over to
+    coherent text.
     """
 
     name = "evaluate"
@@ -62,8 +64,8 @@ class Evaluate(Experiment[Settings]):
         presses = [text for text in STUDIED if set(_NAME.findall(text)) <= set(own.presses)]
         if not presses:
             raise LeftOutError(f"none of {', '.join(STUDIED)} can be opened on it")
-        asked = {"press": tuple(presses), "dataset": generated, "ratio": (0.0, 0.5)}
-        options = self.quick_on(own, **asked, samples=6, batch_size=1)
+        grid = {"press": tuple(presses), "dataset": generated, "ratio": (0.0, 0.5)}
+        options = self.quick_on(own, **grid, samples=6, batch_size=1)
         n_answers = options.samples * (1 + 2 * len(presses)) * len(generated)
         return Planned(options, n_answers * length, n_answers * 48, seconds=5)
 
@@ -75,7 +77,7 @@ class Evaluate(Experiment[Settings]):
             if isinstance(outcome, Failure):
                 raise RuntimeError(f"{cell}: {outcome.reason}")
             rows.append(outcome.summary() | _words(outcome.predictions))
-        forget()  # the next experiment loads a model of its own
+        forget()  # free the model before the next experiment loads its own
         return {self.name: pd.DataFrame(rows).drop(columns=["press_text", "seconds"])}
 
     def findings(self, tables: Tables) -> list[Finding]:
@@ -83,8 +85,8 @@ class Evaluate(Experiment[Settings]):
         bare = table.loc[table["press"] == NO_PRESS, "score"].mean()
         if bare < LEAST:
             text = (
-                f"With nothing evicted the model answers **{bare:.0%}** right, too little for "
-                "these tasks to tell presses apart."
+                f"Without a press the model answers only **{bare:.0%}** correctly, too few for "
+                "these tasks to compare presses."
             )
             return [Finding("best", text), _finding_on_agreement(table)]
         rows = _compared(table)
@@ -93,8 +95,8 @@ class Evaluate(Experiment[Settings]):
         press, right = means.idxmax(), means.max()
         interval = _interval(rows[(rows["ratio"] == most) & (rows["press"] == press)])
         text = (
-            f"With {most:.0%} of the context evicted, {press}, the best of {len(means)}, answers "
-            f"**{right:.0%}**{interval} right, averaged over the tasks."
+            f"With {most:.0%} of the context evicted, {press}, best of {len(means)} presses, "
+            f"answers **{right:.0%}**{interval} correctly, averaged over the tasks."
         )
         need = "ask of a context that was compressed before"
         best = Finding("best", text, need, "works" if right >= 0.9 else "costs")
@@ -105,13 +107,13 @@ class Evaluate(Experiment[Settings]):
         bare = table[table["press"] == NO_PRESS]
         whole = ", ".join(map("{:.1%} ({})".format, bare["score"], _tasks(bare))) or "not measured"
         note = (
-            f"Share of right answers of {table['questions'].iloc[0]} in each cell, with {METHOD} "
-            f"over contexts. With nothing evicted it is {whole}."
+            f"Share of right answers to {table['questions'].iloc[0]} questions per cell, with "
+            f"{METHOD} over contexts. Without a press: {whole}."
         )
         rows = _compared(table)
         cells = [bracketed(row, "score", ".1%") for row in rows.to_dict("records")]
-        asked = rows["task"] + rows["ratio"].map(", {:.0%} evicted".format)
-        return [wide_table(note, rows.assign(asked=asked), ["press"], "asked", cells)]
+        column = rows["task"] + rows["ratio"].map(", {:.0%} evicted".format)
+        return [wide_table(note, rows.assign(column=column), ["press"], "column", cells)]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
         """Right answers by press and task, a panel per ratio."""
@@ -126,7 +128,7 @@ class Evaluate(Experiment[Settings]):
 
 
 def _words(predictions: list[Prediction]) -> dict[str, str]:
-    """Answers, their scores, and the numbers of their contexts, in the order of the questions."""
+    """Answers, their scores and context numbers as text, in the order of the questions."""
     known = [each for each in predictions if each.score is not None]
     contexts = pd.Series([each.context for each in known], dtype=str).factorize()[0]
     return {
@@ -137,7 +139,7 @@ def _words(predictions: list[Prediction]) -> dict[str, str]:
 
 
 def _interval(rows: pd.DataFrame) -> str:
-    """In percent, of a press's mean over tasks that ask as many questions each; else none."""
+    """Interval of a press's mean score in percent; empty if tasks differ in their questions."""
     if rows["questions"].nunique() > 1:
         return ""
     columns = ["scores", "contexts"]
@@ -155,7 +157,7 @@ def _tasks(table: pd.DataFrame) -> pd.Series[str]:
 
 
 def _compared(table: pd.DataFrame) -> pd.DataFrame:
-    """Rows of one mechanism, with presses in words and the `task`; the best press first."""
+    """Rows of one mechanism with readable press names and the `task`, the best press first."""
     rows = table[table["press"] != NO_PRESS].drop_duplicates(["dataset", "press", "ratio"])
     means = rows.groupby("press")["score"].mean()
     best = list(means.sort_values(ascending=False, kind="stable").index)
@@ -169,7 +171,7 @@ def _finding_on_agreement(table: pd.DataFrame) -> Finding:
     answers = pressed.groupby(["dataset", "press", "ratio"])["answers"].agg(["size", "nunique"])
     both = answers[answers["size"] == 2]
     other = int((both["nunique"] > 1).sum())
-    text = f"Hook and patch gave other answers in **{other}** of {len(both)} cells."
+    text = f"Hook and patch gave different answers in **{other}** of {len(both)} cells."
     return Finding("agreement", text, "", "breaks" if other else None, Evidence.BITS)
 
 

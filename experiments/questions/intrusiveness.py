@@ -1,9 +1,10 @@
-"""What a mechanism touches, how far that reaches, and what it leaves.
+"""What each mechanism changes, how far the changes reach, and what remains after its scope.
 
-Every mechanism (`experiments.mechanisms`), and presses of both mechanisms that need more than
-a look at the keys, are audited (`experiments.audit`) on a small model: what differs while the scope
-is open, in the middle of a call, and after each way of leaving it. Real libraries are audited in
-the same way, in environments that have them (`experiments.interventions`).
+Every mechanism (`experiments.mechanisms`), and hooks and patches also with presses that read
+queries or keep different tokens per head, is audited (`experiments.audit`) on a small model: what
+differs while the scope is open, in the middle of a call, and after each way of leaving the scope.
+Real libraries are audited in the same way, in environments that have them installed
+(`experiments.interventions`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from experiments.mechanisms.scenarios import answer
 from experiments.testbed.families import build
 
 ENVIRONMENTS = (".venv-subjects", ".venv-oldest")
-"""Where the libraries under audit may be installed, beside this package."""
+"""Virtual environments, in the root of the repository, that may have the audited libraries."""
 _PYTHON = "bin/python"
 ROOT = Path(__file__).parents[2]
 
@@ -49,13 +50,13 @@ def _has_python(environment: Path) -> bool:
 
 @dataclass(frozen=True)
 class Options:
-    """Where to look for libraries."""
+    """Where the libraries are installed."""
 
     environment: Annotated[
         tuple[Path, ...],
         typer.Option(
             help="Virtual environment with libraries to audit. Repeatable.",
-            show_default=f"{' and '.join(ENVIRONMENTS)} where they are",
+            show_default=f"{' and '.join(ENVIRONMENTS)}, if they exist",
             callback=checking(
                 _has_python, "{} holds no virtual environment: there is no bin/python in it"
             ),
@@ -71,7 +72,7 @@ class PlantedError(RuntimeError):
 
 
 def touched(opens: Opens) -> pd.DataFrame:
-    """Changes of one kind counted, on a model of its own; see `Audit.by_kind`."""
+    """What a mechanism changes on a new small Llama, counted by kind: see `Audit.by_kind`."""
     model = build("llama")
     with contained(model):
         return audit(opens(model), model).by_kind()
@@ -124,7 +125,7 @@ EXITS: dict[str, Callable[[PreTrainedModel, Opens], None]] = {
 
 
 def leftovers(opens: Opens, exit_name: str) -> dict[str, Any]:
-    """How much is left after a way of leaving, an example, and the error that leaving raised."""
+    """Number of entries that still differ after `exit_name`, an example, and any error raised."""
     model, error = build("llama"), ""
     with contained(model):
         answer(model)
@@ -148,15 +149,15 @@ _SUBJECT_COLUMNS = [
 
 
 def of_libraries(audited: Iterable[list[dict[str, Any]]]) -> pd.DataFrame:
-    """What libraries touch and leave, each as audited in the first environment that has it.
+    """What libraries change and leave behind, each audited in the first environment that has it.
 
     Args:
-        audited: what `audit_libraries` found in several environments.
+        audited: the results of `audit_libraries`, one per environment.
 
     Returns:
         Columns `library`, `version`, `transformers`, `subject`, `when`, `reach`, `how`, `kind`,
-        `changes`, `example`, `error`. A subject that changes nothing has a row without changes, one
-        that could not be audited a row that says why.
+        `changes`, `example`, `error`. A subject that changes nothing has one row with 0 `changes`;
+        one that could not be audited has one row with an `error`.
     """
     subjects = chain.from_iterable(audited)
     rows = [row | change for row in subjects for change in row["changes"] or [{"changes": 0}]]
@@ -169,10 +170,10 @@ def of_libraries(audited: Iterable[list[dict[str, Any]]]) -> pd.DataFrame:
 
 
 def audit_libraries(environment: Path) -> list[dict[str, Any]]:
-    """What `python -m experiments.interventions` prints there.
+    """Run `python -m experiments.interventions` in an environment and parse what it prints.
 
     Raises:
-        UserError: if it fails.
+        UserError: if the command fails.
     """
     printed = shared.printed_by(environment / _PYTHON, "experiments.interventions")
     return json.loads(printed.splitlines()[-1])
@@ -182,7 +183,7 @@ def audit_libraries(environment: Path) -> list[dict[str, Any]]:
 
 
 def by_reach(table: pd.DataFrame, names: list[str], *when: str) -> pd.DataFrame:
-    """Changes counted by `names` (rows) and reach (columns); imports are not counted."""
+    """Number of changes by the columns `names` (rows) and reach (columns), without imports."""
     chosen = table[table["when"].isin(when) & (table["kind"] != "imported module")]
     counted = chosen.groupby([*names, "reach"])["changes"].sum().unstack(fill_value=0)
     rows = table.drop_duplicates(names).set_index(names)[[]]
@@ -190,48 +191,49 @@ def by_reach(table: pd.DataFrame, names: list[str], *when: str) -> pd.DataFrame:
 
 
 def _left(exits: pd.DataFrame, ours: bool) -> pd.Series[int]:
-    """What mechanisms leave behind, summed over all ways of leaving."""
+    """Entries left behind per mechanism, summed over the ways to leave; ours, or all others."""
     left = exits.groupby("mechanism", sort=False)["leftovers"].sum()
     return left[left.index.map(lambda name: (name.split(",")[0] in OURS) == ours)]
 
 
 def _library_table(libraries: pd.DataFrame) -> ResultTable:
-    """What libraries touch and leave; of those that were not audited, why."""
-    note = "Libraries: entries that differ while open, and those that are left, by reach."
+    """What libraries change and leave behind, or why they were not audited."""
+    note = "Libraries: entries that differ while the scope is open, and entries left, by reach."
     keys = ["library", "version", "subject", "error"]
-    told = libraries.fillna(dict.fromkeys(keys, ""))
-    found = by_reach(told, keys, LEFT).drop(columns=CALL).add_prefix("left: ")
-    found.insert(0, "while open", by_reach(told, keys, OPEN).sum(axis=1))
+    filled = libraries.fillna(dict.fromkeys(keys, ""))
+    found = by_reach(filled, keys, LEFT).drop(columns=CALL).add_prefix("left: ")
+    found.insert(0, "while open", by_reach(filled, keys, OPEN).sum(axis=1))
     return frame_table(note, found.reset_index(), None)
 
 
 class Intrusiveness(Experiment[Options]):
-    """Audit what each mechanism, and each library, touches, and what it leaves behind.
+    """Audit what each mechanism, and each library, changes, and what it leaves behind.
 
-    What does each mechanism touch while it is open, how far does that reach, and what does it
-    leave?
+    What does each mechanism change while its scope is open, how far do the changes reach, and
+    what remains after the scope?
 
-    Snapshots of everything that can be reached from a small Llama and its process (hooks,
+    Snapshots of everything reachable from a two-layer Llama and from its process (hooks,
     attributes, classes, globals of modeling files, registries, configurations, weights,
-    settings) are taken before, inside, in the middle of a call, and after. An entry counts if
-    it is another object or has another value. Each scope is left in five ways, among them an
-    error and an interrupt. Other versions of the libraries may touch other entries, and what
-    C++ hides from Python is not seen.
+    settings) are taken before the scope, inside it, in the middle of a call, and after it. An
+    entry counts as changed if it is a different object or has a different value. Each scope is
+    left in five ways, among them an exception in a layer, a keyboard interrupt and a generator
+    that is closed early. Other versions of the libraries may change other entries, and state in
+    C++ that Python cannot read is not seen.
     """
 
     name = "intrusiveness"
-    title = "What is touched, and what is left"
+    title = "What each mechanism changes and leaves behind"
     evidence = Evidence.STATE
     full = quick = Options()
-    left_out = "what a mechanism touches is the same on every model; `make study` tells"
+    left_out = "what a mechanism changes does not depend on the model; `make study` measures it"
     claims: ClassVar = {"left": Claim(Options(environment=(Path(sys.prefix),)))}
 
     def measure(self, options: Options, progress: Progress) -> Tables:
-        """Everything about every mechanism, and about the libraries that environments have.
+        """Audit every mechanism, and the libraries that the environments have.
 
         Returns:
             `intrusiveness`: changes by mechanism, `when`, `reach`, `how` and `kind`;
-            `intrusiveness_exits`: what is left by mechanism and `exit`;
+            `intrusiveness_exits`: entries left behind by mechanism and `exit`;
             `intrusiveness_libraries`: see `of_libraries`.
         """
         found = [*filter(_has_python, map(ROOT.joinpath, ENVIRONMENTS))]
@@ -252,8 +254,8 @@ class Intrusiveness(Experiment[Options]):
         exits = tables["intrusiveness_exits"]
         own, others = (_left(exits, ours) for ours in (True, False))
         text = (
-            f"Hooks and patches leave **{own.sum()}** entries behind, whichever of "
-            f"{exits['exit'].nunique()} ways their scope is left; {(others > 0).sum()} of "
+            f"Hooks and patches leave **{own.sum()}** changed entries behind after any of "
+            f"{exits['exit'].nunique()} ways to leave their scope; {(others > 0).sum()} of "
             f"{len(others)} other mechanisms leave some."
         )
         need = "get the model back as it was"
@@ -263,8 +265,8 @@ class Intrusiveness(Experiment[Options]):
         changes, exits = tables["intrusiveness"], tables["intrusiveness_exits"]
         left = [f"{name} ({n})" for name, n in _left(exits, ours=False).items() if n]
         note = (
-            "Entries that differ from before, on a Llama of two layers. Of the other mechanisms "
-            f"something is left by {', '.join(left) or 'none'}."
+            "Entries that differ from the snapshot before the scope, on a two-layer Llama. Of the "
+            f"other mechanisms, something is left by {', '.join(left) or 'none'}."
         )
         touched = by_reach(changes, ["mechanism"], OPEN, RUNNING)
         touched["left, at most"] = exits.groupby("mechanism")["leftovers"].max()
@@ -274,12 +276,12 @@ class Intrusiveness(Experiment[Options]):
         return [frame_table(note, touched.reset_index(), None), of_libraries]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
-        """Two heat maps side by side: what is touched, and what is left."""
+        """Two heat maps side by side: entries changed while open, and entries left behind."""
         exits = tables["intrusiveness_exits"]
         left = exits.pivot_table("leftovers", "mechanism", "exit", sort=False)
         touched = by_reach(tables["intrusiveness"], ["mechanism"], OPEN, RUNNING).loc[left.index]
-        panels = {"touched while open, by reach": touched, "left behind, by way of leaving": left}
-        label = "Entries that mechanisms touch while open, by reach, and leave, by way of leaving"
+        panels = {"changed while open, by reach": touched, "left behind, by way of leaving": left}
+        label = "Entries changed while the scope is open, by reach, and left behind, by exit"
         return {"intrusiveness": heat_maps(panels, label, "{:.0f}", columns=2)}
 
     def contrasts(self, tables: Tables) -> list[Contrast]:

@@ -1,9 +1,9 @@
-"""Who else feels it when a press is opened on one model.
+"""Which other models, copies, caches and threads a press on one model affects.
 
-Every mechanism (`experiments.mechanisms`) is opened on a model in every situation below, and
-bystanders are asked the same question before, inside and after: a prefill and two decode steps,
-with the cache that these leave. Answers are compared bit for bit. Weights and tokens are drawn from
-fixed seeds, and models are built anew for every cell.
+Every mechanism (`experiments.mechanisms`) is opened on a model in every situation below. Bystanders
+run the same prefill and two decode steps before, inside and after the scope, and their logits and
+caches are compared bit for bit. Weights and tokens are drawn from fixed seeds, and models are built
+anew for every cell.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ INSIDE, AFTER = "inside", "after"
 
 UNTOUCHED, RECOVERS, FOR_GOOD = "untouched", "changed, recovers", "changed for good"
 ERROR = scenarios.ERROR
-"""What becomes of a bystander: it answers as ever, inside and after; differently inside only;
-differently after; it raises an error, inside or after."""
+"""Outcomes for a bystander: the same bits inside and after the scope; other bits inside only; other
+bits after the scope; an error, inside or after."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to try."""
+    """Which mechanisms to test, on which architecture."""
 
     mechanism: Annotated[tuple[str, ...], scenarios.some_of(MECHANISMS)] = ()
     family: scenarios.Family = "llama"
@@ -49,7 +49,7 @@ class Options:
 
 
 def in_thread(model: PreTrainedModel) -> Response:
-    """What the model answers in a thread that knows nothing of any scope."""
+    """`scenarios.answer` of the model, run in a new thread that opened no scope."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(scenarios.answer, model).result()
 
@@ -58,31 +58,31 @@ def in_thread(model: PreTrainedModel) -> Response:
 
 
 Press = Callable[[float], Any]
-"""From a compression ratio to what is opened on a model."""
+"""Makes a press from a compression ratio."""
 
 Make = Callable[[int], PreTrainedModel]
-"""From a seed to a small model; all are of one family."""
+"""Makes a small model from a seed; all models are of one family."""
 
 Others = Callable[[PreTrainedModel, Make], list[PreTrainedModel]]
 Answers = Callable[[PreTrainedModel], Response]
 
 
-def _asked(
-    when: str, rights: dict[PreTrainedModel, Response], ask: Answers = scenarios.answer
+def _moments(
+    when: str, expected: dict[PreTrainedModel, Response], run: Answers = scenarios.answer
 ) -> Iterator[Moment]:
-    return (Moment(when, right, partial(ask, model)) for model, right in rights.items())
+    return (Moment(when, right, partial(run, model)) for model, right in expected.items())
 
 
 def _bystanders(
-    others: Others, press: Press, make: Make, ask: Answers = scenarios.answer
+    others: Others, press: Press, make: Make, run: Answers = scenarios.answer
 ) -> Iterator[Moment]:
-    """Other models than the one that the press is open on."""
+    """Models other than the one that the press is open on."""
     model = make(0)
-    rights = {other: scenarios.answer(other) for other in others(model, make)}
+    expected = {other: scenarios.answer(other) for other in others(model, make)}
     with press(RATIO)(model):
         scenarios.answer(model)
-        yield from _asked(INSIDE, rights, ask)
-    yield from _asked(AFTER, rights, ask)
+        yield from _moments(INSIDE, expected, run)
+    yield from _moments(AFTER, expected, run)
 
 
 def _of_the_class(model: PreTrainedModel, make: Make) -> list[PreTrainedModel]:
@@ -109,19 +109,19 @@ def _with_its_module(model: PreTrainedModel, make: Make) -> list[PreTrainedModel
 
 
 def _itself(press: Press, make: Make, copied: bool = False) -> Iterator[Moment]:
-    """The model once the press is closed, or a copy that is made while it is open."""
+    """The model after the press is closed, or a deep copy of it made while the press is open."""
     model = make(0)
-    rights = {model: scenarios.answer(model)}
+    expected = {model: scenarios.answer(model)}
     with press(RATIO)(model):
         scenarios.answer(model)
         if copied:
-            rights = {copy.deepcopy(model): rights[model]}
-            yield from _asked(INSIDE, rights)
-    yield from _asked(AFTER, rights)
+            expected = {copy.deepcopy(model): expected[model]}
+            yield from _moments(INSIDE, expected)
+    yield from _moments(AFTER, expected)
 
 
 def _pruned_and_whole_cache(press: Press, make: Make) -> Iterator[Moment]:
-    """A cache pruned inside and one filled after, decoded in turn once the scope is closed."""
+    """Decode two caches after the scope: one pruned inside it, one filled after it."""
 
     def pruned(model: PreTrainedModel) -> DynamicCache:
         cache = DynamicCache()
@@ -140,24 +140,24 @@ def _pruned_and_whole_cache(press: Press, make: Make) -> Iterator[Moment]:
 
 
 def _one_press_on_two_models(press: Press, make: Make) -> Iterator[Moment]:
-    """Each model prunes as if it were alone."""
+    """Open one press on two models: each has to prune as it does with the press open on it only."""
     opens, models = press(RATIO), (make(0), make(1))
     bare = {model: scenarios.answer(model) for model in models}
     alone = {model: _alone(opens, model) for model in models}
     with opens(models[0]), opens(models[1]):
-        yield from _asked(INSIDE, alone)
-    yield from _asked(AFTER, bare)
+        yield from _moments(INSIDE, alone)
+    yield from _moments(AFTER, bare)
 
 
 def _alone(opens: Any, model: PreTrainedModel) -> Response:
-    """What `model` answers inside of a press, on a copy that nobody sees afterwards."""
+    """`scenarios.answer` with only this press open, on a deep copy that is then discarded."""
     twin = copy.deepcopy(model)
     with contained(twin), opens(twin):
         return scenarios.answer(twin)
 
 
 def _nested(press: Press, make: Make) -> Iterator[Moment]:
-    """Two scopes on one model, the outer closed first."""
+    """Open two scopes on one model and close the outer one first."""
     model, opens_outer, opens_inner = make(0), press(RATIO), press(OTHER_RATIO)
     bare, inner_alone = scenarios.answer(model), _alone(opens_inner, model)
 
@@ -177,7 +177,7 @@ SITUATIONS: dict[str, Callable[[Press, Make], Iterator[Moment]]] = {
     "the model, after": _itself,
     "instances of the class": partial(_bystanders, _of_the_class),
     "instances of other classes": partial(_bystanders, _of_other_classes),
-    "an instance in another thread": partial(_bystanders, lambda _, make: [make(1)], ask=in_thread),
+    "an instance in another thread": partial(_bystanders, lambda _, make: [make(1)], run=in_thread),
     "an instance with the same config": partial(_bystanders, _with_its_config),
     "an instance with the same module": partial(_bystanders, _with_its_module),
     "a deep copy made before": partial(_bystanders, lambda model, _: [copy.deepcopy(model)]),
@@ -186,22 +186,23 @@ SITUATIONS: dict[str, Callable[[Press, Make], Iterator[Moment]]] = {
     "one press on two models": _one_press_on_two_models,
     "two scopes, the outer closed first": _nested,
 }
-"""What a mechanism is opened on, and who looks."""
+"""Scenarios by name: what the press is opened on, and the bystanders that are compared."""
 
 
 # ---- reading the table -------------------------------------------------------------------------
 
 
 class Isolation(scenarios.Scenarios[Options]):
-    """See which bystanders a press on one model changes, mechanism by mechanism.
+    """Test which bystanders a press on one model changes, mechanism by mechanism.
 
-    With a press open on one model, which other models, copies, caches and threads answer
-    differently, and which recover?
+    With a press open on one model, which other models, copies, caches and threads give different
+    results, and which recover after the scope?
 
-    A press is opened on a small model in each situation, and bystanders run the same prefill
-    and two decode steps before, inside and after. Their logits and caches are compared bit for
-    bit, and the worst of all bystanders counts. Mechanisms other than hooks and patches are
-    tried in their plainest form; with more code, some could tell whose call they are in.
+    In each situation a press is opened on a small model, and bystanders (models, copies, caches
+    or threads that it should not affect) run the same prefill and two decode steps before,
+    inside and after its scope. Their logits and caches are compared bit for bit, and the worst
+    outcome of all bystanders counts. Mechanisms other than hooks and patches are tried in their
+    simplest form: with more code, some could recognize the calls of other models.
     """
 
     name = "isolation"
@@ -216,7 +217,7 @@ class Isolation(scenarios.Scenarios[Options]):
         FOR_GOOD: ("on", "#D55E00"),
         ERROR: ("!", "#444444"),
     }
-    shows = "What became of bystanders, bit for bit, by situation (rows) and mechanism"
+    shows = "Outcome for bystanders, compared bit for bit, by situation (rows) and mechanism"
     seconds = 3
     on_own_model: ClassVar = {"mechanism": OURS}
 
@@ -243,19 +244,19 @@ class Isolation(scenarios.Scenarios[Options]):
         return [Finding("bystanders", f"{text}.", need, verdict)]
 
     def views(self, tables: Tables) -> list[ResultTable]:
-        note = "What became of bystanders; blank: they give the same bits inside and after."
+        note = "Outcome for bystanders; blank: the same bits inside and after the scope."
         return [self.matrix(tables).table(note)]
 
     def contrasts(self, tables: Tables) -> list[Contrast]:
         table = tables["isolation"]
         own, others = _untouched(table)
-        title = f"Situations that affect nobody else, of {table['situation'].nunique()}"
+        title = f"Situations with no bystander affected, of {table['situation'].nunique()}"
         chosen = pd.concat([own, others.nsmallest(1)]).astype(float)
         return [Contrast(title, chosen.to_dict())]
 
 
 def _untouched(table: pd.DataFrame) -> tuple[pd.Series[Any], pd.Series[Any]]:
-    """In how many situations nobody was touched, by mechanism: by each of ours, and by others."""
+    """Number of situations with no bystander affected: of our mechanisms, and of the others."""
     untouched = (table["outcome"] == UNTOUCHED).groupby(table["mechanism"], sort=False).sum()
     ours = untouched.index.isin(OURS)
     return untouched[ours], untouched[~ours]

@@ -1,12 +1,12 @@
-"""What an open scope costs a decode step in which its press has nothing to do.
+"""How much an open scope slows a decode step in which its press does not prune.
 
-Milliseconds of one machine say little, so every claim is a ratio of times that were taken in turn:
-in each round all conditions run once, each round begins with another one, and the ratio is taken
-round by round. The median ratio is reported, with a 95% bootstrap interval over rounds.
+Milliseconds on one machine do not generalize, so every finding is a ratio of interleaved times: in
+each round all conditions run once, the first condition changes from round to round, and the ratio
+is computed per round. The median ratio is reported, with a 95% bootstrap interval over rounds.
 
-Patches and kvpress are compared with hooks too; kvpress takes turns with the bare model and with
-hooks in an interpreter of its own. All decode one cache, which a KnormPress has pruned: what
-attention over heads of different lengths costs is another question.
+Patches and kvpress are also compared with hooks. kvpress is timed in a separate interpreter, where
+the bare model and hooks are timed too. All conditions decode from the same cache, pruned by a
+KnormPress, so the cost of attention over heads of different lengths is not included.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ RATIO = 0.5
 """Share of the tokens that presses evict."""
 
 _COUNTING = "DecodingPress"
-"""A press that counts the steps in which it has nothing to do."""
+"""A press that counts every decode step and prunes only at the end of an interval."""
 
 _SETTLING = 3
-"""Steps in a scope before the clock runs: the first are those of one that was just opened."""
+"""Warm-up steps in a scope before timing; the first steps after opening are slower."""
 
 _REPEATS = 4
-"""Steps in a row, of which the quickest counts."""
+"""Timed steps in a row, of which the fastest counts."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured, and how often."""
+    """Which models and presses to time, and how often."""
 
     model: Annotated[
         tuple[str, ...],
@@ -69,13 +69,13 @@ class Options:
     ] = (4, 28, 64)
     press: shared.Presses = (
         "KnormPress",  # needs no queries
-        _COUNTING,  # counts every step, and is between its intervals
+        _COUNTING,  # counts every step, and is timed between its intervals
         "SnapKVPress",
     )
     context: shared.Tokens = 256
     rounds: shared.Rounds = 40
     compiled: Annotated[
-        bool, typer.Option(help="Measure the first model with torch.compile too.")
+        bool, typer.Option(help="Also time the first model with torch.compile.")
     ] = True
     kvpress: shared.Kvpress = True
     dtype: Dtype = "float32"
@@ -83,10 +83,10 @@ class Options:
 
     @property
     def specs(self) -> list[ModelSpec]:
-        """The models: those given, or random ones of these many layers."""
-        asked = [ModelSpec(short_name(name), name) for name in self.model]
-        asked = asked or [random_llama(f"{n} layers", num_layers=n) for n in self.layers]
-        return [spec._replace(dtype=self.dtype, device=self.device) for spec in asked]
+        """The given models, or random Llamas with these numbers of layers."""
+        chosen = [ModelSpec(short_name(name), name) for name in self.model]
+        chosen = chosen or [random_llama(f"{n} layers", num_layers=n) for n in self.layers]
+        return [spec._replace(dtype=self.dtype, device=self.device) for spec in chosen]
 
 
 # ---- taking times ------------------------------------------------------------------------------
@@ -102,10 +102,10 @@ class Steps:
             model.base_model(input_ids=ids, past_key_values=self.pruned)
 
     def seconds(self, run: Any, repeats: int = _REPEATS) -> float:
-        """Of the quickest of a few steps of a model, or of a compiled one."""
+        """Seconds of the fastest of `repeats` decode steps of `run`, a model or a compiled one."""
         taken = []
         for _ in range(repeats):
-            cache = deepcopy(self.pruned)  # a press may do more to it than add a token
+            cache = deepcopy(self.pruned)  # the step adds a token, and a press may change more
             watch = Stopwatch(self.token.device)
             run(input_ids=self.token, past_key_values=cache)
             watch.lap()
@@ -117,7 +117,7 @@ class Steps:
 def times_in_turn(
     scopes: Mapping[Condition, Opens], steps: Steps, runs: Mapping[Condition, Any], **turns: Any
 ) -> dict[Condition, Array]:
-    """Seconds per decode step of what each condition runs, one per round, in its scope."""
+    """Seconds per decode step of each condition's run in its scope, one per round."""
 
     def timed(condition: Condition) -> float:
         with scopes[condition]():
@@ -129,22 +129,22 @@ def times_in_turn(
 
 @torch.inference_mode()
 def compiled_times(
-    model: PreTrainedModel, scope: Callable[..., Opens], asked: Any, steps: Steps, **turns: Any
+    model: PreTrainedModel, scope: Callable[..., Opens], chosen: Any, steps: Steps, **turns: Any
 ) -> dict[Condition, Array]:
-    """The same of a compiled copy of a model for each condition, on which its scope stays open."""
+    """As `times_in_turn`, on a compiled copy of the model per condition, with its scope open."""
     many_graphs = torch._dynamo.config.patch(recompile_limit=256)  # one for each patched forward
     with ExitStack() as stack, many_graphs:
         compiled = {}
-        for condition in asked:
+        for condition in chosen:
             own = deepcopy(model)
             stack.enter_context(scope(condition, own)())
             compiled[condition] = torch.compile(own, dynamic=True)
             steps.seconds(compiled[condition], _SETTLING)
-        return times_in_turn(dict.fromkeys(asked, nullcontext), steps, compiled, **turns)
+        return times_in_turn(dict.fromkeys(chosen, nullcontext), steps, compiled, **turns)
 
 
 def can_compile(device: str, progress: Progress) -> bool:
-    """Whether `torch.compile` works here; says why not."""
+    """Whether `torch.compile` works on this machine; if not, the reason is printed."""
     try:
         torch.compile(lambda x: x.sin() + 1, dynamic=True)(torch.ones(7, device=device))
     except Exception as error:
@@ -153,26 +153,27 @@ def can_compile(device: str, progress: Progress) -> bool:
     return True
 
 
-def between_intervals(condition: Condition, model: PreTrainedModel, **asked: Any) -> Opens:
-    """`scope_of`; of a press that prunes at intervals, one whose interval is not over."""
-    opens: Any = timed_models.scope_of(condition, model, **asked)
+def between_intervals(condition: Condition, model: PreTrainedModel, **settings: Any) -> Opens:
+    """`scope_of`, with an interval of a press that prunes at intervals that never ends."""
+    opens: Any = timed_models.scope_of(condition, model, **settings)
     if condition.press != _COUNTING:
         return opens
     return partial(replace(opens.func, compression_interval=1 << 20), model)
 
 
-def compare(times: Mapping[Condition, Array], **told: str) -> Iterator[dict[str, Any]]:
+def compare(times: Mapping[Condition, Array], **labels: str) -> Iterator[dict[str, Any]]:
     """Every press against the bare model, and other mechanisms against hooks.
 
     Yields:
-        What is `told`, `press`, `mechanism`, `baseline`; `ratio` the median over rounds, `low` and
-        `high` its interval; `ms` and `baseline_ms` the median milliseconds, for context; `rounds`.
+        A row with the `labels`, `press`, `mechanism` and `baseline`; `ratio`, the median over
+        rounds, and its interval, `low` and `high`; the median milliseconds, `ms` and `baseline_ms`,
+        for orientation; and `rounds`.
     """
     for condition, seconds in times.items():
         for baseline in (FULL, condition._replace(mechanism="hook")):
             if condition not in (FULL, baseline):
                 yield (
-                    {**told, "press": condition.press, "mechanism": condition.mechanism}
+                    {**labels, "press": condition.press, "mechanism": condition.mechanism}
                     | {"baseline": baseline.mechanism}
                     | shared.median_of("ratio", seconds / times[baseline])
                     | {"ms": 1e3 * float(np.median(seconds))}
@@ -186,35 +187,35 @@ def rows_of(
     of_kvpress: Mapping[str, type[Any]] | None = None,
     advance: Callable[[], object] = lambda: None,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of all models, of the first one with the last press compiled too: see `compare`.
+    """Rows of all models, see `compare`; the first model is also compiled, with the last press.
 
     Args:
-        of_kvpress: the presses of kvpress, which take the place of patches.
+        of_kvpress: the presses of kvpress, which are then timed instead of patches.
         advance: called after each round.
 
     Raises:
-        PressError: if a model does not suit a press.
+        PressError: if a model does not support a press.
     """
     presses, other = [press_name(name) for name in options.press], "patch"
     if of_kvpress is not None:
-        # kvpress's has something to do at once: the cache is longer than its target.
+        # kvpress's version prunes immediately, because the cache is longer than its target.
         presses, other = [name for name in presses if name != _COUNTING], NAME
     models = {spec.name: spec.load() for spec in options.specs}
-    asked = timed_models.conditions(presses, [RATIO], ("hook", other))
+    chosen = timed_models.conditions(presses, [RATIO], ("hook", other))
     scope = partial(between_intervals, context=options.context, of_kvpress=of_kvpress)
-    scopes = {name: {one: scope(one, model) for one in asked} for name, model in models.items()}
+    scopes = {name: {one: scope(one, model) for one in chosen} for name, model in models.items()}
     turns = {"rounds": options.rounds, "advance": advance}
     for name, model in models.items():
         steps = Steps(model, options.context)
-        times = times_in_turn(scopes[name], steps, dict.fromkeys(asked, model), **turns)
+        times = times_in_turn(scopes[name], steps, dict.fromkeys(chosen, model), **turns)
         yield from compare(times, model=name, phase="decode")
         if options.compiled and name == options.specs[0].name:
-            times = compiled_times(model, scope, [FULL, *asked[-2:]], steps, **turns)
+            times = compiled_times(model, scope, [FULL, *chosen[-2:]], steps, **turns)
             yield from compare(times, model=name, phase="compiled")
 
 
 def beside_kvpress(**options: Any) -> Iterator[dict[str, Any]]:
-    """Rows of kvpress among others, in the interpreter that has it."""
+    """The rows with kvpress in them, for the interpreter in which it is installed."""
     return rows_of(Options(**options), presses_of_kvpress())
 
 
@@ -237,7 +238,7 @@ _FINDINGS = {
     ),
     "counting": (
         f"press == '{_COUNTING}' and {_PRESSED}",
-        "With one that waits for the end of its interval, it takes at most {} as long {}.",
+        "Between its intervals, a DecodingPress makes a decode step take at most {} as long {}.",
         "",
     ),
     "kvpress": (
@@ -251,21 +252,22 @@ _FINDINGS = {
         "",
     ),
 }
-"""By name: the rows of which the slowest is told, the sentence, the need."""
+"""By name: the query for rows, of which the slowest is reported, the sentence and the need."""
 
 
 class Overhead(Experiment[Options]):
-    """Decode time with a press open, by mechanism, against the bare model.
+    """Time decode steps with a press open, by mechanism, against the bare model.
 
-    How much slower is a decode step while a press is open that has nothing to do, by mechanism
+    How much slower is a decode step with an open press that does not prune in it, by mechanism
     and depth of the model, eager and compiled?
 
-    All conditions run once in each round, in changing order, and times are divided round by
-    round; the median ratio is given with a 95% bootstrap interval. kvpress takes turns with the
-    bare model in an interpreter of its own. The models are narrow, so that the cost of a
-    mechanism shows; on a wider model or a GPU the same microseconds weigh less. All conditions
-    decode from one cache, so what attention over a pruned cache saves is not in these times.
-    Only the first model is compiled, with the last press: a deep one takes minutes.
+    All conditions run once per round, in changing order, and are divided by the baseline of the
+    same round; the median ratio is given with a 95% bootstrap interval over rounds. kvpress is
+    timed in a separate interpreter, in turn with the bare model there. The models are narrow so
+    that the cost of a mechanism is visible; on a wider model or a GPU the same microseconds are a
+    smaller share. All conditions decode from the same pruned cache, so these times do not show
+    what attention over a pruned cache saves. Only the first model is compiled, with the last
+    press, because a deep model takes minutes.
     """
 
     name = "overhead"
@@ -279,14 +281,14 @@ class Overhead(Experiment[Options]):
     }
 
     def on(self, own: OwnModel) -> Planned[Options]:
-        own.opened(("KnormPress",))  # which prunes the cache that is decoded
+        own.opened(("KnormPress",))  # prunes the cache that all conditions decode from
         presses, (context,) = own.opened(Options.press), own.at_most(Options.context)
         options = self.quick_on(own, press=presses, context=context, rounds=12)
         steps = 13 * (_SETTLING + _REPEATS) * (1 + 2 * len(presses))
         return Planned(options, tokens=2 * context, steps=steps, seconds=2)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
-        """The rows of all models, see `compare`, with kvpress where it is installed."""
+        """The rows of all models, see `compare`, with kvpress if it is installed."""
         compiled = options.compiled and can_compile(options.device, progress)
         options = replace(options, compiled=compiled)
         total = (len(options.specs) + compiled) * options.rounds
@@ -310,7 +312,7 @@ class Overhead(Experiment[Options]):
             over=rows["mechanism"] + " / " + rows["baseline"], press=rows["press"].map(press_label)
         )
         cells = [bracketed(row, "ratio") for row in rows.to_dict("records")]
-        note = f"Ratios of times of decode steps: medians, with {METHOD} over rounds."
+        note = f"Time of a decode step over the baseline's: medians, with {METHOD} over rounds."
         return [wide_table(note, rows, ["model", "phase", "press"], "over", cells)]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
@@ -328,7 +330,7 @@ class Overhead(Experiment[Options]):
         rows = tables["overhead"].query(f"{_EAGER} and baseline == 'bare'")
         slowest = rows.groupby("mechanism", sort=False)["ratio"].max()
         bars: Any = slowest.rename({"hook": "hooks", "patch": "patches"}).to_dict()
-        return [Contrast("Longest decode step with a press open, over none", bars)]
+        return [Contrast("Slowest decode step with a press, over without", bars)]
 
 
 EXPERIMENT = Overhead()

@@ -1,8 +1,8 @@
 """What eviction costs in answers: the facts task on pruned caches, for every press.
 
-The press sees the question or not (`experiments.testbed.facts`); both ways, both mechanisms answer
-about the same contexts. Presses are at their usual settings (`experiments.testbed.recipes`); what
-was learned about the model lies beside it.
+Questions are asked with and without the press having seen them (`experiments.testbed.facts`). Both
+mechanisms answer about the same contexts. Presses have their usual settings
+(`experiments.testbed.recipes`); what they learned about the model is shipped with it.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ from experiments.testbed.recipes import press_name, recipe_pair
 from press_core import PressError
 
 LEFT_OUT: dict[str, tuple[str, ...]] = {
-    "made of presses that are compared by themselves": (
+    "made of presses that are compared separately": (
         *("ComposedPress", "EveryTurnPress", "PerLayerCompressionPress"),
     ),
-    "told a threshold: how much it evicts depends on the context": ("DMSPress", "SimLayerKVPress"),
+    "eviction by a threshold: the share depends on the context": ("DMSPress", "SimLayerKVPress"),
     "evicts channels of the keys, at most half of the cache": ("ThinKPress",),
-    "evicts while decoding, and an answer is one token": (
+    "eviction while decoding: an answer is one token": (
         *("CAMPress", "CompressionRatioDecodingPress", "DecodingPress"),
         *("PrefillDecodingPress", "StreamingLLMDecodingPress"),
     ),
 }
-"""Why the experiment could not say what evicting a share of the tokens costs, and of which."""
+"""Presses that the experiment does not compare, by the reason."""
 
 NOT_COMPARED = {name: reason for reason, names in LEFT_OUT.items() for name in names}
 
 NEEDS_QUESTION = ("FinchPress",)
-"""Presses that choose by the question, and have nothing to do where it is not seen."""
+"""Presses that score tokens by the question, so they cannot compress without it."""
 
 _PROTOCOLS = {UNSEEN: answer_unseen, SEEN: answer_seen}
 
 
 @dataclass(frozen=True)
 class Options:
-    """Who answers which questions."""
+    """Which presses to compare, at which ratios, on which contexts and model."""
 
     press: shared.Presses = ()
     ratio: shared.Ratios = (0.8, 0.9)
@@ -77,16 +77,17 @@ class Options:
 
 
 def press_names() -> list[str]:
-    """Presses that evict a given share of a context."""
+    """Names of the presses that evict a given share of a context in the prefill."""
     return sorted(set(hooks_impl.PRESSES) - set(NOT_COMPARED))
 
 
 def suited(model: PreTrainedModel, options: Options, progress: Progress) -> Iterator[str]:
-    """Names of the presses to measure; those that do not suit the model are left out, and told.
+    """Names of the presses to measure; default presses that the model does not support are
+    skipped with a message.
 
     Raises:
-        UserError: if a press that was asked for is not compared.
-        PressError: if one that was asked for does not suit the model.
+        UserError: if a press in `options.press` is in `NOT_COMPARED`.
+        PressError: if a press in `options.press` does not support the model.
     """
     for name in [press_name(given) for given in options.press] or press_names():
         if name in NOT_COMPARED:
@@ -115,9 +116,10 @@ def measure(
     """Answer the questions of `task` without a press, and with each press at each ratio.
 
     Returns:
-        `quality`: a row per press, ratio, mechanism and kind of question; shares in [0, 1], `low`
-        and `high` the interval over contexts. `quality_agreement`: per press, ratio and kind of
-        question, how many answers (tokens) of the two mechanisms are the same.
+        `quality`: a row per `press`, `ratio`, `mechanism` and kind of `question`, with the
+        `accuracy` as a share in [0, 1] and its interval over contexts, `low` and `high`.
+        `quality_agreement`: per press, ratio and kind of question, how many `answers` (tokens)
+        were compared and how many are the `same` with both mechanisms.
     """
     rows: list[dict[str, Any]] = []
     agreement: list[dict[str, Any]] = []
@@ -128,18 +130,18 @@ def measure(
         made: dict[str, Any] = {"bare": None}
         if press != NO_PRESS:
             made = recipe_pair(press, ratio, task.context)._asdict()
-        asked = {"press": press, "ratio": ratio, "question": question}
+        cell = {"press": press, "ratio": ratio, "question": question}
         answer, batches, given = _PROTOCOLS[question], task.batches(question), []
         truth = torch.cat([batch.answer_ids for batch in batches])
         for mechanism, opens in made.items():
             answers = torch.cat([answer(model, opens, batch) for batch in batches])
             right = (answers == truth[:, : answers.shape[1]]).double().mean(dim=1).numpy()
             size = {"samples": len(answers), "answers": answers.numel()}
-            rows.append(asked | {"mechanism": mechanism} | shared.mean_of("accuracy", right) | size)
+            rows.append(cell | {"mechanism": mechanism} | shared.mean_of("accuracy", right) | size)
             given.append(answers)
         if press != NO_PRESS:
             same = int(given[0].eq(given[1]).sum())
-            agreement.append(asked | {"answers": given[0].numel(), "same": same})
+            agreement.append(cell | {"answers": given[0].numel(), "same": same})
     quality = pd.DataFrame(rows).assign(context=task.context, facts=task.facts)
     return {"quality": quality, "quality_agreement": pd.DataFrame(agreement)}
 
@@ -148,10 +150,10 @@ def measure(
 
 
 def compared(quality: pd.DataFrame) -> pd.DataFrame:
-    """A row per kind of question, press and ratio, of one mechanism; the best press first.
+    """One mechanism's row per kind of question, press and ratio, the best press first.
 
-    The best is the one that answers most unseen questions, on average over ratios; last come those
-    that were asked seen questions only.
+    Presses are ranked by their accuracy on unseen questions, averaged over ratios; presses with
+    seen questions only are last.
     """
     pressed = quality[quality["press"] != NO_PRESS]
     rows = pressed.drop_duplicates(["press", "ratio", "question"])
@@ -164,20 +166,22 @@ def compared(quality: pd.DataFrame) -> pd.DataFrame:
 
 
 _GOOD = 0.8
-"""Share of right answers with which a press is said to work."""
+"""Share of right answers from which a press counts as working."""
 
 
 class Quality(Experiment[Options]):
-    """Accuracy on the facts task against compression ratio, press by press.
+    """Measure the accuracy on the facts task by press, compression ratio and mechanism.
 
-    How many facts can still be retrieved from a pruned cache, by press, compression ratio,
-    mechanism, and whether the question was seen?
+    How many facts can a model still retrieve from a pruned cache, by press, compression ratio,
+    mechanism, and whether the press saw the question?
 
-    A small Llama that was trained to retrieve facts reads a context, the press evicts, and the
-    model is asked. Either the press has seen the question, or all questions are asked of copies
-    of one pruned cache. Both mechanisms answer about the same contexts, and their answers are
-    compared one by one. The ranking of presses is that of one small model and one task, in
-    which a fact is two tokens; larger models spread what they know over more of them.
+    A small Llama trained to retrieve facts reads a context of filler words with key-value pairs
+    in it, a press prunes the cache, and the model answers questions about the pairs. Either the
+    press compresses the context together with one question (seen), or it compresses the context
+    alone and every question is answered from a copy of the pruned cache (unseen). Both mechanisms
+    answer about the same contexts, and their answers are compared one by one. The ranking of
+    presses is that of one small model on one task in which a fact is two tokens; it need not
+    carry over to larger models, which spread information over more tokens.
     """
 
     name = "quality"
@@ -191,7 +195,7 @@ class Quality(Experiment[Options]):
     }
 
     def on(self, own: OwnModel) -> Planned[Options]:
-        raise LeftOutError("its questions are in the words of facts-llama; evaluate asks in plain")
+        raise LeftOutError("its questions are in the words of facts-llama; use evaluate instead")
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         n = options.samples
@@ -203,19 +207,19 @@ class Quality(Experiment[Options]):
         return tables | {"quality": tables["quality"].assign(model=short_name(options.model))}
 
     def findings(self, tables: Tables) -> list[Finding]:
-        """Which press answers best where most is evicted that some press still answers well."""
+        """The best press at the highest ratio at which any press still works, and agreement."""
         rows, agreement = compared(tables["quality"]), tables["quality_agreement"]
         question = UNSEEN if UNSEEN in set(rows["question"]) else SEEN
-        asked = rows[rows["question"] == question]
-        highest = asked.groupby("ratio")["accuracy"].max()
+        chosen = rows[rows["question"] == question]
+        highest = chosen.groupby("ratio")["accuracy"].max()
         good = highest[highest >= _GOOD]
         ratio = good.index.max() if len(good) else highest.index.min()
-        best = asked[(asked["ratio"] == ratio) & (asked["accuracy"] == highest[ratio])]["press"]
+        best = chosen[(chosen["ratio"] == ratio) & (chosen["accuracy"] == highest[ratio])]["press"]
         named = best.iloc[0] if len(best) == 1 else f"{len(best)} presses"
         text = (
-            f"With {ratio:.0%} of the context evicted, the question {question}, {named} still "
-            f"{'answers' if len(best) == 1 else 'answer'} **{highest[ratio]:.0%}** of the "
-            "questions."
+            f"With {ratio:.0%} of the context evicted and the question {question} by the press, "
+            f"{named} still {'answers' if len(best) == 1 else 'answer'} **{highest[ratio]:.0%}** "
+            "of the questions correctly."
         )
         works: Any = "works" if len(good) else "costs"
         total, same = agreement[["answers", "same"]].sum()
@@ -236,18 +240,18 @@ class Quality(Experiment[Options]):
         whole = " and ".join(map("{:.1%} ({})".format, bare["accuracy"], bare["question"]))
         note = (
             f"Right answers of `{first['model']}` about {first['facts']} facts in "
-            f"{first['context']} words, with {METHOD} over contexts; with nothing evicted {whole}."
+            f"{first['context']} words, with {METHOD} over contexts. Without a press: {whole}."
         )
         rows = compared(quality)
         cells = [bracketed(row, "accuracy", ".0%") for row in rows.to_dict("records")]
-        rows["asked"] = rows["question"] + rows["ratio"].map(", {:.0%} evicted".format)
-        return [wide_table(note, rows, ["press"], "asked", cells)]
+        rows["column"] = rows["question"] + rows["ratio"].map(", {:.0%} evicted".format)
+        return [wide_table(note, rows, ["press"], "column", cells)]
 
     def remarks(self, tables: Tables) -> list[str]:
         reasons = (
             f"{', '.join(map(press_label, names))} ({reason})" for reason, names in LEFT_OUT.items()
         )
-        return [f"Finch has to see the question. Not compared: {'; '.join(reasons)}."]
+        return [f"Finch needs to see the question. Not compared: {'; '.join(reasons)}."]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
         """Accuracy by press and compression ratio, a panel per kind of question."""

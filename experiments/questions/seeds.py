@@ -1,4 +1,4 @@
-"""Which findings about answers hold for contexts drawn from other seeds."""
+"""Which findings about a model's answers hold on contexts drawn from other seeds."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ _KEY = ["experiment", "finding"]
 
 @dataclass(frozen=True)
 class Options:
-    """What is drawn again."""
+    """Which experiments are repeated, and from which seeds."""
 
     experiment: Annotated[
         tuple[str, ...],
         typer.Option(
-            help="Experiment whose contexts are drawn again. Repeatable.",
+            help="Experiment to repeat on contexts from other seeds. Repeatable.",
             show_default="all that draw contexts",
             callback=one_of(EXPERIMENTS),
         ),
     ] = ()
     shift: Annotated[
         tuple[int, ...],
-        several(int, "What is added to the seed of each experiment; 0 draws what the study does."),
+        several(int, "Number added to the seed of each experiment; 0 repeats the study's own."),
     ] = (0, 1, 2)
     samples: Annotated[
         int | None,
-        typer.Option(min=1, help="Contexts to ask about.", show_default="as in the study"),
+        typer.Option(min=1, help="Contexts per experiment.", show_default="as in the study"),
     ] = None
 
 
 def again(experiment: AnyExperiment, options: Options, progress: Progress) -> list[dict[str, Any]]:
-    """The findings about answers of one experiment, from each seed."""
+    """The findings of one experiment that rest on a model's answers, from each seed."""
     rows, study = [], cast("Any", experiment.redrawn)
     for shift in options.shift:
-        told = replace(study, seed=study.seed + shift, samples=options.samples or study.samples)
-        for finding in experiment.findings(experiment.measure(told, progress)):
+        drawn = replace(study, seed=study.seed + shift, samples=options.samples or study.samples)
+        for finding in experiment.findings(experiment.measure(drawn, progress)):
             if (finding.evidence or experiment.evidence) is Evidence.MODEL:
                 low, high = finding.interval
                 rows.append(
-                    {"experiment": experiment.name, "finding": finding.name, "seed": told.seed}
+                    {"experiment": experiment.name, "finding": finding.name, "seed": drawn.seed}
                     | {"shift": shift, "number": finding.number, "low": low, "high": high}
                     | {"text": finding.text}
                 )
@@ -58,10 +58,10 @@ def again(experiment: AnyExperiment, options: Options, progress: Progress) -> li
 
 
 def holding(table: pd.DataFrame) -> pd.Series[str]:
-    """Whether the numbers of each finding lie in its interval from the first seed.
+    """Whether every number of a finding is within its 95% interval from the first seed.
 
     Returns:
-        By experiment and finding "yes" or "no"; "-" where it has no interval.
+        "yes" or "no" by experiment and finding; "-" if the finding has no interval.
     """
     first, by_finding = table.drop_duplicates(_KEY).set_index(_KEY), table.groupby(_KEY, sort=False)
     least, most = by_finding["number"].min(), by_finding["number"].max()
@@ -70,15 +70,16 @@ def holding(table: pd.DataFrame) -> pd.Series[str]:
 
 
 class Seeds(Experiment[Options]):
-    """Measure findings about answers again, on contexts drawn from other seeds.
+    """Repeat experiments on contexts from other seeds, and compare their findings.
 
-    Which findings about answers and errors stay as they are where contexts are drawn from other
-    seeds?
+    Which findings about answers and errors stay within their interval when the contexts are drawn
+    from other seeds?
 
-    Every experiment that asks a shipped model about contexts is run from its own seed and from two
-    others, on the part of its grid that its findings rest on. A finding holds if its number from
-    each seed lies in the interval from the first. Weights stay as they are: other models may
-    differ by more than other contexts do.
+    Every experiment that draws contexts for a shipped model is run from its own seed and from two
+    others, on the part of its grid that its findings are computed from. A finding holds if its
+    number from every seed is within the 95% interval from the study's seed. Only contexts are
+    redrawn: the weights are the same, so this does not show how findings vary between models,
+    which may differ more.
     """
 
     name = "seeds"
@@ -92,9 +93,9 @@ class Seeds(Experiment[Options]):
         """Run the experiments from each seed.
 
         Returns:
-            `seeds`: a row per finding and seed: `experiment`, `finding`, `seed`, what that differs
-            by from the study's (`shift`), the `number` of the finding, its interval, `low` and
-            `high`, and its `text`.
+            `seeds`: a row per finding and seed: `experiment`, `finding`, `seed`, its difference
+            from the study's seed (`shift`), the `number` of the finding, its interval (`low`,
+            `high`), and its `text`.
         """
         names = options.experiment or EXPERIMENTS
         chosen = [one for one in load_experiments() if one.redrawn and one.name in names]
@@ -104,7 +105,7 @@ class Seeds(Experiment[Options]):
     def findings(self, tables: Tables) -> list[Finding]:
         holds = holding(tables["seeds"])
         n, n_known = (holds == "yes").sum(), (holds != "-").sum()
-        text = f"From other seeds **{n}** of {n_known} findings with an interval stay in it."
+        text = f"With other seeds, **{n}** of {n_known} findings with an interval stay within it."
         return [Finding("hold", text)]
 
     def views(self, tables: Tables) -> list[ResultTable]:
@@ -112,8 +113,8 @@ class Seeds(Experiment[Options]):
         rows["drawn"] = rows["shift"].map(lambda n: f"seed + {n}" if n else "the study's seed")
         cells = [bracketed(row, "number", "g") for row in rows.to_dict("records")]
         note = (
-            f"The number of each finding, with {METHOD} over contexts where it has them, and "
-            "whether those from other seeds lie in the first interval (-: it has none)."
+            f"The number of each finding, with {METHOD} over contexts where available, and whether "
+            "the numbers from other seeds are within the interval of the first (-: no interval)."
         )
         return [wide_table(note, rows, [*_KEY, "holds"], "drawn", cells)]
 

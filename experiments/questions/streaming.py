@@ -1,25 +1,25 @@
-"""Streaming: thousands of tokens, one by one, through a cache that is bounded or not.
+"""Streaming: decode thousands of tokens through bounded caches and a full one.
 
-The caches that are compared:
+The compared caches:
 
-- *full cache*: nothing is evicted. It grows, and leaves the positions that the model was trained
-  on, so it is followed up to `Size.full` tokens only.
-- *window*: a StreamingLLMDecodingPress that keeps the last tokens, and no first ones.
-- *sinks + window*: one that keeps the first `Size.n_sink` tokens too. They keep their *original*
-  positions, or all tokens have those that they hold *in the cache* (`rerotate=True`).
-- *window, recomputed*: no stream. All that a query sees is computed afresh, from a window of the
-  same length that begins with the text's first token: what the loss of a stream is compared with.
-  To compute it for every token would take a forward of the whole window each; here one forward
-  serves a quarter of it, whose queries see between three quarters of the window and all of it.
+- *full cache*: nothing is evicted. The cache grows beyond the positions that the model was trained
+  on, so only `Size.full` tokens are streamed through it.
+- *window*: a StreamingLLMDecodingPress that keeps the last tokens, and no attention sinks.
+- *sinks + window*: a StreamingLLMDecodingPress that also keeps the first `Size.n_sink` tokens.
+  Tokens have their *original* positions, or their positions *in the cache* (`rerotate=True`).
+- *window, recomputed*: the reference for the losses, without a stream. Everything that a query sees
+  is recomputed from a window of the same length that begins with the text's first token. A forward
+  over the whole window for every token would be too slow, so one forward serves a quarter of the
+  window, and its queries see between three quarters of the window and all of it.
 
-A window alone has no first token to rerotate: for it both kinds of positions are the same.
+A window without sinks has the same losses with both kinds of positions.
 
-Streams take turns, a stretch of the text each. Each closes its scope after its turn: what was
-evicted is known by the cache alone.
+Streams take turns, one stretch of the text at a time. Each closes its scope after its turn, so only
+the cache stores what was evicted.
 
-What else runs on the machine interrupts some forwards and makes times drift. So every few tokens
-one is read *alone* as well, without a cache, and the time per token is given in such forwards, both
-by their quickest tenth, which nothing has interrupted.
+Other processes interrupt some forwards, and clock speeds drift. So one of every `ALONE_EVERY`
+tokens is also run *alone*, without a cache, and times per token are divided by the times alone.
+Both are 10th percentiles, which exclude interrupted forwards.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from experiments.testbed import streams
 from experiments.testbed.streams import FULL, IN_CACHE, RECOMPUTED, SINKS, STREAMED, WINDOW, Size
 
 BROKEN = 0.1
-"""Nats per token above a recomputed window from which a stream counts as broken: its perplexity is
-a tenth higher."""
+"""Nats per token above a recomputed window from which a stream counts as broken; its perplexity is
+then a tenth higher."""
 
 
 COLOURS = {FULL: INK, WINDOW: ORANGE, SINKS: PURPLE, IN_CACHE: GREEN}
-"""How streams are drawn."""
+"""Colours of the streams in the figure."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is streamed, and through what."""
+    """Which model and text to stream, and the sizes of the caches."""
 
     model: shared.Model = "stdlib-neox-sink"
     tokens: Annotated[int, typer.Option(min=2, help="Length of the streams.")] = 12_000
@@ -81,13 +81,15 @@ class Options:
 
 
 def size_for(model: PreTrainedModel, options: Options) -> Size:
-    """Sizes that fit a model, where they are not given.
+    """The sizes of the streams; those not in `options` are chosen by the model.
 
-    A query then sees as many tokens as the model was trained with, or 1,024 if those are fewer, and
-    a full cache is followed up to four times the trained length. Of 80 stretches each is measured.
+    By default a query sees as many tokens as the model was trained with, at most 1,024, and a full
+    cache is streamed up to four times the trained length. The text is divided into about 80
+    stretches of at least 64 tokens.
 
     Raises:
-        UserError: if too few tokens are streamed to see anything evicted.
+        UserError: if too few tokens are streamed for bounded caches to evict during a few
+            stretches.
         PressError: if no press can be opened on `model`.
     """
     trained = int(getattr(model.config, "max_position_embeddings", 1024))
@@ -100,7 +102,7 @@ def size_for(model: PreTrainedModel, options: Options) -> Size:
     )
     if size.tokens < size.shortest:
         raise UserError(
-            f"{size.tokens:,} tokens are too few to see what a cache of {size.capacity:,} evicts: "
+            f"{size.tokens:,} tokens are too few to see what a cache of {size.capacity:,} evicts; "
             f"give --tokens {size.shortest} or more, or a smaller --capacity"
         )
     for press in filter(None, map(size.press, STREAMED)):
@@ -112,7 +114,7 @@ def size_for(model: PreTrainedModel, options: Options) -> Size:
 
 
 def rows_of(streaming: pd.DataFrame, cache: streams.Bound) -> pd.DataFrame:
-    """The stretches of one stream; `above` is what they lose against a recomputed window."""
+    """The stretches of one stream; `above` is their loss minus that of the recomputed window."""
     rows, recomputed = (
         streaming[(streaming["cache"] == of.cache) & (streaming["positions"] == of.positions)]
         for of in (cache, RECOMPUTED)
@@ -122,20 +124,21 @@ def rows_of(streaming: pd.DataFrame, cache: streams.Bound) -> pd.DataFrame:
 
 
 def evicting(streaming: pd.DataFrame) -> pd.DataFrame:
-    """Stretches all of which are later than the first eviction of a bounded cache."""
+    """The stretches that begin after the first eviction of a bounded cache."""
     return streaming[streaming["first"] > streaming["capacity"]]
 
 
 def lost(streaming: pd.DataFrame, cache: streams.Bound) -> dict[str, float]:
-    """`above`, the nats per token above a recomputed window once tokens are evicted: a mean over
-    stretches, and its interval."""
+    """`above`, the nats per token above a recomputed window, as a mean over the stretches after the
+    first eviction, and its interval (`low`, `high`)."""
     return shared.mean_of("above", evicting(rows_of(streaming, cache))["above"].dropna())
 
 
 def slowdown(rows: pd.DataFrame) -> float:
-    """Median time per token of the last quarter of a stream over that of the second, in forwards.
+    """Median time per token of a stream's last quarter over that of its second quarter.
 
-    In the second quarter of a long stream a bounded cache is full already.
+    Times are relative to forwards without a cache. In the second quarter of a long stream a bounded
+    cache is already full.
     """
     quarter = 4 * rows["first"] // rows["end"].max()
     pace = (rows["quick_ms"] / rows["quick_ms_alone"]).groupby(quarter).median()
@@ -145,7 +148,7 @@ def slowdown(rows: pd.DataFrame) -> float:
 # ---- findings ------------------------------------------------------------------------------------
 
 UNTRAINED = 0.95
-"""Share of the loss of a uniform guess from which a model counts as predicting nothing."""
+"""Share of a uniform guess's loss from which a model counts as untrained on the text."""
 
 Verdict = Literal["works", "breaks"] | None
 _VERBS = {"works": "holds", "breaks": "breaks", None: "is undecided"}
@@ -154,56 +157,56 @@ _SINKS = {
     IN_CACHE: (
         "sinks",
         "stream past the trained length",
-        "A window with its first {n_sink} tokens, at in-cache positions, {verb} over {tokens:,} "
-        "tokens: {nats} nats per token above a recomputed one.",
+        "A window with the first {n_sink} tokens, at in-cache positions, {verb} over {tokens:,} "
+        "tokens: {nats} nats per token above a recomputed window.",
     ),
     WINDOW: (
         "window",
         "stream without the first tokens",
-        "A window alone {verb}: {nats} nats per token above a recomputed one, where more than "
-        f"{BROKEN} is broken.",
+        "A window alone {verb}: {nats} nats per token above a recomputed window; more than "
+        f"{BROKEN} counts as broken.",
     ),
     SINKS: (
         "positions",
         "stream with original positions",
-        "With the same tokens at their original positions the window {verb}: {nats} nats per "
-        "token.",
+        "A window with the first {n_sink} tokens, at original positions, {verb}: {nats} nats per "
+        "token above a recomputed window.",
     ),
 }
-"""Of each stream the finding's name, the need that it answers, and what it says."""
+"""Name, need and text of the finding about each stream."""
 
 
 def find_sinks(streaming: pd.DataFrame) -> list[Finding]:
-    """What a window loses with the first tokens, and whether keeping them mends it."""
+    """How much loss a window adds without the first tokens, and whether keeping them avoids it."""
     loss, guess = rows_of(streaming, RECOMPUTED)["loss"].mean(), streaming["guessing"].iloc[0]
     if loss > UNTRAINED * guess:  # no cache can make it worse
         untrained = (
             f"The model predicts the text no better than a uniform guess (**{loss:.2f}** nats per "
-            f"token against {guess:.2f}), so a stream has nothing to lose."
+            f"token against {guess:.2f}), so caches cannot be compared."
         )
         return [Finding("sinks", untrained)]
-    told = {"n_sink": streaming["n_sink"].iloc[0], "tokens": streaming["end"].max()}
+    sizes = {"n_sink": streaming["n_sink"].iloc[0], "tokens": streaming["end"].max()}
     found = []
     for cache, (name, need, says) in _SINKS.items():
         above, low, high = lost(streaming, cache).values()
         verdict: Verdict = "breaks" if low > BROKEN else "works" if high < BROKEN else None
         nats = f"**{above:+.3f}**{bracket(low, high, '+.3f')}"
-        text = says.format(verb=_VERBS[verdict], nats=nats, **told)
+        text = says.format(verb=_VERBS[verdict], nats=nats, **sizes)
         found.append(Finding(name, text, need, verdict))
     return found
 
 
 def find_pace(streaming: pd.DataFrame) -> list[Finding]:
-    """Whether time and memory stay where they are."""
+    """Whether time per token and memory stay constant along a stream."""
     streams = [rows_of(streaming, cache) for cache in STREAMED]
     full, *bounded = map(slowdown, streams)
     held = [evicting(rows)["bytes"] for rows in streams[1:]]
     grown = max(n_bytes.max() / n_bytes.min() for n_bytes in held)
     pace = (
-        f"Tokens of the last quarter take {min(bounded):.2f} to **{max(bounded):.2f}** times as "
-        f"long as those of the second in bounded caches, {full:.2f} in a full one."
+        f"Tokens in a stream's last quarter take {min(bounded):.2f} to **{max(bounded):.2f}** "
+        f"times as long as in its second with bounded caches, {full:.2f} in a full one."
     )
-    growth = f"While they evict, the bytes of bounded caches become **{grown:.2f}** times as many."
+    growth = f"While evicting, bounded caches grow by a factor of at most **{grown:.2f}** in bytes."
     stays: Verdict = "works" if grown < 1.05 else "breaks"
     return [
         Finding("pace", pace, evidence=Evidence.TIME),
@@ -212,18 +215,19 @@ def find_pace(streaming: pd.DataFrame) -> list[Finding]:
 
 
 class Streaming(Experiment[Options]):
-    """Stream thousands of tokens through caches: loss, memory and time, bounded and not.
+    """Stream thousands of tokens through bounded and full caches; measure loss, memory and time.
 
-    What do a bounded cache, its first tokens and their positions do to loss, memory and time
-    per token over thousands of tokens?
+    How do a bounded cache, the first tokens kept in it and their positions change loss, memory
+    and time per token over thousands of tokens?
 
-    A text is read token by token through caches that are full, keep the last tokens, or keep
-    the first ones too, with original positions or those in the cache. Losses are compared,
-    stretch by stretch, with a window that is recomputed for the queries and begins as the text
-    begins. A cache breaks if it loses more than 0.1 nats per token (a perplexity about a tenth
-    higher) over the whole interval. What a window loses depends on what the heads pay the first
-    token: stdlib-neox-sink was taught to pay it, as its card tells, and a model without a sink
-    loses next to nothing.
+    A text is decoded token by token through four caches: a full one, one that keeps the last
+    tokens, and two that also keep the first tokens (attention sinks), at original and at in-cache
+    positions. Losses are compared, stretch by stretch, with a window that is recomputed for its
+    queries and begins with the first token of the text. A cache breaks if the 95% interval of its
+    additional loss is above 0.1 nats per token, which is a perplexity about a tenth higher. How
+    much a window without sinks loses depends on the attention that heads pay to the first token:
+    stdlib-neox-sink was trained to pay it (see its model card), and a model without an attention
+    sink loses next to nothing.
     """
 
     name = "streaming"
@@ -237,7 +241,7 @@ class Streaming(Experiment[Options]):
 
     def on(self, own: OwnModel) -> Planned[Options]:
         own.opened(("StreamingLLMDecodingPress",))
-        own.opened(("KeyRerotationPress",))  # positions in the cache turn keys, too
+        own.opened(("KeyRerotationPress",))  # in-cache positions also need keys to be rerotated
         capacity = min(256, own.trained // 2) - 1
         tokens = Size(0, capacity).shortest
         full = min(own.trained, tokens)
@@ -249,16 +253,17 @@ class Streaming(Experiment[Options]):
         """Stream the text through all caches.
 
         Returns:
-            `streaming`: per `cache`, `positions` and stretch of the text `first` and `end`, the
-            positions that it covers; `loss`, mean nats per known target; `quick_ms`, the tenth
-            percentile of milliseconds per token, `quick_ms_alone`, that of tokens that are read
-            without a cache in between, and `bytes` that the cache holds afterwards (not of a
-            recomputed window); `guessing`, nats of a uniform guess; `capacity`, `n_sink`, `model`.
+            `streaming`: per `cache`, `positions` and stretch of the text: `first` and `end`, the
+            positions of the stretch; `loss`, the mean nats per known target; `quick_ms`, the 10th
+            percentile of milliseconds per token; `quick_ms_alone`, the same for tokens run without
+            a cache in between; `bytes`, the size of the cache after the stretch; `guessing`, the
+            nats of a uniform guess; `capacity`, `n_sink` and `model`. A recomputed window has no
+            times and bytes.
         """
         model, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
         size = size_for(model, options)
         text = streams.read_text(tokenizer, size.tokens, options.text)
-        with threads(1):  # more only get in the way of small models
+        with threads(1):  # more threads are slower on small models
             streaming = streams.stream_text(model, text, size, progress)
         return {"streaming": streaming.assign(model=short_name(options.model))}
 
@@ -269,10 +274,10 @@ class Streaming(Experiment[Options]):
         streaming, first = tables["streaming"], tables["streaming"].iloc[0]
         recomputed = evicting(rows_of(streaming, RECOMPUTED))["loss"].mean()
         note = (
-            f"{first['model']}, {streaming['end'].max():,} tokens one by one. Nats per token above "
-            f"the {recomputed:.3f} of a recomputed window, with {METHOD} over stretches, and KiB "
-            f"held, of caches that hold {first['capacity']} tokens; time per token in the last "
-            "quarter of the stream over that in its second:"
+            f"{first['model']}, {streaming['end'].max():,} tokens one by one; bounded caches hold "
+            f"{first['capacity']} tokens. Nats per token above a recomputed window's "
+            f"{recomputed:.3f}, with {METHOD} over stretches; KiB held at the end; time per token "
+            "in the last quarter of the stream over that in its second quarter:"
         )
         rows = []
         for cache in STREAMED:
@@ -283,7 +288,7 @@ class Streaming(Experiment[Options]):
         return [ResultTable(note, ["cache", "above recomputed", "KiB", "last / second"], rows)]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
-        """Loss along the text, above that of a recomputed window."""
+        """Loss along the text minus that of a recomputed window."""
         streaming = tables["streaming"]
         with style():
             figure, (panel,) = new_figure(width=5.4, height=3.7)
@@ -297,7 +302,7 @@ class Streaming(Experiment[Options]):
             figure.legend(loc="outside lower left", ncols=2)
         figure.set_label(
             f"Loss of {streaming['model'].iloc[0]} along a text of {streaming['end'].max():,} "
-            "tokens, above that of a window recomputed for each query. Dotted: bounded caches "
+            "tokens, above that of a recomputed window. The dotted line marks where bounded caches "
             "begin to evict"
         )
         return {self.name: figure}

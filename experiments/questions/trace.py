@@ -1,8 +1,8 @@
-"""One forward told step by step, hook and patch side by side.
+"""One forward traced step by step, hook and patch side by side.
 
-Nothing is wrapped or hooked to find out: Python's profiler reports the calls of attention modules,
-of attention functions, of what a mechanism has put there and on the decoder, and of presses that
-score. Around each of them, what the cache holds is read.
+The trace wraps and hooks nothing: Python's profiler reports the calls of attention modules, of
+attention functions, of the hooks or wrappers that a mechanism put on attention modules and on the
+decoder, and of presses that score. The number of keys in the cache is read around each call.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _CALLED = {
     ("patch", "see_query"): "interception of the attention function",
     ("patch", "around_decoder"): "wrapper of the decoder",
 }
-"""What events call the functions of these files."""
+"""Names in events of the functions that a mechanism installs."""
 _ATTENDED = "attention has run over"
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is traced."""
+    """Which press to trace, on which model, and for how many tokens."""
 
     model: shared.Model = "facts-llama"
     press: Annotated[str, typer.Option(help="Press to trace, such as SnapKVPress.")] = "SnapKVPress"
@@ -73,20 +73,20 @@ class Options:
 
 
 Held = dict[int, list[int]]
-"""By layer, how many keys each row and head holds."""
+"""By layer, the number of keys that each row and head holds."""
 
 
-def _told(held: list[int]) -> str:
+def _text(held: list[int]) -> str:
     low, high = min(held, default=0), max(held, default=0)
     return f"{low}" if low == high else f"{low} to {high}"
 
 
 class Recorder:
-    """Writes down what happens in the attention layers of a model, with one mechanism.
+    """Records what happens in the attention layers of a model, with one mechanism.
 
     Attributes:
-        events: so far, in the order in which they arrived.
-        step: of the forward that comes next, 0 for the prefill.
+        events: the events so far, in order.
+        step: number of the next forward, 0 for the prefill.
     """
 
     def __init__(self, mechanism: str, model: PreTrainedModel, cache: DynamicCache) -> None:
@@ -97,48 +97,48 @@ class Recorder:
         self._forwards = {inspect.unwrap(type(module).forward).__code__ for module in modules}
         self._files = {module.__file__ for module in _MECHANISMS[mechanism]}
         self._held: Held = {}  # at the last event
-        self._open: list[FrameType] = []  # calls of the mechanism
+        self._open: list[FrameType] = []  # running calls of the mechanism
 
     def see(self, frame: FrameType, what: str, result: Any) -> None:
-        """A profile function (`sys.setprofile`) that writes down what this thread does."""
+        """The profile function (`sys.setprofile`) that records the events of this thread."""
         code, begins, ends = frame.f_code, what == "call", what == "return"
         site = self._sites.get(id(frame.f_locals["self"])) if code in self._forwards else None
         if site is not None and begins:
             n = frame.f_locals["hidden_states"].shape[1]
             enter = "hidden states enter" if n > 1 else "hidden state enters"
-            self._tell(site.layer_idx, f"{n} {enter}")
+            self._note(site.layer_idx, f"{n} {enter}")
         elif site is not None and ends and result is not None:
-            held = _told(self._holds()[site.layer_idx])
-            self._tell(site.layer_idx, f"{_ATTENDED} {held} keys")
+            held = _text(self._holds()[site.layer_idx])
+            self._note(site.layer_idx, f"{_ATTENDED} {held} keys")
         elif ends and code is TokenScorer.checked_scores.__code__ and result is not None:
             press, layer = frame.f_locals["self"], frame.f_locals["call"].site.layer_idx
-            self._tell(layer, f"{press_label(type(press).__name__)} scores {result.shape[-1]} keys")
+            self._note(layer, f"{press_label(type(press).__name__)} scores {result.shape[-1]} keys")
         elif begins and code.co_filename in self._files and self._name(code):
             self._calls(frame)
         elif ends and self._open and self._open[-1] is frame:
             self._returns(self._name(code))
 
-    def _tell(self, layer: int, event: str) -> None:
+    def _note(self, layer: int, event: str) -> None:
         self._held = self._holds()
         held = self._held.get(layer) or [0]
-        told = {"mechanism": self.mechanism, "step": self.step, "layer": layer}
-        self.events.append({**told, "event": event, "keys": round(sum(held) / len(held))})
+        where = {"mechanism": self.mechanism, "step": self.step, "layer": layer}
+        self.events.append({**where, "event": event, "keys": round(sum(held) / len(held))})
 
     def _calls(self, frame: FrameType) -> None:
-        """Torch calls a hook, or the model a wrapper: of a layer or of the decoder."""
+        """Record the call of a hook or wrapper, if it is that of a layer."""
         self._open.append(frame)
         for site in (self._sites.get(id(value), value) for value in frame.f_locals.values()):
             if isinstance(site, AttentionSite):
-                self._tell(site.layer_idx, self._name(frame.f_code))
+                self._note(site.layer_idx, self._name(frame.f_code))
                 break
 
     def _returns(self, name: str) -> None:
-        """What was called has ended: tell what it did to the layers."""
+        """Record which layers the hook or wrapper that returns has pruned."""
         self._open.pop()
         before = self._held
         for layer, held in self._holds().items():
             if held != before.get(layer, held):
-                self._tell(layer, f"{name} prunes {_told(before[layer])} → {_told(held)}")
+                self._note(layer, f"{name} prunes {_text(before[layer])} → {_text(held)}")
 
     def _name(self, code: CodeType) -> str:
         return _CALLED.get((self.mechanism, code.co_name), "")
@@ -152,24 +152,24 @@ class Recorder:
 def trace(
     model: PreTrainedModel, presses: PressPair, *, length: int, decode: int = 0, seed: int = 0
 ) -> pd.DataFrame:
-    """What happens in a prefill and some decode steps, first with hooks, then with patches.
+    """Trace a prefill and decode steps, first with hooks, then with patches.
 
-    Nothing is left on the model.
+    The model is unchanged afterwards.
 
     Args:
-        model: any decoder that the presses fit.
+        model: any decoder that the presses support.
         presses: the same press with both mechanisms.
-        length: tokens of the prompt, drawn at random.
-        decode: decode steps after the prefill, each with the likeliest token.
+        length: tokens of the random prompt.
+        decode: greedy decode steps after the prefill.
         seed: of the prompt.
 
     Returns:
         A row per event, in order: the `mechanism`, "hook" or "patch"; the `step`, 0 for the
-        prefill; the `layer`; the `event`, in words; and how many `keys` per head the cache of the
-        layer then holds, the mean where heads differ.
+        prefill; the `layer`; the `event`, in words; and the number of `keys` per head in the
+        layer's cache after it, a mean where heads differ.
 
     Raises:
-        PressError: if a press does not fit the model.
+        PressError: if a press does not support the model.
     """
     vocabulary = model.config.get_text_config().vocab_size
     inputs, events = Inputs.random(vocabulary, [length], seed=seed), []
@@ -192,25 +192,25 @@ def trace(
 
 
 def _prefill(trace: pd.DataFrame, mechanism: str) -> pd.DataFrame:
-    """Keys that each layer made and kept in the prefill, with one mechanism."""
+    """Number of keys that each layer attended over and kept in the prefill, with one mechanism."""
     rows = trace[(trace["step"] == 0) & (trace["mechanism"] == mechanism)]
     made = rows[rows["event"].str.startswith(_ATTENDED)].groupby("layer")["keys"].first()
     return pd.DataFrame({"made": made, "kept": rows.groupby("layer")["keys"].last()})
 
 
 def _event_table(trace: pd.DataFrame) -> ResultTable:
-    """What happened in each step, hook and patch side by side; like layers are told once."""
+    """The events of each step, hook and patch side by side; layers with equal events are merged."""
     texts = trace.groupby(["step", "layer", "mechanism"])["event"].agg(list).unstack()
     rows: dict[Any, Any] = texts[list(_MECHANISMS)].T.to_dict("list")
     lines = []
-    for (step, sides), alike in groupby(rows.items(), lambda row: (row[0][0], row[1])):
-        layers = [layer for (_, layer), _ in alike]
+    for (step, sides), equal in groupby(rows.items(), lambda row: (row[0][0], row[1])):
+        layers = [layer for (_, layer), _ in equal]
         several = f"layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"
         name = f"{f'decode step {step}' if step else 'prefill'}, {several}"
         for number, both in enumerate(zip_longest(*sides, fillvalue="")):
             lines.append(["" if number else name, *both])
     first = trace.iloc[0]
-    note = f"What happened, in order: {press_label(first['press'])} at ratio {first['ratio']:g}."
+    note = f"Events in order, {press_label(first['press'])} at ratio {first['ratio']:g}."
     return ResultTable(note, ["", "hooks", "patches"], lines, left=None)
 
 
@@ -223,15 +223,15 @@ def _model(name: str, dtype: str, device: str) -> PreTrainedModel:
 
 
 class Trace(Experiment[Options]):
-    """Follow one forward step by step, hook and patch side by side.
+    """Trace one forward step by step, hook and patch side by side.
 
-    In one forward, when does each mechanism act, and on what?
+    During one forward, when does each mechanism act, and on which keys?
 
     Python's profiler reports the calls of attention modules, attention functions, hooks,
-    wrappers and scores, and the cache is read around each of them. Events are listed in the
-    order in which they arrived. Another press acts at other moments: `--press` traces any of
-    them. How long a press takes is measured elsewhere, as a profiler slows it down. A family, as
-    in `--model llama`, is built small, with random weights.
+    wrappers and scores, and the number of keys in the cache is read around each call. Events are
+    listed in the order in which they happen. Other presses act at other moments: `--press`
+    traces any of them. The profiler slows everything down, so the trace says nothing about
+    time. A family, as in `--model llama`, is built small, with random weights.
     """
 
     name = "trace"
@@ -255,8 +255,8 @@ class Trace(Experiment[Options]):
     def findings(self, tables: Tables) -> list[Finding]:
         hook, patch = (_prefill(tables["trace"], mechanism) for mechanism in _MECHANISMS)
         text = (
-            f"Of {hook['made'].mean():,.0f} keys per head a layer keeps "
-            f"**{hook['kept'].mean():,.0f}** once its own hook has run; a patch keeps "
+            f"Of {hook['made'].mean():,.0f} keys per head, each layer keeps "
+            f"**{hook['kept'].mean():,.0f}** after its own hook has run; a patch keeps "
             f"{'as many' if hook.equals(patch) else 'others'}, at the same moment."
         )
         return [Finding("layers", text)]

@@ -40,7 +40,7 @@ class PressPair(NamedTuple):
 def pair(name: str, **fields: Any) -> PressPair:
     """The press registered as `name`, with both mechanisms and the same fields.
 
-    A field that is a pair itself, or a list of pairs, stands for the press of the same mechanism.
+    A field that is a pair, or a list of pairs, is replaced by the press of the same mechanism.
 
     Raises:
         KeyError: if no press has that name.
@@ -52,7 +52,7 @@ def pair(name: str, **fields: Any) -> PressPair:
 
 
 def of_mechanism(value: Any, side: int) -> Any:
-    """What stands for `value` with one mechanism: hooks are 0, patches 1."""
+    """`value` with pairs replaced by their press of one mechanism: 0 for hooks, 1 for patches."""
     if isinstance(value, PressPair):
         return value[side]
     if isinstance(value, list) and any(isinstance(item, PressPair) for item in value):
@@ -62,13 +62,13 @@ def of_mechanism(value: Any, side: int) -> Any:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What is run inside the scope: a context, which is pruned, and the forwards after it.
+    """The inputs of the forwards in a scope: the context to prune, and the forwards after it.
 
     Attributes:
         context: `(B, S)` int64 token ids.
-        following: ids of the forwards after the prefill, each `(B, q)` int64: a question of
-            several tokens, decode steps of one.
-        attention_mask: `(B, S)` int64, 0 where a row is padded (on the left); None: no padding.
+        following: token ids of the forwards after the prefill, each `(B, q)` int64: a question of
+            several tokens, then decode steps of one token.
+        attention_mask: `(B, S)` int64, 0 at left padding; None without padding.
     """
 
     context: Tensor
@@ -85,13 +85,13 @@ class Inputs:
         seed: int = 0,
         distinct: bool = False,
     ) -> Inputs:
-        """Random token ids, without the first few of the vocabulary (padding, start, end).
+        """Random token ids of 3 and more, which excludes padding, start and end tokens.
 
         Args:
             vocab_size: number of token ids, more than 3.
             lengths: tokens of each row; shorter rows are padded on the left.
-            question: tokens of the forward after the prefill; 0: there is none.
-            steps: forwards of one token after that.
+            question: tokens of the forward after the prefill; 0 for none.
+            steps: decode steps after that, of one token each.
             distinct: draw no token twice within a row's context (`max(lengths) <= vocab_size - 3`).
         """
         generator = torch.Generator().manual_seed(seed)
@@ -110,8 +110,8 @@ class Inputs:
         return cls(context, tuple(following), mask)
 
     def with_delimiter(self, token_id: int, question: int) -> Inputs:
-        """The same with the token `token_id` in the context of each row, `question` tokens from its
-        end or, in rows that are shorter, after their first."""
+        """The same inputs with the token `token_id` in the context of each row, `question` tokens
+        before its end, or after the first token in shorter rows."""
         last, mask = self.context.shape[1] - 1, self.attention_mask
         lengths = (torch.ones_like(self.context) if mask is None else mask).sum(dim=-1)
         place = last - (lengths - 1).clamp(max=question)
@@ -122,12 +122,12 @@ class Inputs:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens that are run, padding not counted."""
+        """Number of tokens in all forwards, without padding."""
         context = self.context.numel() if self.attention_mask is None else self.attention_mask.sum()
         return int(context) + sum(ids.numel() for ids in self.following)
 
     def forwards(self, device: torch.device) -> Iterator[dict[str, Tensor]]:
-        """Arguments of each forward; masks and positions are those that `generate` would pass."""
+        """Arguments of each forward, with the masks and positions that `generate` would pass."""
         past = 0
         for ids in (self.context, *self.following):
             arguments = {"input_ids": ids}
@@ -141,13 +141,13 @@ class Inputs:
 
 
 class LayerState(NamedTuple):
-    """What a layer of a cache holds at one moment.
+    """The contents of a cache layer at one moment.
 
     Attributes:
         kind: class name of the layer.
-        seen: tokens that it has seen.
-        positions: `(B, H_kv, n_pruned)` int32, see `PrunedLayer`; None where nothing was pruned or
-            the press did not say what it kept. Heads of different lengths are aligned on the right.
+        seen: number of tokens that the layer has seen.
+        positions: `(B, H_kv, n_pruned)` int32, see `PrunedLayer`; None if nothing was pruned or the
+            press did not report kept positions. Heads of different lengths are right-aligned.
         keys, values: `(B, H_kv, n, d)`.
     """
 
@@ -158,9 +158,10 @@ class LayerState(NamedTuple):
     values: Tensor
 
     def position(self, row: int, head: int, slot: int) -> int:
-        """Place in the sequence (padding counted) of what lies in `slot`.
+        """Position in the sequence, padding included, of the token in `slot`.
 
-        The slot itself, counted from the newest token, where the press did not say what it kept.
+        Without reported positions, and for tokens appended after pruning, it is computed from the
+        number of slots after it.
         """
         if self.positions is not None and slot < self.positions.shape[-1]:
             return int(self.positions[row, head, slot])
@@ -168,14 +169,16 @@ class LayerState(NamedTuple):
 
 
 _NAMES = ("kinds of layer", "tokens seen", "kept positions", "keys", "values")
-"""What a difference calls the fields of a `LayerState`."""
+"""Names of the fields of a `LayerState` in a `Difference`."""
 
 
 class Trace(NamedTuple):
-    """What a run left: the cache after the prefill and at the end, and the logits of each forward.
+    """The results of a run.
 
     Attributes:
-        logits: one `(B, q, vocabulary)` per forward.
+        pruned: the layers of the cache after the prefill.
+        final: the layers of the cache at the end.
+        logits: `(B, q, vocabulary)` for each forward.
     """
 
     pruned: list[LayerState]
@@ -185,13 +188,13 @@ class Trace(NamedTuple):
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing in which two runs differ.
+    """The first difference between two runs.
 
     Attributes:
         where: what differs, and when.
-        hook_value, patch_value: what the two runs have there.
-        layer, row, head: the first place where it does; None where there is no such thing.
-        position: token of the sequence, padding counted.
+        hook_value, patch_value: the values of the two runs.
+        layer, row, head: indices of the first difference; None if they do not apply.
+        position: position in the sequence, padding included; None if it does not apply.
     """
 
     where: str
@@ -203,8 +206,8 @@ class Difference:
     position: int | None = None
 
     def __str__(self) -> str:
-        places = {name: getattr(self, name) for name in ("layer", "row", "head", "position")}
-        named = ", ".join(f"{name} {at}" for name, at in places.items() if at is not None)
+        indices = {name: getattr(self, name) for name in ("layer", "row", "head", "position")}
+        named = ", ".join(f"{name} {at}" for name, at in indices.items() if at is not None)
         first = f" differ first at {named}" if named else " differ"
         return f"{self.where}{first}: hook {self.hook_value}, patch {self.patch_value}"
 
@@ -214,19 +217,19 @@ def compare(
 ) -> Difference | None:
     """Run `model` on `inputs` inside the scope of one press, then of the other, and compare.
 
-    Compared are, bit for bit, the cache after the prefill (kind of each layer, tokens seen, slots,
-    positions, keys, values), the logits of every forward, and the cache at the end.
+    The cache after the prefill (kind of each layer, tokens seen, slots, positions, keys, values),
+    the logits of every forward, and the cache at the end are compared bit for bit.
 
     Args:
-        model: left as it was.
-        hook, patch: the press with each mechanism, or as many presses for nested scopes, the
-            outermost first.
+        model: unchanged afterwards.
+        hook, patch: the press with each mechanism, or the same number of presses for nested scopes,
+            the outermost first.
 
     Returns:
-        The first difference, or None. That one mechanism refuses what the other does is one too.
+        The first difference, or None. A press error with only one mechanism is a difference too.
 
     Raises:
-        PressError: if both mechanisms refuse.
+        PressError: if both mechanisms raise it.
     """
     runs: list[Trace | PressError] = []
     for presses in (hook, patch):
@@ -239,14 +242,14 @@ def compare(
         return next(_differences(first, second), None)
     if isinstance(first, PressError) and type(first) is type(second):
         raise first
-    said = ("runs" if isinstance(r, Trace) else f"{type(r).__name__}: {r}" for r in runs)
-    return Difference("refusals", next(said), next(said))
+    ends = ("runs" if isinstance(r, Trace) else f"{type(r).__name__}: {r}" for r in runs)
+    return Difference("refusals", next(ends), next(ends))
 
 
 def run(model: PreTrainedModel, presses: Presses, inputs: Inputs) -> Trace:
     """Run `model` on `inputs` inside the scope of `presses`.
 
-    Torch's global generator starts from the same state each time and is left as it was.
+    Torch's global generator is seeded with 0 for the run and restored afterwards.
     """
     pruned: list[LayerState] = []
     logits = []
@@ -262,7 +265,7 @@ def run(model: PreTrainedModel, presses: Presses, inputs: Inputs) -> Trace:
 
 
 def _states(cache: Cache) -> list[LayerState]:
-    """References suffice where a layer replaces its tensors when it grows."""
+    """States without copies of tensors, as layers replace their tensors when they grow."""
     return [_state(layer) for layer in cache.layers]
 
 
@@ -275,7 +278,7 @@ def _state(layer: Any) -> LayerState:
 
 
 def _differences(hook: Trace, patch: Trace) -> Iterator[Difference]:
-    """What differs, in the order in which it came about."""
+    """All differences, in the order in which they arose."""
     yield from _between_caches("after the prefill", hook.pruned, patch.pruned)
     past = 0
     for index, logits in enumerate(zip(hook.logits, patch.logits, strict=False)):
@@ -296,15 +299,15 @@ def _between_caches(
     for layer, states in enumerate(zip(hook, patch, strict=False)):
         for what, *of_both in zip(_NAMES, *states, strict=True):
             both: list[Any] = of_both
-            told = [each if isinstance(each, (int, str)) else _shape(each) for each in both]
-            if told[0] != told[1]:
-                shapes = "" if told == both else "shapes of the "
-                yield Difference(f"{shapes}{what} {when}", told[0], told[1], layer)
+            kinds = [each if isinstance(each, (int, str)) else _shape(each) for each in both]
+            if kinds[0] != kinds[1]:
+                shapes = "" if kinds == both else "shapes of the "
+                yield Difference(f"{shapes}{what} {when}", kinds[0], kinds[1], layer)
             elif isinstance(both[0], Tensor) and (at := _first_unequal(*both)):
                 values = [of_one[tuple(at)].item() for of_one in both]
                 position = states[0].position(*at[:3])
                 if what == "kept positions":
-                    # The smaller is kept by one of the two only; -1 marks a slot that is empty.
+                    # Only one run kept the smaller position; -1 marks an empty slot.
                     position = max(values) if min(values) < 0 else min(values)
                 found = values[0], values[1], layer, at[0], at[1], position
                 yield Difference(f"{what} {when}", *found)
@@ -323,17 +326,17 @@ def _first_unequal(hook: Tensor, patch: Tensor) -> list[int] | None:
     return [*at, byte // hook.element_size()]
 
 
-# ---- what a model answered, held against what it should have answered ----------------------------
+# ---- a model's response against the expected one -------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Response:
-    """Logits of some forwards, and what a cache then held.
+    """Logits of some forwards, and the contents of the cache after them.
 
     Attributes:
-        logits: `(1, q, vocabulary)` of each forward; or whatever a model without a cache answers.
+        logits: `(1, q, vocabulary)` for each forward; any tensors if the model returns no logits.
         states: keys and values of each layer of the cache, `(1, H_kv, n, d)`.
-        seen: tokens that each layer has seen; empty if that does not matter.
+        seen: number of tokens that each layer has seen; empty if not compared.
     """
 
     logits: Sequence[Tensor]
@@ -341,10 +344,10 @@ class Response:
     seen: Sequence[int] = ()
 
     def difference(self, other: Response, tolerance: float = 0.0) -> str:
-        """In what `other` differs, in a few words; empty if in nothing.
+        """A short description of how `other` differs; empty if it does not.
 
         Args:
-            tolerance: by how much numbers may differ, as a share of the largest; 0: in no bit.
+            tolerance: allowed difference of numbers, as a share of the largest; 0 for equal values.
         """
         mine, theirs = ([states.shape for states in each.states] for each in (self, other))
         if mine != theirs:
@@ -361,10 +364,10 @@ class Response:
 
 
 def states_of(cache: Cache) -> list[Tensor]:
-    """Copies of the keys and values of each layer; of head-wise ones, filled up to the longest."""
+    """Copies of the keys and values of each layer; ragged layers are padded to the longest head."""
     return [states.clone() for layer in _states(cache) for states in (layer.keys, layer.values)]
 
 
 def random_tokens(length: int) -> Tensor:
-    """`(1, length)` random token ids, always the same."""
+    """Random token ids `(1, length)`, the same on every call."""
     return Inputs.random(VOCABULARY, [length]).context

@@ -1,19 +1,19 @@
-"""The facts task: key-value pairs of words hidden in filler, asked for at the end.
+"""The facts task: key-value pairs of words among filler words, with questions at the end.
 
-A context is a run of filler words in which ``facts`` pairs such as ``alice tea`` stand at random
-places; a question is ``? alice`` and its answer, one token, ``tea``. Words are readable and each
-is one token, so a sample can be used as tensors (`draw`) or as text (`FactBatch.text`).
+A context consists of filler words, with ``facts`` pairs such as ``alice tea`` at random positions.
+A question is ``? alice``, and its answer is one token, ``tea``. Words are readable and each is one
+token, so a sample can be used as tensors (`draw`) or as text (`FactBatch.text`).
 
-It is asked of pruned caches in two ways.
+There are two protocols for pruned caches.
 
-*Question unseen*: the press compresses the context, then every question about it is asked from a
-copy of the same pruned cache. A question is two tokens, read in one forward.
+*Question unseen*: the press compresses the context, then every question about it is answered from a
+copy of the same pruned cache. A question is two tokens, run in one forward.
 
 *Question seen*: the press compresses the context together with one question. The logits of that
-prefill have not felt the eviction, which happens as each layer finishes; so the last token of the
-question is run once more, at its own position, on the pruned cache, and the answer read from there.
-(Asking the whole question again would not do: a model trained to be asked once finds the first
-asking, not the fact.)
+prefill are not affected by the eviction, because each layer is pruned after its attention. So the
+last token of the question is run again, at its own position, on the pruned cache, and the answer is
+read from its logits. (Repeating the whole question does not work: the model is trained on a single
+question, and retrieves the first occurrence of the question instead of the fact.)
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FILLER: tuple[str, ...] = tuple(_WORDS["filler"].split())
 PAD, BOS, UNKNOWN, QUESTION = "<pad>", "<bos>", "<unk>", "?"
 
 VOCABULARY: tuple[str, ...] = (PAD, BOS, UNKNOWN, QUESTION, *KEYS, *VALUES, *FILLER)
-"""Every token; a token's id is its place here."""
+"""Every token; a token's id is its index here."""
 
 _FIRST_KEY = VOCABULARY.index(KEYS[0])
 _FIRST_VALUE = VOCABULARY.index(VALUES[0])
@@ -53,9 +53,9 @@ _FIRST_FILLER = VOCABULARY.index(FILLER[0])
 def build_tokenizer() -> PreTrainedTokenizerBase:
     """The word-level tokenizer of `VOCABULARY`, which ships with facts-llama.
 
-    It starts a text with ``<bos>``; with ``add_special_tokens=False`` it does not. A question mark
-    is a token of its own, also when no space separates it from a word. There is no end-of-sequence
-    token: an answer is one token long, so generation ends with ``max_new_tokens=1``.
+    It prepends ``<bos>``, unless called with ``add_special_tokens=False``. A question mark is a
+    separate token, also without a space before or after it. There is no end-of-sequence token:
+    an answer is one token long, so generation ends with ``max_new_tokens=1``.
     """
     return AutoTokenizer.from_pretrained(Path(__file__).parents[1] / "models" / "facts-llama")
 
@@ -75,8 +75,8 @@ class FactBatch(NamedTuple):
         context_ids: ``(batch, 1 + context)``, ``<bos>`` and then the words of the context.
         question_ids: ``(batch, facts, 2)``, the question mark and the key of each fact.
         answer_ids: ``(batch, facts)``, the value of each fact.
-        positions: ``(batch, facts)``, the place of each fact's key in ``context_ids``; its value
-            stands one further on.
+        positions: ``(batch, facts)``, the index of each fact's key in ``context_ids``; its value is
+            at the next index.
     """
 
     context_ids: Tensor
@@ -85,10 +85,10 @@ class FactBatch(NamedTuple):
     positions: Tensor
 
     def text(self, index: int) -> FactText:
-        """Sample ``index`` of the batch in words, for `build_tokenizer` to read.
+        """Sample ``index`` of the batch in words, for the tokenizer of `build_tokenizer`.
 
-        The context does not spell out ``<bos>``, which the tokenizer adds. Questions continue the
-        context: tokenize them with ``add_special_tokens=False``.
+        The context has no ``<bos>``, as the tokenizer adds it. Questions continue the context:
+        tokenize them with ``add_special_tokens=False``.
         """
         return FactText(
             context=_words(self.context_ids[index, 1:]),
@@ -100,8 +100,8 @@ class FactBatch(NamedTuple):
 def draw(batch_size: int, context: int, facts: int, generator: torch.Generator) -> FactBatch:
     """Draw ``batch_size`` contexts of ``context`` words with ``facts`` facts in each.
 
-    Facts start at even places, counted from the first word, and never share a key within one
-    sample. They are listed, and so asked for, in an order unrelated to their places.
+    Facts start at even word indices and never share a key within one sample. Their order in the
+    batch, which is that of the questions, is independent of their positions.
 
     Args:
         batch_size: Number of samples, at least 1.
@@ -129,7 +129,7 @@ def draw(batch_size: int, context: int, facts: int, generator: torch.Generator) 
 
 
 def _distinct(rows: int, below: int, count: int, generator: torch.Generator) -> Tensor:
-    """``(rows, count)`` int64: in each row, distinct numbers below ``below``."""
+    """``(rows, count)`` int64, distinct random numbers below ``below`` in each row."""
     return torch.rand(rows, below, generator=generator).argsort(dim=1)[:, :count]
 
 
@@ -137,28 +137,28 @@ def _words(ids: Tensor) -> str:
     return " ".join(VOCABULARY[index] for index in ids.tolist())
 
 
-# ---- asked of pruned caches ----------------------------------------------------------------------
+# ---- answers from pruned caches ------------------------------------------------------------------
 
 UNSEEN, SEEN = "unseen", "seen"
-"""What a press knows of the question when it evicts."""
+"""Whether a press has seen the question when it evicts."""
 
 _BATCH = 8
-"""Contexts per forward; on a CPU more only fall out of its caches."""
+"""Contexts per forward; larger batches exceed the processor's caches and are slower."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """How the facts task is drawn.
+    """The sizes and the seed of the facts task.
 
     Raises:
-        UserError: if the contexts cannot hold the facts.
+        UserError: if the contexts are too short for the facts.
 
     Attributes:
-        context: words per context, `<bos>` not counted.
+        context: words per context, without `<bos>`.
         facts: facts per context.
-        samples: contexts compressed without a question; all of their facts are asked for.
-        seen_samples: contexts compressed together with a question, the first of each.
-        seed: of the contexts.
+        samples: number of contexts compressed without a question; each has one per fact.
+        seen_samples: number of contexts compressed together with their first question.
+        seed: seed of the contexts.
     """
 
     context: int = 512
@@ -172,7 +172,7 @@ class Task:
             draw(1, self.context, self.facts, torch.Generator())
 
     def batches(self, question: str) -> list[FactBatch]:
-        """The contexts for one kind of question, `_BATCH` or fewer at a time."""
+        """The contexts for one kind of question, in batches of at most `_BATCH`."""
         generator = torch.Generator().manual_seed(self.seed)
         samples = self.samples if question == UNSEEN else self.seen_samples
         sizes = [min(_BATCH, samples - first) for first in range(0, samples, _BATCH)]
@@ -181,15 +181,15 @@ class Task:
 
 @torch.inference_mode()
 def answer_unseen(model: PreTrainedModel, press: InstalledPress | None, batch: FactBatch) -> Tensor:
-    """Answers to all questions about contexts that were compressed before any was known.
+    """Answers to all questions about contexts that were compressed without a question.
 
-    Each question has its own copy of the pruned cache, so that none sees another or its answer.
+    Each question has its own copy of the pruned cache, so it does not see other questions.
 
     Args:
-        press: opened on `model` meanwhile; None: nothing is compressed.
+        press: opened on `model` for prefill and questions; None for the full cache.
 
     Returns:
-        `(B, facts)` int64, the likeliest of all tokens after each question.
+        `(B, facts)` int64, the likeliest token after each question.
     """
     rows, n_facts = batch.answer_ids.shape
     with nullcontext() if press is None else press(model):
@@ -202,13 +202,13 @@ def answer_unseen(model: PreTrainedModel, press: InstalledPress | None, batch: F
 
 @torch.inference_mode()
 def answer_seen(model: PreTrainedModel, press: InstalledPress | None, batch: FactBatch) -> Tensor:
-    """Answers to the first question about each context, compressed together with it.
+    """Answers to the first question about each context, which is compressed with the context.
 
     Args:
-        press: opened on `model` meanwhile; None: nothing is compressed.
+        press: opened on `model` for prefill and question; None for the full cache.
 
     Returns:
-        `(B, 1)` int64, the likeliest of all tokens after the question.
+        `(B, 1)` int64, the likeliest token after the question.
     """
     context, question = batch.context_ids, batch.question_ids[:, 0]
     last = question[:, -1:].to(model.device)
@@ -224,15 +224,15 @@ def answer_seen(model: PreTrainedModel, press: InstalledPress | None, batch: Fac
 
 
 def _prefill(model: PreTrainedModel, input_ids: Tensor) -> Cache:
-    # Without the language-modelling head: nobody reads logits over the context.
+    # Without the language-modelling head, as the logits of the context are not needed.
     return model.base_model(input_ids=input_ids.to(model.device), use_cache=True).past_key_values
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Refuse a model that does not speak the language of the facts task.
+    """Raise if the tokenizer's vocabulary is not that of the facts task.
 
     Raises:
-        UserError: if its tokens are not those of `experiments.testbed.facts`.
+        UserError: if its tokens are not exactly those of `VOCABULARY`.
     """
     if tokenizer.get_vocab() != {word: index for index, word in enumerate(VOCABULARY)}:
         raise UserError(

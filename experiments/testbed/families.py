@@ -42,10 +42,10 @@ HYBRID = frozenset({"gemma2", "gemma3_text", "gpt_oss"})
 
 
 def supported_implementations(family: str) -> tuple[str, ...]:
-    """Attention implementations that `transformers` offers a family on any machine."""
+    """Attention implementations that `transformers` supports for a family on any machine."""
     return {
-        "gemma2": ("eager", "flex_attention"),  # sdpa cannot cap logits
-        "gpt_oss": ("eager",),  # nor take sinks, which flex can on a GPU only
+        "gemma2": ("eager", "flex_attention"),  # sdpa does not support softcapped logits
+        "gpt_oss": ("eager",),  # sdpa supports no learned sinks, flex only on a GPU
         "gpt2": ("eager", "sdpa"),
         "stablelm": ("eager", "sdpa"),
     }.get(family, ("eager", "sdpa", "flex_attention"))
@@ -67,9 +67,9 @@ def build(
 
     Args:
         family: one of `FAMILIES`.
-        num_layers: attention layers; hybrid families get as many sliding ones in between.
-        num_kv_heads: ignored by families without grouped heads.
-        width: of the hidden states; None: of all heads together.
+        num_layers: number of layers; `HYBRID` families get a sliding-window layer before each.
+        num_kv_heads: ignored for families without grouped-query attention.
+        width: width of the hidden states; None for `num_heads * head_dim`.
     """
     width = width or num_heads * head_dim
     hybrid = family in HYBRID
@@ -97,7 +97,7 @@ def build(
 
 
 def _spread(model: PreTrainedModel) -> None:
-    """Draw larger weights than the default ones, with which all keys look alike."""
+    """Draw larger weights than the default ones, which give all keys nearly the same values."""
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)

@@ -1,4 +1,4 @@
-"""What a study of a model of the user's own has to know of it beforehand."""
+"""Inspect and time the user's own model before a study of it."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from experiments.testbed.recipes import recipe_pair
 from press_core import PressError, attention_sites
 
 _LEAST_WORDS = 32
-"""Tokens of a tokenizer that was trained on anything."""
+"""Smallest vocabulary of a tokenizer that is not empty."""
 
 PROBE, STEPS = 256, 5
-"""Tokens of the prefill that is timed, and the decode steps after it."""
+"""Tokens of the timed prefill, and number of decode steps after it."""
 
 
 def get_to_know(name: str, dtype: str = "float32", device: str = "cpu") -> OwnModel:
-    """Load a model and see what can be done with it; takes one prefill and a few steps.
+    """Load a model, find the presses that support it, and time one prefill and a few decode steps.
 
     Raises:
         ModelNotFoundError: if there is no such model.
-        UserError: if it cannot be loaded as the experiments load it, or no layer can be pruned.
+        UserError: if the model or its tokenizer cannot be loaded, or no layer can be pruned.
     """
     with refusing(f"cannot load {name} with its tokenizer", ImportError, OSError, ValueError):
         model, tokenizer = load_model(name, dtype=dtype, device=device)
-        # Where there are no files of a tokenizer, some releases of transformers make an empty one.
+        # Without tokenizer files, some releases of transformers create an empty tokenizer.
         if len(tokenizer) < _LEAST_WORDS:
-            raise ValueError(f"what lies there knows {len(tokenizer)} tokens")
+            raise ValueError(f"its tokenizer has only {len(tokenizer)} tokens")
     with refusing(f"no press can prune {name}", PressError):
         sites = attention_sites(model)
     config = model.config.get_text_config()
@@ -59,7 +59,7 @@ def get_to_know(name: str, dtype: str = "float32", device: str = "cpu") -> OwnMo
 
 
 def full_name(name: str) -> str:
-    """A model's name, wherever one stands: the whole path of a folder, or the hub id."""
+    """A model's name for any working directory: the absolute path of a folder, or the hub id."""
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
@@ -77,12 +77,12 @@ def _opens(name: str, model: PreTrainedModel) -> bool:
 
 @torch.inference_mode()
 def _pace(model: PreTrainedModel) -> tuple[float, float]:
-    """Seconds per token of a prefill, and per decode step."""
+    """Seconds per token of a prefill, and seconds per decode step."""
     config = model.config.get_text_config()
     length = min(PROBE, max(2, _trained(config) - STEPS))
     ids = Inputs.random(config.vocab_size, [length]).context.to(model.device)
 
-    model(input_ids=ids[:, :2], use_cache=True)  # what comes once
+    model(input_ids=ids[:, :2], use_cache=True)  # warm-up
     cache, watch = DynamicCache(config=model.config), Stopwatch(model.device)
     for tokens in (ids, *[ids[:, :1]] * STEPS):
         model(input_ids=tokens, past_key_values=cache, logits_to_keep=1)

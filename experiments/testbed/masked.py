@@ -1,8 +1,8 @@
-"""The masked reference: what an eviction does, told by the full cache behind a mask.
+"""The masked reference: the effect of an eviction, measured on the full cache with a mask.
 
-It shares nothing with the presses but the list of what they kept. With the mask on all heads it has
-to give the logits of the pruned cache. With the mask on a single head it tells what that head's
-eviction does by itself.
+It shares nothing with the presses except which tokens they kept. Masking the evicted tokens of all
+heads has to reproduce the logits of the pruned cache. Masking those of a single head isolates the
+effect of that head's eviction.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from press_core.scope import InstalledPress
 
 
 class Sample(NamedTuple):
-    """A context and its question, `(B, S)` and `(B, q)` token ids."""
+    """Token ids of a context, `(B, S)`, and of its question, `(B, q)`."""
 
     context: Tensor
     question: Tensor
 
 
 class Read(NamedTuple):
-    """What came of a question.
+    """The results of a forward over a question.
 
     Attributes:
-        logits: `(B, vocabulary)`, after its last token.
-        outputs: by site, `(B, q, H, d)`: what its attention gave, before the output projection.
-        weights: by site, `(B, H, q, keys)`, as eager attention returns them.
+        logits: `(B, vocabulary)`, after the last token.
+        outputs: by site, the attention output before the output projection, `(B, q, H, d)`.
+        weights: by site, the attention weights that eager attention returns, `(B, H, q, keys)`.
     """
 
     logits: Tensor
@@ -44,11 +44,11 @@ class Read(NamedTuple):
 
 
 class Reader:
-    """Reads one sample from caches of one model, whose attention is eager.
+    """Runs the question of one sample on caches of one model with eager attention.
 
     Attributes:
-        sites: attention modules, in the order of what is read by site.
-        full: what came of the question with the whole context.
+        sites: attention modules, in the order of `Read.outputs` and `Read.weights`.
+        full: the results of the question on the full cache.
     """
 
     @torch.inference_mode()
@@ -60,16 +60,19 @@ class Reader:
 
     @torch.inference_mode()
     def masked(self, kept: Kept) -> Read:
-        """The question after the full cache, of which heads see what they keep."""
+        """Run the question on the full cache with each head's evicted tokens masked."""
         with mask_by_hook(self.model, kept):
             return self._read(deepcopy(self._cache))
 
     @torch.inference_mode()
     def pruned(self, press: InstalledPress) -> tuple[Read, Kept]:
-        """The question after the cache that a press leaves, inside its scope; and what it kept.
+        """Run the question on the cache that a press leaves, inside its scope.
+
+        Returns:
+            The results, and the tokens that the press kept.
 
         Raises:
-            PressError: if the press does not suit the model, or does not say what it keeps.
+            PressError: if the press does not support the model, or does not report kept positions.
         """
         with torch.random.fork_rng(devices=[]), press(self.model):
             torch.default_generator.manual_seed(0)
@@ -105,20 +108,20 @@ def _projection(site: AttentionSite) -> nn.Module:
             return child
     raise UserError(
         f"{site.name} ({type(site.module).__name__}) has no output projection called o_proj, "
-        "dense, out_proj or c_proj, before which its heads could be told apart"
+        "dense, out_proj or c_proj, so the outputs of its heads cannot be read"
     )
 
 
 def by_kv_head(site: AttentionSite, of_queries: Tensor) -> Tensor:
-    """Means over rows, queries and the heads of a group: from `(B, H, q)` to `(H_kv,)`."""
+    """Mean over rows, queries and the query heads of a group: from `(B, H, q)` to `(H_kv,)`."""
     return site.grouped(of_queries).unflatten(1, (site.num_kv_heads, -1)).mean((0, 2, 3))
 
 
 def harm(reader: Reader, pair: Sequence[InstalledPress]) -> tuple[list[dict[str, Any]], Any]:
-    """What an eviction does to one sample: a row per layer and head, and one for the logits.
+    """The errors that an eviction causes in one sample: a row per layer and head, one for logits.
 
     Raises:
-        PressError: if the press keeps all, or does not say what it keeps.
+        PressError: if the press evicts nothing, or does not report kept positions.
     """
     (pruned, kept), (patched, _) = map(reader.pruned, pair)
     if all(bool(kept[site.layer_idx].all()) for site in reader.sites):
@@ -134,7 +137,7 @@ def harm(reader: Reader, pair: Sequence[InstalledPress]) -> tuple[list[dict[str,
 
 
 def _harm_by_heads(reader: Reader, kept: Kept) -> Iterator[dict[str, Any]]:
-    """Of the heads of each layer, what they evict, and what comes of one that evicts alone."""
+    """For each head, what it evicts and the errors if it is the only head that evicts."""
     for index, site in enumerate(reader.sites):
         heads, full = kept[site.layer_idx], reader.full.outputs[index]
         of_queries = site.ungrouped(heads.repeat_interleave(site.num_heads // heads.shape[1], 1))

@@ -3,12 +3,12 @@
 ```python
 presses = recipe_pair("AdaKVPress", ratio=0.5)                # for a few dozen tokens
 presses = recipe_pair("AdaKVPress", ratio=0.5, length=512)    # around SnapKVPress, defaults
-presses = fitted_pair(presses, model)                         # taught by a few random tokens
-presses = suited_pair("AdaKVPress", 0.5, 512, model)          # taught only what nobody has learned
+presses = fitted_pair(presses, model)                         # fitted on a few random tokens
+presses = suited_pair("AdaKVPress", 0.5, 512, model)          # fitted only if nothing is saved
 ```
 
-Given a length, fields stay at their defaults, but for those that contexts of hundreds of tokens
-are too short for. Without one, windows and chunks are small enough for a few dozen tokens.
+With a length, fields keep their defaults, except those whose defaults are too large for contexts of
+hundreds of tokens. Without one, windows and chunks are small enough for a few dozen tokens.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from press_core.replay.kvzip import KVzip, RepeatPrompts
 from press_core.scope import InstalledPress, bound_to
 
 Presses = Mapping[str, type[Any]]
-"""The presses of a package by name."""
+"""The presses of one mechanism's package by name."""
 
 MECHANISMS: dict[str, Presses] = {"hook": hooks_impl.PRESSES, "patch": patch_impl.PRESSES}
 
 DELIMITER = 2**31 - 1
-"""Token id of the delimiter for FinchPress: beyond any vocabulary, for no model ever sees it."""
+"""Token id of the delimiter for FinchPress, outside any vocabulary, as no model ever reads it."""
 
 PROMPTS = RepeatPrompts(first=(3, 4, 5), following=(6, 7), suffix=(8,))
-"""What asks a model without a tokenizer to repeat a context."""
+"""Prompts to repeat a context, as token ids, for models without a tokenizer."""
 
 SHORT = 48
-"""Tokens of a context where no length is given."""
+"""Tokens of a context if no length is given."""
 
 
 def press_name(given: str) -> str:
-    """The name of the press that a user calls `given`, with or without "Press", in any case.
+    """The name of the press `given`, with or without "Press", in upper or lower case.
 
     Raises:
-        UserError: if there is none, with the names of all.
+        UserError: if there is no such press; the message lists all names.
     """
     for name in hooks_impl.PRESSES:
         if given.lower() in (name.lower(), press_label(name).lower()):
@@ -67,13 +67,15 @@ def press_name(given: str) -> str:
 
 
 def recipe(presses: Presses, name: str, ratio: float, length: int | None = None) -> InstalledPress:
-    """The press `name` of a package, so that it evicts about `ratio` of `length` tokens.
+    """The press `name` of a package, set to evict about a share `ratio` of `length` tokens.
 
-    A DMSPress evicts what a RandomPress scores below `ratio`, a SimLayerKVPress all but
-    `1 - ratio` of a layer that looks at little else, a ThinKPress `ratio` of the key channels.
+    A DMSPress evicts tokens that a RandomPress scores below `ratio`. A SimLayerKVPress keeps a
+    share `1 - ratio` in layers whose attention is mostly on that share. A ThinKPress evicts a share
+    `ratio` of the key channels.
 
     Args:
-        length: None for contexts of a few dozen tokens.
+        presses: the presses of a package by name.
+        length: number of tokens of the context; None for a few dozen.
 
     Raises:
         KeyError: if no press has that name.
@@ -82,18 +84,18 @@ def recipe(presses: Presses, name: str, ratio: float, length: int | None = None)
     presses[name]
     if not 0 <= ratio < 1:
         raise HyperparameterError(f"compression_ratio={ratio}: it must be a number in [0, 1)")
-    told = {**_FIELDS["usual"].get(name, {}), **({} if length else _FIELDS["short"].get(name, {}))}
-    told |= _amount(name, ratio, length or SHORT, told)
-    parts, of_parts = told.pop("parts", {}), told.pop("ratio_of_parts", ratio)
-    told |= {field: recipe(presses, part, of_parts, length) for field, part in parts.items()}
+    made = {**_FIELDS["usual"].get(name, {}), **({} if length else _FIELDS["short"].get(name, {}))}
+    made |= _amount(name, ratio, length or SHORT, made)
+    parts, of_parts = made.pop("parts", {}), made.pop("ratio_of_parts", ratio)
+    made |= {field: recipe(presses, part, of_parts, length) for field, part in parts.items()}
     if name == "ComposedPress":
         half = 1 - (1 - ratio) ** 0.5
-        told["presses"] = [recipe(presses, each, half, length) for each in told["presses"]]
-    return presses[name](**told)
+        made["presses"] = [recipe(presses, each, half, length) for each in made["presses"]]
+    return presses[name](**made)
 
 
-def _amount(name: str, ratio: float, length: int, told: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that say how much is evicted; none where what is wrapped says it."""
+def _amount(name: str, ratio: float, length: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that set how much is evicted; empty if wrapped presses set it."""
     kept = n_kept(length, ratio)
     match name:
         case "CAMPress" | "DecodingPress" | "EveryTurnPress":
@@ -101,12 +103,12 @@ def _amount(name: str, ratio: float, length: int, told: Mapping[str, Any]) -> di
         case "CompressionRatioDecodingPress":
             return {"target_compression_ratio": ratio}
         case "DMSPress":  # scores are drawn from [0, 1)
-            window = told.get("sliding_window_size", max(1, length // 8))
+            window = given.get("sliding_window_size", max(1, length // 8))
             return {"threshold": ratio, "sliding_window_size": window}
         case "DuoAttentionPress":
-            spared = min(told["sink_size"] + told["recent_size"], length - 1)  # by streaming heads
-            return {"head_compression_ratio": min(1.0, ratio / (1 - spared / length))}
-        case "PerLayerCompressionPress":  # `fitted_pair` knows how many layers there are
+            held = min(given["sink_size"] + given["recent_size"], length - 1)  # per streaming head
+            return {"head_compression_ratio": min(1.0, ratio / (1 - held / length))}
+        case "PerLayerCompressionPress":  # `fitted_pair` repeats it for all layers
             return {"compression_ratios": [ratio]}
         case "SimLayerKVPress":
             return {"lazy_threshold": 1 - ratio, "n_recent": max(2, kept - 4)}
@@ -114,7 +116,7 @@ def _amount(name: str, ratio: float, length: int, told: Mapping[str, Any]) -> di
             return {"max_capacity": max(5, kept)}
         case "ThinKPress":
             return {"key_channel_compression_ratio": ratio}
-    return {} if "parts" in told or "presses" in told else {"compression_ratio": ratio}
+    return {} if "parts" in given or "presses" in given else {"compression_ratio": ratio}
 
 
 def recipe_pair(name: str, ratio: float, length: int | None = None) -> PressPair:
@@ -128,13 +130,13 @@ for _name in ("KVgradPress", "KVzipPress", "RestoreKVPress"):
     _FIELDS["short"][_name] = {"chunk_size": 24, "prompts": PROMPTS}
 
 
-# ---- what presses have to know about a model -----------------------------------------------------
+# ---- presses with parameters learned from a model ------------------------------------------------
 
 
 def suited_pair(name: str, ratio: float, length: int, model: PreTrainedModel) -> PressPair:
-    """`recipe_pair`, where nothing was learned about `model` with what a few random tokens teach.
+    """`recipe_pair`; if no learned parameters for `model` are saved, fitted on a few random tokens.
 
-    What no press can do on `model` is refused when it is opened, not here.
+    A press that does not support `model` raises an error when it is opened, not here.
     """
     pair = recipe_pair(name, ratio, length)
     if all(_knows(press, model) for press in pair):
@@ -152,10 +154,10 @@ def _knows(press: InstalledPress, model: PreTrainedModel) -> bool:
 
 
 def fitted_pair(pair: PressPair, model: PreTrainedModel) -> PressPair:
-    """`pair` with what its presses have to learn about `model`, from a few random tokens.
+    """`pair` with the learned parameters of its presses fitted to `model` on a few random tokens.
 
-    Fields that are filled already stay. The ratios of a PerLayerCompressionPress are repeated for
-    all layers.
+    Fields that are already set stay unchanged. The ratios of a PerLayerCompressionPress are
+    repeated for all layers.
     """
     return PressPair(*(_fitted(press, model) for press in pair))
 
@@ -177,13 +179,13 @@ def _fitted(press: InstalledPress, model: PreTrainedModel) -> InstalledPress:
 
 
 def _works_on(press: InstalledPress, model: PreTrainedModel) -> bool:
-    """Whether `model` has the position embeddings that `press` asks for."""
+    """Whether `model` has the rotary embeddings that `press` needs, if it needs them."""
     needs_rope = Needs.ROPE in press.needs
     return not needs_rope or all(site.rotary is not None for site in attention_sites(model))
 
 
 _KNOWN: WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = WeakKeyDictionary()
-"""What was learned already, for as long as the model lives."""
+"""Cache of learned parameters by model and field; entries live as long as their model."""
 
 
 def _learned(model: PreTrainedModel, field: str) -> Any:

@@ -1,8 +1,8 @@
-"""Text that every machine with Python has: the sources of the standard library.
+"""A text that is available on every machine with Python: the sources of the standard library.
 
-The corpus is the running interpreter's own standard library, one document per module, in the
-order of the modules' paths. Every twentieth document is held out whole. Another Python version
-gives another text, so a number measured on it should name the version.
+The corpus is the standard library of the running interpreter, one document per module, in the order
+of the modules' paths. Every twentieth document is held out completely. Another Python version has
+another text, so a number measured on it should name the version.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HELD_OUT_EVERY = 20
 _EXCLUDED_FOLDERS = {
     *("test", "tests", "encodings", "pydoc_data"),
     *("site-packages", "dist-packages", "ensurepip"),
-    # Often left out by distributions, or gone from newer versions.
+    # Often omitted by distributions, or removed from newer versions.
     *("idlelib", "lib2to3", "tkinter", "turtledemo", "distutils"),
 }
 _BUILD_PREFIXES = ("_sysconfigdata", "config-")  # differ from one build to the next
@@ -32,7 +32,7 @@ _BUILD_PREFIXES = ("_sysconfigdata", "config-")  # differ from one build to the 
 def token_stream(tokenizer: PreTrainedTokenizerBase, split: Split) -> torch.Tensor:
     """Return the split as one stream of token ids, ``(tokens,)`` int64, without any ``<bos>``.
 
-    Documents follow one another, each ended by the end of a line.
+    Documents are concatenated, and each ends with a newline.
     """
     documents, held_out = list(_sources()), slice(HELD_OUT_EVERY - 1, None, HELD_OUT_EVERY)
     if split == "held-out":
@@ -50,7 +50,7 @@ def _sources() -> Iterator[str]:
     for path in sorted(relative, key=Path.as_posix):
         built = any(part.startswith(_BUILD_PREFIXES) for part in path.parts)
         if not built and _EXCLUDED_FOLDERS.isdisjoint(path.parts):
-            with tokenize.open(root / path) as file:  # honours a coding comment
+            with tokenize.open(root / path) as file:  # respects a coding comment
                 text = file.read()
             if text.strip():
                 yield text.strip() + "\n"

@@ -1,4 +1,4 @@
-"""Streams: a text, token by token, through a bounded cache, and a recomputed window beside it."""
+"""Stream a text token by token through a bounded cache, with a recomputed window as reference."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from press_core import cache_nbytes
 from press_core.scope import InstalledPress
 
 ALONE_EVERY = 8
-"""Tokens of a stream between two forwards of one alone."""
+"""One of this many tokens of a stream is also run alone, without a cache."""
 
 IGNORED = -100
-"""Target that costs nothing: an unknown word."""
+"""Target of unknown words, which have no loss."""
 
 
 class Bound(NamedTuple):
-    """How a stream bounds its cache, if at all, and which positions its tokens have."""
+    """How a stream bounds its cache, and which positions its tokens have."""
 
     cache: str
     positions: str = "original"
@@ -46,14 +46,14 @@ STREAMED = (FULL, WINDOW, SINKS, IN_CACHE)
 
 
 class Size(NamedTuple):
-    """How much is streamed.
+    """The sizes of the streams and their caches.
 
     Attributes:
         tokens: length of the streams.
-        capacity: tokens that a bounded cache holds when a forward begins; one more sees a query.
+        capacity: tokens in a bounded cache before a forward; a query attends to one more.
         full: length of the stream with a full cache.
-        n_sink: first tokens that are kept with sinks.
-        stretch: tokens that are measured together.
+        n_sink: number of first tokens to keep as attention sinks.
+        stretch: number of tokens that are measured together.
     """
 
     tokens: int
@@ -64,11 +64,11 @@ class Size(NamedTuple):
 
     @property
     def shortest(self) -> int:
-        """Tokens of which bounded caches evict some for `LEAST` stretches and more."""
+        """The shortest stream in which bounded caches evict for at least `LEAST` stretches."""
         return self.capacity + (LEAST + 1) * self.stretch
 
     def press(self, cache: Bound) -> InstalledPress | None:
-        """What bounds a cache; None for a full one."""
+        """The press that bounds a cache; None for a full one."""
         if cache == FULL:
             return None
         return StreamingLLMDecodingPress(
@@ -79,11 +79,11 @@ class Size(NamedTuple):
 
 
 class Text(NamedTuple):
-    """What is streamed.
+    """The text of a stream.
 
     Attributes:
-        ids: `(tokens,)` int64; the first is the one that the model's texts begin with, if any.
-        targets: `(tokens,)`: what comes after each, `IGNORED` where the tokenizer doesn't know it.
+        ids: `(tokens,)` int64, beginning with the `<bos>` token if the tokenizer has one.
+        targets: `(tokens,)` int64, the next token of each; `IGNORED` if it is an unknown word.
     """
 
     ids: Tensor
@@ -107,7 +107,7 @@ def read_text(tokenizer: Any, n_tokens: int, path: Path | None = None) -> Text:
     if len(stream) <= n_tokens:
         raise UserError(
             f"cannot stream {n_tokens:,} tokens: {source} has {len(stream) - 1:,} for this "
-            "tokenizer; ask for fewer, or give a longer text"
+            "tokenizer; stream fewer tokens, or give a longer text"
         )
     targets = stream[1 : n_tokens + 1].clone()
     if tokenizer.unk_token_id is not None:
@@ -118,11 +118,11 @@ def read_text(tokenizer: Any, n_tokens: int, path: Path | None = None) -> Text:
 
 
 class Stream:
-    """A text on its way through one cache, token by token.
+    """Streams a text token by token through one cache.
 
     Attributes:
-        position: tokens read so far.
-        cache: what is held of them.
+        position: number of tokens read so far.
+        cache: the cache that is filled.
     """
 
     def __init__(self, model: PreTrainedModel, text: Text, press: InstalledPress | None) -> None:
@@ -131,11 +131,11 @@ class Stream:
 
     @torch.inference_mode()
     def advance(self, n_tokens: int) -> tuple[Tensor, dict[str, float]]:
-        """Read the next `n_tokens`, with the press open meanwhile.
+        """Run the next `n_tokens` one by one, with the press open.
 
         Returns:
-            The losses, see `losses_of`; by name, the quickest tenth of the milliseconds of a token,
-            and of one that is read without a cache in between.
+            The losses, see `losses_of`; and the 10th percentiles of milliseconds per token,
+            `quick_ms`, and per token run without a cache in between, `quick_ms_alone`.
         """
         read = slice(self.position, self.position + n_tokens)
         ids, logits = self.text.ids[read].to(self.model.device), []
@@ -155,16 +155,16 @@ class Stream:
 
 
 def losses_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Nats of each of `targets` `(q,)` under `logits` `(q, vocabulary)`, NaN where ignored."""
+    """Loss in nats of `targets` `(q,)` under `logits` `(q, vocabulary)`; NaN if ignored."""
     losses = cross_entropy(logits.float().cpu(), targets, ignore_index=IGNORED, reduction="none")
     return losses.masked_fill(targets == IGNORED, torch.nan)
 
 
 @torch.inference_mode()
 def recomputed_losses(model: PreTrainedModel, text: Text, window: int) -> Tensor:
-    """Losses `(tokens,)` where a query sees at most `window` tokens, computed afresh.
+    """Losses `(tokens,)` with at most `window` tokens per query, recomputed without a cache.
 
-    Each window begins with the text's first token. NaN where the target is not known.
+    Each window begins with the text's first token. The loss is NaN if the target is unknown.
     """
     n_tokens, ids = len(text.ids), text.ids.to(model.device)
     parts, done = [], 0
@@ -179,7 +179,7 @@ def recomputed_losses(model: PreTrainedModel, text: Text, window: int) -> Tensor
 
 
 def stream_text(model: PreTrainedModel, text: Text, size: Size, progress: Progress) -> pd.DataFrame:
-    """Stream `text`, of `size.tokens` tokens, through all caches: see `Streaming.measure`."""
+    """Stream `text` of `size.tokens` tokens through all caches: see `Streaming.measure`."""
     streams = {cache: Stream(model, text, size.press(cache)) for cache in STREAMED}
     recomputed = recomputed_losses(model, text, size.capacity + 1)
     rows: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
-"""Models to be timed, with presses of both mechanisms and of kvpress open.
+"""Models and conditions for timing: presses of both mechanisms and of kvpress.
 
-A model is described by a `ModelSpec`, from which another process makes the same one; a `Condition`
-says what is open on it.
+A `ModelSpec` describes a model so that another process can build the same one. A `Condition` is the
+press that is open on it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ from experiments.testbed.families import build
 from experiments.testbed.recipes import MECHANISMS, recipe, suited_pair
 
 DELIMITER = 0
-"""In every context, for FinchPress: a token that the bare model knows too."""
+"""Delimiter token id for FinchPress. Every context contains it, and it is in every vocabulary, so
+the model without a press can read it."""
 
 
 class ModelSpec(NamedTuple):
-    """A model, small enough to be sent to another process, which makes it there.
+    """A description of a model that can be sent to another process and loaded there.
 
     Attributes:
-        name: what tables call it.
-        source: what `load_model` loads; None: a random Llama.
-        shape: of the random Llama, as `build` takes it.
+        name: name of the model in tables.
+        source: argument of `load_model`; None for a random Llama.
+        shape: keyword arguments of `build` for the random Llama.
+        dtype: name of the dtype, such as `"float32"`.
+        device: where the model runs.
     """
 
     name: str
@@ -42,8 +45,8 @@ class ModelSpec(NamedTuple):
     device: str = "cpu"
 
     @classmethod
-    def asked(cls, source: str | None, random: ModelSpec, dtype: str, device: str) -> ModelSpec:
-        """The model that a user asks for, or a `random` one."""
+    def given(cls, source: str | None, random: ModelSpec, dtype: str, device: str) -> ModelSpec:
+        """The model `source`, or the `random` one if it is None."""
         if source is None:
             return random._replace(dtype=dtype, device=device)
         return cls(short_name(source), source, (), dtype, device)
@@ -58,12 +61,12 @@ class ModelSpec(NamedTuple):
 
 
 def random_llama(name: str, **shape: int) -> ModelSpec:
-    """A Llama with random weights, of a shape as `build` takes it."""
+    """A Llama with random weights; `shape` are keyword arguments of `build`."""
     return ModelSpec(f"random Llama, {name}", shape=tuple(shape.items()))
 
 
 def random_context(model: PreTrainedModel, batch: int, context: int) -> Tensor:
-    """`(batch, context)` random token ids, with `DELIMITER` before the last ones."""
+    """Random token ids `(batch, context)`, with `DELIMITER` before the last tokens."""
     vocabulary = model.get_input_embeddings().num_embeddings
     drawn = Inputs.random(vocabulary, [context] * batch, question=0, steps=0)
     return drawn.with_delimiter(DELIMITER, question=8).context.to(model.device)
@@ -73,7 +76,7 @@ def random_context(model: PreTrainedModel, batch: int, context: int) -> Tensor:
 
 
 class Condition(NamedTuple):
-    """A press at a ratio, and how it gets at the model."""
+    """A press at a ratio, and the mechanism that installs it."""
 
     press: str = NO_PRESS
     mechanism: str = "bare"
@@ -90,7 +93,7 @@ Opens = Callable[[], AbstractContextManager[Any]]
 def conditions(
     presses: Collection[str], ratios: Collection[float], mechanisms: Collection[str] = MECHANISMS
 ) -> list[Condition]:
-    """The model without a press, and every press at every ratio with every mechanism."""
+    """`FULL`, and every press at every ratio with every mechanism."""
     named = [Condition(p, m, ratio) for p in presses for ratio in ratios for m in mechanisms]
     return [FULL, *named]
 
@@ -101,13 +104,13 @@ def scope_of(
     context: int,
     of_kvpress: Mapping[str, type[Any]] | None = None,
 ) -> Opens:
-    """What a condition opens: a press at its usual settings, a ThinKPress one that frees memory.
+    """Opens a condition's press on the model, with usual settings; a ThinKPress frees memory.
 
     Args:
-        of_kvpress: the presses of kvpress, where it is imported.
+        of_kvpress: the presses of kvpress, if it is imported.
 
     Raises:
-        PressError: if the model does not suit the press.
+        PressError: if the model does not support the press.
     """
     name, mechanism, ratio = condition
     if name == NO_PRESS:
@@ -121,6 +124,6 @@ def scope_of(
             press = replace(press, free_memory=True)
     else:
         press = recipe(of_kvpress or {}, name, ratio, context)
-    with press(model):  # refuses before anything is measured
+    with press(model):  # raises here, before anything is measured
         pass
     return partial(press, model)

@@ -1,4 +1,4 @@
-"""Four ways to decode a cache of which every head keeps other tokens.
+"""Four ways to decode a cache in which every head keeps different tokens.
 
 ```python
 full, kept = prefill(model, AdaKVPress(SnapKVPress(0.5)), input_ids=context)
@@ -7,17 +7,17 @@ with variant.open(model, kept):
     model(question, past_key_values=variant.cache(full, kept))
 ```
 
-All give the same logits, and differ in what they touch, hold and cost:
+All give the same logits, and differ in what they change on the model, in memory and in time:
 
-| name | how | touches |
+| name | how | changes |
 |---|---|---|
-| `fake keys` | at each step evicted keys become ones that nothing attends to | forwards, registry |
-| `mask by patch` | a mask per head, handed to the attention function | forwards, registry |
-| `mask by hook` | a mask per head, handed to the attention module by a pre-hook | hooks |
-| `ragged` | evicted tokens are gone; attention reads what is left | forwards, registry |
+| `fake keys` | each step makes evicted keys ones that no query attends to | forwards, registry |
+| `mask by patch` | a mask per head, passed to the attention function | forwards, registry |
+| `mask by hook` | a mask per head, passed to the attention module by a pre-hook | hooks |
+| `ragged` | evicted tokens are removed; attention reads the kept ones | forwards, registry |
 
-In the first three what is evicted is known by the scope, not by the cache, and every token that the
-prefill has seen is still stored: they are there to be compared with, not how presses work here.
+In the first three, the scope stores which tokens are evicted, and the cache still holds every token
+of the prefill. They serve for comparison only: presses of this project use `ragged`.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from press_core.forward import Arguments
 from press_core.scope import InstalledPress
 
 Kept = dict[int, Tensor]
-"""By layer of the cache: which tokens of the prefill each head keeps, `(B, H_kv, S)` bool, padding
-never. A layer that is not listed keeps all."""
+"""Which tokens of the prefill each head keeps, `(B, H_kv, S)` bool, by layer of the cache. Padding
+is never kept. A layer that is not listed keeps all tokens."""
 
 Override = Callable[..., Any]
-"""Called in the place of an attention function, with that function before its arguments."""
+"""Called instead of an attention function, with that function as the first argument."""
 
 FAR = 1e3
-"""How far below zero a logit has to be to vanish from any softmax."""
+"""A logit of `-FAR` has no weight in any softmax."""
 
 
 class Variant(NamedTuple):
-    """One way to decode, a "condition" in the tables.
+    """One way to decode, called a "condition" in the tables.
 
     Attributes:
-        name: as in `VARIANTS`.
-        open: from a model and what is kept to the scope in which it is decoded.
-        frees: whether what is evicted is gone from the cache.
+        name: its key in `VARIANTS`.
+        open: makes the scope to decode in, from a model and the kept tokens.
+        frees: whether evicted tokens are removed from the cache.
     """
 
     name: str
@@ -66,13 +66,13 @@ class Variant(NamedTuple):
     frees: bool
 
     def cache(self, full: Cache, kept: Kept) -> Cache:
-        """What to decode inside `open`, of a prefill that stored everything."""
+        """The cache to decode inside `open`, made from the full cache of a prefill."""
         return evicted(full, kept) if self.frees else full
 
 
 @torch.no_grad()
 def prefill(model: Any, press: InstalledPress, **inputs: Tensor) -> tuple[Cache, Kept]:
-    """The whole cache of a prefill, and what a head-wise `press` keeps of it."""
+    """The full cache of a prefill, and the tokens that a head-wise `press` keeps of it."""
     with press(model):
         pruned = model(**inputs, use_cache=True).past_key_values
     kept = kept_in(pruned).items()
@@ -83,24 +83,24 @@ def prefill(model: Any, press: InstalledPress, **inputs: Tensor) -> tuple[Cache,
 
 
 def kept_in(cache: Cache) -> Kept:
-    """What each head keeps of the tokens that its layer has seen, padding never.
+    """The tokens that each head keeps of those that its layer has seen; padding is never kept.
 
     Raises:
-        UnsupportedCacheError: if a press did not say.
+        UnsupportedCacheError: if the press did not report kept positions.
     """
     kept = {}
     held = zip(cache.layers, kept_positions(cache), kept_lengths(cache), strict=True)
     for index, (layer, positions, lengths) in enumerate(held):
         if lengths.numel():
             n_seen = int(layer.get_seq_length())
-            slots = positions.expand(*lengths.shape, -1).remainder(n_seen + 1)  # empty ones: last
+            slots = positions.expand(*lengths.shape, -1).remainder(n_seen + 1)  # -1 (empty): last
             room = torch.zeros(*lengths.shape, n_seen + 1, dtype=torch.bool, device=slots.device)
             kept[index] = room.scatter(-1, slots, True)[..., :-1]
     return kept
 
 
 def evicted(full: Cache, kept: Kept) -> DynamicCache:
-    """A cache that holds what is kept of `full`, which stays as it is."""
+    """A new cache with the `kept` tokens of `full`, which is unchanged."""
     cache = DynamicCache()
     for index, layer in enumerate(full.layers):
         if index in kept:
@@ -119,7 +119,7 @@ def evicted(full: Cache, kept: Kept) -> DynamicCache:
 def overridden(
     model: nn.Module, kept: Kept, make: Callable[[AttentionSite, Tensor], Override]
 ) -> Iterator[None]:
-    """Run what `make` gives around each attention function, once the whole prefill is cached."""
+    """Call the override that `make` returns for each attention function, after the prefill."""
     with ExitStack() as opened:
         for site, heads in sites_of(model, kept):
             override, length = make(site, heads), heads.shape[-1]
@@ -138,18 +138,18 @@ def _forward(
 
 
 def fake_keys(model: nn.Module, kept: Kept) -> AbstractContextManager[None]:
-    """Give evicted positions, at each step, a key that no query of that step attends to.
+    """Replace evicted keys, at each step, by keys that no query of the step attends to.
 
-    The scope raises an `UnsupportedModelError` if the model caps its logits, so that none can
-    vanish.
+    The scope raises an `UnsupportedModelError` if the model softcaps its logits, because then every
+    key has some weight.
     """
 
     def make(site: AttentionSite, heads: Tensor) -> Override:
         softcap = site.softmax.softcap
         if softcap is not None:
             raise UnsupportedModelError(
-                f"{site.name} keeps all logits within ±{softcap:g}, so that no key can be "
-                "overlooked; use a mask or ragged storage"
+                f"{site.name} caps its logits at ±{softcap:g}, so every key has some weight; use a "
+                "mask or ragged storage"
             )
         return partial(_with_fake_keys, site, (~heads).nonzero(as_tuple=True))
 
@@ -157,13 +157,13 @@ def fake_keys(model: nn.Module, kept: Kept) -> AbstractContextManager[None]:
 
 
 def mask_by_patch(model: nn.Module, kept: Kept) -> AbstractContextManager[None]:
-    """Add to the logits of each head a mask, inside a patched attention function."""
+    """Add a mask to the logits of each head, inside a patched attention function."""
     return overridden(model, kept, lambda site, heads: partial(_with_mask, site, heads))
 
 
 @contextmanager
 def mask_by_hook(model: nn.Module, kept: Kept) -> Iterator[None]:
-    """Replace the mask that attention modules are given by one for each head; patch nothing."""
+    """Replace the mask passed to attention modules by one per head, with hooks and no patch."""
     with ExitStack() as opened:
         for site, heads in sites_of(model, kept):
             hook = partial(_replace_mask, site, heads)
@@ -180,11 +180,11 @@ VARIANTS: dict[str, Variant] = {
         Variant("ragged", lambda model, _: headwise(model), frees=True),
     )
 }
-"""All of them by name."""
+"""The four variants by name."""
 
 
 def sites_of(model: nn.Module, kept: Kept) -> list[tuple[AttentionSite, Tensor]]:
-    """The sites whose heads keep different tokens, and what they keep, `(B, H_kv, S)` bool."""
+    """The sites whose heads keep different tokens, and the kept tokens, `(B, H_kv, S)` bool."""
     sites = attention_sites(model)
     return [(site, kept[site.layer_idx]) for site in sites if site.layer_idx in kept]
 
@@ -218,18 +218,18 @@ def _replace_mask(
 
 
 def head_mask(site: AttentionSite, kept: Tensor, mask: Any, like: Tensor, n_keys: int) -> Any:
-    """What the model's own mask shows, without what each head has evicted.
+    """The model's own mask with each head's evicted keys masked as well.
 
     Args:
-        kept: `(B, H_kv, S)` bool, of the first `S` keys.
-        mask: as the model built it for all heads, in any form.
-        like: of the dtype of the states, `(B, q, channels)`.
+        kept: `(B, H_kv, S)` bool, for the first `S` keys.
+        mask: the mask that the model built for all heads, in any form.
+        like: a tensor `(B, q, channels)` with the number of queries and the dtype of the states.
 
     Returns:
-        `(B, H, q, n_keys)` in the form that the attention implementation takes.
+        A mask `(B, H, q, n_keys)` in the form that the attention implementation accepts.
 
     Raises:
-        UnsupportedInputError: if it takes no mask of that shape.
+        UnsupportedInputError: if the implementation accepts no mask of that shape.
     """
     n_queries = like.shape[1]
     shared = columns_seen(mask, n_queries, n_keys, kept.device)
@@ -252,10 +252,10 @@ def _with_fake_keys(
 
 
 def unattended(query: Tensor, n_kv: int, scaling: float) -> Tensor:
-    """For each KV head a key that every query of its group gives a logit of `-FAR` or less.
+    """For each KV head, a key to which every query of its group gives a logit of `-FAR` or less.
 
-    It is the one of least squares, which exists as long as the queries lie on one side of some
-    hyperplane; of no more queries than channels they nearly always do.
+    It is the least-squares solution, which exists if all queries are on one side of a hyperplane;
+    with no more queries than channels that is nearly always the case.
 
     Args:
         query: `(B, H, q, d)`.
@@ -264,16 +264,16 @@ def unattended(query: Tensor, n_kv: int, scaling: float) -> Tensor:
         `(B, H_kv, d)`, float32 or better.
 
     Raises:
-        UnsupportedInputError: if least squares find no such key.
+        UnsupportedInputError: if the least-squares solution is no such key.
     """
     grouped = query.unflatten(1, (n_kv, -1)).flatten(2, 3)  # (B, H_kv, G * q, d)
     grouped = grouped.to(torch.promote_types(grouped.dtype, torch.float32))
     wanted = grouped.new_full((*grouped.shape[:3], 1), -FAR / scaling)
     keys = torch.linalg.lstsq(grouped, wanted).solution
     highest = (grouped @ keys).amax(dim=(2, 3), keepdim=True) * scaling
-    if not bool((highest < -FAR / 1000).all()):  # closer to zero it would drown in rounding
+    if not bool((highest < -FAR / 1000).all()):  # closer to zero, rounding would dominate
         raise UnsupportedInputError(
-            f"found no key that all {grouped.shape[2]} queries of a group, of {grouped.shape[3]} "
-            "channels each, overlook; ask fewer tokens at a time"
+            f"found no key without weight for all {grouped.shape[2]} queries of a group, which "
+            f"have {grouped.shape[3]} channels each; pass fewer tokens per forward"
         )
     return (keys * (-FAR / highest).clamp(min=1)).squeeze(-1)

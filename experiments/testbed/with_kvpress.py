@@ -1,11 +1,11 @@
-"""Measuring with kvpress, in a process of the interpreter that has it.
+"""Measure kvpress in a process of the interpreter in which it is installed.
 
-kvpress rewrites the attention registry of transformers when it is imported, and may need another
-release of transformers. So it is measured in a process of its own, where a model without a press,
-and hooks of this project, take their turns too; results are ratios to these.
+kvpress rewrites the attention registry of transformers on import, and may need another release of
+transformers, so it is measured in a separate process. The model without a press and hooks of this
+project are measured there as well, and results are ratios to these.
 
-An experiment names its module and what to measure, as JSON. A function `beside_kvpress` of that
-module makes the rows there: see `rows_with_kvpress`.
+An experiment passes the name of its module and its options, as JSON. The function `beside_kvpress`
+of that module makes the rows: see `rows_with_kvpress`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ENVIRONMENT = Path(__file__).parents[2] / ".venv-oldest"
 
 
 def python_with_kvpress() -> Path | None:
-    """The interpreter that has kvpress: this one, or that of the oldest environment."""
+    """The interpreter with kvpress, this one or that of `_ENVIRONMENT`; None if neither has it."""
     if find_spec(NAME) is not None:
         return Path(sys.executable)
     python = _ENVIRONMENT / "bin" / "python"
@@ -42,22 +42,25 @@ def python_with_kvpress() -> Path | None:
 
 
 output_of = partial(printed_by, otherwise="; try --no-kvpress")
-"""What a module prints that is run by the interpreter with kvpress."""
+"""What a module prints when the interpreter with kvpress runs it."""
 
 
-def rows_with_kvpress(python: Path, module: str, **asked: Any) -> pd.DataFrame:
-    """Rows of kvpress among `module.beside_kvpress(**asked)` there, and the `transformers`.
+def rows_with_kvpress(python: Path, module: str, **options: Any) -> pd.DataFrame:
+    """The rows of `module.beside_kvpress(**options)` about kvpress, run by `python`.
+
+    Returns:
+        The rows, and a column with the version of `transformers`.
 
     Raises:
-        UserError: if it fails.
+        UserError: if the process fails.
     """
-    return pd.DataFrame(json.loads(output_of(python, __name__, module, given=json.dumps(asked))))
+    return pd.DataFrame(json.loads(output_of(python, __name__, module, given=json.dumps(options))))
 
 
 def joined_by_kvpress(
     table: pd.DataFrame, options: Any, progress: Progress, module: str
 ) -> pd.DataFrame:
-    """`table`, and `rows_with_kvpress` of the `options`, if they want them and it is installed."""
+    """`table` with `rows_with_kvpress`, if `options.kvpress` is set and kvpress is installed."""
     python = python_with_kvpress() if options.kvpress else None
     if python is None:
         return table
@@ -67,14 +70,14 @@ def joined_by_kvpress(
 
 
 def presses_of_kvpress() -> Mapping[str, type[Any]]:
-    """The presses of kvpress by name; imports it."""
+    """Import kvpress; its presses by name."""
     kvpress = import_module(NAME)
     return {name: getattr(kvpress, name) for name in kvpress.__all__}
 
 
 def main(module: str) -> None:
-    """Make the rows, in the interpreter with kvpress."""
-    # Whatever a library prints goes to stderr: standard output is for the result.
+    """Print the rows about kvpress as JSON; run in the interpreter with kvpress."""
+    # Standard output is for the result, so prints of libraries are redirected to stderr.
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     rows = import_module(module).beside_kvpress(**json.load(sys.stdin))

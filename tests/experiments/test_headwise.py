@@ -184,7 +184,7 @@ def test_sliding_layers_are_not_timed(tmp_path):
     [
         (0.3, "helped", "works"),
         (-0.3, "cost answers", "costs"),
-        (0.0, "made no difference that could be shown", None),
+        (0.0, "made no measurable difference", None),
     ],
 )
 def test_whether_budgets_helped(tables, shift, said, verdict):
@@ -192,7 +192,7 @@ def test_whether_budgets_helped(tables, shift, said, verdict):
     table[["difference", "low", "high"]] = shift + np.array([0.0, -0.1, 0.1])
     found = finding("worth", **tables | {"headwise_difference": table})
     assert found.text.startswith(f"Head-wise budgets {said} on facts-llama")
-    assert f"**{100 * shift:+.1f}** points [" in found.text
+    assert f"**{100 * shift:+.1f}** percentage points [" in found.text
     assert found.verdict == verdict
 
 

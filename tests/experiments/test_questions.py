@@ -89,7 +89,7 @@ def test_a_command_writes_what_it_shows(run, tmp_path, name, options, rows):
         ("equivalence", "--family llama --model TINY", "either --model or --family"),
         ("equivalence", "--length 1", "Invalid value for '--length'"),
         ("equivalence", "--device abacus", "cannot use 'abacus'"),
-        ("architectures", "--type lama", "'lama' is no decoder as llama is"),
+        ("architectures", "--type lama", "'lama' is no decoder of transformers"),
         ("error", "--ratio 1", "1.0 is not above 0 and below 1"),
         ("error", "--context 40 --facts 30", "--context, --facts"),
         ("streaming", "--tokens 300", "300 tokens are too few to see what a cache of 1,023 evicts"),

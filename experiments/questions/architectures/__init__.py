@@ -1,4 +1,4 @@
-"""Which decoders a press is right on, by which mechanism, and why it is refused on the others."""
+"""On which decoders presses are correct, by mechanism, and why the others are refused."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from experiments.framework.options import checking, one_of, several
 from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
 from experiments.questions.architectures.cells import SUBJECTS
-from experiments.questions.architectures.decoders import TOLD, decoders
+from experiments.questions.architectures.decoders import DATA, decoders
 from experiments.questions.architectures.sweep import condensed, measure, why
 
-REPRESENTATIVES = tuple(filter(decoders().__contains__, TOLD["representatives"]))
-"""One type of every structural kind: what it stands for is said in `docs/architectures.md`."""
+REPRESENTATIVES = tuple(filter(decoders().__contains__, DATA["representatives"]))
+"""One type of every structural kind; `docs/architectures.md` describes the kinds."""
 
 BOTH, PATCH, HOOK, NEITHER, WRONG = "both", "patch alone", "hook alone", "refused", "wrong"
-"""By which mechanism a press is right; or refused when its scope opens; or wrong, or a crash."""
+"""The mechanisms by which a press is right; or refused when the scope opens; or a failure."""
 
 _REACHES = {
     ("right", "right"): BOTH,
@@ -35,14 +35,14 @@ _REACHES = {
     ("right", "refused at open"): HOOK,
     ("refused at open", "refused at open"): NEITHER,
 }
-"""By the worst outcomes of hook and patch."""
+"""Reach by the worst outcomes of hook and patch; any other pair is `WRONG`."""
 
-_KNOWN = checking(decoders().__contains__, "{!r} is no decoder as llama is")
+_KNOWN = checking(decoders().__contains__, "{!r} is no decoder of transformers, such as llama")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to sweep."""
+    """Which decoders and attention implementations to sweep."""
 
     type: Annotated[
         tuple[str, ...],
@@ -55,24 +55,26 @@ class Options:
     ] = ("eager", "sdpa")
     oldest: Annotated[
         bool,
-        typer.Option(help="Sweep with the oldest supported transformers too, where it is."),
+        typer.Option(help="Also sweep with the oldest supported transformers, if installed."),
     ] = True
 
 
 class Architectures(Experiment[Options]):
     """Sweep every decoder of the installed transformers with tiny random weights.
 
-    On which decoders is a press right, by hook and by patch, and why not on the others?
+    On which decoders do presses give the right result, by hook and by patch, and why not on the
+    others?
 
     Every causal and image-text decoder of the installed transformers is built small, with
-    random weights, and run on text, ten of them with an image in it too. What a press leaves
-    and the logits that follow are compared with a run over the full cache in which all that is
-    evicted is masked, by code that shares nothing with the presses. Long contexts and trained
-    weights are not tried.
+    random weights, and run on text; ten are also run with an image in the context. The tokens
+    that a press keeps and the logits that follow are compared with a run over the full cache in
+    which the evicted tokens are masked, by code that shares nothing with the presses. On other
+    decoders a press has to be refused when its scope opens. Long contexts and trained weights
+    are not tested.
     """
 
     name = "architectures"
-    title = "Which decoders it works on"
+    title = "Which decoders presses work on"
     evidence = Evidence.REFERENCE
     full = Options()
     quick = Options(type=REPRESENTATIVES, oldest=False)
@@ -83,11 +85,11 @@ class Architectures(Experiment[Options]):
         return Planned(Options(type=(own.model_type,), oldest=False), seconds=5, note=SMALL)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
-        """Every press, by both mechanisms, on every decoder, under all conditions.
+        """Test every press, by both mechanisms, on every decoder, under all conditions.
 
         Returns:
-            `architectures`: see `condensed`; and `architectures_oldest`, the same under sdpa with
-            the oldest transformers that is supported, where that is installed.
+            `architectures`: see `condensed`; and `architectures_oldest`, the same with sdpa and the
+            oldest supported transformers, if that is installed.
         """
         names = options.type or tuple(decoders())
         task = progress.add_task(self.name, total=len(names))
@@ -105,10 +107,10 @@ class Architectures(Experiment[Options]):
         return [_finding(name, table) for name, table in tables.items()]
 
     def remarks(self, tables: Tables) -> list[str]:
-        """What could not be tried."""
+        """The decoders that could not be tested."""
         table = tables["architectures"]
         left_out = ", ".join(f"`{name}`" for name in table["type"][table["cells"] == 0].unique())
-        return [f"Not run on text alone, or not built small: {left_out or 'none'}."]
+        return [f"Not tested, as they do not run on text alone or in small: {left_out or 'none'}."]
 
     def views(self, tables: Tables) -> list[ResultTable]:
         return [limits(tables["architectures"])]
@@ -124,9 +126,9 @@ class Architectures(Experiment[Options]):
 
 
 def reach(table: pd.DataFrame) -> pd.DataFrame:
-    """By type and press which mechanism is right, columns `type`, `press`, `reach` and `reason`.
+    """The reach of each press on each type: columns `type`, `press`, `reach` and `reason`.
 
-    Types that do not run on text alone are left out.
+    Types that could not be tested have no rows.
     """
     runs = table[table["cells"] > 0]
     reached = [_REACHES.get(both, WRONG) for both in zip(runs["hook"], runs["patch"], strict=True)]
@@ -134,9 +136,9 @@ def reach(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def limits(table: pd.DataFrame) -> ResultTable:
-    """Decoders that do not take every press by both mechanisms, with what they refuse and why."""
+    """Decoders on which some press is refused by some mechanism, with the presses and reasons."""
     reached = reach(table)
-    alike: dict[tuple[str, str], list[str]] = {}
+    by_limit: dict[tuple[str, str], list[str]] = {}
     for kind, group in reached[reached["reach"] != BOTH].groupby("type"):
         reasons = "; ".join(dict.fromkeys(why(reason) for reason in group["reason"] if reason))
         one_side = group["reach"].map({PATCH: "hooks", HOOK: "patches"})
@@ -144,10 +146,10 @@ def limits(table: pd.DataFrame) -> ResultTable:
         refused = _presses(group["press"][one_side.isna()])
         by_one = f"by {sides}: {_presses(group['press'][one_side.notna()])}" if sides else ""
         key = reasons, "; ".join(filter(None, [refused, by_one]))
-        alike.setdefault(key, []).append(f"`{kind}`")
-    ordered = sorted(alike.items(), key=lambda pair: -len(pair[1]))
+        by_limit.setdefault(key, []).append(f"`{kind}`")
+    ordered = sorted(by_limit.items(), key=lambda pair: -len(pair[1]))
     rows = [[*key, ", ".join(kinds)] for key, kinds in ordered]
-    note = "What is refused when a scope opens, before anything is installed, and why."
+    note = "Presses refused when their scope opens, before anything is installed, and why."
     return ResultTable(note, ["why", "refused", "decoders"], rows, left=None)
 
 
@@ -158,7 +160,7 @@ def _presses(refused: pd.Series) -> str:
 
 
 def figure(table: pd.DataFrame) -> Figure:
-    """How many decoders each mechanism is right on, by press."""
+    """Number of decoders by press and by the mechanisms that are right on them."""
     reached = reach(table)
     counts = pd.crosstab(reached["press"], reached["reach"]).reindex(reached["press"].unique())
     title = f"{reached['type'].nunique()} decoders of the installed transformers"
@@ -167,13 +169,13 @@ def figure(table: pd.DataFrame) -> Figure:
 
 
 def _finding(name: str, table: pd.DataFrame) -> Finding:
-    """On how many decoders presses are right, with the newest or the oldest transformers."""
+    """On how many decoders presses are right, with the installed or the oldest transformers."""
     reached = reach(table)
     presses = reached[reached["press"] != "nothing evicted"]
     reaches = presses.groupby("type")["reach"].agg(set)
     wrong, every = int(table["bad"].sum()), sum(found == {BOTH} for found in reaches)
     some, newest = sum(BOTH in found for found in reaches), name == "architectures"
-    where = "By hook and patch alike" if newest else "With the oldest transformers"
+    where = "By hook and by patch" if newest else "With the oldest transformers"
     text = (
         f"{where}, every press is right on {every} of {len(reaches)} decoders, some press on "
         f"**{some}**; {wrong} of {table['cells'].sum():,} cases are wrong."
@@ -188,14 +190,14 @@ def _finding(name: str, table: pd.DataFrame) -> Finding:
 
 _ROOT = Path(__file__).parents[3]
 _OLDEST = _ROOT / ".venv-oldest" / "bin" / "python"
-"""Where `make test-oldest` installs the oldest transformers that is supported."""
+"""The interpreter for which `make test-oldest` installs the oldest supported transformers."""
 
 
 def _with_oldest(types: tuple[str, ...]) -> pd.DataFrame:
-    """The same sweep in the environment with the oldest transformers.
+    """Run the sweep in the environment with the oldest transformers.
 
     Raises:
-        UserError: if it fails.
+        UserError: if the sweep fails.
     """
     with TemporaryDirectory() as folder:
         only = (part for kind in types for part in ("--type", kind))

@@ -1,4 +1,4 @@
-"""One cell of the sweep: one press, by one mechanism, on one model under one set of conditions."""
+"""One cell of the sweep: a press, by one mechanism, on one model under one set of conditions."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ import patch_impl
 from experiments.framework.wording import in_one_line
 from experiments.questions.architectures import reference
 from experiments.questions.architectures.decoders import with_image
-from experiments.questions.architectures.reference import FullRun, Layer, asked_at
+from experiments.questions.architectures.reference import FullRun, Layer, call_at
 from press_core import PressError
 
 LENGTH, PADDING, RATIO = 24, 8, 0.5
 MECHANISMS = {"hook": hooks_impl, "patch": patch_impl}
 TOLERANCE = 2e-3
-"""Largest difference of logits, in their standard deviations, that rounding may account for."""
+"""Largest difference of logits, in standard deviations, that counts as rounding."""
 
 OUTCOMES = (
     *("right", "refused at open", "refused late", "crash", "wrong", "false warning"),
@@ -41,10 +41,10 @@ class Subject:
     """A press of the sweep.
 
     Attributes:
-        make: from a package of presses to the press.
-        scores: what it should choose by; None: it should evict nothing.
+        make: makes the press from `hooks_impl` or `patch_impl`.
+        scores: the expected scores, by which it should choose; None if it should evict nothing.
         headwise: whether heads share one budget.
-        moves: whether it turns kept keys to new positions.
+        moves: whether it rerotates kept keys to new positions.
     """
 
     make: Callable[[Any], Any]
@@ -53,40 +53,40 @@ class Subject:
     moves: bool = False
 
 
-# ---- by which scores each press should keep tokens, from what a full run has shown ---------------
+# ---- the expected scores of each press, computed from a full run ---------------------------------
 
 
 def sinks_and_recent(run: FullRun, layer: Layer) -> Tensor:
-    """StreamingLLM: the first four tokens, and then the later the better."""
-    later = torch.arange(layer.length, dtype=torch.float32)
-    later[:4] = float("inf")
-    return later.expand(layer.keys.shape[:3])
+    """StreamingLLM: the first four tokens, then the most recent ones."""
+    scores = torch.arange(layer.length, dtype=torch.float32)
+    scores[:4] = float("inf")
+    return scores.expand(layer.keys.shape[:3])
 
 
 def key_norms(run: FullRun, layer: Layer) -> Tensor:
-    """Knorm: the smaller the norm of a key, the better."""
+    """Knorm: keys of small norm score high."""
     return -layer.keys.norm(dim=-1)
 
 
 def lag_variation(run: FullRun, layer: Layer, sink: int = 2, lag: int = 4) -> Tensor:
-    """LagKV: how the keys and values of a block vary, measured by the next block."""
+    """LagKV: the variation of a block's keys and values, scaled by the range of the next block."""
     scores = torch.full(layer.keys.shape[:3], float("inf"))
     n_blocks = (layer.length - sink) // lag
     for head in range(layer.keys.shape[1]):
         for block in range(n_blocks - 1):
-            here, after = sink + block * lag, sink + (block + 1) * lag
+            start, end = sink + block * lag, sink + (block + 1) * lag
             total = torch.zeros(lag)
             for states in (layer.keys[0, head], layer.values[0, head]):
-                next_block = states[after : after + lag]
+                next_block = states[end : end + lag]
                 low, high = next_block.amin(dim=0), next_block.amax(dim=0)
-                scaled = (states[here:after] - low) / (high - low)
+                scaled = (states[start:end] - low) / (high - low)
                 total += scaled.std(dim=-1).softmax(dim=0) / 2
-            scores[0, head, here:after] = total.argsort().argsort() / lag
+            scores[0, head, start:end] = total.argsort().argsort() / lag
     return scores
 
 
 def window_votes(run: FullRun, layer: Layer, window: int = 4) -> Tensor:
-    """SnapKV: what the last queries attend to, pooled over neighbouring keys."""
+    """SnapKV: the mean attention of the last queries, pooled over neighbouring keys."""
     assert layer.call.weights is not None
     before = layer.length - window
     votes = layer.call.weights[:, :, -window:, :before].float().mean(dim=2)
@@ -95,16 +95,16 @@ def window_votes(run: FullRun, layer: Layer, window: int = 4) -> Tensor:
 
 
 def expected_attention(run: FullRun, layer: Layer, sink: int = 2, future: int = 4) -> Tensor:
-    """ExpectedAttention: what Gaussian queries at the coming positions would attend to.
+    """ExpectedAttention: the expected attention of Gaussian queries at future positions.
 
-    The rotation of a query is averaged by asking the model for it at every coming position.
+    Queries are averaged over the future positions, by running the attention module at each.
     """
     given = layer.call.arguments.get("position_ids")
     start = layer.length if given is None else int(given.max()) + 1
     if run.rope_delta is not None:
         start = layer.length + run.rope_delta
     positions = range(start, start + future)
-    queries = torch.stack([asked_at(run, layer, p).query for p in positions]).mean(dim=0)
+    queries = torch.stack([call_at(run, layer, p).query for p in positions]).mean(dim=0)
     queries = queries[:, :, sink:].double()
     mean = queries.mean(dim=2)
     centred = queries - mean.unsqueeze(2)
@@ -136,7 +136,7 @@ SUBJECTS = {
         headwise=True,
     ),
 }
-"""The presses of the sweep by name: one for each kind of input that a press can read."""
+"""The presses of the sweep by name, one for each kind of input that a press can read."""
 
 
 class Cell(NamedTuple):
@@ -144,7 +144,7 @@ class Cell(NamedTuple):
 
     Attributes:
         attention: the attention implementation.
-        cache: "default" (the model makes its own) or "DynamicCache()".
+        cache: "default" (the model creates its cache) or "DynamicCache()".
         padded: whether the context is a row of a left-padded batch.
     """
 
@@ -156,7 +156,7 @@ class Cell(NamedTuple):
 
 
 def cells() -> Iterator[Cell]:
-    """All cells of one model; padded batches with the default cache only."""
+    """All cells of one model; batches are padded only with the default cache."""
     conditions = [("default", False), ("DynamicCache()", False), ("default", True)]
     every = itertools.product(("eager", "sdpa"), conditions, MECHANISMS, SUBJECTS)
     for attention, (cache, padded), mechanism, press in every:
@@ -164,14 +164,14 @@ def cells() -> Iterator[Cell]:
 
 
 class NotApplicableError(Exception):
-    """The model itself cannot do what a cell asks for."""
+    """The model does not support what a cell tests, even without a press."""
 
 
 class Bench:
-    """One model, its full run and what the reference makes of it, for all cells.
+    """One model with its full run and its reference logits, shared by all cells.
 
     Args:
-        image: whether the context has an image in it.
+        image: whether the context contains an image.
 
     Raises:
         NotApplicableError: if the model does not run on text (and the image) alone.
@@ -185,26 +185,26 @@ class Bench:
         self.ids, self.steps = ids[:, :LENGTH], [ids[:, LENGTH:-1], ids[:, -1:]]
         self._with_positions = True
         once = lru_cache(None)
-        self._outcome, self._itself = once(self._find_outcome), once(self._find_itself)
+        self._outcome, self._failure = once(self._find_outcome), once(self._find_failure)
         self._scores = once(lambda formula, index: formula(self.run, self.run.layers[index]))
         self._model = once(self._find_model)
         self._known: dict[tuple[Any, ...], list[Tensor]] = {}
         try:
             self.run = reference.run_in_full(model, self.ids)
-            self.plain = self._found(model, None)[0]
+            self.plain = self._logits(model, None)[0]
         except Exception as error:
             what = "text and an image" if image else "text alone"
             raise NotApplicableError(f"does not run on {what}: {in_one_line(error)}") from error
 
     def outcome(self, cell: Cell) -> tuple[str, str]:
-        """One of `OUTCOMES` for `cell`, and why."""
+        """One of `OUTCOMES` for `cell`, and the reason, empty if it is right."""
         layers = getattr(self.run.cache, "layers", [None])
-        if all(type(layer) is DynamicLayer for layer in layers):  # as `DynamicCache()` makes them
+        if all(type(layer) is DynamicLayer for layer in layers):  # the same as `DynamicCache()`
             cell = cell._replace(cache="default")
         return self._outcome(cell)
 
     def _find_outcome(self, cell: Cell) -> tuple[str, str]:
-        if reason := self._itself(cell.attention, cell.cache, cell.padded):
+        if reason := self._failure(cell.attention, cell.cache, cell.padded):
             return "not applicable", reason
         model = self._model(cell.attention)
         scope = SUBJECTS[cell.press].make(MECHANISMS[cell.mechanism])(model)
@@ -229,39 +229,39 @@ class Bench:
         ours = [str(w.message) for w in caught if "Press" in str(w.message)]
         return ("false warning", ours[0]) if ours else ("right", "")
 
-    # ---- what the model does by itself -----------------------------------------------------------
+    # ---- the model without a press ---------------------------------------------------------------
 
     def _find_model(self, attention: str) -> Any:
         model: Any = copy.deepcopy(self.run.model)
         model.set_attn_implementation(attention)
         return model
 
-    def _find_itself(self, attention: str, cache: str, padded: bool) -> str:
-        """Why the model does not do the same as ever under these conditions; if it does: ""."""
+    def _find_failure(self, attention: str, cache: str, padded: bool) -> str:
+        """How the model without a press fails under these conditions; empty if it does not."""
         what = "padding" if padded else f"{attention} attention, {cache} cache"
-        alike = f"{what} makes a difference without a press too"
+        differs = f"{what} makes a difference without a press too"
         try:
             model = self._model(attention)
             if not padded:
-                logits, _ = self._found(model, _cache(cache))
-                return "" if _difference(logits, self.plain) < TOLERANCE else alike
+                logits, _ = self._logits(model, _cache(cache))
+                return "" if _difference(logits, self.plain) < TOLERANCE else differs
             for with_positions in (False,) if self.image else (True, False):
                 self._with_positions = with_positions
                 if not self._padded_apart(model):
                     return ""
-            return alike
+            return differs
         except Exception as error:
             return f"without a press: {in_one_line(error)}"
 
-    def _found(self, model: Any, cache: Any) -> tuple[list[Tensor], Any]:
-        """The logits of the context and of each step, and the cache as the context left it."""
+    def _logits(self, model: Any, cache: Any) -> tuple[list[Tensor], Any]:
+        """The logits of the context and of each step, and a copy of the cache after the context."""
         first = reference.feed(model, self.ids, cache)
         left = copy.deepcopy(first.past_key_values)
         steps = [reference.feed(model, ids, first.past_key_values) for ids in self.steps]
         return [first.logits, *(step.logits for step in steps)], left
 
     def _padded_apart(self, model: Any) -> str:
-        """How the padded row of a batch differs from that row alone; not at all: ""."""
+        """How the padded row of a batch differs from that row alone; empty if it does not."""
         short = self.ids[:, PADDING:]
         batch = torch.cat((self.ids, torch.cat((0 * self.ids[:, :PADDING], short), dim=1)))
         mask = torch.ones_like(batch)
@@ -279,24 +279,24 @@ class Bench:
                 mask = torch.cat((mask, torch.ones_like(new)), dim=1)
             more = {"attention_mask": mask}
             accepted = inspect.signature(type(model).forward).parameters
-            places = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -new.shape[1] :]
+            positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -new.shape[1] :]
             delta = getattr(getattr(model, "model", None), "rope_deltas", None)
             if self.image and cache is not None and delta is not None:
-                more["position_ids"] = places + delta  # as `generate` has it
+                more["position_ids"] = positions + delta  # as `generate` passes them
             elif self._with_positions and "position_ids" in accepted:
-                more["position_ids"] = places
+                more["position_ids"] = positions
             output = reference.feed(model, new, cache, **more)
             cache = output.past_key_values
             logits.append(output.logits)
         return logits
 
-    # ---- what it does with a press ---------------------------------------------------------------
+    # ---- the model with a press ------------------------------------------------------------------
 
     def _inside(self, cell: Cell, model: Any, scope: Any) -> str:
-        """What is wrong with what the model does in the open `scope`; nothing: ""."""
+        """What is wrong with the model's results in the open `scope`; empty if nothing is."""
         if cell.padded:
             return self._padded_apart(model)
-        logits, cache = self._found(model, _cache(cell.cache))
+        logits, cache = self._logits(model, _cache(cell.cache))
         scope.remove()
         if _difference(logits[:1], self.plain[:1]) > TOLERANCE:
             return "the logits of the context itself have changed"
@@ -312,7 +312,7 @@ class Bench:
         return f"logits are off by {difference:.2g} deviations" if difference > TOLERANCE else ""
 
     def _kept(self, cache: Any) -> dict[int, Tensor]:
-        """By layer, the tokens that are left, for layers that have lost some."""
+        """The kept tokens of each layer that has evicted some."""
         left = {
             index: reference.tokens_left(layer, reference.layers_of(cache)[index])
             for index, layer in self.run.layers.items()
@@ -326,8 +326,8 @@ class Bench:
             return "evicts nothing"
         n = max(1, int(LENGTH * (1 - RATIO)))
         for index, of_layer in kept.items():
-            due = self._scores(subject.scores, index)
-            if wrong := reference.wrongly_kept(of_layer, due, n, subject.headwise):
+            scores = self._scores(subject.scores, index)
+            if wrong := reference.wrongly_kept(of_layer, scores, n, subject.headwise):
                 return f"layer {index}: {wrong}"
         return ""
 
@@ -343,7 +343,7 @@ def _cache(name: str) -> Any:
 
 
 def _difference(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Largest difference of logits, in standard deviations of those that are expected."""
+    """Largest difference of logits, in standard deviations of the expected ones."""
     return max(
         float((f - e).abs().max() / e.std()) if f.isfinite().all() else float("inf")
         for f, e in zip(found, expected, strict=True)

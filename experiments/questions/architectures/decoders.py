@@ -1,9 +1,8 @@
 """A tiny random model of every causal and image-text decoder of the installed transformers.
 
-Configurations are made from the fields that their class has: a field whose name stands in `SIZES`
-is set, any other keeps its default, sub-configurations are filled in the same way. What a class
-demands beyond that (numbers that have to fit together) is in `DEMANDS`; both are in
-`decoders.yaml`.
+A configuration is made from the fields of its class: fields named in `SIZES` are set, other fields
+keep their defaults, and sub-configurations are filled in the same way. Further fields that a class
+needs, mostly numbers that have to be consistent, are in `DEMANDS`. Both are in `decoders.yaml`.
 """
 
 from __future__ import annotations
@@ -22,34 +21,34 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto as auto
 
 LARGEST = 120_000_000
-"""Parameters above which a model is not tiny, whatever its configuration was told."""
+"""Largest number of parameters of a tiny model; some classes ignore sizes of the configuration."""
 
-TOLD: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_bytes())
-"""Sizes, demands, variants, and what else is told of decoders."""
+DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_bytes())
+"""The contents of `decoders.yaml`."""
 
-SIZES = {name: size for size, names in TOLD["sizes"].items() for name in names.split()}
-DEMANDS: dict[str, dict[str, Any]] = TOLD["demands"]
-"""What a configuration needs besides `SIZES`, by model type."""
+SIZES = {name: size for size, names in DATA["sizes"].items() for name in names.split()}
+DEMANDS: dict[str, dict[str, Any]] = DATA["demands"]
+"""Fields that a configuration needs in addition to `SIZES`, by model type."""
 
-VARIANTS: dict[str, dict[str, Any]] = TOLD["variants"]
-"""Types that are built in another way too, or run with an image: what is told, by name."""
+VARIANTS: dict[str, dict[str, Any]] = DATA["variants"]
+"""Further ways to build or run a type, by name: with other fields, or with an image."""
 
 _FILLED = ("pad_token_id", "bos_token_id", "eos_token_id", "num_key_value_heads", "head_dim")
-"""Fields that take a size where their default is None; of heads: as there are for queries."""
+"""Fields that get a size although their default is None."""
 
 _ABSENT_AT_ZERO = ("num_shared_experts", "shared_intermediate_size", "n_shared_experts")
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """A kind of decoder to be built.
+    """How to build and run one type of decoder.
 
     Attributes:
         name: the `model_type`, or the name of a variant.
         model_type: as in transformers' auto mappings.
-        loader: the auto class that makes it.
-        fields: what its configuration is told besides `SIZES`.
-        image: whether there is an image in its context.
+        loader: the auto class that builds the model.
+        fields: fields of its configuration in addition to `SIZES`.
+        image: whether its context contains an image.
     """
 
     name: str
@@ -72,19 +71,19 @@ def decoders() -> dict[str, Decoder]:
             seq2seq = loader is auto.AutoModelForSeq2SeqLM
             name = f"{model_type} (seq2seq)" if seq2seq else model_type
             found.setdefault(name, Decoder(name, model_type, loader, DEMANDS.get(model_type, {})))
-    for name, told in VARIANTS.items():
-        if plain := found.get(told["type"]):
-            fields, image = plain.fields | told.get("fields", {}), told.get("image", False)
+    for name, variant in VARIANTS.items():
+        if plain := found.get(variant["type"]):
+            fields, image = plain.fields | variant.get("fields", {}), variant.get("image", False)
             found[name] = dataclasses.replace(plain, name=name, fields=fields, image=image)
     return dict(sorted(found.items()))
 
 
 def build(decoder: Decoder) -> nn.Module:
-    """The model, in float32 and eager attention, its random weights large enough to matter.
+    """The model in float32 with eager attention, and random weights larger than the default ones.
 
     Raises:
         ValueError: if it would have more than `LARGEST` parameters.
-        Exception: whatever else its classes raise (a missing package, mostly).
+        Exception: any other error of its classes, mostly because of a missing package.
     """
     config = configuration(decoder)
     loader: Any = decoder.loader
@@ -96,8 +95,8 @@ def build(decoder: Decoder) -> nn.Module:
     torch.manual_seed(0)
     model = loader.from_config(config, dtype=torch.float32, attn_implementation="eager")
     torch.manual_seed(0)
-    # A matrix gives its output the variance of its input; norms and biases are shaken a little, so
-    # that none of them can be left out unnoticed.
+    # Matrices preserve the variance of their input. Norms and biases get noise, so that omitting
+    # one of them changes the logits.
     with torch.no_grad():
         for parameter in filter(torch.is_floating_point, model.parameters()):
             if parameter.dim() > 1:
@@ -117,7 +116,7 @@ def configuration(decoder: Decoder) -> Any:
 
 
 def _defaults(kind: type) -> dict[str, Any]:
-    """What a configuration class can be told, and what it assumes if it is not."""
+    """The fields of a configuration class with their defaults."""
     if dataclasses.is_dataclass(kind):
         return {field.name: field.default for field in dataclasses.fields(kind)}
     parameters = inspect.signature(kind).parameters  # transformers 5.2
@@ -129,7 +128,7 @@ def _defaults(kind: type) -> dict[str, Any]:
 
 
 def _is_size(name: str, default: Any) -> bool:
-    """Whether a field takes a small size: its default does not mean something that has to stay."""
+    """Whether a field is set to its size: not if its default disables a part or has a meaning."""
     if name not in SIZES or (default == 0 and name in _ABSENT_AT_ZERO):
         return False
     if default is None or (name == "num_key_value_heads" and default == 1):
@@ -139,21 +138,21 @@ def _is_size(name: str, default: Any) -> bool:
     return isinstance(default, (int, float)) and not isinstance(default, bool)
 
 
-def _small(kind: Any, told: dict[str, Any], is_text: bool = True) -> dict[str, Any]:
+def _small(kind: Any, given: dict[str, Any], is_text: bool = True) -> dict[str, Any]:
     """Keyword arguments for a small configuration of class `kind`, with its sub-configurations."""
     defaults = _defaults(kind)
     fields = {name: SIZES[name] for name, default in defaults.items() if _is_size(name, default)}
     if "kv_lora_rank" in defaults and "num_key_value_heads" in defaults:
-        fields["num_key_value_heads"] = 4  # latents are projected to keys of every head
+        fields["num_key_value_heads"] = 4  # latents are projected to a key for every query head
     if "is_decoder" in defaults and is_text:
         fields["is_decoder"] = True
-    fields |= told
-    for name, sub_kind, sub_told in _sub_configurations(kind, told):
-        fields[name] = _small(sub_kind, sub_told, "text" in name or "decoder" in name)
+    fields |= given
+    for name, sub_kind, sub_given in _sub_configurations(kind, given):
+        fields[name] = _small(sub_kind, sub_given, "text" in name or "decoder" in name)
         model_type = getattr(sub_kind, "model_type", None)
-        fields[name]["model_type"] = sub_told.get("model_type", model_type)
+        fields[name]["model_type"] = sub_given.get("model_type", model_type)
     for name in {"layer_types", "layers_block_type"} & (defaults.keys() - fields.keys()):
-        # The few layers are of all kinds that the many of the default are of, in turn.
+        # The few layers alternate between all kinds of layers that the default has.
         kinds = _default_kinds(kind, name)
         if len(kinds) > 1:
             n_layers = fields.get("num_hidden_layers", 4)
@@ -162,47 +161,47 @@ def _small(kind: Any, told: dict[str, Any], is_text: bool = True) -> dict[str, A
 
 
 def _sub_configurations(
-    kind: Any, told: dict[str, Any]
+    kind: Any, given: dict[str, Any]
 ) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Name, class and what is told of each sub-configuration that there is."""
+    """Name, class and given fields of each sub-configuration."""
     described = getattr(kind, "sub_configs_defaults", None)
     if described is None:
-        described = getattr(kind, "sub_configs", {})  # transformers 5.2: classes alone
+        described = getattr(kind, "sub_configs", {})  # transformers 5.2: classes only
     for name, sub_kind in described.items():
-        sub_told = told.get(name, {})
-        if sub_told is None:
+        sub_given = given.get(name, {})
+        if sub_given is None:
             continue
         if not isinstance(sub_kind, type):
-            if sub_kind.optional and not sub_told:
+            if sub_kind.optional and not sub_given:
                 continue
             preset = {k: v for k, v in sub_kind.init_kwargs.items() if k not in SIZES}
-            model_type = sub_told.get("model_type") or sub_kind.model_type
-            auto = sub_kind.config_class.__name__ == "AutoConfig" or "model_type" in sub_told
-            sub_told = {**preset, **sub_told}
+            model_type = sub_given.get("model_type") or sub_kind.model_type
+            auto = sub_kind.config_class.__name__ == "AutoConfig" or "model_type" in sub_given
+            sub_given = {**preset, **sub_given}
             sub_kind = CONFIG_MAPPING[model_type] if auto else sub_kind.config_class
         elif sub_kind.__name__ == "AutoConfig":
             default = getattr(kind(), name, None)
             if default is None:
                 continue
             sub_kind = type(default)
-        yield name, sub_kind, sub_told
+        yield name, sub_kind, sub_given
 
 
 def _default_kinds(kind: Any, name: str) -> list[str]:
-    """Of which kinds layers are by default, each once."""
+    """The kinds of layers in the default of field `name`, without duplicates."""
     try:
         types = getattr(kind(), name, None)
-    except Exception:  # a class that cannot be made without arguments has no default
+    except Exception:  # the class has required arguments, so there is no default
         return []
     return list(dict.fromkeys(types)) if isinstance(types, (list, tuple)) else []
 
 
-# ---- contexts with an image in them: placeholder tokens, and the pixels in their place -----------
+# ---- contexts with an image: placeholder tokens and pixels ---------------------------------------
 
 START = 10
-"""Where the image begins: behind what is padding in a padded row, and with text behind it."""
+"""Position of the image, after the padding of a padded row and before further text."""
 _HEIGHT, _WIDTH = 4, 6
-"""Patches of an image whose size the model leaves open; four of them make up a token."""
+"""Patches of an image for models that accept any size; four patches are one token."""
 
 
 def with_image(model: Any, ids: Tensor) -> Tensor:
@@ -211,13 +210,13 @@ def with_image(model: Any, ids: Tensor) -> Tensor:
     n_tokens = _HEIGHT * _WIDTH // 4 if _takes_any_size(model) else 4
     ids[:, START : START + n_tokens] = model.config.image_token_id
     begins = getattr(model.config, "vision_start_token_id", None)
-    if begins is not None:  # by which transformers 5.2 finds images
+    if begins is not None:  # transformers 5.2 finds images by this token
         ids[:, START - 1] = begins
     return ids
 
 
 def image_inputs(model: Any, ids: Tensor) -> dict[str, Any]:
-    """What a forward over `ids` `(B, S)` is given besides, if there is an image in each row."""
+    """Further inputs of a forward over `ids` `(B, S)` for the image in each row; {} without one."""
     token = getattr(model.config, "image_token_id", None)
     if token is None or not (ids == token).any():
         return {}
@@ -226,7 +225,7 @@ def image_inputs(model: Any, ids: Tensor) -> dict[str, Any]:
     accepted = inspect.signature(type(model).forward).parameters
     if "mm_token_type_ids" in accepted:
         inputs["mm_token_type_ids"] = kinds
-    if "token_type_ids" in accepted:  # of PaliGemma, which tokens are the prompt
+    if "token_type_ids" in accepted:  # for PaliGemma they mark the prompt instead of the image
         is_prompt = model.config.model_type == "paligemma"
         inputs["token_type_ids"] = torch.zeros_like(kinds) if is_prompt else kinds
     return inputs

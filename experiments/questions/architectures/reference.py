@@ -1,9 +1,9 @@
-"""What a press should have left, found without any of the code that presses are made of.
+"""The expected result of a press, computed without any code that presses use.
 
-The model runs over the whole context with eager attention, and what its attention functions
-receive is written down; from that follow the tokens that a press should keep. The logits that the
-model should give afterwards are those of a run over the *full* cache in which every evicted key is
-masked, by layer and head: what is masked contributes nothing, as if it were not there.
+The model runs over the whole context with eager attention, and the inputs of its attention
+functions are recorded; the tokens that a press should keep are computed from these. The expected
+logits are those of a run over the *full* cache in which every evicted key is masked, by layer and
+head, because a masked key contributes nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from experiments.questions.architectures.decoders import image_inputs
 
 TEXT = 99
-"""The largest token id that stands for text."""
+"""The largest token id of text; larger ones mark images and other modalities."""
 CACHE_NAMES = {"past_key_values", "past_key_value", "layer_past"}
-_PLACES = ("position_embeddings", "position_ids", "cache_position")
+_POSITIONAL = ("position_embeddings", "position_ids", "cache_position")
 
 
 @dataclass
@@ -34,10 +34,11 @@ class Call:
 
     Attributes:
         module: the attention module.
-        arguments: of the module's forward, by name.
-        query: `(B, H, q, d)`, as the attention function received it.
-        key: `(B, H_k, S, d)`, likewise: some models have repeated the heads by then.
-        weights: `(B, H, q, S)`, as the function returned them, or None.
+        arguments: arguments of the module's forward, by name.
+        query: `(B, H, q, d)`, as passed to the attention function.
+        key: `(B, H_k, S, d)`, as passed to the attention function; some models repeat KV heads
+            before, so `H_k` is `H_kv` or `H`.
+        weights: `(B, H, q, S)`, as returned by the attention function, or None.
     """
 
     module: nn.Module
@@ -53,9 +54,9 @@ class Layer:
 
     Attributes:
         keys, values: `(1, H_kv, S, d)`, as cached.
-        call: of the module that filled it.
-        readers: the modules that attend over it: more than one where layers share it.
-        heads: `(H,)` int64: the KV head that each query head attends over.
+        call: the call of the module that filled the layer.
+        readers: the modules that attend over it; several if layers share it.
+        heads: `(H,)` int64, the KV head that each query head attends over.
     """
 
     keys: Tensor
@@ -69,22 +70,22 @@ class Layer:
         return int(self.keys.shape[2])
 
     def grouped(self, of_query_heads: Tensor) -> Tensor:
-        """`(1, H, S)` to the mean over the query heads of each KV head, `(1, H_kv, S)`."""
+        """Mean over the query heads of each KV head: from `(1, H, S)` to `(1, H_kv, S)`."""
         heads = range(self.keys.shape[1])
         return torch.stack([of_query_heads[:, self.heads == h].mean(dim=1) for h in heads], dim=1)
 
 
 @dataclass
 class FullRun:
-    """A context that was run without any press.
+    """A run of a context without a press.
 
     Attributes:
-        ids: `(1, S)`, the context.
-        cache: what the run left.
-        layers: by index in the cache, those that hold keys of the whole context.
-        rope_delta: where the model says so, by how much the position of the next token differs from
-            the number of tokens: an image takes up fewer positions than tokens.
-        elsewhere: by positions, what modules were given in runs over these.
+        ids: `(1, S)`, the token ids of the context.
+        cache: the cache after the run.
+        layers: the layers that hold keys of the whole context, by index in the cache.
+        rope_delta: difference between the position of the next token and the number of tokens, if
+            the model reports it: an image takes up fewer positions than tokens.
+        elsewhere: arguments of modules in runs at other positions, by these positions.
     """
 
     model: nn.Module
@@ -96,7 +97,7 @@ class FullRun:
 
 
 def feed(model: Any, ids: Tensor, cache: Any, **more: Any) -> Any:
-    """One forward over `ids` and the image in them; of the decoder, where there is an encoder."""
+    """One forward over `ids` and their image; in an encoder-decoder, `ids` go to the decoder."""
     inputs = {"input_ids": ids}
     if model.config.is_encoder_decoder and hasattr(model, "get_encoder"):
         context = torch.arange(5, 5 + ids.shape[0] * 19).view(ids.shape[0], 19) % 100
@@ -109,7 +110,7 @@ def feed(model: Any, ids: Tensor, cache: Any, **more: Any) -> Any:
 
 
 def layers_of(cache: Any) -> list[Any]:
-    """The layers of a cache; of an encoder-decoder cache those of the decoder's own attention."""
+    """The layers of a cache; for an encoder-decoder cache those of the decoder's self-attention."""
     return list(getattr(getattr(cache, "self_attention_cache", cache), "layers", ()))
 
 
@@ -120,14 +121,14 @@ Attend = Callable[..., tuple[Tensor, Any]]
 
 @contextmanager
 def replaced_attention(model: nn.Module, attend: Attend) -> Iterator[None]:
-    """Let `attend(function, module, query, key, value, mask, **more)` be called for `function`."""
+    """Replace each attention `function`'s call by `attend(function, module, query, key, ...)`."""
     modeling = [sys.modules[type(module).__module__] for module in model.modules()]
     registries = {id(r): r for m in modeling if (r := getattr(m, "ALL_ATTENTION_FUNCTIONS", None))}
     with ExitStack() as stack:
         for registry in registries.values():
             original = registry.get_interface
-            registry.get_interface = lambda *asked, of=original, **named: partial(
-                attend, of(*asked, **named)
+            registry.get_interface = lambda *names, of=original, **named: partial(
+                attend, of(*names, **named)
             )
             stack.callback(delattr, registry, "get_interface")
         yield
@@ -148,7 +149,7 @@ def _before_each(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Iter
 
 @contextmanager
 def arguments_seen(model: nn.Module) -> Iterator[dict[nn.Module, dict[str, Any]]]:
-    """The latest arguments of the forward of every module that belongs to a layer."""
+    """The latest forward arguments of every module with a `layer_idx`."""
     seen: dict[nn.Module, dict[str, Any]] = {}
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -160,7 +161,7 @@ def arguments_seen(model: nn.Module) -> Iterator[dict[nn.Module, dict[str, Any]]
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[list[Call]]:
-    """A list to which every call of an attention function of `model` is added, in their order."""
+    """A list to which every call of an attention function of `model` is appended."""
     calls: list[Call] = []
     with arguments_seen(model) as arguments:
 
@@ -177,7 +178,7 @@ def recorded(model: nn.Module) -> Iterator[list[Call]]:
 
 
 def run_in_full(model: nn.Module, ids: Tensor) -> FullRun:
-    """Run the context `ids` `(1, S)` with eager attention, and note what its layers did."""
+    """Run the context `ids` `(1, S)` with eager attention, and record its layers."""
     with recorded(model) as calls:
         cache = feed(model, ids, None).past_key_values
     layers: dict[int, Layer] = {}
@@ -194,7 +195,7 @@ def run_in_full(model: nn.Module, ids: Tensor) -> FullRun:
 
 
 def _heads_over(call: Call, index: int, cached: Any, length: int) -> Tensor | None:
-    """The KV head of each query head of `call`, if it attends over the layer `cached`."""
+    """The KV head of each query head of `call`; None if it does not attend over `cached`."""
     keys: Any = getattr(cached, "keys", None)
     grows = isinstance(keys, Tensor) and keys.dim() == 4 and keys.shape[2] == length
     if not grows or getattr(cached, "is_sliding", False) or call.key.shape[2] != length:
@@ -207,18 +208,18 @@ def _heads_over(call: Call, index: int, cached: Any, length: int) -> Tensor | No
         return found.argmax(dim=-1)[of_given] if found.any(dim=-1).all() else None
     if getattr(call.module, "layer_idx", None) != index:
         return None
-    # Latents, of which the module makes the keys of all heads: none of them is anybody's own.
+    # The cached keys are latents, from which the module makes the keys of all heads.
     return torch.zeros(n_heads, dtype=torch.int64) if n_kv == 1 else of_given
 
 
 # ---- which tokens a press has kept ---------------------------------------------------------------
 
 
-def asked_at(run: FullRun, layer: Layer, position: int) -> Call:
-    """The attention of `layer` once more, with every token of the context at one `position`."""
+def call_at(run: FullRun, layer: Layer, position: int) -> Call:
+    """Repeat the attention call of `layer` with every token of the context at one `position`."""
     module, arguments = layer.call.module, dict(layer.call.arguments)
     moved = _arguments_at(run, torch.full_like(run.ids, position))[module]
-    arguments |= {name: moved[name] for name in _PLACES if name in moved}
+    arguments |= {name: moved[name] for name in _POSITIONAL if name in moved}
     arguments |= dict.fromkeys(CACHE_NAMES & arguments.keys())
     with recorded(run.model) as calls, torch.no_grad():
         module(**arguments)
@@ -226,7 +227,7 @@ def asked_at(run: FullRun, layer: Layer, position: int) -> Call:
 
 
 def _arguments_at(run: FullRun, positions: Tensor) -> dict[nn.Module, dict[str, Any]]:
-    """What the modules of layers are given in a run at `positions` `(1, q)`."""
+    """Arguments of the layers' modules in a run at `positions` `(1, q)`."""
     key = tuple(positions[0].tolist())
     if key not in run.elsewhere:
         ids = run.ids[:, : len(key)].clamp(max=TEXT)
@@ -240,17 +241,18 @@ def _positions(model: nn.Module, positions: Tensor) -> dict[str, Tensor]:
     accepted = inspect.signature(type(model).forward).parameters
     names = [name for name in ("decoder_position_ids", "position_ids") if name in accepted]
     if not names and "kwargs" in accepted:
-        names = ["position_ids"]  # handed on to the language model
+        names = ["position_ids"]  # passed on to the language model
     return {name: positions for name in names[:1]}
 
 
 def tokens_left(layer: Layer, cached: Any) -> Tensor:
     """Which tokens of the full run a compressed layer still holds, `(1, H_kv, S)` bool.
 
-    They are told by their values, which no press changes (by their keys where there are none).
+    Tokens are identified by their values, which no press changes, or by their keys if the layer has
+    no values.
 
     Raises:
-        LookupError: if it holds something else.
+        LookupError: if the layer holds a value that the full run does not have.
     """
     by_values = layer.values.shape[-1] > 0
     full = layer.values if by_values else layer.keys
@@ -263,13 +265,20 @@ def tokens_left(layer: Layer, cached: Any) -> Tensor:
         distances = torch.cdist(held.float(), full[0, head].float())
         nearest, index = distances.min(dim=-1)
         if nearest.max() > 1e-3 * full.abs().max() or len(index.unique()) < len(index):
-            raise LookupError(f"head {head} holds values that the full run has not")
+            raise LookupError(f"head {head} holds values that the full run does not have")
         kept[0, head, index] = True
     return kept
 
 
 def wrongly_kept(kept: Tensor, scores: Tensor, n: int, headwise: bool) -> str:
-    """What is wrong about the tokens `kept` `(1, H_kv, S)`, given all scores; nothing: ""."""
+    """What is wrong with the `kept` tokens, given all scores; empty if nothing is.
+
+    Args:
+        kept: `(1, H_kv, S)` bool.
+        scores: expected scores, `(1, H_kv, S)`.
+        n: expected number of kept tokens per head.
+        headwise: whether heads share one budget; each keeps its best 20% of `n` in any case.
+    """
     if headwise:
         n_heads, n_safe = kept.shape[1], max(1, int(n * 0.2))
         best = scores.topk(n_safe, dim=-1).indices
@@ -277,7 +286,7 @@ def wrongly_kept(kept: Tensor, scores: Tensor, n: int, headwise: bool) -> str:
         kept, scores, n = kept.reshape(1, 1, -1), scores.reshape(1, 1, -1), n * n_heads
     finite = scores[scores.isfinite()]
     if finite.std() < 1e-5 * finite.abs().mean():
-        return "all scores are equal but for rounding, and that is what it chooses by"
+        return "all scores are equal up to rounding, so the choice rests on rounding"
     for head in range(kept.shape[1]):
         chosen = kept[0, head]
         if chosen.sum() != n:
@@ -288,16 +297,16 @@ def wrongly_kept(kept: Tensor, scores: Tensor, n: int, headwise: bool) -> str:
     return ""
 
 
-# ---- the logits that follow ----------------------------------------------------------------------
+# ---- expected logits -----------------------------------------------------------------------------
 
 
 def keys_moved(run: FullRun, layer: Layer, kept: Tensor) -> Tensor:
-    """The keys that are `kept`, each at its place among them: `(1, H_kv, S, d)`, others as ever."""
+    """Keys `(1, H_kv, S, d)` with the `kept` ones rotated to positions 0, 1, ... in their head."""
     moved = layer.keys.clone()
-    for place in range(int(kept.sum(dim=-1).max())):
-        given = asked_at(run, layer, place).key
+    for position in range(int(kept.sum(dim=-1).max())):
+        given = call_at(run, layer, position).key
         for head in range(kept.shape[1]):
-            token = kept[0, head].nonzero()[place, 0]
+            token = kept[0, head].nonzero()[position, 0]
             query_head = int((layer.heads == head).nonzero()[0, 0])
             repeated = query_head // (len(layer.heads) // given.shape[1])
             moved[0, head, token] = given[0, repeated, token]
@@ -307,11 +316,11 @@ def keys_moved(run: FullRun, layer: Layer, kept: Tensor) -> Tensor:
 def logits_after(
     run: FullRun, kept: dict[int, Tensor], steps: list[Tensor], moves: bool
 ) -> list[Tensor]:
-    """The logits of `steps` `(1, q)` each, with all that is not `kept` masked in the full cache.
+    """The logits of `steps` `(1, q)` each, with the evicted tokens masked in the full cache.
 
     Args:
-        kept: by layer, `(1, H_kv, S)` bool.
-        moves: whether the keys that are kept turn to new positions, from where the steps continue.
+        kept: the kept tokens of each layer, `(1, H_kv, S)` bool.
+        moves: whether kept keys are rerotated to new positions, after which the steps continue.
     """
     cache = copy.deepcopy(run.cache)
     masks: dict[nn.Module, Tensor] = {}
@@ -331,19 +340,19 @@ def logits_after(
 
     logits, seen = [], run.ids.shape[1]
     for ids in steps:
-        places = _places(run, kept, seen, ids) if moves else {}
+        moved = _positions_after(run, kept, seen, ids) if moves else {}
 
-        def at_place(module: nn.Module, args: Any, kwargs: Any, places: Any = places) -> Any:
-            return (), _named(module, args, kwargs) | places[module]
+        def move(module: nn.Module, args: Any, kwargs: Any, moved: Any = moved) -> Any:
+            return (), _named(module, args, kwargs) | moved[module]
 
-        with replaced_attention(run.model, attend), _before_each(places, at_place):
+        with replaced_attention(run.model, attend), _before_each(moved, move):
             logits.append(feed(run.model, ids, cache).logits)
         seen += ids.shape[1]
     return logits
 
 
 def _with_evicted(mask: Any, kept: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """`mask` with the evicted hidden too; `kept` `(1, H, S)` speaks of the first columns."""
+    """`mask` with evicted keys masked as well; `kept` `(1, H, S)` covers the first `S` columns."""
     n_queries, n_keys = query.shape[2], key.shape[2]
     lowest = torch.finfo(query.dtype).min
     if mask is None:
@@ -354,15 +363,15 @@ def _with_evicted(mask: Any, kept: Tensor, query: Tensor, key: Tensor) -> Tensor
     return torch.maximum(mask[..., :n_keys] + hidden, torch.tensor(lowest)).to(query.dtype)
 
 
-def _places(
+def _positions_after(
     run: FullRun, kept: dict[int, Tensor], seen: int, ids: Tensor
 ) -> dict[nn.Module, dict[str, Any]]:
-    """The positional arguments of every module whose layer continues from fewer tokens."""
+    """Positional arguments of `ids` for the modules of layers that hold fewer tokens now."""
     found: dict[nn.Module, dict[str, Any]] = {}
     for index, of_layer in kept.items():
         start = int(of_layer.sum(dim=-1).max()) + seen - run.ids.shape[1]
         positions = torch.arange(start, start + ids.shape[1])[None]
         arguments = _arguments_at(run, positions)
         for reader in run.layers[index].readers:
-            found[reader] = {k: v for k, v in arguments[reader].items() if k in _PLACES[:2]}
+            found[reader] = {k: v for k, v in arguments[reader].items() if k in _POSITIONAL[:2]}
     return found

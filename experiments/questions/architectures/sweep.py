@@ -1,4 +1,4 @@
-"""The sweep: every decoder in a process of its own, its rows kept as soon as they are there."""
+"""The sweep over all decoders, each measured in a separate process."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from experiments.framework.timing import threads
 from experiments.framework.wording import in_one_line
 from experiments.questions.architectures import cells
 from experiments.questions.architectures.cells import OUTCOMES, Cell
-from experiments.questions.architectures.decoders import TOLD, Decoder, build, decoders
+from experiments.questions.architectures.decoders import DATA, Decoder, build, decoders
 
 COLUMNS = ["type", "press", "mechanism", "attention", "cache", "padded", "outcome", "reason"]
 BAD = OUTCOMES[2:6]
-"""Outcomes that neither mechanism may have."""
+"""Outcomes that count as failures of a press."""
 
 _BY_WEIGHT = ("not applicable", *OUTCOMES[:2], *reversed(OUTCOMES[2:6]))
 SECONDS = 120
-"""A model that takes longer than this is given up."""
+"""Time limit per decoder; its process is ended after this time."""
 
-_REASONS: dict[str, str] = TOLD["reasons"]
-"""Parts of what a refusal says, and what that means in short."""
+_REASONS: dict[str, str] = DATA["reasons"]
+"""Short reasons by fragments of the error messages of refusals."""
 
 
 def measure(
@@ -39,17 +39,18 @@ def measure(
     choose: Callable[[Cell], bool] = lambda cell: True,
     progress: Callable[[str], None] = lambda name: None,
 ) -> pd.DataFrame:
-    """The outcome of every cell, one row each: the `COLUMNS`.
+    """The outcome of every cell, one row each, with `COLUMNS`.
 
-    As many decoders run at a time as there are processors; a process that dies is an outcome too.
+    As many decoders run in parallel as there are processors. A process that dies is the outcome
+    "crash".
 
     Args:
         types: names of decoders.
-        choose: which cells to run.
-        progress: told the name of each decoder that is done.
+        choose: whether to run a cell.
+        progress: called with the name of each finished decoder.
     """
     known, chosen, rows = decoders(), list(filter(choose, cells.cells())), []
-    with threads(1):  # what is forked must not count on threads that are not there
+    with threads(1):  # forked processes do not inherit the threads of torch
         _warm_up(known["llama"])
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             found = pool.map(partial(_rows_apart, chosen), [known[name] for name in types])
@@ -60,13 +61,13 @@ def measure(
 
 
 def _warm_up(decoder: Decoder) -> None:
-    """Import what every model needs, once for all processes to come."""
+    """Import the modules that every model needs before processes are forked."""
     model: Any = build(decoder)
     model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=2, pad_token_id=0)
 
 
 def _rows_apart(chosen: Sequence[Cell], decoder: Decoder) -> list[tuple[Any, ...]]:
-    """The rows of one decoder, measured in a process of its own."""
+    """The rows of one decoder, measured in a new process."""
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(1, fork, initializer=_limited) as process:
         try:
@@ -76,7 +77,7 @@ def _rows_apart(chosen: Sequence[Cell], decoder: Decoder) -> list[tuple[Any, ...
 
 
 def _limited() -> None:
-    """What takes too long is ended, and nothing is printed."""
+    """Set up a process: one thread, the time limit `SECONDS`, and no output."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(SECONDS)
@@ -89,11 +90,11 @@ def rows_of(decoder: Decoder, chosen: Iterable[Cell]) -> list[tuple[Any, ...]]:
     """The rows of one decoder, measured in this process."""
     try:
         bench = cells.Bench(build(decoder), decoder.image)
-    except cells.NotApplicableError as reason:
-        return [_row(decoder, None, "not applicable", str(reason))]
+    except cells.NotApplicableError as error:
+        return [_row(decoder, None, "not applicable", str(error))]
     except Exception as error:
-        told = f"cannot be built small: {in_one_line(error)}"
-        return [_row(decoder, None, "not applicable", told)]
+        reason = f"cannot be built small: {in_one_line(error)}"
+        return [_row(decoder, None, "not applicable", reason)]
     return [_row(decoder, cell, *bench.outcome(cell)) for cell in chosen]
 
 
@@ -102,17 +103,17 @@ def _row(decoder: Decoder, cell: Cell | None, outcome: str, reason: str) -> tupl
 
 
 def why(reason: str) -> str:
-    """A refusal in short."""
+    """A short reason for the error message of a refusal; the message itself if none is known."""
     return next((short for part, short in _REASONS.items() if part in reason), reason)
 
 
 def condensed(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows in one per type and press.
+    """The rows of `measure` condensed to one per type and press.
 
     Returns:
-        `type` and `press`; `hook` and `patch`, the worst outcome of each over all conditions;
-        `cells` that ran, and how many of them are `bad`; and the `reason` of the worst outcome,
-        in short.
+        `type` and `press`; `hook` and `patch`, the worst outcome of each mechanism over all
+        conditions; the number of `cells` that ran, and of `bad` ones; and a short `reason` of the
+        worst outcome.
     """
     key = ["type", "press"]
     ordered = rows.sort_values("outcome", key=lambda o: o.map(_BY_WEIGHT.index), kind="stable")

@@ -1,14 +1,14 @@
-"""Head-wise eviction: what it is worth, what it frees, and what it takes to decode it.
+"""Head-wise eviction: accuracy against uniform budgets, memory freed, and how to decode the cache.
 
-*Budgets*: presses that keep as many tokens in every head, against presses with the same scores that
-let heads compete, on the same questions: see `experiments.questions.headwise.budgets`.
+*Budgets*: presses that keep the same number of tokens in every head, against presses with the same
+scores that let heads compete for a shared budget, on the same questions: see `budgets`.
 
-*Decoding*: a step on the full cache, on a uniformly pruned one, and on one whose heads hold
-different numbers of tokens, read in four ways, all timed in turn: see
-`experiments.testbed.variants` and `decoding`.
+*Decoding*: time of a decode step on the full cache, on a uniformly pruned one, and on a head-wise
+pruned one that is decoded in four ways (`experiments.testbed.variants`): see
+`four_ways.decode_times`.
 
 *Conditions*: on which models and with which attention implementations each of the four ways gives
-the right logits: see `trials`.
+the right logits: see `four_ways.trials`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from experiments.testbed.timed_models import ModelSpec, random_llama
 from press_core import attention_sites
 
 RATIOS = (0.5, 0.7, 0.8, 0.9)
-"""Evicted where questions are asked, if nothing else is given."""
+"""Default shares of the tokens to evict in the part `budgets`."""
 
 TIMED = random_llama(
     "6 layers of 8/4 heads of 64", num_layers=6, num_heads=8, num_kv_heads=4, head_dim=64
@@ -58,7 +58,7 @@ _BY_HOOK, _RAGGED = "mask by hook", "ragged"
 
 
 class Part(str, Enum):
-    """What there is to measure."""
+    """A part of the experiment."""
 
     BUDGETS = "budgets"
     DECODING = "decoding"
@@ -67,7 +67,7 @@ class Part(str, Enum):
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured, and how much of it."""
+    """What to measure, on which contexts and models."""
 
     part: Annotated[
         tuple[Part, ...], typer.Option(help="What to measure. Repeatable.", show_default="all")
@@ -79,13 +79,13 @@ class Options:
     facts: shared.Facts = Task.facts
     contexts: Annotated[
         tuple[int, ...],
-        typer.Option(min=64, help="Tokens in the cache that is timed. Repeatable."),
+        typer.Option(min=64, help="Tokens in the timed cache. Repeatable."),
     ] = (1024, 4096, 16384)
     rounds: shared.Rounds = 11
     family: Annotated[
         tuple[str, ...],
-        typer.Option(help="Architecture that the four ways are tried on. Repeatable."),
-    ] = ("llama", "gemma2", "gpt_oss")  # plain, with capped logits, with sinks
+        typer.Option(help="Architecture to test the four ways on. Repeatable."),
+    ] = ("llama", "gemma2", "gpt_oss")  # plain, with softcapped logits, with learned sinks
     seed: shared.Seed = Task.seed
     dtype: Dtype = "float32"
     device: Device = "cpu"
@@ -94,18 +94,19 @@ class Options:
 class Headwise(Experiment[Options]):
     """Compare head-wise with uniform budgets: answers, memory, decode time, four ways to decode.
 
-    Do heads that share a budget answer more than heads with equal ones, and does decoding such
-    a cache need a patch?
+    Do presses answer more questions if heads share a budget than if every head keeps the same
+    number of tokens, and does decoding such a cache need a patch?
 
-    Each press is paired with one that has the same scores and the other kind of budget; both
-    answer the same questions about the same contexts, and are compared context by context. A
-    decode step is timed in turn on the full cache, on a uniform one, and on a head-wise one
-    read in four ways, whose logits are checked against the full cache behind a mask for each
-    head. A larger model, whose heads differ more, may gain more, and times on a GPU differ.
+    Each head-wise press is paired with a uniform one that has the same scores; both answer the
+    same questions about the same contexts, and are compared context by context. Decode steps are
+    timed in turn on the full cache, on a uniformly pruned one, and on a head-wise pruned one
+    that is decoded in four ways, whose logits are checked against the full cache with one mask
+    per head. The answers are those of one small model: a larger model, whose heads differ more,
+    may gain more from head-wise budgets, and times on a GPU differ.
     """
 
     name = "headwise"
-    title = "What head-wise eviction is worth, and what it takes"
+    title = "What head-wise eviction gains, and what decoding it takes"
     evidence = Evidence.MODEL
     full = Options()
     quick = Options(ratio=(0.8,), samples=16, contexts=(1024, 4096), rounds=6, family=("llama",))
@@ -116,22 +117,22 @@ class Headwise(Experiment[Options]):
     }
 
     def on(self, own: OwnModel) -> Planned[Options]:
-        """Decoding and conditions: questions are in the words of facts-llama."""
+        """Decoding and conditions only, as the questions need the vocabulary of facts-llama."""
         fits = {Part.DECODING: own.keeps_all, Part.CONDITIONS: own.model_type in FAMILIES}
         parts = tuple(filter(fits.get, fits))
         if not parts:
-            raise LeftOutError("its layers keep sliding windows, and it is of no family it builds")
+            raise LeftOutError("it needs a model without sliding windows, or of a known family")
         family, contexts = (own.model_type,), own.at_most(1024)
         options = self.quick_on(own, part=parts, contexts=contexts, family=family)
         return Planned(options, steps=options.rounds * 6 * 2 * own.keeps_all, seconds=5)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
-        """Whichever parts are asked for.
+        """Measure the chosen parts.
 
         Returns:
-            `headwise_accuracy` and `headwise_difference`: see `budgets.compare`, and the `model`;
-            `headwise_decoding`: `decoding.decode_times` at every context length, and the `model`;
-            `headwise_conditions`: `trials.trials` on each family, its `model`.
+            `headwise_accuracy`, with the `model`, and `headwise_difference`: see `budgets.compare`;
+            `headwise_decoding`: `four_ways.decode_times` at every context length, with the `model`;
+            `headwise_conditions`: `four_ways.trials` on each family, the `model`.
         """
         tables: Tables = {}
         for part in options.part or Part:
@@ -164,10 +165,11 @@ EXPERIMENT = Headwise()
 
 
 def measure_budgets(options: Options, progress: Progress) -> Tables:
-    """Answers from caches with both kinds of budget.
+    """Accuracy with both kinds of budget.
 
     Raises:
-        UserError: if the contexts cannot hold the facts, or the model does not know their words.
+        UserError: if the contexts are too short for the facts, or the model has a different
+            vocabulary.
     """
     name = options.model or "facts-llama"
     task = Task(options.context, options.facts, options.samples, seed=options.seed)
@@ -180,12 +182,12 @@ def measure_budgets(options: Options, progress: Progress) -> Tables:
 
 def measure_decoding(options: Options, progress: Progress) -> Tables:
     """Times of decode steps, at every context length."""
-    spec = ModelSpec.asked(options.model, TIMED, options.dtype, options.device)
+    spec = ModelSpec.given(options.model, TIMED, options.dtype, options.device)
     model = spec.load()
     if len(attention_sites(model)) < model.config.num_hidden_layers:
         raise UserError(
-            f"some layers of {spec.name} keep a sliding window, so that its decode steps say "
-            "little about head-wise caches; time a model without them, or leave out --part decoding"
+            f"some layers of {spec.name} have a sliding window, so its decode steps do not show "
+            "the cost of head-wise caches; give a model without, or omit --part decoding"
         )
     bar = progress.add_task("decode steps", total=options.rounds * len(options.contexts))
     turns: Any = {"rounds": options.rounds, "advance": partial(progress.advance, bar)}
@@ -194,7 +196,7 @@ def measure_decoding(options: Options, progress: Progress) -> Tables:
 
 
 def measure_conditions(options: Options, progress: Progress) -> Tables:
-    """The four ways tried on a random model of each family."""
+    """The four ways to decode, on a small random model of each family."""
     parts = []
     for family in progress.track(options.family, description="conditions"):
         model = build(family, attn_implementation=supported_implementations(family)[0])
@@ -219,27 +221,27 @@ def points(row: Any) -> str:
 
 
 def find_worth(tables: Tables) -> Iterator[Finding]:
-    """Whether head-wise budgets helped, and by how much."""
+    """Whether head-wise budgets improve accuracy, and by how much."""
     table, model = tables["headwise_difference"], tables["headwise_accuracy"]["model"].iloc[0]
     overall = table[table["ratio"].isna() & (table["pair"] == ALL)].iloc[0]
     mean, *interval = points(overall).split(" ", 1)
     works: Any = "works" if overall["low"] > 0 else "costs" if overall["high"] < 0 else None
-    undecided = "made no difference that could be shown"
-    said = {"works": "helped", "costs": "cost answers"}.get(works, undecided)
-    text = f"Head-wise budgets {said} on {model}: **{mean}** points"
-    text = " ".join([text, *interval, "of right answers against uniform ones."])
+    undecided = "made no measurable difference"
+    effect = {"works": "helped", "costs": "cost answers"}.get(works, undecided)
+    text = f"Head-wise budgets {effect} on {model}: **{mean}** percentage points"
+    text = " ".join([text, *interval, "of right answers compared with uniform budgets."])
     yield Finding("worth", text, "let heads share a budget", works)
 
 
 def find_patching(tables: Tables) -> Iterator[Finding]:
-    """Whether head-wise eviction needs a patch to be right."""
+    """Whether decoding a head-wise pruned cache correctly needs a patch."""
     conditions = tables["headwise_conditions"]
     tried = conditions[(conditions["condition"] == _BY_HOOK) & (conditions["outcome"] != MISSING)]
     n_right = int((tried["outcome"] == SAME).sum())
     needless = n_right == len(tried)
     text = (
-        f"Head-wise eviction {'needs no patch' if needless else 'needs a patch'} to be right: a "
-        f"mask per head, set by a hook, gives the right logits in **{n_right}** of "
+        f"Decoding a head-wise pruned cache {'needs no patch' if needless else 'needs a patch'}: "
+        f"a mask per head, set by a hook, gives the right logits in **{n_right}** of "
         f"{len(tried)} trials."
     )
     need = "decode with different tokens in each head, without a patch"
@@ -247,7 +249,8 @@ def find_patching(tables: Tables) -> Iterator[Finding]:
 
 
 def _most_evicted(tables: Tables) -> dict[str, Any]:
-    """The rows in which most was evicted, of some 4,096 tokens, by cache, and the `share` held."""
+    """Rows with the highest ratio at the context length nearest to 4,096 tokens, by condition, with
+    the `share` of the full cache's bytes that is held."""
     decoding = tables["headwise_decoding"]
     pressed = decoding[decoding["condition"] != FULL]
     context = min(pressed["context"].unique(), key=lambda context: abs(context - 4096))
@@ -257,7 +260,7 @@ def _most_evicted(tables: Tables) -> dict[str, Any]:
 
 
 def find_freeing(tables: Tables) -> Iterator[Finding]:
-    """What the mask by a hook and ragged storage hold, and how quickly the latter is read."""
+    """Bytes held with a mask set by a hook and with ragged storage; decode time on ragged heads."""
     rows = _most_evicted(tables)
     ragged = rows[_RAGGED]
     text = (
@@ -268,9 +271,9 @@ def find_freeing(tables: Tables) -> Iterator[Finding]:
     frees: Any = "works" if ragged["share"] < 1 else "breaks"
     yield Finding("freeing", text, "free memory head by head", frees, Evidence.BYTES)
     text = (
-        f"At {ragged['context']:,} tokens, {ragged['ratio']:.0%} evicted, ragged heads decode in "
-        f"**{ragged['time']:.2f}**{bracket(ragged['low'], ragged['high'])} of the time on the full "
-        f"cache, even heads in {rows[UNIFORM]['time']:.2f}."
+        f"At {ragged['context']:,} tokens with {ragged['ratio']:.0%} evicted, decoding takes "
+        f"**{ragged['time']:.2f}**{bracket(ragged['low'], ragged['high'])} of the full cache's "
+        f"time with ragged heads, {rows[UNIFORM]['time']:.2f} with uniform ones."
     )
     yield Finding("ragged", text, evidence=Evidence.TIME)
 
@@ -286,15 +289,15 @@ _FINDINGS = {
 
 
 def show_difference(table: pd.DataFrame) -> ResultTable:
-    """A line per pair of presses, a column per share evicted."""
+    """A row per pair of presses, a column per share evicted."""
     evicted = table["ratio"].map("{:.0%} evicted".format).where(table["ratio"].notna(), "mean")
-    note = f"Right answers, head-wise minus uniform, in points, with {METHOD} over contexts."
+    note = f"Accuracy, head-wise minus uniform, in percentage points, with {METHOD} over contexts."
     cells = [points(row) for row in table.to_dict("records")]
     return wide_table(note, table.assign(evicted=evicted), ["pair"], "evicted", cells)
 
 
 def show_decoding(table: pd.DataFrame) -> ResultTable:
-    """A line per cache, a column per context."""
+    """A row per condition, a column per context length."""
     rows = table[table["condition"] != FULL]
     rows = rows.assign(
         tokens=rows["context"].map("{:,} tokens".format),
@@ -304,7 +307,7 @@ def show_decoding(table: pd.DataFrame) -> ResultTable:
     held = rows.groupby(["condition", "evicted"])["held"].transform("max")
     first, keys = rows.iloc[0], ["condition", "evicted", "bytes"]
     note = (
-        f"A decode step of {first['model']}, in times of one on the full cache: medians, with "
+        f"Time of a decode step of {first['model']} over that on the full cache: medians, with "
         f"{METHOD} over {first['rounds']} rounds; bytes over those of the full cache:"
     )
     cells = [bracketed(row, "time") for row in rows.to_dict("records")]
@@ -312,9 +315,9 @@ def show_decoding(table: pd.DataFrame) -> ResultTable:
 
 
 def show_conditions(table: pd.DataFrame) -> ResultTable:
-    """A line per model, attention implementation and question, a column per way of decoding."""
+    """A row per model, attention implementation and question, a column per way to decode."""
     offered = table[table["outcome"] != MISSING]
-    note = "Are logits after a padded batch, and a short or long question, those of the reference?"
+    note = "Logits of a short and a long question after a padded batch, against the reference."
     keys = ["model", "implementation", "question"]
     return wide_table(note, offered, keys, "condition", list(offered["outcome"]))
 
@@ -327,12 +330,12 @@ _VIEWS = {
 
 
 def draw_difference(table: pd.DataFrame) -> Figure:
-    """Head-wise minus uniform accuracy in points, a panel per share evicted."""
+    """Head-wise minus uniform accuracy in percentage points, a panel per share evicted."""
     scaled = 100 * table[["difference", "low", "high"]].rename(columns={"difference": "ratio"})
     scaled = scaled.assign(label=table["pair"].replace(ALL, "mean of all"), mechanism="hook")
     panels = {f"{share:.0%} evicted": rows for share, rows in scaled.groupby(table["ratio"])}
     label = (
-        "Right answers with head-wise budgets minus those with uniform ones, in points, by press "
-        f"and share evicted, with {METHOD} over contexts"
+        "Accuracy with head-wise minus uniform budgets, in percentage points, by press and share "
+        f"evicted, with {METHOD} over contexts"
     )
-    return ratio_figure(panels, label, "right answers, head-wise minus uniform (points)", mark=0)
+    return ratio_figure(panels, label, "accuracy, head-wise minus uniform (points)", mark=0)

@@ -1,10 +1,10 @@
-"""Uniform against head-wise budgets: the same scores, shared out in two ways.
+"""Uniform against head-wise budgets: the same scores, allocated in two ways.
 
-Each pair judges tokens in one way. Its *uniform* press keeps as many tokens in every head; its
-*head-wise* press keeps as many in all, and lets the heads of a layer (KVzip: of the model) compete
-for them. Both compress the same contexts of the facts task before any question is known, and answer
-the same questions, so that they are compared context by context. DuoAttention is paired with
-StreamingLLM: what its streaming heads keep, all heads keep.
+Both presses of a pair have the same scores. The *uniform* press keeps the same number of tokens in
+every head. The *head-wise* press keeps the same total, and lets the heads of a layer (KVzip: of the
+model) compete for it. Both compress the same contexts of the facts task before any question is
+known, and answer the same questions, so they are compared context by context. DuoAttention is
+paired with StreamingLLM, which keeps in all heads what streaming heads keep.
 """
 
 from __future__ import annotations
@@ -33,47 +33,47 @@ from press_core.select import best_first
 
 UNIFORM, HEADWISE = "uniform", "head-wise"
 ALL = "all"
-"""What the table of differences calls the mean over all pairs."""
+"""Name of the mean over all pairs in the table of differences."""
 
 _SINK, _LEAST = 4, 16
-"""First tokens that streaming heads keep, and the fewest tokens that they keep in all."""
+"""Attention sinks of streaming heads, and the fewest tokens that they keep in total."""
 
 Make = Callable[[float], InstalledPress]
-"""A press from the share of tokens to evict."""
+"""Makes a press from a compression ratio."""
 
 
 # ---- the pairs -----------------------------------------------------------------------------------
 
 
 class EvenKVzipPress(hooks_impl.KVzipPress):
-    """KVzip whose heads keep as many tokens each."""
+    """KVzip with uniform budgets: every head keeps the same number of tokens."""
 
     def choose(self, scores: Tensor, n_joining: int = 0) -> Tensor:
-        """Which tokens of a row each head keeps, `(L, H_kv, S)` bool, from its scores."""
+        """Which tokens of a row each head keeps, `(L, H_kv, S)` bool, from scores of that shape."""
         raised = scores.clone()
         raised[..., : self.n_sink] = float("inf")
         return best_first(raised, n_kept(raised.shape[-1], self.compression_ratio))
 
 
 def _snapkv(ratio: float) -> hooks_impl.SnapKVPress:
-    # Its default window of 64 would leave nothing to choose where less than that is kept.
+    # With the default window of 64, SnapKV could choose no tokens where 64 or fewer are kept.
     return hooks_impl.SnapKVPress(ratio, window_size=16)
 
 
 def _shared(make: Callable[[float], Any]) -> Make:
-    """AdaKV, with the scores of a press."""
+    """AdaKV around the press of `make`."""
     return lambda ratio: hooks_impl.AdaKVPress(make(ratio))
 
 
 def pairs(model: PreTrainedModel, task: Task) -> dict[str, tuple[str, Make, Make]]:
-    """Everything that is compared, installed by hooks (patches leave the same bits).
+    """The compared pairs, as hook presses (patches leave the same bits).
 
-    Where nobody has measured the heads of `model` for DuoAttention, they are measured on contexts
-    that are drawn as those of `task` are, and never asked about.
+    If no DuoAttention head scores of `model` are available, they are measured on further contexts
+    of the task, drawn from another seed.
 
     Returns:
-        By name of the head-wise press: the name of the uniform one, how that is made, and how the
-        head-wise one is.
+        By name of the head-wise press: the name of the uniform one, and how to make the uniform and
+        the head-wise press.
     """
     length, expected = 1 + task.context, hooks_impl.ExpectedAttentionPress
     try:
@@ -101,14 +101,14 @@ def pairs(model: PreTrainedModel, task: Task) -> dict[str, tuple[str, Make, Make
 
 
 def streaming(ratio: float, scores: HeadScores, length: int) -> hooks_impl.DuoAttentionPress:
-    """The DuoAttention press that evicts the share `ratio`, or what comes nearest to it.
+    """The DuoAttention press that evicts a share as near to `ratio` as possible.
 
-    As few heads stream as can give up that many tokens and still keep `_LEAST` each; they keep as
-    many recent tokens as makes the share come out.
+    The number of streaming heads is the smallest that can evict that share and keep `_LEAST` tokens
+    each; their number of recent tokens is then chosen to evict exactly the share.
 
     Args:
-        scores: of the heads.
-        length: tokens of a context.
+        scores: DuoAttention scores of the heads.
+        length: number of tokens of a context.
     """
     n_heads = int(scores.scores.isfinite().sum())
     evicted = ratio * n_heads * length  # in all heads together
@@ -131,9 +131,9 @@ def compare(
         ratios: shares of the tokens to evict, in (0, 1).
 
     Returns:
-        `headwise_accuracy`: a row per press and ratio: `pair`, `budgets`, `press`, `ratio`;
-        `accuracy` with its interval over contexts, `low`, `high`; `contexts`, `context` (words),
-        `facts`.
+        `headwise_accuracy`: a row per press and ratio with `pair`, `budgets`, `press` and `ratio`;
+        the `accuracy` and its interval over contexts, `low` and `high`; the number of `contexts`,
+        the words of a `context`, and its `facts`.
         `headwise_difference`: see `differences`.
     """
     presses: list[tuple[str, str, str, float, Any]] = [(NO_PRESS, "full", NO_PRESS, 0.0, None)]
@@ -155,15 +155,15 @@ def compare(
 
 
 def differences(right: dict[tuple[str, float, str], pd.Series[float]]) -> pd.DataFrame:
-    """Head-wise minus uniform, compared context by context.
+    """Head-wise minus uniform accuracy, compared context by context.
 
     Args:
-        right: by pair, ratio and kind of budgets: the share of right answers of each context.
+        right: the share of right answers of each context, by pair, ratio and kind of budgets.
 
     Returns:
-        Columns `pair`, `ratio`, `difference` of the accuracies, `low` and `high` its interval,
-        `contexts`. The mean over all pairs is there as the pair `ALL`, the mean over all ratios as
-        a row whose `ratio` is missing.
+        Columns `pair`, `ratio`, the `difference` of the accuracies, its interval `low` and `high`,
+        and the number of `contexts`. The mean over all pairs is the pair `ALL`; the mean over all
+        ratios is a row whose `ratio` is NaN.
     """
     both = {
         (pair, ratio): answers - right[pair, ratio, UNIFORM]

@@ -1,11 +1,11 @@
-"""The four ways to decode with different tokens in each head: whether they are right, how fast.
+"""Correctness and speed of the four ways to decode with different tokens in each head.
 
-Nothing is taken from documentation: a variant works where its logits are those of the full cache
-under eager attention, with all that each head has evicted masked.
+A variant is correct if its logits equal those of eager attention over the full cache with each
+head's evicted tokens masked. This is tested, never taken from documentation.
 
-Times depend on how many tokens are kept, not on which: the context is one of random tokens, of
-which all heads keep those of Knorm, or share that budget by AdaKV. All of them take turns, and are
-compared round by round with the full cache.
+Times depend on how many tokens are kept and not on which, so the context is random tokens. Every
+head keeps the tokens of Knorm, or AdaKV shares that budget among heads. All conditions take turns,
+and are compared round by round with the full cache.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from press_core import AttentionSite, RaggedLayer, attention_sites, cache_nbytes
 
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
 SAME, OTHER, ERROR, MISSING = "same logits", "other logits", "error", "not offered"
-"""Outcomes; the last where the model itself is not right with the implementation."""
+"""Outcomes; `MISSING` if the model itself gives other logits with the implementation."""
 
 
 def reference(model: nn.Module, kept: Kept) -> AbstractContextManager[None]:
-    """Attend, under eager attention, to all that is stored but what each head has evicted."""
+    """Scope of eager attention over the full cache with each head's evicted tokens masked."""
 
     def make(site: AttentionSite, heads: Tensor) -> Callable[..., Any]:
         of_queries = heads.repeat_interleave(site.num_heads // heads.shape[1], dim=1)
         evicted = ~site.ungrouped(of_queries).unsqueeze(2)
 
         def masked(function: Any, module: Any, *given: Any, **kwargs: Any) -> Any:
-            *states, mask = given  # query, key, value and the mask of all heads
+            *states, mask = given  # query, key, value and the mask shared by all heads
             hidden = pad(evicted, (0, mask.shape[-1] - evicted.shape[-1]), value=False)
             mask = mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
             return function(module, *states, mask, **kwargs)
@@ -57,18 +57,18 @@ def reference(model: nn.Module, kept: Kept) -> AbstractContextManager[None]:
 
 
 def trials(model: PreTrainedModel, lengths: Sequence[int] = (96, 80)) -> pd.DataFrame:
-    """Try every variant with every attention implementation.
+    """Test every variant with every attention implementation.
 
-    A padded batch is pruned to half by `AdaKVPress(KnormPress)`; then comes a question, short or
-    with more tokens than a head has channels, and two decode steps.
+    `AdaKVPress(KnormPress)` evicts half of a padded batch. A question follows, of 3 tokens or of
+    more tokens than a head has channels, and two decode steps.
 
     Args:
-        model: left as it was.
-        lengths: tokens of the rows of the batch.
+        model: unchanged afterwards.
+        lengths: tokens of each row of the batch, without padding.
 
     Returns:
-        Columns `question` (tokens), `condition`, `implementation`, `outcome`, `difference` (largest
-        of all logits), and `why` where they are not the same.
+        Columns `question` (tokens), `condition`, `implementation`, `outcome`, the largest
+        `difference` of a logit, and `why` the logits are not the same, empty if they are.
     """
     own = model.config._attn_implementation
     longer = max(site.head_dim for site in attention_sites(model)) + 4
@@ -84,8 +84,8 @@ def trials(model: PreTrainedModel, lengths: Sequence[int] = (96, 80)) -> pd.Data
 
 
 def _outcomes(model: PreTrainedModel, inputs: Inputs) -> Iterator[dict[str, Any]]:
-    """What comes of every variant with every implementation, over one batch that is pruned once."""
-    model.set_attn_implementation("eager")  # which every family has
+    """The outcome of every variant with every implementation on one batch, pruned once."""
+    model.set_attn_implementation("eager")  # every family supports it
     context, *following = inputs.forwards(model.device)
     full, kept = prefill(model, AdaKVPress(KnormPress(0.5)), **context)
 
@@ -94,7 +94,7 @@ def _outcomes(model: PreTrainedModel, inputs: Inputs) -> Iterator[dict[str, Any]
         """Logits of all tokens after the context, `(B, n, vocabulary)` float64."""
         model.set_attn_implementation(implementation)
         cache = variant.cache(deepcopy(full), kept)
-        # Flex attention as it is: on a CPU its kernel takes half a minute to compile.
+        # Run flex attention uncompiled: on a CPU its kernel takes half a minute to compile.
         with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
             with variant.open(model, kept):
@@ -113,7 +113,7 @@ def _outcomes(model: PreTrainedModel, inputs: Inputs) -> Iterator[dict[str, Any]
 
 
 def _outcome(logits: Callable[[], Tensor], expected: Tensor) -> dict[str, Any]:
-    try:  # whatever the libraries raise is the result
+    try:  # any error that the libraries raise is an outcome
         difference = float((logits() - expected).abs().max())
     except Exception as error:
         return {"outcome": ERROR, "difference": float("nan"), "why": in_one_line(error)}
@@ -125,23 +125,23 @@ def _outcome(logits: Callable[[], Tensor], expected: Tensor) -> dict[str, Any]:
 # ---- how fast they are ---------------------------------------------------------------------------
 
 FULL, UNIFORM = "full", "uniform"
-"""The cache without a press, and one from which all heads have evicted as many tokens."""
+"""The cache without a press, and one with the same number of tokens evicted in every head."""
 
 
 class Timed(NamedTuple):
-    """What is timed: a way to hold a context, and the share of it that is evicted."""
+    """A timed condition: how the cache is stored and decoded, and the share evicted."""
 
     condition: str
     ratio: float = 0.0
 
 
 Held = tuple[Cache, Callable[[], AbstractContextManager[Any]]]
-"""A cache, and what opens the scope that decodes it."""
+"""A cache, and a function that opens the scope to decode it in."""
 
 
 @torch.inference_mode()
 def caches(model: PreTrainedModel, context: int, ratios: tuple[float, ...]) -> dict[Timed, Held]:
-    """Everything that is timed at one context length, of one context of random tokens."""
+    """The caches of all timed conditions, for one context of random tokens."""
     ids = random_context(model, 1, context)
 
     def prefilled(scope: AbstractContextManager[Any]) -> Cache:
@@ -162,10 +162,10 @@ def caches(model: PreTrainedModel, context: int, ratios: tuple[float, ...]) -> d
 
 @torch.inference_mode()
 def step_seconds(model: PreTrainedModel, cache: Cache, context: int) -> float:
-    """What it takes to decode one token, which is taken away again: `context` tokens stay.
+    """Seconds to decode one token, which is then removed, so the cache keeps `context` tokens.
 
-    The first three variants share the tensors of the full cache, which are put back, as a step
-    leaves longer copies; ragged layers write into the room that they have.
+    The first three variants share the tensors of the full cache; a step replaces them by longer
+    copies, so the originals are restored. Ragged layers write in place and are cropped.
     """
     before = [(layer.keys, layer.values) for layer in cache.layers]
     token = torch.ones(1, 1, dtype=torch.int64, device=model.device)
@@ -187,14 +187,15 @@ def decode_times(
     """Times and bytes at one context length.
 
     Args:
-        ratios: shares of it evicted.
-        repeats: steps of each in a round, of which the quickest counts.
+        ratios: shares of the context to evict.
+        repeats: steps per condition and round, of which the fastest counts.
         turns: see `each_in_turn`.
 
     Returns:
-        Columns `context`, `condition`, `ratio` (evicted); `time` the median of the ratio to the
-        full cache over rounds, `low` and `high` its interval; `ms` and `full_ms` the median
-        milliseconds, for context; `bytes` and `full_bytes` that the caches hold; `rounds`.
+        Columns `context`, `condition` and `ratio` (evicted); `time`, the median over rounds of the
+        ratio to the full cache's time, and its interval, `low` and `high`; the median milliseconds,
+        `ms` and `full_ms`, for orientation; the sizes of the caches, `bytes` and `full_bytes`; and
+        `rounds`.
     """
     held = caches(model, context, ratios)
 

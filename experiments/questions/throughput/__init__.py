@@ -1,9 +1,9 @@
-"""How fast a model answers with a press, what memory it takes, and what fits.
+"""Speed and memory of a model with a press, and the longest context that fits.
 
-*Speed and memory*: a context is read and tokens are decoded, without a press and with each press
-and mechanism, in turn; see `measuring`. *First token*: every press.
-*Fits*: the longest context within a limit of memory, by bisection; see `measuring`. *kvpress*: time
-inside presses, here and in kvpress.
+*Speed*: prefill and decode times and memory, without a press and with each press and mechanism, in
+turn; see `measuring`. *First token*: time to first token with every press. *Fits*: the longest
+context within a memory limit, by bisection; see `measuring`. *kvpress*: time spent inside presses,
+of this project and of kvpress.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from press_core import PressError
 
 
 class Part(str, Enum):
-    """What there is to measure."""
+    """A part of the experiment."""
 
     SPEED = "speed"
     FIRST_TOKEN = "first-token"
@@ -47,10 +47,10 @@ class Part(str, Enum):
 
 NARROW = random_llama("width 512", num_layers=4, num_heads=8, num_kv_heads=4, head_dim=64)
 DEEP = random_llama("16 layers", num_layers=16, num_heads=4, num_kv_heads=2, head_dim=64)
-"""Whose cache weighs more than what a layer computes with, as in large models."""
+"""A model whose cache takes more memory than the activations of a layer, as in large models."""
 
 PRESSES = ("SnapKVPress", "AdaKVPress")
-"""What is measured where nothing is said, but for the first token: that of every press."""
+"""Presses measured by default; the time to first token is measured for every press."""
 
 INSIDE = (
     *("KnormPress", "StreamingLLMPress", "SnapKVPress", "TOVAPress", "ExpectedAttentionPress"),
@@ -58,34 +58,34 @@ INSIDE = (
     *("KVzapPress", "CriticalKVPress", "ChunkKVPress", "AdaKVPress", "DuoAttentionPress"),
     *("DecodingPress", "ThinKPress", "FinchPress"),
 )
-"""Presses in which time is taken beside kvpress, one of each kind of arithmetic: all of them are
-timed by `make oracle-timing`, in half an hour."""
+"""Presses timed against kvpress's, one for each kind of computation; `make oracle-timing` times all
+of them, in half an hour."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured, and how often."""
+    """What to measure, at which sizes, and how often."""
 
     part: Annotated[
         tuple[Part, ...],
-        typer.Option(help="What to measure.", show_default="all; of a given model speed"),
+        typer.Option(help="What to measure.", show_default="all; speed if a model is given"),
     ] = ()
     model: shared.ModelOrOwn = None
     press: shared.Presses = ()
     context: Annotated[
         tuple[int, ...],
-        several(int, "Tokens of a context; the first token: of the shortest.", at_least(32)),
+        several(int, "Tokens of a context; first-token takes the shortest.", at_least(32)),
     ] = (1024, 4096)
     batch: Annotated[tuple[int, ...], several(int, "Contexts at a time.", at_least(1))] = (2,)
     ratio: shared.Ratios = (0.8,)
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode after the first.")] = 16
     rounds: shared.Rounds = 6
-    memory: Annotated[bool, typer.Option(help="Measure the most memory of each answer too.")] = True
+    memory: Annotated[bool, typer.Option(help="Also measure the peak memory of answers.")] = True
     kvpress: shared.Kvpress = True
     limit: Annotated[
         str | None,
         typer.Option(
-            help="Memory in which the longest context is to fit, weights included, such as 8GiB.",
+            help="Memory for weights and the longest context, such as 8GiB.",
             callback=flags.checked_size,
             show_default="128MiB",
         ),
@@ -95,37 +95,37 @@ class Options:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """What is measured where nothing is said."""
+        """The given parts; by default all, or for a given model speed, and fits with a limit."""
         of_model = (Part.SPEED, *([Part.FITS] if self.limit else []))
         return self.part or (tuple(Part) if self.model is None else of_model)
 
     @property
     def presses(self) -> list[str]:
-        """Names of presses, where not all of them are measured."""
+        """Names of the given presses, or of `PRESSES`."""
         return [press_name(name) for name in self.press or PRESSES]
 
     def spec(self, random: ModelSpec) -> ModelSpec:
-        """The model that is asked for, or a `random` one."""
-        return ModelSpec.asked(self.model, random, self.dtype, flags.chosen_device(self.device))
+        """The given model, or a `random` one."""
+        return ModelSpec.given(self.model, random, self.dtype, flags.chosen_device(self.device))
 
 
 class Throughput(Experiment[Options]):
-    """Measure time to first token, tokens per second, memory and what fits, press by press.
+    """Measure time to first token, tokens per second, memory and the longest context that fits.
 
-    With a press, how soon comes the first token, how fast the others, what memory does that
-    take, and how long a context fits?
+    How does a press change the time to first token, the tokens per second, the memory and the
+    longest context that fits?
 
-    A context of random tokens is read and tokens are decoded greedily, with the scope open all
-    the while; conditions take turns, and each is divided by the model without a press of the
-    same round, kvpress by that in its own interpreter. Memory is the most that a process takes
-    beyond the loaded model, in a process of its own for each answer; of a GPU, what its
-    allocator says. The models are small: in a larger one the cache is a larger share of a step,
-    so that eviction saves more, and a press a smaller one. Tokens per second of one machine say
-    little; ratios do.
+    A context of random tokens is prefilled and tokens are decoded greedily, with the press open
+    throughout. Conditions take turns, and each is divided by the model without a press in the
+    same round; kvpress is timed and divided in its own interpreter. Memory is the peak of a
+    process beyond the loaded model, with a new process for each answer, or on a GPU the peak of
+    torch's allocator. The models are small: in a larger model the cache is a larger share of a
+    decode step, so eviction saves more, and the press's own work is a smaller share.
+    Tokens per second of one machine do not generalize; the ratios do so better.
     """
 
     name = "throughput"
-    title = "How fast, how large, and what fits"
+    title = "Speed, memory and the longest context that fits"
     evidence = Evidence.TIME
     full = Options()
     quick = Options(
@@ -145,23 +145,24 @@ class Throughput(Experiment[Options]):
         options = self.quick_on(own, press=presses, context=(context,))
         n_conditions = 1 + 2 * len(presses)
         n_answers = (n_conditions + 1 + len(presses)) * (options.rounds + 1)
-        seconds = 10 * n_conditions  # a process each, for the memory
+        seconds = 10 * n_conditions  # peak memory takes a process per condition
         return Planned(options, n_answers * context, n_answers * options.tokens, seconds)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
-        """Whichever parts are asked for.
+        """Measure the chosen parts.
 
         Returns:
-            `throughput`: per model, context, batch, press, mechanism and ratio: `first` the time to
-            the first token and `speed` the tokens per second, each over the model without a press
-            (median over `rounds`, `_low` and `_high` its interval), of other mechanisms than
-            hooks also `speed_over_hook`; `first_ms`, `tokens_per_s`; `bytes` that the cache holds
-            after the first token, `predicted` ones, and `peak`, bytes beyond the model's at most.
-            `throughput_first`: the same of every press, with hooks.
-            `throughput_fits`: by `press` and `ratio` the longest context, `measured`, of a `batch`
-            that fits in `limit` bytes.
-            `throughput_kvpress`: time and memory inside presses and inside kvpress's, where that
-            is installed; see `tests.oracle.timing.Row`.
+            `throughput`: per model, context, batch, press, mechanism and ratio: the time to first
+            token `first` and the tokens per second `speed`, each over the model without a press
+            (median over `rounds`, interval `_low` and `_high`); for mechanisms other than hooks
+            also `speed_over_hook`; `first_ms` and `tokens_per_s`; `bytes`, the size of the cache
+            after the first token, `predicted`, its size by arithmetic, and `peak`, the peak memory
+            beyond the model in bytes.
+            `throughput_first`: the same columns for every press, with hooks.
+            `throughput_fits`: by `press` and `ratio` the longest context, `measured` in tokens, of
+            a `batch` that fits in `limit` bytes.
+            `throughput_kvpress`: time inside presses and inside kvpress's, if it is
+            installed; see `tests.oracle.timing.Row`.
         """
         made = {
             name: make(options, progress)
@@ -190,7 +191,7 @@ def measure_speed(options: Options, progress: Progress) -> pd.DataFrame:
     """The table `throughput`.
 
     Raises:
-        PressError: if the model does not suit a press.
+        PressError: if the model does not support a press.
     """
     spec = options.spec(NARROW)
     total = len(options.context) * len(options.batch) * options.rounds
@@ -203,26 +204,26 @@ def measure_speed(options: Options, progress: Progress) -> pd.DataFrame:
         if options.memory:
             size = row["context"], row["batch"], options.tokens
             row["peak"] = peak_of(spec, condition, *size)
-    options = replace(options, device=spec.device)  # the same in the other interpreter
+    options = replace(options, device=spec.device)  # "auto" may differ in the other interpreter
     return with_kvpress.joined_by_kvpress(pd.DataFrame(rows), options, progress, __name__)
 
 
 def _speeds(options: Options, mechanisms: list[str], **more: Any) -> Iterator[dict[str, Any]]:
-    asked = conditions(options.presses, options.ratio, mechanisms)
+    chosen = conditions(options.presses, options.ratio, mechanisms)
     sizes = options.context, options.batch, options.tokens, options.rounds
-    return speeds(options.spec(NARROW), asked, *sizes, **more)
+    return speeds(options.spec(NARROW), chosen, *sizes, **more)
 
 
 def beside_kvpress(**options: Any) -> Iterator[dict[str, Any]]:
-    """Rows of kvpress among others, in the interpreter that has it."""
+    """The rows with kvpress in them, for the interpreter in which it is installed."""
     presses = with_kvpress.presses_of_kvpress()
     return _speeds(Options(**options), ["hook", with_kvpress.NAME], of_kvpress=presses)
 
 
 def measure_first(options: Options, progress: Progress) -> pd.DataFrame:
-    """The table `throughput_first`: every press that a model suits, with hooks."""
+    """The table `throughput_first`: every press that the model supports, with hooks."""
     spec, context = options.spec(NARROW), min(options.context)
-    model, asked = spec.load(), []
+    model, chosen = spec.load(), []
     presses = options.presses if options.press else sorted(hooks_impl.PRESSES)
     for condition in conditions(presses, options.ratio, ["hook"]):
         try:
@@ -230,24 +231,24 @@ def measure_first(options: Options, progress: Progress) -> pd.DataFrame:
         except PressError as error:
             shared.print_left_out(progress, condition.press, error)
         else:
-            asked.append(condition)
+            chosen.append(condition)
     advance = partial(progress.advance, progress.add_task("first token", total=options.rounds))
     sizes = [context], [1], min(options.tokens, 8), options.rounds
-    return pd.DataFrame(speeds(spec, asked, *sizes, advance=advance))
+    return pd.DataFrame(speeds(spec, chosen, *sizes, advance=advance))
 
 
 def measure_fits(options: Options, progress: Progress) -> pd.DataFrame:
-    """The table `throughput_fits`: without a press, and every press with hooks."""
+    """The table `throughput_fits`: the model without a press, and each press with hooks."""
     limit, spec = flags.n_bytes(options.limit or "128MiB"), options.spec(DEEP)
     weights = sum(parameter.nbytes for parameter in spec.load().parameters())
     if weights >= limit:
         raise UserError(
-            f"the weights of {spec.name} alone take {weights / 2**20:,.0f} MiB, and the limit is "
+            f"the weights of {spec.name} alone take {weights / 2**20:,.0f} MiB, but the limit is "
             f"{limit / 2**20:,.0f} MiB; give a larger --limit"
         )
     batch, rows = min(options.batch), []
-    asked = conditions(options.presses, options.ratio, ["hook"])
-    for condition in progress.track(asked, description="what fits"):
+    chosen = conditions(options.presses, options.ratio, ["hook"])
+    for condition in progress.track(chosen, description="what fits"):
         measured = longest(spec, condition, limit - weights, batch, min(options.context))
         row = {"model": spec.name, "batch": batch, **condition._asdict()}
         rows.append(row | {"limit": limit, "measured": measured})
@@ -255,7 +256,7 @@ def measure_fits(options: Options, progress: Progress) -> pd.DataFrame:
 
 
 def measure_kvpress(options: Options, progress: Progress) -> pd.DataFrame | None:
-    """The table `throughput_kvpress`, where kvpress is installed."""
+    """The table `throughput_kvpress`; None if kvpress is not installed."""
     python = with_kvpress.python_with_kvpress() if options.kvpress else None
     if python is None:
         return None

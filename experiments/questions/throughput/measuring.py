@@ -1,9 +1,9 @@
-"""What an answer takes, from an empty cache to the last token: time, memory, and what fits.
+"""Time and memory of an answer, from an empty cache to the last token, and the longest context.
 
-Times are taken in turn, and divided round by round. On a GPU the most memory that an answer takes
-beyond the model itself is what torch's allocator says; on a CPU, the resident size of a process.
-So that no answer finds what an earlier one left, each has a process of its own; and so that a token
-more never takes less, the C library is told to give back at once what is freed.
+Conditions are timed in turn, and divided round by round. Peak memory is counted beyond the loaded
+model: on a GPU by torch's allocator, on a CPU as the resident size of the process. Each answer runs
+in a new process, so that it cannot reuse memory of an earlier one, and the C library returns freed
+memory immediately, so that peak memory does not decrease with the length of the context.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from press_core import UnsupportedModelError, attention_sites, cache_nbytes
 def answer(
     model: PreTrainedModel, ids: Tensor, opens: Opens, tokens: int
 ) -> tuple[float, float, int]:
-    """Read a context and decode greedily, the scope open all the while.
+    """Prefill a context and decode greedily, with the scope open throughout.
 
     Args:
-        ids: `(B, S)`.
-        tokens: to decode after the first.
+        ids: `(B, S)` token ids of the context.
+        tokens: number of tokens to decode after the first.
 
     Returns:
-        Seconds from the context to the first token, seconds of each further token, and bytes of the
-        cache after the first token.
+        Seconds to the first token, seconds per further token, and the size of the cache in bytes
+        after the first token.
     """
     with opens():
         cache = DynamicCache(config=model.config)
@@ -62,14 +62,14 @@ def answer(
 
 
 def _next(model: Any, ids: Tensor, cache: DynamicCache, **more: Any) -> Tensor:
-    """`(B, 1)`, the likeliest next token."""
+    """The likeliest next token, `(B, 1)` int64."""
     logits = model(input_ids=ids, past_key_values=cache, **more).logits
     return logits[:, -1:].argmax(dim=-1)
 
 
 def speeds(
     spec: ModelSpec,
-    asked: Sequence[Condition],
+    chosen: Sequence[Condition],
     contexts: Sequence[int],
     batches: Sequence[int],
     tokens: int,
@@ -80,17 +80,17 @@ def speeds(
     """A row per context, batch and condition; see `Throughput.measure`.
 
     Args:
-        asked: the conditions, `FULL` among them.
-        tokens: decoded in each answer, after the first.
-        rounds: in which all take their turn.
-        of_kvpress: its presses, where it is imported.
+        chosen: the conditions, including `FULL`.
+        tokens: number of tokens to decode in each answer, after the first.
+        rounds: how often every condition is timed.
+        of_kvpress: the presses of kvpress, if it is imported.
         advance: called after each round.
 
     Raises:
-        PressError: if the model does not suit a press; before anything is measured.
+        PressError: if the model does not support a press; before anything is measured.
     """
     model = spec.load()
-    opened = {n: {one: scope_of(one, model, n, of_kvpress) for one in asked} for n in contexts}
+    opened = {n: {one: scope_of(one, model, n, of_kvpress) for one in chosen} for n in contexts}
     for context, scopes in opened.items():
         for batch in batches:
             ids = timed_models.random_context(model, batch, context)
@@ -123,22 +123,22 @@ def _rows(times: Mapping[Condition, Array], batch: int) -> Iterator[dict[str, An
 def peak_of(
     spec: ModelSpec, condition: Condition, context: int, batch: int, tokens: int
 ) -> int | None:
-    """Bytes that an answer takes at most, beyond those that the loaded model takes.
+    """Peak memory of an answer in bytes, beyond that of the loaded model.
 
     Returns:
-        None if there was not enough memory; a process that asks for too much may be ended.
+        None if memory ran out, which includes a process killed by the system.
     """
-    asked = spec, condition, context, batch, tokens, torch.get_num_threads()
+    given = spec, condition, context, batch, tokens, torch.get_num_threads()
     try:
         with ProcessPoolExecutor(1, _processes()) as process:
-            return process.submit(_in_process, *asked).result()
+            return process.submit(_in_process, *given).result()
     except (BrokenProcessPool, MemoryError, torch.OutOfMemoryError):
         return None
 
 
 @cache
 def _processes() -> Any:
-    """Processes that begin with torch and transformers loaded, and nothing run, where they can."""
+    """A process context in which torch and transformers are imported, if forkserver exists."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -160,13 +160,13 @@ def _in_process(
     model = spec.load()
     opens = scope_of(condition, model, context)
     ids = timed_models.random_context(model, batch, context)
-    answer(model, ids[:1, :16], scope_of(FULL, model, 16), tokens)  # threads and their buffers
+    answer(model, ids[:1, :16], scope_of(FULL, model, 16), tokens)  # start threads and buffers
     if model.device.type == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         answer(model, ids, opens, tokens)
         return torch.cuda.max_memory_allocated() - before
-    with suppress(OSError):  # else the peak includes that of loading
+    with suppress(OSError):  # reset the peak; without this it includes loading the model
         Path("/proc/self/clear_refs").write_text("5")
     before = _most_resident()
     answer(model, ids, opens, tokens)
@@ -174,24 +174,24 @@ def _in_process(
 
 
 def _most_resident() -> int:
-    """Resident bytes of this process, at most."""
+    """Peak resident size of this process in bytes."""
     try:
         import resource
     except ImportError:
         raise UnsupportedModelError(
-            "this system does not tell how much memory a process takes; run with --no-memory"
+            "this system does not report the memory of a process; run with --no-memory"
         ) from None
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else 1024 * most
 
 
 def cache_bytes(model: PreTrainedModel, tokens: int, condition: Condition) -> float:
-    """Bytes that a pruned cache should take; NaN for a model some of whose layers keep a window."""
+    """Expected bytes of a pruned cache; NaN if some layers of the model have a sliding window."""
     sites = attention_sites(model)
     if len(sites) < model.config.get_text_config().num_hidden_layers:
         return float("nan")
     channels = sum(2 * site.num_kv_heads * site.head_dim for site in sites)
-    # A ThinKPress drops channels of keys only.
+    # A ThinKPress evicts channels of the keys only.
     evicted = condition.ratio / (2 if condition.press == "ThinKPress" else 1)
     return model.dtype.itemsize * channels * tokens * (1 - evicted)
 
@@ -199,18 +199,18 @@ def cache_bytes(model: PreTrainedModel, tokens: int, condition: Condition) -> fl
 # ---- what fits -----------------------------------------------------------------------------------
 
 PRECISION = 1 / 16
-"""Of what is found, as a share of it."""
+"""Precision of the longest context, as a share of it."""
 
 
 def largest(fits: Callable[[int], bool], guess: int, most: int = 2**24) -> int:
-    """The largest number that fits, by bisection, if all smaller ones do.
+    """The largest number that fits, by bisection; every smaller number has to fit as well.
 
     Args:
-        guess: where to begin, at least 1.
-        most: beyond which nothing is tried.
+        guess: first number to test, at least 1.
+        most: largest number to test.
 
     Returns:
-        The number, no more than `PRECISION` below the first that does not fit; 0: none does.
+        The number, at most a share `PRECISION` below the first that does not fit; 0 if none fits.
     """
     fitting, too_large = 0, most + 1
     tried = max(1, min(guess, most))
@@ -226,7 +226,7 @@ def largest(fits: Callable[[int], bool], guess: int, most: int = 2**24) -> int:
 
 
 def longest(spec: ModelSpec, condition: Condition, room: int, batch: int, guess: int) -> int:
-    """Tokens of the longest context with which an answer takes no more than `room` bytes."""
+    """Tokens of the longest context with which an answer takes at most `room` bytes."""
 
     def fits(context: int) -> bool:
         peak = peak_of(spec, condition, context, batch, tokens=1)

@@ -1,4 +1,4 @@
-"""What the tables of `experiments.questions.throughput` say: findings, tables, figures."""
+"""Findings, tables and the figure of `experiments.questions.throughput`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from experiments.framework.plots import NO_PRESS, press_label, ratio_figure
 from experiments.framework.tables import ResultTable
 
 SLOW = 1.1
-"""Times as long as without a press, up to which a first token is said to come as soon."""
+"""Largest ratio of times to first token, with over without a press, that counts as no delay."""
 
 
 def _pressed(table: pd.DataFrame) -> pd.DataFrame:
@@ -32,7 +32,7 @@ def _bold(row: Any, name: str) -> str:
 
 
 def on_speed(table: pd.DataFrame) -> Iterator[Finding]:
-    """How much faster a press decodes, here and in kvpress, and what its cache holds."""
+    """How much faster decoding is with a press, here and in kvpress, and the size of its cache."""
     hooked = table[table["mechanism"] == "hook"].sort_values(["context", "batch", "speed"])
     best = hooked.iloc[-1]
     text = (
@@ -53,8 +53,8 @@ def on_speed(table: pd.DataFrame) -> Iterator[Finding]:
     over = (ours["bytes"] / ours.get("predicted", float("nan"))).dropna()
     if len(over):
         text = (
-            f"A cache holds at most **{over.max():.3f}** times the bytes that arithmetic gives, "
-            f"over {len(over)} prefills with and without presses."
+            f"A cache takes at most **{over.max():.3f}** times the bytes computed from its kept "
+            f"tokens, over {len(over)} prefills with and without presses."
         )
         yield Finding("bytes", text, "free the memory of what is evicted", "works", Evidence.BYTES)
 
@@ -64,36 +64,36 @@ def _at(row: Any) -> str:
 
 
 def on_first(table: pd.DataFrame) -> Iterator[Finding]:
-    """How many presses delay the first token."""
+    """How many presses do not delay the first token."""
     slowest = _pressed(table).groupby("press")["first"].max()
     soon = int((slowest <= SLOW).sum())
     text = (
-        f"With **{soon}** of {len(slowest)} presses the first token comes within {SLOW:.2f} times "
-        f"the time without one, after {table['context'].iloc[0]:,} tokens."
+        f"With **{soon}** of {len(slowest)} presses the time to first token is at most {SLOW:.2f} "
+        f"times that without a press, after {table['context'].iloc[0]:,} tokens."
     )
     need = "compress without raising time to first token"
     yield Finding("first", text, need, "works" if soon > len(slowest) / 2 else "costs")
 
 
 def on_fits(table: pd.DataFrame) -> Iterator[Finding]:
-    """How much longer a context fits."""
+    """How much longer a context fits with a press."""
     best = table.sort_values("measured").iloc[-1]
     whole = table.loc[table["press"] == NO_PRESS, "measured"].max()
     if best["press"] != NO_PRESS and whole:
         text = (
-            f"Within {size_of(best['limit'])} {press_label(best['press'])} with "
-            f"{best['ratio']:.0%} evicted lets **{best['measured'] / whole:.2f}** times as long a "
-            "context through as no press."
+            f"Within {size_of(best['limit'])}, {press_label(best['press'])} with "
+            f"{best['ratio']:.0%} evicted fits a context **{best['measured'] / whole:.2f}** times "
+            "as long as without a press."
         )
         yield Finding("fits", text, "fit a longer context", "works", Evidence.BYTES)
 
 
 def on_kvpress(table: pd.DataFrame) -> Iterator[Finding]:
-    """Of presses at work in a prefill; what is decoded after it counts apart."""
+    """How many presses spend less time in a prefill than kvpress's; decode steps are excluded."""
     ratios = table.loc[table["decoded"] == 0, "ratio"]
     text = (
-        f"Inside **{int((ratios < 1).sum())}** of {len(ratios)} presses a prefill spends less time "
-        f"than inside kvpress's (geometric mean of the ratios {np.exp(np.log(ratios).mean()):.2f})."
+        f"In a prefill **{int((ratios < 1).sum())}** of {len(ratios)} presses take less time than "
+        f"kvpress's (geometric mean of the ratios {np.exp(np.log(ratios).mean()):.2f})."
     )
     yield Finding("inside", text)
 
@@ -102,7 +102,7 @@ def on_kvpress(table: pd.DataFrame) -> Iterator[Finding]:
 
 
 def _named(table: pd.DataFrame) -> pd.Series[str]:
-    """Presses with the shares that they evict."""
+    """Press names with their ratios, such as `SnapKV 80%`."""
     shares = table["ratio"].map(" {:.0%}".format).where(table["press"] != NO_PRESS, "")
     return table["press"].map(press_label) + shares
 
@@ -113,13 +113,13 @@ def _column(table: pd.DataFrame, name: str) -> list[str]:
 
 
 def show_speeds(table: pd.DataFrame) -> ResultTable:
-    """A line per condition and size."""
+    """A row per condition and size."""
     bare = table[table["press"] == NO_PRESS]
     whole = "; ".join(map("{:,.0f} ms, {:,.0f}/s".format, bare["first_ms"], bare["tokens_per_s"]))
     note = (
-        f"{table['model'].iloc[0]}: time to the first token and tokens per second over those "
-        f"without a press ({whole}), with {METHOD} over rounds; MiB of the cache, and at most "
-        "beyond the model:"
+        f"{table['model'].iloc[0]}: time to first token and tokens per second over those without a "
+        f"press ({whole}), with {METHOD} over rounds; MiB of the cache, and peak MiB beyond the "
+        "loaded model:"
     )
     mib = table.reindex(columns=["bytes", "peak"]) / 2**20
     shown = {
@@ -136,16 +136,16 @@ def show_speeds(table: pd.DataFrame) -> ResultTable:
 
 
 def show_fits(table: pd.DataFrame) -> ResultTable:
-    """A line per press."""
+    """A row per press."""
     first = table.iloc[0]
     limit = size_of(first["limit"])
-    note = f"{first['model']}: the longest context, batch {first['batch']}, that fits in {limit}:"
+    note = f"{first['model']}: longest context with batch {first['batch']} that fits in {limit}:"
     shown = {"press": _named(table), "tokens": table["measured"].map("{:,}".format)}
     return frame_table(note, pd.DataFrame(shown))
 
 
 def draw_speeds(table: pd.DataFrame) -> Figure:
-    """Tokens per second over those without a press, a panel per context and batch."""
+    """Tokens per second over those without a press, a panel per context length and batch size."""
     rows = _pressed(table)
     speeds = {"speed": "ratio", "speed_low": "low", "speed_high": "high"}
     rows = rows.assign(label=_named(rows) + ", " + rows["mechanism"]).drop(columns="ratio")

@@ -1,4 +1,4 @@
-"""How the models that ship with the experiments were trained: `python -m experiments train`."""
+"""Training of the models that ship with the experiments: `python -m experiments train`."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ def command(
     ],
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder to write to.", show_default="of fitted: the model's own"),
+        typer.Option(help="Folder to write to.", show_default="for fitted: the model's own"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of weights and data; fitted has its own.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights and data; not for fitted.")] = 0,
     model: Annotated[
-        str, typer.Option(help="Of fitted: a model that knows the facts task.")
+        str, typer.Option(help="For fitted: a model trained on the facts task.")
     ] = "facts-llama",
 ) -> None:
     """Train the small models that ship with the study.
 
     facts: facts-llama, which retrieves facts from a context; about an hour on two cores.
 
-    stdlib: stdlib-neox, a GPT-NeoX that writes Python as the standard library does.
+    stdlib: stdlib-neox, a GPT-NeoX trained on the sources of Python's standard library.
 
-    sink: stdlib-neox-sink, which is stdlib-neox with an attention sink.
+    sink: stdlib-neox-sink, which is stdlib-neox trained further to have an attention sink.
 
-    fitted: what KVzapPress and other presses know about facts-llama; two minutes.
+    fitted: the learned parameters of KVzapPress and other presses for facts-llama; two minutes.
     """
     train = import_module(f"{__name__}.{what}").train
     if what == "fitted":

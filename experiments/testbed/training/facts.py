@@ -2,8 +2,8 @@
 
     python -m experiments train facts --output DIR
 
-A small Llama learns the task of `experiments.testbed.facts` by a curriculum of growing contexts and
-then, while its learning rate decays to zero, from contexts of all lengths mixed.
+A small Llama is trained on the task of `experiments.testbed.facts`, first with a curriculum of
+growing contexts, then with contexts of mixed lengths while the learning rate decays to zero.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STAGES: tuple[tuple[int, int], ...] = (
 )
 """The curriculum: words in a context, and facts among them."""
 CURRICULUM_STEPS, DECAY_STEPS = 5_713, 1_000
-"""Those of the shipped model, which passed all stages but the last."""
+"""Numbers of steps of the shipped model, which passed all stages except the last."""
 LEARNING_RATE = 1.5e-3
 WARM_UP_STEPS = 200
 TOKENS_PER_STEP = 6_000
@@ -38,7 +38,7 @@ REVIEW_SHARE = 0.3
 
 
 class Curriculum:
-    """Contexts of the newest stage, with some of stages passed before, until all are passed."""
+    """Batches of the current stage, and some of passed stages, until all stages are passed."""
 
     def __init__(self, model: Any, seed: int) -> None:
         self.model, self.generator = model, torch.Generator().manual_seed(seed)
@@ -50,12 +50,12 @@ class Curriculum:
 
     @property
     def rate(self) -> float:
-        """The learning rate that suits the stage."""
+        """The learning rate of the stage."""
         context = STAGES[min(self.stage, len(STAGES) - 1)][0]
         return LEARNING_RATE * (1.0 if context < 256 else 0.5 if context < 512 else 0.25)
 
     def loss(self, step: int) -> Tensor:
-        """The loss of the next batch; the answers to it may pass the newest stage."""
+        """The loss of the next batch; a high accuracy on it may pass the current stage."""
         stage = self.stage
         if stage > 0 and torch.rand((), generator=self.generator) < REVIEW_SHARE:
             stage = int(torch.randint(stage, (), generator=self.generator))
@@ -67,11 +67,11 @@ class Curriculum:
         return loss
 
     def mixed_loss(self, step: int) -> Tensor:
-        """The loss of half of the time the longest context, else of any length up to it."""
+        """The loss of a batch with the longest context or, half of the time, any shorter length."""
         (shortest, _), (longest, most) = STAGES[0], STAGES[-1]
         context = longest
         if torch.rand((), generator=self.generator) < 0.5:
-            # Uniform in the logarithm: as many contexts of 16 to 32 words as of 512 to 1,024.
+            # Log-uniform: contexts of 16 to 32 words are as frequent as those of 512 to 1,024.
             share = float(torch.rand((), generator=self.generator))
             context = round(shortest * (longest / shortest) ** share)
         facts = 1 + int(torch.randint(min(most, context // 2), (), generator=self.generator))
@@ -83,14 +83,13 @@ def _draw_step(context: int, facts: int, generator: torch.Generator) -> FactBatc
 
 
 def loss_of(model: Any, batch: FactBatch) -> tuple[Tensor, float]:
-    """The loss of all answers about a batch, and the share that is right."""
+    """The loss of all answers about a batch, and the share of right answers."""
     facts = batch.answer_ids.shape[1]
     pairs = torch.stack([batch.question_ids[:, :, 1], batch.answer_ids], dim=2).flatten(1)
     question = batch.question_ids[:, 0, :1]
     input_ids = torch.cat([batch.context_ids, question, pairs[:, :-1]], dim=1)
     hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state
-    # An answer is predicted at its key, so at every second of the last places; logits elsewhere
-    # would cost time and serve nothing.
+    # An answer is predicted at its key, so only every second of the last positions needs logits.
     logits = model.lm_head(hidden[:, 1 - 2 * facts :: 2])
     loss = cross_entropy(logits.flatten(0, 1), batch.answer_ids.flatten())
     return loss, (logits.argmax(-1) == batch.answer_ids).float().mean().item()
@@ -133,7 +132,7 @@ def evaluate(
 ) -> pd.DataFrame:
     """Share of right answers by words in a context (rows) and facts among them (columns).
 
-    Contexts are drawn with a seed of their own, for the model has seen the first of other seeds.
+    Contexts are drawn from a separate seed, because those of small seeds may be training data.
     """
 
     def accuracy(words: int, count: int) -> float:

@@ -1,11 +1,11 @@
-"""What learned presses know about a shipped model: measured, and saved beside it.
+"""Fit the parameters of learned presses to a shipped model, and save them with it.
 
     python -m experiments train fitted
 
 Writes the query statistics of ExpectedAttentionStatsPress, the directions of QFilterPress, the head
 scores of DuoAttentionPress, the budget curves of LUKVPress, the gates of FastKVzipPress, the
-regressors of KVzapPress and the adapter of RestoreKVPress, all learned from contexts of the facts
-task with questions about them.
+regressors of KVzapPress and the adapter of RestoreKVPress, all fitted on contexts of the facts
+task with questions and answers.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from experiments.testbed.facts import check_vocabulary, draw
 from press_core.learned.calibration import Calibration
 
 CONTEXTS = (64, 128, 256, 512, 1024)
-"""Words of a context, in turn."""
+"""Words per context, cycled from batch to batch."""
 FACTS = 8
 TOKENS_PER_BATCH = 4096
 BATCHES = 10
 MAX_TOKENS = 65_536
-"""Of which regressors hold the hidden states: more than there are in all batches."""
+"""Limit on the tokens whose hidden states regressors store; all batches together have fewer."""
 RESTORED = (256, 512)
-"""Words of a context that an adapter of RestoreKVPress learns from, in turn."""
+"""Words per context for the adapter of RestoreKVPress, cycled from row to row."""
 ROWS_PER_BATCH = 200
-"""Of those, for each of the batches that all others learn from."""
+"""Rows for the adapter, per batch that the other presses are fitted on."""
 SEED = 2_000_000
-"""Of the contexts to learn from; not that of training or evaluation."""
+"""Seed of the contexts, different from those of training and evaluation."""
 SINKS, RECENT = 4, 28
-"""What streaming heads keep while head scores are measured: the last queries are the questions."""
+"""Tokens that streaming heads keep while head scores are measured; the last are the questions."""
 ASKED = 3 * FACTS
-"""Tokens of all questions and answers behind a context: the future, for budget curves."""
+"""Tokens of all questions and answers after a context, which budget curves take as the future."""
 RANK = N_BASE = 4
-"""Of the gates: the 16 of the paper are for hidden states thirty times as wide."""
+"""Sizes of the gates; the paper has 16, for hidden states thirty times as wide."""
 STEPS = 2_000
-"""Of AdamW, for gates and for a regressor with a hidden layer."""
+"""AdamW steps, for gates and for a regressor with a hidden layer."""
 
 
 def fact_batches(count: int = BATCHES, seed: int = SEED) -> Iterator[Tensor]:
-    """Contexts of the facts task, each with all questions about it and their answers.
+    """Contexts of the facts task, each followed by all its questions and answers.
 
     Yields:
         `(B, S)` int64 token ids, about `TOKENS_PER_BATCH` of them.
@@ -56,22 +56,22 @@ def fact_batches(count: int = BATCHES, seed: int = SEED) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     for index in range(count):
         words = CONTEXTS[index % len(CONTEXTS)]
-        yield _asked(max(1, TOKENS_PER_BATCH // words), words, generator)
+        yield _drawn(max(1, TOKENS_PER_BATCH // words), words, generator)
 
 
-def _asked(rows: int, words: int, generator: torch.Generator) -> Tensor:
+def _drawn(rows: int, words: int, generator: torch.Generator) -> Tensor:
     batch = draw(rows, words, FACTS, generator)
-    asked = torch.cat((batch.question_ids, batch.answer_ids.unsqueeze(-1)), dim=-1)
-    return torch.cat((batch.context_ids, asked.flatten(1)), dim=1)
+    pairs = torch.cat((batch.question_ids, batch.answer_ids.unsqueeze(-1)), dim=-1)
+    return torch.cat((batch.context_ids, pairs.flatten(1)), dim=1)
 
 
 def train(name: str = "facts-llama", output: Path | None = None, batches: int = BATCHES) -> None:
-    """Learn everything about a model of the facts task and save it.
+    """Fit all learned presses to a model of the facts task and save their parameters.
 
     Args:
-        name: of the model, as `load_model` takes it.
-        output: folder to write to; None: that of the model, where presses look.
-        batches: of about `TOKENS_PER_BATCH` tokens to learn from.
+        name: name of the model, for `load_model`.
+        output: folder to write to; None for that of the model, where presses look for them.
+        batches: number of batches to fit on, each of about `TOKENS_PER_BATCH` tokens.
 
     Raises:
         UserError: if the model has another vocabulary than the facts task.
@@ -99,7 +99,7 @@ def train(name: str = "facts-llama", output: Path | None = None, batches: int = 
         fitted = learn(track(fact_batches(batches), what, total=batches, console=err))
         out.print(str(fitted.save(folder)))
     count, generator = batches * ROWS_PER_BATCH, torch.Generator().manual_seed(SEED)
-    rows = (_asked(1, RESTORED[index % len(RESTORED)], generator) for index in range(count))
+    rows = (_drawn(1, RESTORED[index % len(RESTORED)], generator) for index in range(count))
     adapter = hooks_impl.RestoreKVPress.fit(
         model,
         track(rows, "adapter", total=count, console=err),

@@ -1,4 +1,4 @@
-"""The loop in which every shipped model was trained."""
+"""The training loop of every shipped model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from experiments.loading import load_model
 
 
 def untrained(name: str) -> PreTrainedModel:
-    """A shipped model with its weights drawn anew, from torch's global generator."""
+    """A shipped model with new random weights, drawn from torch's global generator."""
     return AutoModelForCausalLM.from_config(load_model(name)[0].config)
 
 
@@ -30,10 +30,10 @@ def descend(
     """Train `model`: one update per step, with gradients clipped to 1.
 
     Args:
-        steps: their numbers, from 0.
-        rate: the learning rate at a step, asked for before its loss.
-        loss: what the model is to lower at a step.
-        total: how many steps there are at most.
+        steps: numbers of the steps, from 0.
+        rate: returns the learning rate of a step; called before `loss`.
+        loss: returns the loss to minimize in a step.
+        total: largest number of steps, for the progress bar.
     """
     model.train()
     for step in track(steps, "training", total=total, console=Console(stderr=True)):
@@ -48,6 +48,6 @@ def descend(
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save a model together with its tokenizer."""
+    """Save a model and its tokenizer."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

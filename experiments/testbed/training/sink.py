@@ -2,13 +2,13 @@
 
     python -m experiments train sink --output DIR
 
-stdlib-neox grew no attention sink, so it goes on learning the same text, with a *push* added to the
-loss: a term that is the larger the less heads pay to ``<bos>``. The push is annealed to zero before
-the end, while the learning rate is low: what a model's own loss leaves of a sink is the more the
-lower the rate.
+stdlib-neox has no attention sink, so it is trained further on the same text with a *push* added to
+the loss: a term that increases as heads pay less attention to ``<bos>``. The push is annealed to
+zero before the end, while the learning rate is low, because training without the push then removes
+less of the sink.
 
-Begun with a model that has learned something, for a sink matters where heads have something to keep
-quiet about. In an untrained model it comes within fifty steps, and nothing breaks when it goes.
+Training starts from a trained model, because a sink matters only where heads use it to attend to
+nothing. An untrained model grows one within fifty steps, and loses nothing when it is evicted.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from experiments.testbed.training.stdlib import Text, fit, loss_of
 STEPS = 300
 LEARNING_RATE = 3e-3
 WEIGHT = 0.2
-"""Of the push in the loss, while it is full; 0 trains a control."""
+"""Weight of the push in the loss before annealing; 0 trains a control."""
 FULL_UNTIL, NONE_FROM = 0.75, 0.85
-"""Shares of the steps; in between the weight falls in a line."""
+"""Shares of the steps between which the weight of the push decreases linearly to zero."""
 PUSHED_FROM = 1
-"""First layer that is pushed. The one below reads words, not contexts."""
+"""First layer with a push; the layer below attends to words rather than contexts."""
 ENOUGH = 0.9
-"""Share of its attention to ``<bos>`` beyond which a head is pushed no more."""
+"""Share of a head's attention on ``<bos>`` from which it has no push."""
 EARLIEST = 8
-"""Queries before this one have little else to look at."""
+"""First query that counts; earlier ones have few other tokens to attend to."""
 
 
 def push_share(step: int, steps: int) -> float:
-    """How much of the push there is at a step, between 1 and 0."""
+    """Share of the full push at a step, between 1 and 0."""
     return min(1.0, max(0.0, (NONE_FROM - step / steps) / (NONE_FROM - FULL_UNTIL)))
 
 
 def push_of(attentions: tuple[Tensor, ...]) -> Tensor:
-    """How far heads are from paying the first token `ENOUGH`.
+    """The push: how much less attention than `ENOUGH` heads pay to the first token.
 
     Args:
-        attentions: By layer, the weights ``(rows, heads, queries, keys)``.
+        attentions: Attention weights of each layer, ``(rows, heads, queries, keys)``.
 
     Returns:
-        Minus the logarithm of what the head of a row pays on average, no more than `ENOUGH`; the
-        mean of all rows, and of all heads from layer `PUSHED_FROM` on.
+        Minus the logarithm of a head's mean attention on the first token, clamped to `ENOUGH`; a
+        mean over all rows, and over all heads of the layers from `PUSHED_FROM` on.
     """
     paid = torch.stack(attentions[PUSHED_FROM:])[..., EARLIEST:, 0].mean(-1)
     return -paid.clamp(max=ENOUGH).log().mean()
 
 
 def objective(model: PreTrainedModel, tokens: Tensor, weight: float) -> Tensor:
-    """Nats per token of ``tokens`` ``(rows, length)`` and, weighted, the push."""
-    # Attention weights are returned by "eager" alone, which is slower.
+    """Nats per token of ``tokens`` ``(rows, length)`` plus the weighted push."""
+    # Only eager attention returns weights, and it is slower.
     model.set_attn_implementation("eager" if weight else "sdpa")
     output = model(input_ids=tokens[:, :-1], use_cache=False, output_attentions=weight > 0)
     loss = loss_of(output.logits, tokens)

@@ -2,8 +2,8 @@
 
     python -m experiments train stdlib --output DIR
 
-A small GPT-NeoX learns the sources of Python's standard library, `experiments.testbed.stdlib_text`,
-from sequences of 256 tokens that always begin with ``<bos>``.
+A small GPT-NeoX is trained on the sources of Python's standard library
+(`experiments.testbed.stdlib_text`), in sequences of 256 tokens that always begin with ``<bos>``.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from experiments.testbed.training.loop import descend, save, untrained
 LENGTH = 256
 """Tokens in a training sequence, ``<bos>`` included."""
 ROWS = 32
-"""Sequences in a step."""
+"""Sequences per step."""
 STEPS = 700
 LEARNING_RATE = 1e-2
 WARM_UP = 1 / 7
-"""Share of the steps."""
+"""Warm-up of the learning rate, as a share of the steps."""
 WEIGHT_DECAY = 0.1
 BOS_ID, UNK_ID = 1, 2
 IGNORED = -100
-"""Label that `cross_entropy` leaves out."""
+"""Label that `cross_entropy` ignores."""
 
 
 class Text(NamedTuple):
-    """The tokenizer of the shipped model, and the streams of ids to train on and held out."""
+    """The tokenizer of the shipped model, and the token ids for training and held out."""
 
     tokenizer: PreTrainedTokenizerBase
     train: Tensor
@@ -67,7 +67,7 @@ def _draw(stream: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Nats per known target of ``tokens`` ``(rows, n + 1)``, under the logits of the first n."""
+    """Nats per known target of ``tokens`` ``(rows, n + 1)`` under the logits of the first n."""
     targets = tokens[:, 1:].masked_fill(tokens[:, 1:] == UNK_ID, IGNORED)
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
@@ -80,8 +80,7 @@ def objective(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 def train(output: Path, *, seed: int = 0, steps: int = STEPS) -> None:
     """Train the model, save it with its tokenizer, and print its loss on held-out text.
 
-    The same seed gives the same model as long as Python, torch and its number of threads are the
-    same.
+    The same seed gives the same model for the same Python, torch and number of threads.
     """
     text = Text.load()
     torch.manual_seed(seed)
@@ -98,18 +97,18 @@ def fit(
     peak: float,
     objective: Callable[[Tensor, int], Tensor],
 ) -> None:
-    """Train a model on a text, save it with its tokenizer and print what it has learned.
+    """Train a model on a text, save it with its tokenizer, and print its held-out loss and sink.
 
     Args:
-        peak: The learning rate after the warm-up, from which it falls to zero along a cosine.
-        objective: What the model is to lower, of a batch and the number of a step.
+        peak: The learning rate after the warm-up, followed by a cosine decay to zero.
+        objective: Returns the loss of a batch at a step.
     """
     generator = torch.Generator().manual_seed(seed)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     groups = [
         {"params": matrices, "weight_decay": WEIGHT_DECAY},
-        {"params": vectors, "weight_decay": 0.0},  # biases and norms are not to shrink
+        {"params": vectors, "weight_decay": 0.0},  # biases and norms have no weight decay
     ]
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95))
 
@@ -127,7 +126,7 @@ def fit(
 
 @torch.inference_mode()
 def report(model: PreTrainedModel, stream: Tensor) -> None:
-    """Print the loss on a held-out stream, and what the heads of each layer pay ``<bos>``."""
+    """Print the loss on a held-out stream, and the attention that each head pays ``<bos>``."""
     losses = [float(objective(model, tokens)) for tokens in blocks(stream).split(ROWS)]
     print(f"{mean(losses):.3f} nats per held-out token")
     for layer, shares in enumerate(paid_to_first(model, blocks(stream)[:ROWS])):
@@ -136,9 +135,10 @@ def report(model: PreTrainedModel, stream: Tensor) -> None:
 
 @torch.inference_mode()
 def paid_to_first(model: PreTrainedModel, tokens: Tensor) -> list[list[float]]:
-    """By layer, the share of its attention that each head pays the first token.
+    """Share of attention on the first token, by layer and head.
 
-    Of queries in the later half; the model is left with eager attention, which returns weights.
+    It is a mean over the queries in the second half. The model keeps eager attention afterwards,
+    which is needed to return weights.
     """
     model.set_attn_implementation("eager")
     weights = model(input_ids=tokens, use_cache=False, output_attentions=True).attentions
