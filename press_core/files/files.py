@@ -25,7 +25,7 @@ from torch import Tensor
 from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.kinds import PrunedHybridLayer, kind_of
 from press_core.cache.pruned import PrunedLayer
-from press_core.cache.ragged import RaggedLayer, none_yet
+from press_core.cache.ragged import RaggedLayer, no_recent
 from press_core.cache.tokens import Kept
 from press_core.errors import PressError, UnsupportedCacheError, first_line
 from press_core.select import upcast
@@ -147,7 +147,7 @@ MOST = 2**24
 """Tokens that a cache may have seen: what is made of them has to stay small."""
 
 _KEPT = (type(None), bool, int, float, str, tuple, torch.dtype, Tensor, Kept)
-_OF_SCOPES = "memories", "needs", "is_first", "_has_told_sizes"
+_OF_SCOPES = "memories", "needs", "is_first", "_has_sized_mask"
 _DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if type(x) is torch.dtype}
 
 
@@ -307,7 +307,7 @@ def _ragged_layer(state: dict[str, Any]) -> RaggedLayer:
     layer.lay_out(state["keys"], state["values"], positions, chosen, list(state["held"]))
     names, of_rows = ("recent_keys", "recent_values"), (-1, layer.n_heads)
     recent = [state[name].unflatten(0, of_rows) for name in names]
-    layer.recent = none_yet(*recent)
+    layer.recent = no_recent(*recent)
     layer.append(*recent)
     layer.carried, layer.carried_until = state["carried"], state["carried_until"]
     return layer
