@@ -206,7 +206,7 @@ def _record_of(value: Any) -> dict[str, Any]:
         if busy or (not value.is_initialized and type(value) in (RaggedLayer, ChannelPrunedLayer)):
             raise UnsupportedCacheError(
                 f"cannot save a {kind} that was abandoned in the middle of a forward, reset, or "
-                "whose prefill is in progress; save caches between forwards"
+                "whose prefill is under way; save caches between forwards"
             )
     elif kind_of(value) not in (None, PrunedLayer, PrunedHybridLayer):
         raise UnsupportedCacheError(

@@ -311,7 +311,7 @@ def identity(model: Any) -> dict[str, Any]:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no transformers configuration, so it cannot be identified"
+            f"{type(model).__name__} has no configuration of transformers that identifies it"
         )
     body = getattr(model, "base_model", model)
     described = json.dumps(config.to_dict(), default=str, sort_keys=True)
