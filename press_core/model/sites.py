@@ -37,8 +37,8 @@ class Place:
 
     Attributes:
         depth, n_sites: its index, from 0, and the number of sites.
-        keeps_count: whether positions of new tokens keep counting all tokens seen after this layer
-            is rerotated: sliding-window layers count them too, images have 3-d positions, or the
+        keeps_count: whether the model still counts all tokens seen when this layer's keys are
+            rerotated: other layers slide and count them too, images have 3-d positions, or the
             model does not derive positions from the cache.
     """
 
