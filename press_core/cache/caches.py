@@ -100,7 +100,7 @@ def row_alone(cache: Cache, row: int, slots: Tensor | None) -> Cache:
             own = PrunedLayer(DynamicLayer()).holding(keys, values).inner
         elif slots is not None:
             raise UnsupportedCacheError(
-                f"rows of a padded batch cannot be separated in a {type(layer).__name__}; run "
+                f"rows of a padded batch cannot be told apart in a {type(layer).__name__}; run "
                 "them one by one"
             )
         else:

@@ -20,7 +20,7 @@ from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import ReadingNeeds
 from press_core.errors import UnsupportedInputError
 from press_core.forward import Arguments, Forward, OneMask, current
-from press_core.model.rotary import is_close
+from press_core.model.rotary import alike
 from press_core.model.sites import AttentionSite
 
 # ---- once per forward ----------------------------------------------------------------------------
@@ -328,7 +328,7 @@ def _require_text(site: AttentionSite, given: Arguments, n: int, n_seen: int) ->
     last = rotary.find(cos[:, -1:], sin[:, -1:], n_seen)
     n_after = real.flip(-1).long().cumsum(dim=-1).flip(-1) - 1
     made = rotary.embeddings(cos, (last[:, None] - n_after).clamp(min=0))
-    is_text = is_close(made[0], cos) & is_close(made[1], sin) & (last[:, None] >= 0)
+    is_text = alike(made[0], cos) & alike(made[1], sin) & (last[:, None] >= 0)
     if not bool((is_text | ~real).all()):
         raise UnsupportedInputError(
             f"an image came to {site.name} behind keys that were rotated to other positions, where "

@@ -92,7 +92,7 @@ class Rotary:
             -1 where no position has them in all dimensions, as for most tokens of an image.
         """
         known_cos, known_sin = self.embeddings(cos, torch.arange(limit, device=cos.device)[None])
-        same = is_close(known_cos, cos) & is_close(known_sin, sin)
+        same = alike(known_cos, cos) & alike(known_sin, sin)
         return torch.where(same.any(dim=-1), same.long().argmax(dim=-1), -1)
 
     def _each_head(self, function: Callable[..., Tensor], x: Tensor, positions: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def _in_parts(rotate: Callable[..., Tensor], x: Tensor, cos: Tensor, sin: Tensor
     return rotated
 
 
-def is_close(made: Tensor, given: Tensor) -> Tensor:
+def alike(made: Tensor, given: Tensor) -> Tensor:
     """Whether cosines (or sines) `(..., channels)` are equal within rounding, `(...)` bool."""
     return ((made - given).abs() <= 2 * torch.finfo(given.dtype).eps).all(dim=-1)
 
